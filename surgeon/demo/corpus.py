@@ -1,0 +1,67 @@
+"""Text that every machine with Python has: the source files of the standard library it runs under.
+
+The files are split once and for all by a hash of their path, so that the held-out part is the same files wherever
+they exist. Tests, tables of data (character encodings, help topics) and generated files are left out: they repeat
+themselves, and would make a language model look better than it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from pathlib import Path
+
+HELD_OUT_SHARE = 16  # one file in this many is held out
+
+_LEFT_OUT_FOLDERS = {
+    "__pycache__",
+    "config",
+    "encodings",
+    "idle_test",
+    "lib2to3",
+    "lib-dynload",
+    "pydoc_data",
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+}
+_LEFT_OUT_PREFIXES = ("_sysconfigdata", "config-")
+
+
+def library_files(held_out: bool) -> list[Path]:
+    """Standard-library source files in a fixed order: the held-out ones, or all the others.
+
+    Raises:
+        FileNotFoundError: if this Python ships no standard-library sources (a zipped or stripped installation).
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py") if _is_prose(path.relative_to(root)))
+    chosen = [root / name for name in names if _is_held_out(name) == held_out]
+    if not chosen:
+        raise FileNotFoundError(
+            f"no standard-library source files under {root}: this Python was installed without them; "
+            "pass a text file of your own with --data"
+        )
+    return chosen
+
+
+def library_text(held_out: bool) -> list[str]:
+    """The texts of `library_files`, one string per file; files that are not UTF-8 are passed over."""
+    texts = []
+    for path in library_files(held_out):
+        try:
+            texts.append(path.read_text(encoding="utf-8"))
+        except UnicodeDecodeError:
+            continue
+    return [text for text in texts if text.strip()]
+
+
+def _is_prose(relative: Path) -> bool:
+    return not (set(relative.parts[:-1]) & _LEFT_OUT_FOLDERS) and not any(
+        part.startswith(_LEFT_OUT_PREFIXES) for part in relative.parts
+    )
+
+
+def _is_held_out(name: str) -> bool:
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") % HELD_OUT_SHARE == 0

@@ -1,0 +1,33 @@
+"""The architectures surgeon can operate on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from surgeon.families.base import Family, Projection, SublayerSpec
+from surgeon.families.llama import LLAMA
+from surgeon.families.opt import OPT
+from surgeon.families.qwen3 import QWEN3
+
+__all__ = ["FAMILIES", "Family", "Projection", "SublayerSpec", "family_of"]
+
+FAMILIES = {family.model_type: family for family in (LLAMA, QWEN3, OPT)}
+
+
+def family_of(config: Any) -> Family:
+    """The family of a `transformers` configuration.
+
+    Raises:
+        ValueError: if there is none, or the configuration uses something of the architecture that cannot be edited.
+    """
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        known = ", ".join(sorted(family.name for family in FAMILIES.values()))
+        raise ValueError(
+            f"architecture {config.model_type!r} is not supported (supported: {known}); "
+            'CONTRIBUTING.md, "Adding a family", shows how to add one in a short file'
+        )
+    reason = family.unsupported(config)
+    if reason is not None:
+        raise ValueError(f"this {family.name} model cannot be operated on: {reason}")
+    return family

@@ -1,0 +1,52 @@
+"""OPT: layer norms with shifts, learned positions, biases everywhere, a plain ReLU MLP."""
+
+from typing import Any
+
+from surgeon.families.base import Family, Projection, SublayerSpec
+
+
+def _unsupported(config: Any) -> str | None:
+    if not config.do_layer_norm_before:
+        return "its norms come after the sublayers (do_layer_norm_before is false, as in OPT-350m)"
+    if config.layerdrop:
+        return f"it drops layers at random while training (layerdrop is {config.layerdrop}); set layerdrop to 0"
+    return None
+
+
+OPT = Family(
+    name="OPT",
+    model_type="opt",
+    layers="model.decoder.layers",
+    embedding="model.decoder.embed_tokens",
+    final_norm="model.decoder.final_layer_norm",
+    head="lm_head",
+    attention=SublayerSpec(
+        norm="self_attn_layer_norm",
+        modules=("self_attn",),
+        projections=(
+            Projection("q", "self_attn.q_proj", "heads"),
+            Projection("k", "self_attn.k_proj", "heads"),
+            Projection("v", "self_attn.v_proj", "heads"),
+            Projection("o", "self_attn.out_proj", "heads", reads_stream=False),
+        ),
+        head_counts=("num_heads",),
+    ),
+    mlp=SublayerSpec(
+        norm="final_layer_norm",
+        modules=("fc1", "activation_fn", "fc2"),
+        projections=(
+            Projection("up", "fc1", "neurons"),
+            Projection("down", "fc2", "neurons", reads_stream=False),
+        ),
+    ),
+    norm_kind="layer",
+    norm_epsilon=1e-5,
+    activation="activation_function",
+    intermediate="ffn_dim",
+    gated=False,
+    rotary=False,
+    position_embedding="model.decoder.embed_positions",
+    position_offset=2,
+    dropout="dropout",
+    unsupported=_unsupported,
+)

@@ -1,0 +1,244 @@
+"""Programs on `transformers` models: load one, edit its program, put the original back.
+
+An edited model is still the same `transformers` model: its attention, MLP and norm modules are called, only in the
+order and on the inputs that the program says. Parameters keep their names, so that generation with caches, `peft`,
+`accelerate` (`device_map`, offloading) and gradient checkpointing go on working.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils.output_capturing import install_output_capuring_hook
+
+from surgeon.execute import Branch, Machine, Pending, State, advance, land
+from surgeon.families import Family, SublayerSpec, family_of
+from surgeon.program import ATTENTION, Fork, Program, Step, Sublayer
+from surgeon.weights import derive_sublayer
+
+
+def edit(model: PreTrainedModel, program: Program | str) -> PreTrainedModel:
+    """Make the model run this program, in place; editing an edited model starts from the original again.
+
+    The configuration's `num_hidden_layers` and per-layer attention types describe the edited model (one entry per
+    attention of the program), so that caches and masks fit it.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: if the architecture is not supported, or the program names a layer or a slice that it cannot have.
+    """
+    if isinstance(program, str):
+        program = Program.parse(program)
+    original = restore(model)
+    family = family_of(original.config)
+    parent, name = _decoder_layers(original, family)
+    layers = getattr(parent, name)
+    check_layers(program, len(layers))
+    edited = EditedLayers(layers, original.config, family, program)
+    setattr(parent, name, edited)
+    edited.describe_in(original.config)
+    return original
+
+
+def restore(model: PreTrainedModel) -> PreTrainedModel:
+    """Undo `edit`: the model runs its own layers again, and its configuration is what it was. Returns the model."""
+    for module in model.modules():
+        for name, child in module.named_children():
+            if isinstance(child, EditedLayers):
+                setattr(module, name, child.undo(model.config))
+                return model
+    return model
+
+
+def program_of(model: PreTrainedModel) -> Program:
+    """The program the model runs: that of its last `edit`, or the dense one."""
+    layers = decoder_layers(model)
+    if isinstance(layers, EditedLayers):
+        return layers.program
+    return Program.dense(len(layers), family_of(model.config).steps_per_layer)
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList | EditedLayers:
+    """The decoder's list of layers, or what stands in for it."""
+    parent, name = _decoder_layers(model, family_of(model.config))
+    layers: nn.ModuleList | EditedLayers = getattr(parent, name)
+    return layers
+
+
+def check_layers(program: Program, num_layers: int) -> None:
+    """Refuse a program that names a layer the model does not have.
+
+    Raises:
+        ValueError: naming the sublayer and the range that would be right.
+    """
+    if not program.nodes:
+        raise ValueError("the program is empty: it has no steps")
+    for sublayer in program.sublayers():
+        if max(sublayer.layers) >= num_layers:
+            raise ValueError(f"{sublayer} is out of range: the model's layers are 0 to {num_layers - 1}")
+
+
+def _decoder_layers(model: PreTrainedModel, family: Family) -> tuple[nn.Module, str]:
+    path, _, name = family.layers.rpartition(".")
+    return model.get_submodule(path), name
+
+
+class EditedLayers(nn.Module):
+    """Stands in a decoder for its list of layers.
+
+    Its registered children are the original layers under their own names (and derived sublayers under theirs), so
+    parameter names do not change. What iteration yields are slots, one per attention of the program: the decoder
+    calls them in turn with the arguments it has for that layer (its kind of mask, say); the last one runs the program.
+    """
+
+    gradient_checkpointing = False
+
+    def __init__(self, layers: nn.ModuleList, config: Any, family: Family, program: Program) -> None:
+        super().__init__()
+        for index, layer in enumerate(layers):
+            self.add_module(str(index), layer)
+        self.original = [layers]  # in a list, so that it is not registered a second time
+        self.config = config
+        self.family = family
+        self.program = program
+        self.stream_tap = StreamTap()
+        for sublayer in sorted(set(program.sublayers())):
+            if len(sublayer.layers) > 1 or sublayer.piece is not None:
+                sources = [self.layer(k) for k in sublayer.layers]
+                self.add_module(str(sublayer), derive_sublayer(sublayer, sources, family, config))
+        attention_layers = [sublayer.layers[0] for sublayer in program.sublayers() if sublayer.kind == ATTENTION]
+        self.slot_layers = attention_layers or [0]
+        self.config_before: dict[str, Any] = {}
+
+    def layer(self, index: int) -> nn.Module:
+        """The original layer."""
+        module = self._modules[str(index)]
+        assert module is not None
+        return module
+
+    def owner(self, sublayer: Sublayer) -> nn.Module:
+        """The module below which this sublayer's own modules lie: its layer, or what was derived for it."""
+        if len(sublayer.layers) > 1 or sublayer.piece is not None:
+            return self.get_submodule(str(sublayer))
+        return self.layer(sublayer.layers[0])
+
+    def describe_in(self, config: Any) -> None:
+        """Make the configuration's per-layer entries describe the program's attentions."""
+        self.config_before["num_hidden_layers"] = config.num_hidden_layers
+        types = getattr(config, "layer_types", None)
+        if types is not None:
+            self.config_before["layer_types"] = types
+            config.layer_types = [types[k] for k in self.slot_layers]
+        config.num_hidden_layers = len(self.slot_layers)
+
+    def undo(self, config: Any) -> nn.ModuleList:
+        """Restore the configuration and every attention's cache slot; returns the original list."""
+        for key, value in self.config_before.items():
+            setattr(config, key, value)
+        (layers,) = self.original
+        for index, layer in enumerate(layers):
+            _set_cache_slot(layer, self.family.attention, index)
+        return layers
+
+    def __len__(self) -> int:
+        return len(self.slot_layers)
+
+    def __iter__(self) -> Iterator[Any]:
+        arguments: list[dict[str, Any]] = []
+        last = len(self) - 1
+        return iter([partial(self.slot, arguments, runs=i == last) for i in range(len(self))])
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(self)[index]
+
+    def slot(self, collected: list[dict[str, Any]], hidden_states: Tensor, *, runs: bool, **arguments: Any) -> Tensor:
+        """What the decoder calls in place of a layer: all slots keep their arguments, the last one runs the program."""
+        collected.append(arguments)
+        return self.run(hidden_states, collected) if runs else hidden_states
+
+    def run(self, stream: Tensor, arguments: list[dict[str, Any]]) -> Tensor:
+        """The stream after the program; `arguments` are the decoder's keyword arguments for each attention."""
+        machine = ModelMachine(self, arguments)
+        state = State(stream)
+        for node in self.program.nodes:
+            previous, state = state, advance(state, node, machine)
+            if previous.pending is not None:
+                self.stream_tap(state.stream)
+        return self.stream_tap(land(state).stream)
+
+
+class StreamTap(nn.Module):
+    """Passes the stream on unchanged; `output_hidden_states` is collected here, once per node of the program."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        install_output_capuring_hook(self, "hidden_states", 0)
+
+    def forward(self, stream: Tensor) -> Tensor:
+        return stream
+
+
+class ModelMachine(Machine):
+    """One forward pass of a `transformers` model on one device (or on what `accelerate` made of it)."""
+
+    def __init__(self, layers: EditedLayers, arguments: list[dict[str, Any]]) -> None:
+        self.layers = layers
+        self.arguments = arguments
+        self.next_slot = 0  # each attention that runs takes the next cache slot
+
+    def compute(self, step: Step, stream: Tensor) -> Tensor:
+        outputs = [self.sublayer(sublayer, stream) for sublayer in step.sublayers]
+        total = outputs[0]
+        for output in outputs[1:]:
+            total = total + output.to(total.device)
+        return total.to(stream.device)
+
+    def reduce(self, output: Tensor) -> Pending:
+        return lambda: output
+
+    def assign(self, fork: Fork) -> Iterable[tuple[Branch, Machine]]:
+        return [(branch, self) for branch in fork.branches]
+
+    def sublayer(self, sublayer: Sublayer, stream: Tensor) -> Tensor:
+        owner, spec = self.layers.owner(sublayer), self.layers.family.spec(sublayer.kind)
+        if sublayer.kind == ATTENTION:
+            arguments = self.arguments[self.next_slot]
+            call = partial(_attention, owner, spec, self.next_slot, arguments)
+            self.next_slot += 1
+        else:
+            call = partial(_feed_forward, owner, spec)
+        if self.layers.gradient_checkpointing and self.layers.training:
+            output = self.layers._gradient_checkpointing_func(call, stream)
+        else:
+            output = call(stream)
+        dropout = self.layers.family.dropout
+        if dropout is not None and self.layers.training:
+            output = nn.functional.dropout(output, getattr(self.layers.config, dropout))
+        return output
+
+
+def _attention(owner: nn.Module, spec: SublayerSpec, slot: int, arguments: dict[str, Any], stream: Tensor) -> Tensor:
+    _set_cache_slot(owner, spec, slot)
+    if getattr(owner, "training", False) and torch.is_grad_enabled() and arguments.get("past_key_values") is None:
+        arguments = arguments | {"use_cache": False}
+    normed = owner.get_submodule(spec.norm)(stream)
+    output = owner.get_submodule(spec.modules[0])(hidden_states=normed, **arguments)
+    return output[0] if isinstance(output, tuple) else output
+
+
+def _feed_forward(owner: nn.Module, spec: SublayerSpec, stream: Tensor) -> Tensor:
+    for path in (spec.norm, *spec.modules):
+        stream = owner.get_submodule(path)(stream)
+    return stream
+
+
+def _set_cache_slot(owner: nn.Module, spec: SublayerSpec, slot: int) -> None:
+    attention: Any = owner.get_submodule(spec.modules[0])
+    attention.layer_idx = slot

@@ -1,0 +1,269 @@
+"""A decoder as a program over its residual stream.
+
+A decoder is a residual stream x and a list of sublayers, attention A_k and feed-forward F_k, that read the stream and
+add to it. Everything surgeon does to a model is an edit of that list, written in a small language:
+
+    A4  F4            attention and feed-forward of layer 4 (layers count from 0), each with its own norm inside
+    A4~A5             one sublayer with the averaged weights of layers 4 and 5
+    A4/8:0            slice 0 of 8 of the heads (for F, of the neurons)
+    [A4 A5]           a step whose sublayers read the same x; the sum of their outputs is added
+    >A4  >[A4 A5]     a late step: it reads x as it was before the previous step's output was added
+    {A4 F4 | A5 F5}   a fork: each branch starts from x and keeps a stream of its own; what all of them added is added
+
+`Program.parse(text)` and `str(program)` are inverses. Programs are frozen and hashable. This module knows nothing of
+tensors, models or files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+ATTENTION = "A"
+FEED_FORWARD = "F"
+KINDS = (ATTENTION, FEED_FORWARD)
+
+
+@dataclass(frozen=True, order=True)
+class Sublayer:
+    """One sublayer: its kind, the layer (or the layers whose weights are averaged), and which slice of it.
+
+    Attributes:
+        kind: "A" for attention, "F" for feed-forward.
+        layers: the layers whose weights it has; more than one means their plain average.
+        piece: (index, count), the slice of the heads or neurons, or None for the whole.
+    """
+
+    kind: str
+    layers: tuple[int, ...]
+    piece: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"a sublayer is of kind A (attention) or F (feed-forward), not {self.kind!r}")
+        if not self.layers or min(self.layers) < 0 or len(set(self.layers)) < len(self.layers):
+            raise ValueError(f"a sublayer needs one or more distinct layers from 0, not {self.layers}")
+        if self.piece is not None and not 0 <= self.piece[0] < self.piece[1]:
+            raise ValueError(f"slice index {self.piece[0]} must lie in 0..{self.piece[1] - 1} (slices count from 0)")
+
+    def __str__(self) -> str:
+        whole = "~".join(f"{self.kind}{layer}" for layer in self.layers)
+        return whole if self.piece is None else f"{whole}/{self.piece[1]}:{self.piece[0]}"
+
+
+@dataclass(frozen=True)
+class Step:
+    """Sublayers that read the same stream and whose outputs are added together: one synchronisation point.
+
+    Attributes:
+        late: read the stream as it was before the previous step's output was added (Ladder Residual, equation 2).
+    """
+
+    sublayers: tuple[Sublayer, ...]
+    late: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.sublayers:
+            raise ValueError("a step needs at least one sublayer")
+
+    def __str__(self) -> str:
+        inside = " ".join(map(str, self.sublayers))
+        return (">" if self.late else "") + (inside if len(self.sublayers) == 1 else f"[{inside}]")
+
+
+@dataclass(frozen=True)
+class Fork:
+    """Branches that start from the same stream, each with a stream of its own; at the end what they added is added."""
+
+    branches: tuple[tuple[Node, ...], ...]
+
+    def __post_init__(self) -> None:
+        if not self.branches or not all(self.branches):
+            raise ValueError("a fork needs at least one branch, and every branch at least one step")
+
+    def __str__(self) -> str:
+        return "{" + " | ".join(" ".join(map(str, branch)) for branch in self.branches) + "}"
+
+
+Node = Step | Fork
+
+
+@dataclass(frozen=True)
+class Program:
+    """The steps and forks of a decoder, in order."""
+
+    nodes: tuple[Node, ...]
+
+    def __str__(self) -> str:
+        return " ".join(map(str, self.nodes))
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def __add__(self, other: Program) -> Program:
+        return Program(self.nodes + other.nodes)
+
+    @classmethod
+    def parse(cls, text: str) -> Program:
+        """Read a program from its text; the inverse of `str`.
+
+        Raises:
+            ValueError: with the place in the text, what was found there and what was expected.
+        """
+        return _Parser(text).program()
+
+    @classmethod
+    def dense(cls, num_layers: int, steps_per_layer: int = 2) -> Program:
+        """The unedited model: A0 F0 A1 F1 ..., or [A0 F0] [A1 F1] ... where a layer is one step (GPT-NeoX)."""
+        return cls(tuple(node for layer in range(num_layers) for node in layer_nodes(layer, steps_per_layer)))
+
+    def sublayers(self) -> Iterator[Sublayer]:
+        """Every sublayer in program order, once per occurrence."""
+        return (sublayer for step in steps_of(self.nodes) for sublayer in step.sublayers)
+
+    def effective_depth(self, steps_per_layer: int = 2) -> float:
+        """The number of steps that must run one after the other, in layers of the unedited model.
+
+        A fork counts its longest branch, an LP pair as one layer, a late step like any other.
+        """
+        return _longest_chain(self.nodes) / steps_per_layer
+
+    def sync_points(self, ranks: int) -> int:
+        """How many synchronisations one forward pass waits for on this many tensor-parallel ranks.
+
+        One per step and one per fork. The branches of a fork are spread over groups of ranks; where there are fewer
+        branches than ranks, the steps of a branch synchronise within their group as well, at the same time in all
+        groups, so that the branch with the most of them counts. One rank never synchronises.
+
+        Raises:
+            ValueError: if a fork has fewer branches than ranks and they do not divide the ranks evenly.
+        """
+        if ranks < 1:
+            raise ValueError(f"ranks must be at least 1, not {ranks}")
+        return _sync_points(self.nodes, ranks)
+
+
+def layer_nodes(layer: int, steps_per_layer: int = 2) -> tuple[Node, ...]:
+    """The nodes of one unedited layer."""
+    attention, feed_forward = Sublayer(ATTENTION, (layer,)), Sublayer(FEED_FORWARD, (layer,))
+    if steps_per_layer == 1:
+        return (Step((attention, feed_forward)),)
+    return (Step((attention,)), Step((feed_forward,)))
+
+
+def steps_of(nodes: tuple[Node, ...]) -> Iterator[Step]:
+    """Every step in program order, those inside forks included."""
+    for node in nodes:
+        if isinstance(node, Step):
+            yield node
+        else:
+            for branch in node.branches:
+                yield from steps_of(branch)
+
+
+def common_prefix(first: Program, second: Program) -> int:
+    """How many leading nodes two programs share, so that their hidden states up to there are the same."""
+    pairs = zip(first.nodes, second.nodes, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
+
+
+def ranks_per_branch(fork: Fork, ranks: int) -> int:
+    """How many ranks work on each branch at a time: 1 when every rank takes one or several whole branches in turn."""
+    branches = len(fork.branches)
+    if branches >= ranks:
+        return 1
+    if ranks % branches:
+        raise ValueError(
+            f"a fork of {branches} branches does not spread evenly over {ranks} ranks; "
+            f"use a number of ranks that {branches} divides, or at most {branches}"
+        )
+    return ranks // branches
+
+
+def _longest_chain(nodes: tuple[Node, ...]) -> int:
+    return sum(1 if isinstance(node, Step) else max(map(_longest_chain, node.branches)) for node in nodes)
+
+
+def _sync_points(nodes: tuple[Node, ...], ranks: int) -> int:
+    if ranks == 1:
+        return 0
+    count = 0
+    for node in nodes:
+        count += 1
+        if isinstance(node, Fork):
+            group = ranks_per_branch(node, ranks)
+            count += max(_sync_points(branch, group) for branch in node.branches)
+    return count
+
+
+_TOKEN = re.compile(r"\s*([\[\]{}|>]|[AF]\d+(?:~[AF]\d+)*(?:/\d+:\d+)?|$)")
+
+
+class _Parser:
+    """Recursive descent over the tokens of a program's text."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.place = 0
+        self.token = ""
+        self.advance()
+
+    def advance(self) -> str:
+        """Take the current token and look at the next one."""
+        taken, match = self.token, _TOKEN.match(self.text, self.place)
+        if match is None:
+            found = self.text[self.place :].split()[0]
+            start = self.text.index(found, self.place)
+            raise ValueError(f"cannot read {found!r} at character {start} of the program; expected e.g. A4, F4, [, {{, >")
+        self.place, self.token = match.end(), match[1]
+        return taken
+
+    def program(self) -> Program:
+        nodes = self.nodes(ends=("",))
+        return Program(nodes)
+
+    def nodes(self, ends: tuple[str, ...]) -> tuple[Node, ...]:
+        nodes: list[Node] = []
+        while self.token not in ends:
+            nodes.append(self.node())
+        return tuple(nodes)
+
+    def node(self) -> Node:
+        if self.token == "{":
+            return self.fork()
+        late = self.token == ">"
+        if late:
+            self.advance()
+        if self.token != "[":
+            return Step((self.sublayer(),), late)
+        self.advance()
+        sublayers = []
+        while self.token != "]":
+            sublayers.append(self.sublayer())
+        self.advance()
+        return Step(tuple(sublayers), late)
+
+    def fork(self) -> Fork:
+        branches = []
+        while True:
+            self.advance()  # { or |
+            branches.append(self.nodes(ends=("|", "}", "")))
+            if self.token != "|":
+                break
+        if self.token != "}":
+            raise ValueError("the program ends inside a fork: a closing } is missing")
+        self.advance()
+        return Fork(tuple(branches))
+
+    def sublayer(self) -> Sublayer:
+        if self.token[:1] not in KINDS or not self.token:
+            found = repr(self.token) if self.token else "the end"
+            raise ValueError(f"expected a sublayer such as A4 or F4 before character {self.place}, found {found}")
+        whole, _, piece = self.advance().partition("/")
+        parts = whole.split("~")
+        if len({part[0] for part in parts}) > 1:
+            raise ValueError(f"{whole} averages attention with feed-forward; only sublayers of one kind can be averaged")
+        layers = tuple(int(part[1:]) for part in parts)
+        count, _, index = piece.partition(":")
+        return Sublayer(whole[0], layers, (int(index), int(count)) if piece else None)
