@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import install_output_capuring_hook
@@ -171,7 +170,8 @@ class EditedLayers(nn.Module):
             previous, state = state, advance(state, node, machine)
             if previous.pending is not None:
                 self.stream_tap(state.stream)
-        return self.stream_tap(land(state).stream)
+        tapped: Tensor = self.stream_tap(land(state).stream)
+        return tapped
 
 
 class StreamTap(nn.Module):
@@ -215,7 +215,8 @@ class ModelMachine(Machine):
         else:
             call = partial(_feed_forward, owner, spec)
         if self.layers.gradient_checkpointing and self.layers.training:
-            output = self.layers._gradient_checkpointing_func(call, stream)
+            checkpointed: Any = self.layers._gradient_checkpointing_func
+            output: Tensor = checkpointed(call, stream)
         else:
             output = call(stream)
         dropout = self.layers.family.dropout
@@ -226,11 +227,10 @@ class ModelMachine(Machine):
 
 def _attention(owner: nn.Module, spec: SublayerSpec, slot: int, arguments: dict[str, Any], stream: Tensor) -> Tensor:
     _set_cache_slot(owner, spec, slot)
-    if getattr(owner, "training", False) and torch.is_grad_enabled() and arguments.get("past_key_values") is None:
-        arguments = arguments | {"use_cache": False}
     normed = owner.get_submodule(spec.norm)(stream)
     output = owner.get_submodule(spec.modules[0])(hidden_states=normed, **arguments)
-    return output[0] if isinstance(output, tuple) else output
+    attended: Tensor = output[0] if isinstance(output, tuple) else output
+    return attended
 
 
 def _feed_forward(owner: nn.Module, spec: SublayerSpec, stream: Tensor) -> Tensor:

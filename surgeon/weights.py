@@ -10,6 +10,7 @@ import copy
 from typing import Any
 
 import torch
+from accelerate.hooks import remove_hook_from_module
 from accelerate.utils import align_module_device
 from torch import Tensor, nn
 
@@ -101,8 +102,7 @@ def module_tensors(layer: nn.Module, spec: SublayerSpec) -> Tensors:
 
 def _copy_with(module: nn.Module, path: str, tensors: Tensors) -> nn.Module:
     """A copy of the module with other tensors, freed from hooks that would move or reload the original's."""
-    from accelerate.hooks import remove_hook_from_module
-
     replaced = {id(p): nn.Parameter(tensors[f"{path}.{name}"].contiguous()) for name, p in module.named_parameters()}
     # The memo makes deepcopy take the new parameters where it would copy the old ones.
-    return remove_hook_from_module(copy.deepcopy(module, memo=replaced), recurse=True)
+    copied: nn.Module = remove_hook_from_module(copy.deepcopy(module, memo=replaced), recurse=True)
+    return copied

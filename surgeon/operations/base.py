@@ -1,0 +1,130 @@
+"""What an operation is: a typed function from a program and a stretch of layers to a program.
+
+An operation is one short file with one decorated function; its signature is its parameters, in recipes too. It never
+sees weights or models, only the program: whether layers are still free to be edited is read off the program itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from pydantic import BaseModel, ConfigDict, create_model
+
+from surgeon.program import Node, Program, Sublayer, layer_nodes, steps_of
+
+F = TypeVar("F", bound=Callable[..., Program])
+
+
+class OperationFunction(Protocol):
+    """program, layers (a stretch, as a range) and parameters of its own -> the edited program."""
+
+    __name__: str
+    __doc__: str | None
+
+    def __call__(self, program: Program, layers: range, **parameters: Any) -> Program: ...
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A registered operation: its function, and the model its parameters are checked against."""
+
+    function: OperationFunction
+    parameters: type[BaseModel]
+
+    @property
+    def name(self) -> str:
+        """As recipes write it."""
+        return self.function.__name__
+
+    @property
+    def summary(self) -> str:
+        """The first line of its description."""
+        return inspect.getdoc(self.function).split("\n")[0]  # type: ignore[union-attr]
+
+
+OPERATIONS: dict[str, Operation] = {}
+
+
+def operation(function: F) -> F:
+    """Register a function as an operation under its own name."""
+    fields: dict[str, Any] = {}
+    for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
+        if name not in ("program", "layers"):
+            default = ... if parameter.default is inspect.Parameter.empty else parameter.default
+            fields[name] = (parameter.annotation, default)
+    model = create_model(function.__name__, __config__=ConfigDict(extra="forbid", strict=True), **fields)
+    OPERATIONS[function.__name__] = Operation(function, model)
+    return function
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A run of whole, unedited layers in a program, and what stands before and after it.
+
+    Attributes:
+        layers: the nodes of each layer, in order.
+    """
+
+    before: tuple[Node, ...]
+    layers: tuple[tuple[Node, ...], ...]
+    after: tuple[Node, ...]
+
+    def replaced_by(self, *nodes: Node) -> Program:
+        """The program with other nodes in the stretch's place."""
+        return Program(self.before + nodes + self.after)
+
+
+def find_stretch(program: Program, layers: range) -> Stretch:
+    """Find layers that are still whole and in order in the program.
+
+    Raises:
+        ValueError: if the range is empty, out of the program's range, or an earlier operation changed a layer of it.
+    """
+    require_present(program, layers)
+    for steps_per_layer in (2, 1):
+        wanted = [layer_nodes(layer, steps_per_layer) for layer in layers]
+        flat = tuple(node for nodes in wanted for node in nodes)
+        if flat[0] in program.nodes:
+            start = program.nodes.index(flat[0])
+            end = start + len(flat)
+            if program.nodes[start:end] == flat:
+                return Stretch(program.nodes[:start], tuple(wanted), program.nodes[end:])
+    raise ValueError(
+        f"layers {show_range(layers)} overlap with what an earlier operation changed: "
+        f"the program no longer runs them whole and in order; use layers that no other operation touches"
+    )
+
+
+def require_present(program: Program, layers: range) -> None:
+    """Refuse an empty range, or one that reaches beyond the program's layers.
+
+    Raises:
+        ValueError: with the range, and the one that would be right.
+    """
+    if not layers:
+        raise ValueError(f"layers {show_range(layers)} are empty: the end comes after the first, as in 4:30 for 4 to 29")
+    present = {layer for sublayer in program.sublayers() for layer in sublayer.layers}
+    last = max(present, default=-1)
+    if layers[-1] > last:
+        raise ValueError(f"layers {show_range(layers)} are out of range: the model's layers are 0:{last + 1} (0 to {last})")
+    gone = [layer for layer in layers if layer not in present]
+    if gone:
+        raise ValueError(f"layers {show_range(layers)} overlap with what an earlier operation removed: layer {gone[0]}")
+
+
+def show_range(layers: range) -> str:
+    """A range as Python slices it: 4:30."""
+    return f"{layers.start}:{layers.stop}"
+
+
+def layers_of(node: Node) -> set[int]:
+    """Every layer a node takes weights from."""
+    return {layer for step in steps_of((node,)) for sublayer in step.sublayers for layer in sublayer.layers}
+
+
+def averaged(sublayers: list[Sublayer]) -> Sublayer:
+    """One sublayer with the average of several sublayers' weights."""
+    return Sublayer(sublayers[0].kind, tuple(layer for sublayer in sublayers for layer in sublayer.layers))

@@ -1,0 +1,268 @@
+"""Recipes: the YAML a user writes, and a search writes too.
+
+    surgeon: 1
+    model: meta-llama/Llama-2-7b-chat-hf
+    operations:
+      - pair: {layers: "4:30"}
+    expect: {effective_depth: 19}
+
+Operations are applied in order. `layers` is a range as Python slices it ("4:30" is layers 4 to 29), or a list of such
+ranges. Every error names the file, the line, the value and what would be right.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from surgeon.errors import did_you_mean
+from surgeon.operations import OPERATIONS
+from surgeon.operations.base import show_range
+from surgeon.program import Program
+
+FORMAT = 1
+KEYS = ("surgeon", "model", "operations", "expect")
+
+
+class Expect(BaseModel):
+    """What the recipe's program must come out as; checked whenever the recipe is used.
+
+    Attributes:
+        effective_depth: in layers of the unedited model.
+        sync_points: per forward pass, on two tensor-parallel ranks.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    effective_depth: float | None = None
+    sync_points: int | None = None
+
+
+@dataclass(frozen=True)
+class AppliedOperation:
+    """One entry of `operations`: which operation, on which stretches, with which parameters, written on which line."""
+
+    name: str
+    layers: tuple[range, ...]
+    parameters: dict[str, Any] = field(default_factory=dict)
+    line: int = 0
+
+    def apply(self, program: Program) -> Program:
+        """The program after the operation, on each stretch in turn."""
+        for stretch in self.layers:
+            program = OPERATIONS[self.name].function(program, stretch, **self.parameters)
+        return program
+
+    def to_yaml(self) -> str:
+        """As it stands in a recipe, on one line."""
+        ranges = [show_range(stretch) for stretch in self.layers]
+        given = {"layers": ranges[0] if len(ranges) == 1 else ranges, **self.parameters}
+        return f"{self.name}: {_flow(given)}"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A model, what is done to it, and what is expected to come out.
+
+    Attributes:
+        source: where it was read from, for error messages.
+        expect_line: the line its expectations stand on.
+    """
+
+    model: str
+    operations: tuple[AppliedOperation, ...]
+    expect: Expect = field(default_factory=Expect)
+    source: str = "recipe"
+    expect_line: int = 0
+
+    def program(self, num_layers: int, steps_per_layer: int = 2) -> Program:
+        """The program that the operations make of a model with this many layers.
+
+        Raises:
+            ValueError: if layers are out of range or overlap, or an expectation does not hold; with file and line.
+        """
+        program = Program.dense(num_layers, steps_per_layer)
+        for operation in self.operations:
+            try:
+                program = operation.apply(program)
+            except ValueError as error:
+                raise ValueError(f"{self.source}:{operation.line}: {operation.name}: {error}") from error
+        self._check_expectations(program, steps_per_layer)
+        return program
+
+    def _check_expectations(self, program: Program, steps_per_layer: int) -> None:
+        found = {
+            "effective_depth": program.effective_depth(steps_per_layer),
+            "sync_points": program.sync_points(2) if self.expect.sync_points is not None else None,
+        }
+        for name, expected in self.expect.model_dump(exclude_none=True).items():
+            if found[name] != expected:
+                raise ValueError(
+                    f"{self.source}:{self.expect_line}: expect: {name} {expected:g} does not hold: "
+                    f"the operations give {found[name]:g}"
+                )
+
+    def to_yaml(self) -> str:
+        """The recipe as text; `parse_recipe` reads it back."""
+        lines = [f"surgeon: {FORMAT}", f"model: {json.dumps(self.model)}", "operations:"]
+        lines += [f"  - {operation.to_yaml()}" for operation in self.operations]
+        if not self.operations:
+            lines[-1] += " []"
+        expect = self.expect.model_dump(exclude_none=True)
+        if expect:
+            whole = {name: int(value) if value == int(value) else value for name, value in expect.items()}
+            lines.append(f"expect: {_flow(whole)}")
+        return "\n".join(lines) + "\n"
+
+
+def _flow(mapping: dict[str, Any]) -> str:
+    """A mapping on one line; JSON values are YAML values."""
+    return "{" + ", ".join(f"{key}: {json.dumps(value)}" for key, value in mapping.items()) + "}"
+
+
+def read_recipe(path: Path) -> Recipe:
+    """Read a recipe from a file.
+
+    Raises:
+        FileNotFoundError: if there is none.
+        ValueError: if it is not a valid recipe, naming the line.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no recipe {path}")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a text file in UTF-8: {error}") from error
+    return parse_recipe(text, str(path))
+
+
+def parse_recipe(text: str, source: str = "recipe") -> Recipe:
+    """Read a recipe from its text; `source` names it in error messages.
+
+    Raises:
+        ValueError: if it is not a valid recipe, naming the line.
+    """
+    return _Reader(text, source).recipe()
+
+
+def parse_range(text: Any) -> range:
+    """A range of layers as Python slices it: "4:30" is layers 4 to 29.
+
+    Raises:
+        ValueError: if it is anything else.
+    """
+    if isinstance(text, int):
+        raise ValueError('layers must stand in quotes, as in "4:30": without them YAML reads 4:30 as a number')
+    first, colon, end = str(text).partition(":")
+    if not (colon and first.strip().isdecimal() and end.strip().isdecimal() and int(first) < int(end)):
+        raise ValueError(f'layers {text!r} are no range; write "4:30" for layers 4 to 29 (layers count from 0)')
+    return range(int(first), int(end))
+
+
+class _Reader:
+    """Reads one recipe, keeping the line of every key."""
+
+    def __init__(self, text: str, source: str) -> None:
+        self.source = source
+        try:
+            node = yaml.compose(text, Loader=yaml.SafeLoader)
+            self.document = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            mark = getattr(error, "problem_mark", None)
+            line = mark.line + 1 if mark is not None else 1
+            raise self.error(line, f"not valid YAML: {getattr(error, 'problem', None) or error}") from error
+        self.lines: dict[tuple[Any, ...], int] = {(): 1}
+        if node is not None:
+            self._note_lines(node, ())
+
+    def _note_lines(self, node: yaml.Node, path: tuple[Any, ...]) -> None:
+        self.lines.setdefault(path, node.start_mark.line + 1)
+        if isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                here = (*path, key.value)
+                if here in self.lines:
+                    raise self.error(key.start_mark.line + 1, f"{key.value!r} is there twice; keep one of them")
+                self.lines[here] = key.start_mark.line + 1
+                self._note_lines(value, here)
+        elif isinstance(node, yaml.SequenceNode):
+            for index, item in enumerate(node.value):
+                self._note_lines(item, (*path, index))
+
+    def error(self, line: int, message: str) -> ValueError:
+        return ValueError(f"{self.source}:{line}: {message}")
+
+    def recipe(self) -> Recipe:
+        document = self.document
+        if not isinstance(document, dict):
+            raise self.error(1, "a recipe is a mapping with the keys surgeon, model and operations")
+        for key in document:
+            if key not in KEYS:
+                raise self.error(self.lines.get((key,), 1), f"unknown key {key!r}; {did_you_mean(str(key), KEYS)}")
+        for key in ("surgeon", "model", "operations"):
+            if key not in document:
+                raise self.error(1, f"the key {key!r} is missing")
+        if document["surgeon"] != FORMAT:
+            raise self.error(self.lines["surgeon",], f"recipe format {document['surgeon']!r} is not known; write surgeon: 1")
+        if not isinstance(document["model"], str):
+            raise self.error(self.lines["model",], f"model must be a folder or a hub name, not {document['model']!r}")
+        return Recipe(
+            model=document["model"],
+            operations=self._operations(document["operations"]),
+            expect=self._expect(document.get("expect")),
+            source=self.source,
+            expect_line=self.lines.get(("expect",), 0),
+        )
+
+    def _operations(self, entries: Any) -> tuple[AppliedOperation, ...]:
+        if not isinstance(entries, list):
+            raise self.error(self.lines["operations",], "operations must be a list, each entry as in - pair: {layers: \"4:30\"}")
+        return tuple(self._operation(entry, ("operations", index)) for index, entry in enumerate(entries))
+
+    def _operation(self, entry: Any, path: tuple[Any, ...]) -> AppliedOperation:
+        line = self.lines[path]
+        if not isinstance(entry, dict) or len(entry) != 1:
+            raise self.error(line, f'an operation is one name with its parameters, as in pair: {{layers: "4:30"}}, not {entry!r}')
+        ((name, given),) = entry.items()
+        if name not in OPERATIONS:
+            raise self.error(line, f"unknown operation {name!r}; {did_you_mean(str(name), OPERATIONS)}")
+        if not isinstance(given, dict) or "layers" not in given:
+            raise self.error(line, f'{name} needs layers, as in {name}: {{layers: "4:30"}}')
+        model = OPERATIONS[name].parameters
+        for key in given:
+            if key not in ("layers", *model.model_fields):
+                known = ["layers", *model.model_fields]
+                raise self.error(self.lines[*path, name, key], f"{name} has no parameter {key!r}; {did_you_mean(str(key), known)}")
+        layers = given["layers"]
+        try:
+            stretches = tuple(parse_range(text) for text in (layers if isinstance(layers, list) else [layers]))
+        except ValueError as error:
+            raise self.error(self.lines[*path, name, "layers"], f"{name}: {error}") from error
+        parameters = {key: value for key, value in given.items() if key != "layers"}
+        self._validate(model, parameters, (*path, name))
+        return AppliedOperation(name, stretches, parameters, line)
+
+    def _expect(self, given: Any) -> Expect:
+        if given is None:
+            return Expect()
+        if not isinstance(given, dict):
+            raise self.error(self.lines["expect",], "expect must be a mapping, as in expect: {effective_depth: 19}")
+        for key in given:
+            if key not in Expect.model_fields:
+                raise self.error(self.lines["expect", key], f"unknown key {key!r}; {did_you_mean(str(key), Expect.model_fields)}")
+        expect = self._validate(Expect, given, ("expect",))
+        assert isinstance(expect, Expect)
+        return expect
+
+    def _validate(self, model: type[BaseModel], given: dict[str, Any], path: tuple[Any, ...]) -> BaseModel:
+        try:
+            return model.model_validate(given)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = self.lines.get((*path, *first["loc"]), self.lines[path])
+            name = ".".join(map(str, first["loc"]))
+            raise self.error(where, f"{path[-1]}: {name}: {first['msg']}, not {first['input']!r}") from error
