@@ -1,0 +1,1 @@
+"""Searching for the best program under a budget."""

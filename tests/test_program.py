@@ -1,0 +1,150 @@
+"""Programs: parse and str are inverses; depth and synchronisation counts equal a brute-force walk of the graph."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from surgeon.program import Fork, Node, Program, Step, Sublayer, common_prefix, layer_nodes
+
+
+@st.composite
+def sublayers(draw: st.DrawFn) -> Sublayer:
+    layers = draw(st.lists(st.integers(0, 40), min_size=1, max_size=3, unique=True))
+    count = draw(st.integers(1, 8))
+    piece = draw(st.none() | st.integers(0, count - 1).map(lambda index: (index, count)))
+    return Sublayer(draw(st.sampled_from("AF")), tuple(layers), piece)
+
+
+steps = st.builds(Step, st.lists(sublayers(), min_size=1, max_size=3).map(tuple), st.booleans())
+nodes = st.recursive(
+    steps,
+    lambda inner: st.lists(st.lists(inner, min_size=1, max_size=3).map(tuple), min_size=1, max_size=4).map(
+        lambda branches: Fork(tuple(branches))
+    ),
+    max_leaves=8,
+)
+programs = st.lists(nodes, max_size=6).map(lambda found: Program(tuple(found)))
+
+
+@given(programs)
+def test_parse_is_the_inverse_of_str(program: Program) -> None:
+    assert Program.parse(str(program)) == program
+
+
+@given(programs)
+def test_white_space_does_not_matter(program: Program) -> None:
+    spread = str(program).replace("[", " [ ").replace("{", "\n{ ").replace("|", "  |").replace("]", " ] ").replace(">", "> ")
+    assert Program.parse(spread) == program
+
+
+def dependency_edges(found: tuple[Node, ...], edges: list[tuple[int, int]], start: int, fresh: list[int]) -> int:
+    """Build the graph: every step is an edge of weight 1 to a new vertex; a fork's branches join in one vertex."""
+    here = start
+    for node in found:
+        fresh[0] += 1
+        end = fresh[0]
+        if isinstance(node, Step):
+            edges.append((here, end))
+        else:
+            ends = [dependency_edges(branch, edges, here, fresh) for branch in node.branches]
+            fresh[0] += 1
+            end = fresh[0]
+            edges += [(e, -end) for e in ends]  # a negative end marks an edge without weight
+        here = end
+    return here
+
+
+@given(programs)
+def test_depth_is_the_longest_path_of_the_graph(program: Program) -> None:
+    edges: list[tuple[int, int]] = []
+    last = dependency_edges(program.nodes, edges, 0, [0])
+    distance = {0: 0}
+    for _ in range(len(edges) + 1):  # Bellman-Ford, looking for the longest path
+        for start, end in edges:
+            if start in distance:
+                distance[abs(end)] = max(distance.get(abs(end), 0), distance[start] + (end > 0))
+    assert program.effective_depth() == distance[last] / 2
+    assert program.effective_depth(steps_per_layer=1) == distance[last]
+
+
+def syncs_of_each_rank(found: tuple[Node, ...], ranks: list[int]) -> dict[int, int]:
+    """Walk the program as ranks would, dealing branches out, and count what each rank waits for."""
+    counts = dict.fromkeys(ranks, 0)
+    for node in found:
+        if isinstance(node, Fork) and len(node.branches) < len(ranks):
+            width = len(ranks) // len(node.branches)
+            for index, branch in enumerate(node.branches):
+                for rank, count in syncs_of_each_rank(branch, ranks[index * width : (index + 1) * width]).items():
+                    counts[rank] += count
+            longest = max(counts.values())
+            counts = dict.fromkeys(ranks, longest)  # the join: everybody waits for the slowest
+        if len(ranks) > 1:
+            counts = {rank: count + 1 for rank, count in counts.items()}
+    return counts
+
+
+@given(programs, st.sampled_from([1, 2, 4, 8]))
+def test_sync_points_equal_a_walk_of_every_rank(program: Program, ranks: int) -> None:
+    try:
+        counted = program.sync_points(ranks)
+    except ValueError as error:
+        assert "evenly" in str(error)
+        return
+    assert counted == max(syncs_of_each_rank(program.nodes, list(range(ranks))).values())
+
+
+@given(programs, programs, programs)
+def test_common_prefix(start: Program, first: Program, second: Program) -> None:
+    shared = common_prefix(start + first, start + second)
+    assert shared >= len(start)
+    assert (start + first).nodes[:shared] == (start + second).nodes[:shared]
+
+
+@pytest.mark.parametrize(
+    ("text", "depth", "syncs"),
+    [
+        (str(Program.dense(4)), 4, 8),
+        ("A0 F0 [A1 A2] [F1 F2] A3 F3", 3, 6),
+        ("A0 F0 >A1 >F1 >A2 >F2 A3 F3", 4, 8),
+        ("[A0 F0] [A1 F1] [A2 F2] [A3 F3]", 2, 4),
+        ("A0 F0 {A1 F1 | A2 F2} A3 F3", 3, 5),
+        ("{A0/2:0 F0/2:0 A1/2:0 F1/2:0 | A0/2:1 F0/2:1 A1/2:1 F1/2:1}", 2, 1),
+    ],
+)
+def test_depth_and_syncs_of_the_published_programs(text: str, depth: float, syncs: int) -> None:
+    program = Program.parse(text)
+    assert (program.effective_depth(), program.sync_points(2), program.sync_points(1)) == (depth, syncs, 0)
+
+
+def test_a_layer_of_one_step_counts_as_one() -> None:
+    assert Program.dense(3, steps_per_layer=1).effective_depth(1) == 3
+    assert str(Program(layer_nodes(2, 1))) == "[A2 F2]"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("A0 X", "'X' at character 3"),
+        ("[A0", "found the end"),
+        ("{A0", "closing } is missing"),
+        ("A0 ]", "found ']'"),
+        ("A1~F2", "averages attention with feed-forward"),
+        ("A1/2:2", "must lie in 0..1"),
+        ("{ | A0}", "every branch"),
+        ("A1~A1", "distinct layers"),
+        ("[]", "at least one sublayer"),
+        (">{A0}", "found '{'"),
+    ],
+)
+def test_errors_say_what_was_found_and_where(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=".") as caught:
+        Program.parse(text)
+    assert said in str(caught.value)
+
+
+def test_programs_are_hashable_and_know_nothing_of_torch() -> None:
+    assert len({Program.parse("A0 F0"), Program.dense(1)}) == 1
+    with pytest.raises(ValueError, match="ranks must be at least 1"):
+        Program.dense(1).sync_points(0)
