@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import partial
+from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,6 +20,8 @@ from surgeon.execute import Branch, Machine, Pending, State, advance, land
 from surgeon.families import Family, SublayerSpec, family_of
 from surgeon.program import ATTENTION, Fork, Program, Step, Sublayer
 from surgeon.weights import derive_sublayer
+
+PROGRAM_KEY = "surgeon_program"  # in config.json of a checkpoint that runs an edited program
 
 
 def edit(model: PreTrainedModel, program: Program | str) -> PreTrainedModel:
@@ -43,6 +46,7 @@ def edit(model: PreTrainedModel, program: Program | str) -> PreTrainedModel:
     edited = EditedLayers(layers, original.config, family, program)
     setattr(parent, name, edited)
     edited.describe_in(original.config)
+    original.save_pretrained = MethodType(_save_edited, original)
     return original
 
 
@@ -52,6 +56,7 @@ def restore(model: PreTrainedModel) -> PreTrainedModel:
         for name, child in module.named_children():
             if isinstance(child, EditedLayers):
                 setattr(module, name, child.undo(model.config))
+                del model.save_pretrained
                 return model
     return model
 
@@ -71,6 +76,27 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList | EditedLayers:
     return layers
 
 
+def decoder_inputs(model: PreTrainedModel, input_ids: Tensor) -> tuple[Tensor, list[dict[str, Any]]]:
+    """What an unedited model's decoder hands its layers for these tokens, without padding and without a cache.
+
+    Args:
+        input_ids: (batch, tokens).
+
+    Returns:
+        The embedded stream, (batch, tokens, hidden), and each layer's keyword arguments (mask, positions).
+    """
+    family = family_of(model.config)
+    parent, name = _decoder_layers(model, family)
+    layers = getattr(parent, name)
+    tap = _InputTap(layers, model.config, family, Program.dense(len(layers), family.steps_per_layer))
+    setattr(parent, name, tap)
+    try:
+        parent(input_ids=input_ids, use_cache=False)
+    finally:
+        setattr(parent, name, layers)
+    return tap.taken
+
+
 def check_layers(program: Program, num_layers: int) -> None:
     """Refuse a program that names a layer the model does not have.
 
@@ -82,6 +108,33 @@ def check_layers(program: Program, num_layers: int) -> None:
     for sublayer in program.sublayers():
         if max(sublayer.layers) >= num_layers:
             raise ValueError(f"{sublayer} is out of range: the model's layers are 0 to {num_layers - 1}")
+
+
+def _save_edited(model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+    """Save an edited model as the original's weights and configuration plus the program, which `surgeon.load` runs.
+
+    Stands in for the model's own `save_pretrained`, which would write a configuration that fits the program beside
+    weights that fit the original.
+
+    Raises:
+        ValueError: if the program has merged or sliced sublayers, which have weights of their own.
+    """
+    parent, name = _decoder_layers(model, family_of(model.config))
+    edited: EditedLayers = getattr(parent, name)
+    derived = [str(sublayer) for sublayer in edited.program.sublayers() if edited.is_derived(sublayer)]
+    if derived:
+        raise ValueError(
+            f"save_pretrained cannot keep {derived[0]}, which has weights of its own; "
+            "write the program with surgeon export, or call surgeon.restore first"
+        )
+    setattr(parent, name, edited.undo(model.config))
+    setattr(model.config, PROGRAM_KEY, str(edited.program))
+    try:
+        type(model).save_pretrained(model, *args, **kwargs)
+    finally:
+        delattr(model.config, PROGRAM_KEY)
+        setattr(parent, name, edited)
+        edited.describe_in(model.config)
 
 
 def _decoder_layers(model: PreTrainedModel, family: Family) -> tuple[nn.Module, str]:
@@ -109,7 +162,7 @@ class EditedLayers(nn.Module):
         self.program = program
         self.stream_tap = StreamTap()
         for sublayer in sorted(set(program.sublayers())):
-            if len(sublayer.layers) > 1 or sublayer.piece is not None:
+            if self.is_derived(sublayer):
                 sources = [self.layer(k) for k in sublayer.layers]
                 self.add_module(str(sublayer), derive_sublayer(sublayer, sources, family, config))
         attention_layers = [sublayer.layers[0] for sublayer in program.sublayers() if sublayer.kind == ATTENTION]
@@ -122,9 +175,14 @@ class EditedLayers(nn.Module):
         assert module is not None
         return module
 
+    @staticmethod
+    def is_derived(sublayer: Sublayer) -> bool:
+        """Whether the sublayer has weights that no layer has: an average, or a slice."""
+        return len(sublayer.layers) > 1 or sublayer.piece is not None
+
     def owner(self, sublayer: Sublayer) -> nn.Module:
         """The module below which this sublayer's own modules lie: its layer, or what was derived for it."""
-        if len(sublayer.layers) > 1 or sublayer.piece is not None:
+        if self.is_derived(sublayer):
             return self.get_submodule(str(sublayer))
         return self.layer(sublayer.layers[0])
 
@@ -167,22 +225,32 @@ class EditedLayers(nn.Module):
         machine = ModelMachine(self, arguments)
         state = State(stream)
         for node in self.program.nodes:
-            previous, state = state, advance(state, node, machine)
-            if previous.pending is not None:
-                self.stream_tap(state.stream)
-        tapped: Tensor = self.stream_tap(land(state).stream)
-        return tapped
+            before, state = state, advance(state, node, machine)
+            if before.pending is not None:
+                self.stream_tap(before.stream, state.stream)
+        end: Tensor = self.stream_tap(state.stream, land(state).stream)
+        return end
+
+
+class _InputTap(EditedLayers):
+    """Keeps what the decoder hands its layers, and runs none of them."""
+
+    taken: tuple[Tensor, list[dict[str, Any]]]
+
+    def run(self, stream: Tensor, arguments: list[dict[str, Any]]) -> Tensor:
+        self.taken = stream, arguments
+        return stream
 
 
 class StreamTap(nn.Module):
-    """Passes the stream on unchanged; `output_hidden_states` is collected here, once per node of the program."""
+    """Passes on the stream after a node, unchanged: here `output_hidden_states` is collected, once per node."""
 
     def __init__(self) -> None:
         super().__init__()
         install_output_capuring_hook(self, "hidden_states", 0)
 
-    def forward(self, stream: Tensor) -> Tensor:
-        return stream
+    def forward(self, before: Tensor, after: Tensor) -> Tensor:  # noqa: ARG002 - the collector takes the first `before`
+        return after
 
 
 class ModelMachine(Machine):
@@ -206,12 +274,16 @@ class ModelMachine(Machine):
     def assign(self, fork: Fork) -> Iterable[tuple[Branch, Machine]]:
         return [(branch, self) for branch in fork.branches]
 
+    def slot_of(self, attention: Sublayer) -> int:
+        """The cache slot, and the place among the arguments, of the attention that runs now."""
+        self.next_slot += 1
+        return self.next_slot - 1
+
     def sublayer(self, sublayer: Sublayer, stream: Tensor) -> Tensor:
         owner, spec = self.layers.owner(sublayer), self.layers.family.spec(sublayer.kind)
         if sublayer.kind == ATTENTION:
-            arguments = self.arguments[self.next_slot]
-            call = partial(_attention, owner, spec, self.next_slot, arguments)
-            self.next_slot += 1
+            slot = self.slot_of(sublayer)
+            call = partial(_attention, owner, spec, slot, self.arguments[slot])
         else:
             call = partial(_feed_forward, owner, spec)
         if self.layers.gradient_checkpointing and self.layers.training:

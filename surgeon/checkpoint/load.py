@@ -10,9 +10,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from surgeon.checkpoint.read import Checkpoint, locate
 from surgeon.families import family_of
-from surgeon.model import edit
+from surgeon.model import PROGRAM_KEY, edit
 
-PROGRAM_KEY = "surgeon_program"  # in config.json of a checkpoint that runs an edited program
+__all__ = ["PROGRAM_KEY", "compute_dtype", "load"]
 
 
 def compute_dtype(stored: torch.dtype, device: torch.device) -> torch.dtype:
