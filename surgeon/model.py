@@ -46,7 +46,7 @@ def edit(model: PreTrainedModel, program: Program | str) -> PreTrainedModel:
     edited = EditedLayers(layers, original.config, family, program)
     setattr(parent, name, edited)
     edited.describe_in(original.config)
-    original.save_pretrained = MethodType(_save_edited, original)
+    vars(original)["save_pretrained"] = MethodType(_save_edited, original)
     return original
 
 
@@ -56,7 +56,7 @@ def restore(model: PreTrainedModel) -> PreTrainedModel:
         for name, child in module.named_children():
             if isinstance(child, EditedLayers):
                 setattr(module, name, child.undo(model.config))
-                del model.save_pretrained
+                del vars(model)["save_pretrained"]
                 return model
     return model
 
@@ -161,7 +161,7 @@ class EditedLayers(nn.Module):
         self.family = family
         self.program = program
         self.stream_tap = StreamTap()
-        for sublayer in sorted(set(program.sublayers())):
+        for sublayer in dict.fromkeys(program.sublayers()):
             if self.is_derived(sublayer):
                 sources = [self.layer(k) for k in sublayer.layers]
                 self.add_module(str(sublayer), derive_sublayer(sublayer, sources, family, config))

@@ -215,7 +215,9 @@ class _Parser:
         if match is None:
             found = self.text[self.place :].split()[0]
             start = self.text.index(found, self.place)
-            raise ValueError(f"cannot read {found!r} at character {start} of the program; expected e.g. A4, F4, [, {{, >")
+            raise ValueError(
+                f"cannot read {found!r} at character {start} of the program; expected e.g. A4, F4, [, {{, >"
+            )
         self.place, self.token = match.end(), match[1]
         return taken
 
@@ -263,7 +265,9 @@ class _Parser:
         whole, _, piece = self.advance().partition("/")
         parts = whole.split("~")
         if len({part[0] for part in parts}) > 1:
-            raise ValueError(f"{whole} averages attention with feed-forward; only sublayers of one kind can be averaged")
+            raise ValueError(
+                f"{whole} averages attention with feed-forward; only sublayers of one kind can be averaged"
+            )
         layers = tuple(int(part[1:]) for part in parts)
         count, _, index = piece.partition(":")
         return Sublayer(whole[0], layers, (int(index), int(count)) if piece else None)

@@ -207,7 +207,9 @@ class _Reader:
             if key not in document:
                 raise self.error(1, f"the key {key!r} is missing")
         if document["surgeon"] != FORMAT:
-            raise self.error(self.lines["surgeon",], f"recipe format {document['surgeon']!r} is not known; write surgeon: 1")
+            raise self.error(
+                self.lines["surgeon",], f"recipe format {document['surgeon']!r} is not known; write surgeon: 1"
+            )
         if not isinstance(document["model"], str):
             raise self.error(self.lines["model",], f"model must be a folder or a hub name, not {document['model']!r}")
         return Recipe(
@@ -220,13 +222,17 @@ class _Reader:
 
     def _operations(self, entries: Any) -> tuple[AppliedOperation, ...]:
         if not isinstance(entries, list):
-            raise self.error(self.lines["operations",], "operations must be a list, each entry as in - pair: {layers: \"4:30\"}")
+            raise self.error(
+                self.lines["operations",], 'operations must be a list, each entry as in - pair: {layers: "4:30"}'
+            )
         return tuple(self._operation(entry, ("operations", index)) for index, entry in enumerate(entries))
 
     def _operation(self, entry: Any, path: tuple[Any, ...]) -> AppliedOperation:
         line = self.lines[path]
         if not isinstance(entry, dict) or len(entry) != 1:
-            raise self.error(line, f'an operation is one name with its parameters, as in pair: {{layers: "4:30"}}, not {entry!r}')
+            raise self.error(
+                line, f'an operation is one name with its parameters, as in pair: {{layers: "4:30"}}, not {entry!r}'
+            )
         ((name, given),) = entry.items()
         if name not in OPERATIONS:
             raise self.error(line, f"unknown operation {name!r}; {did_you_mean(str(name), OPERATIONS)}")
@@ -236,7 +242,9 @@ class _Reader:
         for key in given:
             if key not in ("layers", *model.model_fields):
                 known = ["layers", *model.model_fields]
-                raise self.error(self.lines[*path, name, key], f"{name} has no parameter {key!r}; {did_you_mean(str(key), known)}")
+                raise self.error(
+                    self.lines[*path, name, key], f"{name} has no parameter {key!r}; {did_you_mean(str(key), known)}"
+                )
         layers = given["layers"]
         try:
             stretches = tuple(parse_range(text) for text in (layers if isinstance(layers, list) else [layers]))
@@ -253,7 +261,9 @@ class _Reader:
             raise self.error(self.lines["expect",], "expect must be a mapping, as in expect: {effective_depth: 19}")
         for key in given:
             if key not in Expect.model_fields:
-                raise self.error(self.lines["expect", key], f"unknown key {key!r}; {did_you_mean(str(key), Expect.model_fields)}")
+                raise self.error(
+                    self.lines["expect", key], f"unknown key {key!r}; {did_you_mean(str(key), Expect.model_fields)}"
+                )
         expect = self._validate(Expect, given, ("expect",))
         assert isinstance(expect, Expect)
         return expect

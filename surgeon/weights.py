@@ -7,6 +7,7 @@ checkpoint and a tensor-parallel rank get the same numbers.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,12 +21,20 @@ from surgeon.program import Sublayer
 Tensors = dict[str, Tensor]
 
 
-def average(parts: list[Tensors]) -> Tensors:
-    """The plain mean of several sublayers' tensors, summed in float32 and kept in their own dtype."""
-    return {
-        name: (sum(part[name].float() for part in parts) / len(parts)).to(tensor.dtype)  # type: ignore[union-attr]
-        for name, tensor in parts[0].items()
-    }
+def average(parts: Iterable[Tensors]) -> Tensors:
+    """The plain mean of several sublayers' tensors, summed in float32 and kept in their own dtype.
+
+    Parts are taken one at a time, so that a generator never has to hold more than one of them.
+    """
+    sums: Tensors = {}
+    dtypes: dict[str, torch.dtype] = {}
+    count = 0
+    for part in parts:
+        count += 1
+        for name, tensor in part.items():
+            dtypes.setdefault(name, tensor.dtype)
+            sums[name] = sums[name] + tensor.float() if name in sums else tensor.float()
+    return {name: (total / count).to(dtypes[name]) for name, total in sums.items()}
 
 
 def slice_bounds(size: int, piece: tuple[int, int], what: str) -> tuple[int, int]:
@@ -76,7 +85,7 @@ def derive_sublayer(sublayer: Sublayer, layers: list[nn.Module], family: Family,
         ValueError: if heads or neurons do not divide into the slices asked for.
     """
     spec = family.spec(sublayer.kind)
-    tensors = average([module_tensors(layer, spec) for layer in layers])
+    tensors = average(module_tensors(layer, spec) for layer in layers)
     if sublayer.piece is not None:
         tensors = slice_tensors(tensors, spec, sublayer.piece, family.units(config))
     shell = nn.Module()

@@ -157,7 +157,7 @@ def test_two_programs_go_on_from_one_state() -> None:
 
 def test_a_machine_without_a_share_in_a_fork_adds_nothing() -> None:
     class Idle(OneDevice):
-        def assign(self, fork: Fork) -> Iterable[tuple[Branch, Machine]]:
+        def assign(self, fork: Fork) -> Iterable[tuple[Branch, Machine]]:  # noqa: ARG002
             return []
 
     x = torch.randn(1, 2, 6, dtype=torch.float64)

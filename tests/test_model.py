@@ -55,7 +55,11 @@ def test_parameters_keep_their_names(model: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("A6 F6", "A6 is out of range: the model's layers are 0 to 5"), ("", "no steps"), ("A0/3:1", "do not divide into 3")],
+    [
+        ("A6 F6", "A6 is out of range: the model's layers are 0 to 5"),
+        ("", "no steps"),
+        ("A0/3:1", "do not divide into 3"),
+    ],
 )
 def test_programs_that_do_not_fit_leave_the_model_alone(model: PreTrainedModel, text: str, said: str) -> None:
     before = logits(model)
@@ -149,7 +153,7 @@ def test_offloading_by_accelerate(model: PreTrainedModel, tmp_path: Path, place:
         expected = logits(edit(model, MIXED))
     restore(model).save_pretrained(tmp_path / "model")
     devices = {f"model.layers.{k}": place if k in (1, 3, 5) else "cpu" for k in range(6)}
-    devices |= {name: "cpu" for name in ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head")}
+    devices |= dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
     offloaded = AutoModelForCausalLM.from_pretrained(
         tmp_path / "model", device_map=devices, offload_folder=tmp_path / "offload", dtype=torch.float32
     )

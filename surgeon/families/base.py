@@ -93,7 +93,7 @@ class Family:
     position_offset: int = 0
     dropout: str | None = None
     steps_per_layer: int = 2
-    unsupported: Callable[[Any], str | None] = lambda config: None
+    unsupported: Callable[[Any], str | None] = lambda _: None
 
     def spec(self, kind: str) -> SublayerSpec:
         """The description of a sublayer of kind "A" or "F"."""

@@ -105,11 +105,15 @@ def require_present(program: Program, layers: range) -> None:
         ValueError: with the range, and the one that would be right.
     """
     if not layers:
-        raise ValueError(f"layers {show_range(layers)} are empty: the end comes after the first, as in 4:30 for 4 to 29")
+        raise ValueError(
+            f"layers {show_range(layers)} are empty: the end comes after the first, as in 4:30 for 4 to 29"
+        )
     present = {layer for sublayer in program.sublayers() for layer in sublayer.layers}
     last = max(present, default=-1)
     if layers[-1] > last:
-        raise ValueError(f"layers {show_range(layers)} are out of range: the model's layers are 0:{last + 1} (0 to {last})")
+        raise ValueError(
+            f"layers {show_range(layers)} are out of range: the model's layers are 0:{last + 1} (0 to {last})"
+        )
     gone = [layer for layer in layers if layer not in present]
     if gone:
         raise ValueError(f"layers {show_range(layers)} overlap with what an earlier operation removed: layer {gone[0]}")

@@ -38,7 +38,9 @@ class Budget:
             ValueError: if the budget is deeper than the model, or not reachable by pairs.
         """
         if self.depth > num_layers:
-            raise ValueError(f"budget depth={self.depth} is more than the model's {num_layers} layers; use at most {num_layers}")
+            raise ValueError(
+                f"budget depth={self.depth} is more than the model's {num_layers} layers; use at most {num_layers}"
+            )
         pairs = num_layers - self.depth
         if 2 * pairs > num_layers:
             least = num_layers - num_layers // 2

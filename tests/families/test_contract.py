@@ -1,6 +1,6 @@
 """The contract every family keeps, on a tiny random model of its class with disturbed norms and biases.
 
-To test a new family, add its name to FAMILY_NAMES (and, where its layout is new, its computation to tests/reference.py).
+To test a new family, add its name to FAMILY_NAMES and, where its layout is new, its computation to tests/reference.py.
 """
 
 from __future__ import annotations

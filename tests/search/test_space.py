@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given
@@ -15,7 +15,7 @@ from surgeon.search.space import as_operation, as_scores, best_pairs, contiguous
 
 def all_choices(num_layers: int, count: int) -> list[tuple[int, ...]]:
     every = combinations(range(num_layers - 1), count)
-    return [choice for choice in every if all(b - a >= 2 for a, b in zip(choice, choice[1:], strict=False))]
+    return [choice for choice in every if all(b - a >= 2 for a, b in pairwise(choice))]
 
 
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=9), st.integers(0, 5))
