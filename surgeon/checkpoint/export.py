@@ -1,0 +1,271 @@
+"""`surgeon export`: write an edited model as a checkpoint that other software loads, proven before it gets its name."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+import surgeon
+from surgeon.checkpoint.forms import Layout, lay_out, per_layer_lists
+from surgeon.checkpoint.fuse import PlannedTensor, TensorPlanner
+from surgeon.checkpoint.load import PROGRAM_KEY, WIDTHS_KEY
+from surgeon.checkpoint.prove import Proof, prove, reference_of
+from surgeon.checkpoint.read import Checkpoint, locate
+from surgeon.checkpoint.remote_code import SHIPPED
+from surgeon.checkpoint.staging import check_space, check_target, is_full, show_bytes, staged
+from surgeon.checkpoint.write import shard_limit, split_into_shards, write_weights
+from surgeon.errors import did_you_mean
+from surgeon.families import Family, family_of
+from surgeon.families.base import Unit
+from surgeon.model import check_layers
+from surgeon.program import Program, Sublayer
+from surgeon.progress import Advance
+from surgeon.provenance import versions, write_json
+
+REPORT_FILE = "surgeon.json"
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+# What belongs to a model beside its weights; never code, never pickles, and not the model card, which tells of another.
+COMPANIONS = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "generation_config.json",
+    "chat_template*",
+    "LICENSE*",
+    "NOTICE*",
+)
+JSON_ALLOWANCE = 1 << 20  # room for the small files that are written beside the weights, in bytes
+
+
+@dataclass(frozen=True)
+class Original:
+    """The model that is exported.
+
+    Attributes:
+        config: its `transformers` configuration.
+    """
+
+    checkpoint: Checkpoint
+    config: Any
+    family: Family
+
+    @classmethod
+    def open(cls, folder: Path) -> Original:
+        """Check the folder's files and read its configuration.
+
+        Raises:
+            ValueError: if its layers are not the ones of its architecture any more, or cannot be computed with.
+        """
+        checkpoint = Checkpoint(folder)
+        for key, form in ((WIDTHS_KEY, "fused"), (PROGRAM_KEY, "program")):
+            if key in checkpoint.config:
+                raise ValueError(
+                    f"{folder} is an edited checkpoint already ({form} form: its config.json has {key}); "
+                    "export the original model, with one recipe that does everything"
+                )
+        if "quantization_config" in checkpoint.config:
+            raise ValueError(
+                f"{folder} has quantized weights, which cannot be folded or proven; export the unquantized model"
+            )
+        config = AutoConfig.from_pretrained(folder)
+        return cls(checkpoint, config, family_of(config))
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """What an export will write; nothing has been written yet, and no weights read.
+
+    Attributes:
+        source: the original, as the user named it.
+        layout: the form, the reason for it, and the layers.
+        tensors: all of the checkpoint's.
+        companions: files to be copied.
+        dtype: the dtype asked for, a key of DTYPES, or None to keep each tensor's own.
+    """
+
+    source: str | Path
+    original: Original
+    program: Program
+    layout: Layout
+    tensors: list[PlannedTensor]
+    companions: list[Path]
+    dtype: str | None
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+    @property
+    def needed_bytes(self) -> int:
+        """Room that the checkpoint takes on the disk."""
+        return self.weight_bytes + sum(path.stat().st_size for path in self.companions) + JSON_ALLOWANCE
+
+
+def plan_export(source: str | Path, program: Program, form: str = "auto", dtype: str | None = None) -> ExportPlan:
+    """Decide what to write.
+
+    Args:
+        source: the original's folder or hub name.
+        form: "plain", "fused", "program", or "auto" for the most portable one that is exact.
+        dtype: of the written weights, a key of DTYPES; by default each tensor keeps its own.
+
+    Raises:
+        ValueError: if the program does not fit the model or the form, or the architecture is not supported.
+        FileNotFoundError: if a file of the original is missing.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r}; {did_you_mean(dtype, DTYPES)}")
+    original = Original.open(locate(source))
+    check_layers(program, original.config.num_hidden_layers)
+    layout = lay_out(program, original.family, original.config, form)
+    units = original.family.units(original.config)
+    planner = TensorPlanner(original.checkpoint, original.family, units, None if dtype is None else DTYPES[dtype])
+    companions = companions_of(original.checkpoint.folder)
+    return ExportPlan(source, original, program, layout, planner.plan(layout.layers), companions, dtype)
+
+
+def write_export(
+    plan: ExportPlan,
+    target: Path,
+    overwrite: bool = False,
+    recipe: str | None = None,
+    advance: Advance = lambda _: None,
+) -> Proof:
+    """Write the checkpoint, prove it, and give it its name.
+
+    Args:
+        overwrite: replace an existing checkpoint under the target's name.
+        recipe: the recipe's text, to be kept in surgeon.json.
+        advance: told of every amount of bytes written.
+
+    Raises:
+        NotProven: if what was written does not compute what the program does.
+        FileExistsError: if the target is in the way.
+        OSError: if the disk is full or cannot be written. Whatever is raised, what was under the target's name before
+            is there as it was, and nothing else.
+    """
+    folder = plan.original.checkpoint.folder
+    check_apart(folder, target)
+    check_target(target, overwrite)
+    check_space(target.parent, plan.needed_bytes)
+    reference = reference_of(folder, plan.program)
+    try:
+        with staged(target, overwrite) as partial:
+            _write_companions(partial, plan)
+            write_weights(partial, split_into_shards(plan.tensors, shard_limit(plan.original.checkpoint)), advance)
+            proof = prove(reference, partial, plan.layout, plan.tensors)
+            write_json(partial / REPORT_FILE, _report(plan, proof, recipe))
+    except OSError as error:
+        if not is_full(error):
+            raise
+        needed = show_bytes(plan.needed_bytes)
+        raise OSError(
+            f"the disk of {target.parent} filled up: {needed} are needed; what was written is removed"
+        ) from error
+    return proof
+
+
+def check_apart(source: Path, target: Path) -> None:
+    """Refuse a target that is the original's folder, or lies around or inside it.
+
+    Raises:
+        ValueError: naming both.
+    """
+    first, second = source.resolve(), target.resolve()
+    if first == second or first in second.parents or second in first.parents:
+        raise ValueError(
+            f"the target {target} and the model's folder {source} must lie apart; choose another target with -o"
+        )
+
+
+def companions_of(folder: Path) -> list[Path]:
+    """The files that belong to a model beside its configuration and weights: tokenizer, chat template, licence."""
+    found = {path for pattern in COMPANIONS for path in folder.glob(pattern) if path.is_file()}
+    return sorted(path for path in found if path.suffix not in (".py", ".bin", ".pt", ".pth", ".pkl"))
+
+
+def written_config(plan: ExportPlan) -> dict[str, Any]:
+    """config.json of the new checkpoint: the original's, with every per-layer entry following the layers."""
+    original, layout = plan.original, plan.layout
+    config = copy.deepcopy(original.checkpoint.config)
+    config.pop("auto_map", None)
+    aliases = original.config.attribute_map
+    config[aliases.get("num_hidden_layers", "num_hidden_layers")] = len(layout.layers)
+    for key, values in per_layer_lists(original.config, original.checkpoint.config).items():
+        config[key] = [values[layer.sources[0]] for layer in layout.layers]
+    if plan.dtype is not None:
+        config.pop("torch_dtype", None)
+        config["dtype"] = plan.dtype
+    shipped = SHIPPED.get(layout.form)
+    if shipped is not None:
+        model_type = original.family.model_type
+        config |= {"architectures": [shipped.causal_class(model_type)], "auto_map": shipped.auto_map(model_type)}
+    if layout.form == "fused":
+        config |= {
+            "head_dim": original.family.head_dim(original.config),
+            "allow_global_per_layer_attribute_access": True,
+            WIDTHS_KEY: _widths(original, layout),
+        }
+    if layout.program is not None:
+        config[PROGRAM_KEY] = str(layout.program)
+    return config
+
+
+def _widths(original: Original, layout: Layout) -> dict[str, dict[str, int]]:
+    """`per_layer_config`: the widths of the layers that are not as wide as the original's."""
+    family = original.family
+    units = family.units(original.config)
+
+    def total(unit: Unit, sublayers: tuple[Sublayer, ...]) -> int:
+        return sum(units[unit] // (1 if sublayer.piece is None else sublayer.piece[1]) for sublayer in sublayers)
+
+    return {
+        str(index): {
+            "num_attention_heads": total("heads", layer.attention),
+            "num_key_value_heads": total("kv_heads", layer.attention),
+            family.intermediate: total("neurons", layer.feed_forward),
+        }
+        for index, layer in enumerate(layout.layers)
+        if not layer.has_stock_width
+    }
+
+
+def _write_companions(partial: Path, plan: ExportPlan) -> None:
+    """Everything but the weights and the report."""
+    write_json(partial / "config.json", written_config(plan))
+    for path in plan.companions:
+        shutil.copyfile(path, partial / path.name)
+    shipped = SHIPPED.get(plan.layout.form)
+    if shipped is not None:
+        shutil.copyfile(shipped.file, partial / shipped.file.name)
+
+
+def _report(plan: ExportPlan, proof: Proof, recipe: str | None) -> dict[str, Any]:
+    """surgeon.json: what was done, from what, and how it was proven."""
+    checkpoint, folder = plan.original.checkpoint, Path(plan.source)
+    return {
+        "surgeon": surgeon.__version__,
+        "form": plan.layout.form,
+        "reason": plan.layout.reason,
+        "program": str(plan.program),
+        "effective_depth": plan.program.effective_depth(plan.original.family.steps_per_layer),
+        "sync_points_on_two_ranks": plan.program.sync_points(2),
+        "recipe": recipe,
+        "source": {
+            "model": folder.resolve().name if folder.is_dir() else str(plan.source),
+            "num_layers": plan.original.config.num_hidden_layers,
+            "weights_hash": checkpoint.weights_hash(),
+        },
+        "proof": asdict(proof),
+        "versions": versions(),
+    }

@@ -1,0 +1,197 @@
+"""Which form a program's checkpoint can have, and which stored layers it then consists of.
+
+    plain    every layer of the program is one whole attention and one whole feed-forward: an ordinary checkpoint
+    fused    steps pair up as [A_i A_j ...] [F_i F_j ...]: k layers are stored as one layer that is k times as wide
+    program  everything else: the layers as they are, with the program's text in config.json
+
+The first of them that is exact is the most portable one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+from surgeon.checkpoint.remote_code import FUSED, PROGRAM
+from surgeon.errors import did_you_mean
+from surgeon.families import Family
+from surgeon.program import ATTENTION, FEED_FORWARD, Fork, Node, Program, Step, Sublayer
+from surgeon.weights import slice_bounds
+
+Form = Literal["plain", "fused", "program"]
+FORMS: tuple[Form, ...] = get_args(Form)
+
+
+@dataclass(frozen=True)
+class StoredLayer:
+    """One layer of the written checkpoint: the sublayers that lie side by side in it."""
+
+    attention: tuple[Sublayer, ...]
+    feed_forward: tuple[Sublayer, ...]
+
+    @property
+    def sublayers(self) -> tuple[Sublayer, ...]:
+        return self.attention + self.feed_forward
+
+    @property
+    def has_stock_width(self) -> bool:
+        """Whether it is as wide as the layers of the original."""
+        return all(len(side) == 1 and side[0].piece is None for side in (self.attention, self.feed_forward))
+
+    @property
+    def sources(self) -> list[int]:
+        """The original's layers that it is made of, the attention's first one first."""
+        return list(dict.fromkeys(layer for sublayer in self.sublayers for layer in sublayer.layers))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What is to be written.
+
+    Attributes:
+        reason: why this form, in a sentence for the user.
+        layers: the layers of the checkpoint, in order.
+        program: the program over those layers, for the program form only.
+    """
+
+    form: Form
+    reason: str
+    layers: tuple[StoredLayer, ...]
+    program: Program | None = None
+
+
+class Inexpressible(ValueError):
+    """A form cannot hold this program exactly; the message says why."""
+
+
+def lay_out(program: Program, family: Family, config: Any, form: str = "auto") -> Layout:
+    """The most portable form that holds the program exactly, or the form asked for.
+
+    Args:
+        config: the original's `transformers` configuration, for its widths and per-layer lists.
+        form: "auto", or one of FORMS.
+
+    Raises:
+        ValueError: if there is no such form, or the program does not fit it, with the reason.
+    """
+    if form not in ("auto", *FORMS):
+        raise ValueError(f"unknown form {form!r}; {did_you_mean(form, ('auto', *FORMS))}")
+    refusals: list[str] = []
+    for name in FORMS if form == "auto" else (form,):
+        try:
+            layout = _LAYOUTS[name](program, family, config)
+        except Inexpressible as refusal:
+            refusals.append(f"{name}: {refusal}")
+        else:
+            return replace(layout, reason="; ".join([layout.reason, *(f"not {refusal}" for refusal in refusals)]))
+    advice = "" if form == "auto" else "; leave out --form to get the most portable form that is exact"
+    raise ValueError(f"this program has no exact checkpoint: {'; '.join(refusals)}{advice}")
+
+
+def per_layer_lists(config: Any, stored: dict[str, Any]) -> dict[str, list[Any]]:
+    """The configuration's lists with one entry per layer, by key.
+
+    Args:
+        config: as `transformers` reads it, which fills in `layer_types` for some architectures.
+        stored: config.json as it stands, with keys that `transformers` does not know too.
+    """
+    candidates = {"layer_types": getattr(config, "layer_types", None), **stored}
+    return {
+        key: value
+        for key, value in candidates.items()
+        if isinstance(value, list)
+        and len(value) == config.num_hidden_layers
+        and key != "architectures"
+        and not key.endswith(("_token_id", "_token_ids"))
+    }
+
+
+def _plain(program: Program, _: Family, config: Any) -> Layout:
+    layers = _pair_up(program)
+    for layer in layers:
+        if not layer.has_stock_width:
+            wide = " ".join(map(str, layer.sublayers))
+            raise Inexpressible(f"{wide} would be a layer of another width than the others")
+    _require_uniform(layers, config)
+    return Layout("plain", f"the program is a sequence of {len(layers)} whole layers, so any software loads it", layers)
+
+
+def _fused(program: Program, family: Family, config: Any) -> Layout:
+    layers = _pair_up(program)
+    if family.attention.head_norms:
+        raise Inexpressible(f"fusing is not supported yet for {family.name}, which norms every head's query and key")
+    if family.norm_kind != "rms":
+        raise Inexpressible(f"fusing is not supported yet for {family.name}, whose norms have a shift")
+    if family.model_type not in FUSED.names:
+        raise Inexpressible(f"fusing is not supported yet for {family.name}")
+    _require_uniform(layers, config)
+    _require_divisible(program.sublayers(), family, config)
+    wide = sum(not layer.has_stock_width for layer in layers)
+    reason = (
+        f"{wide} of {len(layers)} layers hold several layers' sublayers side by side, exactly; transformers loads it "
+        "with the modeling file inside (trust_remote_code=True), and so does vLLM"
+    )
+    return Layout("fused", reason, layers)
+
+
+def _program(program: Program, family: Family, config: Any) -> Layout:
+    if family.model_type not in PROGRAM.names:
+        raise Inexpressible(f"it is not supported yet for {family.name}")
+    keys = sorted({sublayer.layers for sublayer in program.sublayers()})
+    layers = tuple(StoredLayer((Sublayer(ATTENTION, key),), (Sublayer(FEED_FORWARD, key),)) for key in keys)
+    _require_divisible(program.sublayers(), family, config)
+    place = {key: index for index, key in enumerate(keys)}
+    renumbered = _renumber(program.nodes, lambda s: replace(s, layers=(place[s.layers],)))
+    reason = "transformers loads it with the modeling file inside (trust_remote_code=True), which runs any program"
+    return Layout("program", reason, layers, Program(renumbered))
+
+
+_LAYOUTS: dict[str, Callable[[Program, Family, Any], Layout]] = {"plain": _plain, "fused": _fused, "program": _program}
+
+
+def _pair_up(program: Program) -> tuple[StoredLayer, ...]:
+    """The program as layers of one attention step and one feed-forward step each."""
+    sides: list[tuple[Sublayer, ...]] = []
+    for index, node in enumerate(program.nodes):
+        expected = (ATTENTION, FEED_FORWARD)[index % 2]
+        if isinstance(node, Fork):
+            raise Inexpressible(f"the fork {node} runs whole streams side by side")
+        if node.late:
+            raise Inexpressible(f"the step {node} is late")
+        if {sublayer.kind for sublayer in node.sublayers} != {expected}:
+            what = {ATTENTION: "an attention", FEED_FORWARD: "a feed-forward"}[expected]
+            raise Inexpressible(f"{node} stands where a layer has {what} step")
+        sides.append(node.sublayers)
+    if len(sides) % 2:
+        raise Inexpressible("the last attention step has no feed-forward step after it")
+    return tuple(StoredLayer(*pair) for pair in zip(sides[::2], sides[1::2], strict=True))
+
+
+def _require_uniform(layers: tuple[StoredLayer, ...], config: Any) -> None:
+    """What is stored as one layer must come from layers whose entries in per-layer lists agree."""
+    for key, values in per_layer_lists(config, config.to_dict()).items():
+        for layer in layers:
+            first, *others = layer.sources
+            for other in others:
+                if values[other] != values[first]:
+                    raise Inexpressible(f"layers {first} and {other} differ in the config's {key}")
+
+
+def _require_divisible(sublayers: Iterable[Sublayer], family: Family, config: Any) -> None:
+    """Every slice must get a whole number of heads and neurons."""
+    units = family.units(config)
+    for sublayer in sublayers:
+        if sublayer.piece is not None:
+            for unit in {projection.unit for projection in family.spec(sublayer.kind).projections}:
+                slice_bounds(units[unit], sublayer.piece, f"{unit} of {sublayer}")
+
+
+def _renumber(nodes: tuple[Node, ...], rename: Callable[[Sublayer], Sublayer]) -> tuple[Node, ...]:
+    renamed: list[Node] = []
+    for node in nodes:
+        if isinstance(node, Step):
+            renamed.append(replace(node, sublayers=tuple(map(rename, node.sublayers))))
+        else:
+            renamed.append(Fork(tuple(_renumber(branch, rename) for branch in node.branches)))
+    return tuple(renamed)

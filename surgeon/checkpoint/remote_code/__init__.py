@@ -1,0 +1,71 @@
+"""The modeling files that travel inside exported checkpoints: short, and needing only torch and transformers.
+
+Which class loads which architecture is data here, so that a new architecture is a class in a modeling file and a line
+in its table.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class RemoteCode:
+    """One modeling file, and its classes by architecture.
+
+    Attributes:
+        module: the file's name without .py, the same here and in a checkpoint.
+        names: by `model_type`, what stands between the file's class prefix and ForCausalLM or Model.
+    """
+
+    module: str
+    names: dict[str, str]
+
+    @property
+    def file(self) -> Path:
+        """The file, as it lies in this package."""
+        return Path(__file__).with_name(f"{self.module}.py")
+
+    def causal_class(self, model_type: str) -> str:
+        """The name of the class with a language-model head."""
+        return f"{self.names[model_type]}ForCausalLM"
+
+    def auto_map(self, model_type: str) -> dict[str, str]:
+        """The `auto_map` of a checkpoint's config.json."""
+        return {
+            "AutoModel": f"{self.module}.{self.names[model_type]}Model",
+            "AutoModelForCausalLM": f"{self.module}.{self.causal_class(model_type)}",
+        }
+
+    def model_class(self, model_type: str, folder: Path | None = None) -> type[PreTrainedModel]:
+        """The class with a language-model head: this package's own, or that of the file's copy in a folder."""
+        module = (
+            importlib.import_module(f"{__name__}.{self.module}") if folder is None else _import(folder / self.file.name)
+        )
+        loaded: type[PreTrainedModel] = getattr(module, self.causal_class(model_type))
+        return loaded
+
+
+FUSED = RemoteCode("modeling_surgeon_fused", {"llama": "FusedLlama"})
+PROGRAM = RemoteCode(
+    "modeling_surgeon_program", {"llama": "ProgramLlama", "qwen3": "ProgramQwen3", "opt": "ProgramOPT"}
+)
+SHIPPED = {"fused": FUSED, "program": PROGRAM}  # by form
+
+
+def _import(path: Path) -> ModuleType:
+    """Import a file under a name of its own, replacing what an earlier call imported."""
+    spec = importlib.util.spec_from_file_location(f"surgeon_shipped_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module.__name__] = module  # transformers looks classes' modules up there
+    spec.loader.exec_module(module)
+    return module

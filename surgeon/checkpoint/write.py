@@ -1,0 +1,98 @@
+"""Writing safetensors files tensor by tensor: the header first, from shapes alone, then one tensor after the other.
+
+So memory holds one tensor at a time, not a file's worth, and what will be written is known before any of it is.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surgeon.checkpoint.fuse import PlannedTensor
+from surgeon.checkpoint.read import DTYPES, INDEX_FILE, SINGLE_FILE, Checkpoint
+from surgeon.progress import Advance
+from surgeon.provenance import write_json
+
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def shard_limit(source: Checkpoint) -> int | None:
+    """How large a file may become: as the source's largest shard, in bytes; None where the source is one file."""
+    files = set(source.files.values())
+    return max(path.stat().st_size for path in files) if len(files) > 1 else None
+
+
+def split_into_shards(tensors: Sequence[PlannedTensor], limit: int | None) -> dict[str, list[PlannedTensor]]:
+    """The tensors of each file, by its name; a tensor larger than the limit has a file of its own.
+
+    Args:
+        limit: bytes per file, or None for one file.
+    """
+    shards: list[list[PlannedTensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if limit is not None and shards[-1] and size + tensor.num_bytes > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += tensor.num_bytes
+    if len(shards) == 1:
+        return {SINGLE_FILE: shards[0]}
+    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, start=1)}
+
+
+def write_weights(folder: Path, shards: dict[str, list[PlannedTensor]], advance: Advance) -> None:
+    """Write all files, and their index if there are several.
+
+    Raises:
+        OSError: if the disk fills up or a file cannot be written.
+    """
+    for name, tensors in shards.items():
+        _write_file(folder / name, tensors, advance)
+    if len(shards) > 1:
+        total = sum(tensor.num_bytes for tensors in shards.values() for tensor in tensors)
+        weight_map = {tensor.name: name for name, tensors in shards.items() for tensor in tensors}
+        write_json(
+            folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        )
+
+
+def header_of(tensors: Sequence[PlannedTensor]) -> bytes:
+    """The beginning of a safetensors file with these tensors in this order."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for tensor in tensors:
+        end = offset + tensor.num_bytes
+        entries[tensor.name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the data begin at a multiple of 8
+    return struct.pack("<Q", len(text)) + text
+
+
+def _write_file(path: Path, tensors: Sequence[PlannedTensor], advance: Advance) -> None:
+    # Wide elements first, so that every tensor begins at a multiple of its element's size.
+    ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+    with path.open("wb") as file:
+        file.write(header_of(ordered))
+        for planned in ordered:
+            tensor = planned.build().to(planned.dtype)
+            if tuple(tensor.shape) != planned.shape:
+                raise AssertionError(f"{planned.name} was planned as {planned.shape} and is {tuple(tensor.shape)}")
+            file.write(_bytes_of(tensor))
+            advance(planned.num_bytes)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    array: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
