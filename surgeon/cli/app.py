@@ -1,0 +1,155 @@
+"""The `surgeon` command: its list of commands, and the one policy for everything that can go wrong in them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import sys
+import traceback
+import warnings
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import pairwise
+from typing import Annotated, Any
+
+import typer
+
+from surgeon import __version__
+from surgeon.cli.failures import CLOSED_PIPE, INTERRUPTED, explain
+
+COMMANDS = ("scan", "search", "export", "generate", "demo")
+
+DEBUG_FLAG = "--debug"
+NOTE = (
+    "Layers count from 0; ranges are Python slices: 4:30 is layers 4 to 29. With --debug, before or after the "
+    "command, an error shows its traceback."
+)
+
+app = typer.Typer(
+    name="surgeon",
+    help="Find the layers a transformer can give up, reorder or run in parallel; export the changed model; run it.",
+    epilog=NOTE,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+for _name in COMMANDS:
+    if find_spec(f"surgeon.cli.{_name}"):
+        app.command(_name, epilog=NOTE)(getattr(import_module(f"surgeon.cli.{_name}"), _name))
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"surgeon {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _global_options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option(DEBUG_FLAG, help="Show the traceback of an error, and every library's log messages.")
+    ] = False,
+) -> None:
+    del version, debug  # the one acts by itself, the other is read by `main` before anything is parsed
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command line; returns the exit code. Errors become one line on standard error (see failures.py)."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    debug = _take_debug_flag(arguments)
+    if not debug:
+        quiet_libraries()
+    try:
+        code = typer.main.get_command(app).main(args=arguments, prog_name="surgeon", standalone_mode=False)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except (KeyboardInterrupt, typer.Abort):
+        code = INTERRUPTED
+    except Exception as error:  # noqa: BLE001 - the one place where everything ends
+        return _fail(error, arguments, debug)
+    if code == INTERRUPTED:
+        _say("interrupted; run the same command again to go on")
+    return code if isinstance(code, int) else 0
+
+
+def quiet_libraries() -> None:
+    """Keep other libraries' progress bars, notices and warnings off the screen; surgeon's own warnings take one line.
+
+    Takes effect in processes started from here too. What the user has set in the environment stays.
+    """
+    for name, value in {
+        "TRANSFORMERS_VERBOSITY": "error",
+        "DATASETS_VERBOSITY": "error",
+        "HF_HUB_VERBOSITY": "error",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TQDM_DISABLE": "1",
+    }.items():
+        os.environ.setdefault(name, value)
+    logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
+    if not sys.warnoptions:
+        warnings.filterwarnings("ignore")
+        warnings.filterwarnings("always", category=UserWarning, module=r"surgeon\b")
+    warnings.showwarning = lambda message, *_, **__: _say(f"warning: {message}")
+
+
+def _take_debug_flag(arguments: list[str]) -> bool:
+    """Remove --debug, which may stand before or after the command's name; says whether it was there."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    found = DEBUG_FLAG in arguments[:end]
+    arguments[:end] = [argument for argument in arguments[:end] if argument != DEBUG_FLAG]
+    return found
+
+
+def _fail(error: Exception, arguments: list[str], debug: bool) -> int:
+    if _is_usage_error(error):
+        return _fail_usage(error)
+    if isinstance(error, BrokenPipeError) and _stdout_has_no_reader():
+        # The interpreter flushes standard output once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CLOSED_PIPE
+    if debug:
+        traceback.print_exception(error)
+    failure = explain(error, _output_of(arguments))
+    _say(failure.line)
+    return failure.code
+
+
+def _is_usage_error(error: Exception) -> bool:
+    return hasattr(error, "format_message") and hasattr(error, "ctx")
+
+
+def _fail_usage(error: Any) -> int:
+    if type(error).__name__ == "NoArgsIsHelpError":
+        _say(error.format_message())
+    else:
+        near = getattr(error, "possibilities", None)
+        message = f"{error.message}; did you mean {min(near)}?" if near else error.format_message()
+        path = error.ctx.command_path if error.ctx else "surgeon"
+        _say(f"error: {message} See {path} --help")
+    return int(error.exit_code)
+
+
+def _output_of(arguments: list[str]) -> str | None:
+    """Where the command line says to write, for errors that do not name their file."""
+    for flag, value in pairwise(arguments):
+        if flag in ("-o", "--output"):
+            return value
+    return next((a.partition("=")[2] for a in arguments if a.startswith("--output=")), None)
+
+
+def _stdout_has_no_reader() -> bool:
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+
+
+def _say(line: str) -> None:
+    if sys.stderr is not None:
+        print(line, file=sys.stderr, flush=True)

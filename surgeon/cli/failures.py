@@ -1,0 +1,76 @@
+"""What a command that fails says, in one line, and its exit code.
+
+1 is something the user can mend (a ValueError, an OSError, a missing extra, too little memory or disk), 2 wrong usage
+(an unknown command or option, a missing argument), 70 a defect of surgeon's, 130 an interruption, 141 that nobody
+reads standard output any more.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+MENDABLE, USAGE, INTERNAL, INTERRUPTED, CLOSED_PIPE = 1, 2, 70, 130, 141
+
+_FULL_DISK_WORDS = ("No space left on device", "os error 28", "disk is full", "Disk quota exceeded")
+_FULL_MEMORY_WORDS = ("can't allocate memory", "out of memory", "std::bad_alloc")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One line for standard error, and the exit code."""
+
+    line: str
+    code: int
+
+
+def explain(error: BaseException, output: str | None = None) -> Failure:
+    """Put an exception into one line.
+
+    Args:
+        output: where the command was told to write, for errors of a full disk that do not name their file.
+    """
+    if _is_full_disk(error):
+        place = getattr(error, "filename", None) or output or "the output"
+        return Failure(f"error: no space left for {place}; free some space and run the same command again", MENDABLE)
+    if _is_full_memory(error):
+        advice = "use a smaller model or a smaller limit, or close other programs"
+        return Failure(f"error: out of memory ({_text(error)}); {advice}", MENDABLE)
+    if isinstance(error, OSError | ValueError | ImportError):
+        return Failure(f"error: {_text(error)}", MENDABLE)
+    kind = type(error).__name__
+    return Failure(f"internal error: {kind}: {_text(error)}; run again with --debug for the traceback", INTERNAL)
+
+
+def _text(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    lines = str(error).strip().splitlines()
+    if any(line.startswith("Traceback ") for line in lines):  # of another process: its last line is the error
+        lines = lines[-1:]
+    return " ".join(" ".join(lines).split()) or type(error).__name__
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, and what it was raised from."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        yield error
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+
+
+def _is_full_disk(error: BaseException) -> bool:
+    # Writers written in Rust and C++ (safetensors, sqlite) report a full disk as errors of their own, in words.
+    return any(
+        (isinstance(link, OSError) and link.errno in (errno.ENOSPC, errno.EDQUOT))
+        or any(words in str(link) for words in _FULL_DISK_WORDS)
+        for link in _chain(error)
+    )
+
+
+def _is_full_memory(error: BaseException) -> bool:
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(words in str(error) for words in _FULL_MEMORY_WORDS)
+    )
