@@ -1,0 +1,1 @@
+"""What a model can spare: measurements over many programs at once."""

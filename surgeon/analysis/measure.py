@@ -1,0 +1,154 @@
+"""Measuring many programs on the same windows, within a limit of memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from surgeon.analysis.machine import PlanMachine, run_plan
+from surgeon.analysis.sharing import Plan, share
+from surgeon.families import family_of
+from surgeon.memory import resident_bytes, show_size
+from surgeon.program import Program
+from surgeon.quality.head import OutputHead, Quality, Reference
+
+# Larger batches are no faster on a CPU, and their states no longer fit its cache.
+TOKENS_AT_ONCE = {"cpu": 4096, "cuda": 32768}
+_SLACK = 1.3  # the allocator's own waste
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One program's quality on some of the windows.
+
+    Attributes:
+        start: the first of these windows.
+    """
+
+    program: Program
+    start: int
+    quality: Quality
+
+
+def measure(
+    model: PreTrainedModel,
+    ids: Tensor,
+    dense: Program,
+    programs: Iterable[Program],
+    at_once: int,
+    is_done: Callable[[Program, range], bool] = lambda program, windows: False,
+    ran: Callable[[float], Any] = lambda amount: None,
+) -> Iterator[Measured]:
+    """The quality of the dense program and of others, some windows at a time.
+
+    Args:
+        model: unedited; it is left as it is.
+        ids: (windows, tokens).
+        dense: the model's own program, which the others' divergence is from.
+        at_once: how many windows are run together.
+        is_done: says which programs need no measurement on these windows.
+        ran: called with the work done: sublayers times the share of the windows they ran on.
+
+    Raises:
+        ValueError: if the model's own predictions are not finite.
+    """
+    head = OutputHead(model)
+    programs = list(programs)
+    plan, planned = Plan((), (), {}, 0), None
+    for start in range(0, len(ids), at_once):
+        chunk = ids[start : start + at_once].to(model.device)
+        windows = range(start, start + len(chunk))
+        todo = [program for program in programs if not is_done(program, windows)]
+        if not todo and is_done(dense, windows):
+            continue
+        if todo != planned:
+            plan, planned = share([dense, *todo]), todo
+        yield from _measure_chunk(model, chunk, start, dense, plan, head, lambda n, n_w=len(chunk): ran(n * n_w / len(ids)))
+
+
+def _measure_chunk(
+    model: PreTrainedModel,
+    chunk: Tensor,
+    start: int,
+    dense: Program,
+    plan: Plan,
+    head: OutputHead,
+    ran: Callable[[float], Any],
+) -> Iterator[Measured]:
+    reference: Reference | None = None
+    machine = PlanMachine(model, chunk)
+    for program, stream in run_plan(plan, machine, ran):
+        if program == dense:
+            reference = head.reference(stream, chunk)
+            if not reference.quality.nll.isfinite().all():
+                raise ValueError(f"the unedited model's predictions are not finite: {_first_bad(machine, dense)}")
+            quality = reference.quality
+        else:
+            assert reference is not None, "a plan reaches the dense program first"
+            quality = head.compare(stream, reference)
+        yield Measured(program, start, Quality(quality.nll.cpu(), quality.divergence.cpu()))
+
+
+def _first_bad(machine: PlanMachine, dense: Program) -> str:
+    """Where numbers stop being finite in the unedited model."""
+    if not machine.stream.isfinite().all():
+        return "NaN or infinity in the embedded tokens; check the embedding's weights"
+    prefixes = (Program(dense.nodes[: end + 1]) for end in range(len(dense)))
+    for prefix in prefixes:
+        for _, stream in run_plan(share([prefix]), machine, lambda n: None):
+            if not stream.isfinite().all():
+                return f"NaN or infinity appears first in {prefix.nodes[-1]}; check that layer's weights"
+    return "NaN or infinity appears in the output head; check its weights and the final norm's"
+
+
+def windows_at_once(
+    model: PreTrainedModel, plan: Plan, ids: Tensor, memory: int | None = None, batch: int | None = None
+) -> int:
+    """How many windows to run together.
+
+    Args:
+        plan: what will be run; its `peak_tensors` says how many states are held.
+        memory: a limit in bytes on the memory of the whole process, model and libraries included.
+        batch: at most this many windows.
+
+    Raises:
+        ValueError: if not even one window fits into the limit, saying which limit would do.
+    """
+    window = ids.shape[1]
+    most = batch or max(1, TOKENS_AT_ONCE.get(model.device.type, TOKENS_AT_ONCE["cpu"]) // window)
+    most = min(most, len(ids))
+    if memory is None:
+        return most
+    held = resident_bytes()
+    for windows in range(most, 0, -1):
+        if held + working_bytes(model, plan, windows * window) <= memory:
+            return windows
+    # What the process holds varies a little from run to run.
+    least = math.ceil((held + working_bytes(model, plan, window)) * 1.02)
+    raise ValueError(
+        f"a memory limit of {show_size(memory)} is too small: the model and the libraries hold {show_size(held)}, one window "
+        f"of {window} tokens needs {show_size(working_bytes(model, plan, window))}; use --memory {-(-least >> 20)}MB or more"
+    )
+
+
+def working_bytes(model: PreTrainedModel, plan: Plan, tokens: int) -> int:
+    """An upper estimate of what running a plan on this many tokens takes beside the model."""
+    config: Any = model.config
+    hidden, size = config.hidden_size, max(4, model.dtype.itemsize)
+    width = max(getattr(config, name, 0) or 0 for name in ("intermediate_size", "ffn_dim", "hidden_size"))
+    states = (plan.peak_tensors + 2) * tokens * hidden * size  # and what a reference keeps
+    layer = (4 * width + 8 * hidden) * tokens * size
+    return int(_SLACK * (states + max(layer, OutputHead(model).working_bytes(tokens)))) + _derived_bytes(model, plan)
+
+
+def _derived_bytes(model: PreTrainedModel, plan: Plan) -> int:
+    """What averaging layers' weights on the way takes: the sum so far, the next layer, and the average's module."""
+    if all(len(sublayer.layers) == 1 for program in plan.sublayers for sublayer in program.sublayers()):
+        return 0
+    layers = model.get_submodule(family_of(model.config).layers)
+    return 3 * max(sum(p.numel() for p in layer.parameters()) * 4 for layer in layers.children())

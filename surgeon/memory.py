@@ -1,0 +1,37 @@
+"""Sizes of memory: read from the command line, measured, and shown."""
+
+from __future__ import annotations
+
+import re
+
+import psutil
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?\s*", re.IGNORECASE)
+
+
+def parse_size(text: str) -> int:
+    """Bytes in a size such as 512MB or 2GB (1 MB is 1024 KB, as memory is counted).
+
+    Raises:
+        ValueError: if it is no size above 0.
+    """
+    match = _SIZE.fullmatch(text)
+    if match is None or float(match[1]) == 0:
+        raise ValueError(f"{text!r} is no amount of memory; write e.g. 512MB or 2GB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def show_size(size: float) -> str:
+    """A size for people: 512MB, 1.5GB."""
+    for unit in ("GB", "MB", "KB"):
+        factor = _UNITS[unit[0]]
+        if size >= factor:
+            amount = size / factor
+            return f"{amount:.0f}{unit}" if amount >= 100 else f"{amount:.3g}{unit}"
+    return f"{size:.0f}B"
+
+
+def resident_bytes() -> int:
+    """How much memory this process holds now."""
+    return int(psutil.Process().memory_info().rss)

@@ -1,0 +1,77 @@
+"""Progress of long work, on standard error: a bar with a time estimate on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+SECONDS_BETWEEN_LINES = 10.0
+
+Advance = Callable[[float], None]
+
+
+@contextmanager
+def progress(what: str, total: float, unit: str, done: float = 0) -> Iterator[Advance]:
+    """Show how far some work is; yields a function to be called with each amount of it that is done.
+
+    Args:
+        what: the work, a few words.
+        total: how much there is of it, in `unit`.
+        done: how much was done earlier (a resumed run); it does not count towards the speed.
+    """
+    if sys.stderr.isatty():
+        with _bar(what, total, done) as advance:
+            yield advance
+    else:
+        lines = _Lines(what, total, unit, done)
+        yield lines.advance
+        lines.end()
+
+
+@contextmanager
+def _bar(what: str, total: float, done: float) -> Iterator[Advance]:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left:"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(what, total=total, completed=done)
+        yield lambda amount: bar.advance(task, amount)
+
+
+class _Lines:
+    """A line now and then."""
+
+    def __init__(self, what: str, total: float, unit: str, done: float) -> None:
+        self.what, self.total, self.unit = what, total, unit
+        self.first = self.done = done
+        self.begun = self.shown = time.monotonic()
+
+    def advance(self, amount: float) -> None:
+        self.done += amount
+        now = time.monotonic()
+        if now - self.shown >= SECONDS_BETWEEN_LINES and self.done > self.first:
+            self.shown = now
+            left = (now - self.begun) * (self.total - self.done) / (self.done - self.first)
+            self._print(f"{self.done / max(self.total, 1):4.0%} of {self.total:,.0f} {self.unit}, {_clock(left)} left")
+
+    def end(self) -> None:
+        self._print(f"done, {_clock(time.monotonic() - self.begun)}")
+
+    def _print(self, text: str) -> None:
+        print(f"{self.what}: {text}", file=sys.stderr, flush=True)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(max(0.0, seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,64 @@
+"""Where a result came from: what is written in the JSON file beside every table."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def provenance(model: str, weights_hash: str, *, seed: int | None = None, **more: Any) -> dict[str, Any]:
+    """A record of a run: model, the weights' hash, seed, the command line, versions, and whatever else is given.
+
+    Args:
+        model: as the user named it.
+        weights_hash: `Checkpoint.weights_hash()` of it.
+        more: data, its hash, program, settings; values that JSON can hold.
+    """
+    return {
+        "command": command_line(),
+        "model": model,
+        "weights_hash": weights_hash,
+        **({} if seed is None else {"seed": seed}),
+        **more,
+        "versions": versions(),
+    }
+
+
+def command_line() -> str:
+    """What the user typed, with the program by its name alone."""
+    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+
+
+def versions() -> dict[str, str]:
+    """Versions of what the numbers depend on."""
+    import torch
+    import transformers
+
+    import surgeon
+
+    return {
+        "surgeon": surgeon.__version__,
+        "torch": str(torch.__version__),
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write a JSON file that is whole or not there: beside the target, then renamed."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file that is whole or not there; what was there before stays until then."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)

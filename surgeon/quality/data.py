@@ -1,0 +1,208 @@
+"""The text a model is measured on, as fixed, non-overlapping windows of tokens."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DEMO = "demo"
+DEFAULT_TOKENS = 8192
+DEFAULT_WINDOW = 512
+ROW_SEPARATOR = "\n\n"  # between the rows of a dataset that are read as one text
+_MARKS = ("<|endoftext|>", "<|end_of_text|>", "<|begin_of_text|>", "</s>", "<s>")
+_CHARACTERS_PER_TOKEN = 8  # more than any tokenizer packs into a token of ordinary text
+
+
+@dataclass(frozen=True)
+class Windows:
+    """What is measured.
+
+    Attributes:
+        ids: (windows, tokens); in each window every token but the first is predicted.
+        source: the data as the user named it.
+        digest: SHA-256 of the token ids and their shape: which text this is, for this tokenizer.
+        separator: what documents were told apart by, or None where the text was read as one.
+        notes: what the user should know about the data, one line each.
+    """
+
+    ids: Tensor
+    source: str
+    digest: str
+    separator: str | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def predicted(self) -> int:
+        """How many tokens are predicted in all."""
+        return len(self.ids) * (self.ids.shape[1] - 1)
+
+
+def load_windows(
+    tokenizer: Any,
+    data: str,
+    window: int = DEFAULT_WINDOW,
+    tokens: int = DEFAULT_TOKENS,
+    separator: str | None = None,
+) -> Windows:
+    """The first `tokens` tokens of some text, cut into windows.
+
+    With a separator the text is taken apart into documents (a row of a dataset is one, then), each begun with the
+    tokenizer's BOS; without a BOS each is ended with its EOS. Documents follow one another in the windows. Without a
+    separator all of the text is one document.
+
+    Args:
+        tokenizer: a `transformers` tokenizer.
+        data: a UTF-8 text file; "demo" for held-out source files of the Python standard library; or the name of a
+            dataset for `datasets`, as name, name:config or name:config:split.
+        window: tokens in a window.
+        tokens: tokens in all, cut down to whole windows.
+
+    Raises:
+        FileNotFoundError: if there is no such file or dataset.
+        ValueError: if the text is empty, not UTF-8, shorter than one window, or the sizes make no sense.
+    """
+    if window < 2:
+        raise ValueError(f"window must be at least 2 tokens, so that one is predicted, not {window}")
+    if tokens < window:
+        raise ValueError(f"tokens must be at least one window of {window}, not {tokens}; raise --tokens or lower --window")
+    documents = chain.from_iterable(_split(text, separator) for text in _texts(data, separator))
+    wanted = tokens // window * window
+    apart = separator is not None or data == DEMO
+    begin, end = _document_marks(tokenizer, data) if apart else ([], [])
+    ids: list[int] = []
+    for document in documents:
+        ids += begin + _tokenize(tokenizer, document, wanted - len(ids), special=not apart and not ids) + end
+        if len(ids) >= wanted:
+            break
+    if not ids:
+        raise ValueError(f"{data} is empty; give a text file with something in it")
+    if len(ids) < window:
+        raise ValueError(f"{data} has {len(ids)} tokens, fewer than one window of {window}; use a smaller --window or more text")
+    ids = ids[: min(wanted, len(ids) // window * window)]
+    notes = []
+    if len(ids) < wanted:
+        notes.append(f"{data} has only {len(ids)} tokens in whole windows, of the {wanted} asked for: all of them are used")
+    if not apart:
+        notes += _read_as_text(tokenizer.decode(ids), data)
+    tensor = torch.tensor(ids, dtype=torch.long).view(-1, window)
+    digest = hashlib.sha256(repr(tuple(tensor.shape)).encode() + tensor.numpy().tobytes()).hexdigest()
+    return Windows(tensor, data, digest, separator, tuple(notes))
+
+
+def window_for(config: Any, window: int | None) -> int:
+    """The window asked for, or the default one, checked against the positions the model has.
+
+    Raises:
+        ValueError: if the model has fewer positions.
+    """
+    positions = getattr(config, "max_position_embeddings", None)
+    if window is None:
+        return min(DEFAULT_WINDOW, positions or DEFAULT_WINDOW)
+    if positions is not None and window > positions:
+        raise ValueError(f"a window of {window} tokens is longer than the model's {positions} positions; use --window {positions}")
+    return window
+
+
+def _split(text: str, separator: str | None) -> Iterator[str]:
+    if separator is None:
+        return iter([text])
+    return (document for part in text.split(separator) if (document := part.strip()))
+
+
+def _document_marks(tokenizer: Any, data: str) -> tuple[list[int], list[int]]:
+    """The tokens a document begins with and ends with."""
+    if tokenizer.bos_token_id is not None:
+        return [tokenizer.bos_token_id], []
+    if tokenizer.eos_token_id is not None:
+        return [], [tokenizer.eos_token_id]
+    raise ValueError(f"the documents of {data} cannot be kept apart: the tokenizer has no BOS and no EOS; drop --separator")
+
+
+def _tokenize(tokenizer: Any, text: str, wanted: int, special: bool) -> list[int]:
+    """At least the first `wanted` tokens of the text, or all of them; a long text is not tokenized to its end."""
+    length = _CHARACTERS_PER_TOKEN * wanted
+    while True:
+        # Where a text is cut its last tokens may differ; so more of it is read than is used.
+        ids: list[int] = tokenizer(text[:length], add_special_tokens=special, verbose=False)["input_ids"]
+        if length >= len(text) or len(ids) >= wanted + 64:
+            return ids
+        length *= 2
+
+
+def _read_as_text(text: str, data: str) -> list[str]:
+    """A warning, if marks between documents were read as ordinary text."""
+    for mark in _MARKS:
+        # The BOS that the tokenizer itself put at the start is no sign of it.
+        if text.count(mark, len(mark)) > 0:
+            return [
+                f"{data} contains {mark!r}, which was read as ordinary text and makes perplexity worse; "
+                f"to keep its documents apart, add --separator '{mark}'"
+            ]
+    return []
+
+
+def _texts(data: str, separator: str | None) -> Iterable[str]:
+    """The texts behind a name: a file, the demo's files, or the rows of a dataset."""
+    path = Path(data)
+    if data == DEMO and not path.exists():
+        from surgeon.demo import demo_data
+
+        return demo_data()
+    if path.is_file():
+        return [_read_text(path)]
+    if path.is_dir():
+        raise ValueError(f"{data} is a folder; --data takes a text file, a dataset's name, or demo")
+    if path.suffix in (".txt", ".md", ".py") or data.startswith((".", "/", "~")) or data.count("/") > 1:
+        raise FileNotFoundError(f"there is no file {data}")
+    rows = _dataset_rows(data)
+    return rows if separator is not None else _joined(rows)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); convert it, or give another file") from error
+    if not text.strip():
+        raise ValueError(f"{path} is empty; give a text file with something in it")
+    return text
+
+
+def _joined(rows: Iterable[str]) -> Iterator[str]:
+    """Rows as one running text, in pieces long enough to tokenize well."""
+    piece: list[str] = []
+    for row in rows:
+        piece.append(row)
+        if len(piece) == 1000:
+            yield ROW_SEPARATOR.join(piece) + ROW_SEPARATOR
+            piece = []
+    if piece:
+        yield ROW_SEPARATOR.join(piece)
+
+
+def _dataset_rows(data: str) -> Iterator[str]:
+    """The text column of a dataset, read as a stream."""
+    name, _, rest = data.partition(":")
+    config, _, split = rest.partition(":")
+    import datasets
+
+    try:
+        rows = datasets.load_dataset(name, config or None, split=split or "test", streaming=True)
+        columns = [key for key, value in next(iter(rows)).items() if isinstance(value, str)]
+    except Exception as error:  # noqa: BLE001 - whatever fails inside `datasets`, the way out is the same
+        why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise FileNotFoundError(
+            f"{data} is no file here and could not be read as a dataset ({why}); "
+            "give the path of a local UTF-8 text file with --data, or name:config:split of a dataset that can be reached"
+        ) from error
+    if not columns:
+        raise ValueError(f"dataset {data} has no column of text")
+    column = "text" if "text" in columns else columns[0]
+    return (row[column] for row in rows)

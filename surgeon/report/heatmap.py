@@ -1,0 +1,126 @@
+"""Heatmaps of a scan, drawn like figure 4 of the Layer Parallelism paper: first layer down, last layer across."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import LogNorm, Normalize
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+TITLES = {
+    "shuffle": "Shuffle",
+    "prune": "Prune",
+    "merge": "Merge",
+    "parallel": "Parallel",
+    "2-parallel": "2-Parallel",
+}
+CAP = 3.0  # colours end at this multiple of the base perplexity
+_COLOURS = "viridis"
+_EMPTY = "0.93"
+
+
+def draw_heatmaps(table: pd.DataFrame, base_perplexity: float, folder: Path, model: str, cap: float = CAP) -> list[Path]:
+    """Write `heatmap-<operation>.png` for each operation of a scan's table, and all of them in `heatmaps.png`.
+
+    Args:
+        table: with the columns of `cells.csv`.
+        model: its name, for the title.
+        cap: colours end at this multiple of the base perplexity.
+
+    Returns:
+        The files written.
+    """
+    matplotlib.use("Agg")
+    grids = {name: grid(table[table["operation"] == name]) for name in table["operation"].unique()}
+    written = []
+    for name, values in grids.items():
+        size = _side(len(values))
+        figure = Figure(figsize=(size + 1.0, size), layout="constrained", dpi=160)
+        axes = figure.add_subplot()
+        image = _draw(axes, values, name, base_perplexity, cap)
+        _colour_bar(figure, image, [axes], base_perplexity, cap)
+        axes.set_title(f"{TITLES.get(name, name)}: {model}, base perplexity {base_perplexity:.4g}", fontsize=11)
+        written.append(_save(figure, folder / f"heatmap-{name}.png"))
+    if len(grids) > 1:
+        written.append(_overview(grids, base_perplexity, folder / "heatmaps.png", model, cap))
+    return written
+
+
+def grid(cells: pd.DataFrame) -> NDArray[np.float64]:
+    """Perplexity by first layer (row) and last layer (column); NaN where there is no such stretch."""
+    num_layers = int(cells["last"].max()) + 1
+    values = np.full((num_layers, num_layers), np.nan)
+    values[cells["first"], cells["last"]] = cells["perplexity"]
+    return values
+
+
+def _overview(grids: dict[str, NDArray[np.float64]], base: float, path: Path, model: str, cap: float) -> Path:
+    """All heatmaps of a scan side by side, under one colour scale."""
+    figure = Figure(figsize=(3.2 * len(grids) + 1.0, 3.9), layout="constrained", dpi=160)
+    panels = np.atleast_1d(figure.subplots(1, len(grids), sharey=True))
+    for letter, (panel, (name, values)) in enumerate(zip(panels, grids.items(), strict=True)):
+        image = _draw(panel, values, name, base, cap, small=True)
+        panel.set_title(f"({chr(ord('a') + letter)}) {TITLES.get(name, name)}", fontsize=11)
+        if letter:
+            panel.set_ylabel("")
+    _colour_bar(figure, image, list(panels), base, cap)
+    figure.suptitle(f"{model}, base perplexity {base:.4g}", fontsize=12)
+    return _save(figure, path)
+
+
+def _draw(
+    axes: Axes, values: NDArray[np.float64], name: str, base: float, cap: float, small: bool = False
+) -> ScalarMappable:
+    shown = np.ma.masked_invalid(np.where(np.isinf(values), np.finfo(np.float64).max, values))
+    colours = matplotlib.colormaps[_COLOURS].with_extremes(bad=_EMPTY, over="#fde725")
+    image = axes.imshow(shown, cmap=colours, norm=_scale(base, cap), interpolation="nearest", aspect="equal")
+    ticks = list(range(0, len(values), _tick_step(len(values), small)))
+    axes.set_xticks(ticks)
+    axes.set_yticks(ticks)
+    axes.tick_params(labelsize=8, length=2)
+    axes.set_xlabel("last layer $e$", fontsize=9)
+    axes.set_ylabel("first layer $s$", fontsize=9)
+    return image
+
+
+def _scale(base: float, cap: float) -> Normalize:
+    return LogNorm(base, base * cap)
+
+
+def _colour_bar(figure: Figure, image: ScalarMappable, axes: list[Axes], base: float, cap: float) -> None:
+    bar = figure.colorbar(image, ax=axes, extend="max", shrink=0.85, pad=0.02)
+    ticks = [base * cap ** (i / 4) for i in range(5)]
+    bar.set_ticks(ticks, labels=[f"{tick:.3g}" for tick in ticks])
+    bar.minorticks_off()
+    bar.ax.tick_params(labelsize=8)
+    bar.set_label(f"perplexity (colours end at {cap:g} times the base)", fontsize=9)
+
+
+def _tick_step(num_layers: int, small: bool) -> int:
+    """Labels stay apart: every layer up to 24 (12 in a small panel), then every 2nd, 4th, ..."""
+    room = 12 if small else 24
+    step = 1
+    while num_layers / step > room:
+        step *= 2
+    return step
+
+
+def _side(num_layers: int) -> float:
+    """Inches: more for more layers, so that a cell stays visible."""
+    return min(11.0, max(4.6, 0.24 * num_layers + 1.0))
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    beside = path.with_name(f".{path.name}.part")
+    try:
+        figure.savefig(beside, format="png")
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+    return path
