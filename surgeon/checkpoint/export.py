@@ -27,6 +27,7 @@ from surgeon.model import check_layers
 from surgeon.program import Program, Sublayer
 from surgeon.progress import Advance
 from surgeon.provenance import versions, write_json
+from surgeon.recipe import Recipe
 
 REPORT_FILE = "surgeon.json"
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -52,20 +53,24 @@ class Original:
     """The model that is exported.
 
     Attributes:
+        name: as the user named it: a folder or a hub name.
         config: its `transformers` configuration.
     """
 
+    name: str
     checkpoint: Checkpoint
     config: Any
     family: Family
 
     @classmethod
-    def open(cls, folder: Path) -> Original:
-        """Check the folder's files and read its configuration.
+    def open(cls, path_or_name: str | Path) -> Original:
+        """Check the model's files and read its configuration; no weights are read.
 
         Raises:
-            ValueError: if its layers are not the ones of its architecture any more, or cannot be computed with.
+            FileNotFoundError: if there is no such model, or a file of it is missing.
+            ValueError: if a file is damaged, the architecture is not supported, or the layers are not whole any more.
         """
+        folder = locate(path_or_name)
         checkpoint = Checkpoint(folder)
         for key, form in ((WIDTHS_KEY, "fused"), (PROGRAM_KEY, "program")):
             if key in checkpoint.config:
@@ -78,7 +83,11 @@ class Original:
                 f"{folder} has quantized weights, which cannot be folded or proven; export the unquantized model"
             )
         config = AutoConfig.from_pretrained(folder)
-        return cls(checkpoint, config, family_of(config))
+        return cls(str(path_or_name), checkpoint, config, family_of(config))
+
+    def program_of(self, recipe: Recipe) -> Program:
+        """The program that a recipe makes of this model."""
+        return recipe.program(self.config.num_hidden_layers, self.family.steps_per_layer)
 
 
 @dataclass(frozen=True)
@@ -86,14 +95,12 @@ class ExportPlan:
     """What an export will write; nothing has been written yet, and no weights read.
 
     Attributes:
-        source: the original, as the user named it.
         layout: the form, the reason for it, and the layers.
         tensors: all of the checkpoint's.
         companions: files to be copied.
         dtype: the dtype asked for, a key of DTYPES, or None to keep each tensor's own.
     """
 
-    source: str | Path
     original: Original
     program: Program
     layout: Layout
@@ -111,27 +118,24 @@ class ExportPlan:
         return self.weight_bytes + sum(path.stat().st_size for path in self.companions) + JSON_ALLOWANCE
 
 
-def plan_export(source: str | Path, program: Program, form: str = "auto", dtype: str | None = None) -> ExportPlan:
+def plan_export(original: Original, program: Program, form: str = "auto", dtype: str | None = None) -> ExportPlan:
     """Decide what to write.
 
     Args:
-        source: the original's folder or hub name.
         form: "plain", "fused", "program", or "auto" for the most portable one that is exact.
         dtype: of the written weights, a key of DTYPES; by default each tensor keeps its own.
 
     Raises:
-        ValueError: if the program does not fit the model or the form, or the architecture is not supported.
-        FileNotFoundError: if a file of the original is missing.
+        ValueError: if the program does not fit the model or the form, or a tensor is missing.
     """
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}; {did_you_mean(dtype, DTYPES)}")
-    original = Original.open(locate(source))
     check_layers(program, original.config.num_hidden_layers)
     layout = lay_out(program, original.family, original.config, form)
     units = original.family.units(original.config)
     planner = TensorPlanner(original.checkpoint, original.family, units, None if dtype is None else DTYPES[dtype])
     companions = companions_of(original.checkpoint.folder)
-    return ExportPlan(source, original, program, layout, planner.plan(layout.layers), companions, dtype)
+    return ExportPlan(original, program, layout, planner.plan(layout.layers), companions, dtype)
 
 
 def write_export(
@@ -252,19 +256,19 @@ def _write_companions(partial: Path, plan: ExportPlan) -> None:
 
 def _report(plan: ExportPlan, proof: Proof, recipe: str | None) -> dict[str, Any]:
     """surgeon.json: what was done, from what, and how it was proven."""
-    checkpoint, folder = plan.original.checkpoint, Path(plan.source)
+    original, folder = plan.original, Path(plan.original.name)
     return {
         "surgeon": surgeon.__version__,
         "form": plan.layout.form,
         "reason": plan.layout.reason,
         "program": str(plan.program),
-        "effective_depth": plan.program.effective_depth(plan.original.family.steps_per_layer),
+        "effective_depth": plan.program.effective_depth(original.family.steps_per_layer),
         "sync_points_on_two_ranks": plan.program.sync_points(2),
         "recipe": recipe,
         "source": {
-            "model": folder.resolve().name if folder.is_dir() else str(plan.source),
-            "num_layers": plan.original.config.num_hidden_layers,
-            "weights_hash": checkpoint.weights_hash(),
+            "model": folder.resolve().name if folder.is_dir() else original.name,
+            "num_layers": original.config.num_hidden_layers,
+            "weights_hash": original.checkpoint.weights_hash(),
         },
         "proof": asdict(proof),
         "versions": versions(),

@@ -77,16 +77,18 @@ def lay_out(program: Program, family: Family, config: Any, form: str = "auto") -
     """
     if form not in ("auto", *FORMS):
         raise ValueError(f"unknown form {form!r}; {did_you_mean(form, ('auto', *FORMS))}")
-    refusals: list[str] = []
+    refusals: dict[str, list[str]] = {}  # the forms that cannot hold it, by the reason
     for name in FORMS if form == "auto" else (form,):
         try:
             layout = _LAYOUTS[name](program, family, config)
         except Inexpressible as refusal:
-            refusals.append(f"{name}: {refusal}")
+            refusals.setdefault(str(refusal), []).append(name)
         else:
-            return replace(layout, reason="; ".join([layout.reason, *(f"not {refusal}" for refusal in refusals)]))
-    advice = "" if form == "auto" else "; leave out --form to get the most portable form that is exact"
-    raise ValueError(f"this program has no exact checkpoint: {'; '.join(refusals)}{advice}")
+            return replace(layout, reason="; ".join([layout.reason, *_explained(refusals)]))
+    what = (
+        "any form" if form == "auto" else f"the {form} form; leave out --form for the most portable form that is exact"
+    )
+    raise ValueError(f"this program cannot be written in {what} ({'; '.join(_explained(refusals))})")
 
 
 def per_layer_lists(config: Any, stored: dict[str, Any]) -> dict[str, list[Any]]:
@@ -107,6 +109,10 @@ def per_layer_lists(config: Any, stored: dict[str, Any]) -> dict[str, list[Any]]
     }
 
 
+def _explained(refusals: dict[str, list[str]]) -> list[str]:
+    return [f"not {' or '.join(forms)}, because {reason}" for reason, forms in refusals.items()]
+
+
 def _plain(program: Program, _: Family, config: Any) -> Layout:
     layers = _pair_up(program)
     for layer in layers:
@@ -114,7 +120,7 @@ def _plain(program: Program, _: Family, config: Any) -> Layout:
             wide = " ".join(map(str, layer.sublayers))
             raise Inexpressible(f"{wide} would be a layer of another width than the others")
     _require_uniform(layers, config)
-    return Layout("plain", f"the program is a sequence of {len(layers)} whole layers, so any software loads it", layers)
+    return Layout("plain", f"the program is a sequence of {len(layers)} whole layers, which any software loads", layers)
 
 
 def _fused(program: Program, family: Family, config: Any) -> Layout:
@@ -129,8 +135,8 @@ def _fused(program: Program, family: Family, config: Any) -> Layout:
     _require_divisible(program.sublayers(), family, config)
     wide = sum(not layer.has_stock_width for layer in layers)
     reason = (
-        f"{wide} of {len(layers)} layers hold several layers' sublayers side by side, exactly; transformers loads it "
-        "with the modeling file inside (trust_remote_code=True), and so does vLLM"
+        f"{wide} of {len(layers)} layers hold several layers side by side; transformers and vLLM load it with the "
+        "modeling file inside (trust_remote_code=True)"
     )
     return Layout("fused", reason, layers)
 
@@ -143,7 +149,7 @@ def _program(program: Program, family: Family, config: Any) -> Layout:
     _require_divisible(program.sublayers(), family, config)
     place = {key: index for index, key in enumerate(keys)}
     renumbered = _renumber(program.nodes, lambda s: replace(s, layers=(place[s.layers],)))
-    reason = "transformers loads it with the modeling file inside (trust_remote_code=True), which runs any program"
+    reason = "transformers loads it with the modeling file inside (trust_remote_code=True), which runs the program"
     return Layout("program", reason, layers, Program(renumbered))
 
 
