@@ -1,17 +1,21 @@
-"""Fixtures that every test can use; the functions behind them, with their parameters, are in tests/models.py."""
+"""Fixtures that every test can use; the functions behind them, with their parameters, are in tests/models.py.
+
+Torch and transformers are imported by the fixtures that need them, so that pytest starts at once.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
-from tests import models
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Nothing in the tests may reach for the network; set before transformers is asked for anything by name.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -19,17 +23,22 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 @pytest.fixture(autouse=True)
 def _same_random_numbers() -> None:
-    torch.manual_seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 @pytest.fixture
 def tiny_model() -> Callable[..., Any]:
     """A factory: `tiny_model("llama" | "qwen3" | "opt", num_layers=4, **config_overrides)`."""
+    from tests import models
+
     return models.tiny_model
 
 
 @pytest.fixture(scope="session")
 def _saved_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests import models
+
     return models.save_checkpoint(tmp_path_factory.mktemp("saved") / "tiny-llama")
 
 
@@ -46,21 +55,18 @@ def tiny_checkpoint(_saved_checkpoint: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def tiny_text(tmp_path: Path) -> Path:
     """A text file of about 20 KB, one sentence a line."""
+    from tests import models
+
     path = tmp_path / "text.txt"
     path.write_text("\n".join(islice(models.sample_sentences(), 300)) + "\n")
     return path
 
 
 @pytest.fixture
-def tokens() -> torch.Tensor:
+def tokens() -> Tensor:
     """Token ids of two sequences, (2, 11), for models with the tiny models' vocabulary."""
+    import torch
+
+    from tests import models
+
     return torch.randint(2, models.VOCABULARY, (2, 11), generator=torch.Generator().manual_seed(7))
-
-
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    """Keep torch to two threads, for tests that start ranks of their own."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
