@@ -1,0 +1,87 @@
+"""`surgeon generate`: text from a checkpoint, on one rank or several."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from surgeon.runtime.collectives import Counts
+    from surgeon.runtime.generate import Generation
+    from surgeon.runtime.plan import Plan
+
+
+def generate(
+    model: Annotated[str, typer.Argument(metavar="DIR", help="A checkpoint folder, edited or not, or a hub name.")],
+    prompt: Annotated[str, typer.Option(help="The text to go on from.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="How many tokens to add at most.")] = 64,
+    tp: Annotated[int, typer.Option(min=1, help="How many tensor-parallel ranks to run on.")] = 1,
+    program: Annotated[
+        str | None,
+        typer.Option(help='Run this program instead of the checkpoint\'s own, e.g. "A0 F0 [A1 A2] [F1 F2]".'),
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="cpu, cuda (one GPU per rank), or auto: cuda where there are enough.")
+    ] = "auto",
+    collectives: Annotated[
+        str,
+        typer.Option(help="shm (shared memory, CPU ranks of one machine), gloo, nccl, or auto: the fastest that fits."),
+    ] = "auto",
+) -> None:
+    """Continue a text greedily on one or more ranks; the text goes to stdout, figures to stderr.
+
+    The ranks are started here, on this machine. Every rank loads its own slices of the weights only. The tokens are
+    the same for any number of ranks.
+    """
+    from surgeon.runtime.generate import generate as generate_tokens
+    from surgeon.runtime.generate import load
+    from surgeon.runtime.launch import Ranks, choose_collectives, choose_device
+    from surgeon.runtime.prepare import make_plan
+    from surgeon.runtime.text import Continuation, open_tokenizer
+
+    chosen = choose_device(device, tp)
+    way = choose_collectives(collectives, chosen)
+    tokenizer = open_tokenizer(model)
+    tokens = tokenizer(prompt).input_ids
+    if not tokens:
+        raise ValueError("the prompt is empty: it has no tokens; give --prompt at least one character")
+    plan = make_plan(model, tp, len(tokens) + max_new_tokens, program, chosen)
+    text = Continuation(tokenizer, tokens)
+    with Ranks(tp, chosen, way) as ranks:
+        ranks.call(load, plan)
+        result = generate_tokens(
+            ranks, plan, [tokens], max_new_tokens, notify=lambda newest: _write(text.add(newest[0]))
+        )
+    _write(text.rest() + "\n")
+    print(describe(result, plan, f"{chosen}, {way}"), file=sys.stderr)
+
+
+def _write(piece: str) -> None:
+    sys.stdout.write(piece)
+    sys.stdout.flush()
+
+
+def describe(result: Generation, plan: Plan, place: str) -> str:
+    """The figures of a generation, a few lines of text."""
+    first = result.figures[0]
+    layers, vocabulary = result.layers_per_pass(), result.vocabulary_per_pass()
+    expected = result.program.sync_points(result.ranks)
+    agrees = "as the program has" if layers.all_reduces == expected else f"but the program has {expected}!"
+    depth = result.program.effective_depth(plan.family.steps_per_layer)
+    rate = f"{result.decode_rate:.1f} tokens/s" if result.decode_rate else "nothing after the first token"
+    lines = [
+        f"ranks    {result.ranks} ({place}, {str(plan.dtype).removeprefix('torch.')})",
+        f"program  effective depth {depth:g} of {plan.layers} layers",
+        f"prefill  {first.prompt_tokens} tokens at {result.prefill_rate:.1f} tokens/s",
+        f"decode   {first.new_tokens} tokens at {rate}",
+        f"sync     {_calls(layers)} per token, {agrees}; {layers.bytes} bytes per token and rank",
+        f"vocab    {_calls(vocabulary)} per token; {vocabulary.bytes} bytes per token and rank",
+    ]
+    return "\n".join(lines)
+
+
+def _calls(counts: Counts) -> str:
+    gathers = f" and {counts.all_gathers} all-gathers" if counts.all_gathers else ""
+    return f"{counts.all_reduces} all-reduces{gathers}"

@@ -1,0 +1,1 @@
+"""Running programs on several ranks: placement, sharding, collectives, the engine, and the processes."""

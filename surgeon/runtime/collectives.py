@@ -1,0 +1,148 @@
+"""Collectives: a small interface that counts calls and bytes, and what implements it.
+
+A rank talks to the others through one `Collectives` per group of ranks. Reductions are asynchronous: `all_reduce`
+starts one and returns a function that waits for it, so that several can be in flight.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from surgeon.runtime.placement import Group
+
+# Longer than any prefill; a rank that dies is noticed by the process that started it long before.
+TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass
+class Counts:
+    """Collectives that one rank has started, and the bytes of their operands on this rank."""
+
+    all_reduces: int = 0
+    all_gathers: int = 0
+    bytes: int = 0
+
+    def __sub__(self, other: Counts) -> Counts:
+        return Counts(
+            self.all_reduces - other.all_reduces, self.all_gathers - other.all_gathers, self.bytes - other.bytes
+        )
+
+    def __floordiv__(self, passes: int) -> Counts:
+        return Counts(self.all_reduces // passes, self.all_gathers // passes, self.bytes // passes)
+
+    def copy(self) -> Counts:
+        """The counts as they are now."""
+        return Counts(self.all_reduces, self.all_gathers, self.bytes)
+
+
+class Collectives(ABC):
+    """One rank's connection to the ranks of a group.
+
+    Attributes:
+        rank: this rank.
+        group: the ranks of the group, this one among them.
+    """
+
+    def __init__(self, rank: int, group: Group) -> None:
+        self.rank = rank
+        self.group = group
+        self._subgroups: dict[Group, Collectives] = {}
+
+    def all_reduce(self, tensor: Tensor, counts: Counts) -> Callable[[], Tensor]:
+        """Start summing a tensor over the group; waiting on the result gives the sum.
+
+        Every rank of the group calls this with the same shape and dtype, in the same order. The tensor belongs to the
+        collective from then on.
+
+        Args:
+            counts: where to count the call, if anything is sent.
+        """
+        if len(self.group) == 1:
+            return lambda: tensor
+        counts.all_reduces += 1
+        counts.bytes += tensor.nbytes
+        return self._all_reduce(tensor)
+
+    def all_gather(self, tensor: Tensor, counts: Counts) -> Tensor:
+        """The group's tensors, all of one shape, joined along a new first dimension in the order of the ranks."""
+        if len(self.group) == 1:
+            return tensor[None]
+        counts.all_gathers += 1
+        counts.bytes += tensor.nbytes
+        return self._all_gather(tensor)
+
+    def subgroup(self, group: Group) -> Collectives:
+        """The connection to some ranks of this group only.
+
+        Every rank of this group asks for the same subgroups in the same order, those it is not in among them.
+        """
+        if group not in self._subgroups:
+            self._subgroups[group] = self._connect(group)
+        return self._subgroups[group]
+
+    @abstractmethod
+    def _connect(self, group: Group) -> Collectives: ...
+
+    @abstractmethod
+    def _all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]: ...
+
+    @abstractmethod
+    def _all_gather(self, tensor: Tensor) -> Tensor: ...
+
+
+class Alone(Collectives):
+    """A group of one rank: nothing is sent and nothing is counted."""
+
+    def __init__(self) -> None:
+        super().__init__(0, (0,))
+
+    def _connect(self, group: Group) -> Collectives:
+        raise AssertionError(f"one rank has no subgroup {group}")
+
+    def _all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
+        return lambda: tensor
+
+    def _all_gather(self, tensor: Tensor) -> Tensor:
+        return tensor[None]
+
+
+class TorchCollectives(Collectives):
+    """Collectives of `torch.distributed`: gloo, or NCCL on GPUs."""
+
+    def __init__(self, rank: int, group: Group, process_group: Any = None) -> None:
+        super().__init__(rank, group)
+        self.process_group = process_group  # None is all ranks
+
+    @classmethod
+    def connect(cls, backend: str, rank: int, ranks: int, rendezvous: Path) -> TorchCollectives:
+        """Meet the other ranks at a file that does not exist yet (a path is never taken, unlike a port)."""
+        dist.init_process_group(
+            backend, init_method=f"file://{rendezvous}", rank=rank, world_size=ranks, timeout=TIMEOUT
+        )
+        return cls(rank, tuple(range(ranks)))
+
+    def _connect(self, group: Group) -> Collectives:
+        return TorchCollectives(self.rank, group, dist.new_group(list(group)))
+
+    def _all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
+        work: Any = dist.all_reduce(tensor, group=self.process_group, async_op=True)
+
+        def wait() -> Tensor:
+            work.wait()
+            return tensor
+
+        return wait
+
+    def _all_gather(self, tensor: Tensor) -> Tensor:
+        gathered = [torch.empty_like(tensor) for _ in self.group]
+        dist.all_gather(gathered, tensor.contiguous(), group=self.process_group)
+        return torch.stack(gathered)

@@ -1,0 +1,259 @@
+"""Starting ranks as processes, sending them functions to run, and ending all of them when one fails."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from surgeon.errors import did_you_mean
+from surgeon.runtime.rank import RankError, Settings
+from surgeon.runtime.shared_memory import create_memory
+
+GRACE_SECONDS = 0.5  # how long to look for the rank that failed first, when another reports that it lost it
+
+
+class RankFailed(ChildProcessError):
+    """A rank could not go on; the message names it, and a note has the rank's own traceback or log."""
+
+
+class Ranks:
+    """A number of rank processes; a context manager that leaves none behind.
+
+    They need nothing but each other: no port, no environment, no file that outlives them.
+    """
+
+    def __init__(self, ranks: int, device: str = "cpu", collectives: str = "auto") -> None:
+        """Start them.
+
+        Args:
+            ranks: how many.
+            device: "cpu", or "cuda" for one GPU per rank.
+            collectives: as `choose_collectives` takes it.
+
+        Raises:
+            ValueError: if the collectives do not fit the device.
+            RankFailed: if a rank cannot start.
+        """
+        self.collectives = choose_collectives(collectives, device)
+        memory = create_memory(ranks) if self.collectives == "shm" and ranks > 1 else None
+        self._folder = tempfile.TemporaryDirectory(prefix="surgeon-ranks-")
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._connections: list[Connection] = []
+        self._lifelines: list[Connection] = []
+        try:
+            for rank in range(ranks):
+                self._start(rank, ranks, memory)
+            for rank, connection in enumerate(self._connections):
+                settings = Settings(
+                    rank=rank,
+                    ranks=ranks,
+                    device=device if device == "cpu" else f"{device}:{rank}",
+                    collectives=self.collectives,
+                    memory=memory,
+                    rendezvous=Path(self._folder.name) / "rendezvous",
+                    threads=threads_per_rank(ranks),
+                )
+                self._send(rank, connection, settings)
+            self._results(None)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            if memory is not None:
+                os.close(memory)
+
+    def _start(self, rank: int, ranks: int, memory: int | None) -> None:
+        ours, theirs = Pipe()
+        # Nothing is sent through this one: that it closes tells a rank that this process has gone.
+        lifeline, far_end = Pipe()
+        threads = str(threads_per_rank(ranks))
+        descriptors = [theirs.fileno(), far_end.fileno()] + ([] if memory is None else [memory])
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": threads}
+        command = [
+            sys.executable,
+            "-m",
+            "surgeon.runtime.rank",
+            str(theirs.fileno()),
+            str(far_end.fileno()),
+            self._folder.name,
+        ]
+        with (Path(self._folder.name) / f"rank{rank}").open("wb") as log, theirs, far_end:
+            process = subprocess.Popen(
+                command,
+                env=environment,
+                pass_fds=descriptors,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C at a terminal reaches this process only, which then ends the ranks
+            )
+        self._processes.append(process)
+        self._connections.append(ours)
+        self._lifelines.append(lifeline)
+
+    @property
+    def pids(self) -> list[int]:
+        """The process ids, by rank."""
+        return [process.pid for process in self._processes]
+
+    def call(
+        self, function: Callable[..., Any], *arguments: Any, notify: Callable[[Any], None] | None = None
+    ) -> list[Any]:
+        """Run `function(rank, *arguments)` on every rank at the same time.
+
+        Args:
+            function: one that can be imported by name; it is given the rank's `Rank` first.
+            notify: called with every value that a rank's function sends by `Rank.notify`.
+
+        Returns:
+            What it returned, by rank.
+
+        Raises:
+            ValueError: if it raised that on a rank.
+            RankFailed: if it raised anything else, or a rank's process ended. No rank is left running then.
+        """
+        message = function, arguments
+        try:
+            for rank, connection in enumerate(self._connections):
+                self._send(rank, connection, message)
+            return self._results(notify)
+        except BaseException:
+            self.close()
+            raise
+
+    def _send(self, rank: int, connection: Connection, message: Any) -> None:
+        try:
+            connection.send_bytes(pickle.dumps(message))
+        except BrokenPipeError:
+            raise self._failure(rank, None) from None
+
+    def _results(self, notify: Callable[[Any], None] | None) -> list[Any]:
+        results: dict[int, Any] = {}
+        while len(results) < len(self._connections):
+            waiting = [connection for rank, connection in enumerate(self._connections) if rank not in results]
+            for connection in wait(waiting):
+                assert isinstance(connection, Connection)
+                rank = self._connections.index(connection)
+                kind, value = self._receive(connection)
+                if kind == "note" and notify is not None:
+                    notify(value)
+                elif kind == "result":
+                    results[rank] = value
+                elif kind == "error":
+                    raise self._failure(rank, value)
+        return [results[rank] for rank in range(len(self._connections))]
+
+    def _receive(self, connection: Connection) -> tuple[str, Any]:
+        try:
+            kind, value = pickle.loads(connection.recv_bytes())
+            return kind, value
+        except (EOFError, ConnectionError):
+            return "error", None
+
+    def _failure(self, rank: int, error: RankError | None) -> Exception:
+        """The error to raise, given the first one noticed: another rank may have failed before and caused it.
+
+        Args:
+            error: what the rank reported; None if its connection closed.
+        """
+        errors = {rank: error} if error else {}
+        deadline = time.monotonic() + GRACE_SECONDS
+        while time.monotonic() < deadline:
+            for number, process in enumerate(self._processes):
+                if (code := process.poll()) is not None and code < 0:
+                    name = signal.Signals(-code).name
+                    return _noted(
+                        RankFailed(f"rank {number} (process {process.pid}) was ended by {name}"), self._log(number)
+                    )
+            others = [connection for number, connection in enumerate(self._connections) if number not in errors]
+            for connection in wait(others, timeout=0.05):
+                assert isinstance(connection, Connection)
+                kind, value = self._receive(connection)
+                if kind == "error" and value is not None:
+                    errors[self._connections.index(connection)] = value
+        if not errors:
+            log, code = self._log(rank), self._processes[rank].poll()
+            last_line = log.strip().split("\n")[-1] or "it wrote nothing"
+            return _noted(RankFailed(f"rank {rank} ended with exit code {code}: {last_line}"), log)
+        rank, first = min(errors.items(), key=lambda item: item[1].time)
+        return _noted(
+            ValueError(first.line) if first.mendable else RankFailed(f"rank {rank} failed: {first.line}"), first.trace
+        )
+
+    def _log(self, rank: int) -> str:
+        return (Path(self._folder.name) / f"rank{rank}").read_text(errors="replace")
+
+    def close(self) -> None:
+        """End every rank and wait until it has gone."""
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()  # they hold nothing that would be lost
+        for process in self._processes:
+            process.wait()
+        for connection in (*self._connections, *self._lifelines):
+            connection.close()
+        self._folder.cleanup()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def choose_device(wanted: str, ranks: int) -> str:
+    """Say "cpu" or "cuda" for "cpu", "cuda" or "auto" (cuda if there is a GPU for every rank).
+
+    Raises:
+        ValueError: if it is none of these, or there are too few GPUs for "cuda".
+    """
+    if wanted not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"there is no device {wanted!r}; {did_you_mean(wanted, ('auto', 'cpu', 'cuda'))}")
+    gpus = torch.cuda.device_count()
+    if wanted == "cuda" and gpus < ranks:
+        raise ValueError(f"{ranks} ranks need a GPU each, and there are {gpus}; use --device cpu or fewer ranks")
+    return "cuda" if wanted == "cuda" or (wanted == "auto" and gpus >= ranks) else "cpu"
+
+
+def choose_collectives(wanted: str, device: str) -> str:
+    """How ranks talk: "shm" (CPU ranks of one machine), "gloo", "nccl" (GPUs); for "auto" the fastest that fits.
+
+    Raises:
+        ValueError: if there is no such way, or it does not fit the device.
+    """
+    fitting = {"cpu": ("shm", "gloo"), "cuda": ("nccl", "gloo")}[device]
+    if wanted == "auto":
+        return fitting[0]
+    if wanted in fitting:
+        return wanted
+    known = ("auto", "shm", "gloo", "nccl")
+    if wanted in known:
+        raise ValueError(f"{wanted} does not connect ranks on a {device} device; use {' or '.join(fitting)}")
+    raise ValueError(f"there are no collectives {wanted!r}; {did_you_mean(wanted, known)}")
+
+
+def threads_per_rank(ranks: int) -> int:
+    """The cores this process may use, divided among the ranks."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // ranks)
+
+
+def _noted(error: Exception, note: str) -> Exception:
+    if note.strip():
+        error.add_note(note)
+    return error

@@ -1,0 +1,161 @@
+"""The arithmetic of one slice of a sublayer, of the embedding and of the head, in plain PyTorch.
+
+Shapes: B batch, T new tokens, D head_dim, H heads and K KV heads of the slice, h the stream's width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from surgeon.families import SublayerSpec
+from surgeon.runtime.kv_cache import KVCache
+from surgeon.runtime.plan import Plan, Rotary
+from surgeon.weights import Tensors
+
+Activation = Callable[[Tensor], Tensor]
+
+# What transformers calls them; ranks import transformers, which takes seconds, only for others.
+ACTIVATIONS: dict[str, Activation] = {"silu": F.silu, "swish": F.silu, "relu": F.relu, "gelu": F.gelu}
+
+
+def activation(name: str) -> Activation:
+    """The activation that `transformers` knows by this name."""
+    if name in ACTIVATIONS:
+        return ACTIVATIONS[name]
+    from transformers.activations import ACT2FN
+
+    function: Activation = ACT2FN[name]
+    return function
+
+
+@dataclass
+class Pass:
+    """What all attentions share in one forward pass.
+
+    Attributes:
+        cache: keys and values so far; extended by each attention.
+        rotation: cosine and signed sine, (T, 1, D) each, or None without rotary positions.
+        mask: as `causal_mask` makes it.
+    """
+
+    cache: KVCache
+    rotation: tuple[Tensor, Tensor] | None
+    mask: Tensor | None
+
+
+class Norm:
+    """An RMS norm, or a layer norm where there is a shift or the family says so."""
+
+    def __init__(self, tensors: Tensors, path: str, plan: Plan) -> None:
+        self.gain, self.shift = tensors[f"{path}.weight"], tensors.get(f"{path}.bias")
+        self.epsilon = plan.epsilon
+        self.rms = plan.family.norm_kind == "rms"
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The normed stream."""
+        if self.rms:
+            return F.rms_norm(x, self.gain.shape, self.gain, self.epsilon)
+        return F.layer_norm(x, self.gain.shape, self.gain, self.shift, self.epsilon)
+
+
+class Linear:
+    """One or more projections of the same input, as one matrix product."""
+
+    def __init__(self, tensors: Tensors, paths: list[str]) -> None:
+        weights = [tensors[f"{path}.weight"] for path in paths]
+        biases = [tensors.get(f"{path}.bias") for path in paths]
+        self.weight = torch.cat(weights).contiguous()
+        self.bias: Tensor | None = None
+        if any(bias is not None for bias in biases):
+            filled = [w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, biases, strict=True)]
+            self.bias = torch.cat(filled)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(..., in_features) to (..., all out_features)."""
+        return F.linear(x, self.weight, self.bias)
+
+
+class Attention:
+    """A slice of an attention sublayer, its norm inside; the output is the slice's part of the sum."""
+
+    def __init__(self, tensors: Tensors, spec: SublayerSpec, plan: Plan) -> None:
+        path = {projection.role: projection.path for projection in spec.projections}
+        self.norm = Norm(tensors, spec.norm, plan)
+        self.qkv = Linear(tensors, [path["q"], path["k"], path["v"]])
+        self.o = Linear(tensors, [path["o"]])
+        self.head_dim = plan.head_dim
+        self.heads = tensors[f"{path['q']}.weight"].shape[0] // plan.head_dim
+        self.kv_heads = tensors[f"{path['k']}.weight"].shape[0] // plan.head_dim
+        self.epsilon = plan.epsilon
+        self.head_gain: Tensor | None = None
+        if spec.head_norms:
+            q_gain, k_gain = (tensors[f"{norm}.weight"] for norm in spec.head_norms)
+            self.head_gain = torch.cat([q_gain.expand(self.heads, -1), k_gain.expand(self.kv_heads, -1)])
+
+    def __call__(self, stream: Tensor, slot: int, forward: Pass) -> Tensor:
+        """(B, T, h) to (B, T, h)."""
+        batch, tokens, _ = stream.shape
+        turned = self.heads + self.kv_heads
+        qkv = self.qkv(self.norm(stream)).view(batch, tokens, turned + self.kv_heads, self.head_dim)
+        queries_keys, values = qkv[:, :, :turned], qkv[:, :, turned:]
+        if self.head_gain is not None:
+            queries_keys = F.rms_norm(queries_keys, (self.head_dim,), None, self.epsilon) * self.head_gain
+        if forward.rotation is not None:
+            queries_keys = rotate(queries_keys, *forward.rotation)
+        queries, keys = queries_keys[:, :, : self.heads], queries_keys[:, :, self.heads :]
+        all_keys, all_values = forward.cache.extend(slot, keys.transpose(1, 2), values.transpose(1, 2))
+        return self.o(self._attend(queries, all_keys, all_values, forward.mask))
+
+    def _attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """Queries (B, T, H, D), keys and values (B, K, length, D) to (B, T, H * D)."""
+        batch, tokens = queries.shape[:2]
+        grouped = self.heads // self.kv_heads
+        if tokens == 1:
+            # The heads of one KV group are like several tokens that may look at everything: no copies of keys.
+            attended = F.scaled_dot_product_attention(
+                queries.view(batch, self.kv_heads, grouped, self.head_dim), keys, values
+            )
+        else:
+            attended = F.scaled_dot_product_attention(
+                queries.transpose(1, 2), keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped > 1
+            ).transpose(1, 2)
+        return attended.reshape(batch, tokens, self.heads * self.head_dim)
+
+
+class FeedForward:
+    """A slice of a feed-forward sublayer, its norm inside; the output is the slice's part of the sum."""
+
+    def __init__(self, tensors: Tensors, spec: SublayerSpec, plan: Plan) -> None:
+        path = {projection.role: projection.path for projection in spec.projections}
+        self.norm = Norm(tensors, spec.norm, plan)
+        self.gated = plan.family.gated
+        self.up = Linear(tensors, [path["gate"], path["up"]] if self.gated else [path["up"]])
+        self.down = Linear(tensors, [path["down"]])
+        self.activation = activation(plan.activation)
+
+    def __call__(self, stream: Tensor) -> Tensor:
+        """(B, T, h) to (B, T, h)."""
+        wide = self.up(self.norm(stream))
+        if self.gated:
+            gate, up = wide.chunk(2, dim=-1)
+            return self.down(self.activation(gate) * up)
+        return self.down(self.activation(wide))
+
+
+def rotate(x: Tensor, cosine: Tensor, signed_sine: Tensor) -> Tensor:
+    """Turn pairs of features (i, i + D/2) of (B, T, heads, D); the sine's first half is negated beforehand."""
+    return torch.addcmul(x * cosine, x.roll(x.shape[-1] // 2, -1), signed_sine)
+
+
+def rotation(rotary: Rotary, first: int, tokens: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and signed sine, (tokens, 1, D) each, for positions from `first` on."""
+    frequencies = torch.tensor(rotary.inverse_frequencies, dtype=torch.float32, device=like.device)
+    positions = torch.arange(first, first + tokens, dtype=torch.float32, device=like.device)
+    angles = positions[:, None, None] * frequencies
+    cosine, sine = angles.cos() * rotary.scale, angles.sin() * rotary.scale
+    return torch.cat([cosine, cosine], -1).to(like.dtype), torch.cat([-sine, sine], -1).to(like.dtype)

@@ -1,0 +1,112 @@
+"""The compiler from a program and a number of ranks to what each rank computes.
+
+Every system, whatever its name, is placed by the two rules below. What a rank computes of a step is again a tuple of
+sublayers, only thinner ones (rank 0 of 2 computes `A4/2:0` of `A4`), so that reading weights, caches and arithmetic
+know slices of sublayers and nothing else. This module knows neither tensors nor processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from surgeon.program import ATTENTION, Fork, Node, Program, Step, Sublayer, ranks_per_branch
+
+Group = tuple[int, ...]  # ranks that share a piece of work, in ascending order
+
+
+@dataclass(frozen=True)
+class Part:
+    """A rank's share of one sublayer.
+
+    Attributes:
+        sublayer: the slice of it that this rank computes.
+        slot: for attentions, which cache slot of the rank it uses (an attention that occurs twice has two).
+    """
+
+    sublayer: Sublayer
+    slot: int | None = None
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one rank computes of one step of the program."""
+
+    step: Step
+    parts: tuple[Part, ...]
+
+
+def rank_work(program: Program, rank: int, ranks: int) -> tuple[Work, ...]:
+    """What this rank computes, in the order in which the executor comes to it.
+
+    Raises:
+        ValueError: if a fork has fewer branches than ranks and they do not divide the ranks evenly.
+    """
+    work: list[Work] = []
+    slots = 0
+    for step, group in _visits(program.nodes, rank, tuple(range(ranks))):
+        parts = []
+        for sublayer in step_share(step, group.index(rank), len(group)):
+            attends = sublayer.kind == ATTENTION
+            parts.append(Part(sublayer, slots if attends else None))
+            slots += attends
+        work.append(Work(step, tuple(parts)))
+    return tuple(work)
+
+
+def step_share(step: Step, member: int, members: int) -> tuple[Sublayer, ...]:
+    """The share of one member of a group of ranks in a step that the group computes together.
+
+    Sublayers of one kind are placed whole: on groups of members, one sublayer each, where there are fewer of them
+    (an LP pair on two ranks: one layer per rank; on four: two ranks per layer), or several per member. Where neither
+    divides, and where the kinds differ (attention || MLP, whose costs differ), every member takes a slice of each.
+    """
+    sublayers = step.sublayers
+    count = len(sublayers)
+    if len({sublayer.kind for sublayer in sublayers}) == 1:
+        if members % count == 0:
+            each = members // count
+            return (_slice(sublayers[member // each], member % each, each),)
+        if count % members == 0:
+            each = count // members
+            return sublayers[member * each : (member + 1) * each]
+    return tuple(_slice(sublayer, member, members) for sublayer in sublayers)
+
+
+def fork_share(fork: Fork, rank: int, group: Group) -> tuple[tuple[tuple[Node, ...], ...], Group]:
+    """The branches of a fork that this rank has a share in, and the group of ranks that computes each of them.
+
+    Raises:
+        ValueError: if a fork has fewer branches than ranks and they do not divide the ranks evenly.
+    """
+    each, member = ranks_per_branch(fork, len(group)), group.index(rank)
+    if each == 1:
+        return fork.branches[member :: len(group)], (rank,)
+    first = member // each * each
+    return (fork.branches[member // each],), group[first : first + each]
+
+
+def groups_within(program: Program, ranks: int) -> list[Group]:
+    """Every group of two ranks or more, but not all of them, that reduces among itself; the same list on every rank."""
+    found: set[Group] = set()
+    for rank in range(ranks):
+        found |= {group for _, group in _visits(program.nodes, rank, tuple(range(ranks)))}
+    return sorted(group for group in found if 1 < len(group) < ranks)
+
+
+def _slice(sublayer: Sublayer, index: int, count: int) -> Sublayer:
+    """Slice `index` of `count` of a sublayer that may be a slice itself."""
+    outer_index, outer_count = sublayer.piece or (0, 1)
+    if count == 1:
+        return sublayer
+    return Sublayer(sublayer.kind, sublayer.layers, (outer_index * count + index, outer_count * count))
+
+
+def _visits(nodes: tuple[Node, ...], rank: int, group: Group) -> Iterator[tuple[Step, Group]]:
+    for node in nodes:
+        if isinstance(node, Step):
+            yield node, group
+        else:
+            branches, subgroup = fork_share(node, rank, group)
+            for branch in branches:
+                yield from _visits(branch, rank, subgroup)

@@ -1,0 +1,62 @@
+"""What the ranks have to know of a model and the program it is to run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from surgeon.families import FAMILIES, Family
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary positions: an angle per position and pair of features, and a factor on both cosine and sine."""
+
+    inverse_frequencies: tuple[float, ...]
+    scale: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A model and a program, ready to be run by a number of ranks; small, so that it can be sent to them.
+
+    Attributes:
+        folder: the checkpoint.
+        model_type: names the family.
+        program: as text.
+        ranks: how many ranks run it.
+        head_dim: the width of one head.
+        epsilon: of all norms.
+        activation: as `transformers` names it.
+        rotary: None for families with learned positions.
+        hidden: the width of the stream.
+        vocabulary: rows of the embedding.
+        layers: how many layers the checkpoint holds.
+        max_tokens: prompt and output together; caches are allocated for them.
+        tied: whether the head's weight is the embedding.
+        ends: token ids that end a text.
+        dtype: to compute in.
+    """
+
+    folder: Path
+    model_type: str
+    program: str
+    ranks: int
+    head_dim: int
+    epsilon: float
+    activation: str
+    rotary: Rotary | None
+    hidden: int
+    vocabulary: int
+    layers: int
+    max_tokens: int
+    tied: bool
+    ends: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def family(self) -> Family:
+        """The architecture."""
+        return FAMILIES[self.model_type]

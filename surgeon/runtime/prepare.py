@@ -1,0 +1,166 @@
+"""Checking that a model can run on so many ranks, and planning it, before any rank starts.
+
+Only this module of the runtime needs `transformers`; ranks start faster without it.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from surgeon.checkpoint.load import PROGRAM_KEY, compute_dtype
+from surgeon.checkpoint.read import Checkpoint, locate, read_json
+from surgeon.families import Family, family_of
+from surgeon.model import check_layers
+from surgeon.program import ATTENTION, Program
+from surgeon.runtime.placement import rank_work
+from surgeon.runtime.plan import Plan, Rotary
+from surgeon.runtime.sharding import Source, indivisible
+
+
+def make_plan(
+    path_or_name: str | Path, ranks: int, max_tokens: int, program: str | None = None, device: str = "cpu"
+) -> Plan:
+    """Check that a checkpoint's program can run on this many ranks with texts this long, and gather what they need.
+
+    Args:
+        path_or_name: a checkpoint folder (edited by surgeon or not) or a hub name.
+        max_tokens: tokens of prompt and output together.
+        program: run this one instead of the checkpoint's own.
+        device: "cpu" or "cuda"; 16-bit weights are computed in float32 on a CPU.
+
+    Raises:
+        FileNotFoundError: if there is no such model or a file of it is missing.
+        ValueError: if the architecture or something in its configuration is not supported, the program names what the
+            model does not have, heads or neurons do not divide among the ranks (with the numbers of ranks that would
+            do), or the text is longer than the model's positions or attention window.
+    """
+    if ranks < 1:
+        raise ValueError(f"the number of ranks must be at least 1, not {ranks}")
+    folder = locate(path_or_name)
+    checkpoint = Checkpoint(folder)
+    config = AutoConfig.from_pretrained(folder)
+    family = family_of(config)
+    source = Source(checkpoint, family, family.head_dim(config))
+    layers = _count_layers(checkpoint, family)
+    text = program or checkpoint.config.get(PROGRAM_KEY)
+    parsed = Program.parse(text) if text else Program.dense(int(config.num_hidden_layers), family.steps_per_layer)
+    check_layers(parsed, layers)
+    _check_division(parsed, source, ranks)
+    _check_length(config, family, source, parsed, max_tokens)
+    embedding = source.shape(f"{family.embedding}.weight")
+    if embedding[1] != config.hidden_size:
+        raise ValueError(
+            f"the embedding is {embedding[1]} wide and the stream {config.hidden_size}; "
+            "a model that projects between the two cannot be run on ranks"
+        )
+    return Plan(
+        folder=folder,
+        model_type=family.model_type,
+        program=str(parsed),
+        ranks=ranks,
+        head_dim=source.head_dim,
+        epsilon=family.epsilon(config),
+        activation=str(getattr(config, family.activation)),
+        rotary=_rotary(config, max_tokens) if family.rotary else None,
+        hidden=embedding[1],
+        vocabulary=embedding[0],
+        layers=layers,
+        max_tokens=max_tokens,
+        tied=bool(config.tie_word_embeddings),
+        ends=_end_tokens(folder, config),
+        dtype=compute_dtype(source.dtype(f"{family.embedding}.weight"), torch.device(device)),
+    )
+
+
+def _count_layers(checkpoint: Checkpoint, family: Family) -> int:
+    """From the weights: the configuration of an edited checkpoint may count attentions of its program instead."""
+    pattern = re.compile(rf"(?:^|\.){re.escape(family.layers.rpartition('.')[2])}\.(\d+)\.")
+    found = [int(match[1]) for name in checkpoint.names() if (match := pattern.search(name))]
+    if not found:
+        raise ValueError(f"{checkpoint.folder} holds no tensors of {family.name} layers ({family.layers}.0...)")
+    return max(found) + 1
+
+
+def _check_division(program: Program, source: Source, ranks: int) -> None:
+    for sublayer in set(program.sublayers()):
+        if sublayer.piece is not None:
+            _refuse(indivisible(sublayer, source.units(sublayer), replicate=False))
+    reason = _why_not(program, source, ranks)
+    if reason is None:
+        return
+    most = max(max(source.units(sublayer).values()) for sublayer in program.sublayers())
+    fits = [str(n) for n in range(1, min(most, 64) + 1) if _why_not(program, source, n) is None]
+    raise ValueError(f"{ranks} ranks cannot share this model: {reason}; {_either(fits)} can")
+
+
+def _why_not(program: Program, source: Source, ranks: int) -> str | None:
+    try:
+        parts = {
+            part.sublayer for rank in range(ranks) for work in rank_work(program, rank, ranks) for part in work.parts
+        }
+    except ValueError as error:  # a fork that does not spread over the ranks
+        return str(error)
+    reasons = {part: indivisible(part, source.units(part), replicate=True) for part in sorted(parts)}
+    first_of_kind = {part.kind: reason for part, reason in reversed(reasons.items()) if reason}
+    return " and ".join(first_of_kind[kind] for kind in sorted(first_of_kind)) or None
+
+
+def _refuse(reason: str | None) -> None:
+    if reason:
+        raise ValueError(reason)
+
+
+def _either(numbers: list[str]) -> str:
+    return " or ".join([", ".join(numbers[:-1]), numbers[-1]] if len(numbers) > 1 else numbers) or "no number of ranks"
+
+
+def _check_length(config: Any, family: Family, source: Source, program: Program, max_tokens: int) -> None:
+    if family.position_embedding is not None:
+        positions = source.shape(f"{family.position_embedding}.weight")[0] - family.position_offset
+        if max_tokens > positions:
+            raise ValueError(
+                f"prompt and output together are {max_tokens} tokens, and the model has {positions} positions; "
+                "shorten the prompt or ask for fewer tokens"
+            )
+    window = _window(config, program)
+    if window is not None and max_tokens > window:
+        raise ValueError(
+            f"attention looks back {window} tokens in this model, and sliding windows are not supported; "
+            f"keep prompt and output together within {window} tokens (now {max_tokens})"
+        )
+
+
+def _window(config: Any, program: Program) -> int | None:
+    """The shortest sliding window that an attention of the program has, if any."""
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None)
+    if window is None or types is None:
+        return window
+    layers = {layer for sublayer in program.sublayers() if sublayer.kind == ATTENTION for layer in sublayer.layers}
+    return window if any(types[layer] == "sliding_attention" for layer in layers if layer < len(types)) else None
+
+
+def _rotary(config: Any, max_tokens: int) -> Rotary:
+    kind = config.rope_parameters["rope_type"]
+    first = config.rope_parameters.get("original_max_position_embeddings") or config.max_position_embeddings
+    if kind in ("dynamic", "longrope") and max_tokens > first:
+        raise ValueError(
+            f"{kind} rotary positions change beyond {first} tokens, which is not supported; "
+            f"keep prompt and output together within {first} tokens (now {max_tokens})"
+        )
+    module: Any = LlamaRotaryEmbedding(config)  # the class is the same in all rotary families
+    return Rotary(tuple(module.inv_freq.tolist()), float(module.attention_scaling))
+
+
+def _end_tokens(folder: Path, config: Any) -> tuple[int, ...]:
+    generation = folder / "generation_config.json"
+    ends = read_json(generation).get("eos_token_id") if generation.is_file() else None
+    if ends is None:
+        ends = getattr(config, "eos_token_id", None)
+    return tuple(ends) if isinstance(ends, list) else () if ends is None else (int(ends),)

@@ -1,0 +1,141 @@
+"""The process of one rank: `python -m surgeon.runtime.rank ...` (started by `launch.Ranks`, not by hand).
+
+It connects to the other ranks, then runs the functions it is sent, one after the other, until its connection closes.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from surgeon.runtime.collectives import Alone, Collectives, TorchCollectives
+from surgeon.runtime.shared_memory import SharedMemoryCollectives
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a rank is told at its start.
+
+    Attributes:
+        collectives: "shm", or "gloo" or "nccl" of torch.distributed.
+        memory: for "shm", the file descriptor of the memory they share.
+        rendezvous: a file that does not exist yet, where ranks meet.
+        threads: how many threads a rank computes with.
+    """
+
+    rank: int
+    ranks: int
+    device: str
+    collectives: str
+    memory: int | None
+    rendezvous: Path
+    threads: int
+
+
+@dataclass(frozen=True)
+class RankError:
+    """What a rank reports when it cannot go on.
+
+    Attributes:
+        time: of the machine's monotonic clock, which tells a cause from its consequences on other ranks.
+        mendable: whether it was a ValueError, whose message is for users.
+        line: the message.
+        trace: the traceback.
+    """
+
+    time: float
+    mendable: bool
+    line: str
+    trace: str
+
+
+class Rank:
+    """What functions that run on a rank are given.
+
+    Attributes:
+        collectives: the connection to all ranks.
+        kept: a place for what later functions need again, such as engines.
+    """
+
+    def __init__(self, settings: Settings, connection: Connection) -> None:
+        self.settings = settings
+        self.rank = settings.rank
+        self.device = torch.device(settings.device)
+        self.kept: dict[str, Any] = {}
+        self._connection = connection
+        torch.set_num_threads(settings.threads)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self.collectives = self._connect()
+
+    def _connect(self) -> Collectives:
+        settings = self.settings
+        rank, ranks = settings.rank, settings.ranks
+        if ranks == 1:
+            return Alone()
+        if settings.collectives == "shm":
+            assert settings.memory is not None
+            return SharedMemoryCollectives(rank, tuple(range(ranks)), settings.memory, ranks)
+        return TorchCollectives.connect(settings.collectives, rank, ranks, settings.rendezvous)
+
+    def notify(self, value: Any) -> None:
+        """Send a value to the starting process at once."""
+        self._connection.send_bytes(pickle.dumps(("note", value)))
+
+
+def serve(connection: Connection) -> None:
+    """Connect, then answer calls until the other end closes."""
+    try:
+        rank = Rank(pickle.loads(connection.recv_bytes()), connection)
+        connection.send_bytes(pickle.dumps(("result", None)))
+        while True:
+            function, arguments = pickle.loads(connection.recv_bytes())
+            answer(rank, function, arguments, connection)
+    except EOFError:
+        return
+    except Exception as error:  # reported to the starting process, which raises it
+        report(error, connection)
+        raise
+
+
+def answer(rank: Rank, function: Callable[..., Any], arguments: tuple[Any, ...], connection: Connection) -> None:
+    """Run one function and send back what it returns."""
+    result = function(rank, *arguments)
+    connection.send_bytes(pickle.dumps(("result", result)))
+
+
+def report(error: Exception, connection: Connection) -> None:
+    """Send an error to the starting process."""
+    first_line = (str(error).strip() or "no message").split("\n")[0]
+    known = isinstance(error, ValueError | OSError)
+    line = first_line if known else f"{type(error).__name__}: {first_line}"
+    message = RankError(time.monotonic(), isinstance(error, ValueError), line, traceback.format_exc())
+    connection.send_bytes(pickle.dumps(("error", message)))
+
+
+def end_with(lifeline: Connection, folder: str) -> None:
+    """End this process when the starting one has gone, even while it waits for another rank, and leave no files."""
+
+    def watch() -> None:
+        wait([lifeline])
+        shutil.rmtree(folder, ignore_errors=True)  # the other ranks do the same
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+if __name__ == "__main__":
+    end_with(Connection(int(sys.argv[2])), sys.argv[3])
+    serve(Connection(int(sys.argv[1])))
