@@ -71,7 +71,7 @@ class PairStudy:
             study_name="pairs", storage=f"sqlite:///{self.folder / STUDY_FILE}", load_if_exists=True
         )
         self._require_same_settings()
-        for stale in self.study.get_trials(states=(TrialState.RUNNING,)):  # a killed process left it behind
+        for stale in self.study.get_trials(states=(TrialState.RUNNING, TrialState.WAITING)):  # left by a killed process
             self.study.tell(stale.number, state=TrialState.FAIL)
 
     def program(self, pairs: Pairs) -> Program:
@@ -122,20 +122,31 @@ class PairStudy:
 
     def _ask(self, done: int, first: list[tuple[str, Pairs]]) -> tuple[optuna.Trial, str, Pairs]:
         """The next choice: a first proposal, else in turn a neighbour of the best and one of the sampler's."""
-        self.study.sampler = optuna.samplers.TPESampler(seed=self.seed * 100_003 + done, multivariate=True)
-        source, pairs = proposals.SAMPLED, None
+        seed = self.seed * 100_003 + done
         if done < len(first):
-            source, pairs = first[done]
-        elif done % 2:
-            source = proposals.NEIGHBOUR
-            tried = {trial.pairs for trial in self.finished()}
-            pairs = proposals.neighbour(self.best().pairs, self.num_layers, tried, self.seed * 100_003 + done)
-        if pairs is not None:
-            scores = as_scores(pairs, self.num_layers)
-            self.study.enqueue_trial({f"pair_{k}": score for k, score in enumerate(scores)})
+            return self._ask_for(*first[done])
+        tried = {trial.pairs for trial in self.finished()}
+        near = proposals.neighbour(self.best().pairs, self.num_layers, tried, seed)
+        if near is not None and done % 2:
+            return self._ask_for(proposals.NEIGHBOUR, near)
+        self.study.sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True)
         trial = self.study.ask()
-        asked = [trial.suggest_float(f"pair_{k}", 0.0, 1.0) for k in range(self.num_layers - 1)]
-        return trial, source if pairs is not None else proposals.SAMPLED, best_pairs(asked, self.count)
+        pairs = self._pairs_of(trial)
+        if pairs in tried and near is not None:  # measuring it again would teach nothing
+            self.study.tell(trial, state=TrialState.FAIL)
+            return self._ask_for(proposals.NEIGHBOUR, near)
+        return trial, proposals.SAMPLED, pairs
+
+    def _ask_for(self, source: str, pairs: Pairs) -> tuple[optuna.Trial, str, Pairs]:
+        """A trial of exactly these pairs."""
+        scores = as_scores(pairs, self.num_layers)
+        self.study.enqueue_trial({f"pair_{k}": score for k, score in enumerate(scores)})
+        trial = self.study.ask()
+        return trial, source, self._pairs_of(trial)
+
+    def _pairs_of(self, trial: optuna.Trial) -> Pairs:
+        scores = [trial.suggest_float(f"pair_{k}", 0.0, 1.0) for k in range(self.num_layers - 1)]
+        return best_pairs(scores, self.count)
 
     def _tell(self, trial: optuna.Trial, source: str, pairs: Pairs, measured: Measured) -> Trial:
         trial.set_user_attr("source", source)

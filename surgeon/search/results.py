@@ -1,0 +1,64 @@
+"""The files a search leaves: recipe.yaml, trials.csv, search.json and quality-against-depth.png."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from surgeon.provenance import write_json, write_text
+from surgeon.recipe import Expect, Recipe
+from surgeon.search.space import as_operation
+from surgeon.search.study import PairStudy, Trial
+
+RECIPE_FILE, TRIALS_FILE, RECORD_FILE = "recipe.yaml", "trials.csv", "search.json"
+
+
+def found_recipe(model: str, study: PairStudy, trial: Trial) -> Recipe:
+    """The recipe that makes a trial's program of the model."""
+    operations = (as_operation(trial.pairs),) if trial.pairs else ()
+    program = study.program(trial.pairs)
+    expect = Expect(effective_depth=program.effective_depth(study.steps_per_layer), sync_points=program.sync_points(2))
+    return Recipe(model, operations, expect)
+
+
+def write_recipe(path: Path, model: str, study: PairStudy, command: str) -> None:
+    """Write the best trial so far as a recipe, with what was measured in comments."""
+    best, dense = study.best(), study.profile()[float(study.num_layers)]
+    measured = best.measured
+    lines = [
+        f"# Found by: {command}",
+        f"# The best of {len(study.finished())} trials (trial {best.number}, {best.source}), on {measured.tokens:,} tokens:",
+        f"# divergence {measured.divergence:.4g} nats per token "
+        f"(95% interval {measured.divergence_low:.4g} to {measured.divergence_high:.4g}),",
+        f"# perplexity {measured.perplexity:.4g}; the original's is {dense.perplexity:.4g}.",
+    ]
+    write_text(path, "\n".join(lines) + "\n" + found_recipe(model, study, best).to_yaml())
+
+
+def trials_table(study: PairStudy) -> pd.DataFrame:
+    """One row per finished trial, in the order they were asked for; `layers` as a recipe has it."""
+    rows = []
+    for trial in study.finished():
+        program = study.program(trial.pairs)
+        rows.append(
+            {
+                "trial": trial.number,
+                "source": trial.source,
+                "depth": program.effective_depth(study.steps_per_layer),
+                "pairs": " ".join(f"{first}+{first + 1}" for first in trial.pairs),
+                **vars(trial.measured),
+                "program": str(program),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def write_results(folder: Path, model: str, study: PairStudy, record: dict[str, Any]) -> None:
+    """Write the recipe, the table and the provenance; each file is whole at any time."""
+    write_recipe(folder / RECIPE_FILE, model, study, str(record["command"]))
+    write_text(folder / TRIALS_FILE, trials_table(study).to_csv(index=False, float_format="%.9g"))
+    best = study.best()
+    found = {"trial": best.number, "program": str(study.program(best.pairs)), **vars(best.measured)}
+    write_json(folder / RECORD_FILE, record | {"trials": len(study.finished()), "best": found})
