@@ -16,6 +16,7 @@ from surgeon.analysis.measure import Measured
 from surgeon.program import Program
 
 JOURNAL = "journal.jsonl"
+_NAMES = {"weights_hash": "model (hash of its weights)", "data": "text (hash of its tokens)", "window": "window size"}
 
 
 class Journal:
@@ -94,7 +95,8 @@ class Journal:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise OSError(f"another scan is writing to {self.path.parent}; wait for it, or use another folder") from error
+            where = self.path.parent
+            raise OSError(f"another scan is writing to {where}; wait for it, or use another folder") from error
 
     def _load(self, identity: dict[str, Any]) -> None:
         self._file.seek(0)
@@ -118,9 +120,10 @@ class Journal:
         held = header.get("scan", {})
         for key, value in identity.items():
             if held.get(key) != value:
+                what = f"{_NAMES.get(key, key)}: {_brief(held.get(key))}, now {_brief(value)}"
                 raise ValueError(
-                    f"{self.path.parent} holds a scan with another {key.replace('_', ' ')}: {_brief(held.get(key))}, now "
-                    f"{_brief(value)}; use another output folder (-o), or delete this one to begin again"
+                    f"{self.path.parent} holds a scan of another {what}; use another output folder (-o), "
+                    "or delete this one to begin again"
                 )
 
     def _parse(self, text: bytes, number: int) -> dict[str, Any]:

@@ -50,7 +50,9 @@ class _OnDemand(EditedLayers):
 
 
 @torch.inference_mode()
-def run_plan(plan: Plan, machine: PlanMachine, ran: Callable[[int], Any]) -> Iterator[tuple[Program, Tensor]]:
+def run_plan(
+    plan: Plan, machine: PlanMachine, ran: Callable[[int], Any] = lambda _: None
+) -> Iterator[tuple[Program, Tensor]]:
     """Run the plan, yielding each program with the stream after it, (windows, tokens, hidden), as it is reached.
 
     Args:

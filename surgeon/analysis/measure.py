@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -41,8 +42,8 @@ def measure(
     dense: Program,
     programs: Iterable[Program],
     at_once: int,
-    is_done: Callable[[Program, range], bool] = lambda program, windows: False,
-    ran: Callable[[float], Any] = lambda amount: None,
+    is_done: Callable[[Program, range], bool] = lambda *_: False,
+    ran: Callable[[float], Any] = lambda _: None,
 ) -> Iterator[Measured]:
     """The quality of the dense program and of others, some windows at a time.
 
@@ -68,7 +69,12 @@ def measure(
             continue
         if todo != planned:
             plan, planned = share([dense, *todo]), todo
-        yield from _measure_chunk(model, chunk, start, dense, plan, head, lambda n, n_w=len(chunk): ran(n * n_w / len(ids)))
+        share_of_all = len(chunk) / len(ids)
+        yield from _measure_chunk(model, chunk, start, dense, plan, head, partial(_scaled, ran, share_of_all))
+
+
+def _scaled(ran: Callable[[float], Any], factor: float, amount: int) -> None:
+    ran(factor * amount)
 
 
 def _measure_chunk(
@@ -78,7 +84,7 @@ def _measure_chunk(
     dense: Program,
     plan: Plan,
     head: OutputHead,
-    ran: Callable[[float], Any],
+    ran: Callable[[int], Any],
 ) -> Iterator[Measured]:
     reference: Reference | None = None
     machine = PlanMachine(model, chunk)
@@ -100,7 +106,7 @@ def _first_bad(machine: PlanMachine, dense: Program) -> str:
         return "NaN or infinity in the embedded tokens; check the embedding's weights"
     prefixes = (Program(dense.nodes[: end + 1]) for end in range(len(dense)))
     for prefix in prefixes:
-        for _, stream in run_plan(share([prefix]), machine, lambda n: None):
+        for _, stream in run_plan(share([prefix]), machine):
             if not stream.isfinite().all():
                 return f"NaN or infinity appears first in {prefix.nodes[-1]}; check that layer's weights"
     return "NaN or infinity appears in the output head; check its weights and the final norm's"
@@ -129,10 +135,11 @@ def windows_at_once(
         if held + working_bytes(model, plan, windows * window) <= memory:
             return windows
     # What the process holds varies a little from run to run.
-    least = math.ceil((held + working_bytes(model, plan, window)) * 1.02)
+    needed = working_bytes(model, plan, window)
+    least = math.ceil((held + needed) * 1.02 / 2**20)
     raise ValueError(
-        f"a memory limit of {show_size(memory)} is too small: the model and the libraries hold {show_size(held)}, one window "
-        f"of {window} tokens needs {show_size(working_bytes(model, plan, window))}; use --memory {-(-least >> 20)}MB or more"
+        f"a memory limit of {show_size(memory)} is too small: the model and the libraries hold {show_size(held)}, "
+        f"one window of {window} tokens needs {show_size(needed)}; use --memory {least}MB or more"
     )
 
 

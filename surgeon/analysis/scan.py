@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from surgeon.analysis.cells import SCANNED, SEEDED, Cell, scan_cells, stretches
@@ -22,6 +19,7 @@ from surgeon.program import Program
 from surgeon.progress import progress
 from surgeon.provenance import write_json, write_text
 from surgeon.quality.data import Windows
+from surgeon.quality.summary import mean_divergence, perplexity
 
 CELLS = "cells.csv"
 RECORD = "scan.json"
@@ -120,9 +118,7 @@ def _measure_missing(model: PreTrainedModel, windows: Windows, work: _Work, at_o
                 journal.add(measured)
 
 
-def _write(
-    folder: Path, work: _Work, windows: Windows, journal: Journal, seed: int, record: dict[str, Any]
-) -> Scan:
+def _write(folder: Path, work: _Work, windows: Windows, journal: Journal, seed: int, record: dict[str, Any]) -> Scan:
     base = perplexity(journal.values(work.dense)[0])
     table = _table(work, windows, journal)
     record = record | {"base_perplexity": base} | _counts(work, table)
@@ -159,15 +155,3 @@ def _counts(work: _Work, table: pd.DataFrame) -> dict[str, Any]:
         "sublayers_run": {"base": base, **{name: int(ran[name]) for name in names}, "total": work.plan.total_sublayers},
         "sublayers_of_a_loop": {"base": base, **loop, "total": base + sum(loop.values())},
     }
-
-
-def perplexity(nll: NDArray[np.float64]) -> float:
-    """exp of the mean negative log-likelihood; infinity where that is beyond any number, or is none itself."""
-    mean = float(np.mean(nll))
-    return math.exp(mean) if mean < 700 else math.inf
-
-
-def mean_divergence(divergence: NDArray[np.float64]) -> float:
-    """The mean over windows, nats per token; infinity where it is no number. Rounding alone can make it less than 0."""
-    mean = float(np.mean(divergence))
-    return max(0.0, mean) if math.isfinite(mean) else math.inf

@@ -129,10 +129,7 @@ class _Tree:
     def add(self, program: Program) -> None:
         place = self
         for node in program.nodes:
-            if isinstance(node, Step):
-                place = place.steps.setdefault(node, _Tree())
-            else:
-                place = place.fork(node)
+            place = place.fork(node) if isinstance(node, Fork) else place.steps.setdefault(node, _Tree())
         place.program = program
 
     def fork(self, fork: Fork) -> _Tree:

@@ -71,7 +71,9 @@ def load_windows(
     if window < 2:
         raise ValueError(f"window must be at least 2 tokens, so that one is predicted, not {window}")
     if tokens < window:
-        raise ValueError(f"tokens must be at least one window of {window}, not {tokens}; raise --tokens or lower --window")
+        raise ValueError(
+            f"tokens must be at least one window of {window}, not {tokens}; raise --tokens or lower --window"
+        )
     documents = chain.from_iterable(_split(text, separator) for text in _texts(data, separator))
     wanted = tokens // window * window
     apart = separator is not None or data == DEMO
@@ -84,11 +86,13 @@ def load_windows(
     if not ids:
         raise ValueError(f"{data} is empty; give a text file with something in it")
     if len(ids) < window:
-        raise ValueError(f"{data} has {len(ids)} tokens, fewer than one window of {window}; use a smaller --window or more text")
+        raise ValueError(
+            f"{data} has {len(ids)} tokens, fewer than one window of {window}; use a smaller --window or more text"
+        )
     ids = ids[: min(wanted, len(ids) // window * window)]
     notes = []
     if len(ids) < wanted:
-        notes.append(f"{data} has only {len(ids)} tokens in whole windows, of the {wanted} asked for: all of them are used")
+        notes.append(f"{data} has only {len(ids)} tokens in whole windows of the {wanted} asked for: all are used")
     if not apart:
         notes += _read_as_text(tokenizer.decode(ids), data)
     tensor = torch.tensor(ids, dtype=torch.long).view(-1, window)
@@ -106,7 +110,9 @@ def window_for(config: Any, window: int | None) -> int:
     if window is None:
         return min(DEFAULT_WINDOW, positions or DEFAULT_WINDOW)
     if positions is not None and window > positions:
-        raise ValueError(f"a window of {window} tokens is longer than the model's {positions} positions; use --window {positions}")
+        raise ValueError(
+            f"a window of {window} tokens is longer than the model's {positions} positions; use --window {positions}"
+        )
     return window
 
 
@@ -122,7 +128,7 @@ def _document_marks(tokenizer: Any, data: str) -> tuple[list[int], list[int]]:
         return [tokenizer.bos_token_id], []
     if tokenizer.eos_token_id is not None:
         return [], [tokenizer.eos_token_id]
-    raise ValueError(f"the documents of {data} cannot be kept apart: the tokenizer has no BOS and no EOS; drop --separator")
+    raise ValueError(f"documents of {data} cannot be kept apart: the tokenizer has no BOS and no EOS; drop --separator")
 
 
 def _tokenize(tokenizer: Any, text: str, wanted: int, special: bool) -> list[int]:
@@ -141,10 +147,8 @@ def _read_as_text(text: str, data: str) -> list[str]:
     for mark in _MARKS:
         # The BOS that the tokenizer itself put at the start is no sign of it.
         if text.count(mark, len(mark)) > 0:
-            return [
-                f"{data} contains {mark!r}, which was read as ordinary text and makes perplexity worse; "
-                f"to keep its documents apart, add --separator '{mark}'"
-            ]
+            advice = f"to keep its documents apart, add --separator '{mark}'"
+            return [f"{data} contains {mark!r}, read as ordinary text, which makes perplexity worse; {advice}"]
     return []
 
 
@@ -196,11 +200,11 @@ def _dataset_rows(data: str) -> Iterator[str]:
     try:
         rows = datasets.load_dataset(name, config or None, split=split or "test", streaming=True)
         columns = [key for key, value in next(iter(rows)).items() if isinstance(value, str)]
-    except Exception as error:  # noqa: BLE001 - whatever fails inside `datasets`, the way out is the same
+    except Exception as error:  # whatever fails inside `datasets`, the way out is the same
         why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise FileNotFoundError(
             f"{data} is no file here and could not be read as a dataset ({why}); "
-            "give the path of a local UTF-8 text file with --data, or name:config:split of a dataset that can be reached"
+            "give a local UTF-8 text file with --data, or name:config:split of a dataset that can be reached"
         ) from error
     if not columns:
         raise ValueError(f"dataset {data} has no column of text")
