@@ -1,0 +1,107 @@
+"""Which form a program gets, which layers it is stored as, and what is said about it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from surgeon.checkpoint.forms import StoredLayer, lay_out, per_layer_lists
+from surgeon.families import family_of
+from surgeon.program import Program, Sublayer
+from tests.models import tiny_model
+
+LLAMA = tiny_model("llama", num_layers=6).config
+
+
+def layout(program: str, config: Any = LLAMA, form: str = "auto") -> Any:
+    return lay_out(Program.parse(program), family_of(config), config, form)
+
+
+@pytest.mark.parametrize(
+    ("program", "form"),
+    [
+        ("A0 F0 A2 F2", "plain"),
+        ("A0 F0 A0 F0", "plain"),
+        ("A1 F3 A2 F2", "plain"),
+        ("A0 F0 A1~A2~A3 F1~F2~F3 A4 F4", "plain"),
+        ("A0 F0 [A1 A2] [F1 F2]", "fused"),
+        ("[A0 A1 A2] [F0 F1 F2] A3 F3", "fused"),
+        ("[A0 A1] F0", "fused"),
+        ("A0/2:1 F0", "fused"),
+        ("A0 F0 >A1 >F1", "program"),
+        ("{A0 F0 | A1 F1}", "program"),
+        ("[A0 F0] [A1 F1]", "program"),
+        ("A0 A1 F1", "program"),
+        ("A0 F0 A1", "program"),
+        ("F0 A0", "program"),
+    ],
+)
+def test_the_most_portable_exact_form_is_chosen(program: str, form: str) -> None:
+    assert layout(program).form == form
+
+
+def test_a_less_portable_form_can_be_asked_for() -> None:
+    assert layout("A0 F0 A2 F2", form="fused").form == "fused"
+    assert layout("A0 F0 [A2 A3] [F2 F3]", form="program").form == "program"
+
+
+@pytest.mark.parametrize(
+    ("program", "form", "said"),
+    [
+        ("A0 F0 >A1 F1", "plain", "the plain form; leave out --form .* because the step >A1 is late"),
+        ("A0 F0 >A1 F1", "fused", "the step >A1 is late"),
+        ("{A0 F0 | A1 F1}", "fused", r"the fork \{A0 F0 | A1 F1\}"),
+        ("[A0 A1] [F0 F1]", "plain", "A0 A1 F0 F1 would be a layer of another width"),
+        ("A0 A1 F1 F0", "fused", "A1 stands where a layer has a feed-forward step"),
+        ("A0 F0", "fusd", "unknown form 'fusd'; did you mean 'fused'"),
+        ("A0/3:0 F0", "program", "4 heads of A0/3:0 do not divide into 3 slices"),
+    ],
+)
+def test_a_form_that_cannot_hold_the_program_says_why(program: str, form: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        layout(program, form=form)
+
+
+def test_the_reason_tells_why_it_is_no_better_form() -> None:
+    reason = layout("A0 F0 >A1 >F1").reason
+    assert "trust_remote_code" in reason
+    assert "not plain or fused, because the step >A1 is late" in reason
+
+
+def test_the_program_form_stores_used_layers_only_and_renumbers_them() -> None:
+    found = layout("A5 F5 >A2~A3 {A2 F5/2:1 | >[F2 A4]}")
+    assert str(found.program) == "A3 F3 >A1 {A0 F3/2:1 | >[F0 A2]}"
+    assert [layer.sources for layer in found.layers] == [[2], [2, 3], [4], [5]]
+
+
+def test_fused_layers_hold_the_sublayers_of_both_steps() -> None:
+    (layer,) = layout("[A1 A3] [F3 F1 F2]").layers
+    assert layer == StoredLayer(
+        (Sublayer("A", (1,)), Sublayer("A", (3,))), (Sublayer("F", (3,)), Sublayer("F", (1,)), Sublayer("F", (2,)))
+    )
+
+
+@pytest.mark.parametrize(("family", "why"), [("qwen3", "norms every head's query and key"), ("opt", "norms have a shift")])
+def test_families_that_cannot_be_fused_yet_get_the_program_form(family: str, why: str) -> None:
+    config = tiny_model(family, num_layers=4).config
+    found = layout("A0 F0 [A1 A2] [F1 F2]", config)
+    assert found.form == "program"
+    assert why in found.reason
+    with pytest.raises(ValueError, match=why):
+        layout("A0 F0 [A1 A2] [F1 F2]", config, form="fused")
+    assert layout("A0 F0 A2 F2", config).form == "plain"
+
+
+def test_layers_that_differ_in_the_config_are_not_stored_as_one() -> None:
+    kinds = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
+    config = tiny_model("qwen3", num_layers=4, layer_types=kinds, sliding_window=4).config
+    assert layout("A1~A2 F1~F2 A0 F0", config).form == "plain"
+    with pytest.raises(ValueError, match="layers 0 and 1 differ in the config's layer_types"):
+        layout("A0~A1 F0~F1", config, form="plain")
+
+
+def test_lists_with_an_entry_per_layer_are_found_whatever_their_name() -> None:
+    config = tiny_model("qwen3", num_layers=3, eos_token_id=[1, 2, 3]).config
+    stored = {"eos_token_id": [1, 2, 3], "architectures": ["a", "b", "c"], "windows": [4, 5, 6], "other": [1, 2]}
+    assert per_layer_lists(config, stored) == {"layer_types": ["full_attention"] * 3, "windows": [4, 5, 6]}

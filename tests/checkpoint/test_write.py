@@ -1,0 +1,98 @@
+"""Safetensors files written tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from surgeon.checkpoint.fuse import PlannedTensor
+from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.write import shard_limit, split_into_shards, write_weights
+from tests.checkpoint.helpers import save_source
+
+
+def planned(name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> PlannedTensor:
+    return PlannedTensor(name, tuple(tensor.shape), dtype or tensor.dtype, False, lambda: tensor)
+
+
+def test_files_hold_what_safetensors_reads(tmp_path: Path) -> None:
+    tensors = {
+        "half": torch.randn(3, 5).half(),
+        "brain": torch.randn(7).bfloat16(),
+        "flag": torch.tensor([True, False, True]),
+        "byte": torch.randint(0, 255, (5,), dtype=torch.uint8),
+        "double": torch.randn(2, 2, dtype=torch.float64),
+        "scalar": torch.tensor(3.5),
+        "empty": torch.empty(0, 4),
+        "turned": torch.randn(4, 6).t(),
+        "long": torch.arange(3),
+    }
+    write_weights(tmp_path, {"model.safetensors": [planned(n, t) for n, t in tensors.items()]}, lambda _: None)
+    found = load_file(tmp_path / "model.safetensors")
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor)
+
+
+def test_tensors_are_rounded_to_the_planned_dtype(tmp_path: Path) -> None:
+    tensor = torch.randn(50)
+    write_weights(tmp_path, {"model.safetensors": [planned("x", tensor, torch.bfloat16)]}, lambda _: None)
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["x"], tensor.bfloat16())
+
+
+def test_one_tensor_is_alive_at_a_time(tmp_path: Path) -> None:
+    alive: list[int] = [0]
+
+    class Counted:
+        def __call__(self) -> Tensor:
+            tensor = torch.randn(1000)
+            alive[0] += 1
+            most.append(alive[0])
+            storage = tensor.untyped_storage()
+            import weakref
+
+            weakref.finalize(storage, lambda: alive.__setitem__(0, alive[0] - 1))
+            return tensor
+
+    most: list[int] = []
+    plan = [PlannedTensor(f"t{i}", (1000,), torch.float32, False, Counted()) for i in range(20)]
+    write_weights(tmp_path, {"model.safetensors": plan}, lambda _: None)
+    assert max(most) <= 2  # the next one is built while the last one's name is still bound
+
+
+def test_progress_adds_up_to_all_bytes(tmp_path: Path) -> None:
+    told: list[float] = []
+    plan = [planned(f"t{i}", torch.randn(10, i)) for i in range(1, 5)]
+    write_weights(tmp_path, split_into_shards(plan, 120), told.append)
+    assert sum(told) == sum(tensor.num_bytes for tensor in plan) == 400
+
+
+def test_shards_follow_the_limit_and_the_index_is_right(tmp_path: Path) -> None:
+    tensors = {f"t{i}": torch.randn(10, i) for i in range(1, 7)}
+    shards = split_into_shards([planned(n, t) for n, t in tensors.items()], 250)
+    assert [[tensor.name for tensor in shard] for shard in shards.values()] == [["t1", "t2", "t3"], ["t4"], ["t5"], ["t6"]]
+    write_weights(tmp_path, shards, lambda _: None)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 40 * 21
+    for name, tensor in tensors.items():
+        assert torch.equal(load_file(tmp_path / index["weight_map"][name])[name], tensor)
+
+
+def test_the_limit_is_the_sources_largest_shard(tmp_path: Path) -> None:
+    save_source(tmp_path / "sharded", shards="40KB")
+    save_source(tmp_path / "single")
+    sharded = Checkpoint(tmp_path / "sharded")
+    assert shard_limit(sharded) == max(path.stat().st_size for path in (tmp_path / "sharded").glob("*.safetensors"))
+    assert shard_limit(Checkpoint(tmp_path / "single")) is None
+
+
+def test_a_tensor_of_another_shape_than_planned_is_never_written_as_if_it_were_right(tmp_path: Path) -> None:
+    plan = [PlannedTensor("t", (3,), torch.float32, False, lambda: torch.zeros(4))]
+    with pytest.raises(AssertionError, match="planned as"):
+        write_weights(tmp_path, {"model.safetensors": plan}, lambda _: None)
