@@ -45,10 +45,12 @@ make_environment() {
     has "$python" ensurepip || has "$python" pip ||
         fail "$python has neither ensurepip nor pip; install one $package and run this again"
     say "making .venv with $python and installing into it: once, a few minutes"
-    rm -rf -- "$environment"
-    mkdir -- "$environment"
+    mkdir -p -- "$environment"
+    # The marks are set first and kept: whatever interrupts this, the next call knows whose environment it is.
     : >"$made"
     : >"$unfinished"
+    rm -f -- "$ready"
+    find "$environment" -mindepth 1 -maxdepth 1 ! -name '.surgeon-*' -exec rm -rf -- {} +
     if has "$python" ensurepip; then
         "$python" -m venv "$environment" >&2
     else # Debian keeps ensurepip in a package of its own; this Python's pip serves as well
@@ -76,7 +78,7 @@ prepare_environment() {
     if ! is_ready; then
         if is_usable; then
             say "installing what is missing into .venv"
-        elif [ ! -e "$environment" ] || [ -e "$made" ]; then
+        elif rmdir -- "$environment" 2>/dev/null || [ ! -e "$environment" ] || [ -e "$made" ]; then
             local python
             python=$(find_python) || exit 1
             make_environment "$python"

@@ -1,0 +1,189 @@
+"""scripts/demo and scripts/test prepare their environment in every state they can find: with a Python made of shell.
+
+The stand-in records how it was called, makes "environments" that are copies of itself, and installs by touching files,
+so that the tests take no time and no network. Only the shell utilities that the scripts may use are on the path.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ["scripts/demo", "scripts/test", "scripts/environment.sh", ".ci/run"]
+UTILITIES = ["bash", "cat", "chmod", "cksum", "cp", "dirname", "find", "flock", "head", "mkdir", "rm", "rmdir", "sh"]
+STAND_IN = r"""#!/bin/sh
+: <&0 || exit 9
+here=${0%/*}
+echo "$*" >>"$CALLS"
+case "$*" in
+    *version_info*) test -z "$OLD_PYTHON" ;;
+    "-c import ensurepip") test -z "$NO_ENSUREPIP" ;;
+    "-c import pip") test -z "$NO_PIP" ;;
+    "-m venv"*)
+        for folder; do :; done
+        mkdir -p "$folder/bin"
+        cp "$0" "$folder/bin/python" ;;
+    "-m pip --python"*) ;;
+    "-m pip install"*)
+        test -z "$PIP_FAILS" || exit 1
+        printf '#!/bin/sh\necho "surgeon $*"\n' >"$here/surgeon"
+        chmod +x "$here/surgeon" ;;
+    "-m pytest"*)
+        shift 2
+        echo "pytest $* in $PWD" ;;
+esac
+"""
+
+
+class Clone:
+    """A copy of the scripts in a folder of its own, and what it takes to run them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root = folder / "a clone"  # with a space in its path
+        (self.root / "scripts").mkdir(parents=True)
+        for name in ("scripts/demo", "scripts/test", "scripts/environment.sh", "pyproject.toml", "constraints.txt"):
+            shutil.copy(ROOT / name, self.root / name)
+        self.calls = folder / "calls"
+        self.path = folder / "bin"
+        self.path.mkdir()
+        for utility in UTILITIES:
+            found = shutil.which(utility)
+            if found:
+                (self.path / utility).symlink_to(found)
+        self.python = self.path / "python3"
+        self.python.write_text(STAND_IN)
+        self.python.chmod(0o755)
+
+    def run(self, script: str = "demo", *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        self.calls.write_text("")
+        return subprocess.run(
+            ["bash", str(self.root / "scripts" / script), *arguments],
+            env={"PATH": str(self.path), "CALLS": str(self.calls), **environment},
+            cwd="/",
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            timeout=60,
+            check=False,
+        )
+
+    @property
+    def made_environment(self) -> bool:
+        return "-m venv" in self.calls.read_text()
+
+    @property
+    def installed(self) -> bool:
+        return "-m pip install" in self.calls.read_text()
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Clone:
+    return Clone(tmp_path)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_scripts_are_valid_bash(script: str) -> None:
+    subprocess.run(["bash", "-n", ROOT / script], check=True)
+    assert script.endswith(".sh") or os.access(ROOT / script, os.X_OK)
+
+
+def test_first_call_makes_everything_and_the_second_nothing(clone: Clone) -> None:
+    first = clone.run("demo", "--trials", "3 4")
+    assert (first.returncode, first.stdout) == (0, "surgeon demo --trials 3 4\n")
+    assert clone.made_environment
+    assert "-c constraints.txt -e .[dev]" in clone.calls.read_text()
+    second = clone.run("test", "-k", "a b")
+    assert (second.returncode, second.stdout) == (0, f"pytest -k a b in {clone.root}\n")
+    assert clone.calls.read_text() == "-m pytest -k a b\n"
+
+
+@pytest.mark.parametrize("file", ["pyproject.toml", "constraints.txt"])
+def test_a_changed_file_is_installed_into_the_same_environment(clone: Clone, file: str) -> None:
+    clone.run()
+    with (clone.root / file).open("a") as opened:
+        opened.write("# changed\n")
+    assert clone.run().returncode == 0
+    assert clone.installed
+    assert not clone.made_environment
+    clone.run()
+    assert not clone.installed
+
+
+def test_an_interrupted_installation_starts_afresh(clone: Clone) -> None:
+    assert "pip's message" in clone.run(PIP_FAILS="1").stderr
+    half_done = clone.root / ".venv" / "half-done"
+    half_done.touch()
+    assert clone.run().stdout == "surgeon demo\n"
+    assert clone.made_environment
+    assert not half_done.exists()
+
+
+def test_a_moved_clone_gets_a_new_environment(clone: Clone) -> None:
+    clone.run()
+    clone.root = clone.root.rename(clone.root.with_name("elsewhere"))
+    assert clone.run().returncode == 0
+    assert clone.made_environment
+
+
+def test_an_environment_whose_python_is_gone_is_made_again(clone: Clone) -> None:
+    clone.run()
+    (clone.root / ".venv/bin/python").unlink()
+    assert clone.run().returncode == 0
+    assert clone.made_environment
+
+
+def test_a_working_environment_of_the_users_is_installed_into(clone: Clone) -> None:
+    (clone.root / ".venv/bin").mkdir(parents=True)
+    shutil.copy(clone.python, clone.root / ".venv/bin/python")
+    assert clone.run().returncode == 0
+    assert clone.installed
+    assert not clone.made_environment
+
+
+def test_a_useless_environment_of_the_users_is_never_deleted(clone: Clone) -> None:
+    mine = clone.root / ".venv" / "mine"
+    mine.mkdir(parents=True)
+    failed = clone.run()
+    assert failed.returncode == 1
+    assert "move it away" in failed.stderr
+    assert mine.exists()
+
+
+def test_without_ensurepip_the_pip_of_this_python_serves(clone: Clone) -> None:
+    assert clone.run(NO_ENSUREPIP="1").returncode == 0
+    assert "-m venv --without-pip" in clone.calls.read_text()
+    assert "-m pip --python" in clone.calls.read_text()
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"OLD_PYTHON": "1"}, "no Python 3.11 or later found"),
+        ({"NO_ENSUREPIP": "1", "NO_PIP": "1"}, "has neither ensurepip nor pip"),
+    ],
+)
+def test_what_is_missing_is_said_in_one_line(clone: Clone, environment: dict[str, str], said: str) -> None:
+    failed = clone.run(**environment)
+    assert failed.returncode == 1
+    assert said in failed.stderr
+    assert failed.stderr.count("\n") == 1
+    assert not (clone.root / ".venv").exists()
+
+
+def test_python_can_be_chosen(clone: Clone) -> None:
+    chosen = clone.path / "my python"
+    clone.python.rename(chosen)
+    assert "no Python" in clone.run().stderr
+    assert clone.run(PYTHON=str(chosen)).returncode == 0
+
+
+def test_a_closed_standard_input_does_no_harm(clone: Clone) -> None:
+    line = f'"{clone.root}/scripts/demo" <&-'
+    environment = {"PATH": str(clone.path), "CALLS": str(clone.calls)}
+    done = subprocess.run(["bash", "-c", line], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "surgeon demo\n")
