@@ -58,6 +58,11 @@ class AppliedOperation:
             program = OPERATIONS[self.name].function(program, stretch, **self.parameters)
         return program
 
+    @property
+    def layers_text(self) -> str:
+        """The stretches as a reader knows them: 4:10, 12:14."""
+        return ", ".join(map(show_range, self.layers))
+
     def to_yaml(self) -> str:
         """As it stands in a recipe, on one line."""
         ranges = [show_range(stretch) for stretch in self.layers]

@@ -15,8 +15,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from surgeon.demo import demo_model
+
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+DEMO = "demo"
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -31,7 +34,9 @@ DTYPES = {
 
 
 def locate(path_or_name: str | Path) -> Path:
-    """The folder of a model given as a folder, or as a hub name (which is downloaded, or taken from the hub's cache).
+    """The folder of a model given as a folder, as "demo" for the one that ships with surgeon, or as a hub name.
+
+    A hub model is downloaded, or taken from the hub's cache.
 
     Raises:
         FileNotFoundError: if it is neither.
@@ -42,6 +47,8 @@ def locate(path_or_name: str | Path) -> Path:
     if folder.exists():
         raise FileNotFoundError(f"{folder} is a file; a model is a folder with config.json and *.safetensors")
     name = str(path_or_name)
+    if name == DEMO:
+        return demo_model()
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise FileNotFoundError(f"there is no model folder {name}")
     from huggingface_hub import snapshot_download
@@ -92,7 +99,7 @@ class Checkpoint:
         held: dict[str, set[str]] = {}
         for file in sorted(set(map(str, weight_map.values()))):
             path = self.folder / file
-            if Path(file).name != file or path.resolve().parent != self.folder.resolve() and not path.is_symlink():
+            if Path(file).name != file or (path.resolve().parent != self.folder.resolve() and not path.is_symlink()):
                 raise ValueError(f"{index} names a file outside the folder: {file!r}")
             if not path.exists():
                 raise FileNotFoundError(f"{path} is missing: {index.name} names it")
@@ -106,7 +113,9 @@ class Checkpoint:
         try:
             file = safe_open(path, framework="pt")
         except SafetensorError as error:
-            raise ValueError(f"{path} is truncated or not a safetensors file ({error}); fetch or copy it again") from error
+            raise ValueError(
+                f"{path} is truncated or not a safetensors file ({error}); fetch or copy it again"
+            ) from error
         self._open[path] = file
         names = set(file.keys())
         for name in names:
@@ -167,7 +176,9 @@ def read_json(path: Path) -> dict[str, Any]:
         ValueError: if it is not a JSON object, with the line where it stops being one.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"{path.parent} has no {path.name}; a model is a folder with config.json and *.safetensors")
+        raise FileNotFoundError(
+            f"{path.parent} has no {path.name}; a model is a folder with config.json and *.safetensors"
+        )
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -179,5 +190,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _dtype(name: str, tensor: str, path: Path) -> torch.dtype:
     if name not in DTYPES:
-        raise ValueError(f"tensor {tensor!r} in {path} has dtype {name}, which is not supported (known: {', '.join(DTYPES)})")
+        raise ValueError(
+            f"tensor {tensor!r} in {path} has dtype {name}, which is not supported (known: {', '.join(DTYPES)})"
+        )
     return DTYPES[name]

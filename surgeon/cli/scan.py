@@ -46,7 +46,12 @@ def scan(
         typer.Option("--memory", help="The most memory the process may take, model included, such as 512MB or 2GB."),
     ] = None,
     batch: Annotated[
-        int | None, typer.Option("--batch", min=1, help="Windows to run together at most. Default: about 4,096 tokens.")
+        int | None,
+        typer.Option(
+            "--batch",
+            min=1,
+            help="Windows to run together at most. Default: what runs fastest, about 2,048 tokens on a CPU.",
+        ),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the random orders of shuffle.")] = 0,
 ) -> None:
@@ -56,52 +61,31 @@ def scan(
     perplexity and divergence from the original for each. Layers count from 0; the columns first and last are both
     included. Interrupted, the same command goes on where it was.
     """
-    from transformers import AutoTokenizer
-
     from surgeon.analysis.cells import SCANNED, check_operations
     from surgeon.analysis.scan import scan as run_scan
-    from surgeon.checkpoint.load import load
-    from surgeon.checkpoint.read import Checkpoint, locate
+    from surgeon.analysis.subject import open_subject
     from surgeon.memory import parse_size
-    from surgeon.provenance import provenance
-    from surgeon.quality.data import load_windows, window_for
     from surgeon.report.heatmap import draw_heatmaps
 
     operations = check_operations(operation or list(SCANNED))
     limit = None if memory is None else parse_size(memory)
-    folder = locate(model)
-    checkpoint = Checkpoint(folder)
-    loaded = load(folder)
-    size = window_for(loaded.config, window)
-    windows = load_windows(AutoTokenizer.from_pretrained(folder), data, size, tokens, separator)
-    for note in windows.notes:
+    subject = open_subject(model, data, tokens, window, separator)
+    for note in subject.windows.notes:
         typer.echo(f"warning: {note}", err=True)
-    weights_hash = checkpoint.weights_hash()
-    record = provenance(
-        model,
-        weights_hash,
-        seed=seed,
-        data=data,
-        data_hash=windows.digest,
-        separator=separator,
-        window=size,
-        tokens=windows.ids.numel(),
-        tokens_predicted=windows.predicted,
-    )
     result = run_scan(
-        loaded,
-        windows,
+        subject.model,
+        subject.windows,
         output,
         operations,
-        weights_hash=weights_hash,
+        weights_hash=subject.weights_hash,
         seed=seed,
         memory=limit,
         batch=batch,
-        record=record,
+        record=subject.provenance(seed=seed),
     )
-    pictures = draw_heatmaps(result.table, result.base_perplexity, output, folder.resolve().name)
+    pictures = draw_heatmaps(result.table, result.base_perplexity, output, subject.label)
     ran, loop = result.record["sublayers_run"], result.record["sublayers_of_a_loop"]
-    typer.echo(f"base perplexity {result.base_perplexity:.4g} over {windows.predicted:,} predicted tokens")
+    typer.echo(f"base perplexity {result.base_perplexity:.4g} over {subject.windows.predicted:,} predicted tokens")
     typer.echo(f"{len(result.table):,} cells in {output / 'cells.csv'}")
     typer.echo(f"sublayers run: {ran['total']:,}; a loop over cells would have run {loop['total']:,}")
     for picture in pictures:

@@ -12,7 +12,7 @@ CONFIDENCE = 0.95
 
 
 def perplexity(nll: NDArray[np.float64]) -> float:
-    """exp of the mean negative log-likelihood; infinity where that is beyond any number, or is none itself."""
+    """Exp of the mean negative log-likelihood; infinity where that is beyond any number, or is none itself."""
     mean = float(np.mean(nll))
     return math.exp(mean) if mean < 700 else math.inf
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 # Colours that stay apart for colour-blind readers and in print.
@@ -15,6 +16,8 @@ _SOURCES = {
     "neighbour": ("neighbour of the best so far", "#E69F00", "^"),
     "sampled": ("Optuna's sampler", "#999999", "."),
 }
+
+_PANELS = {"perplexity": "perplexity", "divergence": "divergence from the original (nats/token)"}
 
 
 def draw_quality_against_depth(
@@ -29,33 +32,47 @@ def draw_quality_against_depth(
     """
     figure = Figure(figsize=(9, 4.4), layout="constrained")
     panels = figure.subplots(1, 2)
-    spread = _spread(trials)
-    for axes, name, label in zip(
-        panels, ("perplexity", "divergence"), ("perplexity", "divergence from the original (nats/token)"), strict=True
-    ):
-        depths = sorted(profile, reverse=True)
-        axes.plot(
-            depths, [getattr(profile[d], name) for d in depths], "-", color="#444444", lw=1.2,
-            label="additive choice at every depth", zorder=1,
-        )  # fmt: skip
-        for source, (words, colour, marker) in _SOURCES.items():
-            here = [(depth + spread[t.number], getattr(t.measured, name)) for t in trials if t.source == source]
-            if here:
-                axes.scatter(*zip(*here, strict=True), s=26, color=colour, marker=marker, label=words, zorder=2)
-        found = getattr(best.measured, name)
-        axes.scatter([depth + spread[best.number]], [found], s=130, facecolors="none", edgecolors="#D55E00", lw=1.8, zorder=3,
-                     label="best")  # fmt: skip
-        axes.set(xlabel="effective depth (layers)", ylabel=label, xticks=depths, xlim=(max(depths) + 0.6, depth - 0.9))
-        axes.set_ylim(*_useful_range([getattr(profile[d], name) for d in depths], [getattr(t.measured, name) for t in trials]))
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
+    for axes, (name, label) in zip(panels, _PANELS.items(), strict=True):
+        _draw_panel(axes, name, profile, trials, best, depth)
+        axes.set_ylabel(label)
     figure.suptitle(title)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=8
+    )
     figure.savefig(path, dpi=150)
 
 
+def _draw_panel(
+    axes: Axes, name: str, profile: Mapping[float, Any], trials: Sequence[Any], best: Any, depth: float
+) -> None:
+    """One quantity against depth."""
+    depths = sorted(profile, reverse=True)
+    on_the_way = [getattr(profile[d], name) for d in depths]
+    shift = _spread(trials)
+    axes.plot(depths, on_the_way, "-", color="#444444", lw=1.2, label="additive choice at every depth", zorder=1)
+    for source, (words, colour, marker) in _SOURCES.items():
+        here = [(depth + shift[t.number], getattr(t.measured, name)) for t in trials if t.source == source]
+        if here:
+            xs, ys = zip(*here, strict=True)
+            axes.scatter(xs, ys, s=26, color=colour, marker=marker, label=words, zorder=2)
+    axes.scatter(
+        depth + shift[best.number],
+        getattr(best.measured, name),
+        s=130,
+        facecolors="none",
+        edgecolors="#D55E00",
+        lw=1.8,
+        label="best",
+        zorder=3,
+    )
+    axes.set(xlabel="effective depth (layers)", xticks=depths, xlim=(max(depths) + 0.6, depth - 0.9))
+    axes.set_ylim(*_useful_range(on_the_way, [getattr(trial.measured, name) for trial in trials]))
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
 def _spread(trials: Sequence[Any]) -> dict[int, float]:
-    """A small sideways shift for each trial, in the order they ran, so that points at one depth do not hide each other."""
+    """A sideways shift for each trial, in the order they ran, so that points do not hide each other."""
     count = max(1, len(trials) - 1)
     return {trial.number: 0.15 - 0.75 * place / count for place, trial in enumerate(trials)}
 

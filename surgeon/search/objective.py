@@ -23,7 +23,7 @@ def divergence_on(
     model: PreTrainedModel,
     windows: Windows,
     memory: int | None = None,
-    ran: Callable[[float], Any] = lambda amount: None,
+    ran: Callable[[float], Any] = lambda _: None,
 ) -> Measure:
     """A measure for `PairStudy`; programs measured together share what they begin with in common.
 

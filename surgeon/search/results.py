@@ -29,9 +29,10 @@ def write_recipe(path: Path, model: str, study: PairStudy, command: str) -> None
     measured = best.measured
     lines = [
         f"# Found by: {command}",
-        f"# The best of {len(study.finished())} trials (trial {best.number}, {best.source}), on {measured.tokens:,} tokens:",
-        f"# divergence {measured.divergence:.4g} nats per token "
-        f"(95% interval {measured.divergence_low:.4g} to {measured.divergence_high:.4g}),",
+        f"# The best of {len(study.finished())} trials: number {best.number}, {best.source}.",
+        f"# On {measured.tokens:,} tokens:",
+        f"# divergence {measured.divergence:.4g} nats per token,",
+        f"# its 95% interval {measured.divergence_low:.4g} to {measured.divergence_high:.4g},",
         f"# perplexity {measured.perplexity:.4g}; the original's is {dense.perplexity:.4g}.",
     ]
     write_text(path, "\n".join(lines) + "\n" + found_recipe(model, study, best).to_yaml())
