@@ -45,7 +45,7 @@ COMPANIONS = (
     "LICENSE*",
     "NOTICE*",
 )
-JSON_ALLOWANCE = 1 << 20  # room for the small files that are written beside the weights, in bytes
+JSON_ALLOWANCE = 1 << 18  # room for the small files that are written beside the weights, in bytes
 
 
 @dataclass(frozen=True)
@@ -169,14 +169,14 @@ def write_export(
             write_weights(partial, split_into_shards(plan.tensors, shard_limit(plan.original.checkpoint)), advance)
             proof = prove(reference, partial, plan.layout, plan.tensors)
             write_json(partial / REPORT_FILE, _report(plan, proof, recipe))
+        return proof
     except OSError as error:
         if not is_full(error):
             raise
-        needed = show_bytes(plan.needed_bytes)
-        raise OSError(
-            f"the disk of {target.parent} filled up: {needed} are needed; what was written is removed"
-        ) from error
-    return proof
+    # Raised outside the handler, to stand for itself: it says more than the system's error that it comes from.
+    raise OSError(
+        f"the disk of {target.parent} filled up: {show_bytes(plan.needed_bytes)} are needed; what was written is removed"
+    )
 
 
 def check_apart(source: Path, target: Path) -> None:

@@ -87,8 +87,7 @@ def _write_file(path: Path, tensors: Sequence[PlannedTensor], advance: Advance) 
         file.write(header_of(ordered))
         for planned in ordered:
             tensor = planned.build().to(planned.dtype)
-            if tuple(tensor.shape) != planned.shape:
-                raise AssertionError(f"{planned.name} was planned as {planned.shape} and is {tuple(tensor.shape)}")
+            assert tuple(tensor.shape) == planned.shape, f"{planned.name} is {tensor.shape}, planned as {planned.shape}"
             file.write(_bytes_of(tensor))
             advance(planned.num_bytes)
 

@@ -82,7 +82,9 @@ def test_fused_layers_hold_the_sublayers_of_both_steps() -> None:
     )
 
 
-@pytest.mark.parametrize(("family", "why"), [("qwen3", "norms every head's query and key"), ("opt", "norms have a shift")])
+@pytest.mark.parametrize(
+    ("family", "why"), [("qwen3", "norms every head's query and key"), ("opt", "norms have a shift")]
+)
 def test_families_that_cannot_be_fused_yet_get_the_program_form(family: str, why: str) -> None:
     config = tiny_model(family, num_layers=4).config
     found = layout("A0 F0 [A1 A2] [F1 F2]", config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 
 import pytest
@@ -54,10 +55,7 @@ def test_one_tensor_is_alive_at_a_time(tmp_path: Path) -> None:
             tensor = torch.randn(1000)
             alive[0] += 1
             most.append(alive[0])
-            storage = tensor.untyped_storage()
-            import weakref
-
-            weakref.finalize(storage, lambda: alive.__setitem__(0, alive[0] - 1))
+            weakref.finalize(tensor, lambda: alive.__setitem__(0, alive[0] - 1))
             return tensor
 
     most: list[int] = []
@@ -76,7 +74,12 @@ def test_progress_adds_up_to_all_bytes(tmp_path: Path) -> None:
 def test_shards_follow_the_limit_and_the_index_is_right(tmp_path: Path) -> None:
     tensors = {f"t{i}": torch.randn(10, i) for i in range(1, 7)}
     shards = split_into_shards([planned(n, t) for n, t in tensors.items()], 250)
-    assert [[tensor.name for tensor in shard] for shard in shards.values()] == [["t1", "t2", "t3"], ["t4"], ["t5"], ["t6"]]
+    assert [[tensor.name for tensor in shard] for shard in shards.values()] == [
+        ["t1", "t2", "t3"],
+        ["t4"],
+        ["t5"],
+        ["t6"],
+    ]
     write_weights(tmp_path, shards, lambda _: None)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == 40 * 21

@@ -1,0 +1,146 @@
+"""The modeling files inside checkpoints: they load where there is no surgeon, and are what a reviewer expects."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import surgeon
+from surgeon.checkpoint.remote_code import FUSED, PROGRAM, SHIPPED
+from surgeon.checkpoint.remote_code import modeling_surgeon_program as shipped
+from surgeon.families import FAMILIES
+from surgeon.program import Program
+from tests.checkpoint.helpers import IDS, logits_of, relative_error, run_export, save_source
+
+WITHOUT_SURGEON = """
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "surgeon":
+            raise ImportError("there is no surgeon here")
+
+sys.meta_path.insert(0, Blocked())
+import torch
+from transformers import AutoModel, AutoModelForCausalLM
+torch.set_num_threads(1)
+ids = torch.load(sys.argv[1])
+found = {}
+for folder in sys.argv[2:]:
+    code = {} if folder.endswith("plain") else {"trust_remote_code": True}
+    model = AutoModelForCausalLM.from_pretrained(folder, **code).eval()
+    with torch.no_grad():
+        logits = model(ids).logits
+        body = AutoModel.from_pretrained(folder, **code).eval()
+        from_body = model.lm_head(body(ids).last_hidden_state)
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    tokens = model.generate(ids, **options)
+    model.save_pretrained(folder + "-again")
+    again = AutoModelForCausalLM.from_pretrained(folder + "-again", **code).eval()
+    uncached = model.generate(ids, use_cache=False, **options)
+    found[folder] = [logits, from_body, again(ids).logits.detach(), tokens, uncached]
+    assert type(model).__module__.startswith("transformers_modules") == bool(code), type(model)
+assert not any(name.partition(".")[0] == "surgeon" for name in sys.modules)
+torch.save(found, sys.argv[1])
+"""
+
+
+def test_every_form_loads_and_generates_where_there_is_no_surgeon(tmp_path: Path) -> None:
+    save_source(tmp_path / "llama", attention_bias=True)
+    programs = {
+        "llama-plain": "A0 F0 A1~A2 F1~F2 A5 F5",
+        "llama-fused": "A0 F0 [A1 A2 A3] [F1 F2 F3] A5 F5",
+        "llama-program": "A0 F0 >[A1 A2] >[F1 F2] {A3/2:0 F3/2:0 | A3/2:1 F3/2:1} A5 F5",
+        "qwen3-plain": "A0 F0 A3 F3",
+        "qwen3-program": "A0 F0 [A1 A2] [F1 F2] A3 F3",
+        "opt-plain": "A0 F0 A3 F3",
+        "opt-program": "A0 F0 >A1 >F1 {A2 F2 | A3 F3}",
+    }
+    for family in ("qwen3", "opt"):
+        save_source(tmp_path / family, family, num_layers=4)
+    for name, program in programs.items():
+        run_export(tmp_path / name.partition("-")[0], tmp_path / name, program)
+    torch.save(IDS, tmp_path / "exchanged.pt")
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    environment |= {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
+    folders = [str(tmp_path / name) for name in programs]
+    command = [sys.executable, "-c", WITHOUT_SURGEON, str(tmp_path / "exchanged.pt"), *folders]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = torch.load(tmp_path / "exchanged.pt")
+    for name, program in programs.items():
+        edited = surgeon.edit(surgeon.load(tmp_path / name.partition("-")[0]), program)
+        expected = logits_of(edited)
+        logits, from_body, again, cached, uncached = found[str(tmp_path / name)]
+        for result in (logits, from_body, again):
+            assert relative_error(result, expected) < 1e-5, name
+        assert torch.equal(cached, uncached), name
+        assert torch.equal(cached, edited.generate(IDS, max_new_tokens=6, do_sample=False, eos_token_id=None)), name
+
+
+@pytest.mark.parametrize("form", list(SHIPPED))
+def test_modeling_files_need_torch_and_transformers_only(form: str) -> None:
+    tree = ast.parse(SHIPPED[form].file.read_text())
+    imported = {
+        (node.module if isinstance(node, ast.ImportFrom) else alias.name).partition(".")[0]  # type: ignore[union-attr]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    }
+    assert imported <= {"torch", "transformers", *sys.stdlib_module_names}
+    assert not any(isinstance(node, ast.ImportFrom) and node.level for node in ast.walk(tree))
+
+
+def test_the_program_form_covers_every_family_as_surgeon_describes_it() -> None:
+    assert set(PROGRAM.names) == set(shipped.FAMILIES) == set(FAMILIES)
+    assert set(FUSED.names) <= set(FAMILIES)
+    for model_type, own in shipped.FAMILIES.items():
+        family = FAMILIES[model_type]
+        assert own.attention == (family.attention.norm, *family.attention.modules)
+        assert own.feed_forward == (family.mlp.norm, *family.mlp.modules)
+        projections = (*family.attention.projections, *family.mlp.projections)
+        assert set(own.outputs) == {p.path.rpartition(".")[2] for p in projections if not p.reads_stream}
+        assert own.dropout == family.dropout
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "A0 F0",
+        "[A1 A2] [F1 F2 F3] >A3 >[F4 F10]",
+        "{A0 F0 | A1/2:0 {F1 | >F2} | [A3 F3]} A12/16:15",
+    ],
+)
+def test_its_parser_reads_what_surgeon_writes(text: str) -> None:
+    def show(nodes: list[object]) -> str:
+        return " ".join(map(show_node, nodes))
+
+    def show_node(node: object) -> str:
+        if isinstance(node, shipped.Fork):
+            return "{" + " | ".join(map(show, node.branches)) + "}"
+        assert isinstance(node, shipped.Step)
+        names = [f"{s.kind}{s.layer}" + (f"/{s.piece[1]}:{s.piece[0]}" if s.piece else "") for s in node.sublayers]
+        return (">" if node.late else "") + (names[0] if len(names) == 1 else f"[{' '.join(names)}]")
+
+    assert show(shipped.parse(text)) == text == str(Program.parse(text))
+
+
+@pytest.mark.parametrize("text", ["A0~A1 F0", "B0", "A0 F0;", "A0 f0"])
+def test_its_parser_refuses_what_it_does_not_know(text: str) -> None:
+    with pytest.raises(ValueError, match="cannot read surgeon_program"):
+        shipped.parse(text)
+
+
+def test_loading_a_changed_modeling_file_does_not_run_it_in_surgeon(tmp_path: Path) -> None:
+    save_source(tmp_path / "source")
+    for name, program in (("fused", "[A0 A1] [F0 F1]"), ("program", ">A0 F0")):
+        run_export(tmp_path / "source", tmp_path / name, program)
+        (file,) = (tmp_path / name).glob("*.py")
+        file.write_text("raise SystemExit('code from the checkpoint was run')")
+        assert logits_of(surgeon.load(tmp_path / name)).isfinite().all()

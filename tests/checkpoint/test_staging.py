@@ -1,0 +1,235 @@
+"""A target appears whole or not at all, whatever ends the run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from surgeon.checkpoint import staging
+from surgeon.checkpoint.staging import MARK, check_space, show_bytes, staged
+from tests.checkpoint.helpers import run_export, save_source, weights_of
+
+DEAD = 2**22 + 1  # above the largest process id
+REPOSITORY = Path(__file__).parents[2]
+
+
+def write_into(target: Path, text: str = "new", overwrite: bool = False) -> None:
+    with staged(target, overwrite) as folder:
+        (folder / "config.json").write_text(text)
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_the_folder_gets_its_name_at_the_end(tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "down" / "target"
+    with staged(target) as folder:
+        assert not target.exists()
+        assert folder.parent == target.parent
+        (folder / "config.json").write_text("new")
+    assert names(target.parent) == {"target"}
+    assert (target / "config.json").read_text() == "new"
+    assert target.stat().st_mode & 0o777 == 0o777 & ~current_umask()
+
+
+def current_umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+@pytest.mark.parametrize("error", [ValueError("wrong"), KeyboardInterrupt(), SystemExit(1), OSError(28, "full")])
+@pytest.mark.parametrize("exists", [False, True])
+def test_whatever_is_raised_leaves_things_as_they_were(tmp_path: Path, error: BaseException, exists: bool) -> None:
+    target = tmp_path / "target"
+    if exists:
+        write_into(target, "old")
+
+    def fails_halfway() -> None:
+        with staged(target, overwrite=True) as folder:
+            (folder / "config.json").write_text("half")
+            raise error
+
+    with pytest.raises(type(error)):
+        fails_halfway()
+    assert names(tmp_path) == ({"target"} if exists else set())
+    if exists:
+        assert (target / "config.json").read_text() == "old"
+
+
+@pytest.mark.parametrize("can_swap", [True, False])
+def test_overwriting_replaces_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_swap: bool) -> None:
+    if not can_swap:
+        monkeypatch.setattr(staging, "_exchange", lambda *_: False)
+    target = tmp_path / "target"
+    write_into(target, "old")
+    (target / "leftover").write_text("gone afterwards")
+    write_into(target, "new", overwrite=True)
+    assert names(tmp_path) == {"target"}
+    assert names(target) == {"config.json"}
+    assert (target / "config.json").read_text() == "new"
+
+
+def test_an_existing_target_is_refused(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    write_into(target, "old")
+    with pytest.raises(FileExistsError, match="choose another name with -o, or pass --overwrite"):
+        write_into(target)
+    assert (target / "config.json").read_text() == "old"
+
+
+def test_a_target_that_appears_meanwhile_is_refused(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+
+    def is_too_late() -> None:
+        with staged(target):
+            target.mkdir()
+            (target / "config.json").write_text("of somebody else")
+
+    with pytest.raises(FileExistsError, match="--overwrite"):
+        is_too_late()
+    assert names(tmp_path) == {"target"}
+    assert (target / "config.json").read_text() == "of somebody else"
+
+
+def test_what_is_no_checkpoint_is_never_replaced(tmp_path: Path) -> None:
+    for name in ("folder", "real"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "thesis.tex").write_text("years of work")
+    (tmp_path / "file").write_text("a file")
+    (tmp_path / "link").symlink_to("real")
+    for name, said in (("folder", "no checkpoint"), ("file", "not a folder"), ("link", "not a folder")):
+        with pytest.raises(FileExistsError, match=said):
+            write_into(tmp_path / name, overwrite=True)
+    assert (tmp_path / "folder" / "thesis.tex").read_text() == "years of work"
+
+
+def test_an_empty_folder_may_be_the_target(tmp_path: Path) -> None:
+    (tmp_path / "target").mkdir()
+    write_into(tmp_path / "target")
+    assert names(tmp_path / "target") == {"config.json"}
+
+
+def test_no_permission_is_said_with_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(PermissionError, match=f"no permission to write in {tmp_path}"), staged(tmp_path / "target"):
+        pass
+
+
+def test_only_dead_runs_are_cleaned_up_after(tmp_path: Path) -> None:
+    dead = tmp_path / f".target.{MARK}-{DEAD}-abc"
+    alive = tmp_path / f".target.{MARK}-{os.getpid()}-abc"
+    other = tmp_path / f".other.{MARK}-{DEAD}-abc"
+    for folder in (dead, alive, other):
+        folder.mkdir()
+        (folder / "half").write_text("half")
+    write_into(tmp_path / "target")
+    assert names(tmp_path) == {"target", alive.name, other.name}
+
+
+def test_a_folder_that_another_machine_still_writes_is_left_alone(tmp_path: Path) -> None:
+    import fcntl
+
+    folder = tmp_path / f".target.{MARK}-{DEAD}-abc"
+    folder.mkdir()
+    handle = os.open(folder, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    write_into(tmp_path / "target")
+    assert folder.exists()
+    os.close(handle)
+
+
+def test_a_target_moved_aside_by_a_run_that_died_comes_back(tmp_path: Path) -> None:
+    write_into(tmp_path / "target", "old")
+    (tmp_path / "target").rename(tmp_path / f".target.{MARK}-{DEAD}-old")
+    staging.remove_stale(tmp_path / "target")
+    assert names(tmp_path) == {"target"}
+    assert (tmp_path / "target" / "config.json").read_text() == "old"
+
+
+def test_space_is_checked_where_the_folder_will_be(tmp_path: Path) -> None:
+    check_space(tmp_path / "not" / "yet", 1000)
+    with pytest.raises(OSError, match=r"too full: 1000000\.0 TB are needed"):
+        check_space(tmp_path / "not" / "yet", 10**18)
+    assert [show_bytes(n) for n in (999, 12_700_000, 3_000_000_000)] == ["999 bytes", "12.7 MB", "3.0 GB"]
+
+
+HALFWAY = """
+import os, signal, sys
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from surgeon.checkpoint import write
+from tests.checkpoint.helpers import run_export
+count = [0]
+right = write._bytes_of
+def stop_halfway(tensor):
+    count[0] += 1
+    if count[0] == 20:
+        print("halfway", flush=True)
+        signal.pause()
+    return right(tensor)
+write._bytes_of = stop_halfway
+run_export(Path(sys.argv[1]), Path(sys.argv[2]), "A0 F0 [A1 A2] [F1 F2]", overwrite=True)
+"""
+
+
+def test_killed_halfway_the_old_target_is_whole_and_the_next_run_cleans_up(tmp_path: Path) -> None:
+    save_source(tmp_path / "source")
+    run_export(tmp_path / "source", tmp_path / "target", "A0 F0 A2 F2")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "target").iterdir()}
+    process = subprocess.Popen(
+        [sys.executable, "-c", HALFWAY, str(tmp_path / "source"), str(tmp_path / "target")],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "halfway\n", process.stderr.read()  # type: ignore[union-attr]
+    process.kill()
+    process.communicate(timeout=60)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "target").iterdir()} == before
+    assert len(names(tmp_path)) == 3  # the partial folder is still there
+    run_export(tmp_path / "source", tmp_path / "target", "A0 F0 A4 F4", overwrite=True)
+    assert names(tmp_path) == {"source", "target"}
+    assert len(weights_of(tmp_path / "target")) == 21
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one megabyte."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = shutil.which("mount")
+    if (
+        mount is None
+        or subprocess.run([mount, "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], check=False).returncode
+    ):
+        pytest.skip("needs the right to mount a small disk")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_real_disk_that_fills_up(tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_source(tmp_path / "large", vocab_size=9000)  # over 1 MB of embeddings
+    save_source(tmp_path / "small")
+    run_export(tmp_path / "small", small_disk / "target", "A0 F0 A2 F2")
+    before = {path.name: path.read_bytes() for path in (small_disk / "target").iterdir()}
+    with pytest.raises(OSError, match="too full"):
+        run_export(tmp_path / "large", small_disk / "target", "A0 F0 A2 F2", overwrite=True)
+    monkeypatch.setattr("surgeon.checkpoint.export.check_space", lambda *_: None)
+    with pytest.raises(OSError, match="filled up"):
+        run_export(tmp_path / "large", small_disk / "target", "A0 F0 A2 F2", overwrite=True)
+    assert names(small_disk) == {"target"}
+    assert {path.name: path.read_bytes() for path in (small_disk / "target").iterdir()} == before

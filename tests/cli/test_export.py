@@ -1,0 +1,137 @@
+"""`surgeon export` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import surgeon
+from surgeon.cli.app import main
+from tests.models import VOCABULARY
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run a command line; returns exit code, standard output and standard error."""
+
+    def run_main(*arguments: object) -> tuple[int, str, str]:
+        code = main(["export", *map(str, arguments)])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run_main
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, tiny_checkpoint: Path) -> Callable[[str], Path]:
+    """A factory of recipes for the tiny checkpoint: `recipe("- prune: {layers: '1:2'}")`."""
+
+    def write(operations: str, model: str = str(tiny_checkpoint)) -> Path:
+        path = tmp_path / "recipe.yaml"
+        path.write_text(f"surgeon: 1\nmodel: {model}\noperations:\n  {operations}\n")
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("operations", "form", "program", "said"),
+    [
+        ("- prune: {layers: '1:2'}", "plain", "A0 F0 A2 F2 A3 F3", "which any software loads"),
+        ("- pair: {layers: '1:3'}", "fused", "A0 F0 [A1 A2] [F1 F2] A3 F3", "vLLM"),
+        ("- ladder: {layers: '2:4'}", "program", "A0 F0 A1 F1 >A2 >F2 >A3 >F3", "because the step >A2 is late"),
+    ],
+)
+def test_it_says_which_form_and_why(
+    run: Run, recipe: Callable[[str], Path], tmp_path: Path, operations: str, form: str, program: str, said: str
+) -> None:
+    written = recipe(operations)
+    code, out, err = run(written, "-o", tmp_path / "out")
+    assert (code, out) == (0, f"{tmp_path / 'out'}\n")
+    assert err.startswith(f"{form} form: ")
+    assert said in err
+    assert "Proof: on 128 random tokens" in err
+    report = json.loads((tmp_path / "out" / "surgeon.json").read_text())
+    assert (report["form"], report["program"]) == (form, program)
+    assert report["recipe"] == written.read_text()
+    ids = torch.randint(2, VOCABULARY, (1, 7))
+    assert surgeon.load(tmp_path / "out")(ids).logits.isfinite().all()
+
+
+def test_form_dtype_and_model_can_be_given(
+    run: Run, recipe: Callable[..., Path], tmp_path: Path, tiny_checkpoint: Path
+) -> None:
+    path = recipe("- prune: {layers: '1:2'}", model="no/such-model")
+    options = ("--model", tiny_checkpoint, "--form", "program", "--dtype", "bfloat16")
+    code, _, err = run(path, "-o", tmp_path / "out", *options)
+    assert code == 0
+    assert "once computed weights are rounded to bfloat16" in err
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["dtype"], config["surgeon_program"]) == ("bfloat16", "A0 F0 A1 F1 A2 F2")
+
+
+@pytest.mark.parametrize(
+    ("operations", "options", "said"),
+    [
+        (
+            "- prune: {layers: '3:9'}",
+            (),
+            "recipe.yaml:4: prune: layers 3:9 are out of range: the model's layers are 0:4",
+        ),
+        ("- prune: {layer: '3:4'}", (), "prune needs layers"),
+        ("- ladder: {layers: '0:4'}", ("--form", "fused"), "cannot be written in the fused form"),
+        ("- prune: {layers: '1:2'}", ("--model", "/no/such/folder"), "there is no model folder /no/such/folder"),
+        ("- prune: {layers: '1:2'}", ("--form", "fuse"), "is not one of 'auto', 'plain', 'fused', 'program'"),
+    ],
+)
+def test_mistakes_get_one_line_and_write_nothing(
+    run: Run, recipe: Callable[[str], Path], tmp_path: Path, operations: str, options: tuple[str, ...], said: str
+) -> None:
+    code, out, err = run(recipe(operations), "-o", tmp_path / "out", *options)
+    assert code != 0
+    assert out == ""
+    assert said in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_existing_target_is_refused_before_anything_is_read(
+    run: Run, recipe: Callable[[str], Path], tmp_path: Path
+) -> None:
+    path = recipe("- prune: {layers: '1:2'}")
+    assert run(path, "-o", tmp_path / "out")[0] == 0
+    before = (tmp_path / "out" / "config.json").read_bytes()
+    code, _, err = run(path, "-o", tmp_path / "out", "--model", "/no/such/folder")
+    assert code == 1
+    assert "pass --overwrite" in err
+    assert (tmp_path / "out" / "config.json").read_bytes() == before
+    assert run(recipe("- prune: {layers: '1:3'}"), "-o", tmp_path / "out", "--overwrite")[0] == 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["num_hidden_layers"] == 2
+
+
+def test_damaged_models_are_said_in_one_line(
+    run: Run, recipe: Callable[[str], Path], tmp_path: Path, tiny_checkpoint: Path
+) -> None:
+    path = recipe("- prune: {layers: '1:2'}")
+    weights = tiny_checkpoint / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    code, _, err = run(path, "-o", tmp_path / "out")
+    assert (code, err.count("\n")) == (1, 1)
+    assert "truncated" in err
+    (tiny_checkpoint / "config.json").unlink()
+    code, _, err = run(path, "-o", tmp_path / "out")
+    assert (code, err.count("\n")) == (1, 1)
+    assert "has no config.json" in err
+
+
+def test_help_says_how_layers_count(run: Run) -> None:
+    code, out, _ = run("--help")
+    assert code == 0
+    assert "Layers count from 0" in out
+    assert "plain: an ordinary checkpoint" in " ".join(out.split())
