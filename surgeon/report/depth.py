@@ -65,8 +65,14 @@ def _draw_panel(
         label="best",
         zorder=3,
     )
-    axes.set(xlabel="effective depth (layers)", xticks=depths, xlim=(max(depths) + 0.6, depth - 0.9))
-    axes.set_ylim(*_useful_range(on_the_way, [getattr(trial.measured, name) for trial in trials]))
+    axes.set(xlabel="effective depth (layers)", xticks=depths, xlim=(max(depths) + 0.6, depth - 0.6))
+    values = [getattr(trial.measured, name) for trial in trials]
+    low, high = _useful_range(on_the_way, values)
+    axes.set_ylim(low, high)
+    beyond = sum(value > high for value in values)
+    if beyond:
+        axes.text(0.99, 0.98, f"{beyond} of {len(values)} trials lie above", ha="right", va="top", fontsize=8,
+                  color="#666666", transform=axes.transAxes)  # fmt: skip
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
 
@@ -74,12 +80,12 @@ def _draw_panel(
 def _spread(trials: Sequence[Any]) -> dict[int, float]:
     """A sideways shift for each trial, in the order they ran, so that points do not hide each other."""
     count = max(1, len(trials) - 1)
-    return {trial.number: 0.15 - 0.75 * place / count for place, trial in enumerate(trials)}
+    return {trial.number: 0.3 - 0.6 * place / count for place, trial in enumerate(trials)}
 
 
 def _useful_range(profile: Sequence[float], trials: Sequence[float]) -> tuple[float, float]:
-    """Limits that show the profile and all but the worst trials, which would squeeze everything else."""
-    shown = [*profile, *sorted(trials)[: max(1, round(0.9 * len(trials)))]]
-    low, high = min(shown), max(shown)
-    room = 0.06 * (high - low) or 0.01
+    """Limits that show the profile and the better half of the trials well; a few poor ones would squeeze the rest."""
+    low, middle = min([*profile, *trials]), sorted(trials)[len(trials) // 2]
+    high = max([*profile, low + 2 * (middle - low)])
+    room = 0.08 * (high - low) or 0.01
     return low - room, high + room

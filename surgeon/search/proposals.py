@@ -24,23 +24,28 @@ def first_proposals(damage: Sequence[float], num_layers: int, count: int, limit:
     return [windows[0], additive, *windows[1:]][:limit]
 
 
-def neighbour(pairs: Pairs, num_layers: int, tried: Collection[Pairs], seed: int) -> Pairs | None:
-    """An untried choice with one, two, ... of the pairs moved to free places; None if there is no untried one near."""
+def neighbour(pairs: Pairs, damage: Sequence[float], tried: Collection[Pairs], seed: int) -> Pairs | None:
+    """An untried choice with one, two, ... of the pairs moved to free places; None if there is no untried one near.
+
+    Args:
+        damage: of each pair alone; places of little damage are taken more often.
+    """
     dice = random.Random(seed)
     for moved in range(1, len(pairs) + 1):
         for _ in range(30):
-            found = _move(pairs, num_layers, moved, dice)
+            found = _move(pairs, damage, moved, dice)
             if found is not None and found not in tried:
                 return found
     return None
 
 
-def _move(pairs: Pairs, num_layers: int, moved: int, dice: random.Random) -> Pairs | None:
+def _move(pairs: Pairs, damage: Sequence[float], moved: int, dice: random.Random) -> Pairs | None:
     """The choice with so many pairs taken out at random and put back at random; None if one finds no place."""
     kept = dice.sample(pairs, len(pairs) - moved)
     for _ in range(moved):
-        free = [first for first in range(num_layers - 1) if all(abs(first - other) > 1 for other in kept)]
+        free = [first for first in range(len(damage)) if all(abs(first - other) > 1 for other in kept)]
         if not free:
             return None
-        kept.append(dice.choice(free))
+        floor = max(min(damage), 1e-9)  # measured damage can be 0
+        kept += dice.choices(free, [1 / max(damage[first], floor) for first in free])
     return tuple(sorted(kept))

@@ -126,7 +126,7 @@ class PairStudy:
         if done < len(first):
             return self._ask_for(*first[done])
         tried = {trial.pairs for trial in self.finished()}
-        near = proposals.neighbour(self.best().pairs, self.num_layers, tried, seed)
+        near = proposals.neighbour(self.best().pairs, self.pair_damage(), tried, seed)
         if near is not None and done % 2:
             return self._ask_for(proposals.NEIGHBOUR, near)
         self.study.sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True)

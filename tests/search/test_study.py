@@ -92,9 +92,9 @@ def test_the_profile_goes_from_dense_down_to_the_budget(tmp_path: Path) -> None:
 
 def test_neighbours_are_other_feasible_choices() -> None:
     for seed in range(30):
-        found = neighbour((1, 3, 6), LAYERS, {(1, 3, 6), (1, 3, 7)}, seed)
+        found = neighbour((1, 3, 6), [0.1] * (LAYERS - 1), {(1, 3, 6), (1, 3, 7)}, seed)
         assert found is not None
         assert found not in {(1, 3, 6), (1, 3, 7)}
         assert len(found) == 3
         assert all(b - a > 1 for a, b in pairwise(found))
-    assert neighbour((0,), 2, {(0,)}, 0) is None
+    assert neighbour((0,), [0.0], {(0,)}, 0) is None
