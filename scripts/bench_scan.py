@@ -202,7 +202,7 @@ def main() -> None:
     parser.add_argument("--data", default="demo")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--window", type=int, default=256)
-    parser.add_argument("--batch", type=int, default=16, help="windows at once, both ways")
+    parser.add_argument("--batch", type=int, default=8, help="windows at once, both ways")
     parser.add_argument("--operation", action="append", choices=list(SCANNED))
     parser.add_argument("--threads", type=int)
     parser.add_argument("--memory", action="append", help="limits to try; default: 512MB 640MB 1GB")

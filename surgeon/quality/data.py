@@ -74,6 +74,8 @@ def load_windows(
         raise ValueError(
             f"tokens must be at least one window of {window}, not {tokens}; raise --tokens or lower --window"
         )
+    if separator == "":
+        raise ValueError("the separator is empty; give the text between documents, such as --separator '<|endoftext|>'")
     documents = chain.from_iterable(_split(text, separator) for text in _texts(data, separator))
     wanted = tokens // window * window
     apart = separator is not None or data == DEMO

@@ -21,6 +21,7 @@ from surgeon.families import family_of
 # A block of logits stays in a CPU's cache: computing 4,096 tokens at once took 1.7 times as long.
 BLOCK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 LEAST_ROWS = 128
+_VOCABULARY_PART = 16384
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class OutputHead:
 
     def working_bytes(self, tokens: int) -> int:
         """The most memory that measuring this many tokens takes, beside the stream and what a `Reference` holds."""
-        blocks = 3 * self.rows(tokens) * len(self.weight) * 4  # logits, log-probabilities, probabilities
+        blocks = 4 * self.rows(tokens) * len(self.weight) * 4  # logits, log-probabilities, probabilities, their product
         normed = 3 * tokens * self.weight.shape[1] * max(4, self.weight.element_size())
         return blocks + normed
 
@@ -89,12 +90,14 @@ class OutputHead:
             input_ids: (windows, tokens).
         """
         hidden, targets = self._hidden(stream), _targets(input_ids)
-        nll, expected, constant = hidden.new_empty(len(hidden), dtype=torch.float32), torch.empty_like(hidden), []
+        nll, constant = hidden.new_empty(len(hidden), dtype=torch.float32), []
+        expected = torch.empty_like(hidden, dtype=torch.float32)
         for rows in self._blocks(len(hidden)):
             log_p = functional.log_softmax(self._logits(hidden[rows]), dim=-1)
             nll[rows] = -log_p.gather(-1, targets[rows, None])[:, 0]
             p = log_p.exp()
-            expected[rows] = (p.to(self.weight.dtype) @ self.weight).to(expected.dtype)
+            p /= p.sum(-1, keepdim=True)  # it is off by 1e-7 on average, which times the logits biases the divergence
+            expected[rows] = self._expected(p)
             entropy = -(p * log_p).sum(-1)
             constant.append(-entropy if self.bias is None else -entropy - p @ self.bias.float())
         mean = _window_means(nll, len(input_ids))
@@ -112,7 +115,7 @@ class OutputHead:
             nll[rows] = functional.cross_entropy(logits, targets[rows], reduction="none")
             target_logit[rows] = logits.gather(-1, targets[rows, None])[:, 0]
         log_normaliser = nll + target_logit
-        divergence = reference.constant - (hidden.float() * reference.expected.float()).sum(-1) + log_normaliser
+        divergence = reference.constant - (hidden.float() * reference.expected).sum(-1) + log_normaliser
         windows = len(reference.input_ids)
         return Quality(_window_means(nll, windows), _window_means(divergence, windows))
 
@@ -123,6 +126,13 @@ class OutputHead:
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return functional.linear(hidden, self.weight, self.bias).float()
+
+    def _expected(self, p: Tensor) -> Tensor:
+        """The head's rows averaged by probabilities, in float32; other weights are converted a part at a time."""
+        if self.weight.dtype == torch.float32:
+            return p @ self.weight
+        parts = zip(p.split(_VOCABULARY_PART, dim=-1), self.weight.split(_VOCABULARY_PART), strict=True)
+        return torch.stack([part @ weight.float() for part, weight in parts]).sum(0)
 
     def _blocks(self, tokens: int) -> Iterator[slice]:
         rows = self.rows(tokens)

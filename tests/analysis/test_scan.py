@@ -1,0 +1,281 @@
+"""A scan's numbers against a plain loop, and that it ends the same whatever happens on the way."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from torch.nn import functional
+
+import surgeon
+from surgeon.analysis import scan as scan_module
+from surgeon.analysis.cells import SCANNED, scan_cells
+from surgeon.analysis.journal import JOURNAL
+from surgeon.analysis.measure import measure
+from surgeon.analysis.scan import COLUMNS, Scan, scan
+from surgeon.operations import permutation
+from surgeon.program import Program
+from surgeon.quality.data import Windows
+from tests.models import VOCABULARY, save_checkpoint, tiny_model
+from tests.reference import Reference
+
+LAYERS = 4
+WINDOWS, TOKENS = 5, 12
+
+
+@pytest.fixture
+def windows() -> Windows:
+    ids = torch.randint(VOCABULARY, (WINDOWS, TOKENS), generator=torch.Generator().manual_seed(5))
+    return Windows(ids, "random", "digest")
+
+
+def run(folder: Path, windows: Windows, model: Any = None, operations: list[str] | None = None, **options: Any) -> Scan:
+    options = {"weights_hash": "weights"} | options
+    model = model or tiny_model("llama", LAYERS)
+    return scan(model, windows, folder, operations or list(SCANNED), **options)
+
+
+def plain_loop(model: Any, ids: torch.Tensor, program: Program) -> tuple[float, float]:
+    """Perplexity and divergence from the full logits of an edited model."""
+    with torch.no_grad():
+        original = model(input_ids=ids, use_cache=False).logits[:, :-1]
+        if program.nodes:
+            surgeon.edit(model, program)
+            changed = model(input_ids=ids, use_cache=False).logits[:, :-1]
+            surgeon.restore(model)
+        else:
+            reference = Reference(model)
+            changed = reference.logits(reference.embed(ids))[:, :-1]
+    nll = functional.cross_entropy(changed.flatten(0, 1), ids[:, 1:].flatten())
+    q, p = (logits.flatten(0, 1).log_softmax(-1) for logits in (changed, original))
+    kl = functional.kl_div(q, p, reduction="batchmean", log_target=True)
+    return math.exp(float(nll)), float(kl)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "opt"])
+def test_a_scan_equals_a_plain_loop(family: str, windows: Windows, tmp_path: Path) -> None:
+    model = tiny_model(family, LAYERS)
+    result = run(tmp_path, windows, model, seed=3)
+    cells = scan_cells(list(SCANNED), LAYERS, seed=3)
+    assert len(result.table) == len(cells) == 50
+    for row, cell in zip(result.table.itertuples(index=False), cells, strict=True):
+        assert (row.operation, row.first, row.last) == (cell.operation, cell.first, cell.last)
+        perplexity, divergence = plain_loop(model, windows.ids, cell.program)
+        assert row.perplexity == pytest.approx(perplexity, rel=1e-5), cell
+        assert row.divergence == pytest.approx(divergence, rel=1e-5, abs=2e-6), cell
+    assert result.base_perplexity == pytest.approx(plain_loop(model, windows.ids, Program.dense(LAYERS))[0], rel=1e-5)
+    assert isinstance(surgeon.model.decoder_layers(model), torch.nn.ModuleList), "the model is left as it was"
+
+
+def test_what_is_written(windows: Windows, tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "folder"
+    result = run(folder, windows, seed=7, record={"model": "tiny"})
+    table = pd.read_csv(folder / "cells.csv")
+    assert list(table.columns) == COLUMNS == "operation,first,last,perplexity,divergence,tokens,sublayers_run".split(",")
+    assert (table["tokens"] == WINDOWS * (TOKENS - 1)).all()
+    record = json.loads((folder / "scan.json").read_text())
+    assert record["model"] == "tiny"
+    assert record["base_perplexity"] == result.base_perplexity
+    ran, loop = record["sublayers_run"], record["sublayers_of_a_loop"]
+    assert ran["base"] + table["sublayers_run"].sum() == ran["total"] < loop["total"]
+    assert loop["prune"] == sum(2 * (LAYERS - (row.last - row.first + 1)) for row in table.itertuples()) / len(SCANNED)
+    assert record["permutations"]["0:4"] == " ".join(map(str, permutation(range(4), 7)))
+    assert not list(folder.glob(".*")), "nothing half-written is left"
+
+
+def test_the_count_of_sublayers_is_what_ran(windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama", LAYERS)
+    calls = []
+    for layer in model.model.layers:
+        for module in (layer.self_attn, layer.mlp):
+            module.register_forward_hook(lambda *_: calls.append(1))
+    result = run(tmp_path, windows, model, ["prune", "shuffle", "parallel", "2-parallel"])
+    assert len(calls) == result.record["sublayers_run"]["total"]
+
+
+@pytest.mark.parametrize("batch", [1, 2, 4])
+def test_windows_in_parts_give_the_same_numbers(batch: int, windows: Windows, tmp_path: Path) -> None:
+    whole, parts = run(tmp_path / "whole", windows).table, run(tmp_path / "parts", windows, batch=batch).table
+    pd.testing.assert_frame_equal(whole, parts, rtol=1e-6, atol=1e-6)
+
+
+class Stopped(Exception):
+    pass
+
+
+def stopping(after: int) -> Any:
+    def stop(*arguments: Any, **options: Any) -> Iterator[Any]:
+        for count, measured in enumerate(measure(*arguments, **options)):
+            if count == after:
+                raise Stopped
+            yield measured
+
+    return stop
+
+
+@pytest.mark.parametrize("stops", [[0], [1], [17], [40, 10, 3], [30, 30, 30, 30, 30]])
+def test_interrupted_and_resumed(
+    stops: list[int], windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path / "at-once", windows, batch=2)
+    for after in stops:
+        monkeypatch.setattr(scan_module, "measure", stopping(after))
+        with pytest.raises(Stopped):
+            run(tmp_path / "stopped", windows, batch=2)
+        monkeypatch.undo()
+        with (tmp_path / "stopped" / JOURNAL).open("a") as journal:
+            journal.write('{"program":"A0 F0","sta')  # a kill while a line is written
+    result = run(tmp_path / "stopped", windows, batch=2)
+    for name in ("cells.csv", "scan.json"):
+        assert (tmp_path / "at-once" / name).read_bytes() == (tmp_path / "stopped" / name).read_bytes()
+    assert len(result.table) == 50
+
+
+def test_a_finished_scan_runs_nothing_again(windows: Windows, tmp_path: Path) -> None:
+    run(tmp_path, windows)
+    before = (tmp_path / "cells.csv").read_bytes(), (tmp_path / JOURNAL).read_bytes()
+    model = tiny_model("llama", LAYERS)
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda *_: pytest.fail("a layer ran"))
+        layer.mlp.register_forward_hook(lambda *_: pytest.fail("a layer ran"))
+    run(tmp_path, windows, model)
+    assert before == ((tmp_path / "cells.csv").read_bytes(), (tmp_path / JOURNAL).read_bytes())
+
+
+def test_operations_can_be_added_to_a_folder(windows: Windows, tmp_path: Path) -> None:
+    run(tmp_path / "both", windows, operations=["prune", "parallel"])
+    run(tmp_path / "one-by-one", windows, operations=["parallel"])
+    run(tmp_path / "one-by-one", windows, operations=["prune"])
+    both, added = (pd.read_csv(tmp_path / name / "cells.csv") for name in ("both", "one-by-one"))
+    pd.testing.assert_frame_equal(both, added, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weights_hash": "other"}, "another model .*weights, now other"),
+        ({"seed": 1}, "another seed: 0, now 1"),
+        ({"windows": Windows(torch.zeros(WINDOWS, TOKENS, dtype=torch.long), "", "else")}, "another text .*digest, now else"),
+    ],
+)
+def test_a_folder_of_another_scan_is_refused(
+    change: dict[str, Any], message: str, windows: Windows, tmp_path: Path
+) -> None:
+    run(tmp_path, windows, operations=["prune"])
+    before = (tmp_path / "cells.csv").read_bytes()
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path, **({"windows": windows} | change))
+    assert (tmp_path / "cells.csv").read_bytes() == before
+
+
+def test_a_damaged_journal_is_said_to_be(windows: Windows, tmp_path: Path) -> None:
+    run(tmp_path, windows, operations=["prune"])
+    journal = tmp_path / JOURNAL
+    lines = journal.read_text().splitlines()
+    journal.write_text("\n".join([*lines[:3], "not json", *lines[3:]]) + "\n")
+    with pytest.raises(ValueError, match="damaged in line 4; delete the file to begin again"):
+        run(tmp_path, windows)
+
+
+def test_two_scans_do_not_write_to_one_folder(windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def second(*_: Any, **__: Any) -> Any:
+        monkeypatch.undo()
+        with pytest.raises(OSError, match="another scan is writing"):
+            run(tmp_path, windows)
+        raise Stopped
+
+    monkeypatch.setattr(scan_module, "measure", second)
+    with pytest.raises(Stopped):
+        run(tmp_path, windows)
+
+
+def test_an_output_folder_that_is_a_file(windows: Windows, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        run(tmp_path / "file", windows)
+
+
+def test_a_cell_that_overflows_is_infinite(windows: Windows, tmp_path: Path) -> None:
+    model = tiny_model("llama", LAYERS)
+    with torch.no_grad():
+        # Layer 0 makes the stream huge and layer 1 takes it back, so that only programs without layer 1 overflow.
+        model.model.layers[2].mlp.down_proj.weight.fill_(1e38)
+        model.model.layers[2].mlp.down_proj.weight *= 10
+    with pytest.raises(ValueError, match="NaN or infinity appears first in F2; check that layer's weights"):
+        run(tmp_path / "base", windows, model)
+    table = pd.DataFrame({"nll": [math.nan], "kl": [math.nan]})
+    assert scan_module.perplexity(table["nll"].to_numpy()) == math.inf
+    assert scan_module.mean_divergence(table["kl"].to_numpy()) == math.inf
+
+
+def test_a_late_overflow_is_recorded(windows: Windows, tmp_path: Path) -> None:
+    model = tiny_model("llama", LAYERS)
+
+    def explode(module: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        # Anything that is not layer 3 on the unedited stream gives infinity, as a 16-bit overflow does.
+        stream = inputs[0]
+        expected.append(stream.clone()) if not expected else None
+        return output if torch.equal(stream, expected[0]) else output * math.inf
+
+    expected: list[torch.Tensor] = []
+    model.model.layers[3].mlp.register_forward_hook(explode)
+    result = run(tmp_path, windows, model, ["prune"])
+    table = result.table.set_index(["first", "last"])
+    assert math.isfinite(result.base_perplexity)
+    assert table.loc[(1, 1), "perplexity"] == math.inf == table.loc[(1, 1), "divergence"]
+    assert math.isfinite(table.loc[(3, 3), "perplexity"])
+    assert pd.read_csv(tmp_path / "cells.csv").set_index(["first", "last"]).loc[(1, 1), "perplexity"] == math.inf
+    run(tmp_path, windows, model, ["prune"])  # and is not measured again for being no number
+
+
+def test_an_edited_model_is_refused(windows: Windows, tmp_path: Path) -> None:
+    model = surgeon.edit(tiny_model("llama", LAYERS), "A0 F0 [A1 A2] [F1 F2] A3 F3")
+    with pytest.raises(ValueError, match="edited program"):
+        run(tmp_path, windows, model)
+
+
+KILLED = """
+import sys, time
+from surgeon.analysis import journal
+slow = journal.Journal.add
+def add(self, measured):
+    slow(self, measured)
+    time.sleep(0.02)
+journal.Journal.add = add
+from surgeon.cli.app import main
+raise SystemExit(main(sys.argv[1:]))
+"""
+
+
+def test_killed_and_started_again(tmp_path: Path, tiny_text: Path) -> None:
+    model = save_checkpoint(tmp_path / "model", num_layers=3)
+    arguments = ["scan", str(model), "--data", str(tiny_text), "--window", "16", "--tokens", "128", "--batch", "2"]
+    command = [sys.executable, "-c", KILLED, *arguments]
+    environment = os.environ | {"PYTHONPATH": str(Path(surgeon.__file__).parents[1])}
+    folder = tmp_path / "killed"
+    child = subprocess.Popen([*command, "-o", str(folder)], env=environment, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not (folder / JOURNAL).exists() or (folder / JOURNAL).read_bytes().count(b"\n") < 20:
+        assert child.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    assert not (folder / "cells.csv").exists()
+    whole = subprocess.run([*command, "-o", str(folder)], env=environment, capture_output=True, text=True, check=True)
+    assert "sublayers run" in whole.stdout
+    from surgeon.cli.app import main
+
+    assert main([*arguments, "-o", str(tmp_path / "whole")]) == 0
+    assert (folder / "cells.csv").read_bytes() == (tmp_path / "whole" / "cells.csv").read_bytes()

@@ -1,0 +1,73 @@
+"""Quality numbers against cross_entropy and kl_div over full logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from surgeon.quality import head as head_module
+from surgeon.quality.head import OutputHead
+from tests.models import HIDDEN, VOCABULARY, tiny_model
+
+
+@pytest.fixture(params=["llama", "opt", "biased head"])
+def model(request: pytest.FixtureRequest) -> Any:
+    if request.param != "biased head":
+        return tiny_model(request.param, num_layers=1)
+    model = tiny_model("llama", num_layers=1)
+    model.lm_head = torch.nn.Linear(HIDDEN, VOCABULARY)
+    torch.nn.init.normal_(model.lm_head.bias)
+    return model
+
+
+def logits(model: Any, stream: torch.Tensor) -> torch.Tensor:
+    head = OutputHead(model)
+    return (model.lm_head(head.norm(stream)))[:, :-1].detach()
+
+
+@pytest.mark.parametrize("block", [1, 7, 1000])
+def test_quality_equals_full_logits(model: Any, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head_module, "BLOCK_BYTES", {"cpu": block * 4 * VOCABULARY})
+    monkeypatch.setattr(head_module, "LEAST_ROWS", 1)
+    ids = torch.randint(VOCABULARY, (3, 9))
+    original, changed = torch.randn(3, 9, HIDDEN), torch.randn(3, 9, HIDDEN)
+    head = OutputHead(model)
+    reference = head.reference(original, ids)
+    quality = head.compare(changed, reference)
+    log_p, log_q = (logits(model, stream).log_softmax(-1) for stream in (original, changed))
+    for window in range(3):
+        nll = functional.cross_entropy(logits(model, changed)[window], ids[window, 1:])
+        kl = functional.kl_div(log_q[window], log_p[window], reduction="batchmean", log_target=True)
+        base = functional.cross_entropy(logits(model, original)[window], ids[window, 1:])
+        assert float(quality.nll[window]) == pytest.approx(float(nll), rel=1e-5)
+        assert float(quality.divergence[window]) == pytest.approx(float(kl), rel=1e-4)
+        assert float(reference.quality.nll[window]) == pytest.approx(float(base), rel=1e-5)
+    assert not reference.quality.divergence.any()
+
+
+def test_the_original_diverges_from_itself_by_rounding_only(model: Any) -> None:
+    ids, stream = torch.randint(VOCABULARY, (2, 30)), torch.randn(2, 30, HIDDEN)
+    head = OutputHead(model)
+    assert head.compare(stream, head.reference(stream, ids)).divergence.abs().max() < 1e-6
+
+
+def test_sixteen_bit_weights_keep_float32_numbers() -> None:
+    model = tiny_model("llama", num_layers=1).to(torch.bfloat16)
+    ids = torch.randint(VOCABULARY, (2, 9))
+    original, changed = torch.randn(2, 2, 9, HIDDEN, dtype=torch.bfloat16)
+    head = OutputHead(model)
+    quality = head.compare(changed, head.reference(original, ids))
+    log_p, log_q = (logits(model, stream).float().log_softmax(-1) for stream in (original, changed))
+    kl = (log_p.exp() * (log_p - log_q)).sum(-1).mean(-1)
+    torch.testing.assert_close(quality.divergence.float(), kl, rtol=0.03, atol=0.03)
+    assert quality.nll.dtype == torch.float64
+
+
+def test_a_head_that_is_not_linear_is_refused() -> None:
+    model = tiny_model("llama", num_layers=1)
+    model.lm_head = torch.nn.Sequential(model.lm_head, torch.nn.Tanh())
+    with pytest.raises(ValueError, match="Sequential"):
+        OutputHead(model)
