@@ -70,7 +70,7 @@ install_project() {
 }
 
 prepare_environment() {
-    { : <&0; } 2>/dev/null || exec </dev/null # a closed standard input becomes an empty one
+    { : 3<&0; } 2>/dev/null || exec </dev/null # a closed standard input becomes an empty one
     if is_ready; then return; fi
     # Two first calls at the same time would make the same environment: the second one waits for the first.
     exec 9<"$project/pyproject.toml"
