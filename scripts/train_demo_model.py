@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -122,8 +123,6 @@ def save_state(path: Path, step: int, model: LlamaForCausalLM, optimizer: torch.
 
 
 def load_state(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.AdamW) -> int:
-    from safetensors import safe_open
-
     with safe_open(path, framework="pt") as file:
         step = int(file.metadata()["step"])
     tensors = load_file(path)
@@ -136,7 +135,7 @@ def load_state(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.AdamW
 
 @torch.no_grad()
 def held_out_perplexity(model: LlamaForCausalLM, stream: torch.Tensor) -> float:
-    """exp of the mean negative log-likelihood per predicted token over windows of CONTEXT tokens."""
+    """Exp of the mean negative log-likelihood per predicted token over windows of CONTEXT tokens."""
     windows = stream[: len(stream) // CONTEXT * CONTEXT].view(-1, CONTEXT)
     losses = [model(input_ids=chunk, labels=chunk).loss.item() * len(chunk) for chunk in windows.split(BATCH)]
     return math.exp(sum(losses) / len(windows))
@@ -164,10 +163,10 @@ def train(args: argparse.Namespace, model: LlamaForCausalLM, stream: torch.Tenso
             progress.update(task, advance=1, description=f"loss {loss.item():.3f}")
             if (step + 1) % 100 == 0:
                 save_state(state, step + 1, model, optimizer)
-                sample = held_out[: 32 * CONTEXT]
+                perplexity = held_out_perplexity(model, held_out[: 32 * CONTEXT])
                 progress.console.print(
-                    f"step {step + 1}: loss {loss.item():.3f}, held-out perplexity {held_out_perplexity(model, sample):.2f}"
-                    f" (32 windows), {time.monotonic() - begun:.0f} s"
+                    f"step {step + 1}: loss {loss.item():.3f}, held-out perplexity {perplexity:.2f} (32 windows), "
+                    f"{time.monotonic() - begun:.0f} s"
                 )
     return time.monotonic() - begun
 

@@ -1,0 +1,32 @@
+"""`surgeon demo` from end to end, on a few tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from surgeon.cli.app import main
+from surgeon.recipe import read_recipe
+
+
+def test_the_whole_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "demo"
+    assert main(["demo", "-o", str(output), "--tokens", "512", "--trials", "3"]) == 0
+    captured = capsys.readouterr()
+    rows = {line.split("  ")[0]: line.split() for line in captured.out.splitlines()}
+    dense, pairs, ladder = (
+        next(rows[name] for name in rows if name.startswith(start)) for start in ("dense", "LP", "ladder")
+    )
+    assert dense[1] == "16"
+    assert dense[3:5] == ["0.0000", "32"]
+    assert "12" in pairs
+    assert "24" in pairs
+    assert ladder[2] == "16"
+    for line in captured.out.splitlines():
+        assert len(line) <= 80 or str(output) in line  # pytest's folders have long names
+    for picture in ("scan/heatmap-prune.png", "search/quality-against-depth.png"):
+        assert (output / picture).exists()
+        assert str(output / picture) in captured.out
+    assert read_recipe(output / "search" / "recipe.yaml").program(16).effective_depth() == 12
+    assert "$ surgeon scan demo" in captured.err
