@@ -8,18 +8,27 @@ import select
 import sys
 import traceback
 import warnings
-from importlib import import_module
-from importlib.util import find_spec
 from itertools import pairwise
 from typing import Annotated, Any
 
 import typer
 
 from surgeon import __version__
+from surgeon.cli.demo import demo
+from surgeon.cli.export import export
 from surgeon.cli.failures import CLOSED_PIPE, INTERRUPTED, explain
+from surgeon.cli.generate import generate
+from surgeon.cli.scan import scan
+from surgeon.cli.search import search
 
-COMMANDS = ("scan", "search", "export", "generate", "demo")
-
+# In the order in which they are used. These modules are light: what a command needs, it imports when it runs.
+COMMANDS = (
+    (scan, "Measure what every stretch of layers tolerates; draw heatmaps."),
+    (search, "Find the best layers to run in pairs, for a wanted depth."),
+    (export, "Write the changed model as a checkpoint."),
+    (generate, "Continue a text, on one or several ranks."),
+    (demo, "All of this on a small model that ships with surgeon."),
+)
 DEBUG_FLAG = "--debug"
 NOTE = (
     "Layers count from 0; ranges are Python slices: 4:30 is layers 4 to 29. With --debug, before or after the "
@@ -34,11 +43,10 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _name in COMMANDS:
-    if find_spec(f"surgeon.cli.{_name}"):
-        app.command(_name, epilog=NOTE)(getattr(import_module(f"surgeon.cli.{_name}"), _name))
+for _command, _summary in COMMANDS:
+    app.command(short_help=_summary, epilog=NOTE)(_command)
 
 
 def _print_version(wanted: bool) -> None:
@@ -130,9 +138,9 @@ def _fail_usage(error: Any) -> int:
         _say(error.format_message())
     else:
         near = getattr(error, "possibilities", None)
-        message = f"{error.message}; did you mean {min(near)}?" if near else error.format_message()
+        message = f"{error.message}. Did you mean {min(near)}?" if near else error.format_message().rstrip(".")
         path = error.ctx.command_path if error.ctx else "surgeon"
-        _say(f"error: {message} See {path} --help")
+        _say(f"error: {message} (see {path} --help)")
     return int(error.exit_code)
 
 
