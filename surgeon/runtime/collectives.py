@@ -85,6 +85,8 @@ class Collectives(ABC):
 
         Every rank of this group asks for the same subgroups in the same order, those it is not in among them.
         """
+        if group == self.group:
+            return self
         if group not in self._subgroups:
             self._subgroups[group] = self._connect(group)
         return self._subgroups[group]

@@ -14,7 +14,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,6 +23,9 @@ from surgeon.runtime.rank import RankError, Settings
 from surgeon.runtime.shared_memory import create_memory
 
 GRACE_SECONDS = 0.5  # how long to look for the rank that failed first, when another reports that it lost it
+
+
+Failure = TypeVar("Failure", bound=Exception)
 
 
 class RankFailed(ChildProcessError):
@@ -85,7 +88,7 @@ class Ranks:
         command = [
             sys.executable,
             "-m",
-            "surgeon.runtime.rank",
+            "surgeon.runtime",
             str(theirs.fileno()),
             str(far_end.fileno()),
             self._folder.name,
@@ -167,31 +170,36 @@ class Ranks:
         """The error to raise, given the first one noticed: another rank may have failed before and caused it.
 
         Args:
-            error: what the rank reported; None if its connection closed.
+            error: what the rank reported; None if it is gone.
         """
-        errors = {rank: error} if error else {}
+        if error is None:
+            return self._gone(rank)
+        errors = {rank: error}
         deadline = time.monotonic() + GRACE_SECONDS
-        while time.monotonic() < deadline:
-            for number, process in enumerate(self._processes):
-                if (code := process.poll()) is not None and code < 0:
-                    name = signal.Signals(-code).name
-                    return _noted(
-                        RankFailed(f"rank {number} (process {process.pid}) was ended by {name}"), self._log(number)
-                    )
+        while (left := deadline - time.monotonic()) > 0 and len(errors) < len(self._connections):
             others = [connection for number, connection in enumerate(self._connections) if number not in errors]
-            for connection in wait(others, timeout=0.05):
+            for connection in wait(others, left):
                 assert isinstance(connection, Connection)
+                number = self._connections.index(connection)
                 kind, value = self._receive(connection)
-                if kind == "error" and value is not None:
-                    errors[self._connections.index(connection)] = value
-        if not errors:
-            log, code = self._log(rank), self._processes[rank].poll()
-            last_line = log.strip().split("\n")[-1] or "it wrote nothing"
-            return _noted(RankFailed(f"rank {rank} ended with exit code {code}: {last_line}"), log)
+                if kind == "error" and value is None:
+                    return self._gone(number)
+                if kind == "error":
+                    errors[number] = value
         rank, first = min(errors.items(), key=lambda item: item[1].time)
-        return _noted(
-            ValueError(first.line) if first.mendable else RankFailed(f"rank {rank} failed: {first.line}"), first.trace
-        )
+        failure = ValueError(first.line) if first.mendable else RankFailed(f"rank {rank} failed: {first.line}")
+        return _noted(failure, first.trace)
+
+    def _gone(self, rank: int) -> RankFailed:
+        """The error for a rank that ended without a word."""
+        process, log = self._processes[rank], self._log(rank)
+        code = process.wait(GRACE_SECONDS)  # its connection is closed: it has ended, or is about to
+        if code < 0:
+            message = f"rank {rank} (process {process.pid}) was ended by {signal.Signals(-code).name}"
+        else:
+            last_line = log.strip().split("\n")[-1] or "it wrote nothing"
+            message = f"rank {rank} ended with exit code {code}: {last_line}"
+        return _noted(RankFailed(message), log)
 
     def _log(self, rank: int) -> str:
         return (Path(self._folder.name) / f"rank{rank}").read_text(errors="replace")
@@ -253,7 +261,7 @@ def threads_per_rank(ranks: int) -> int:
     return max(1, cores // ranks)
 
 
-def _noted(error: Exception, note: str) -> Exception:
+def _noted(error: Failure, note: str) -> Failure:
     if note.strip():
         error.add_note(note)
     return error

@@ -1,4 +1,4 @@
-"""The process of one rank: `python -m surgeon.runtime.rank ...` (started by `launch.Ranks`, not by hand).
+"""What runs in the process of one rank, `python -m surgeon.runtime` (started by `launch.Ranks`, not by hand).
 
 It connects to the other ranks, then runs the functions it is sent, one after the other, until its connection closes.
 """
@@ -136,6 +136,8 @@ def end_with(lifeline: Connection, folder: str) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-if __name__ == "__main__":
-    end_with(Connection(int(sys.argv[2])), sys.argv[3])
-    serve(Connection(int(sys.argv[1])))
+def main() -> None:
+    """Be a rank; the command line has the descriptors of the connection and the lifeline, and the ranks' folder."""
+    commands, lifeline, folder = sys.argv[1:4]
+    end_with(Connection(int(lifeline)), folder)
+    serve(Connection(int(commands)))

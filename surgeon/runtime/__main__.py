@@ -1,0 +1,5 @@
+"""The process of one rank; see rank.py."""
+
+from surgeon.runtime.rank import main
+
+main()

@@ -1,0 +1,86 @@
+"""What every kind of collectives keeps: exact sums, the same on all ranks, of any size and dtype, several in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from surgeon.runtime.collectives import Alone, Counts
+from surgeon.runtime.launch import Ranks, choose_collectives, choose_device
+from surgeon.runtime.shared_memory import SLOT_BYTES, SLOTS
+from tests.runtime import on_ranks
+
+
+@pytest.fixture(scope="module", params=[("gloo", 2), ("shm", 2), ("shm", 5)], ids=lambda pair: f"{pair[0]}{pair[1]}")
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    kind, number = request.param
+    with Ranks(number, collectives=kind) as started:
+        yield started
+
+
+def expected_sum(number: int, size: int, dtype: torch.dtype) -> Tensor:
+    return torch.stack([on_ranks.part(rank, size, torch.float64) for rank in range(number)]).sum(0).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_sums_of_any_size(ranks: Ranks, dtype: torch.dtype) -> None:
+    number = len(ranks.pids)
+    sizes = [1, 7, 4096, SLOT_BYTES // 4, SLOT_BYTES // 2 + 3, 3]
+    for sums in ranks.call(on_ranks.sums_in_flight, sizes, dtype, 2):
+        for size, found in zip(sizes, sums, strict=True):
+            assert found.dtype == dtype
+            assert torch.equal(found, expected_sum(number, size, dtype))
+
+
+@pytest.mark.parametrize("depth", [1, 2, SLOTS, 2 * SLOTS + 1])
+def test_many_in_flight(ranks: Ranks, depth: int) -> None:
+    sizes = [1 + number % 5 for number in range(6 * SLOTS + 1)]
+    for sums in ranks.call(on_ranks.sums_in_flight, sizes, torch.float32, depth):
+        for size, found in zip(sizes, sums, strict=True):
+            assert torch.equal(found, expected_sum(len(ranks.pids), size, torch.float32))
+
+
+@pytest.mark.parametrize("size", [1, 300, SLOT_BYTES // 4 + 5])
+def test_gathered_in_the_order_of_ranks(ranks: Ranks, size: int) -> None:
+    number = len(ranks.pids)
+    expected = torch.stack([on_ranks.part(rank, size, torch.float32) for rank in range(number)])
+    assert all(torch.equal(found, expected) for found in ranks.call(on_ranks.gathered, size, torch.float32))
+
+
+def test_ranks_that_come_late(ranks: Ranks) -> None:
+    number, rounds = len(ranks.pids), 12
+    assert ranks.call(on_ranks.staggered_sums, rounds) == [float(number * sum(range(rounds)))] * number
+
+
+def test_subgroups_reduce_among_themselves(ranks: Ranks) -> None:
+    number = len(ranks.pids)
+    groups = [(0, 1)] if number == 2 else [(0, 1), (2, 3, 4), (1, 2)]  # a subgroup may be everybody
+    for rank, found in enumerate(ranks.call(on_ranks.group_sums, groups, 5)):
+        own = [float(sum(group)) for group in groups if rank in group]
+        assert [float(value) for value in found] == [*own, float(number)] * 5
+
+
+def test_one_rank_sends_and_counts_nothing() -> None:
+    counts = Counts()
+    tensor = torch.arange(3.0)
+    assert torch.equal(Alone().all_reduce(tensor, counts)(), tensor)
+    assert torch.equal(Alone().all_gather(tensor, counts), tensor[None])
+    assert counts == Counts()
+
+
+def test_choosing_collectives_and_devices() -> None:
+    assert choose_collectives("auto", "cpu") == "shm"
+    assert choose_collectives("auto", "cuda") == "nccl"
+    assert choose_collectives("gloo", "cpu") == "gloo"
+    with pytest.raises(ValueError, match="nccl does not connect ranks on a cpu device; use shm or gloo"):
+        choose_collectives("nccl", "cpu")
+    with pytest.raises(ValueError, match="'glo'.*did you mean 'gloo'"):
+        choose_collectives("glo", "cpu")
+    assert choose_device("auto", 10_000) == choose_device("cpu", 2) == "cpu"
+    with pytest.raises(ValueError, match="10000 ranks need a GPU each"):
+        choose_device("cuda", 10_000)
+    with pytest.raises(ValueError, match="no device 'gpu'"):
+        choose_device("gpu", 1)

@@ -1,0 +1,94 @@
+"""Numbers of every kind of program on 1, 2 and 4 gloo ranks against one process of `transformers`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from surgeon.families import FAMILIES
+from surgeon.model import edit, restore
+from surgeon.program import Program
+from surgeon.runtime.launch import Ranks
+from surgeon.runtime.prepare import make_plan
+from tests.models import VOCABULARY, tiny_model
+from tests.runtime.on_ranks import logits_in_chunks
+
+TOLERANCE = 1e-4
+OVERRIDES = {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen3": {"tie_word_embeddings": True}, "opt": {}}
+PROGRAMS = {
+    "dense": "A0 F0 A1 F1 A2 F2 A3 F3",
+    "shuffle and prune": "A0 F0 A3 F3 A1 F1",
+    "a layer twice": "A0 F0 A1 F1 A1 F1",
+    "merge": "A0 F0 A1~A2 F1~F2 A3 F3",
+    "LP": "A0 F0 [A1 A2] [F1 F2] A3 F3",
+    "three in a step": "A0 F0 [A1 A2 A3] [F1 F2 F3]",
+    "four in a step": "[A0 A1 A2 A3] [F0 F1 F2 F3]",
+    "attention || MLP": "[A0 F0] [A1 F1] [A2 F2] [A3 F3]",
+    "ladder": "A0 F0 >A1 >F1 >A2 >F2 A3 F3",
+    "ladder to the end": "A0 >F0 >A1 >F1 >A2 >F2 >A3 >F3",
+    "ladder over LP": "A0 F0 >[A1 A2] >[F1 F2] >A3 >F3",
+    "PAR": "A0 F0 {A1 F1 | A2 F2} A3 F3",
+    "a fork read late": "A0 F0 {A1 F1 | A2 F2} >A3 >F3",
+    "ladders in a fork": "{A0 >F0 >A1 >F1 | >A2 >F2 A3}",
+    "a fork in a fork": "A0 {A1 {F1 | F2} | F0 A2} F3",
+    "tracks": "A0 F0 {A1/2:0 F1/2:0 A2/2:0 F2/2:0 | A1/2:1 F1/2:1 A2/2:1 F2/2:1} A3 F3",
+    "sync-point drop": "{A0/2:0 F0/2:0 | A0/2:1 F0/2:1} {A1/2:0 F1/2:0 | A1/2:1 F1/2:1}",
+    "four branches": "{A0 F0 | A1 F1 | A2 F2 | A3 F3}",
+    "averaged slices": "{A0~A1/2:0 | A0~A1/2:1} [F0~F1/2:0 F0~F1/2:1]",
+}
+IDS = torch.randint(2, VOCABULARY, (2, 11), generator=torch.Generator().manual_seed(3))
+CHUNKS = [IDS[:, :6], IDS[:, 6:7], IDS[:, 7:10], IDS[:, 10:]]  # prefill, decode, several tokens after others, decode
+
+Checkpoints = dict[str, Path]
+
+
+@pytest.fixture(scope="module", params=[1, 2, 4])
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with Ranks(request.param, collectives="gloo") as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    folder = tmp_path_factory.mktemp("parity")
+    for family in FAMILIES:
+        tiny_model(family, **OVERRIDES[family]).save_pretrained(folder / family)
+    return {family: folder / family for family in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[tuple[str, str], Tensor]:
+    """Logits of one process, by family and name of the program."""
+    found = {}
+    for family in FAMILIES:
+        model = tiny_model(family, **OVERRIDES[family])
+        for name, program in PROGRAMS.items():
+            edit(model, program)
+            with torch.no_grad():
+                found[family, name] = model(input_ids=IDS, use_cache=False).logits
+            restore(model)
+    return found
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_counts(
+    family: str, name: str, ranks: Ranks, checkpoints: Checkpoints, expected: dict[tuple[str, str], Tensor]
+) -> None:
+    number, program = len(ranks.pids), Program.parse(PROGRAMS[name])
+    plan = make_plan(checkpoints[family], number, IDS.shape[1], str(program))
+    answers = ranks.call(logits_in_chunks, plan, CHUNKS)
+    reference = expected[family, name]
+    for logits, _, vocabulary in answers:
+        error = (logits - reference).abs().max() / reference.abs().max()
+        assert error < TOLERANCE
+        assert vocabulary.all_reduces == vocabulary.all_gathers == (len(CHUNKS) if number > 1 else 0)
+    # The rank whose branches have the most steps is the one that the others wait for.
+    for chunk, counts in zip(CHUNKS, zip(*(counts for _, counts, _ in answers), strict=True), strict=True):
+        assert max(count.all_reduces for count in counts) == program.sync_points(number)
+        assert max(count.bytes for count in counts) == program.sync_points(number) * chunk.numel() * plan.hidden * 4
+        assert all(count.all_gathers == 0 for count in counts)
