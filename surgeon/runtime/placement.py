@@ -88,9 +88,8 @@ def fork_share(fork: Fork, rank: int, group: Group) -> tuple[tuple[tuple[Node, .
 
 def groups_within(program: Program, ranks: int) -> list[Group]:
     """Every group of two ranks or more, but not all of them, that reduces among itself; the same list on every rank."""
-    found: set[Group] = set()
-    for rank in range(ranks):
-        found |= {group for _, group in _visits(program.nodes, rank, tuple(range(ranks)))}
+    everybody = tuple(range(ranks))
+    found = {group for rank in everybody for group in _groups(program.nodes, rank, everybody)}
     return sorted(group for group in found if 1 < len(group) < ranks)
 
 
@@ -110,3 +109,13 @@ def _visits(nodes: tuple[Node, ...], rank: int, group: Group) -> Iterator[tuple[
             branches, subgroup = fork_share(node, rank, group)
             for branch in branches:
                 yield from _visits(branch, rank, subgroup)
+
+
+def _groups(nodes: tuple[Node, ...], rank: int, group: Group) -> Iterator[Group]:
+    """The groups of this rank that run a list of nodes: every node ends in a reduction, a fork of forks too."""
+    yield group
+    for node in nodes:
+        if not isinstance(node, Step):
+            branches, subgroup = fork_share(node, rank, group)
+            for branch in branches:
+                yield from _groups(branch, rank, subgroup)

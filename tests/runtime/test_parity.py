@@ -35,6 +35,7 @@ PROGRAMS = {
     "a fork read late": "A0 F0 {A1 F1 | A2 F2} >A3 >F3",
     "ladders in a fork": "{A0 >F0 >A1 >F1 | >A2 >F2 A3}",
     "a fork in a fork": "A0 {A1 {F1 | F2} | F0 A2} F3",
+    "a branch that is a fork": "{{A0 F0 | A1 F1} | A2 F2}",
     "tracks": "A0 F0 {A1/2:0 F1/2:0 A2/2:0 F2/2:0 | A1/2:1 F1/2:1 A2/2:1 F2/2:1} A3 F3",
     "sync-point drop": "{A0/2:0 F0/2:0 | A0/2:1 F0/2:1} {A1/2:0 F1/2:0 | A1/2:1 F1/2:1}",
     "four branches": "{A0 F0 | A1 F1 | A2 F2 | A3 F3}",

@@ -1,0 +1,125 @@
+"""Slices read from a file against slices of the whole tensors; and that nothing else is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from surgeon.checkpoint.read import Checkpoint
+from surgeon.families import FAMILIES, family_of
+from surgeon.program import Program, Sublayer
+from surgeon.runtime.sharding import Source, indivisible, unit_bounds
+
+
+@pytest.fixture
+def llama(tiny_model: Callable[..., Any], tmp_path: Path) -> tuple[Any, Source]:
+    model = tiny_model("llama", attention_bias=True, mlp_bias=True)
+    model.save_pretrained(tmp_path)
+    return model, Source(Checkpoint(tmp_path), family_of(model.config), 8)
+
+
+def sublayer(text: str) -> Sublayer:
+    return next(Program.parse(text).sublayers())
+
+
+def test_a_slice_of_an_attention(llama: tuple[Any, Source]) -> None:
+    model, source = llama
+    attention = model.model.layers[2].self_attn
+    tensors = source.sublayer(sublayer("A2/2:1"), torch.float32)
+    # 4 heads of 8 features over 2 KV heads: slice 1 has heads 2 and 3, which share KV head 1.
+    assert torch.equal(tensors["self_attn.q_proj.weight"], attention.q_proj.weight[16:32])
+    assert torch.equal(tensors["self_attn.q_proj.bias"], attention.q_proj.bias[16:32])
+    assert torch.equal(tensors["self_attn.k_proj.weight"], attention.k_proj.weight[8:16])
+    assert torch.equal(tensors["self_attn.v_proj.bias"], attention.v_proj.bias[8:16])
+    assert torch.equal(tensors["self_attn.o_proj.weight"], attention.o_proj.weight[:, 16:32])
+    assert torch.equal(tensors["input_layernorm.weight"], model.model.layers[2].input_layernorm.weight)
+    assert "self_attn.o_proj.bias" not in tensors  # slice 0 adds it
+    first = source.sublayer(sublayer("A2/2:0"), torch.float32)
+    assert torch.equal(first["self_attn.o_proj.bias"], attention.o_proj.bias)
+
+
+def test_more_slices_than_kv_heads_share_them(llama: tuple[Any, Source]) -> None:
+    model, source = llama
+    attention = model.model.layers[0].self_attn
+    for index in range(4):
+        tensors = source.sublayer(sublayer(f"A0/4:{index}"), torch.float32)
+        assert torch.equal(tensors["self_attn.q_proj.weight"], attention.q_proj.weight[8 * index : 8 * index + 8])
+        first = 8 * (index // 2)
+        assert torch.equal(tensors["self_attn.k_proj.weight"], attention.k_proj.weight[first : first + 8])
+
+
+def test_a_slice_of_an_average(llama: tuple[Any, Source]) -> None:
+    model, source = llama
+    tensors = source.sublayer(sublayer("F0~F3/3:2"), torch.float32)
+    mean = (model.model.layers[0].mlp.up_proj.weight + model.model.layers[3].mlp.up_proj.weight) / 2
+    assert torch.equal(tensors["mlp.up_proj.weight"], mean[32:48])
+
+
+def test_units_come_from_the_shapes(llama: tuple[Any, Source]) -> None:
+    _, source = llama
+    source.checkpoint.config["num_attention_heads"] = 999
+    assert source.units(sublayer("A1")) == {"heads": 4, "kv_heads": 2}
+    assert source.units(sublayer("F1")) == {"neurons": 48}
+
+
+def test_only_the_slice_is_read(llama: tuple[Any, Source], monkeypatch: pytest.MonkeyPatch) -> None:
+    _, source = llama
+    whole: list[str] = []
+    parts: list[tuple[str, int, int, int]] = []
+    read_whole, read_part = source.checkpoint.tensor, source.checkpoint.part
+    monkeypatch.setattr(source.checkpoint, "tensor", lambda name: whole.append(name) or read_whole(name))
+    monkeypatch.setattr(source.checkpoint, "part", lambda *what: parts.append(what) or read_part(*what))
+    source.sublayer(sublayer("F1/4:3"), torch.float32)
+    layer = "model.layers.1."
+    assert whole == [f"{layer}post_attention_layernorm.weight"]
+    assert set(parts) == {
+        (f"{layer}mlp.gate_proj.weight", 0, 36, 48),
+        (f"{layer}mlp.gate_proj.bias", 0, 36, 48),
+        (f"{layer}mlp.up_proj.weight", 0, 36, 48),
+        (f"{layer}mlp.up_proj.bias", 0, 36, 48),
+        (f"{layer}mlp.down_proj.weight", 1, 36, 48),
+    }
+
+
+def test_sixteen_bit_weights_are_averaged_in_the_computing_dtype(
+    tiny_model: Callable[..., Any], tmp_path: Path
+) -> None:
+    model = tiny_model("llama").to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    source = Source(Checkpoint(tmp_path), FAMILIES["llama"], 8)
+    found = source.sublayer(sublayer("F0~F1"), torch.float32)["mlp.up_proj.weight"]
+    layers = [model.model.layers[k].mlp.up_proj.weight.float() for k in (0, 1)]
+    assert torch.equal(found, (layers[0] + layers[1]) / 2)
+
+
+def test_checkpoints_of_bare_decoders(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+    model = tiny_model("llama", tie_word_embeddings=True)
+    model.model.save_pretrained(tmp_path)
+    source = Source(Checkpoint(tmp_path), FAMILIES["llama"], 8)
+    assert source.shape("model.embed_tokens.weight") == tuple(model.model.embed_tokens.weight.shape)
+    assert source.units(sublayer("A1")) == {"heads": 4, "kv_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("text", "replicate", "reason"),
+    [
+        ("A1", False, None),
+        ("A1/2:0", False, None),
+        ("A1/4:0", False, "the 4 heads and 2 KV heads of A1 do not divide into 4 slices"),
+        ("A1/4:0", True, None),
+        ("A1/3:0", True, "the 4 heads and 2 KV heads of A1 do not divide into 3 slices"),
+        ("A1~A2/8:0", True, "the 4 heads and 2 KV heads of A1~A2 do not divide into 8 slices"),
+    ],
+)
+def test_indivisible(text: str, replicate: bool, reason: str | None) -> None:
+    assert indivisible(sublayer(text), {"heads": 4, "kv_heads": 2}, replicate) == reason
+
+
+def test_bounds() -> None:
+    assert [unit_bounds(6, (i, 3)) for i in range(3)] == [(0, 2), (2, 4), (4, 6)]
+    assert [unit_bounds(2, (i, 4)) for i in range(4)] == [(0, 1), (0, 1), (1, 2), (1, 2)]
+    assert unit_bounds(5, None) == (0, 5)
