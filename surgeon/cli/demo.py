@@ -29,7 +29,7 @@ def demo(
         "demo-output"
     ),
     depth: Annotated[int, typer.Option(help="Effective depth to search for; the demo model has 16 layers.")] = 12,
-    tokens: Annotated[int, typer.Option(help="Tokens to measure on.")] = 4096,
+    tokens: Annotated[int, typer.Option(help="Tokens to measure on.")] = 2048,
     trials: Annotated[int, typer.Option(min=1, help="Trials of the search.")] = 40,
 ) -> None:
     """Scan, search, export and generate on two ranks, with a small model that ships with surgeon.
