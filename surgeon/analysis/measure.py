@@ -23,6 +23,9 @@ TOKENS_AT_ONCE = {"cpu": 2048, "cuda": 32768}
 _SLACK = 1.3  # the allocator's own waste
 
 
+References = dict[range, Reference]  # by windows
+
+
 @dataclass(frozen=True)
 class Measured:
     """One program's quality on some of the windows.
@@ -44,6 +47,7 @@ def measure(
     at_once: int,
     is_done: Callable[[Program, range], bool] = lambda *_: False,
     ran: Callable[[float], Any] = lambda _: None,
+    references: References | None = None,
 ) -> Iterator[Measured]:
     """The quality of the dense program and of others, some windows at a time.
 
@@ -54,6 +58,8 @@ def measure(
         at_once: how many windows are run together.
         is_done: says which programs need no measurement on these windows.
         ran: called with the work done: sublayers times the share of the windows they ran on.
+        references: keeps what the dense program predicts, so that a later call with the same dictionary runs it on
+            none of these windows again (and yields it only if it is among the programs).
 
     Raises:
         ValueError: if the model's own predictions are not finite.
@@ -67,10 +73,12 @@ def measure(
         todo = [program for program in programs if not is_done(program, windows)]
         if not todo and is_done(dense, windows):
             continue
-        if todo != planned:
-            plan, planned = share([dense, *todo]), todo
+        kept: References = {} if references is None else references
+        wanted = todo if windows in kept else [dense, *todo]
+        if wanted != planned:
+            plan, planned = share(wanted), wanted
         share_of_all = len(chunk) / len(ids)
-        yield from _measure_chunk(model, chunk, start, dense, plan, head, partial(_scaled, ran, share_of_all))
+        yield from _measure_chunk(model, chunk, windows, dense, plan, head, partial(_scaled, ran, share_of_all), kept)
 
 
 def _scaled(ran: Callable[[float], Any], factor: float, amount: int) -> None:
@@ -80,24 +88,23 @@ def _scaled(ran: Callable[[float], Any], factor: float, amount: int) -> None:
 def _measure_chunk(
     model: PreTrainedModel,
     chunk: Tensor,
-    start: int,
+    windows: range,
     dense: Program,
     plan: Plan,
     head: OutputHead,
     ran: Callable[[int], Any],
+    references: References,
 ) -> Iterator[Measured]:
-    reference: Reference | None = None
     machine = PlanMachine(model, chunk)
     for program, stream in run_plan(plan, machine, ran):
         if program == dense:
-            reference = head.reference(stream, chunk)
+            reference = references[windows] = head.reference(stream, chunk)
             if not reference.quality.nll.isfinite().all():
                 raise ValueError(f"the unedited model's predictions are not finite: {_first_bad(machine, dense)}")
             quality = reference.quality
         else:
-            assert reference is not None, "a plan reaches the dense program first"
-            quality = head.compare(stream, reference)
-        yield Measured(program, start, Quality(quality.nll.cpu(), quality.divergence.cpu()))
+            quality = head.compare(stream, references[windows])
+        yield Measured(program, windows.start, Quality(quality.nll.cpu(), quality.divergence.cpu()))
 
 
 def _first_bad(machine: PlanMachine, dense: Program) -> str:

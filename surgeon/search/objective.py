@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from surgeon.analysis.measure import measure, windows_at_once
+from surgeon.analysis.measure import References, measure, windows_at_once
 from surgeon.analysis.sharing import share
 from surgeon.families import family_of
 from surgeon.program import Program
@@ -33,11 +33,12 @@ def divergence_on(
         ran: called with the number of sublayers run, as they run.
     """
     dense = Program.dense(model.config.num_hidden_layers, family_of(model.config).steps_per_layer)
+    references: References = {}
 
     def measure_together(programs: list[Program]) -> dict[Program, Measured]:
         at_once = windows_at_once(model, share([dense, *programs]), windows.ids, memory)
         parts: dict[Program, list[Quality]] = defaultdict(list)
-        for part in measure(model, windows.ids, dense, programs, at_once, ran=ran):
+        for part in measure(model, windows.ids, dense, programs, at_once, ran=ran, references=references):
             parts[part.program].append(part.quality)
         return {program: _summary(parts[program], windows.predicted) for program in programs}
 
