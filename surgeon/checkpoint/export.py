@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 import surgeon
 from surgeon.checkpoint.forms import Layout, lay_out, per_layer_lists
 from surgeon.checkpoint.fuse import PlannedTensor, TensorPlanner
-from surgeon.checkpoint.load import PROGRAM_KEY, WIDTHS_KEY
+from surgeon.checkpoint.load import GLOBAL_WIDTHS_KEY, PROGRAM_KEY, WIDTHS_KEY, read_config
 from surgeon.checkpoint.prove import Proof, prove, reference_of
 from surgeon.checkpoint.read import Checkpoint, locate
 from surgeon.checkpoint.remote_code import SHIPPED
@@ -82,7 +81,7 @@ class Original:
             raise ValueError(
                 f"{folder} has quantized weights, which cannot be folded or proven; export the unquantized model"
             )
-        config = AutoConfig.from_pretrained(folder)
+        config = read_config(checkpoint)
         return cls(str(path_or_name), checkpoint, config, family_of(config))
 
     def program_of(self, recipe: Recipe) -> Program:
@@ -174,9 +173,8 @@ def write_export(
         if not is_full(error):
             raise
     # Raised outside the handler, to stand for itself: it says more than the system's error that it comes from.
-    raise OSError(
-        f"the disk of {target.parent} filled up: {show_bytes(plan.needed_bytes)} are needed; what was written is removed"
-    )
+    needed = show_bytes(plan.needed_bytes)
+    raise OSError(f"the disk of {target.parent} filled up: {needed} are needed; what was written is removed")
 
 
 def check_apart(source: Path, target: Path) -> None:
@@ -217,7 +215,7 @@ def written_config(plan: ExportPlan) -> dict[str, Any]:
     if layout.form == "fused":
         config |= {
             "head_dim": original.family.head_dim(original.config),
-            "allow_global_per_layer_attribute_access": True,
+            GLOBAL_WIDTHS_KEY: True,
             WIDTHS_KEY: _widths(original, layout),
         }
     if layout.program is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from surgeon.checkpoint.read import Checkpoint, locate
 from surgeon.checkpoint.remote_code import FUSED
-from surgeon.families import family_of
+from surgeon.families import Family, family_named, family_of
 from surgeon.model import PROGRAM_KEY, edit
 
 WIDTHS_KEY = "per_layer_config"  # in config.json of a checkpoint in the fused form
+GLOBAL_WIDTHS_KEY = "allow_global_per_layer_attribute_access"  # lets transformers read the other layers' widths
 
-__all__ = ["PROGRAM_KEY", "WIDTHS_KEY", "compute_dtype", "load"]
+__all__ = ["GLOBAL_WIDTHS_KEY", "PROGRAM_KEY", "WIDTHS_KEY", "compute_dtype", "load", "read_config"]
 
 
 def compute_dtype(stored: torch.dtype, device: torch.device) -> torch.dtype:
@@ -42,8 +42,7 @@ def load(path_or_name: str | Path, dtype: torch.dtype | None = None, device_map:
     """
     folder = locate(path_or_name)
     checkpoint = Checkpoint(folder)
-    config = AutoConfig.from_pretrained(folder)
-    family_of(config)
+    config = read_config(checkpoint)
     program = checkpoint.config.get(PROGRAM_KEY)
     if dtype is None:
         device = torch.device("cuda" if device_map is not None and torch.cuda.is_available() else "cpu")
@@ -51,26 +50,68 @@ def load(path_or_name: str | Path, dtype: torch.dtype | None = None, device_map:
         dtype = compute_dtype(stored, device)
     model_class: Any = AutoModelForCausalLM
     if WIDTHS_KEY in checkpoint.config:
-        model_class = _fused_class(folder, config.model_type)
-    model, report = model_class.from_pretrained(folder, dtype=dtype, device_map=device_map, output_loading_info=True)
-    if report["missing_keys"]:
-        # transformers would go on with random numbers in their place.
+        model_class = FUSED.model_class(config.model_type)
+    options = {"dtype": dtype, "device_map": device_map, "ignore_mismatched_sizes": True, "output_loading_info": True}
+    try:
+        model, report = model_class.from_pretrained(folder, **options)
+    except (ArithmeticError, AssertionError, LookupError, TypeError) as error:
         raise ValueError(
-            f"{folder} lacks {len(report['missing_keys'])} tensors of its model: {_some(report['missing_keys'])}"
-        )
+            f"{folder / 'config.json'} describes no model that can be built ({type(error).__name__}: {error})"
+        ) from error
+    _check_complete(folder, report)
     model.eval()
     return edit(model, program) if program else model
 
 
-def _fused_class(folder: Path, model_type: str) -> type[PreTrainedModel]:
-    """The class for a checkpoint whose layers differ in width: this package's own."""
-    if model_type not in FUSED.names:
+def read_config(checkpoint: Checkpoint) -> Any:
+    """The `transformers` configuration of a checkpoint.
+
+    Raises:
+        ValueError: if the architecture is not supported, or config.json is not what its architecture needs.
+    """
+    family = family_named(str(checkpoint.config.get("model_type")))
+    if WIDTHS_KEY in checkpoint.config:
+        _check_widths(checkpoint, family)
+    try:
+        config = AutoConfig.from_pretrained(checkpoint.folder)
+    except Exception as error:  # whatever it trips over is a fault of the file
+        raise ValueError(f"{checkpoint.folder / 'config.json'} is not a valid configuration: {error}") from error
+    _check_sizes(checkpoint.folder / "config.json", config, family_of(config))
+    return config
+
+
+def _check_sizes(path: Path, config: Any, family: Family) -> None:
+    """Refuse sizes that no model can have."""
+    names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+    sizes: dict[str, int] = {name: getattr(config, name) for name in names}
+    sizes["head_dim"] = getattr(config, "head_dim", None) or 1  # 0 and None both mean hidden size / heads
+    sizes.update({str(unit): count for unit, count in family.units(config).items()})
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{path} is not a valid configuration: {name} must be at least 1, not {size}")
+
+
+def _check_complete(folder: Path, report: dict[str, Any]) -> None:
+    """Refuse what `transformers` would go on with, with random numbers in place of weights that do not fit."""
+    for name, stored, expected in sorted(report["mismatched_keys"]):
         raise ValueError(
-            f"{folder} has layers of different widths ({WIDTHS_KEY}), which surgeon loads for {list(FUSED.names)} only"
+            f"{folder}: tensor {name} has the shape {tuple(stored)}, but config.json asks for {tuple(expected)}"
         )
-    return FUSED.model_class(model_type)
+    missing = sorted(report["missing_keys"])
+    if missing:
+        more = "" if len(missing) == 1 else f" and {len(missing) - 1} more"
+        raise ValueError(f"{folder} lacks a tensor of its model: {missing[0]}{more}")
 
 
-def _some(names: Iterable[str]) -> str:
-    first, *others = sorted(names)
-    return first if not others else f"{first}, ..."
+def _check_widths(checkpoint: Checkpoint, family: Family) -> None:
+    """Refuse layers of different widths where this package has no class for them."""
+    if family.model_type not in FUSED.names:
+        supported = ", ".join(family_named(name).name for name in FUSED.names)
+        raise ValueError(
+            f"{checkpoint.folder} has layers of different widths ({WIDTHS_KEY} in config.json), which is not supported "
+            f"for {family.name} (supported: {supported})"
+        )
+    if not checkpoint.config.get(GLOBAL_WIDTHS_KEY):
+        raise ValueError(
+            f"{checkpoint.folder / 'config.json'} has {WIDTHS_KEY}, and so needs {GLOBAL_WIDTHS_KEY}: true"
+        )

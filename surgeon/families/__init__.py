@@ -9,9 +9,24 @@ from surgeon.families.llama import LLAMA
 from surgeon.families.opt import OPT
 from surgeon.families.qwen3 import QWEN3
 
-__all__ = ["FAMILIES", "Family", "Projection", "SublayerSpec", "family_of"]
+__all__ = ["FAMILIES", "Family", "Projection", "SublayerSpec", "family_named", "family_of"]
 
 FAMILIES = {family.model_type: family for family in (LLAMA, QWEN3, OPT)}
+
+
+def family_named(model_type: str) -> Family:
+    """The family with this `model_type`.
+
+    Raises:
+        ValueError: if there is none, saying which there are.
+    """
+    if model_type not in FAMILIES:
+        known = ", ".join(sorted(family.name for family in FAMILIES.values()))
+        raise ValueError(
+            f"architecture {model_type!r} is not supported (supported: {known}); "
+            'CONTRIBUTING.md, "Adding a family", shows how to add one in a short file'
+        )
+    return FAMILIES[model_type]
 
 
 def family_of(config: Any) -> Family:
@@ -20,13 +35,7 @@ def family_of(config: Any) -> Family:
     Raises:
         ValueError: if there is none, or the configuration uses something of the architecture that cannot be edited.
     """
-    family = FAMILIES.get(config.model_type)
-    if family is None:
-        known = ", ".join(sorted(family.name for family in FAMILIES.values()))
-        raise ValueError(
-            f"architecture {config.model_type!r} is not supported (supported: {known}); "
-            'CONTRIBUTING.md, "Adding a family", shows how to add one in a short file'
-        )
+    family = family_named(config.model_type)
     reason = family.unsupported(config)
     if reason is not None:
         raise ValueError(f"this {family.name} model cannot be operated on: {reason}")
