@@ -10,17 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
+from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from surgeon.checkpoint.load import PROGRAM_KEY, compute_dtype
+from surgeon.checkpoint.load import PROGRAM_KEY, compute_dtype, read_config
 from surgeon.checkpoint.read import Checkpoint, locate, read_json
+from surgeon.errors import did_you_mean
 from surgeon.families import Family, family_of
 from surgeon.model import check_layers
 from surgeon.program import ATTENTION, Program
 from surgeon.runtime.placement import rank_work
 from surgeon.runtime.plan import Plan, Rotary
 from surgeon.runtime.sharding import Source, indivisible
+
+MOST_RANKS = 1024  # of one machine
+MOST_SUGGESTED = 64  # where numbers of ranks that would do are listed
 
 
 def make_plan(
@@ -40,25 +44,23 @@ def make_plan(
             model does not have, heads or neurons do not divide among the ranks (with the numbers of ranks that would
             do), or the text is longer than the model's positions or attention window.
     """
-    if ranks < 1:
-        raise ValueError(f"the number of ranks must be at least 1, not {ranks}")
+    if not 1 <= ranks <= MOST_RANKS:
+        raise ValueError(f"the number of ranks must lie in 1..{MOST_RANKS}, not {ranks}")
     folder = locate(path_or_name)
     checkpoint = Checkpoint(folder)
-    config = AutoConfig.from_pretrained(folder)
+    config = read_config(checkpoint)
     family = family_of(config)
+    if checkpoint.config.get("quantization_config"):
+        raise ValueError(f"{folder} holds quantised weights, which ranks cannot share; use the model it was made from")
     source = Source(checkpoint, family, family.head_dim(config))
     layers = _count_layers(checkpoint, family)
     text = program or checkpoint.config.get(PROGRAM_KEY)
     parsed = Program.parse(text) if text else Program.dense(int(config.num_hidden_layers), family.steps_per_layer)
     check_layers(parsed, layers)
+    _check_shapes(parsed, source, config)
     _check_division(parsed, source, ranks)
     _check_length(config, family, source, parsed, max_tokens)
-    embedding = source.shape(f"{family.embedding}.weight")
-    if embedding[1] != config.hidden_size:
-        raise ValueError(
-            f"the embedding is {embedding[1]} wide and the stream {config.hidden_size}; "
-            "a model that projects between the two cannot be run on ranks"
-        )
+    vocabulary, hidden = source.shape(f"{family.embedding}.weight")
     return Plan(
         folder=folder,
         model_type=family.model_type,
@@ -66,10 +68,10 @@ def make_plan(
         ranks=ranks,
         head_dim=source.head_dim,
         epsilon=family.epsilon(config),
-        activation=str(getattr(config, family.activation)),
+        activation=_activation(config, family),
         rotary=_rotary(config, max_tokens) if family.rotary else None,
-        hidden=embedding[1],
-        vocabulary=embedding[0],
+        hidden=hidden,
+        vocabulary=vocabulary,
         layers=layers,
         max_tokens=max_tokens,
         tied=bool(config.tie_word_embeddings),
@@ -87,6 +89,50 @@ def _count_layers(checkpoint: Checkpoint, family: Family) -> int:
     return max(found) + 1
 
 
+def _check_shapes(program: Program, source: Source, config: Any) -> None:
+    """Refuse weights that are missing or do not fit each other, before a rank trips over them."""
+    for path, expected in _expected_shapes(program, source, config).items():
+        found = source.shape(path)
+        if len(found) != len(expected) or any(e not in (None, f) for e, f in zip(expected, found, strict=True)):
+            wanted = ", ".join("any" if size is None else str(size) for size in expected)
+            raise ValueError(f"tensor {path} has the shape {found}, where the configuration asks for ({wanted})")
+    for sublayer in set(program.sublayers()):
+        units = source.units(sublayer)
+        if "kv_heads" in units and units["heads"] % units["kv_heads"]:
+            raise ValueError(
+                f"{sublayer} has {units['heads']} heads, which do not divide among {units['kv_heads']} KV heads"
+            )
+
+
+def _expected_shapes(program: Program, source: Source, config: Any) -> dict[str, tuple[int | None, ...]]:
+    """Shapes by path, as far as the configuration says them (None: layers may differ in width)."""
+    family, hidden = source.family, int(config.hidden_size)
+    shapes: dict[str, tuple[int | None, ...]] = {
+        f"{family.embedding}.weight": (None, hidden),
+        f"{family.final_norm}.weight": (hidden,),
+    }
+    if not config.tie_word_embeddings:
+        shapes[f"{family.head}.weight"] = (source.shape(f"{family.embedding}.weight")[0], hidden)
+    if family.position_embedding:
+        shapes[f"{family.position_embedding}.weight"] = (None, hidden)
+    for sublayer in set(program.sublayers()):
+        spec = family.spec(sublayer.kind)
+        for prefix in (f"{family.layers}.{layer}." for layer in sublayer.layers):
+            shapes[f"{prefix}{spec.norm}.weight"] = (hidden,)
+            shapes |= {f"{prefix}{norm}.weight": (source.head_dim,) for norm in spec.head_norms}
+            for projection in spec.projections:
+                shape = (None, hidden) if projection.reads_stream else (hidden, None)
+                shapes[f"{prefix}{projection.path}.weight"] = shape
+    return shapes
+
+
+def _activation(config: Any, family: Family) -> str:
+    name = str(getattr(config, family.activation))
+    if name not in ACT2FN:
+        raise ValueError(f"there is no activation {name!r}; {did_you_mean(name, ACT2FN)}")
+    return name
+
+
 def _check_division(program: Program, source: Source, ranks: int) -> None:
     for sublayer in set(program.sublayers()):
         if sublayer.piece is not None:
@@ -94,8 +140,7 @@ def _check_division(program: Program, source: Source, ranks: int) -> None:
     reason = _why_not(program, source, ranks)
     if reason is None:
         return
-    most = max(max(source.units(sublayer).values()) for sublayer in program.sublayers())
-    fits = [str(n) for n in range(1, min(most, 64) + 1) if _why_not(program, source, n) is None]
+    fits = [str(n) for n in range(1, MOST_SUGGESTED + 1) if _why_not(program, source, n) is None]
     raise ValueError(f"{ranks} ranks cannot share this model: {reason}; {_either(fits)} can")
 
 
@@ -121,13 +166,14 @@ def _either(numbers: list[str]) -> str:
 
 
 def _check_length(config: Any, family: Family, source: Source, program: Program, max_tokens: int) -> None:
+    positions = int(config.max_position_embeddings)
     if family.position_embedding is not None:
         positions = source.shape(f"{family.position_embedding}.weight")[0] - family.position_offset
-        if max_tokens > positions:
-            raise ValueError(
-                f"prompt and output together are {max_tokens} tokens, and the model has {positions} positions; "
-                "shorten the prompt or ask for fewer tokens"
-            )
+    if max_tokens > positions:
+        raise ValueError(
+            f"prompt and output together are {max_tokens} tokens, and the model has {positions} positions; "
+            "shorten the prompt or ask for fewer tokens"
+        )
     window = _window(config, program)
     if window is not None and max_tokens > window:
         raise ValueError(

@@ -1,0 +1,137 @@
+"""One rank without processes: what models need beyond plain layers, against `transformers` on the same checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import surgeon
+from surgeon.checkpoint.export import Original, plan_export, write_export
+from surgeon.program import Program
+from surgeon.runtime.collectives import Alone
+from surgeon.runtime.engine import RankEngine
+from surgeon.runtime.layers import rotation
+from surgeon.runtime.plan import Rotary
+from surgeon.runtime.prepare import make_plan
+from tests.models import save_checkpoint
+
+TOLERANCE = 1e-4
+IDS = torch.randint(2, 97, (2, 24), generator=torch.Generator().manual_seed(5))
+ROPES = {
+    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 500.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+    "yarn": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16},
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+}
+
+
+def engine_of(folder: Path, program: str | None = None, max_tokens: int = 64) -> RankEngine:
+    return RankEngine(make_plan(folder, 1, max_tokens, program), Alone(), torch.device("cpu"))
+
+
+def error_of(engine: RankEngine, model: Any, split: int = 9) -> float:
+    """The largest difference of logits, relative to the largest one, when the text is given in two parts."""
+    with torch.inference_mode():
+        cache = engine.new_cache(len(IDS))
+        found = torch.cat([engine.logits(part, cache) for part in (IDS[:, :split], IDS[:, split:])], 1)
+        expected: Tensor = model(input_ids=IDS, use_cache=False).logits
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_scaled_rotary_positions(rope: str, tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+    model = tiny_model("llama", rope_parameters=ROPES[rope])
+    model.save_pretrained(tmp_path)
+    engine = engine_of(tmp_path)
+    assert error_of(engine, model) < TOLERANCE
+    assert engine.plan.rotary is not None
+    # Without the scaling the numbers would be others, so that this test can fail.
+    plain = Rotary(tuple(10000.0 ** (-i / 4) for i in range(4)), 1.0)
+    unscaled = RankEngine(replace(engine.plan, rotary=plain), Alone(), torch.device("cpu"))
+    assert rope == "dynamic" or error_of(unscaled, model) > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("llama", {"hidden_act": "gelu_pytorch_tanh"}),
+        ("llama", {"tie_word_embeddings": True, "rms_norm_eps": 0.05}),
+        ("llama", {"num_key_value_heads": 1, "head_dim": 12}),
+        ("llama", {"num_key_value_heads": 4}),
+        ("qwen3", {"attention_bias": True}),
+        ("opt", {"activation_function": "gelu", "enable_bias": False}),
+        ("opt", {"tie_word_embeddings": False}),
+    ],
+)
+def test_variants_of_families(
+    family: str, overrides: dict[str, Any], tiny_model: Callable[..., Any], tmp_path: Path
+) -> None:
+    model = tiny_model(family, **overrides)
+    model.save_pretrained(tmp_path)
+    assert error_of(engine_of(tmp_path), model) < TOLERANCE
+
+
+def test_sixteen_bit_weights(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+    tiny_model("llama").to(torch.bfloat16).save_pretrained(tmp_path)
+    assert error_of(engine_of(tmp_path), surgeon.load(tmp_path)) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("program", "form"),
+    [
+        ("A0 F0 A2 F2 A1~A3 F1~F3", "plain"),
+        ("A0 F0 [A1 A2] [F1 F2] A3 F3", "fused"),
+        ("A0 F0 >A1 >F1 {A2 F2 | A3 F3}", "program"),
+    ],
+)
+def test_exported_checkpoints(program: str, form: str, tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path / "original", attention_bias=True)
+    plan = plan_export(Original.open(folder), Program.parse(program), form)
+    write_export(plan, tmp_path / form)
+    expected = surgeon.edit(surgeon.load(folder), program)
+    assert error_of(engine_of(tmp_path / form), expected) < TOLERANCE
+
+
+def test_greedy_tokens_are_those_of_transformers(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path)
+    engine = engine_of(tmp_path)
+    expected = model.generate(IDS, max_new_tokens=20, do_sample=False, eos_token_id=None)[:, IDS.shape[1] :]
+    heard: list[list[int]] = []
+    found, figures = engine.generate(IDS, 20, stop=False, notify=heard.append)
+    assert torch.equal(found, expected)
+    assert torch.equal(torch.tensor(heard).T, expected)
+    assert (figures.prompt_tokens, figures.new_tokens, figures.prefill.passes, figures.decode.passes) == (24, 20, 1, 19)
+
+
+def test_generation_ends_when_every_text_has_ended(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    engine = engine_of(tmp_path)
+    free, _ = engine.generate(IDS, 20, stop=False)
+    ends = int(free[0, 3]), int(free[1, 11])
+    last = max(next(i for i, token in enumerate(text) if token in ends) for text in free.tolist())
+    assert last < 19
+    stopping = RankEngine(replace(engine.plan, ends=ends), Alone(), torch.device("cpu"))
+    stopped, figures = stopping.generate(IDS, 20)
+    assert torch.equal(stopped, free[:, : last + 1])
+    assert figures.new_tokens == last + 1
+
+
+def test_rotation_angles() -> None:
+    cosine, signed_sine = rotation(Rotary((1.0, 0.1), 2.0), 3, 2, torch.ones(1))
+    angles = torch.tensor([[3.0, 0.3], [4.0, 0.4]])
+    assert torch.allclose(cosine[:, 0], 2 * torch.cat([angles.cos(), angles.cos()], 1))
+    assert torch.allclose(signed_sine[:, 0], 2 * torch.cat([-angles.sin(), angles.sin()], 1))
