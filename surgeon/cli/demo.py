@@ -45,7 +45,7 @@ def demo(
         f"which layers should run in pairs, for a depth of {depth}?",
         f"search demo --budget depth={depth} {measuring} --trials {trials} -o {_quoted(output / 'search')}",
     )
-    search("demo", f"depth={depth}", output / "search", "demo", trials=trials, tokens=tokens)
+    search("demo", f"depth={depth}", "demo", output / "search", trials=trials, tokens=tokens)
     _announce("write what was found as a checkpoint", f"export {_quoted(found)} -o {_quoted(fused)} --overwrite")
     export(found, fused, overwrite=True)
     recipe = output / "ladder.yaml"

@@ -11,10 +11,10 @@ import typer
 def search(
     model: Annotated[str, typer.Argument(help="A model folder, a hub name, or demo.")],
     budget: Annotated[str, typer.Option(help="The effective depth to come down to, e.g. depth=12.")],
+    data: Annotated[str, typer.Option(help="A text file, a dataset's name (name:config:split), or demo.")],
     output: Annotated[
         Path, typer.Option("-o", "--output", help="Folder for the results; a search goes on where it was.")
     ],
-    data: Annotated[str, typer.Option(help="A text file, a dataset's name (name:config:split), or demo.")] = "demo",
     trials: Annotated[int, typer.Option(help="How many choices of pairs to try in all.", min=1)] = 60,
     seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
     tokens: Annotated[int, typer.Option(help="Tokens to measure each choice on.")] = 8192,
