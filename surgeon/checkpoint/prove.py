@@ -5,7 +5,8 @@ Two differences are measured, each the largest one between two logits, relative 
     exact    between the edited original and the written form with its weights before they are rounded to 16 bits;
              nothing but float32's own rounding is left, so it must stay below 1e-4
     written  between the edited original and the files as they were written; where weights had to be computed (folded,
-             averaged) and are stored in 16 bits, their rounding shows here, and the bound is wider
+             averaged) and are stored in 16 bits, their rounding shows here, and the bound is wider. Those files are
+             also compared bit for bit with the weights of the first difference, rounded
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from transformers.utils import logging
 from surgeon.checkpoint.forms import Layout
 from surgeon.checkpoint.fuse import PlannedTensor
 from surgeon.checkpoint.load import load
+from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.remote_code import SHIPPED
+from surgeon.checkpoint.write import as_bytes
 from surgeon.model import edit
 from surgeon.program import Program
 
@@ -119,7 +122,7 @@ def prove(reference: Reference, folder: Path, layout: Layout, tensors: list[Plan
     written = reference.difference(_run_written(folder, layout, reference.tokens))
     exact = written
     if rounded:
-        weights = {tensor.name: tensor.build().float() for tensor in tensors}
+        weights = _before_rounding(folder, tensors)
         exact = reference.difference(_run_written(folder, layout, reference.tokens, weights))
     for name, found, bound in (("before rounding", exact, EXACT_TOLERANCE), ("as written", written, tolerance)):
         if not found <= bound:  # so that nan is refused too
@@ -129,6 +132,18 @@ def prove(reference: Reference, folder: Path, layout: Layout, tensors: list[Plan
             )
     dtype = str(next(iter(rounded), torch.float32)).removeprefix("torch.")
     return Proof(reference.tokens.numel(), reference.scale, exact, written, tolerance, dtype)
+
+
+def _before_rounding(folder: Path, tensors: list[PlannedTensor]) -> dict[str, Tensor]:
+    """All weights in float32, each checked to be, when rounded, what the folder's files hold, bit for bit."""
+    written = Checkpoint(folder)
+    weights = {}
+    for planned in tensors:
+        value = planned.build()
+        if not torch.equal(as_bytes(value.to(planned.dtype)), as_bytes(written.tensor(planned.name))):
+            raise NotProven(f"{planned.name} was written with other values than it should have, so nothing was kept")
+        weights[planned.name] = value.float()
+    return weights
 
 
 @_quiet()

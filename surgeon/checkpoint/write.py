@@ -92,6 +92,11 @@ def _write_file(path: Path, tensors: Sequence[PlannedTensor], advance: Advance) 
             advance(planned.num_bytes)
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """What a file holds of a tensor, as uint8."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
 def _bytes_of(tensor: Tensor) -> memoryview:
-    array: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    array: Any = as_bytes(tensor).numpy()
     return memoryview(array)
