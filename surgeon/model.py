@@ -84,7 +84,11 @@ def decoder_inputs(model: PreTrainedModel, input_ids: Tensor) -> tuple[Tensor, l
 
     Returns:
         The embedded stream, (batch, tokens, hidden), and each layer's keyword arguments (mask, positions).
+
+    Raises:
+        ValueError: if the model runs an edited program.
     """
+    require_unedited(model)
     family = family_of(model.config)
     parent, name = _decoder_layers(model, family)
     layers = getattr(parent, name)
@@ -95,6 +99,16 @@ def decoder_inputs(model: PreTrainedModel, input_ids: Tensor) -> tuple[Tensor, l
     finally:
         setattr(parent, name, layers)
     return tap.taken
+
+
+def require_unedited(model: PreTrainedModel) -> None:
+    """Refuse an edited model where the original is meant.
+
+    Raises:
+        ValueError: if the model runs an edited program.
+    """
+    if isinstance(decoder_layers(model), EditedLayers):
+        raise ValueError("the model runs an edited program; use the original (surgeon.restore brings it back)")
 
 
 def check_layers(program: Program, num_layers: int) -> None:

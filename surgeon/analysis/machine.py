@@ -38,8 +38,7 @@ class _OnDemand(EditedLayers):
 
     def __init__(self, model: PreTrainedModel) -> None:
         layers, family = decoder_layers(model), family_of(model.config)
-        if isinstance(layers, EditedLayers):
-            raise ValueError("the model runs an edited program; analyse the original, or restore it first")
+        assert isinstance(layers, nn.ModuleList)
         super().__init__(layers, model.config, family, Program.dense(len(layers), family.steps_per_layer))
 
     def owner(self, sublayer: Sublayer) -> nn.Module:

@@ -14,6 +14,7 @@ from surgeon.analysis.journal import Journal
 from surgeon.analysis.measure import measure, windows_at_once
 from surgeon.analysis.sharing import Plan, plain_sublayers, share, simplify
 from surgeon.families import family_of
+from surgeon.model import require_unedited
 from surgeon.operations import permutation
 from surgeon.program import Program
 from surgeon.progress import progress
@@ -67,9 +68,11 @@ def scan(
         record: provenance to begin `scan.json` with.
 
     Raises:
-        ValueError: if the folder holds a scan of another model, data or seed, or the memory limit is too small.
+        ValueError: if the folder holds a scan of another model, data or seed, the memory limit is too small, or the
+            model is an edited one.
         OSError: if the folder cannot be written to.
     """
+    require_unedited(model)
     identity = {
         "weights_hash": weights_hash,
         "data": windows.digest,

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
-from surgeon.checkpoint.load import load
+from surgeon.checkpoint.load import load, read_config
 from surgeon.checkpoint.read import DEMO, Checkpoint, locate
 from surgeon.provenance import provenance
 from surgeon.quality.data import DEFAULT_TOKENS, Windows, load_windows, window_for
+from surgeon.runtime.text import open_tokenizer
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def open_subject(
     """
     folder = locate(model)
     checkpoint = Checkpoint(folder)
-    loaded = load(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    windows = load_windows(tokenizer, data, window_for(loaded.config, window), tokens, separator)
-    return Subject(model, folder, loaded, windows, checkpoint.weights_hash())
+    # The text comes first: what is wrong with it is said before a large model is loaded.
+    size = window_for(read_config(checkpoint), window)
+    windows = load_windows(open_tokenizer(folder), data, size, tokens, separator)
+    return Subject(model, folder, load(folder), windows, checkpoint.weights_hash())

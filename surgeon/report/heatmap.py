@@ -44,7 +44,6 @@ def draw_heatmaps(
     Returns:
         The files written.
     """
-    matplotlib.use("Agg")
     grids = {name: grid(table[table["operation"] == name]) for name in table["operation"].unique()}
     written = []
     for name, values in grids.items():

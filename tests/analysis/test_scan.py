@@ -82,7 +82,8 @@ def test_what_is_written(windows: Windows, tmp_path: Path) -> None:
     folder = tmp_path / "new" / "folder"
     result = run(folder, windows, seed=7, record={"model": "tiny"})
     table = pd.read_csv(folder / "cells.csv")
-    assert list(table.columns) == COLUMNS == "operation,first,last,perplexity,divergence,tokens,sublayers_run".split(",")
+    header = (folder / "cells.csv").read_text().splitlines()[0]
+    assert header == "operation,first,last,perplexity,divergence,tokens,sublayers_run" == ",".join(COLUMNS)
     assert (table["tokens"] == WINDOWS * (TOKENS - 1)).all()
     record = json.loads((folder / "scan.json").read_text())
     assert record["model"] == "tiny"
@@ -94,7 +95,7 @@ def test_what_is_written(windows: Windows, tmp_path: Path) -> None:
     assert not list(folder.glob(".*")), "nothing half-written is left"
 
 
-def test_the_count_of_sublayers_is_what_ran(windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_count_of_sublayers_is_what_ran(windows: Windows, tmp_path: Path) -> None:
     model = tiny_model("llama", LAYERS)
     calls = []
     for layer in model.model.layers:
@@ -124,7 +125,7 @@ def stopping(after: int) -> Any:
     return stop
 
 
-@pytest.mark.parametrize("stops", [[0], [1], [17], [40, 10, 3], [30, 30, 30, 30, 30]])
+@pytest.mark.parametrize("stops", [[0], [1], [17], [40, 10, 3], [20, 20, 20, 20]])
 def test_interrupted_and_resumed(
     stops: list[int], windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,7 +167,10 @@ def test_operations_can_be_added_to_a_folder(windows: Windows, tmp_path: Path) -
     [
         ({"weights_hash": "other"}, "another model .*weights, now other"),
         ({"seed": 1}, "another seed: 0, now 1"),
-        ({"windows": Windows(torch.zeros(WINDOWS, TOKENS, dtype=torch.long), "", "else")}, "another text .*digest, now else"),
+        (
+            {"windows": Windows(torch.zeros(WINDOWS, TOKENS, dtype=torch.long), "", "else")},
+            "another text .*digest, now else",
+        ),
     ],
 )
 def test_a_folder_of_another_scan_is_refused(
@@ -188,7 +192,9 @@ def test_a_damaged_journal_is_said_to_be(windows: Windows, tmp_path: Path) -> No
         run(tmp_path, windows)
 
 
-def test_two_scans_do_not_write_to_one_folder(windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_scans_do_not_write_to_one_folder(
+    windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def second(*_: Any, **__: Any) -> Any:
         monkeypatch.undo()
         with pytest.raises(OSError, match="another scan is writing"):
@@ -206,23 +212,20 @@ def test_an_output_folder_that_is_a_file(windows: Windows, tmp_path: Path) -> No
         run(tmp_path / "file", windows)
 
 
+def test_a_model_that_is_no_good_itself_is_refused(windows: Windows, tmp_path: Path) -> None:
+    model = tiny_model("llama", LAYERS)
+    model.model.layers[2].mlp.down_proj.weight.data[3, 4] = math.nan
+    with pytest.raises(ValueError, match="NaN or infinity appears first in F2; check that layer's weights"):
+        run(tmp_path, windows, model)
+    model.model.embed_tokens.weight.data.fill_(math.inf)
+    with pytest.raises(ValueError, match="embedding's weights"):
+        run(tmp_path, windows, model)
+
+
 def test_a_cell_that_overflows_is_infinite(windows: Windows, tmp_path: Path) -> None:
     model = tiny_model("llama", LAYERS)
-    with torch.no_grad():
-        # Layer 0 makes the stream huge and layer 1 takes it back, so that only programs without layer 1 overflow.
-        model.model.layers[2].mlp.down_proj.weight.fill_(1e38)
-        model.model.layers[2].mlp.down_proj.weight *= 10
-    with pytest.raises(ValueError, match="NaN or infinity appears first in F2; check that layer's weights"):
-        run(tmp_path / "base", windows, model)
-    table = pd.DataFrame({"nll": [math.nan], "kl": [math.nan]})
-    assert scan_module.perplexity(table["nll"].to_numpy()) == math.inf
-    assert scan_module.mean_divergence(table["kl"].to_numpy()) == math.inf
 
-
-def test_a_late_overflow_is_recorded(windows: Windows, tmp_path: Path) -> None:
-    model = tiny_model("llama", LAYERS)
-
-    def explode(module: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+    def explode(_: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
         # Anything that is not layer 3 on the unedited stream gives infinity, as a 16-bit overflow does.
         stream = inputs[0]
         expected.append(stream.clone()) if not expected else None

@@ -1,0 +1,107 @@
+"""Heatmaps: what is drawn where."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from surgeon.analysis.cells import stretches
+from surgeon.report import heatmap
+from surgeon.report.heatmap import draw_heatmaps, grid
+
+BASE = 10.0
+
+
+def table(num_layers: int, operations: tuple[str, ...] = ("prune",), worst: float = 100.0) -> pd.DataFrame:
+    """A longer stretch is worse; the whole model is the worst cell."""
+    rows = []
+    for name in operations:
+        for stretch in stretches(num_layers):
+            perplexity = BASE + (worst - BASE) * (len(stretch) / num_layers) ** 2
+            rows.append((name, stretch.start, stretch.stop - 1, perplexity, 0.1, 100, 2))
+    columns = ["operation", "first", "last", "perplexity", "divergence", "tokens", "sublayers_run"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures that are saved."""
+    saved: list[Figure] = []
+    save = heatmap._save
+
+    def keep(figure: Figure, path: Path) -> Path:
+        saved.append(figure)
+        return save(figure, path)
+
+    monkeypatch.setattr(heatmap, "_save", keep)
+    return saved
+
+
+def test_rows_are_first_layers_and_columns_last_ones() -> None:
+    cells = table(3)
+    values = grid(cells)
+    assert values[0, 2] == 100
+    assert values[0, 1] == pytest.approx(BASE + 90 * 4 / 9)
+    assert np.isnan(values[2, 0])
+    assert np.isnan(values).sum() == 3
+
+
+def test_one_file_for_each_operation_and_one_for_all(tmp_path: Path) -> None:
+    written = draw_heatmaps(table(4, ("prune", "2-parallel")), BASE, tmp_path, "a model")
+    assert [path.name for path in written] == ["heatmap-prune.png", "heatmap-2-parallel.png", "heatmaps.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(path.name for path in written)
+    for path in written:
+        assert matplotlib.image.imread(path).std() > 0.1, "something is drawn"
+    assert [path.name for path in draw_heatmaps(table(4), BASE, tmp_path, "a model")] == ["heatmap-prune.png"]
+
+
+def test_what_the_picture_says(tmp_path: Path, figures: list[Figure]) -> None:
+    draw_heatmaps(table(16), BASE, tmp_path, "a model")
+    axes, bar = figures[0].axes
+    assert axes.get_title() == "Prune: a model, base perplexity 10"
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("last layer $e$", "first layer $s$")
+    assert axes.get_ylim()[0] > axes.get_ylim()[1], "the first row is on top"
+    scale = axes.images[0].norm
+    assert (scale.vmin, scale.vmax) == (BASE, BASE * heatmap.CAP)
+    assert "beyond 3 times the base" in bar.get_ylabel()
+
+
+@pytest.mark.parametrize(("worst", "end"), [(100.0, 30.0), (20.0, 20.0), (10.01, 11.0)])
+def test_colours_end_where_they_still_tell_cells_apart(
+    worst: float, end: float, tmp_path: Path, figures: list[Figure]
+) -> None:
+    draw_heatmaps(table(6, worst=worst), BASE, tmp_path, "a model")
+    axes, bar = figures[0].axes
+    assert axes.images[0].norm.vmax == pytest.approx(end)
+    assert ("beyond" in bar.get_ylabel()) == (worst > end)
+
+
+def test_infinite_cells_have_the_colour_of_capped_ones(tmp_path: Path, figures: list[Figure]) -> None:
+    cells = table(3)
+    cells.loc[cells["last"] == 2, "perplexity"] = math.inf
+    draw_heatmaps(cells, BASE, tmp_path, "a model")
+    image = figures[0].axes[0].images[0]
+    rgba = image.to_rgba(image.get_array())
+    assert tuple(rgba[0, 2]) == tuple(image.cmap.get_over())
+    assert tuple(rgba[2, 0]) == tuple(image.cmap.get_bad()) != tuple(image.cmap.get_over())
+
+
+@pytest.mark.parametrize("num_layers", [1, 16, 32, 80])
+def test_labels_do_not_overlap(num_layers: int, tmp_path: Path, figures: list[Figure]) -> None:
+    draw_heatmaps(table(num_layers, ("prune", "merge", "shuffle")), BASE, tmp_path, "a model")
+    for figure in figures:
+        renderer = FigureCanvasAgg(figure).get_renderer()
+        for axes in figure.axes:
+            texts = [label for label in axes.get_xticklabels() if label.get_text()]
+            boxes = [label.get_window_extent(renderer) for label in texts]
+            assert all(a.x1 < b.x0 for a, b in pairwise(boxes))
+            if axes.images:
+                assert all(label.get_text().isdecimal() for label in texts)

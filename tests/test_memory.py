@@ -1,0 +1,26 @@
+"""Sizes of memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from surgeon.memory import parse_size, resident_bytes, show_size
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("512MB", 512 << 20), ("2GB", 2 << 30), ("1.5g", 3 << 29), ("100", 100), ("8 KiB", 8192), ("1TB", 1 << 40)],
+)
+def test_sizes_are_read(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "two", "-1GB", "0MB", "2XB", "1,5GB", "GB", "nan"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ValueError, match="write e.g. 512MB or 2GB"):
+        parse_size(text)
+
+
+def test_sizes_are_shown() -> None:
+    assert [show_size(n) for n in (512 << 20, 3 << 29, 100, 5 << 10)] == ["512MB", "1.5GB", "100B", "5KB"]
+    assert 1 << 20 < resident_bytes() < 1 << 40
