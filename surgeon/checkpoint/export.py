@@ -112,6 +112,11 @@ class ExportPlan:
         return sum(tensor.num_bytes for tensor in self.tensors)
 
     @property
+    def passes(self) -> int:
+        """How often the weights are gone through: the original's run, writing, and one or two runs to prove it."""
+        return 4 if any(tensor.rounded for tensor in self.tensors) else 3
+
+    @property
     def needed_bytes(self) -> int:
         """Room that the checkpoint takes on the disk."""
         return self.weight_bytes + sum(path.stat().st_size for path in self.companions) + JSON_ALLOWANCE
@@ -149,7 +154,7 @@ def write_export(
     Args:
         overwrite: replace an existing checkpoint under the target's name.
         recipe: the recipe's text, to be kept in surgeon.json.
-        advance: told of every amount of bytes written.
+        advance: told of every amount of bytes gone through, in all `plan.passes` times `plan.weight_bytes`.
 
     Raises:
         NotProven: if what was written does not compute what the program does.
@@ -162,11 +167,13 @@ def write_export(
     check_target(target, overwrite)
     check_space(target.parent, plan.needed_bytes)
     reference = reference_of(folder, plan.program)
+    advance(plan.weight_bytes)
     try:
         with staged(target, overwrite) as partial:
             _write_companions(partial, plan)
             write_weights(partial, split_into_shards(plan.tensors, shard_limit(plan.original.checkpoint)), advance)
             proof = prove(reference, partial, plan.layout, plan.tensors)
+            advance((plan.passes - 2) * plan.weight_bytes)
             write_json(partial / REPORT_FILE, _report(plan, proof, recipe))
         return proof
     except OSError as error:

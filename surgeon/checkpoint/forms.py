@@ -189,7 +189,7 @@ def _require_divisible(sublayers: Iterable[Sublayer], family: Family, config: An
     units = family.units(config)
     for sublayer in sublayers:
         if sublayer.piece is not None:
-            for unit in {projection.unit for projection in family.spec(sublayer.kind).projections}:
+            for unit in dict.fromkeys(projection.unit for projection in family.spec(sublayer.kind).projections):
                 slice_bounds(units[unit], sublayer.piece, f"{unit} of {sublayer}")
 
 

@@ -11,6 +11,7 @@ Two differences are measured, each the largest one between two logits, relative 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -93,22 +94,27 @@ def _quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-@_quiet()
 def reference_of(source: Path, program: Program) -> Reference:
     """Run the original with the program, in float32.
 
     Raises:
         ValueError: if the original cannot be loaded, or its logits are not finite.
     """
-    model = edit(load(source, dtype=torch.float32), program)
-    tokens = torch.randint(model.config.vocab_size, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
-    tokens = tokens[:, : getattr(model.config, "max_position_embeddings", LENGTH)]
-    logits = _logits(model, tokens)
-    if not logits.isfinite().all():
+    reference = _run_original(source, program)
+    gc.collect()  # an edited model refers to itself, and would stay in memory
+    if not reference.logits.isfinite().all():
         raise ValueError(
             f"the edited model has logits that are not finite on random tokens; are the weights of {source} damaged?"
         )
-    return Reference(tokens, logits)
+    return reference
+
+
+@_quiet()
+def _run_original(source: Path, program: Program) -> Reference:
+    model = edit(load(source, dtype=torch.float32), program)
+    tokens = torch.randint(model.config.vocab_size, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
+    tokens = tokens[:, : getattr(model.config, "max_position_embeddings", LENGTH)]
+    return Reference(tokens, _logits(model, tokens))
 
 
 def prove(reference: Reference, folder: Path, layout: Layout, tensors: list[PlannedTensor]) -> Proof:
@@ -123,6 +129,7 @@ def prove(reference: Reference, folder: Path, layout: Layout, tensors: list[Plan
     exact = written
     if rounded:
         weights = _before_rounding(folder, tensors)
+        gc.collect()
         exact = reference.difference(_run_written(folder, layout, reference.tokens, weights))
     for name, found, bound in (("before rounding", exact, EXACT_TOLERANCE), ("as written", written, tolerance)):
         if not found <= bound:  # so that nan is refused too

@@ -50,7 +50,7 @@ def export(
     original = Original.open(model or steps.model)
     plan = plan_export(original, original.program_of(steps), form, dtype)
     print(f"{plan.layout.form} form: {plan.layout.reason}.", file=sys.stderr)
-    with progress(f"writing {output}", plan.weight_bytes, "bytes") as advance:
+    with progress(f"writing and proving {output}", plan.passes * plan.weight_bytes, "bytes") as advance:
         proof = write_export(plan, output, overwrite, recipe.read_text(encoding="utf-8"), advance)
     print(_summary(plan, proof), file=sys.stderr)
     print(output)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import surgeon
 from surgeon.checkpoint import write
-from surgeon.checkpoint.export import Original, plan_export
+from surgeon.checkpoint.export import Original, plan_export, write_export
 from surgeon.checkpoint.fuse import TensorPlanner
 from surgeon.checkpoint.prove import NotProven
 from surgeon.checkpoint.read import Checkpoint
@@ -135,6 +135,16 @@ def test_folding_a_16_bit_model_is_proven_before_and_after_rounding(tmp_path: Pa
     expected = plain_logits(model, PAIRS)
     found = relative_error(logits_of(load_shipped(tmp_path / "target")), expected)
     assert found == pytest.approx(proof.written, rel=2)  # on other tokens
+
+
+@pytest.mark.parametrize("program", [PAIRS, LADDER])
+def test_progress_reaches_its_end(tmp_path: Path, program: str) -> None:
+    save_source(tmp_path / "source", dtype=torch.bfloat16)
+    plan = plan_export(Original.open(tmp_path / "source"), surgeon.Program.parse(program))
+    told: list[float] = []
+    write_export(plan, tmp_path / "target", advance=told.append)
+    assert sum(told) == plan.passes * plan.weight_bytes
+    assert len(told) > len(plan.tensors)
 
 
 def test_copied_16_bit_weights_are_held_to_the_strict_bound(tmp_path: Path) -> None:
