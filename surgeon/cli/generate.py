@@ -39,14 +39,12 @@ def generate(
     from surgeon.runtime.generate import load
     from surgeon.runtime.launch import Ranks, choose_collectives, choose_device
     from surgeon.runtime.prepare import make_plan
-    from surgeon.runtime.text import Continuation, open_tokenizer
+    from surgeon.runtime.text import Continuation, encode, open_tokenizer
 
     chosen = choose_device(device, tp)
     way = choose_collectives(collectives, chosen)
     tokenizer = open_tokenizer(model)
-    tokens = tokenizer(prompt).input_ids
-    if not tokens:
-        raise ValueError("the prompt is empty: it has no tokens; give --prompt at least one character")
+    tokens = encode(tokenizer, prompt)
     plan = make_plan(model, tp, len(tokens) + max_new_tokens, program, chosen)
     text = Continuation(tokenizer, tokens)
     with Ranks(tp, chosen, way) as ranks:

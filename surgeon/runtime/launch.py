@@ -24,6 +24,7 @@ from surgeon.runtime.shared_memory import create_memory
 
 GRACE_SECONDS = 0.5  # how long to look for the rank that failed first, when another reports that it lost it
 
+END_SECONDS = 10.0  # how long a rank whose connection is closed may take to end
 
 Failure = TypeVar("Failure", bound=Exception)
 
@@ -83,10 +84,12 @@ class Ranks:
         # Nothing is sent through this one: that it closes tells a rank that this process has gone.
         lifeline, far_end = Pipe()
         threads = str(threads_per_rank(ranks))
+        search_path = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
         descriptors = [theirs.fileno(), far_end.fileno()] + ([] if memory is None else [memory])
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": threads}
+        environment = os.environ | {"PYTHONPATH": search_path, "OMP_NUM_THREADS": threads}
         command = [
             sys.executable,
+            "-P",  # not the current folder, in which anything may lie
             "-m",
             "surgeon.runtime",
             str(theirs.fileno()),
@@ -193,9 +196,14 @@ class Ranks:
     def _gone(self, rank: int) -> RankFailed:
         """The error for a rank that ended without a word."""
         process, log = self._processes[rank], self._log(rank)
-        code = process.wait(GRACE_SECONDS)  # its connection is closed: it has ended, or is about to
+        try:
+            code = process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            return _noted(RankFailed(f"rank {rank} (process {process.pid}) has closed its connection"), log)
         if code < 0:
-            message = f"rank {rank} (process {process.pid}) was ended by {signal.Signals(-code).name}"
+            name = signal.Signals(-code).name
+            likely = ", as the system does when memory runs out" if name == "SIGKILL" else ""
+            message = f"rank {rank} (process {process.pid}) was ended by {name}{likely}"
         else:
             last_line = log.strip().split("\n")[-1] or "it wrote nothing"
             message = f"rank {rank} ended with exit code {code}: {last_line}"

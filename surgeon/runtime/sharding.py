@@ -86,7 +86,8 @@ class Source:
 
         A bias that is added to the stream comes with slice 0 only, so that slices add up.
         """
-        return average([self._layer_slice(sublayer, layer, dtype) for layer in sublayer.layers])
+        slices = [self._layer_slice(sublayer, layer, dtype) for layer in sublayer.layers]
+        return average(slices) if len(slices) > 1 else slices[0]
 
     def _layer_slice(self, sublayer: Sublayer, layer: int, dtype: torch.dtype) -> Tensors:
         spec, units = self.family.spec(sublayer.kind), self.units(sublayer)

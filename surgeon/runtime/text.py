@@ -30,6 +30,22 @@ def open_tokenizer(path_or_name: str | Path) -> Any:
         ) from error
 
 
+def encode(tokenizer: Any, prompt: str) -> list[int]:
+    """The token ids of a prompt.
+
+    Raises:
+        ValueError: if it has none, or is not text.
+    """
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the prompt is not text in UTF-8 (at character {error.start})") from error
+    tokens: list[int] = tokenizer(prompt).input_ids
+    if not tokens:
+        raise ValueError("the prompt is empty: it has no tokens; give --prompt at least one character")
+    return tokens
+
+
 class Continuation:
     """Turns new tokens into text, piece by piece, whose sum is the text that follows the prompt."""
 
@@ -39,7 +55,8 @@ class Continuation:
         self.written = len(self._text())
 
     def _text(self) -> str:
-        text: str = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
+        # Cleaning up would change text that has been written already.
+        text: str = self.tokenizer.decode(self.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
     def add(self, token: int) -> str:

@@ -61,6 +61,7 @@ def test_another_program(tiny_checkpoint: Path, capfd: pytest.CaptureFixture[str
         (["--program", "A0 B0"], "error: .*'B0'.*"),
         (["--program", "A0 F9"], "error: F9 is out of range: the model's layers are 0 to 3"),
         (["--prompt", ""], "error: the prompt is empty.*"),
+        (["--prompt", "\udcff"], "error: the prompt is not text in UTF-8.*"),
         (["--collectives", "shn"], "error: there are no collectives 'shn'; did you mean 'shm'.*"),
         (["--max-new-tokens", "500"], "error: prompt and output together are 5.. tokens, .* 128 positions.*"),
     ],
@@ -73,7 +74,7 @@ def test_refusals_start_no_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
-    if options[0] == "--prompt":
+    if options == ["--prompt", ""]:
         tokenizer = AutoTokenizer.from_pretrained(tiny_checkpoint)
         tokenizer.backend_tokenizer.post_processor = None
         tokenizer.save_pretrained(tiny_checkpoint)
@@ -98,7 +99,7 @@ def children_of(pid: int) -> list[int]:
 @pytest.mark.parametrize(
     ("target", "name", "code", "message"),
     [
-        ("rank", "SIGKILL", 1, r"error: rank 1 \(process \d+\) was ended by SIGKILL"),
+        ("rank", "SIGKILL", 1, r"error: rank 1 \(process \d+\) was ended by SIGKILL.*"),
         ("command", "SIGINT", 130, "interrupted.*"),
     ],
 )
@@ -129,8 +130,9 @@ def test_ending_in_the_middle(target: str, name: str, code: int, message: str, t
 class Bytes:
     """A tokenizer of one byte per token, so that characters come in pieces."""
 
-    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+    def decode(self, tokens: list[int], skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
         assert skip_special_tokens
+        assert not clean_up_tokenization_spaces
         return bytes(tokens).decode(errors="replace")
 
 

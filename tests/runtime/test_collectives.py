@@ -25,7 +25,7 @@ def expected_sum(number: int, size: int, dtype: torch.dtype) -> Tensor:
     return torch.stack([on_ranks.part(rank, size, torch.float64) for rank in range(number)]).sum(0).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sums_of_any_size(ranks: Ranks, dtype: torch.dtype) -> None:
     number = len(ranks.pids)
     sizes = [1, 7, 4096, SLOT_BYTES // 4, SLOT_BYTES // 2 + 3, 3]

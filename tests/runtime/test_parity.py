@@ -1,4 +1,4 @@
-"""Numbers of every kind of program on 1, 2 and 4 gloo ranks against one process of `transformers`."""
+"""Numbers of every kind of program on 1, 2 and 4 ranks against one process of `transformers`."""
 
 from __future__ import annotations
 
@@ -47,9 +47,12 @@ CHUNKS = [IDS[:, :6], IDS[:, 6:7], IDS[:, 7:10], IDS[:, 10:]]  # prefill, decode
 Checkpoints = dict[str, Path]
 
 
-@pytest.fixture(scope="module", params=[1, 2, 4])
+@pytest.fixture(
+    scope="module", params=[(1, "gloo"), (2, "gloo"), (4, "gloo"), (4, "shm")], ids=lambda pair: f"{pair[1]}{pair[0]}"
+)
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    with Ranks(request.param, collectives="gloo") as started:
+    number, collectives = request.param
+    with Ranks(number, collectives=collectives) as started:
         yield started
 
 
