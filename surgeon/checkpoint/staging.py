@@ -44,6 +44,10 @@ def staged(target: Path, overwrite: bool = False) -> Iterator[Path]:
         folder.mkdir()
     except PermissionError as error:
         raise PermissionError(f"no permission to write in {target.parent}; choose another folder with -o") from error
+    except (FileExistsError, NotADirectoryError) as error:
+        raise NotADirectoryError(
+            f"{target.parent} cannot be a folder: a file is in the way ({error.filename})"
+        ) from error
     # Held while this process lives, whatever becomes of it: how another run knows that the folder is in use.
     lock = os.open(folder, os.O_RDONLY)
     try:

@@ -9,7 +9,8 @@ and what each one reads:
     >A4  >[A4 A5]    a late step: it reads x as it was before the previous step's output was added
     {A4 F4 | A5 F5}  a fork: each branch has a stream of its own, started from x; what all of them added is added to x
 
-The stock model is used as it is, except that its list of layers is replaced by one that runs the program.
+The stock model is used as it is, except that its list of layers is replaced by one that runs the program. There are no
+layers then whose outputs `output_hidden_states` could collect: it gives an empty tuple.
 """
 
 import copy
