@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from surgeon.cli.export import export
+from surgeon.cli.generate import generate
 from surgeon.cli.scan import scan
 from surgeon.cli.search import search
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 RANKS = 2
 NEW_TOKENS = 64
 ROUNDS = 3
-PROMPT = 'def read_settings(path):\n    """Read the settings'
+PROMPT = "def read_settings(path):"
 LADDER = 'surgeon: 1\nmodel: demo\noperations:\n  - ladder: {layers: "8:16"}\nexpect: {effective_depth: 16}\n'
 
 
@@ -52,7 +53,12 @@ def demo(
     recipe.write_text(LADDER, encoding="utf-8")
     _announce("and a ladder over the upper half", f"export {_quoted(recipe)} -o {_quoted(late)} --overwrite")
     export(recipe, late, overwrite=True)
-    _announce("generate on two ranks", f"generate {_quoted(fused)} --prompt ... --tp {RANKS}")
+    _announce(
+        "let it write, on two ranks",
+        f"generate {_quoted(fused)} --prompt {shlex.quote(PROMPT)} --max-new-tokens {NEW_TOKENS} --tp {RANKS}",
+    )
+    generate(str(fused), PROMPT, NEW_TOKENS, RANKS)
+    print("\nhow fast is what, in comparison?", file=sys.stderr, flush=True)
     variants = _variants(found, recipe, fused, late)
     _print_table(variants, _measure(variants, tokens), _speeds(variants))
     print("Pictures:")
@@ -107,7 +113,8 @@ def _speeds(variants: list[Variant]) -> dict[str, list[tuple[float, float, int]]
 
     The fastest of some interleaved rounds counts: what else runs on the machine can only slow a round down.
     """
-    from surgeon.runtime.generate import generate, load
+    from surgeon.runtime.generate import generate as run_ranks
+    from surgeon.runtime.generate import load
     from surgeon.runtime.launch import Ranks, choose_collectives, choose_device
     from surgeon.runtime.prepare import make_plan
     from surgeon.runtime.text import open_tokenizer
@@ -123,7 +130,7 @@ def _speeds(variants: list[Variant]) -> dict[str, list[tuple[float, float, int]]
                 ranks.call(load, plan, str(number))
             for _ in range(ROUNDS):
                 for number, plan in enumerate(plans):
-                    run = generate(ranks, plan, [prompt], NEW_TOKENS, stop=False, name=str(number))
+                    run = run_ranks(ranks, plan, [prompt], NEW_TOKENS, stop=False, name=str(number))
                     syncs = run.layers_per_pass().all_reduces
                     best[number] = max(best[number], (run.decode_rate or 0.0, run.program.effective_depth(), syncs))
         speeds[way] = [(depth, rate, syncs) for rate, depth, syncs in best]
@@ -136,7 +143,7 @@ def _print_table(
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title="\nThe demo model on two ranks", title_justify="left", box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
     table.add_column("program", min_width=18)
     for heading in ("depth", "perplexity", "divergence", "syncs/token", *(f"tok/s\n{way}" for way in speeds)):
         table.add_column(heading, justify="right", vertical="bottom")
@@ -146,4 +153,6 @@ def _print_table(
         table.add_row(
             variant.name, f"{depth:g}", f"{quality.perplexity:.2f}", f"{quality.divergence:.4f}", str(syncs), *rates
         )
+    print("\nThe demo model on two ranks")
     Console(width=80, highlight=False).print(table)
+    print()
