@@ -81,5 +81,6 @@ def describe(result: Generation, plan: Plan, place: str) -> str:
 
 
 def _calls(counts: Counts) -> str:
-    gathers = f" and {counts.all_gathers} all-gathers" if counts.all_gathers else ""
-    return f"{counts.all_reduces} all-reduces{gathers}"
+    kinds = {"all-reduce": counts.all_reduces, "all-gather": counts.all_gathers}
+    words = [f"{count} {kind}{'' if count == 1 else 's'}" for kind, count in kinds.items() if count]
+    return " and ".join(words) or "0 all-reduces"

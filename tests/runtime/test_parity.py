@@ -12,6 +12,7 @@ from torch import Tensor
 from surgeon.families import FAMILIES
 from surgeon.model import edit, restore
 from surgeon.program import Program
+from surgeon.runtime.generate import generate, load, unload
 from surgeon.runtime.launch import Ranks
 from surgeon.runtime.prepare import make_plan
 from tests.models import VOCABULARY, tiny_model
@@ -96,3 +97,34 @@ def test_logits_and_counts(
         assert max(count.all_reduces for count in counts) == program.sync_points(number)
         assert max(count.bytes for count in counts) == program.sync_points(number) * chunk.numel() * plan.hidden * 4
         assert all(count.all_gathers == 0 for count in counts)
+
+
+@pytest.mark.parametrize("vocabulary", [5, VOCABULARY])
+def test_greedy_tokens(vocabulary: int, ranks: Ranks, tmp_path: Path) -> None:
+    """Of five rows of an embedding on four ranks, the last one has none."""
+    model = tiny_model("llama", vocab_size=vocabulary)
+    model.save_pretrained(tmp_path)
+    prompts = IDS % vocabulary
+    wanted = model.generate(prompts, max_new_tokens=16, do_sample=False, eos_token_id=None)[:, prompts.shape[1] :]
+    plan = make_plan(tmp_path, len(ranks.pids), prompts.shape[1] + 16)
+    ranks.call(load, plan)
+    heard: list[list[int]] = []
+    result = generate(ranks, plan, prompts.tolist(), 16, stop=False, notify=heard.append)
+    assert result.tokens == wanted.tolist()
+    assert [list(text) for text in zip(*heard, strict=True)] == wanted.tolist()
+    assert result.decode_rate is not None
+    assert result.layers_per_pass().all_reduces == result.program.sync_points(len(ranks.pids))
+    ranks.call(unload)
+
+
+def test_what_generation_refuses(ranks: Ranks, checkpoints: Checkpoints) -> None:
+    plan = make_plan(checkpoints["llama"], len(ranks.pids), 20)
+    for tokens, new_tokens, message in [
+        ([[]], 4, "one and the same number of tokens, at least 1"),
+        ([[1, 2], [1]], 4, r"not \[1, 2\]"),
+        ([[1, VOCABULARY]], 4, f"token ids must lie in 0..{VOCABULARY - 1}"),
+        ([[1, 2]], 0, "at least 1, not 0"),
+        ([[1, 2]], 19, "2 and 19 tokens are more than the planned 20"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            generate(ranks, plan, tokens, new_tokens)
