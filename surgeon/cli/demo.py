@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 RANKS = 2
 NEW_TOKENS = 64
 ROUNDS = 3
-PROMPT = "def read_settings(path):"
+PROMPT = "def close(self):"
 LADDER = 'surgeon: 1\nmodel: demo\noperations:\n  - ladder: {layers: "8:16"}\nexpect: {effective_depth: 16}\n'
 
 
