@@ -30,6 +30,7 @@ COMMANDS = (
     (demo, "All of this on a small model that ships with surgeon."),
 )
 DEBUG_FLAG = "--debug"
+STANDARD_OUTPUT = 1
 NOTE = (
     "Layers count from 0; ranges are Python slices: 4:30 is layers 4 to 29. With --debug, before or after the "
     "command, an error shows its traceback."
@@ -79,10 +80,16 @@ def main(arguments: list[str] | None = None) -> int:
             sys.stdout.flush()
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
+    except SystemExit as ended:
+        # typer leaves in silence on every broken pipe, also on one that is not standard output.
+        if not isinstance(ended.__context__, OSError):
+            raise
+        return _fail(ended.__context__, arguments, debug)
     except Exception as error:  # noqa: BLE001 - the one place where everything ends
         return _fail(error, arguments, debug)
     if code == INTERRUPTED:
-        _say("interrupted; run the same command again to go on")
+        below = "\n" if sys.stderr is not None and sys.stderr.isatty() else ""  # the terminal has written ^C
+        _say(f"{below}interrupted; run the same command again to go on")
     return code if isinstance(code, int) else 0
 
 
@@ -120,7 +127,7 @@ def _fail(error: Exception, arguments: list[str], debug: bool) -> int:
         return _fail_usage(error)
     if isinstance(error, BrokenPipeError) and _stdout_has_no_reader():
         # The interpreter flushes standard output once more when it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), STANDARD_OUTPUT)
         return CLOSED_PIPE
     if debug:
         traceback.print_exception(error)
@@ -154,7 +161,7 @@ def _output_of(arguments: list[str]) -> str | None:
 
 def _stdout_has_no_reader() -> bool:
     poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)
+    poll.register(STANDARD_OUTPUT, 0)
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 

@@ -179,8 +179,13 @@ def test_help_lists_the_commands_in_80_columns() -> None:
 
 
 def test_a_reader_that_goes_away_is_no_error() -> None:
-    done = surgeon("surgeon --help | true")
-    assert done.stderr == ""
+    done = surgeon("(sleep 1; surgeon --help) | true")
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_any_other_broken_pipe_is_one(run: Callable[..., tuple[int, str, str]]) -> None:
+    broken = BrokenPipeError(errno.EPIPE, "Broken pipe")
+    assert run("act", act=broken) == (1, "", "error: [Errno 32] Broken pipe\n")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, the device without space")
