@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
-from surgeon.memory import parse_size, resident_bytes, show_size
+from surgeon.memory import parse_size, resident_bytes, show_size, stay_below
 
 
 @pytest.mark.parametrize(
@@ -24,3 +26,17 @@ def test_what_is_no_size(text: str) -> None:
 def test_sizes_are_shown() -> None:
     assert [show_size(n) for n in (512 << 20, 3 << 29, 100, 5 << 10)] == ["512MB", "1.5GB", "100B", "5KB"]
     assert 1 << 20 < resident_bytes() < 1 << 40
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux gives memory back on request")
+def test_freed_memory_is_given_back_near_a_limit() -> None:
+    pieces = [bytes(60_000) for _ in range(3000)]  # below the size that the C library hands back by itself
+    held = resident_bytes()
+    kept = pieces[::50]
+    del pieces
+    stay_below(held * 2)
+    stay_below(None)
+    between = resident_bytes()
+    stay_below(held)
+    assert len(kept) == 60
+    assert resident_bytes() < between - (50 << 20) or between < held - (100 << 20)

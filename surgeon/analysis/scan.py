@@ -14,6 +14,7 @@ from surgeon.analysis.journal import Journal
 from surgeon.analysis.measure import measure, windows_at_once
 from surgeon.analysis.sharing import Plan, plain_sublayers, share, simplify
 from surgeon.families import family_of
+from surgeon.memory import stay_below
 from surgeon.model import require_unedited
 from surgeon.operations import permutation
 from surgeon.program import Program
@@ -87,7 +88,7 @@ def scan(
         if journal.at_once is not None and batch is None:
             at_once = min(at_once, journal.at_once)
         journal.start(operations, at_once)
-        _measure_missing(model, windows, work, at_once, journal)
+        _measure_missing(model, windows, work, at_once, journal, memory)
         return _write(folder, work, windows, journal, seed, record or {})
 
 
@@ -110,12 +111,19 @@ class _Work:
         return cls(cells, programs, dense, share([dense, *programs.values()]), num_layers)
 
 
-def _measure_missing(model: PreTrainedModel, windows: Windows, work: _Work, at_once: int, journal: Journal) -> None:
+def _measure_missing(
+    model: PreTrainedModel, windows: Windows, work: _Work, at_once: int, journal: Journal, memory: int | None
+) -> None:
     """Run what the journal does not have yet."""
     everything = range(len(windows.ids))
     programs = list(dict.fromkeys(work.programs.values()))
     done = sum(work.plan.sublayers[p] for p in programs if p != work.dense and journal.is_done(p, everything))
-    with progress("scan", work.plan.total_sublayers, "sublayers", done) as ran:
+    with progress("scan", work.plan.total_sublayers, "sublayers", done) as advance:
+
+        def ran(amount: float) -> None:
+            advance(amount)
+            stay_below(memory)
+
         for measured in measure(model, windows.ids, work.dense, programs, at_once, journal.is_done, ran):
             if not journal.is_done(measured.program, range(measured.start, measured.start + len(measured.quality.nll))):
                 journal.add(measured)
