@@ -7,6 +7,8 @@ import os
 import platform
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +58,16 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file that is whole or not there; what was there before stays until then."""
+    with whole_file(path) as beside:
+        beside.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A path beside the wanted one to write to; it is renamed at the end, or removed if writing it fails."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        beside.write_text(text, encoding="utf-8")
+        yield beside
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)

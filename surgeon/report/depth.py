@@ -9,6 +9,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from surgeon.provenance import whole_file
+
 # Colours that stay apart for colour-blind readers and in print.
 _SOURCES = {
     "window": ("contiguous window (the paper's)", "#0072B2", "o"),
@@ -39,7 +41,8 @@ def draw_quality_against_depth(
     figure.legend(
         *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=8
     )
-    figure.savefig(path, dpi=150)
+    with whole_file(path) as beside:
+        figure.savefig(beside, format="png", dpi=150)
 
 
 def _draw_panel(

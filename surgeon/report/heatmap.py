@@ -13,6 +13,8 @@ from matplotlib.colors import Colormap, LogNorm, Normalize
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from surgeon.provenance import whole_file
+
 TITLES = {
     "shuffle": "Shuffle",
     "prune": "Prune",
@@ -114,7 +116,7 @@ def _colour_bar(figure: Figure, axes: list[Axes], grids: list[Grid], scale: Norm
     bar.set_ticks(ticks, labels=[f"{tick:.3g}" for tick in ticks])
     bar.minorticks_off()
     bar.ax.tick_params(labelsize=8)
-    beyond = f" (cells beyond {end / base:.3g} times the base are pale)" if capped else ""
+    beyond = f" (pale: beyond {end / base:.3g} times the base)" if capped else ""
     bar.set_label("perplexity" + beyond, fontsize=9)
 
 
@@ -129,14 +131,10 @@ def _tick_step(num_layers: int, small: bool) -> int:
 
 def _side(num_layers: int) -> float:
     """Inches: more for more layers, so that a cell stays visible."""
-    return min(11.0, max(4.6, 0.24 * num_layers + 1.0))
+    return min(7.5, max(4.6, 0.24 * num_layers + 1.0))
 
 
 def _save(figure: Figure, path: Path) -> Path:
-    beside = path.with_name(f".{path.name}.part")
-    try:
+    with whole_file(path) as beside:
         figure.savefig(beside, format="png")
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
     return path
