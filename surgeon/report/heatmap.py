@@ -104,7 +104,7 @@ def _colours() -> Colormap:
 def _scale(grids: list[Grid], base: float, cap: float) -> Normalize:
     """Logarithmic, from the base perplexity (better cells have its colour) to the cap or the worst cell."""
     worst = max(float(np.nanmax(values)) for values in grids)
-    return LogNorm(base, base * min(cap, max(LEAST_CAP, worst / base)))
+    return LogNorm(base, min(base * cap, max(base * LEAST_CAP, worst)))
 
 
 def _colour_bar(figure: Figure, axes: list[Axes], grids: list[Grid], scale: Normalize) -> None:

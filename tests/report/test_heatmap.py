@@ -74,11 +74,13 @@ def test_what_the_picture_says(tmp_path: Path, figures: list[Figure]) -> None:
     assert "beyond 3 times the base" in bar.get_ylabel()
 
 
-@pytest.mark.parametrize(("worst", "end"), [(100.0, 30.0), (20.0, 20.0), (10.01, 11.0)])
+@pytest.mark.parametrize(("worst", "end"), [(100.0, 30.0), (20.0, 20.0), (15.070000001, 15.070000001), (10.01, 11.0)])
 def test_colours_end_where_they_still_tell_cells_apart(
     worst: float, end: float, tmp_path: Path, figures: list[Figure]
 ) -> None:
-    draw_heatmaps(table(6, worst=worst), BASE, tmp_path, "a model")
+    cells = table(6, worst=worst)
+    cells["perplexity"] = cells["perplexity"].clip(upper=worst)
+    draw_heatmaps(cells, BASE, tmp_path, "a model")
     axes, bar = figures[0].axes
     assert axes.images[0].norm.vmax == pytest.approx(end)
     assert ("beyond" in bar.get_ylabel()) == (worst > end)
