@@ -6,6 +6,7 @@ Torch and transformers are imported by the fixtures that need them, so that pyte
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from itertools import islice
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
 
 # Nothing in the tests may reach for the network; set before transformers is asked for anything by name.
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+# Shells start background jobs with Ctrl-C ignored, and every process started from them inherits that: tests that send
+# it to a process of theirs would wait for ever.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

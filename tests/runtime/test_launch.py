@@ -97,6 +97,9 @@ def test_ranks_end_with_the_process_that_started_them(name: str, own_temporary_f
         assert len(pids) == 2
         assert all(map(is_running, pids))
         starter.send_signal(signal.Signals[name])
-        assert starter.wait(60) != 0
+        try:
+            assert starter.wait(60) != 0
+        finally:
+            starter.kill()
     assert gone(pids)
     assert list(own_temporary_folder.iterdir()) == []
