@@ -74,7 +74,7 @@ def _draw_panel(
     axes.set_ylim(low, high)
     beyond = sum(value > high for value in values)
     if beyond:
-        axes.text(0.99, 0.98, f"{beyond} of {len(values)} trials lie above", ha="right", va="top", fontsize=8,
+        axes.text(0.02, 0.98, f"{beyond} of {len(values)} trials lie above", ha="left", va="top", fontsize=8,
                   color="#666666", transform=axes.transAxes)  # fmt: skip
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
