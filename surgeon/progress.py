@@ -52,7 +52,7 @@ class _Lines:
         self.begun = self.shown = time.monotonic()
 
     def advance(self, amount: float) -> None:
-        self.done += amount
+        self.done = min(self.total, self.done + amount)  # a resumed run may do a little twice
         now = time.monotonic()
         if now - self.shown >= SECONDS_BETWEEN_LINES and self.done > self.first:
             self.shown = now

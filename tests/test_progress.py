@@ -27,6 +27,14 @@ def test_plain_lines_with_an_estimate(capsys: pytest.CaptureFixture[str], monkey
     ]
 
 
+def test_never_more_than_all(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 20.0, 21.0])
+    monkeypatch.setattr(progress_module.time, "monotonic", lambda: next(clock))
+    with progress("scan", 10, "sublayers", done=5) as advance:
+        advance(7)
+    assert capsys.readouterr().err.splitlines()[0] == "scan: 100% of 10 sublayers, 0:00 left"
+
+
 def test_a_failure_is_not_called_done(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(KeyboardInterrupt), progress("scan", 1, "sublayers"):
         raise KeyboardInterrupt
