@@ -1,0 +1,58 @@
+"""Arguments and options that several commands have in common, with one wording each.
+
+Light, like every module here: typer and the standard library. Use as `data: DataOption` among a command's parameters.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+DEFAULT_TOKENS = 8192  # surgeon.quality.data.DEFAULT_TOKENS, which is not light
+
+DATA_HELP = (
+    "Text to measure on: a UTF-8 text file, a .jsonl or .parquet file (one row a document; file:column says which "
+    "column), a dataset as name[:config[:split]], or demo (source files of the Python standard library)."
+)
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        help="A model: a checkpoint folder, a name on the Hugging Face hub, or demo.",
+        metavar="MODEL",
+        show_default=False,
+    ),
+]
+DataOption = Annotated[str, typer.Option("--data", help=DATA_HELP, show_default=False)]
+OutputOption = Annotated[
+    Path, typer.Option("--output", "-o", help="Folder for the results; made if missing.", show_default=False)
+]
+TokensOption = Annotated[int, typer.Option("--tokens", min=2, help="Tokens to measure on, from the start of the data.")]
+WindowOption = Annotated[
+    int | None,
+    typer.Option(
+        "--window",
+        min=2,
+        help="Tokens in a window. Default: 512, or the model's positions if it has fewer.",
+        show_default=False,
+    ),
+]
+SeparatorOption = Annotated[
+    str | None,
+    typer.Option(
+        "--separator",
+        help="Text between the documents of the data, such as '<|endoftext|>': they are kept apart, each begun with "
+        "the tokenizer's BOS. Rows of a table or a dataset are documents of their own then.",
+        show_default=False,
+    ),
+]
+MemoryOption = Annotated[
+    str | None,
+    typer.Option(
+        "--memory",
+        help="The most memory the process may take, model included, such as 512MB or 2GB.",
+        show_default=False,
+    ),
+]
