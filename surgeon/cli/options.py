@@ -21,7 +21,6 @@ ModelArgument = Annotated[
     str,
     typer.Argument(
         help="A model: a checkpoint folder, a name on the Hugging Face hub, or demo.",
-        metavar="MODEL",
         show_default=False,
     ),
 ]
@@ -29,12 +28,11 @@ DataOption = Annotated[str, typer.Option("--data", help=DATA_HELP, show_default=
 OutputOption = Annotated[
     Path, typer.Option("--output", "-o", help="Folder for the results; made if missing.", show_default=False)
 ]
-TokensOption = Annotated[int, typer.Option("--tokens", min=2, help="Tokens to measure on, from the start of the data.")]
+TokensOption = Annotated[int, typer.Option("--tokens", help="Tokens to measure on, from the start of the data.")]
 WindowOption = Annotated[
     int | None,
     typer.Option(
         "--window",
-        min=2,
         help="Tokens in a window. Default: 512, or the model's positions if it has fewer.",
         show_default=False,
     ),
