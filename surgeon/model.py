@@ -202,12 +202,11 @@ class EditedLayers(nn.Module):
 
     def describe_in(self, config: Any) -> None:
         """Make the configuration's per-layer entries describe the program's attentions."""
-        self.config_before["num_hidden_layers"] = config.num_hidden_layers
-        types = getattr(config, "layer_types", None)
-        if types is not None:
-            self.config_before["layer_types"] = types
-            config.layer_types = [types[k] for k in self.slot_layers]
-        config.num_hidden_layers = len(self.slot_layers)
+        entries = self.family.per_layer_entries(config, self.slot_layers)
+        entries["num_hidden_layers"] = len(self.slot_layers)
+        self.config_before = {key: getattr(config, key) for key in entries}
+        for key, value in entries.items():
+            setattr(config, key, value)
 
     def undo(self, config: Any) -> nn.ModuleList:
         """Restore the configuration and every attention's cache slot; returns the original list."""
@@ -229,10 +228,13 @@ class EditedLayers(nn.Module):
     def __getitem__(self, index: Any) -> Any:
         return list(self)[index]
 
-    def slot(self, collected: list[dict[str, Any]], hidden_states: Tensor, *, runs: bool, **arguments: Any) -> Tensor:
+    def slot(
+        self, collected: list[dict[str, Any]], hidden_states: Tensor, *given: Any, runs: bool, **arguments: Any
+    ) -> Tensor | tuple[Tensor, None]:
         """What the decoder calls in place of a layer: all slots keep their arguments, the last one runs the program."""
-        collected.append(arguments)
-        return self.run(hidden_states, collected) if runs else hidden_states
+        collected.append(dict(zip(self.family.arguments, given, strict=False)) | arguments)
+        stream = self.run(hidden_states, collected) if runs else hidden_states
+        return (stream, None) if self.family.returns_tuple else stream
 
     def run(self, stream: Tensor, arguments: list[dict[str, Any]]) -> Tensor:
         """The stream after the program; `arguments` are the decoder's keyword arguments for each attention."""
@@ -314,17 +316,22 @@ class ModelMachine(Machine):
 def _attention(owner: nn.Module, spec: SublayerSpec, slot: int, arguments: dict[str, Any], stream: Tensor) -> Tensor:
     _set_cache_slot(owner, spec, slot)
     normed = owner.get_submodule(spec.norm)(stream)
-    output = owner.get_submodule(spec.modules[0])(hidden_states=normed, **arguments)
+    first, *others = spec.modules
+    output = owner.get_submodule(first)(hidden_states=normed, **arguments)
     attended: Tensor = output[0] if isinstance(output, tuple) else output
-    return attended
+    return _through(owner, others, attended)
 
 
 def _feed_forward(owner: nn.Module, spec: SublayerSpec, stream: Tensor) -> Tensor:
-    for path in (spec.norm, *spec.modules):
+    return _through(owner, (spec.norm, *spec.modules), stream)
+
+
+def _through(owner: nn.Module, paths: Iterable[str], stream: Tensor) -> Tensor:
+    for path in paths:
         stream = owner.get_submodule(path)(stream)
     return stream
 
 
 def _set_cache_slot(owner: nn.Module, spec: SublayerSpec, slot: int) -> None:
-    attention: Any = owner.get_submodule(spec.modules[0])
-    attention.layer_idx = slot
+    path, _, name = spec.cache_slot.rpartition(".")
+    setattr(owner.get_submodule(path), name, slot)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -49,27 +50,76 @@ def slice_bounds(size: int, piece: tuple[int, int], what: str) -> tuple[int, int
     return index * size // count, (index + 1) * size // count
 
 
-def slice_projection(weight: Tensor, projection: Projection, piece: tuple[int, int], units: int) -> Tensor:
-    """The rows (of a projection that reads the stream) or columns (of one that writes to it) of one slice.
+def features(projection: Projection, family: Family, config: Any) -> Tensor:
+    """Where a projection's heads or neurons lie in its module: (units, features of each), indices.
 
-    Args:
-        weight: (out_features, in_features), or a bias of a projection that reads the stream, (out_features,).
+    For the weight as it is stored they count along `projection.divided_dim`; other projections packed into the same
+    module have the other indices.
     """
-    dim = 0 if projection.reads_stream else 1
-    first, end = slice_bounds(units, piece, projection.unit)
-    width = weight.shape[dim] // units
-    return weight.narrow(dim, first * width, (end - first) * width)
+    spec = next(spec for spec in (family.attention, family.mlp) if projection in spec.projections)
+    packed = [other for other in spec.projections if other.path == projection.path]
+    units, width = family.units(config), family.unit_width(config, projection.unit)
+    place, count = packed.index(projection), units[projection.unit]
+    if projection.interleaved:
+        return torch.arange(count * len(packed) * width).view(count, len(packed), width)[:, place]
+    start = sum(units[other.unit] * width for other in packed[:place])
+    return torch.arange(start, start + count * width).view(count, width)
 
 
-def slice_tensors(tensors: Tensors, spec: SublayerSpec, piece: tuple[int, int], units: dict[Any, int]) -> Tensors:
-    """One slice of a sublayer's tensors; norms stay whole, and a bias added to the stream belongs to slice 0."""
+def sliced_features(projection: Projection, family: Family, config: Any, piece: tuple[int, int]) -> Tensor:
+    """The indices that one slice keeps of the module a projection lies in, in their order there.
+
+    Raises:
+        ValueError: if the units do not divide evenly.
+    """
+    spec = next(spec for spec in (family.attention, family.mlp) if projection in spec.projections)
+    kept = []
+    for packed in (other for other in spec.projections if other.path == projection.path):
+        units = features(packed, family, config)
+        first, end = slice_bounds(len(units), piece, packed.unit)
+        kept.append(units[first:end].flatten())
+    return torch.cat(kept).sort().values
+
+
+def slice_projection(
+    tensor: Tensor, projection: Projection, family: Family, config: Any, piece: tuple[int, int]
+) -> Tensor:
+    """What one slice keeps of a stored weight, or of the bias of a projection that reads the stream."""
+    dim = projection.divided_dim if tensor.dim() == 2 else 0
+    return tensor.index_select(dim, sliced_features(projection, family, config, piece).to(tensor.device))
+
+
+def projection_matrix(weight: Tensor, projection: Projection, family: Family, config: Any) -> Tensor:
+    """A projection's own matrix, (out_features, in_features), taken from its module's stored weight."""
+    own = features(projection, family, config).flatten().to(weight.device)
+    matrix = weight.index_select(projection.divided_dim, own)
+    return matrix.T if projection.transposed else matrix
+
+
+def with_projection(weight: Tensor, matrix: Tensor, projection: Projection, family: Family, config: Any) -> Tensor:
+    """A copy of a module's stored weight in which a projection has another matrix; undoes `projection_matrix`."""
+    own = features(projection, family, config).flatten().to(weight.device)
+    stored = (matrix.T if projection.transposed else matrix).to(weight.dtype)
+    return weight.index_copy(projection.divided_dim, own, stored.contiguous())
+
+
+def slice_tensors(tensors: Tensors, spec: SublayerSpec, piece: tuple[int, int], family: Family, config: Any) -> Tensors:
+    """One slice of a sublayer's tensors; norms stay whole, and a bias added to the stream belongs to slice 0.
+
+    Raises:
+        ValueError: if heads or neurons do not divide evenly, or the sublayer cannot be taken apart.
+    """
+    if spec.post_norm is not None:
+        raise ValueError(
+            f"sublayers of {family.name} cannot be sliced: their output goes through a norm before it is added"
+        )
     sliced = dict(tensors)
-    for projection in spec.projections:
+    for projection in {projection.path: projection for projection in spec.projections}.values():
         weight, bias = f"{projection.path}.weight", f"{projection.path}.bias"
-        sliced[weight] = slice_projection(tensors[weight], projection, piece, units[projection.unit])
+        sliced[weight] = slice_projection(tensors[weight], projection, family, config, piece)
         if bias in tensors:
             if projection.reads_stream:
-                sliced[bias] = slice_projection(tensors[bias], projection, piece, units[projection.unit])
+                sliced[bias] = slice_projection(tensors[bias], projection, family, config, piece)
             elif piece[0]:
                 sliced[bias] = torch.zeros_like(tensors[bias])
     return sliced
@@ -87,14 +137,15 @@ def derive_sublayer(sublayer: Sublayer, layers: list[nn.Module], family: Family,
     spec = family.spec(sublayer.kind)
     tensors = average(module_tensors(layer, spec) for layer in layers)
     if sublayer.piece is not None:
-        tensors = slice_tensors(tensors, spec, sublayer.piece, family.units(config))
+        tensors = slice_tensors(tensors, spec, sublayer.piece, family, config)
     shell = nn.Module()
     for path in (spec.norm, *spec.modules):
         setattr(shell, path, _copy_with(layers[0].get_submodule(path), path, tensors))
     if sublayer.piece is not None:
-        attention: Any = shell.get_submodule(spec.modules[0])
-        for name in spec.head_counts:
-            setattr(attention, name, getattr(attention, name) // sublayer.piece[1])
+        for path in spec.counts:
+            parent, _, name = f"{spec.modules[0]}.{path}".rpartition(".")
+            owner = attrgetter(parent)(shell)
+            setattr(owner, name, getattr(owner, name) // sublayer.piece[1])
     return shell
 
 

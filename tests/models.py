@@ -9,7 +9,20 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTrainedTokenizerFast, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPT2Config,
+    GPTNeoConfig,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    Phi3Config,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 VOCABULARY = 97
 HIDDEN = 32
@@ -27,21 +40,38 @@ _SHARED = {
     "pad_token_id": None,
 }
 _GROUPED = {"num_key_value_heads": KV_HEADS, "intermediate_size": 48}
-_CONFIGS = {
+_WINDOW = {"sliding_window": 5}  # shorter than the texts of the tests
+_NO_DROPOUT = {"resid_dropout": 0.0, "embed_dropout": 0.0, "attention_dropout": 0.0}
+_CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (LlamaConfig, _GROUPED),
+    "mistral": (MistralConfig, _GROUPED | _WINDOW),
+    "qwen2": (Qwen2Config, _GROUPED | _WINDOW | {"use_sliding_window": True, "max_window_layers": 2}),
     "qwen3": (Qwen3Config, _GROUPED | {"head_dim": 16}),  # wider than hidden / heads, as Qwen3's often are
+    # Caps and scale such that leaving one of them out shows.
+    "gemma2": (
+        Gemma2Config,
+        _GROUPED
+        | _WINDOW
+        | {"head_dim": 16, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 24},
+    ),
+    "phi3": (Phi3Config, _GROUPED | _WINDOW | {"pad_token_id": 1}),
     "opt": (OPTConfig, {"ffn_dim": 48, "word_embed_proj_dim": HIDDEN, "pad_token_id": 1, "dropout": 0.0}),
+    "gpt2": (GPT2Config, {"n_inner": 48, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
+    "gpt_neo": (GPTNeoConfig, {"intermediate_size": 48, "window_size": 5} | _NO_DROPOUT),
+    "gpt_neox": (GPTNeoXConfig, {"intermediate_size": 48, "rotary_pct": 0.5}),
 }
 
 
 def tiny_model(family: str, num_layers: int = 4, seed: int = 0, **config_overrides: Any) -> Any:
     """A random float32 model in evaluation mode, the same for the same arguments.
 
-    Llama and Qwen3 have grouped KV heads (4 and 2). Norm gains and biases are random and far from 1 and 0, so that
-    code which forgets them, or takes another layer's, gives visibly other numbers. Llama gets biases when asked:
-    `attention_bias=True, mlp_bias=True`.
+    Where the architecture can, it has grouped KV heads (4 and 2) and attention windows of 5 tokens. Norm gains and
+    biases are random and far from 1 and 0, so that code which forgets them, or takes another layer's, gives visibly
+    other numbers. Llama gets biases when asked: `attention_bias=True, mlp_bias=True`.
     """
     config_class, own = _CONFIGS[family]
+    if family == "gpt_neo":
+        own = own | {"attention_types": [[["global", "local"], num_layers // 2], [["global"], num_layers % 2]]}
     config = config_class(num_hidden_layers=num_layers, **(_SHARED | own | config_overrides))
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -59,7 +89,7 @@ def disturb(model: nn.Module, seed: int = 0) -> None:
                 parameter.copy_(0.2 * noise)
             elif parameter.dim() == 1:
                 parameter.copy_(0.5 + torch.rand(parameter.shape, generator=generator))
-            elif "embed" in name:
+            elif any(word in name for word in ("embed", "wte", "wpe")):
                 parameter.copy_(noise)
             else:
                 parameter.copy_(noise / parameter.shape[1] ** 0.5)

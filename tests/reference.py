@@ -6,95 +6,259 @@ Nothing here uses surgeon or the modeling code of transformers, so that a mistak
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
-
-Function = Callable[[Tensor], Tensor]
+from torch.nn import functional
 
 
 class Reference:
-    """One causal language model, full attention over unpadded tokens, float32.
+    """One causal language model over unpadded tokens, float32: Llama, Mistral, Qwen2 and Qwen3.
 
     `attention(k, x)` and `feed_forward(k, x)` are the sublayers A_k and F_k with their norm inside; `logits(x)` is the
-    final norm and the head.
+    final norm and the head. Called with a model of another architecture, the class gives that one's computation.
     """
+
+    layers, embedding, final_norm = "model.layers", "model.embed_tokens", "model.norm"
+    attention_norm, mlp_norm = "input_layernorm", "post_attention_layernorm"
+    output = "self_attn.o_proj"
+    one_step = False  # whether a layer's attention and feed-forward read the same stream
+
+    def __new__(cls, model: Any) -> Reference:
+        return object.__new__(_CLASSES.get(model.config.model_type, Reference))
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.w = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-        self.config = model.config
-        self.opt = self.config.model_type == "opt"
-        self.prefix = "model.decoder." if self.opt else "model."
+        self.config: Any = model.config
+        self.num_heads: int = self.config.num_attention_heads
+        self.head_dim: int = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.num_heads
+
+    def at(self, k: int, path: str) -> str:
+        return f"{self.layers}.{k}.{path}"
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         y = x @ self.w[name + ".weight"].T
         return y + self.w[name + ".bias"] if name + ".bias" in self.w else y
 
     def norm(self, name: str, x: Tensor) -> Tensor:
-        if self.opt:
-            centred = x - x.mean(-1, keepdim=True)
-            scaled = centred / torch.sqrt((centred**2).mean(-1, keepdim=True) + 1e-5)
-            return scaled * self.w[name + ".weight"] + self.w[name + ".bias"]
-        scaled = x / torch.sqrt((x**2).mean(-1, keepdim=True) + self.config.rms_norm_eps)
-        return scaled * self.w[name + ".weight"]
+        return x / torch.sqrt((x**2).mean(-1, keepdim=True) + self.config.rms_norm_eps) * self.gain(name)
+
+    def gain(self, name: str) -> Tensor:
+        return self.w[name + ".weight"]
 
     def embed(self, ids: Tensor) -> Tensor:
-        x = self.w[self.prefix + "embed_tokens.weight"][ids]
-        if self.opt:
-            x = x + self.w[self.prefix + "embed_positions.weight"][torch.arange(ids.shape[1]) + 2]
-        return x
+        return self.w[self.embedding + ".weight"][ids]
 
     def logits(self, x: Tensor) -> Tensor:
-        name = self.prefix + ("final_layer_norm" if self.opt else "norm")
-        return self.norm(name, x) @ self.w["lm_head.weight"].T
+        return self.norm(self.final_norm, x) @ self.w["lm_head.weight"].T
 
-    def rotate(self, x: Tensor) -> Tensor:
-        """Rotary positions on (batch, heads, tokens, head_dim)."""
-        half = x.shape[-1] // 2
-        theta = self.config.rope_parameters["rope_theta"]
-        angles = torch.arange(x.shape[-2])[:, None] * theta ** (-torch.arange(half) / half)[None]
-        first, second = x[..., :half], x[..., half:]
-        cos, sin = angles.cos(), angles.sin()
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+    def layer(self, k: int, x: Tensor) -> Tensor:
+        """The stream after a whole unedited layer."""
+        if self.one_step:
+            return x + self.attention(k, x) + self.feed_forward(k, x)
+        x = x + self.attention(k, x)
+        return x + self.feed_forward(k, x)
 
     def attention(self, k: int, x: Tensor) -> Tensor:
-        at = f"{self.prefix}layers.{k}."
-        normed = self.norm(at + ("self_attn_layer_norm" if self.opt else "input_layernorm"), x)
-        heads = self.config.num_attention_heads
-        width = self.w[at + "self_attn.q_proj.weight"].shape[0] // heads
-        q, key, v = (self.heads(self.linear(f"{at}self_attn.{n}_proj", normed), width) for n in "qkv")
-        if at + "self_attn.q_norm.weight" in self.w:
-            q, key = self.norm(at + "self_attn.q_norm", q), self.norm(at + "self_attn.k_norm", key)
-        if not self.opt:
-            q, key = self.rotate(q), self.rotate(key)
+        q, key, v = self.qkv(k, self.norm(self.at(k, self.attention_norm), x))
         group = q.shape[1] // key.shape[1]
-        out = []
-        for head in range(q.shape[1]):
-            scores = q[:, head] @ key[:, head // group].transpose(-1, -2) / math.sqrt(width)
-            future = torch.ones_like(scores[0], dtype=torch.bool).triu(1)
-            out.append(scores.masked_fill(future, -math.inf).softmax(-1) @ v[:, head // group])
-        return self.linear(at + ("self_attn.out_proj" if self.opt else "self_attn.o_proj"), torch.cat(out, -1))
+        heads = [self.mix(k, q[:, h], key[:, h // group], v[:, h // group]) for h in range(q.shape[1])]
+        return self.after_attention(k, self.linear(self.at(k, self.output), torch.cat(heads, -1)))
 
-    @staticmethod
-    def heads(x: Tensor, width: int) -> Tensor:
-        return x.view(*x.shape[:-1], -1, width).transpose(1, 2)
+    def after_attention(self, k: int, x: Tensor) -> Tensor:  # noqa: ARG002
+        return x
+
+    def qkv(self, k: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values with their positions, each (batch, heads, tokens, head_dim)."""
+        q, key, v = (self.heads(self.linear(self.at(k, f"self_attn.{n}_proj"), x)) for n in "qkv")
+        if self.at(k, "self_attn.q_norm.weight") in self.w:
+            q = self.norm(self.at(k, "self_attn.q_norm"), q)
+            key = self.norm(self.at(k, "self_attn.k_norm"), key)
+        return self.rotate(q), self.rotate(key), v
+
+    def heads(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:-1], -1, self.head_dim).transpose(1, 2)
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """Rotary positions on (batch, heads, tokens, head_dim), on the first part of each head's features."""
+        width = int(x.shape[-1] * self.config.rope_parameters.get("partial_rotary_factor", 1.0))
+        half, theta = width // 2, self.config.rope_parameters["rope_theta"]
+        angles = torch.arange(x.shape[-2])[:, None] * theta ** (-torch.arange(half) / half)[None]
+        first, second, rest = x[..., :half], x[..., half:width], x[..., width:]
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
+
+    def mix(self, k: int, q: Tensor, key: Tensor, v: Tensor) -> Tensor:
+        """One head's attention, (batch, tokens, head_dim)."""
+        scores = self.cap(q @ key.transpose(-1, -2) * self.scale())
+        ages = torch.arange(q.shape[1])[:, None] - torch.arange(q.shape[1])[None]  # how far back each key lies
+        window = self.window(k)
+        hidden = (ages < 0) if window is None else (ages < 0) | (ages >= window)
+        return scores.masked_fill(hidden, -math.inf).softmax(-1) @ v
+
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
+    def cap(self, scores: Tensor) -> Tensor:
+        return scores
+
+    def window(self, k: int) -> int | None:
+        window: int | None = getattr(self.config, "sliding_window", None)
+        types = getattr(self.config, "layer_types", None)
+        return window if types is None or types[k] == "sliding_attention" else None
 
     def feed_forward(self, k: int, x: Tensor) -> Tensor:
-        at = f"{self.prefix}layers.{k}."
-        if self.opt:
-            return self.linear(at + "fc2", self.linear(at + "fc1", self.norm(at + "final_layer_norm", x)).relu())
-        normed = self.norm(at + "post_attention_layernorm", x)
-        gate = self.linear(at + "mlp.gate_proj", normed)
-        return self.linear(at + "mlp.down_proj", gate * gate.sigmoid() * self.linear(at + "mlp.up_proj", normed))
+        normed = self.norm(self.at(k, self.mlp_norm), x)
+        gate = functional.silu(self.linear(self.at(k, "mlp.gate_proj"), normed))
+        return self.linear(self.at(k, "mlp.down_proj"), gate * self.linear(self.at(k, "mlp.up_proj"), normed))
 
     def averaged(self, layers: list[int], into: int) -> Reference:
         """A copy in which one layer has the average of several layers' weights."""
-        other = object.__new__(Reference)
+        other = object.__new__(type(self))
         other.__dict__.update(self.__dict__, w=dict(self.w))
         for name in self.w:
-            at = f"{self.prefix}layers.{into}."
+            at = self.at(into, "")
             if name.startswith(at):
-                parts = [self.w[name.replace(at, f"{self.prefix}layers.{k}.")] for k in layers]
-                other.w[name] = torch.stack(parts).mean(0)
+                other.w[name] = torch.stack([self.w[name.replace(at, self.at(k, ""))] for k in layers]).mean(0)
         return other
+
+
+class _Phi3(Reference):
+    def qkv(self, k: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        groups = self.config.num_key_value_heads
+        sizes = [n * self.head_dim for n in (self.num_heads, groups, groups)]
+        q, key, v = map(self.heads, self.linear(self.at(k, "self_attn.qkv_proj"), x).split(sizes, -1))
+        return self.rotate(q), self.rotate(key), v
+
+    def feed_forward(self, k: int, x: Tensor) -> Tensor:
+        both = self.linear(self.at(k, "mlp.gate_up_proj"), self.norm(self.at(k, self.mlp_norm), x))
+        gate, up = both[..., : both.shape[-1] // 2], both[..., both.shape[-1] // 2 :]
+        return self.linear(self.at(k, "mlp.down_proj"), functional.silu(gate) * up)
+
+
+class _Gemma2(Reference):
+    mlp_norm = "pre_feedforward_layernorm"
+
+    def gain(self, name: str) -> Tensor:
+        return 1 + self.w[name + ".weight"]
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return super().embed(ids) * self.config.hidden_size**0.5
+
+    def logits(self, x: Tensor) -> Tensor:
+        cap = self.config.final_logit_softcapping
+        return torch.tanh(super().logits(x) / cap) * cap
+
+    def scale(self) -> float:
+        return float(self.config.query_pre_attn_scalar**-0.5)
+
+    def cap(self, scores: Tensor) -> Tensor:
+        cap = self.config.attn_logit_softcapping
+        return torch.tanh(scores / cap) * cap
+
+    def after_attention(self, k: int, x: Tensor) -> Tensor:
+        return self.norm(self.at(k, "post_attention_layernorm"), x)
+
+    def feed_forward(self, k: int, x: Tensor) -> Tensor:
+        normed = self.norm(self.at(k, self.mlp_norm), x)
+        gate = functional.gelu(self.linear(self.at(k, "mlp.gate_proj"), normed), approximate="tanh")
+        down = self.linear(self.at(k, "mlp.down_proj"), gate * self.linear(self.at(k, "mlp.up_proj"), normed))
+        return self.norm(self.at(k, "post_feedforward_layernorm"), down)
+
+
+class _LayerNorms(Reference):
+    """Architectures with centred norms that have a shift, and MLPs without a gate."""
+
+    epsilon = "layer_norm_epsilon"
+    up, down = "mlp.c_fc", "mlp.c_proj"
+
+    def norm(self, name: str, x: Tensor) -> Tensor:
+        centred = x - x.mean(-1, keepdim=True)
+        epsilon = getattr(self.config, self.epsilon, 1e-5)
+        scaled = centred / torch.sqrt((centred**2).mean(-1, keepdim=True) + epsilon)
+        return scaled * self.w[name + ".weight"] + self.w[name + ".bias"]
+
+    def activation(self, x: Tensor) -> Tensor:
+        return functional.gelu(x, approximate="tanh")
+
+    def feed_forward(self, k: int, x: Tensor) -> Tensor:
+        normed = self.norm(self.at(k, self.mlp_norm), x)
+        return self.linear(self.at(k, self.down), self.activation(self.linear(self.at(k, self.up), normed)))
+
+
+class _Opt(_LayerNorms):
+    layers, embedding = "model.decoder.layers", "model.decoder.embed_tokens"
+    final_norm, positions = "model.decoder.final_layer_norm", "model.decoder.embed_positions"
+    attention_norm, mlp_norm, output = "self_attn_layer_norm", "final_layer_norm", "self_attn.out_proj"
+    up, down = "fc1", "fc2"
+    offset = 2
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return super().embed(ids) + self.w[self.positions + ".weight"][torch.arange(ids.shape[1]) + self.offset]
+
+    def activation(self, x: Tensor) -> Tensor:
+        return x.relu()
+
+    def rotate(self, x: Tensor) -> Tensor:
+        return x
+
+
+class _Gpt2(_Opt):
+    layers, embedding, final_norm, positions = "transformer.h", "transformer.wte", "transformer.ln_f", "transformer.wpe"
+    attention_norm, mlp_norm, output = "ln_1", "ln_2", "attn.c_proj"
+    up, down = "mlp.c_fc", "mlp.c_proj"
+    offset = 0
+    activation = _LayerNorms.activation
+
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        return x @ self.w[name + ".weight"] + self.w[name + ".bias"]
+
+    def qkv(self, k: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, key, v = map(self.heads, self.linear(self.at(k, "attn.c_attn"), x).chunk(3, -1))
+        return q, key, v
+
+
+class _GptNeo(_Gpt2):
+    output = "attn.attention.out_proj"
+    linear = Reference.linear
+
+    def qkv(self, k: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, key, v = (self.heads(self.linear(self.at(k, f"attn.attention.{n}_proj"), x)) for n in "qkv")
+        return q, key, v
+
+    def scale(self) -> float:
+        return 1.0
+
+    def window(self, k: int) -> int | None:
+        types = [kind for kinds, times in self.config.attention_types for kind in list(kinds) * times]
+        return int(self.config.window_size) if types[k] == "local" else None
+
+
+class _GptNeoX(_LayerNorms):
+    layers, embedding, final_norm = "gpt_neox.layers", "gpt_neox.embed_in", "gpt_neox.final_layer_norm"
+    output, epsilon = "attention.dense", "layer_norm_eps"
+    up, down = "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model)
+        self.one_step = self.config.use_parallel_residual
+
+    def qkv(self, k: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        packed = self.linear(self.at(k, "attention.query_key_value"), x)
+        per_head = packed.view(*x.shape[:-1], self.num_heads, 3, self.head_dim)
+        q, key, v = (per_head[..., i, :].transpose(1, 2) for i in range(3))
+        return self.rotate(q), self.rotate(key), v
+
+    def activation(self, x: Tensor) -> Tensor:
+        return functional.gelu(x)
+
+
+_CLASSES: dict[str, type[Reference]] = {
+    "opt": _Opt,
+    "phi3": _Phi3,
+    "gemma2": _Gemma2,
+    "gpt2": _Gpt2,
+    "gpt_neo": _GptNeo,
+    "gpt_neox": _GptNeoX,
+}

@@ -136,8 +136,9 @@ def plan_export(original: Original, program: Program, form: str = "auto", dtype:
         raise ValueError(f"unknown dtype {dtype!r}; {did_you_mean(dtype, DTYPES)}")
     check_layers(program, original.config.num_hidden_layers)
     layout = lay_out(program, original.family, original.config, form)
-    units = original.family.units(original.config)
-    planner = TensorPlanner(original.checkpoint, original.family, units, None if dtype is None else DTYPES[dtype])
+    planner = TensorPlanner(
+        original.checkpoint, original.family, original.config, None if dtype is None else DTYPES[dtype]
+    )
     companions = companions_of(original.checkpoint.folder)
     return ExportPlan(original, program, layout, planner.plan(layout.layers), companions, dtype)
 
@@ -210,8 +211,10 @@ def written_config(plan: ExportPlan) -> dict[str, Any]:
     config.pop("auto_map", None)
     aliases = original.config.attribute_map
     config[aliases.get("num_hidden_layers", "num_hidden_layers")] = len(layout.layers)
+    sources = [layer.sources[0] for layer in layout.layers]
     for key, values in per_layer_lists(original.config, original.checkpoint.config).items():
-        config[key] = [values[layer.sources[0]] for layer in layout.layers]
+        config[key] = [values[source] for source in sources]
+    config |= original.family.per_layer_entries(original.config, sources)
     if plan.dtype is not None:
         config.pop("torch_dtype", None)
         config["dtype"] = plan.dtype

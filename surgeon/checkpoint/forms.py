@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 from surgeon.checkpoint.remote_code import FUSED, PROGRAM
 from surgeon.errors import did_you_mean
 from surgeon.families import Family
+from surgeon.families.base import PER_LAYER_LISTS
 from surgeon.program import ATTENTION, FEED_FORWARD, Fork, Node, Program, Step, Sublayer
 from surgeon.weights import slice_bounds
 
@@ -95,10 +96,10 @@ def per_layer_lists(config: Any, stored: dict[str, Any]) -> dict[str, list[Any]]
     """The configuration's lists with one entry per layer, by key.
 
     Args:
-        config: as `transformers` reads it, which fills in `layer_types` for some architectures.
+        config: as `transformers` reads it, which fills in some of them for some architectures.
         stored: config.json as it stands, with keys that `transformers` does not know too.
     """
-    candidates = {"layer_types": getattr(config, "layer_types", None), **stored}
+    candidates = {key: getattr(config, key, None) for key in PER_LAYER_LISTS} | stored
     return {
         key: value
         for key, value in candidates.items()
@@ -113,8 +114,8 @@ def _explained(refusals: dict[str, list[str]]) -> list[str]:
     return [f"not {' or '.join(forms)}, because {reason}" for reason, forms in refusals.items()]
 
 
-def _plain(program: Program, _: Family, config: Any) -> Layout:
-    layers = _pair_up(program)
+def _plain(program: Program, family: Family, config: Any) -> Layout:
+    layers = _stored_layers(program, family.steps_per_layer)
     for layer in layers:
         if not layer.has_stock_width:
             wide = " ".join(map(str, layer.sublayers))
@@ -124,7 +125,7 @@ def _plain(program: Program, _: Family, config: Any) -> Layout:
 
 
 def _fused(program: Program, family: Family, config: Any) -> Layout:
-    layers = _pair_up(program)
+    layers = _stored_layers(program, family.steps_per_layer)
     if family.attention.head_norms:
         raise Inexpressible(f"fusing is not supported yet for {family.name}, which norms every head's query and key")
     if family.norm_kind != "rms":
@@ -156,22 +157,33 @@ def _program(program: Program, family: Family, config: Any) -> Layout:
 _LAYOUTS: dict[str, Callable[[Program, Family, Any], Layout]] = {"plain": _plain, "fused": _fused, "program": _program}
 
 
-def _pair_up(program: Program) -> tuple[StoredLayer, ...]:
-    """The program as layers of one attention step and one feed-forward step each."""
-    sides: list[tuple[Sublayer, ...]] = []
-    for index, node in enumerate(program.nodes):
-        expected = (ATTENTION, FEED_FORWARD)[index % 2]
-        if isinstance(node, Fork):
-            raise Inexpressible(f"the fork {node} runs whole streams side by side")
-        if node.late:
-            raise Inexpressible(f"the step {node} is late")
-        if {sublayer.kind for sublayer in node.sublayers} != {expected}:
-            what = {ATTENTION: "an attention", FEED_FORWARD: "a feed-forward"}[expected]
-            raise Inexpressible(f"{node} stands where a layer has {what} step")
-        sides.append(node.sublayers)
-    if len(sides) % 2:
+def _stored_layers(program: Program, steps_per_layer: int) -> tuple[StoredLayer, ...]:
+    """The program as layers of one attention step and one feed-forward step each, or of one step that holds both."""
+    steps = list(map(_plain_step, program.nodes))
+    if steps_per_layer == 1:
+        return tuple(StoredLayer(_of_kind(step, ATTENTION), _of_kind(step, FEED_FORWARD)) for step in steps)
+    for index, step in enumerate(steps):
+        kind, what = ((ATTENTION, "an attention"), (FEED_FORWARD, "a feed-forward"))[index % 2]
+        if {sublayer.kind for sublayer in step.sublayers} != {kind}:
+            raise Inexpressible(f"{step} stands where a layer has {what} step")
+    if len(steps) % 2:
         raise Inexpressible("the last attention step has no feed-forward step after it")
-    return tuple(StoredLayer(*pair) for pair in zip(sides[::2], sides[1::2], strict=True))
+    return tuple(StoredLayer(a.sublayers, f.sublayers) for a, f in zip(steps[::2], steps[1::2], strict=True))
+
+
+def _plain_step(node: Node) -> Step:
+    if isinstance(node, Fork):
+        raise Inexpressible(f"the fork {node} runs whole streams side by side")
+    if node.late:
+        raise Inexpressible(f"the step {node} is late")
+    return node
+
+
+def _of_kind(step: Step, kind: str) -> tuple[Sublayer, ...]:
+    found = tuple(sublayer for sublayer in step.sublayers if sublayer.kind == kind)
+    if not found:
+        raise Inexpressible(f"{step} has no {'attention' if kind == ATTENTION else 'feed-forward'} beside the rest")
+    return found
 
 
 def _require_uniform(layers: tuple[StoredLayer, ...], config: Any) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,6 @@ from torch import Tensor
 from surgeon.checkpoint.forms import StoredLayer
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.families import Family, Projection, SublayerSpec
-from surgeon.families.base import Unit
 from surgeon.program import Sublayer
 from surgeon.weights import average, slice_projection
 
@@ -55,10 +55,10 @@ class TensorPlanner:
         ValueError: if the original lacks a tensor that its architecture has, or has one in a layer that is not known.
     """
 
-    def __init__(self, source: Checkpoint, family: Family, units: dict[Unit, int], dtype: torch.dtype | None) -> None:
+    def __init__(self, source: Checkpoint, family: Family, config: Any, dtype: torch.dtype | None) -> None:
         self.source = source
         self.family = family
-        self.units = units
+        self.config = config
         self.dtype = dtype
         self.prefix = _layer_prefix(source, family)
 
@@ -135,7 +135,7 @@ class TensorPlanner:
             return tensor
         if path.endswith(".bias") and not projection.reads_stream:
             return tensor if sublayer.piece[0] == 0 else torch.zeros_like(tensor)
-        return slice_projection(tensor, projection, sublayer.piece, self.units[projection.unit])
+        return slice_projection(tensor, projection, self.family, self.config, sublayer.piece)
 
     def _side_by_side(self, sublayers: tuple[Sublayer, ...], path: str, read: Read) -> Tensor:
         """One tensor of a stored layer that holds several sublayers, in float32."""

@@ -6,16 +6,20 @@ that adding an architecture is adding one description. See CONTRIBUTING.md, "Add
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 Unit = Literal["heads", "kv_heads", "neurons"]
+PER_LAYER_LISTS = ("layer_types", "attention_layers")  # config attributes with one item per layer
 
 
 @dataclass(frozen=True)
 class Projection:
     """One linear map of a sublayer.
+
+    Projections of a sublayer that have the same path are packed into one module, one after the other in the order of
+    the description.
 
     Attributes:
         role: q, k, v, o, gate, up or down.
@@ -24,12 +28,21 @@ class Projection:
         reads_stream: True where it reads the normed stream (its output features are divided among slices, by rows of
             the weight), False where it writes to the stream (its input features are divided, by columns, and its bias
             belongs to one slice only).
+        interleaved: packed head by head (GPT-NeoX: q, k and v of head 0, then of head 1), not as whole projections.
+        transposed: the weight is stored as (in_features, out_features), as in GPT-2's Conv1D.
     """
 
     role: str
     path: str
     unit: Unit
     reads_stream: bool = True
+    interleaved: bool = False
+    transposed: bool = False
+
+    @property
+    def divided_dim(self) -> int:
+        """The dimension of the stored weight along which heads or neurons lie."""
+        return int(self.reads_stream == self.transposed)
 
 
 @dataclass(frozen=True)
@@ -42,14 +55,30 @@ class SublayerSpec:
             gets the decoder's keyword arguments (mask, positions, cache).
         projections: its linear maps.
         head_norms: paths of per-head norms (Qwen3's q_norm and k_norm).
-        head_counts: names of attributes of the attention module that count heads, to be corrected in a slice.
+        post_norm: path of a norm that the output goes through before it is added (Gemma2); among `modules` too. The
+            parts of a sublayer that has one cannot be added, so it is never sliced or fused.
+        counts: attributes (from the first module) that count heads, neurons or their features: less in a slice.
+        cache_slot: path of the attribute that says which slot of the cache the attention uses.
     """
 
     norm: str
     modules: tuple[str, ...]
     projections: tuple[Projection, ...]
     head_norms: tuple[str, ...] = ()
-    head_counts: tuple[str, ...] = ()
+    post_norm: str | None = None
+    counts: tuple[str, ...] = ()
+    cache_slot: str = "self_attn.layer_idx"
+
+    def projection(self, role: str) -> Projection:
+        """The linear map with this role.
+
+        Raises:
+            ValueError: if there is none, naming those there are.
+        """
+        for projection in self.projections:
+            if projection.role == role:
+                return projection
+        raise ValueError(f"there is no projection {role!r} here; use {', '.join(p.role for p in self.projections)}")
 
 
 @dataclass(frozen=True)
@@ -63,6 +92,7 @@ class Family:
         embedding, final_norm, head: paths from the causal language model.
         attention, mlp: where a layer keeps its two sublayers.
         norm_kind: "rms" (a gain) or "layer" (a gain and a shift).
+        unit_offset: whether norms multiply by 1 + their stored gain (Gemma2).
         norm_epsilon: the config attribute that holds the norms' epsilon, or the number itself.
         activation: the config attribute that names the MLP's activation.
         intermediate: the config attribute that holds the MLP's width.
@@ -72,6 +102,12 @@ class Family:
         position_offset: how many entries of it come before position 0 (OPT has 2).
         dropout: the config attribute with the dropout probability of sublayer outputs while training, if any.
         steps_per_layer: 2, or 1 where attention and MLP of a layer read the same stream (GPT-NeoX).
+        softcap: the config attribute with the bound c of output logits that are c * tanh(logits / c), if any.
+        arguments: names of what the decoder hands a layer by position after the stream.
+        returns_tuple: whether a layer returns its stream as the first item of a tuple.
+        variant: the description of a model with this config, where it depends on more than the model type.
+        follow: config entries that describe layers in another way than one list item per layer, rewritten so that
+            layer i is described as layer `sources[i]` was.
         unsupported: says why a config of this family cannot be operated on, or returns None.
     """
 
@@ -93,6 +129,12 @@ class Family:
     position_offset: int = 0
     dropout: str | None = None
     steps_per_layer: int = 2
+    unit_offset: bool = False
+    softcap: str | None = None
+    arguments: tuple[str, ...] = ()
+    returns_tuple: bool = False
+    variant: Callable[[Family, Any], Family] = lambda family, _: family
+    follow: Callable[[Any, Sequence[int]], dict[str, Any]] = lambda *_: {}
     unsupported: Callable[[Any], str | None] = lambda _: None
 
     def spec(self, kind: str) -> SublayerSpec:
@@ -111,8 +153,22 @@ class Family:
         return {
             "heads": heads,
             "kv_heads": int(getattr(config, "num_key_value_heads", None) or heads),
-            "neurons": int(getattr(config, self.intermediate)),
+            "neurons": int(getattr(config, self.intermediate) or 4 * config.hidden_size),  # as GPT-2 fills it in
         }
+
+    def unit_width(self, config: Any, unit: Unit) -> int:
+        """How many features of a projection one head or neuron has."""
+        return 1 if unit == "neurons" else self.head_dim(config)
+
+    def per_layer_entries(self, config: Any, sources: Sequence[int]) -> dict[str, Any]:
+        """The entries of a `transformers` config that describe single layers, for other layers in their place.
+
+        Args:
+            sources: for each new layer, the layer whose description it gets.
+        """
+        lists = {key: getattr(config, key, None) for key in PER_LAYER_LISTS}
+        entries = {key: [values[k] for k in sources] for key, values in lists.items() if values is not None}
+        return entries | self.follow(config, sources)
 
     def head_dim(self, config: Any) -> int:
         """The width of one head under this config."""

@@ -29,7 +29,7 @@ OPT = Family(
             Projection("v", "self_attn.v_proj", "heads"),
             Projection("o", "self_attn.out_proj", "heads", reads_stream=False),
         ),
-        head_counts=("num_heads",),
+        counts=("num_heads",),
     ),
     mlp=SublayerSpec(
         norm="final_layer_norm",

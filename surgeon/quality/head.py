@@ -64,7 +64,7 @@ class OutputHead:
     def __init__(self, model: PreTrainedModel) -> None:
         family = family_of(model.config)
         self.norm = model.get_submodule(family.final_norm)
-        head = model.get_submodule(family.head)
+        head = model.get_output_embeddings()
         if not isinstance(head, nn.Linear):
             raise ValueError(f"the output head is a {type(head).__name__}; only a plain linear head can be measured")
         self.weight = head.weight

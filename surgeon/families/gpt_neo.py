@@ -1,0 +1,49 @@
+"""GPT-Neo: GPT-2's functions in plain linear layers, unscaled attention, and local windows in some layers."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from surgeon.families.base import Family, Projection, SublayerSpec
+
+
+def _follow(config: Any, sources: Sequence[int]) -> dict[str, Any]:
+    return {"attention_types": [[[config.attention_layers[k]], 1] for k in sources]}
+
+
+GPT_NEO = Family(
+    name="GPT-Neo",
+    model_type="gpt_neo",
+    layers="transformer.h",
+    embedding="transformer.wte",
+    final_norm="transformer.ln_f",
+    head="lm_head",
+    attention=SublayerSpec(
+        norm="ln_1",
+        modules=("attn",),
+        projections=(
+            Projection("q", "attn.attention.q_proj", "heads"),
+            Projection("k", "attn.attention.k_proj", "heads"),
+            Projection("v", "attn.attention.v_proj", "heads"),
+            Projection("o", "attn.attention.out_proj", "heads", reads_stream=False),
+        ),
+        counts=("attention.num_heads",),
+        cache_slot="attn.attention.layer_id",
+    ),
+    mlp=SublayerSpec(
+        norm="ln_2",
+        modules=("mlp",),
+        projections=(
+            Projection("up", "mlp.c_fc", "neurons"),
+            Projection("down", "mlp.c_proj", "neurons", reads_stream=False),
+        ),
+    ),
+    norm_kind="layer",
+    norm_epsilon="layer_norm_epsilon",
+    activation="activation_function",
+    intermediate="intermediate_size",
+    gated=False,
+    rotary=False,
+    position_embedding="transformer.wpe",
+    returns_tuple=True,
+    follow=_follow,
+)
