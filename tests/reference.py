@@ -22,7 +22,7 @@ class Reference:
 
     layers, embedding, final_norm = "model.layers", "model.embed_tokens", "model.norm"
     attention_norm, mlp_norm = "input_layernorm", "post_attention_layernorm"
-    output = "self_attn.o_proj"
+    output, down = "self_attn.o_proj", "mlp.down_proj"
     one_step = False  # whether a layer's attention and feed-forward read the same stream
 
     def __new__(cls, model: Any) -> Reference:
@@ -111,7 +111,7 @@ class Reference:
     def feed_forward(self, k: int, x: Tensor) -> Tensor:
         normed = self.norm(self.at(k, self.mlp_norm), x)
         gate = functional.silu(self.linear(self.at(k, "mlp.gate_proj"), normed))
-        return self.linear(self.at(k, "mlp.down_proj"), gate * self.linear(self.at(k, "mlp.up_proj"), normed))
+        return self.linear(self.at(k, self.down), gate * self.linear(self.at(k, "mlp.up_proj"), normed))
 
     def averaged(self, layers: list[int], into: int) -> Reference:
         """A copy in which one layer has the average of several layers' weights."""
@@ -134,7 +134,7 @@ class _Phi3(Reference):
     def feed_forward(self, k: int, x: Tensor) -> Tensor:
         both = self.linear(self.at(k, "mlp.gate_up_proj"), self.norm(self.at(k, self.mlp_norm), x))
         gate, up = both[..., : both.shape[-1] // 2], both[..., both.shape[-1] // 2 :]
-        return self.linear(self.at(k, "mlp.down_proj"), functional.silu(gate) * up)
+        return self.linear(self.at(k, self.down), functional.silu(gate) * up)
 
 
 class _Gemma2(Reference):
@@ -163,7 +163,7 @@ class _Gemma2(Reference):
     def feed_forward(self, k: int, x: Tensor) -> Tensor:
         normed = self.norm(self.at(k, self.mlp_norm), x)
         gate = functional.gelu(self.linear(self.at(k, "mlp.gate_proj"), normed), approximate="tanh")
-        down = self.linear(self.at(k, "mlp.down_proj"), gate * self.linear(self.at(k, "mlp.up_proj"), normed))
+        down = self.linear(self.at(k, self.down), gate * self.linear(self.at(k, "mlp.up_proj"), normed))
         return self.norm(self.at(k, "post_feedforward_layernorm"), down)
 
 

@@ -3,7 +3,7 @@
 Logits are linear in the normed stream h, so a changed program's cross term with the original's probabilities p is a
 dot product: sum_v p_v (h . W_v) = h . E with E = sum_v p_v W_v. E is computed once for the original; after that each
 program costs one matrix product with the head and one log-sum-exp, and no vocabulary-sized tensor outlives a block of
-tokens.
+tokens. Capped logits (Gemma2) are not linear; there the original's logits are computed again for every program.
 """
 
 from __future__ import annotations
@@ -43,13 +43,14 @@ class Reference:
 
     Attributes:
         input_ids: (windows, tokens); every token but a window's first is predicted.
-        expected: (predicted tokens, hidden), the head's rows averaged by the original's probabilities.
+        kept: (predicted tokens, hidden), the head's rows averaged by the original's probabilities; for capped logits
+            the original's normed stream.
         constant: (predicted tokens,), the part of the divergence that depends on the original only.
         quality: of the original itself; its divergence is 0.
     """
 
     input_ids: Tensor
-    expected: Tensor
+    kept: Tensor
     constant: Tensor
     quality: Quality
 
@@ -69,6 +70,7 @@ class OutputHead:
             raise ValueError(f"the output head is a {type(head).__name__}; only a plain linear head can be measured")
         self.weight = head.weight
         self.bias = head.bias
+        self.softcap: float | None = getattr(model.config, family.softcap) if family.softcap else None
 
     def rows(self, tokens: int) -> int:
         """How many tokens' logits are computed at a time."""
@@ -91,31 +93,38 @@ class OutputHead:
         """
         hidden, targets = self._hidden(stream), _targets(input_ids)
         nll, constant = hidden.new_empty(len(hidden), dtype=torch.float32), []
-        expected = torch.empty_like(hidden, dtype=torch.float32)
+        kept = hidden if self.softcap else torch.empty_like(hidden, dtype=torch.float32)
         for rows in self._blocks(len(hidden)):
             log_p = functional.log_softmax(self._logits(hidden[rows]), dim=-1)
             nll[rows] = -log_p.gather(-1, targets[rows, None])[:, 0]
             p = log_p.exp()
             p /= p.sum(-1, keepdim=True)  # it is off by 1e-7 on average, which times the logits biases the divergence
-            expected[rows] = self._expected(p)
             entropy = -(p * log_p).sum(-1)
-            constant.append(-entropy if self.bias is None else -entropy - p @ self.bias.float())
+            if self.softcap is None:
+                kept[rows] = self._expected(p)
+            # The cross term of a capped head has the bias in its logits.
+            constant.append(-entropy if self.bias is None or self.softcap else -entropy - p @ self.bias.float())
         mean = _window_means(nll, len(input_ids))
-        return Reference(input_ids, expected, torch.cat(constant), Quality(mean, torch.zeros_like(mean)))
+        return Reference(input_ids, kept, torch.cat(constant), Quality(mean, torch.zeros_like(mean)))
 
     @torch.inference_mode()
     def compare(self, stream: Tensor, reference: Reference) -> Quality:
         """The quality of a changed program on the reference's windows; `stream` as in `reference`."""
         hidden, targets = self._hidden(stream), _targets(reference.input_ids)
         nll = hidden.new_empty(len(hidden), dtype=torch.float32)
-        target_logit = torch.empty_like(nll)
+        target_logit, cross = torch.empty_like(nll), torch.empty_like(nll)
         for rows in self._blocks(len(hidden)):
             logits = self._logits(hidden[rows])
             # The fused kernel reads the block once; a log-sum-exp of its own is a third slower.
             nll[rows] = functional.cross_entropy(logits, targets[rows], reduction="none")
             target_logit[rows] = logits.gather(-1, targets[rows, None])[:, 0]
+            if self.softcap:
+                original = functional.softmax(self._logits(reference.kept[rows]), dim=-1)
+                cross[rows] = (original * logits).sum(-1)
+        if self.softcap is None:
+            cross = (hidden.float() * reference.kept).sum(-1)
         log_normaliser = nll + target_logit
-        divergence = reference.constant - (hidden.float() * reference.expected).sum(-1) + log_normaliser
+        divergence = reference.constant - cross + log_normaliser
         windows = len(reference.input_ids)
         return Quality(_window_means(nll, windows), _window_means(divergence, windows))
 
@@ -125,7 +134,8 @@ class OutputHead:
         return hidden.to(self.weight.device)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        return functional.linear(hidden, self.weight, self.bias).float()
+        logits = functional.linear(hidden, self.weight, self.bias).float()
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     def _expected(self, p: Tensor) -> Tensor:
         """The head's rows averaged by probabilities, in float32; other weights are converted a part at a time."""

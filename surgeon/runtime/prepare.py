@@ -16,13 +16,14 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from surgeon.checkpoint.load import PROGRAM_KEY, compute_dtype, read_config
 from surgeon.checkpoint.read import Checkpoint, locate, read_json
 from surgeon.errors import did_you_mean
-from surgeon.families import Family, family_of
+from surgeon.families import Family, family_named, family_of
 from surgeon.model import check_layers
 from surgeon.program import ATTENTION, Program
 from surgeon.runtime.placement import rank_work
 from surgeon.runtime.plan import Plan, Rotary
 from surgeon.runtime.sharding import Source, indivisible
 
+SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "opt")  # families whose computation layers.py has
 MOST_RANKS = 1024  # of one machine
 MOST_SUGGESTED = 64  # where numbers of ranks that would do are listed
 
@@ -50,6 +51,9 @@ def make_plan(
     checkpoint = Checkpoint(folder)
     config = read_config(checkpoint)
     family = family_of(config)
+    if family.model_type not in SUPPORTED:
+        names = ", ".join(family_named(name).name for name in SUPPORTED)
+        raise ValueError(f"ranks do not run {family.name} yet (they run {names}); transformers does, in one process")
     if checkpoint.config.get("quantization_config"):
         raise ValueError(f"{folder} holds quantised weights, which ranks cannot share; use the model it was made from")
     source = Source(checkpoint, family, family.head_dim(config))

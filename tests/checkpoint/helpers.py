@@ -105,9 +105,7 @@ def _only_slice(reference: Reference, sublayer: Sublayer) -> Reference:
     """A copy in which the other slices' heads or neurons have no way to the stream."""
     index, count = sublayer.piece  # type: ignore[misc]
     copied = reference.averaged([sublayer.layers[0]], into=sublayer.layers[0])
-    opt = {"A": "self_attn.out_proj", "F": "fc2"}
-    llama = {"A": "self_attn.o_proj", "F": "mlp.down_proj"}
-    name = f"{copied.prefix}layers.{sublayer.layers[0]}.{(opt if copied.opt else llama)[sublayer.kind]}"
+    name = copied.at(sublayer.layers[0], {"A": copied.output, "F": copied.down}[sublayer.kind])
     weight = copied.w[f"{name}.weight"].clone()
     width = weight.shape[1] // count
     weight[:, : index * width] = 0

@@ -20,6 +20,8 @@ from surgeon.checkpoint.export import Original, plan_export, write_export
 from surgeon.checkpoint.fuse import TensorPlanner
 from surgeon.checkpoint.prove import NotProven
 from surgeon.checkpoint.read import Checkpoint
+from surgeon.families import FAMILIES, family_of
+from surgeon.program import Program, layer_nodes
 from tests.checkpoint.helpers import (
     BIASES,
     IDS,
@@ -33,6 +35,7 @@ from tests.checkpoint.helpers import (
     weights_of,
 )
 from tests.models import save_checkpoint
+from tests.reference import Reference
 
 PRUNED = "A0 F0 A2 F2 A3 F3 A5 F5"
 SHUFFLED = "A0 F0 A3 F3 A1 F1 A2 F4"
@@ -82,6 +85,21 @@ def test_other_families_have_the_plain_and_the_program_form(
     expected = plain_logits(model, program)
     assert relative_error(logits_of(load_written(tmp_path / "target", form)), expected) < 1e-5
     assert relative_error(logits_of(surgeon.load(tmp_path / "target")), expected) < 1e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_the_plain_form(tmp_path: Path, family: str) -> None:
+    """Pruned and shuffled, loaded in the stock class: windows and attention types go with their layers."""
+    model = save_source(tmp_path / "source", family, 4)
+    layers = [layer_nodes(k, family_of(model.config).steps_per_layer) for k in (0, 3, 2)]
+    run_export(tmp_path / "source", tmp_path / "target", str(Program(sum(layers, ()))), form="plain")
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "target").eval()
+    assert type(stock) is type(model)
+    reference = Reference(model)
+    stream = reference.embed(IDS)
+    for k in (0, 3, 2):
+        stream = reference.layer(k, stream)
+    assert relative_error(logits_of(stock), reference.logits(stream)) < 1e-5
 
 
 @pytest.mark.parametrize(("form", "program"), [("plain", MERGED), ("fused", PAIRS), ("program", FORK)])

@@ -13,7 +13,7 @@ from surgeon.quality.head import OutputHead
 from tests.models import HIDDEN, VOCABULARY, tiny_model
 
 
-@pytest.fixture(params=["llama", "opt", "biased head"])
+@pytest.fixture(params=["llama", "opt", "gemma2", "biased head"])
 def model(request: pytest.FixtureRequest) -> Any:
     if request.param != "biased head":
         return tiny_model(request.param, num_layers=1)
@@ -25,7 +25,9 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 def logits(model: Any, stream: torch.Tensor) -> torch.Tensor:
     head = OutputHead(model)
-    return (model.lm_head(head.norm(stream)))[:, :-1].detach()
+    raw = model.lm_head(head.norm(stream))[:, :-1].detach()
+    cap = getattr(model.config, "final_logit_softcapping", None)
+    return raw if cap is None else cap * (raw / cap).tanh()
 
 
 @pytest.mark.parametrize("block", [1, 7, 1000])

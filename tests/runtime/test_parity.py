@@ -4,22 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from surgeon.families import FAMILIES
 from surgeon.model import edit, restore
 from surgeon.program import Program
 from surgeon.runtime.generate import generate, load, unload
 from surgeon.runtime.launch import Ranks
-from surgeon.runtime.prepare import make_plan
+from surgeon.runtime.prepare import SUPPORTED, make_plan
 from tests.models import VOCABULARY, tiny_model
 from tests.runtime.on_ranks import logits_in_chunks
 
 TOLERANCE = 1e-4
-OVERRIDES = {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen3": {"tie_word_embeddings": True}, "opt": {}}
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "mistral": {"sliding_window": None},
+    "qwen2": {"use_sliding_window": False},
+    "qwen3": {"tie_word_embeddings": True},
+    "opt": {},
+}
 PROGRAMS = {
     "dense": "A0 F0 A1 F1 A2 F2 A3 F3",
     "shuffle and prune": "A0 F0 A3 F3 A1 F1",
@@ -60,16 +66,16 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     folder = tmp_path_factory.mktemp("parity")
-    for family in FAMILIES:
+    for family in OVERRIDES:
         tiny_model(family, **OVERRIDES[family]).save_pretrained(folder / family)
-    return {family: folder / family for family in FAMILIES}
+    return {family: folder / family for family in OVERRIDES}
 
 
 @pytest.fixture(scope="module")
 def expected() -> dict[tuple[str, str], Tensor]:
     """Logits of one process, by family and name of the program."""
     found = {}
-    for family in FAMILIES:
+    for family in OVERRIDES:
         model = tiny_model(family, **OVERRIDES[family])
         for name, program in PROGRAMS.items():
             edit(model, program)
@@ -79,8 +85,12 @@ def expected() -> dict[tuple[str, str], Tensor]:
     return found
 
 
+def test_every_supported_family_is_compared() -> None:
+    assert set(OVERRIDES) == set(SUPPORTED)
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", OVERRIDES)
 def test_logits_and_counts(
     family: str, name: str, ranks: Ranks, checkpoints: Checkpoints, expected: dict[tuple[str, str], Tensor]
 ) -> None:

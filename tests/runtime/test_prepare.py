@@ -152,3 +152,5 @@ def test_other_things_that_cannot_run(saved: Callable[..., Path]) -> None:
         make_plan(folder, 1, 20)
     with pytest.raises(FileNotFoundError):
         make_plan(folder / "nowhere", 1, 20)
+    with pytest.raises(ValueError, match=r"ranks do not run GPT-2 yet \(they run Llama, .*OPT\)"):
+        make_plan(saved("gpt2"), 1, 20)
