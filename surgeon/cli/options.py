@@ -13,8 +13,8 @@ import typer
 DEFAULT_TOKENS = 8192  # surgeon.quality.data.DEFAULT_TOKENS, which is not light
 
 DATA_HELP = (
-    "Text to measure on: a UTF-8 text file, a .jsonl or .parquet file (one row a document; file:column says which "
-    "column), a dataset as name[:config[:split]], or demo (source files of the Python standard library)."
+    "Text to measure on: a UTF-8 text file, a .jsonl or .parquet file (as file:column where it is not clear which "
+    "column is meant), a dataset as name[:config[:split]], or demo (source files of the Python standard library)."
 )
 
 ModelArgument = Annotated[

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-DEMO = "demo"
+from surgeon.quality.sources import DEMO, Text, documents
+
+__all__ = ["DEFAULT_TOKENS", "DEFAULT_WINDOW", "DEMO", "Windows", "load_windows", "window_for"]
+
 DEFAULT_TOKENS = 8192
 DEFAULT_WINDOW = 512
-ROW_SEPARATOR = "\n\n"  # between the rows of a dataset that are read as one text
 _MARKS = ("<|endoftext|>", "<|end_of_text|>", "<|begin_of_text|>", "</s>", "<s>")
 _CHARACTERS_PER_TOKEN = 8  # more than any tokenizer packs into a token of ordinary text
 
@@ -53,20 +52,23 @@ def load_windows(
 ) -> Windows:
     """The first `tokens` tokens of some text, cut into windows.
 
-    With a separator the text is taken apart into documents (a row of a dataset is one, then), each begun with the
-    tokenizer's BOS; without a BOS each is ended with its EOS. Documents follow one another in the windows. Without a
-    separator all of the text is one document.
+    With a separator the text is taken apart into documents (every row of a table or a dataset is one or more, then),
+    each begun with the tokenizer's BOS; without a BOS each is ended with its EOS. Documents follow one another in the
+    windows. Without a separator all of the text is one document, rows with a blank line between them.
 
     Args:
         tokenizer: a `transformers` tokenizer.
-        data: a UTF-8 text file; "demo" for held-out source files of the Python standard library; or the name of a
-            dataset for `datasets`, as name, name:config or name:config:split.
+        data: a UTF-8 text file; a .jsonl, .json (one object a line) or .parquet file, as file or file:column (by
+            default the column text, or else the only one of strings); "demo" for held-out source files of the Python
+            standard library; or the name of a dataset for `datasets`, as name[:config[:split[:column]]]. Text and JSON
+            files may be compressed (.gz).
         window: tokens in a window.
         tokens: tokens in all, cut down to whole windows.
 
     Raises:
         FileNotFoundError: if there is no such file or dataset.
-        ValueError: if the text is empty, not UTF-8, shorter than one window, or the sizes make no sense.
+        ValueError: if the text is empty, not UTF-8, shorter than one window, a row of it is damaged or holds no text,
+            or the sizes make no sense.
     """
     if window < 2:
         raise ValueError(f"window must be at least 2 tokens, so that one is predicted, not {window}")
@@ -76,12 +78,11 @@ def load_windows(
         )
     if separator == "":
         raise ValueError("the separator is empty; give the text between documents, such as --separator '<|endoftext|>'")
-    documents = chain.from_iterable(_split(text, separator) for text in _texts(data, separator))
     wanted = tokens // window * window
     apart = separator is not None or data == DEMO
     begin, end = _document_marks(tokenizer, data) if apart else ([], [])
     ids: list[int] = []
-    for document in documents:
+    for document in documents(data, separator):
         ids += begin + _tokenize(tokenizer, document, wanted - len(ids), special=not apart and not ids) + end
         if len(ids) >= wanted:
             break
@@ -118,12 +119,6 @@ def window_for(config: Any, window: int | None) -> int:
     return window
 
 
-def _split(text: str, separator: str | None) -> Iterator[str]:
-    if separator is None:
-        return iter([text])
-    return (document for part in text.split(separator) if (document := part.strip()))
-
-
 def _document_marks(tokenizer: Any, data: str) -> tuple[list[int], list[int]]:
     """The tokens a document begins with and ends with."""
     if tokenizer.bos_token_id is not None:
@@ -133,13 +128,14 @@ def _document_marks(tokenizer: Any, data: str) -> tuple[list[int], list[int]]:
     raise ValueError(f"documents of {data} cannot be kept apart: the tokenizer has no BOS and no EOS; drop --separator")
 
 
-def _tokenize(tokenizer: Any, text: str, wanted: int, special: bool) -> list[int]:
+def _tokenize(tokenizer: Any, text: Text, wanted: int, special: bool) -> list[int]:
     """At least the first `wanted` tokens of the text, or all of them; a long text is not tokenized to its end."""
     length = _CHARACTERS_PER_TOKEN * wanted
     while True:
         # Where a text is cut its last tokens may differ; so more of it is read than is used.
-        ids: list[int] = tokenizer(text[:length], add_special_tokens=special, verbose=False)["input_ids"]
-        if length >= len(text) or len(ids) >= wanted + 64:
+        head = text.head(length)
+        ids: list[int] = tokenizer(head, add_special_tokens=special, verbose=False)["input_ids"]
+        if len(head) < length or len(ids) >= wanted + 64:
             return ids
         length *= 2
 
@@ -152,63 +148,3 @@ def _read_as_text(text: str, data: str) -> list[str]:
             advice = f"to keep its documents apart, add --separator '{mark}'"
             return [f"{data} contains {mark!r}, read as ordinary text, which makes perplexity worse; {advice}"]
     return []
-
-
-def _texts(data: str, separator: str | None) -> Iterable[str]:
-    """The texts behind a name: a file, the demo's files, or the rows of a dataset."""
-    path = Path(data)
-    if data == DEMO and not path.exists():
-        from surgeon.demo import demo_data
-
-        return demo_data()
-    if path.is_file():
-        return [_read_text(path)]
-    if path.is_dir():
-        raise ValueError(f"{data} is a folder; --data takes a text file, a dataset's name, or demo")
-    if path.suffix in (".txt", ".md", ".py") or data.startswith((".", "/", "~")) or data.count("/") > 1:
-        raise FileNotFoundError(f"there is no file {data}")
-    rows = _dataset_rows(data)
-    return rows if separator is not None else _joined(rows)
-
-
-def _read_text(path: Path) -> str:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); convert it, or give another file") from error
-    if not text.strip():
-        raise ValueError(f"{path} is empty; give a text file with something in it")
-    return text
-
-
-def _joined(rows: Iterable[str]) -> Iterator[str]:
-    """Rows as one running text, in pieces long enough to tokenize well."""
-    piece: list[str] = []
-    for row in rows:
-        piece.append(row)
-        if len(piece) == 1000:
-            yield ROW_SEPARATOR.join(piece) + ROW_SEPARATOR
-            piece = []
-    if piece:
-        yield ROW_SEPARATOR.join(piece)
-
-
-def _dataset_rows(data: str) -> Iterator[str]:
-    """The text column of a dataset, read as a stream."""
-    name, _, rest = data.partition(":")
-    config, _, split = rest.partition(":")
-    import datasets
-
-    try:
-        rows = datasets.load_dataset(name, config or None, split=split or "test", streaming=True)
-        columns = [key for key, value in next(iter(rows)).items() if isinstance(value, str)]
-    except Exception as error:  # whatever fails inside `datasets`, the way out is the same
-        why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise FileNotFoundError(
-            f"{data} is no file here and could not be read as a dataset ({why}); "
-            "give a local UTF-8 text file with --data, or name:config:split of a dataset that can be reached"
-        ) from error
-    if not columns:
-        raise ValueError(f"dataset {data} has no column of text")
-    column = "text" if "text" in columns else columns[0]
-    return (row[column] for row in rows)

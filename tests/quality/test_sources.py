@@ -1,0 +1,239 @@
+"""Texts from files, tables and datasets: which, in what order, and what is refused."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import socket
+import sys
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from surgeon.quality import sources
+from surgeon.quality.data import load_windows
+from surgeon.quality.offline import hub_answers, without_retries
+from surgeon.quality.sources import documents, read_table
+from tests.models import tiny_tokenizer
+
+ALL = 1 << 30
+Row = dict[str, Any]
+
+
+def texts(data: str | Path, separator: str | None = None) -> list[str]:
+    return [document.head(ALL) for document in documents(str(data), separator)]
+
+
+def write_jsonl(path: Path, rows: list[Row]) -> Path:
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    path.write_bytes(gzip.compress(lines.encode()) if path.suffix == ".gz" else lines.encode())
+    return path
+
+
+def write_parquet(path: Path, rows: list[Row]) -> Path:
+    parquet.write_table(pa.Table.from_pylist(rows), path, row_group_size=2)
+    return path
+
+
+@pytest.fixture(params=["rows.jsonl", "rows.json", "rows.jsonl.gz", "rows.parquet"])
+def write(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[list[Row]], Path]:
+    """Write rows as a table of each format."""
+
+    def write(rows: list[Row]) -> Path:
+        path = tmp_path / request.param
+        return write_parquet(path, rows) if path.suffix == ".parquet" else write_jsonl(path, rows)
+
+    return write
+
+
+def test_rows_are_one_text_or_documents(write: Callable[[list[Row]], Path]) -> None:
+    path = write([{"id": 1, "text": "Grüße"}, {"id": 2, "text": " the fox## the dog "}, {"id": 3, "text": ""}])
+    assert texts(path) == ["Grüße\n\n the fox## the dog \n\n"]
+    assert texts(path, "<sep>") == ["Grüße", "the fox## the dog"]
+    assert texts(path, "##") == ["Grüße", "the fox", "the dog"]
+
+
+def test_many_rows_are_joined_alike_at_every_place(write: Callable[[list[Row]], Path]) -> None:
+    words = [f"row {i}" for i in range(2 * sources._ROWS_TOGETHER + 1)]
+    assert "".join(texts(write([{"text": word} for word in words]))) == "\n\n".join(words)
+
+
+def test_the_column(write: Callable[[list[Row]], Path]) -> None:
+    path = write([{"content": "a", "n": 1}, {"content": "b", "n": 2}])
+    assert texts(path, "##") == ["a", "b"]
+    path = write([{"title": "a", "text": "b"}])
+    assert texts(path) == ["b"]
+    assert texts(f"{path}:title") == ["a"]
+    path = write([{"title": "a", "body": "b"}])
+    with pytest.raises(ValueError, match=rf"several columns of text: title, body; say which one, as in {path}:title"):
+        texts(path)
+    with pytest.raises(ValueError, match="no column 'bodie'; the columns are title, body"):
+        texts(f"{path}:bodie")
+
+
+def test_what_is_no_text(write: Callable[[list[Row]], Path]) -> None:
+    rows = [{"text": "a", "n": 1}, {"text": None, "n": 2}]
+    path = write(rows)
+    where = f"{path}: row 2" if path.suffix == ".parquet" else f"{path}:2"
+    with pytest.raises(ValueError, match=f"^{where}: column 'text' should hold text, not null$"):
+        texts(path)
+    with pytest.raises(ValueError, match="column 'n' should hold text, not 1$"):
+        texts(f"{path}:n")
+    with pytest.raises(ValueError, match="has no column of text"):
+        texts(write([{"n": 1}]))
+    with pytest.raises(ValueError, match="is empty; give a text file"):
+        load_windows(tiny_tokenizer(), str(write([{"text": ""}, {"text": " "}])), window=2)
+
+
+def test_a_parquet_column_of_categories_is_text(tmp_path: Path) -> None:
+    column = pa.array(["a", "b", "a"]).dictionary_encode()
+    parquet.write_table(pa.table({"kind": column, "n": [1, 2, 3]}), tmp_path / "rows.parquet")
+    assert list(read_table(tmp_path / "rows.parquet")) == ["a", "b", "a"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ('{"text": "a"}\n\n{"text": "b"\n', r"rows.jsonl:3: not valid JSON \(.*\); each line must be one object"),
+        ('{"text": "a"}\n["b"]\n', "rows.jsonl:2: each line must be one JSON object, not list"),
+        ('{"text": "a"}\n{"txt": "b"}\n', "rows.jsonl:2: there is no column 'text'; the columns are txt"),
+        ('{"text": "a\\ud800"}\n', r"rows.jsonl:1: column 'text' is not text in UTF-8 \(at character 1\)"),
+        ("\n\n", "rows.jsonl is empty; give a file with rows in it"),
+        (b'{"text": "a\xff"}\n', "rows.jsonl:1: not valid JSON"),
+    ],
+)
+def test_damaged_json(tmp_path: Path, lines: str | bytes, message: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(lines if isinstance(lines, bytes) else lines.encode())
+    with pytest.raises(ValueError, match=message):
+        texts(path)
+
+
+def test_damaged_files(tmp_path: Path) -> None:
+    whole = write_jsonl(tmp_path / "a.jsonl.gz", [{"text": "the fox" * i} for i in range(99)])
+    whole.write_bytes(whole.read_bytes()[:-40])
+    with pytest.raises(ValueError, match=r"a.jsonl.gz is truncated or not compressed by gzip"):
+        texts(whole)
+    (tmp_path / "b.txt.gz").write_text("no gzip")
+    with pytest.raises(ValueError, match=r"b.txt.gz is truncated or not compressed by gzip"):
+        texts(tmp_path / "b.txt.gz")
+    (tmp_path / "c.parquet").write_bytes(b"PAR1" + bytes(30))
+    with pytest.raises(ValueError, match=r"c.parquet is damaged or no parquet file"):
+        texts(tmp_path / "c.parquet")
+
+
+def test_names_of_files(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("the fox")
+    with pytest.raises(ValueError, match="a.txt is read as a text file, which has no columns; drop :text"):
+        texts(f"{tmp_path / 'a.txt'}:text")
+    odd = write_jsonl(tmp_path / "a:b.jsonl", [{"title": "a", "text": "b"}])
+    assert texts(odd) == ["b"]
+    assert texts(f"{odd}:title") == ["a"]
+    for name in ("rows.jsonl", "rows.parquet", "rows.txt.gz"):
+        with pytest.raises(FileNotFoundError, match=f"there is no file {name}$"):
+            texts(name)
+    with pytest.raises(FileNotFoundError, match="there is no file rows.parquet$"):
+        texts("rows.parquet:text")
+
+
+@pytest.mark.parametrize("first", [1, 2, 3, 5, 64])
+def test_characters_across_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int) -> None:
+    monkeypatch.setattr(sources, "_FIRST_BLOCK", first)
+    text = "aé€😀<sep>" * 50
+    path = tmp_path / "a.txt"
+    path.write_text(text, encoding="utf-8")
+    assert texts(path) == [text]
+    assert texts(path, "<sep>") == ["aé€😀"] * 50
+    path.write_bytes(text.encode() + b"ab\xff")
+    with pytest.raises(ValueError, match=rf"not UTF-8 text \(byte {len(text.encode()) + 2}\)"):
+        texts(path)
+    path.write_bytes(text.encode() + "€".encode()[:2])
+    with pytest.raises(ValueError, match=rf"not UTF-8 text \(byte {len(text.encode())}\)"):
+        texts(path)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet"])
+@pytest.mark.parametrize("separator", [None, "<sep>"])
+def test_a_large_file_is_not_read_to_its_end(tmp_path: Path, name: str, separator: str | None) -> None:
+    row = "the quick brown fox " * 5000
+    path, count = tmp_path / name, 300
+    if name == "a.txt":
+        path.write_text(f"{row}<sep>" * count)
+    elif name == "a.jsonl":
+        path.write_text(f'{{"text": "{row}"}}\n' * count + "damaged")
+    else:
+        schema = pa.schema([("text", pa.string())])
+        with parquet.ParquetWriter(path, schema, compression="none", use_dictionary=False) as writer:
+            for _ in range(count):
+                writer.write_batch(pa.record_batch([[row]], schema=schema))
+        assert path.stat().st_size > len(row) * count
+    tokenizer = tiny_tokenizer()
+    tracemalloc.start()
+    try:
+        windows = load_windows(tokenizer, str(path), window=32, tokens=256, separator=separator)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert windows.ids.shape == (8, 32)
+    assert peak < len(row) * count / 3
+
+
+def fake_datasets(monkeypatch: pytest.MonkeyPatch, rows: list[Row]) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=lambda *_, **__: rows))
+
+
+def test_the_column_of_a_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_datasets(monkeypatch, [{"title": "a", "body": "b"}, {"title": "c", "body": None}])
+    assert texts("name:config:test:title") == ["a\n\nc"]
+    with pytest.raises(ValueError, match="several columns of text: title, body; say which one, as in name:::title"):
+        texts("name")
+    with pytest.raises(ValueError, match="dataset name has no column 'n'; the columns are title, body"):
+        texts("name:::n")
+    with pytest.raises(ValueError, match="name: row 2: column 'body' should hold text, not null"):
+        texts("name:::body")
+
+
+@pytest.fixture
+def online(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The hub's libraries as they are where nobody has set HF_HUB_OFFLINE."""
+    import datasets
+    from huggingface_hub import constants
+
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    return constants
+
+
+def test_without_a_network_nothing_is_tried_twice(online: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(online, "ENDPOINT", f"http://127.0.0.1:{closed.getsockname()[1]}")
+        with without_retries():
+            assert online.HF_HUB_OFFLINE
+            with pytest.raises(OfflineModeIsEnabled):
+                HfApi().whoami(token="none")
+        assert not online.HF_HUB_OFFLINE
+
+
+def test_a_network_is_used(online: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        assert hub_answers(address)
+        monkeypatch.setattr(online, "ENDPOINT", address)
+        with without_retries():
+            assert not online.HF_HUB_OFFLINE
+    assert not hub_answers(address)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    assert hub_answers(address)  # only the proxy knows
