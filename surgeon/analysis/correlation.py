@@ -1,0 +1,61 @@
+"""Rank correlation of what is cheap to compute with the damage that was measured."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy import stats
+
+LEAST_PAIRS = 3
+
+
+@dataclass(frozen=True)
+class Correlation:
+    """Spearman's rank correlation.
+
+    Attributes:
+        rho: NaN where there are fewer than 3 pairs of values, or one side does not vary.
+        p: of the null hypothesis of no correlation, for independent pairs.
+        n: pairs of values, those with a NaN left out.
+        rho_given: the partial rank correlation at equal values of a third quantity; NaN where none was given, or the
+            third quantity leaves nothing to vary.
+    """
+
+    rho: float
+    p: float
+    n: int
+    rho_given: float = math.nan
+
+
+def rank_correlation(x: ArrayLike, y: ArrayLike, given: ArrayLike | None = None) -> Correlation:
+    """How far x and y order the same things alike; infinite values are the largest.
+
+    Args:
+        given: a third quantity, whose share in the correlation is taken out in `rho_given`.
+    """
+    columns = [np.asarray(values, dtype=np.float64) for values in ((x, y) if given is None else (x, y, given))]
+    kept = ~np.isnan(columns).any(0)
+    ranks = [stats.rankdata(column[kept]) for column in columns]
+    n = int(kept.sum())
+    if n < LEAST_PAIRS or _constant(ranks[0]) or _constant(ranks[1]):
+        return Correlation(math.nan, math.nan, n)
+    found = stats.spearmanr(ranks[0], ranks[1])
+    rho = float(found.statistic)
+    return Correlation(rho, float(found.pvalue), n, math.nan if given is None else _partial(rho, ranks))
+
+
+def _partial(rho: float, ranks: list[NDArray[np.float64]]) -> float:
+    """The first-order partial correlation of ranks, from the three correlations between them."""
+    if _constant(ranks[2]):
+        return rho
+    x_given, y_given = (float(np.corrcoef(side, ranks[2])[0, 1]) for side in ranks[:2])
+    rest = (1 - x_given**2) * (1 - y_given**2)
+    # Rounding alone can leave 1e-16 where nothing is left to vary.
+    return (rho - x_given * y_given) / math.sqrt(rest) if rest > 1e-12 else math.nan
+
+
+def _constant(ranks: NDArray[np.float64]) -> bool:
+    return bool((ranks == ranks[0]).all())

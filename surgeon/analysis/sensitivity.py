@@ -1,0 +1,289 @@
+"""What running neighbouring layers as an LP pair should cost, by appendix A of the Layer Parallelism paper, and does.
+
+For every pair: the terms of equation 12 on a few windows (see `surgeon.analysis.lp_error`), the factor by which the
+layers after the pair may enlarge an error (equation 13, the product of the operator norms of I + J_f), and the damage
+to the model's predictions that is measured with just this pair in parallel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from surgeon.analysis.correlation import rank_correlation
+from surgeon.analysis.jacobian import OperatorNorm, PowerIteration, differentiable
+from surgeon.analysis.lines import Lines
+from surgeon.analysis.lp_error import TERMS, layer_norm, pair_terms
+from surgeon.analysis.measure import measure, windows_at_once
+from surgeon.analysis.sharing import share
+from surgeon.analysis.walk import Walk
+from surgeon.families import family_of
+from surgeon.model import require_unedited
+from surgeon.operations import pair
+from surgeon.program import Program
+from surgeon.progress import progress
+from surgeon.provenance import write_json, write_text
+from surgeon.quality.data import Windows
+from surgeon.quality.summary import interval, mean_divergence, perplexity
+
+TABLE = "sensitivity.csv"
+RECORD = "sensitivity.json"
+JOURNAL = "sensitivity.jsonl"
+DEFAULT_WINDOWS = 4
+# What is compared with damage in the table of correlations.
+PREDICTORS = (
+    "bound",
+    "relative_bound",
+    "log10_output_bound",
+    "first_order",
+    "relative_first_order",
+    "error",
+    "relative_error",
+)
+DAMAGES = ("error", "divergence", "log_perplexity_ratio")
+
+Values = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """The result of `sensitivity`.
+
+    Attributes:
+        table: one row per pair of neighbouring layers, as in `sensitivity.csv`: `first` and `last`, counted from 0;
+            the terms of `lp_error.TERMS`, means over the windows they were computed on; `relative_bound`,
+            `relative_first_order` and `relative_error`, divided by `stream_norm`; `log10_amplification`, of the
+            product in equation 13, and `log10_output_bound`, with the bound; `perplexity` and `divergence` of the
+            model with this pair in parallel, with the divergence's 95% interval, and `log_perplexity_ratio`;
+            `iterations`, the most that an operator norm took, and `converged`, whether all of them did.
+        correlations: rank correlations of `PREDICTORS` with `DAMAGES`: `predictor`, `damage`, `rho`, `p`, `n`.
+        record: provenance, settings and these correlations, as in `sensitivity.json`.
+    """
+
+    table: pd.DataFrame
+    correlations: pd.DataFrame
+    record: dict[str, Any]
+
+
+def sensitivity(
+    model: PreTrainedModel,
+    windows: Windows,
+    folder: Path,
+    *,
+    weights_hash: str,
+    power: PowerIteration | None = None,
+    jacobian_windows: int = DEFAULT_WINDOWS,
+    record: dict[str, Any] | None = None,
+) -> Sensitivity:
+    """Measure all pairs of neighbouring layers, and write `sensitivity.csv` and `sensitivity.json`.
+
+    Started again on the same folder it goes on where it was, by `sensitivity.jsonl`.
+
+    Args:
+        power: how operator norms are found.
+        jacobian_windows: on how many windows, spread over all of them.
+        record: provenance to begin `sensitivity.json` with.
+
+    Raises:
+        ValueError: if the model is an edited one, has only one layer, its streams are not finite (naming the
+            sublayer), or the folder holds results of something else.
+        OSError: if the folder cannot be written to.
+    """
+    require_unedited(model)
+    num_layers = model.config.num_hidden_layers
+    if num_layers < 2:
+        raise ValueError(f"the model has {num_layers} layer; a pair in parallel needs at least 2")
+    if jacobian_windows < 1:
+        raise ValueError(f"the number of windows for Jacobians must be at least 1, not {jacobian_windows}")
+    power = power or PowerIteration()
+    chosen = spread(len(windows.ids), jacobian_windows)
+    identity = {
+        "model (hash of its weights)": weights_hash,
+        "text (hash of its tokens)": windows.digest,
+        "choice of windows for Jacobians": chosen,
+        "number of iterations": power.iterations,
+        "tolerance": power.tolerance,
+        "seed": power.seed,
+    }
+    with Lines(folder / JOURNAL, "sensitivity", identity) as journal:
+        damage = _Damage(model, windows, journal)
+        damage.measure_missing()
+        local = _Local(model, windows, chosen, power, journal)
+        local.compute_missing()
+    table = _table(local, damage)
+    correlations = _correlations(table)
+    within = [one["terms"]["error"] <= one["terms"]["bound"] for one in local.found.values() if one["terms"]]
+    record = (record or {}) | {
+        "jacobian_windows": chosen,
+        "iterations": power.iterations,
+        "tolerance": power.tolerance,
+        "base_perplexity": damage.base_perplexity,
+        "errors_within_bound": sum(within),
+        "errors": len(within),
+        "correlations": correlations.replace({math.nan: None}).to_dict("records"),
+    }
+    write_text(folder / TABLE, table.to_csv(index=False, float_format="%.9g", na_rep="nan"))
+    write_json(folder / RECORD, record)
+    return Sensitivity(table, correlations, record)
+
+
+def spread(windows: int, wanted: int) -> list[int]:
+    """The numbers of up to this many windows, spread evenly over all of them."""
+    return sorted({int(place) for place in np.linspace(0, windows - 1, min(wanted, windows)).round()})
+
+
+class _Local:
+    """What is computed for each pair by itself: terms of equation 12, and each layer's factor in equation 13.
+
+    Attributes:
+        found: by window and layer, lines of the journal.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, windows: Windows, chosen: Sequence[int], power: PowerIteration, journal: Lines
+    ) -> None:
+        self.model, self.windows, self.chosen, self.power, self.journal = model, windows, chosen, power, journal
+        self.num_layers: int = model.config.num_hidden_layers
+        lines = [line for line in journal.held if "layer" in line]
+        self.found = {(line["window"], line["layer"]): line for line in lines}
+
+    def compute_missing(self) -> None:
+        with progress("jacobians", len(self.chosen) * self.num_layers, "layers", len(self.found)) as ran:
+            for line in self._missing():
+                self.found[line["window"], line["layer"]] = line
+                self.journal.append(line)
+                ran(1)
+
+    def _missing(self) -> Iterator[dict[str, Any]]:
+        for window in self.chosen:
+            todo = [layer for layer in range(self.num_layers) if (window, layer) not in self.found]
+            if not todo:
+                continue
+            with differentiable():
+                walk = Walk(self.model, self.windows.ids[window : window + 1])
+                stream = walk.start
+                for layer in range(todo[-1] + 1):
+                    passed = walk.dense_layer(layer, stream)
+                    if layer in todo:
+                        terms = pair_terms(walk, layer, passed, self.power) if layer + 1 < self.num_layers else None
+                        # No pair has the first two layers after it.
+                        gain = layer_norm(walk, layer, stream, self.power) if layer > 1 else None
+                        norms = [*(terms.norms if terms else []), *([gain] if gain else [])]
+                        yield _line(window, layer, terms.values if terms else None, gain, norms)
+                    stream = passed.after
+
+    def terms(self, first: int) -> list[dict[str, float]]:
+        """Of a pair, one dictionary per window."""
+        return [self.found[window, first]["terms"] for window in self.chosen]
+
+    def amplification(self, first: int) -> Values:
+        """The decimal logarithm of equation 13's product over the layers after a pair, (windows,)."""
+        after = range(first + 2, self.num_layers)
+        return np.array([sum(math.log10(self.found[w, layer]["gain"]) for layer in after) for w in self.chosen])
+
+    def effort(self, first: int) -> tuple[int, bool]:
+        """Of the operator norms computed with a pair: the most iterations, and whether all converged."""
+        lines = [self.found[window, first] for window in self.chosen]
+        return max(line["iterations"] for line in lines), all(line["converged"] for line in lines)
+
+
+def _line(
+    window: int, layer: int, terms: dict[str, float] | None, gain: OperatorNorm | None, norms: list[OperatorNorm]
+) -> dict[str, Any]:
+    return {
+        "window": window,
+        "layer": layer,
+        "terms": terms,
+        "gain": gain.value if gain else None,
+        "iterations": max((norm.iterations for norm in norms), default=0),
+        "converged": all(norm.converged for norm in norms),
+    }
+
+
+class _Damage:
+    """What each pair in parallel does to the model's predictions, on all windows."""
+
+    def __init__(self, model: PreTrainedModel, windows: Windows, journal: Lines) -> None:
+        self.model, self.windows, self.journal = model, windows, journal
+        num_layers = model.config.num_hidden_layers
+        self.dense = Program.dense(num_layers, family_of(model.config).steps_per_layer)
+        self.programs = [pair(self.dense, range(first, first + 2)) for first in range(num_layers - 1)]
+        self.nll = {program: np.full(len(windows.ids), math.nan) for program in (self.dense, *self.programs)}
+        self.divergence = {program: values.copy() for program, values in self.nll.items()}
+        self.done: set[tuple[Program, int]] = set()  # program and window
+        for line in journal.held:
+            if "program" in line:
+                self._take(line)
+
+    def measure_missing(self) -> None:
+        plan = share([self.dense, *self.programs])
+        at_once = windows_at_once(self.model, plan, self.windows.ids)
+        with progress("damage", plan.total_sublayers, "sublayers") as ran:
+            for part in measure(self.model, self.windows.ids, self.dense, self.programs, at_once, self._is_done, ran):
+                where = range(part.start, part.start + len(part.quality.nll))
+                if not self._is_done(part.program, where):
+                    nll, divergence = part.quality.nll.tolist(), part.quality.divergence.tolist()
+                    line = {"program": str(part.program), "start": part.start, "nll": nll, "divergence": divergence}
+                    self.journal.append(line)
+                    self._take(line)
+
+    def columns(self, first: int) -> dict[str, float]:
+        """The measured columns of a pair."""
+        program = self.programs[first]
+        low, high = interval(self.divergence[program])
+        value = perplexity(self.nll[program])
+        return {
+            "perplexity": value,
+            "divergence": mean_divergence(self.divergence[program]),
+            "divergence_low": low,
+            "divergence_high": high,
+            "log_perplexity_ratio": float(np.log(value / self.base_perplexity)),
+        }
+
+    @property
+    def base_perplexity(self) -> float:
+        """Of the unedited model."""
+        return perplexity(self.nll[self.dense])
+
+    def _is_done(self, program: Program, windows: range) -> bool:
+        return all((program, window) in self.done for window in windows)
+
+    def _take(self, line: dict[str, Any]) -> None:
+        program = Program.parse(line["program"])
+        where = slice(line["start"], line["start"] + len(line["nll"]))
+        self.nll[program][where], self.divergence[program][where] = line["nll"], line["divergence"]
+        self.done |= {(program, window) for window in range(where.start, where.stop)}
+
+
+def _table(local: _Local, damage: _Damage) -> pd.DataFrame:
+    rows = []
+    for first in range(local.num_layers - 1):
+        by_window = pd.DataFrame(local.terms(first), columns=list(TERMS))
+        row: dict[str, Any] = {"first": first, "last": first + 1, **by_window.mean()}
+        for name in ("bound", "first_order", "error"):
+            row[f"relative_{name}"] = (by_window[name] / by_window["stream_norm"]).mean()
+        amplification = local.amplification(first)
+        with np.errstate(divide="ignore"):
+            output_bound = amplification + np.log10(by_window["bound"].to_numpy())
+        row |= {"log10_amplification": amplification.mean(), "log10_output_bound": output_bound.mean()}
+        iterations, converged = local.effort(first)
+        rows.append(row | damage.columns(first) | {"iterations": iterations, "converged": converged})
+    return pd.DataFrame(rows)
+
+
+def _correlations(table: pd.DataFrame) -> pd.DataFrame:
+    rows = []
+    for predictor in PREDICTORS:
+        for damage in DAMAGES:
+            if predictor != damage:
+                found = rank_correlation(table[predictor], table[damage])
+                rows.append((predictor, damage, found.rho, found.p, found.n))
+    return pd.DataFrame(rows, columns=["predictor", "damage", "rho", "p", "n"])

@@ -1,0 +1,151 @@
+"""Similarity against plain loops over plain sublayers, with n x n kernel matrices and arccosines."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from torch import Tensor
+
+import surgeon
+from surgeon.analysis import walk as walk_module
+from surgeon.analysis.similarity import CKA_COLUMNS, Similarity, similarity
+from surgeon.quality.data import Windows
+from tests.analysis.test_cka import biased_hsic, by_kernels, unbiased_hsic
+from tests.models import VOCABULARY, tiny_model
+from tests.reference import Reference
+
+LAYERS, WINDOWS, TOKENS = 3, 5, 12
+FAMILIES = ("llama", "opt", "gpt_neox")
+
+
+@pytest.fixture
+def windows() -> Windows:
+    ids = torch.randint(VOCABULARY, (WINDOWS, TOKENS), generator=torch.Generator().manual_seed(5))
+    return Windows(ids, "random", "digest")
+
+
+@pytest.fixture(autouse=True)
+def _two_windows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(walk_module.TOKENS_AT_ONCE, "cpu", 2 * TOKENS)
+
+
+class Plain:
+    """Sublayer outputs and streams of a model, (samples, hidden) in float64, by the paper's equations."""
+
+    def __init__(self, model: Any, ids: Tensor) -> None:
+        self.reference = Reference(model)
+        self.together = model.config.model_type == "gpt_neox"
+        self.streams = [self.reference.embed(ids)]
+        self.attention: list[Tensor] = []
+        self.mlp: list[Tensor] = []
+        for layer in range(model.config.num_hidden_layers):
+            attention, mlp = self.run(layer, self.streams[-1])
+            self.attention.append(attention)
+            self.mlp.append(mlp)
+            self.streams.append(self.streams[-1] + attention + mlp)
+
+    def run(self, layer: int, stream: Tensor) -> tuple[Tensor, Tensor]:
+        attention = self.reference.attention(layer, stream)
+        return attention, self.reference.feed_forward(layer, stream if self.together else stream + attention)
+
+    def without_previous(self, layer: int) -> tuple[Tensor, Tensor]:
+        stream = self.streams[layer] - self.attention[layer - 1] - self.mlp[layer - 1]
+        return self.run(layer, stream)
+
+
+def rows(features: Tensor) -> Tensor:
+    return features.flatten(0, 1).double()
+
+
+def run(family: str, windows: Windows, folder: Path) -> tuple[Similarity, Plain]:
+    model = tiny_model(family, LAYERS)
+    with torch.no_grad():
+        plain = Plain(model, windows.ids)
+    return similarity(model, windows, folder, {"model": family}), plain
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cka_without_the_previous_layer(family: str, windows: Windows, tmp_path: Path) -> None:
+    found, plain = run(family, windows, tmp_path)
+    table = found.layers.set_index("layer")
+    assert table.loc[0, list(CKA_COLUMNS)].isna().all()
+    for layer in range(1, LAYERS):
+        attention, mlp = plain.without_previous(layer)
+        pairs = (rows(plain.attention[layer]), rows(attention)), (rows(plain.mlp[layer]), rows(mlp))
+        expected = [by_kernels(hsic, *pair) for pair in pairs for hsic in (biased_hsic, unbiased_hsic)]
+        assert len(set(expected)) == 4
+        assert table.loc[layer, list(CKA_COLUMNS)].tolist() == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_influence_and_sizes(family: str, windows: Windows, tmp_path: Path) -> None:
+    found, plain = run(family, windows, tmp_path)
+    for row in found.layers.itertuples():
+        before, after = rows(plain.streams[row.layer]), rows(plain.streams[row.layer + 1])
+        attention, mlp = rows(plain.attention[row.layer]), rows(plain.mlp[row.layer])
+        middle = before if plain.together else before + attention
+        cosine = torch.nn.functional.cosine_similarity(before, after, dim=-1).mean()
+        assert row.block_influence == pytest.approx(1 - float(cosine), abs=1e-6)
+        assert row.attention_size == pytest.approx(float((attention.norm(dim=1) / before.norm(dim=1)).mean()), rel=1e-5)
+        assert row.mlp_size == pytest.approx(float((mlp.norm(dim=1) / middle.norm(dim=1)).mean()), rel=1e-5)
+
+
+def test_distances_of_every_stretch(windows: Windows, tmp_path: Path) -> None:
+    found, plain = run("llama", windows, tmp_path)
+    assert list(zip(found.distances["first"], found.distances["last"], strict=True)) == [
+        (first, last) for first in range(LAYERS) for last in range(first, LAYERS)
+    ]
+    for row in found.distances.itertuples():
+        before, after = plain.streams[row.first].double(), plain.streams[row.last + 1].double()
+        angles = torch.nn.functional.cosine_similarity(before, after, dim=-1).acos() / math.pi
+        assert row.angular_distance == pytest.approx(float(angles.mean()), abs=1e-6)
+        assert row.angular_distance_last_token == pytest.approx(float(angles[:, -1].mean()), abs=1e-6)
+    by_layer = found.distances[found.distances["first"] == found.distances["last"]]
+    assert by_layer["cosine_distance"].tolist() == pytest.approx(found.layers["block_influence"].tolist())
+
+
+def test_layers_that_ignore_the_previous_one_are_the_same_without_it(windows: Windows, tmp_path: Path) -> None:
+    model = tiny_model("llama", LAYERS)
+    for projection in (model.model.layers[1].self_attn.o_proj, model.model.layers[1].mlp.down_proj):
+        projection.weight.data.zero_()
+    found = similarity(model, windows, tmp_path)
+    assert found.layers.loc[2, list(CKA_COLUMNS)].tolist() == pytest.approx([1.0] * 4)
+    assert found.layers.loc[1, "block_influence"] == pytest.approx(0, abs=1e-12)
+    distances = found.distances.set_index(["first", "last"])["angular_distance"]
+    assert distances[1, 1] == pytest.approx(0, abs=1e-7)  # an angle of 0, not the 3e-4 of float32 cosines
+
+
+def test_files(windows: Windows, tmp_path: Path) -> None:
+    found, _ = run("llama", windows, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"similarity.csv", "distances.csv", "similarity.json"}
+    pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "similarity.csv"), found.layers, rtol=1e-8)
+    pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "distances.csv"), found.distances, rtol=1e-8)
+    record = json.loads((tmp_path / "similarity.json").read_text())
+    assert (record["model"], record["samples"], record["features"]) == ("llama", WINDOWS * TOKENS, 32)
+
+
+def test_what_is_not_finite_is_named(windows: Windows, tmp_path: Path) -> None:
+    model = tiny_model("llama", LAYERS)
+    model.model.layers[1].mlp.down_proj.weight.data[3, 4] = math.nan
+    with pytest.raises(ValueError, match="NaN or infinity appears first in F1; check that layer's weights"):
+        similarity(model, windows, tmp_path)
+    model.model.layers[1].self_attn.v_proj.weight.data[3, 4] = math.inf
+    with pytest.raises(ValueError, match="first in A1"):
+        similarity(model, windows, tmp_path)
+    model.model.embed_tokens.weight.data.fill_(math.inf)
+    with pytest.raises(ValueError, match="embedding's weights"):
+        similarity(model, windows, tmp_path)
+    assert not list(tmp_path.glob("*.csv"))
+
+
+def test_what_cannot_be_compared(windows: Windows, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="at least 4 tokens, not 3"):
+        similarity(tiny_model("llama", 2), Windows(windows.ids[:1, :3], "", ""), tmp_path)
+    with pytest.raises(ValueError, match="edited program"):
+        similarity(surgeon.edit(tiny_model("llama", 2), "A0 F0"), windows, tmp_path)
