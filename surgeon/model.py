@@ -19,7 +19,7 @@ from transformers.utils.output_capturing import install_output_capuring_hook
 from surgeon.execute import Branch, Machine, Pending, State, advance, land
 from surgeon.families import Family, SublayerSpec, family_of
 from surgeon.program import ATTENTION, Fork, Program, Step, Sublayer
-from surgeon.weights import derive_sublayer
+from surgeon.weights import Tensors, derive_sublayer, module_tensors
 
 PROGRAM_KEY = "surgeon_program"  # in config.json of a checkpoint that runs an edited program
 
@@ -177,8 +177,7 @@ class EditedLayers(nn.Module):
         self.stream_tap = StreamTap()
         for sublayer in dict.fromkeys(program.sublayers()):
             if self.is_derived(sublayer):
-                sources = [self.layer(k) for k in sublayer.layers]
-                self.add_module(str(sublayer), derive_sublayer(sublayer, sources, family, config))
+                self.add_module(str(sublayer), self.derive(sublayer))
         attention_layers = [sublayer.layers[0] for sublayer in program.sublayers() if sublayer.kind == ATTENTION]
         self.slot_layers = attention_layers or [0]
         self.config_before: dict[str, Any] = {}
@@ -193,6 +192,15 @@ class EditedLayers(nn.Module):
     def is_derived(sublayer: Sublayer) -> bool:
         """Whether the sublayer has weights that no layer has: an average, or a slice."""
         return len(sublayer.layers) > 1 or sublayer.piece is not None
+
+    def derive(self, sublayer: Sublayer) -> nn.Module:
+        """A module with the averaged or sliced weights of this sublayer."""
+        parts = (self.tensors(layer, self.family.spec(sublayer.kind)) for layer in sublayer.layers)
+        return derive_sublayer(sublayer, self.layer(sublayer.layers[0]), parts, self.family, self.config)
+
+    def tensors(self, layer: int, spec: SublayerSpec) -> Tensors:
+        """A copy of one sublayer's tensors, by path from the layer."""
+        return module_tensors(self.layer(layer), spec)
 
     def owner(self, sublayer: Sublayer) -> nn.Module:
         """The module below which this sublayer's own modules lie: its layer, or what was derived for it."""

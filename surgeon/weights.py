@@ -32,10 +32,12 @@ def average(parts: Iterable[Tensors]) -> Tensors:
     count = 0
     for part in parts:
         count += 1
-        for name, tensor in part.items():
-            dtypes.setdefault(name, tensor.dtype)
-            sums[name] = sums[name] + tensor.float() if name in sums else tensor.float()
-    return {name: (total / count).to(dtypes[name]) for name, total in sums.items()}
+        if count == 1:
+            sums, dtypes = dict(part), {name: tensor.dtype for name, tensor in part.items()}
+        else:
+            for name, tensor in part.items():
+                sums[name] = sums[name].float() + tensor.float()
+    return sums if count == 1 else {name: (total / count).to(dtypes[name]) for name, total in sums.items()}
 
 
 def slice_bounds(size: int, piece: tuple[int, int], what: str) -> tuple[int, int]:
@@ -125,22 +127,25 @@ def slice_tensors(tensors: Tensors, spec: SublayerSpec, piece: tuple[int, int], 
     return sliced
 
 
-def derive_sublayer(sublayer: Sublayer, layers: list[nn.Module], family: Family, config: Any) -> nn.Module:
+def derive_sublayer(
+    sublayer: Sublayer, owner: nn.Module, parts: Iterable[Tensors], family: Family, config: Any
+) -> nn.Module:
     """A module with the same inner paths as a layer that holds one averaged or sliced sublayer.
 
     Args:
-        layers: the layers the sublayer is made of, whose modules are copied and never changed.
+        owner: a layer that the sublayer is made of, whose modules are copied and never changed.
+        parts: the tensors of each of these layers, taken one at a time.
 
     Raises:
         ValueError: if heads or neurons do not divide into the slices asked for.
     """
     spec = family.spec(sublayer.kind)
-    tensors = average(module_tensors(layer, spec) for layer in layers)
+    tensors = average(parts)
     if sublayer.piece is not None:
         tensors = slice_tensors(tensors, spec, sublayer.piece, family, config)
     shell = nn.Module()
     for path in (spec.norm, *spec.modules):
-        setattr(shell, path, _copy_with(layers[0].get_submodule(path), path, tensors))
+        setattr(shell, path, _copy_with(owner.get_submodule(path), path, tensors))
     if sublayer.piece is not None:
         for path in spec.counts:
             parent, _, name = f"{spec.modules[0]}.{path}".rpartition(".")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,12 +10,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from surgeon.analysis.sharing import Extend, Join, Plan, Reach, Run, Task, sublayers_in
+from surgeon.analysis.sharing import Extend, Join, Plan, Reach, Run, sublayers_in
+from surgeon.analysis.states import Held, States
+from surgeon.checkpoint.streamed import StreamedLayers, streamed_layers
 from surgeon.execute import State, advance, fork_output, land
-from surgeon.families import family_of
+from surgeon.families import SublayerSpec, family_of
 from surgeon.model import EditedLayers, ModelMachine, decoder_inputs, decoder_layers
 from surgeon.program import Fork, Program, Sublayer
-from surgeon.weights import derive_sublayer
+from surgeon.weights import Tensors
 
 
 class PlanMachine(ModelMachine):
@@ -23,44 +26,70 @@ class PlanMachine(ModelMachine):
     Args:
         model: left as it is.
         input_ids: (windows, tokens), all of them real tokens.
+        kept_bytes: where the model's weights are streamed, how many bytes of them may be kept; always those in use.
     """
 
-    def __init__(self, model: PreTrainedModel, input_ids: Tensor) -> None:
+    def __init__(self, model: PreTrainedModel, input_ids: Tensor, kept_bytes: int = 0) -> None:
         self.stream, arguments = decoder_inputs(model, input_ids)
-        super().__init__(_OnDemand(model), arguments)
+        super().__init__(_OnDemand(model, kept_bytes), arguments)
 
     def slot_of(self, attention: Sublayer) -> int:
         return attention.layers[0]
 
 
 class _OnDemand(EditedLayers):
-    """Derives a sublayer when it is asked for, and keeps none: a scan uses each of them once."""
+    """Derives averages and slices when they are asked for, and keeps none: a scan uses each of them once.
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    Where the weights are streamed, so is every other sublayer; those used last are kept, as the memory given allows.
+    """
+
+    def __init__(self, model: PreTrainedModel, kept_bytes: int) -> None:
         layers, family = decoder_layers(model), family_of(model.config)
         assert isinstance(layers, nn.ModuleList)
         super().__init__(layers, model.config, family, Program.dense(len(layers), family.steps_per_layer))
+        self.streamed = streamed_layers(model)
+        self.kept: OrderedDict[Sublayer, nn.Module] = OrderedDict()
+        self.kept_bytes = kept_bytes
 
     def owner(self, sublayer: Sublayer) -> nn.Module:
-        if len(sublayer.layers) == 1 and sublayer.piece is None:
-            return super().owner(sublayer)
-        sources = [self.layer(k) for k in sublayer.layers]
-        return derive_sublayer(sublayer, sources, self.family, self.config)
+        if self.is_derived(sublayer):
+            return self.derive(sublayer)
+        return super().owner(sublayer) if self.streamed is None else self._read(sublayer, self.streamed)
+
+    def tensors(self, layer: int, spec: SublayerSpec) -> Tensors:
+        return super().tensors(layer, spec) if self.streamed is None else self.streamed.tensors(layer, spec)
+
+    def _read(self, sublayer: Sublayer, streamed: StreamedLayers) -> nn.Module:
+        if sublayer not in self.kept:
+            room = self.kept_bytes - streamed.sublayer_bytes(self.family.spec(sublayer.kind))
+            while self.kept and self._held_bytes(streamed) > room:
+                self.kept.popitem(last=False)
+            self.kept[sublayer] = self.derive(sublayer)
+        self.kept.move_to_end(sublayer)
+        return self.kept[sublayer]
+
+    def _held_bytes(self, streamed: StreamedLayers) -> int:
+        return sum(streamed.sublayer_bytes(self.family.spec(sublayer.kind)) for sublayer in self.kept)
 
 
 @torch.inference_mode()
 def run_plan(
-    plan: Plan, machine: PlanMachine, ran: Callable[[int], Any] = lambda _: None
+    plan: Plan,
+    machine: PlanMachine,
+    ran: Callable[[int], Any] = lambda _: None,
+    states: States | None = None,
 ) -> Iterator[tuple[Program, Tensor]]:
     """Run the plan, yielding each program with the stream after it, (windows, tokens, hidden), as it is reached.
 
     Args:
         ran: called after every task with the number of sublayers it ran.
+        states: where to hold what is between tasks; in memory by default.
     """
-    registers: dict[int, Any] = {0: State(machine.stream)}
+    registers = States(plan) if states is None else states
+    registers[0] = State(machine.stream)
     for task, freed in zip(plan.tasks, plan.frees, strict=True):
         if isinstance(task, Reach):
-            yield task.program, land(registers[task.source]).stream
+            yield task.program, land(_state(registers[task.source])).stream
         else:
             registers[task.target] = _result(task, registers, machine)
             ran(sublayers_in(task))
@@ -68,15 +97,23 @@ def run_plan(
             del registers[register]
 
 
-def _result(task: Task, registers: dict[int, Any], machine: PlanMachine) -> State | Tensor:
+def _result(task: Run | Extend | Join, registers: States, machine: PlanMachine) -> Held:
     """What a task leaves in its register: a state, or a running sum of what branches add."""
+    before = _state(registers[task.source])
     if isinstance(task, Run):
-        state = advance(registers[task.source], task.step, machine)
+        state = advance(before, task.step, machine)
         return land(state) if task.land else state
-    start = land(registers[task.source])
+    start = land(before)
+    total = None if task.total is None else registers[task.total]
+    assert not isinstance(total, State)
     if isinstance(task, Extend):
         added = fork_output(Fork((task.branch,)), start.stream, machine)
-        return added if task.total is None else registers[task.total] + added
-    assert isinstance(task, Join)
-    state = State(start.stream, machine.reduce(registers[task.total]), start.added)
+        return added if total is None else total + added
+    assert total is not None
+    state = State(start.stream, machine.reduce(total), start.added)
     return land(state) if task.land else state
+
+
+def _state(held: Held) -> State:
+    assert isinstance(held, State)
+    return held

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from surgeon.analysis.machine import PlanMachine, run_plan
+from surgeon.analysis.order import by_layer
 from surgeon.analysis.sharing import Plan, share
+from surgeon.analysis.states import States
+from surgeon.checkpoint.streamed import StreamedLayers, streamed_layers
+from surgeon.errors import is_out_of_memory
 from surgeon.families import family_of
-from surgeon.memory import resident_bytes, show_size
+from surgeon.memory import free_bytes, resident_bytes, show_size
 from surgeon.program import Program
 from surgeon.quality.head import OutputHead, Quality, Reference
 
@@ -41,6 +48,21 @@ class Measured:
     quality: Quality
 
 
+@dataclass(frozen=True)
+class Streaming:
+    """How a model that is larger than memory is run.
+
+    Attributes:
+        kept_bytes: of weights that may be kept for the next task.
+        states_bytes: of hidden states that may be held in memory; the rest goes to disk.
+        folder: where on disk.
+    """
+
+    kept_bytes: int
+    states_bytes: int
+    folder: Path | None
+
+
 def measure(
     model: PreTrainedModel,
     ids: Tensor,
@@ -50,8 +72,12 @@ def measure(
     is_done: Callable[[Program, range], bool] = lambda *_: False,
     ran: Callable[[float], Any] = lambda _: None,
     references: References | None = None,
+    memory: int | None = None,
+    folder: Path | None = None,
 ) -> Iterator[Measured]:
     """The quality of the dense program and of others, some windows at a time.
+
+    Where memory turns out too small for so many windows, half as many are run together from there on.
 
     Args:
         model: unedited; it is left as it is.
@@ -62,51 +88,86 @@ def measure(
         ran: called with the work done: sublayers times the share of the windows they ran on.
         references: keeps what the dense program predicts, so that a later call with the same dictionary runs it on
             none of these windows again (and yields it only if it is among the programs).
+        memory: for a model whose weights are streamed, the limit in bytes on the memory of the whole process.
+        folder: where such a model's hidden states are put that do not fit into it.
 
     Raises:
         ValueError: if the model's own predictions are not finite.
+        OSError: if the disk is too small for hidden states.
     """
-    head = OutputHead(model)
     programs = list(programs)
-    plan, planned = Plan((), (), {}, 0), None
-    for start in range(0, len(ids), at_once):
-        chunk = ids[start : start + at_once].to(model.device)
-        windows = range(start, start + len(chunk))
-        todo = [program for program in programs if not is_done(program, windows)]
-        if not todo and is_done(dense, windows):
-            continue
-        kept: References = {} if references is None else references
-        wanted = todo if windows in kept else [dense, *todo]
-        if wanted != planned:
-            plan, planned = share(wanted), wanted
-        share_of_all = len(chunk) / len(ids)
-        yield from _measure_chunk(model, chunk, windows, dense, plan, head, partial(_scaled, ran, share_of_all), kept)
-
-
-def _scaled(ran: Callable[[float], Any], factor: float, amount: int) -> None:
-    ran(factor * amount)
-
-
-def _measure_chunk(
-    model: PreTrainedModel,
-    chunk: Tensor,
-    windows: range,
-    dense: Program,
-    plan: Plan,
-    head: OutputHead,
-    ran: Callable[[int], Any],
-    references: References,
-) -> Iterator[Measured]:
-    machine = PlanMachine(model, chunk)
-    for program, stream in run_plan(plan, machine, ran):
-        if program == dense:
-            reference = references[windows] = head.reference(stream, chunk)
-            if not reference.quality.nll.isfinite().all():
-                raise ValueError(f"the unedited model's predictions are not finite: {_first_bad(machine, dense)}")
-            quality = reference.quality
+    run = _ChunkRun(model, dense, memory, folder, {} if references is None else references, ran, len(ids))
+    finished: dict[Program, int] = {}  # until which window, where a chunk had to be given up
+    start = 0
+    while start < len(ids):
+        windows = range(start, min(start + at_once, len(ids)))
+        asked = programs if windows in run.references else [dense, *programs]
+        needed = [p for p in asked if not is_done(p, windows) and finished.get(p, 0) < windows.stop]
+        try:
+            for measured in run.measure(ids[start : windows.stop].to(model.device), windows, needed):
+                yield measured
+                finished[measured.program] = windows.stop
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error) or len(windows) == 1:
+                raise
+            at_once = len(windows) // 2
+            warnings.warn(f"out of memory with {len(windows)} windows together; going on with {at_once}", stacklevel=2)
         else:
-            quality = head.compare(stream, references[windows])
-        yield Measured(program, windows.start, Quality(quality.nll.cpu(), quality.divergence.cpu()))
+            start = windows.stop
+        if model.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+class _ChunkRun:
+    """Measures programs on some windows; keeps the plan of the windows before where it is the same."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        dense: Program,
+        memory: int | None,
+        folder: Path | None,
+        references: References,
+        ran: Callable[[float], Any],
+        all_windows: int,
+    ) -> None:
+        self.model, self.dense, self.references = model, dense, references
+        self.memory, self.folder = memory, folder
+        self.head = OutputHead(model)
+        self.ran, self.all_windows = ran, all_windows
+        self.streamed = streamed_layers(model) is not None
+        self.planned: list[Program] | None = None
+        self.plan = Plan((), (), {}, 0)
+
+    def measure(self, chunk: Tensor, windows: range, needed: list[Program]) -> Iterator[Measured]:
+        """The programs that need it on these windows, the dense one first unless its reference is kept."""
+        if not needed:
+            return
+        wanted = needed if windows in self.references or self.dense in needed else [self.dense, *needed]
+        if wanted != self.planned:
+            self.plan, self.planned = share(wanted), wanted
+            if self.streamed:
+                self.plan = by_layer(self.plan, self.dense if self.dense in wanted else None)
+        streaming = streaming_room(self.model, chunk.numel(), self.memory, self.folder) if self.streamed else None
+        machine = PlanMachine(self.model, chunk, streaming.kept_bytes if streaming else 0)
+        with States(self.plan, *((streaming.states_bytes, streaming.folder) if streaming else ())) as states:
+            for program, stream in run_plan(self.plan, machine, partial(self._ran, len(windows)), states):
+                quality = self._quality(program, stream, chunk, windows, machine)
+                if program in needed:
+                    yield Measured(program, windows.start, Quality(quality.nll.cpu(), quality.divergence.cpu()))
+
+    def _ran(self, windows: int, sublayers: int) -> None:
+        self.ran(sublayers * windows / self.all_windows)
+
+    def _quality(
+        self, program: Program, stream: Tensor, chunk: Tensor, windows: range, machine: PlanMachine
+    ) -> Quality:
+        if program != self.dense:
+            return self.head.compare(stream, self.references[windows])
+        reference = self.references[windows] = self.head.reference(stream, chunk)
+        if not reference.quality.nll.isfinite().all():
+            raise ValueError(f"the unedited model's predictions are not finite: {_first_bad(machine, self.dense)}")
+        return reference.quality
 
 
 def _first_bad(machine: PlanMachine, dense: Program) -> str:
@@ -137,30 +198,65 @@ def windows_at_once(
     window = ids.shape[1]
     most = batch or max(1, TOKENS_AT_ONCE.get(model.device.type, TOKENS_AT_ONCE["cpu"]) // window)
     most = min(most, len(ids))
-    if memory is None:
+    streamed = streamed_layers(model)
+    if memory is None and streamed is None:
         return most
-    held = resident_bytes()
+
+    def needed(windows: int) -> int:
+        if streamed is None:
+            return working_bytes(model, plan, windows * window)
+        return _task_bytes(model, streamed, windows * window) + _least_states(model, windows * window)
+
+    held, limit = resident_bytes(), memory or resident_bytes() + free_bytes()
     for windows in range(most, 0, -1):
-        if held + working_bytes(model, plan, windows * window) <= memory:
+        if held + needed(windows) <= limit:
             return windows
     # What the process holds varies a little from run to run.
-    needed = working_bytes(model, plan, window)
-    least = math.ceil((held + needed) * 1.02 / 2**20)
+    least = math.ceil((held + needed(1)) * 1.02 / 2**20)
     raise ValueError(
-        f"a memory limit of {show_size(memory)} is too small: the model and the libraries hold {show_size(held)}, "
-        f"one window of {window} tokens needs {show_size(needed)}; use --memory {least}MB or more"
+        f"a memory limit of {show_size(limit)} is too small: the model and the libraries hold {show_size(held)}, "
+        f"one window of {window} tokens needs {show_size(needed(1))}; use --memory {least}MB or more"
     )
+
+
+def streaming_room(model: PreTrainedModel, tokens: int, memory: int | None, folder: Path | None) -> Streaming:
+    """How to share out the memory that is left for running a streamed model on this many tokens."""
+    streamed = streamed_layers(model)
+    assert streamed is not None
+    left = (memory or resident_bytes() + free_bytes()) - resident_bytes() - _task_bytes(model, streamed, tokens)
+    states = max(left // 2, _least_states(model, tokens))
+    return Streaming(max(0, left - states), states, folder)
+
+
+def _least_states(model: PreTrainedModel, tokens: int) -> int:
+    config: Any = model.config
+    return int(6 * tokens * config.hidden_size * max(4, model.dtype.itemsize))
+
+
+def _task_bytes(model: PreTrainedModel, streamed: StreamedLayers, tokens: int) -> int:
+    """An upper estimate of what one task of a streamed model takes: its weights, and what they compute.
+
+    A merged sublayer holds the sum so far, the next layer's tensors and the average.
+    """
+    family = family_of(model.config)
+    weights = max(streamed.sublayer_bytes(family.attention), streamed.sublayer_bytes(family.mlp))
+    return _FIRST_USE + int(_SLACK * _activation_bytes(model, tokens)) + 3 * weights
 
 
 def working_bytes(model: PreTrainedModel, plan: Plan, tokens: int) -> int:
     """An upper estimate of what running a plan on this many tokens takes beside the model."""
+    size: int = model.config.hidden_size * max(4, model.dtype.itemsize)
+    states = (plan.peak_tensors + 2) * tokens * size  # and what a reference keeps
+    return _FIRST_USE + int(_SLACK * (states + _activation_bytes(model, tokens))) + _derived_bytes(model, plan)
+
+
+def _activation_bytes(model: PreTrainedModel, tokens: int) -> int:
+    """What a sublayer, or the output head, needs while it computes."""
     config: Any = model.config
-    hidden, size = config.hidden_size, max(4, model.dtype.itemsize)
-    width = max(getattr(config, name, 0) or 0 for name in ("intermediate_size", "ffn_dim", "hidden_size"))
-    states = (plan.peak_tensors + 2) * tokens * hidden * size  # and what a reference keeps
-    layer = (4 * width + 8 * hidden) * tokens * size
-    work = _SLACK * (states + max(layer, OutputHead(model).working_bytes(tokens)))
-    return _FIRST_USE + int(work) + _derived_bytes(model, plan)
+    hidden = int(config.hidden_size)
+    width = max(family_of(config).units(config)["neurons"], hidden)
+    layer = (4 * width + 8 * hidden) * tokens * max(4, model.dtype.itemsize)
+    return max(layer, OutputHead(model).working_bytes(tokens))
 
 
 def _derived_bytes(model: PreTrainedModel, plan: Plan) -> int:

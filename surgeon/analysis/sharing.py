@@ -92,8 +92,8 @@ def share(programs: Iterable[Program]) -> Plan:
     for program in dict.fromkeys(programs):
         root.add(program)
     tasks = list(_Writer(root).tasks())
-    frees = _last_uses(tasks)
-    return Plan(tuple(tasks), frees, _new_sublayers(tasks), _peak(tasks, frees))
+    frees = last_uses(tasks)
+    return Plan(tuple(tasks), frees, new_sublayers(tasks), peak_tensors(tasks, frees))
 
 
 def simplify(program: Program) -> Program:
@@ -194,22 +194,25 @@ class _Writer:
             self.waiting.append((Join(source, total, -1, place.after.lands), place.after))
 
 
-def _reads(task: Task) -> list[int]:
+def reads(task: Task) -> list[int]:
+    """The registers a task reads."""
     total = task.total if isinstance(task, Extend | Join) else None
     return [task.source] if total is None else [task.source, total]
 
 
-def _last_uses(tasks: list[Task]) -> tuple[tuple[int, ...], ...]:
+def last_uses(tasks: list[Task]) -> tuple[tuple[int, ...], ...]:
+    """For each task, the registers that no later one reads."""
     seen: set[int] = set()
     frees = []
     for task in reversed(tasks):
-        fresh = [register for register in _reads(task) if register not in seen]
+        fresh = [register for register in reads(task) if register not in seen]
         seen.update(fresh)
         frees.append(tuple(fresh))
     return tuple(reversed(frees))
 
 
-def _new_sublayers(tasks: list[Task]) -> dict[Program, int]:
+def new_sublayers(tasks: list[Task]) -> dict[Program, int]:
+    """How many sublayers run between one program's end and the next one's."""
     counts: dict[Program, int] = {}
     since = 0
     for task in tasks:
@@ -219,7 +222,8 @@ def _new_sublayers(tasks: list[Task]) -> dict[Program, int]:
     return counts
 
 
-def _peak(tasks: list[Task], frees: tuple[tuple[int, ...], ...]) -> int:
+def peak_tensors(tasks: list[Task], frees: tuple[tuple[int, ...], ...]) -> int:
+    """The most tensors of the stream's size that are held at one time."""
     held = {0: 1}
     peak = 1
     for task, freed in zip(tasks, frees, strict=True):

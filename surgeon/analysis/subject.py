@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
-from surgeon.checkpoint.load import load, read_config
+from surgeon.checkpoint.load import compute_dtype, load, read_config
 from surgeon.checkpoint.read import DEMO, Checkpoint, locate
+from surgeon.checkpoint.streamed import load_streamed
+from surgeon.memory import FREE_SHARE, free_bytes, resident_bytes, show_size
 from surgeon.provenance import provenance
 from surgeon.quality.data import DEFAULT_TOKENS, Windows, load_windows, window_for
 from surgeon.runtime.text import open_tokenizer
+
+_LEAST_ROOM = 64 << 20  # for the numbers of a single small task
 
 
 @dataclass(frozen=True)
@@ -63,8 +69,12 @@ def open_subject(
     tokens: int = DEFAULT_TOKENS,
     window: int | None = None,
     separator: str | None = None,
+    memory: int | None = None,
 ) -> Subject:
     """Load a model and the text to measure it on; arguments as `load` and `load_windows` take them.
+
+    Args:
+        memory: a limit in bytes on the memory of the whole process, as `load_for_analysis` takes it.
 
     Raises:
         FileNotFoundError: if the model, a file of it, or the data is missing.
@@ -75,4 +85,41 @@ def open_subject(
     # The text comes first: what is wrong with it is said before a large model is loaded.
     size = window_for(read_config(checkpoint), window)
     windows = load_windows(open_tokenizer(folder), data, size, tokens, separator)
-    return Subject(model, folder, load(folder), windows, checkpoint.weights_hash())
+    return Subject(model, folder, load_for_analysis(checkpoint, memory), windows, checkpoint.weights_hash())
+
+
+def load_for_analysis(checkpoint: Checkpoint, memory: int | None = None, device: str | None = None) -> PreTrainedModel:
+    """A model to measure: whole where it fits, else with weights that are read layer by layer.
+
+    Args:
+        memory: a limit in bytes on the memory of the process, where the model is on the CPU; by default most of what
+            the machine has left.
+        device: "cpu" or "cuda:1" for example; by default the first GPU, if there is one.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    size = model_bytes(checkpoint, torch.device(device))
+    room = available_bytes(torch.device(device), memory)
+    if size + _LEAST_ROOM <= room:
+        return load(checkpoint.folder, device_map=None if device == "cpu" else device)
+    warnings.warn(
+        f"the model's weights ({show_size(size)}) do not fit into the memory that is left ({show_size(room)}): "
+        "they are read layer by layer",
+        stacklevel=2,
+    )
+    return load_streamed(checkpoint.folder, device)
+
+
+def model_bytes(checkpoint: Checkpoint, device: torch.device) -> int:
+    """How much memory a checkpoint's weights take once they are loaded."""
+    sizes = (
+        torch.Size(checkpoint.shape(name)).numel() * compute_dtype(checkpoint.dtype(name), device).itemsize
+        for name in checkpoint.names()
+    )
+    return sum(sizes)
+
+
+def available_bytes(device: torch.device, memory: int | None) -> int:
+    """How much memory may be taken from here on, on this device."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * FREE_SHARE)
+    return free_bytes() if memory is None else memory - resident_bytes()

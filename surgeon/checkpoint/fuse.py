@@ -60,7 +60,7 @@ class TensorPlanner:
         self.family = family
         self.config = config
         self.dtype = dtype
-        self.prefix = _layer_prefix(source, family)
+        self.prefix = layer_prefix(source, family)
 
     def plan(self, layers: tuple[StoredLayer, ...]) -> list[PlannedTensor]:
         """All tensors in the order in which a forward pass needs them."""
@@ -163,7 +163,7 @@ def _projection(spec: SublayerSpec, path: str) -> Projection | None:
     return next((projection for projection in spec.projections if projection.path == module), None)
 
 
-def _layer_prefix(source: Checkpoint, family: Family) -> str:
+def layer_prefix(source: Checkpoint, family: Family) -> str:
     """What the names of the layers' tensors begin with; some checkpoints leave out the model's own name."""
     for path in (family.layers, family.layers.partition(".")[2]):
         if any(name.startswith(f"{path}.") for name in source.names()):

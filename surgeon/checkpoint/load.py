@@ -58,7 +58,7 @@ def load(path_or_name: str | Path, dtype: torch.dtype | None = None, device_map:
         raise ValueError(
             f"{folder / 'config.json'} describes no model that can be built ({type(error).__name__}: {error})"
         ) from error
-    _check_complete(folder, report)
+    check_complete(folder, report)
     model.eval()
     return edit(model, program) if program else model
 
@@ -91,7 +91,7 @@ def _check_sizes(path: Path, config: Any, family: Family) -> None:
             raise ValueError(f"{path} is not a valid configuration: {name} must be at least 1, not {size}")
 
 
-def _check_complete(folder: Path, report: dict[str, Any]) -> None:
+def check_complete(folder: Path, report: dict[str, Any]) -> None:
     """Refuse what `transformers` would go on with, with random numbers in place of weights that do not fit."""
     for name, stored, expected in sorted(report["mismatched_keys"]):
         raise ValueError(

@@ -11,10 +11,11 @@ import errno
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from surgeon.errors import is_out_of_memory
+
 MENDABLE, USAGE, INTERNAL, INTERRUPTED, CLOSED_PIPE = 1, 2, 70, 130, 141
 
 _FULL_DISK_WORDS = ("No space left on device", "os error 28", "disk is full", "Disk quota exceeded")
-_FULL_MEMORY_WORDS = ("can't allocate memory", "out of memory", "std::bad_alloc")
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ def explain(error: BaseException, output: str | None = None) -> Failure:
     if _is_full_disk(error):
         place = getattr(error, "filename", None) or output or "the output"
         return Failure(f"error: no space left for {place}; free some space and run the same command again", MENDABLE)
-    if _is_full_memory(error):
+    if is_out_of_memory(error):
         advice = "use a smaller model or a smaller limit, or close other programs"
         return Failure(f"error: out of memory ({_text(error)}); {advice}", MENDABLE)
     if isinstance(error, OSError | ValueError | ImportError):
@@ -67,10 +68,4 @@ def _is_full_disk(error: BaseException) -> bool:
         (isinstance(link, OSError) and link.errno in (errno.ENOSPC, errno.EDQUOT))
         or any(words in str(link) for words in _FULL_DISK_WORDS)
         for link in _chain(error)
-    )
-
-
-def _is_full_memory(error: BaseException) -> bool:
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and any(words in str(error) for words in _FULL_MEMORY_WORDS)
     )

@@ -12,6 +12,7 @@ from surgeon.analysis.cells import scan_cells
 from surgeon.analysis.measure import measure, windows_at_once, working_bytes
 from surgeon.analysis.sharing import Plan, share
 from surgeon.program import Program
+from surgeon.quality.head import OutputHead, Quality
 from tests.models import VOCABULARY, tiny_model
 
 LAYERS = 4
@@ -90,3 +91,47 @@ def test_references_are_not_made_twice(model: Any, ids: torch.Tensor) -> None:
     assert [measured.program for measured in again] == [program] * 2
     for one, other in zip([first[1], first[3]], again, strict=True):
         assert torch.equal(one.quality.divergence, other.quality.divergence)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])
+def test_out_of_memory_halves_the_windows_and_goes_on(
+    model: Any, ids: torch.Tensor, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dense = Program.dense(LAYERS)
+    programs = [Program.parse(text) for text in ("A0 F0 A1 F1", "A0 F0 A2 F2", "A3 F3")]
+    expected = [list(measure(model, chunk, dense, programs, 1)) for chunk in ids.split(1)]
+    compare = OutputHead.compare
+
+    def small(self: OutputHead, stream: torch.Tensor, reference: Any) -> Quality:
+        """More than two windows fit for the first program only."""
+        if len(stream) > 2 and seen:
+            raise error
+        seen.append(len(stream))
+        return compare(self, stream, reference)
+
+    seen: list[int] = []
+    monkeypatch.setattr(OutputHead, "compare", small)
+    with pytest.warns(UserWarning, match="out of memory with 6 windows together; going on with 3"):
+        got = list(measure(model, ids, dense, programs, 6))
+    for program in (dense, *programs):
+        parts = [part for part in got if part.program == program]
+        starts = [part.start + i for part in parts for i in range(len(part.quality.nll))]
+        assert starts == list(range(6))  # each window once
+        nll = torch.cat([part.quality.nll for part in parts])
+        alone = torch.stack([p.quality.nll[0] for window in expected for p in window if p.program == program])
+        torch.testing.assert_close(nll, alone)
+
+
+def test_one_window_that_does_not_fit_is_an_error(
+    model: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OutputHead, "compare", lambda *_: (_ for _ in ()).throw(MemoryError("no room")))
+    with pytest.raises(MemoryError, match="no room"), pytest.warns(UserWarning, match="going on with 1"):
+        list(measure(model, ids, Program.dense(LAYERS), [Program.parse("A0 F0")], 2))
+
+
+def test_where_numbers_stop_being_finite_is_said(ids: torch.Tensor) -> None:
+    broken = tiny_model("llama", LAYERS)
+    broken.model.layers[2].mlp.down_proj.weight.data[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="not finite: NaN or infinity appears first in F2"):
+        list(measure(broken, ids, Program.dense(LAYERS), [], 2))

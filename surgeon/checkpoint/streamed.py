@@ -1,0 +1,128 @@
+"""Models larger than memory: all but the decoder's layers is loaded; the layers' weights are read when needed.
+
+The layers are there as modules without numbers (on PyTorch's meta device), so that code which asks for their
+structure finds it. Reading one sublayer's tensors maps a part of the safetensors file into memory, and gives it back
+when the tensors are dropped.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from safetensors import safe_open
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from surgeon.checkpoint.fuse import layer_prefix
+from surgeon.checkpoint.load import WIDTHS_KEY, check_complete, compute_dtype, read_config
+from surgeon.checkpoint.read import Checkpoint
+from surgeon.families import Family, SublayerSpec, family_of
+from surgeon.model import PROGRAM_KEY
+from surgeon.weights import Tensors
+
+
+class StreamedLayers(nn.ModuleList):
+    """A decoder's layers without their weights, and where those are.
+
+    Args:
+        layers: on the meta device.
+        dtype, device: to compute in and on.
+    """
+
+    def __init__(
+        self, layers: nn.ModuleList, checkpoint: Checkpoint, family: Family, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(layers)
+        self.checkpoint = checkpoint
+        self.prefix = layer_prefix(checkpoint, family)
+        self.dtype = dtype
+        self.device = device
+
+    def tensors(self, layer: int, spec: SublayerSpec) -> Tensors:
+        """One sublayer's tensors by their path from the layer, read from the files now.
+
+        Raises:
+            ValueError: if one is missing, or has another shape than the architecture asks for.
+        """
+        found = {}
+        for path, parameter in self._expected(layer, spec).items():
+            name = f"{self.prefix}{layer}.{path}"
+            shape = self.checkpoint.shape(name)
+            if shape != tuple(parameter.shape):
+                raise ValueError(
+                    f"{self.checkpoint.folder}: tensor {name} has the shape {shape}, but config.json asks for "
+                    f"{tuple(parameter.shape)}"
+                )
+            # Opened anew each time: a file that stays open keeps everything that was ever read of it in memory.
+            with safe_open(self.checkpoint.files[name], framework="pt") as file:
+                found[path] = file.get_tensor(name).to(self.device, self.dtype)
+        return found
+
+    def sublayer_bytes(self, spec: SublayerSpec) -> int:
+        """How much memory one sublayer's weights take."""
+        return sum(parameter.numel() for parameter in self._expected(0, spec).values()) * self.dtype.itemsize
+
+    def _expected(self, layer: int, spec: SublayerSpec) -> dict[str, nn.Parameter]:
+        return {
+            f"{root}.{name}": parameter
+            for root in (spec.norm, *spec.modules)
+            for name, parameter in self[layer].get_submodule(root).named_parameters()
+        }
+
+
+def load_streamed(folder: Path, device: str = "cpu") -> PreTrainedModel:
+    """A model whose decoder layers are `StreamedLayers`, in evaluation mode.
+
+    Raises:
+        FileNotFoundError, ValueError: as `surgeon.load`; and if the checkpoint runs an edited program.
+    """
+    checkpoint = Checkpoint(folder)
+    config = read_config(checkpoint)
+    for key in (PROGRAM_KEY, WIDTHS_KEY):
+        if key in checkpoint.config:
+            raise ValueError(f"{folder} is an edited model ({key} in config.json), which has to fit into memory")
+    family = family_of(config)
+    dtype = compute_dtype(checkpoint.dtype(checkpoint.names()[0]), torch.device(device))
+    with init_empty_weights(include_buffers=False):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    _fill(model, _without_layers(folder, config, family, dtype).to(device), family)
+    path, _, name = family.layers.rpartition(".")
+    parent = model.get_submodule(path)
+    setattr(parent, name, StreamedLayers(getattr(parent, name), checkpoint, family, dtype, torch.device(device)))
+    streamed: PreTrainedModel = model.eval()
+    return streamed
+
+
+def streamed_layers(model: PreTrainedModel) -> StreamedLayers | None:
+    """The decoder's layers, if their weights are read when they are needed."""
+    layers = model.get_submodule(family_of(model.config).layers)
+    return layers if isinstance(layers, StreamedLayers) else None
+
+
+def _without_layers(folder: Path, config: Any, family: Family, dtype: torch.dtype) -> nn.Module:
+    """The same model with no decoder layers: embeddings, final norm and head, loaded as `transformers` loads them."""
+    shallow = copy.deepcopy(config)
+    for key, value in family.per_layer_entries(config, []).items():
+        setattr(shallow, key, value)
+    shallow.num_hidden_layers = 0
+    model_class: Any = AutoModelForCausalLM
+    model, report = model_class.from_pretrained(
+        folder, config=shallow, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True
+    )
+    check_complete(folder, report)
+    loaded: nn.Module = model
+    return loaded
+
+
+def _fill(model: Any, loaded: nn.Module, family: Family) -> None:
+    """Put what was loaded into the whole model."""
+    model.load_state_dict(loaded.state_dict(), strict=False, assign=True)
+    model.tie_weights()
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(model.device)
+    for name, parameter in model.named_parameters():
+        assert not parameter.is_meta or name.startswith(f"{family.layers}."), name

@@ -1,0 +1,124 @@
+"""Models whose weights are read layer by layer give the same numbers as models in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import surgeon
+from surgeon.analysis import measure as measure_module
+from surgeon.analysis.measure import measure, windows_at_once
+from surgeon.analysis.order import by_layer, place
+from surgeon.analysis.sharing import Extend, Reach, Run, reads, share
+from surgeon.checkpoint.load import load
+from surgeon.checkpoint.streamed import load_streamed, streamed_layers
+from surgeon.families import FAMILIES, family_of
+from surgeon.memory import resident_bytes
+from surgeon.operations import ladder, merge, pair, parallel, prune, shuffle
+from surgeon.program import Program, steps_of
+from tests.models import VOCABULARY, save_checkpoint, tiny_model
+
+IDS = torch.randint(2, VOCABULARY, (3, 12), generator=torch.Generator().manual_seed(0))
+
+
+def programs(dense: Program, layers: int) -> list[Program]:
+    whole = range(layers)
+    edits: list[Callable[..., Program]] = [shuffle, prune, merge, parallel, pair, ladder]
+    stretches = [range(1, 3), range(0, 2), whole[1:]]
+    return list(dict.fromkeys(edit(dense, layers=s) for edit in edits for s in stretches))
+
+
+def numbers(model: Any, dense: Program, edited: list[Program], **options: Any) -> dict[Program, tuple[Any, Any]]:
+    found: dict[Program, list[tuple[Any, Any]]] = {}
+    for part in measure(model, IDS, dense, edited, at_once=2, **options):
+        found.setdefault(part.program, []).append((part.quality.nll, part.quality.divergence))
+    return {p: tuple(map(torch.cat, zip(*parts, strict=True))) for p, parts in found.items()}  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("spilled", [False, True])
+def test_numbers_equal_those_in_memory(
+    family: str, spilled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_model(family, 4).save_pretrained(tmp_path / "model", max_shard_size="20KB")
+    in_memory, streamed = load(tmp_path / "model"), load_streamed(tmp_path / "model")
+    assert streamed_layers(streamed) is not None
+    assert all(p.is_meta == (".layers." in n or ".h." in n) for n, p in streamed.named_parameters())
+    dense = Program.dense(4, family_of(in_memory.config).steps_per_layer)
+    edited = programs(dense, 4)
+    if spilled:  # room for no state at all: every one of them goes through a file
+        monkeypatch.setattr(measure_module, "streaming_room", lambda *_: measure_module.Streaming(0, 0, tmp_path))
+    expected, got = numbers(in_memory, dense, edited), numbers(streamed, dense, edited)
+    assert got.keys() == expected.keys() == {dense, *edited}
+    for program in expected:
+        for ours, theirs in zip(got[program], expected[program], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_sweeps_run_what_needs_a_layer_together() -> None:
+    dense = Program.dense(6)
+    plan = share([dense, *programs(dense, 6)])
+    ordered = by_layer(plan, dense)
+    assert sorted(map(repr, ordered.tasks)) == sorted(map(repr, plan.tasks))
+    written = {0}
+    for task in ordered.tasks:  # nothing is read before it is written
+        assert set(reads(task)) <= written
+        if not isinstance(task, Reach):
+            written.add(task.target)
+    assert next(task for task in ordered.tasks if isinstance(task, Reach)).program == dense
+    assert ordered.total_sublayers == plan.total_sublayers
+
+    def sweeps(tasks: Any) -> int:
+        """How often the layers are gone through from the first one again."""
+        turns = [
+            place(
+                task.step.sublayers
+                if isinstance(task, Run)
+                else [s for t in steps_of(task.branch) for s in t.sublayers]
+            )
+            for task in tasks
+            if isinstance(task, Run | Extend)
+        ]
+        return sum(later < earlier for earlier, later in pairwise(turns))
+
+    only_prune = share([dense, *(prune(dense, layers=range(a, b)) for a in range(6) for b in range(a + 1, 7))])
+    assert sweeps(by_layer(only_prune, dense).tasks) == 0
+    assert sweeps(only_prune.tasks) > 10
+
+
+def test_a_layer_is_read_once_where_memory_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_model("llama", 4).save_pretrained(tmp_path)
+    model = load_streamed(tmp_path)
+    layers = streamed_layers(model)
+    assert layers is not None
+    read: list[int] = []
+    original = type(layers).tensors
+    monkeypatch.setattr(type(layers), "tensors", lambda self, k, spec: read.append(k) or original(self, k, spec))
+    monkeypatch.setattr(measure_module, "streaming_room", lambda *_: measure_module.Streaming(0, 1 << 20, None))
+    dense = Program.dense(4)
+    list(measure(model, IDS, dense, [prune(dense, layers=range(a, a + 1)) for a in range(4)], at_once=3))
+    assert read == [0, 0, 1, 1, 2, 2, 3, 3]  # attention and feed-forward of each
+
+
+def test_what_memory_leaves_room_for(tmp_path: Path) -> None:
+    tiny_model("llama", 4).save_pretrained(tmp_path)
+    model = load_streamed(tmp_path)
+    plan = share([Program.dense(4)])
+    assert windows_at_once(model, plan, IDS) == 3
+    with pytest.raises(ValueError, match=r"a memory limit of 1MB is too small: .*; use --memory \d+MB or more"):
+        windows_at_once(model, plan, IDS, memory=1 << 20)
+    enough = windows_at_once(model, plan, IDS, memory=resident_bytes() + (100 << 20))
+    assert enough == 3
+
+
+def test_edited_checkpoints_and_missing_tensors_are_refused(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "model")
+    surgeon.edit(surgeon.load(tmp_path / "model"), "A0 F0 A2 F2").save_pretrained(tmp_path / "edited")
+    with pytest.raises(ValueError, match="is an edited model"):
+        load_streamed(tmp_path / "edited")

@@ -1,0 +1,31 @@
+"""A model is loaded whole where it fits, and read layer by layer where it does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from surgeon.analysis.subject import load_for_analysis, model_bytes, open_subject
+from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.streamed import streamed_layers
+from surgeon.memory import resident_bytes
+from tests.models import tiny_model
+
+
+def test_what_does_not_fit_is_streamed(tmp_path: Path) -> None:
+    tiny_model("llama").to(torch.bfloat16).save_pretrained(tmp_path)
+    checkpoint = Checkpoint(tmp_path)
+    stored = sum(torch.Size(checkpoint.shape(name)).numel() * 2 for name in checkpoint.names())
+    assert model_bytes(checkpoint, torch.device("cpu")) == 2 * stored  # computed in float32
+    assert streamed_layers(load_for_analysis(checkpoint)) is None
+    with pytest.warns(UserWarning, match=r"weights \(\d+KB\) do not fit .* read layer by layer"):
+        model = load_for_analysis(checkpoint, memory=resident_bytes())
+    assert streamed_layers(model) is not None
+
+
+def test_a_subject_takes_the_limit(tiny_checkpoint: Path, tiny_text: Path) -> None:
+    with pytest.warns(UserWarning, match="read layer by layer"):
+        subject = open_subject(str(tiny_checkpoint), str(tiny_text), tokens=64, window=32, memory=1 << 20)
+    assert streamed_layers(subject.model) is not None
