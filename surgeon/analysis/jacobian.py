@@ -61,13 +61,19 @@ class PowerIteration:
         vector = torch.randn(point.shape, generator=generator).to(point)
         value = 0.0
         for iteration in range(1, self.iterations + 1):
-            size = torch.linalg.vector_norm(vector, dim=dims, keepdim=True).clamp_min(_SMALLEST)
-            image = push(function, point, vector / size)
-            before, value = value, float(torch.linalg.vector_norm(image, dim=dims).max())
+            image = push(function, point, (vector / _norms(vector, dims).clamp_min(_SMALLEST)).to(point.dtype))
+            before, value = value, float(_norms(image, dims).max())
             if abs(value - before) <= self.tolerance * value:
                 return OperatorNorm(value, iteration, True)
             (vector,) = pull(image)
         return OperatorNorm(value, self.iterations, False)
+
+
+def _norms(vector: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Over these dimensions, which stay; never in 16 bits, where they would have three digits."""
+    dtype = torch.promote_types(vector.dtype, torch.float32)
+    norms: Tensor = torch.linalg.vector_norm(vector, dim=dims, keepdim=True, dtype=dtype)
+    return norms
 
 
 def push(function: Function, point: Tensor, vector: Tensor) -> Tensor:

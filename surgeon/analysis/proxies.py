@@ -51,11 +51,11 @@ class MeasuredScan:
         cells: `operation`, `first`, `last` and the two damages, `divergence` and `log_perplexity_ratio` (the log of
             perplexity over that of the unedited model). Left out are stretches on which an operation changes
             nothing, or the same as on the stretch that is one layer shorter.
-        record: `scan.json`.
+        source: where it is, and the text it was measured on, for a record.
     """
 
     cells: pd.DataFrame
-    record: dict[str, Any]
+    source: dict[str, Any]
 
 
 def read_scan(folder: Path, weights_hash: str) -> MeasuredScan:
@@ -73,7 +73,8 @@ def read_scan(folder: Path, weights_hash: str) -> MeasuredScan:
         raise ValueError(f"{folder / SCAN_RECORD} has no base_perplexity above 0; run surgeon scan again")
     with np.errstate(divide="ignore"):
         cells["log_perplexity_ratio"] = np.log(cells["perplexity"].to_numpy(np.float64) / base)
-    return MeasuredScan(_changing(cells, base), record)
+    text = {name: record.get(name) for name in ("data", "data_hash", "window", "tokens")}
+    return MeasuredScan(_changing(cells, base), {"folder": str(folder)} | text)
 
 
 def read_pairs(folder: Path, weights_hash: str) -> pd.DataFrame:

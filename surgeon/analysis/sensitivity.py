@@ -114,7 +114,7 @@ def sensitivity(
         "seed": power.seed,
     }
     with Lines(folder / JOURNAL, "sensitivity", identity) as journal:
-        damage = _Damage(model, windows, journal)
+        damage = _Damage(model, windows, journal, folder)
         damage.measure_missing()
         local = _Local(model, windows, chosen, power, journal)
         local.compute_missing()
@@ -187,7 +187,10 @@ class _Local:
     def amplification(self, first: int) -> Values:
         """The decimal logarithm of equation 13's product over the layers after a pair, (windows,)."""
         after = range(first + 2, self.num_layers)
-        return np.array([sum(math.log10(self.found[w, layer]["gain"]) for layer in after) for w in self.chosen])
+        gains = [[self.found[window, layer]["gain"] for layer in after] for window in self.chosen]
+        with np.errstate(divide="ignore"):
+            sums: Values = np.log10(np.array(gains, dtype=np.float64)).sum(1)
+        return sums
 
     def effort(self, first: int) -> tuple[int, bool]:
         """Of the operator norms computed with a pair: the most iterations, and whether all converged."""
@@ -211,8 +214,8 @@ def _line(
 class _Damage:
     """What each pair in parallel does to the model's predictions, on all windows."""
 
-    def __init__(self, model: PreTrainedModel, windows: Windows, journal: Lines) -> None:
-        self.model, self.windows, self.journal = model, windows, journal
+    def __init__(self, model: PreTrainedModel, windows: Windows, journal: Lines, folder: Path) -> None:
+        self.model, self.windows, self.journal, self.folder = model, windows, journal, folder
         num_layers = model.config.num_hidden_layers
         self.dense = Program.dense(num_layers, family_of(model.config).steps_per_layer)
         self.programs = [pair(self.dense, range(first, first + 2)) for first in range(num_layers - 1)]
@@ -226,8 +229,10 @@ class _Damage:
     def measure_missing(self) -> None:
         plan = share([self.dense, *self.programs])
         at_once = windows_at_once(self.model, plan, self.windows.ids)
-        with progress("damage", plan.total_sublayers, "sublayers") as ran:
-            for part in measure(self.model, self.windows.ids, self.dense, self.programs, at_once, self._is_done, ran):
+        done = sum(plan.sublayers[p] for p in self.programs if self._is_done(p, range(len(self.windows.ids))))
+        with progress("damage", plan.total_sublayers, "sublayers", done) as ran:
+            measuring = (self.model, self.windows.ids, self.dense, self.programs, at_once, self._is_done, ran)
+            for part in measure(*measuring, folder=self.folder):
                 where = range(part.start, part.start + len(part.quality.nll))
                 if not self._is_done(part.program, where):
                     nll, divergence = part.quality.nll.tolist(), part.quality.divergence.tolist()

@@ -10,8 +10,9 @@ from transformers import PreTrainedModel
 
 from surgeon.analysis.machine import PlanMachine
 from surgeon.analysis.measure import TOKENS_AT_ONCE
+from surgeon.checkpoint.streamed import streamed_layers
 from surgeon.families import family_of
-from surgeon.program import ATTENTION, FEED_FORWARD, Sublayer
+from surgeon.program import ATTENTION, FEED_FORWARD, KINDS, Sublayer
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Walk:
     """
 
     def __init__(self, model: PreTrainedModel, ids: Tensor, like: Walk | None = None) -> None:
-        machine = PlanMachine(model, ids.to(model.device))
+        machine = PlanMachine(model, ids.to(model.device), _kept_bytes(model))
         self.start = machine.stream
         self.machine: PlanMachine = machine if like is None else like.machine
         self.reads_same = family_of(model.config).steps_per_layer == 1
@@ -94,6 +95,15 @@ class Walk:
                     "check that layer's weights"
                 )
         return passed
+
+
+def _kept_bytes(model: PreTrainedModel) -> int:
+    """Where weights are read when they are needed: those of two neighbouring layers, which are used again and again."""
+    streamed = streamed_layers(model)
+    if streamed is None:
+        return 0
+    family = family_of(model.config)
+    return 2 * sum(streamed.sublayer_bytes(family.spec(kind)) for kind in KINDS)
 
 
 def batches(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:

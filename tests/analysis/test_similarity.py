@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from torch import Tensor
 import surgeon
 from surgeon.analysis import walk as walk_module
 from surgeon.analysis.similarity import CKA_COLUMNS, Similarity, similarity
+from surgeon.checkpoint.load import load
+from surgeon.checkpoint.streamed import StreamedLayers, load_streamed
 from surgeon.quality.data import Windows
 from tests.analysis.test_cka import biased_hsic, by_kernels, unbiased_hsic
-from tests.models import VOCABULARY, tiny_model
+from tests.models import VOCABULARY, save_checkpoint, tiny_model
 from tests.reference import Reference
 
 LAYERS, WINDOWS, TOKENS = 3, 5, 12
@@ -142,6 +145,25 @@ def test_what_is_not_finite_is_named(windows: Windows, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="embedding's weights"):
         similarity(model, windows, tmp_path)
     assert not list(tmp_path.glob("*.csv"))
+
+
+def test_weights_that_are_read_when_needed(windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_checkpoint(tmp_path / "model", num_layers=LAYERS, vocab_size=300)
+    whole = similarity(load(folder), windows, tmp_path / "whole")
+    model = load_streamed(folder)
+    read: Counter[tuple[int, str]] = Counter()
+    tensors = StreamedLayers.tensors
+
+    def counted(self: StreamedLayers, layer: int, spec: Any) -> Any:
+        read[layer, spec.norm] += 1
+        return tensors(self, layer, spec)
+
+    monkeypatch.setattr(StreamedLayers, "tensors", counted)
+    found = similarity(model, windows, tmp_path / "streamed")
+    pd.testing.assert_frame_equal(found.layers, whole.layers, rtol=1e-6)
+    pd.testing.assert_frame_equal(found.distances, whole.distances, rtol=1e-6)
+    # Three batches of two shapes: once for each of them for the distances, once for each shape for the CKA.
+    assert set(read.values()) == {3 + 2}
 
 
 def test_what_cannot_be_compared(windows: Windows, tmp_path: Path) -> None:

@@ -1,0 +1,202 @@
+"""The table of a model's LP pairs against plain computations, and that it ends the same whatever happens on the way."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import surgeon
+from surgeon.analysis import sensitivity as sensitivity_module
+from surgeon.analysis.correlation import rank_correlation
+from surgeon.analysis.jacobian import PowerIteration, differentiable
+from surgeon.analysis.lines import Lines
+from surgeon.analysis.lp_error import pair_terms
+from surgeon.analysis.sensitivity import JOURNAL, Sensitivity, sensitivity, spread
+from surgeon.analysis.walk import Walk
+from surgeon.quality.data import Windows
+from tests.analysis.test_jacobian import dense_jacobian
+from tests.models import VOCABULARY, tiny_model
+from tests.reference import Reference
+
+LAYERS, WINDOWS, TOKENS = 4, 5, 6
+POWER = PowerIteration(iterations=300, tolerance=1e-6, seed=2)
+QUICK = PowerIteration(iterations=300, tolerance=0.05)
+
+
+class Stopped(Exception):
+    pass
+
+
+@pytest.fixture
+def windows() -> Windows:
+    ids = torch.randint(VOCABULARY, (WINDOWS, TOKENS), generator=torch.Generator().manual_seed(5))
+    return Windows(ids, "random", "digest")
+
+
+def run(folder: Path, windows: Windows, model: Any = None, **options: Any) -> Sensitivity:
+    options = {"weights_hash": "weights", "power": POWER, "jacobian_windows": 2} | options
+    return sensitivity(model or tiny_model("llama", LAYERS), windows, folder, **options)
+
+
+def largest(matrix: Tensor) -> float:
+    return float(torch.linalg.svdvals(matrix.double())[0])
+
+
+def test_windows_are_spread_over_the_text() -> None:
+    assert spread(16, 4) == [0, 5, 10, 15]
+    assert spread(3, 8) == [0, 1, 2]
+    assert spread(9, 1) == [0]
+
+
+def test_terms_are_means_over_windows(windows: Windows, tmp_path: Path) -> None:
+    table = run(tmp_path, windows).table
+    assert list(zip(table["first"], table["last"], strict=True)) == [(0, 1), (1, 2), (2, 3)]
+    model = tiny_model("llama", LAYERS)
+    each = []
+    for window in (0, 4):
+        with differentiable():
+            walk = Walk(model, windows.ids[window : window + 1])
+            stream = walk.layer(0, walk.start).after
+            each.append(pair_terms(walk, 1, walk.layer(1, stream), POWER).values)
+    row = table.loc[1]
+    for name in ("stream_norm", "update_norm", "mlp_jacobian", "attention_shift", "bound", "first_order", "error"):
+        assert row[name] == pytest.approx((each[0][name] + each[1][name]) / 2)
+    for name in ("bound", "first_order", "error"):
+        relative = [one[name] / one["stream_norm"] for one in each]
+        assert row[f"relative_{name}"] == pytest.approx(sum(relative) / 2)
+    assert table["converged"].all()
+
+
+def test_the_amplification_is_equation_13(windows: Windows, tmp_path: Path) -> None:
+    table = run(tmp_path, windows, jacobian_windows=1).table
+    plain = Reference(tiny_model("llama", LAYERS))
+
+    def layer(k: int, x: Tensor) -> Tensor:
+        middle = x + plain.attention(k, x)
+        return middle + plain.feed_forward(k, middle)
+
+    streams = [plain.embed(windows.ids[:1])]
+    for k in range(LAYERS):
+        streams.append(layer(k, streams[-1]))
+    gains = {k: largest(dense_jacobian(lambda x, k=k: layer(k, x), streams[k])) for k in (2, 3)}  # type: ignore[misc]
+    expected = [math.log10(gains[2] * gains[3]), math.log10(gains[3]), 0]
+    assert table["log10_amplification"].tolist() == pytest.approx(expected, abs=1e-3)
+    outputs = [math.log10(bound) + gain for bound, gain in zip(table["bound"], expected, strict=True)]
+    assert table["log10_output_bound"].tolist() == pytest.approx(outputs, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("family", "programs"),
+    [
+        ("llama", ["[A0 A1] [F0 F1] A2 F2 A3 F3", "A0 F0 [A1 A2] [F1 F2] A3 F3", "A0 F0 A1 F1 [A2 A3] [F2 F3]"]),
+        ("gpt_neox", ["[A0 F0 A1 F1] [A2 F2] [A3 F3]", "[A0 F0] [A1 F1 A2 F2] [A3 F3]"]),
+    ],
+)
+def test_damage_is_that_of_the_edited_model(family: str, programs: list[str], windows: Windows, tmp_path: Path) -> None:
+    found = run(tmp_path, windows, tiny_model(family, LAYERS), jacobian_windows=1)
+    model = tiny_model(family, LAYERS)
+    targets = windows.ids[:, 1:].flatten()
+    with torch.no_grad():
+        original = model(input_ids=windows.ids, use_cache=False).logits[:, :-1].flatten(0, 1)
+        base = functional.cross_entropy(original, targets)
+        for first, program in enumerate(programs):
+            surgeon.edit(model, program)
+            changed = model(input_ids=windows.ids, use_cache=False).logits[:, :-1].flatten(0, 1)
+            surgeon.restore(model)
+            nll = functional.cross_entropy(changed, targets)
+            divergence = functional.kl_div(
+                changed.log_softmax(-1), original.log_softmax(-1), log_target=True, reduction="batchmean"
+            )
+            row = found.table.loc[first]
+            assert row["perplexity"] == pytest.approx(float(nll.exp()), rel=1e-4)
+            assert row["log_perplexity_ratio"] == pytest.approx(float(nll - base), abs=1e-4)
+            assert row["divergence"] == pytest.approx(float(divergence), rel=1e-3)
+            assert row["divergence_low"] < row["divergence"] < row["divergence_high"]
+    assert found.record["base_perplexity"] == pytest.approx(float(base.exp()), rel=1e-4)
+
+
+def test_files_and_correlations(windows: Windows, tmp_path: Path) -> None:
+    found = run(tmp_path, windows, record={"model": "tiny"})
+    assert {path.name for path in tmp_path.iterdir()} == {"sensitivity.csv", "sensitivity.json", JOURNAL}
+    pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "sensitivity.csv"), found.table, rtol=1e-8)
+    record = json.loads((tmp_path / "sensitivity.json").read_text())
+    assert (record["model"], record["jacobian_windows"], record["errors"]) == ("tiny", [0, 4], 6)
+    assert record["errors_within_bound"] == 6
+    by_name = {(one["predictor"], one["damage"]): one for one in record["correlations"]}
+    expected = rank_correlation(found.table["bound"], found.table["divergence"])
+    one = by_name["bound", "divergence"]
+    assert (one["rho"], one["n"]) == (pytest.approx(expected.rho), 3)
+    assert ("error", "error") not in by_name
+
+
+@pytest.mark.parametrize("after", [1, 6, 9])
+def test_stopped_and_started_again(
+    after: int, windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path / "whole", windows, power=QUICK)
+    append, left = Lines.append, [after + 1]  # the first line says whose the file is
+
+    def stop(self: Lines, line: dict[str, Any]) -> None:
+        if not left[0]:
+            raise Stopped
+        left[0] -= 1
+        append(self, line)
+
+    with monkeypatch.context() as context:
+        context.setattr(Lines, "append", stop)
+        with pytest.raises(Stopped):
+            run(tmp_path / "stopped", windows, power=QUICK)
+    journal = tmp_path / "stopped" / JOURNAL
+    journal.write_bytes(journal.read_bytes() + b'{"window":0,"la')
+    assert not (tmp_path / "stopped" / "sensitivity.csv").exists()
+    run(tmp_path / "stopped", windows, power=QUICK)
+    for name in ("sensitivity.csv", "sensitivity.json"):
+        assert (tmp_path / "stopped" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_what_is_finished_runs_nothing_again(windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(tmp_path, windows, power=QUICK)
+    before = (tmp_path / "sensitivity.csv").read_bytes()
+    monkeypatch.setattr(sensitivity_module, "Walk", lambda *_: pytest.fail("a window was run"))
+    model = tiny_model("llama", LAYERS)
+    for layer in model.model.layers:
+        layer.mlp.register_forward_hook(lambda *_: pytest.fail("a layer ran"))
+    run(tmp_path, windows, model, power=QUICK)
+    assert (tmp_path / "sensitivity.csv").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weights_hash": "other"}, "another model .hash of its weights.: weights, now other"),
+        ({"power": PowerIteration(iterations=7)}, "another number of iterations: 300, now 7"),
+        ({"jacobian_windows": 3}, r"choice of windows for Jacobians: \[0, 4\], now \[0, 2, 4\]"),
+    ],
+)
+def test_a_folder_of_something_else_is_refused(
+    change: dict[str, Any], message: str, windows: Windows, tmp_path: Path
+) -> None:
+    run(tmp_path, windows, power=QUICK)
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path, windows, **({"power": QUICK} | change))
+
+
+def test_models_that_cannot_be_measured(windows: Windows, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="1 layer; a pair in parallel needs at least 2"):
+        run(tmp_path, windows, tiny_model("llama", 1))
+    with pytest.raises(ValueError, match="edited program"):
+        run(tmp_path, windows, surgeon.edit(tiny_model("llama", 2), "A0 F0"))
+    with pytest.raises(ValueError, match="at least 1, not 0"):
+        run(tmp_path, windows, jacobian_windows=0)
+    model = tiny_model("llama", LAYERS)
+    model.model.layers[2].mlp.down_proj.weight.data[3, 4] = math.nan
+    with pytest.raises(ValueError, match="first in F2"):
+        run(tmp_path, windows, model)

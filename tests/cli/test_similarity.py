@@ -1,0 +1,104 @@
+"""`surgeon similarity` as a user meets it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+
+from surgeon.cli.app import main
+from tests.models import save_checkpoint
+
+Result = tuple[int, str, str]
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command on a tiny model and text, with more arguments; returns exit code, output and errors."""
+
+    def command(name: str, folder: str, *arguments: str, model: str | None = None) -> Result:
+        wanted = [name, model or str(tiny_checkpoint), "--data", str(tiny_text), "-o", str(tmp_path / folder)]
+        code = main([*wanted, "--window", "16", "--tokens", "64", *arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return command
+
+
+def test_tables_and_pictures(run: Run, tmp_path: Path) -> None:
+    code, out, err = run("similarity", "out")
+    assert code == 0, err
+    names = {"similarity.csv", "distances.csv", "similarity.json", "similarity.png", "distances.png"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names
+    assert len(pd.read_csv(tmp_path / "out" / "similarity.csv")) == 4
+    assert len(pd.read_csv(tmp_path / "out" / "distances.csv")) == 10
+    record = json.loads((tmp_path / "out" / "similarity.json").read_text())
+    assert (record["window"], record["samples"], "scan" in record) == (16, 64, False)
+    assert "similarity: done" in err
+    assert "distances.png" in out
+
+
+def test_what_predicts_a_scan(run: Run, tmp_path: Path) -> None:
+    operations = ("prune", "2-parallel", "merge", "parallel", "shuffle")
+    assert run("scan", "scan", *[f"--operation={name}" for name in operations])[0] == 0
+    assert run("sensitivity", "pairs", "--windows-for-jacobians", "1")[0] == 0
+    inputs = ("--scan", str(tmp_path / "scan"), "--sensitivity", str(tmp_path / "pairs"))
+    code, out, err = run("similarity", "out", *inputs)
+    assert code == 0, err
+    table = pd.read_csv(tmp_path / "out" / "proxies.csv")
+    assert set(table["operation"]) == set(operations)
+    assert {"length", "cka_mlp_debiased", "angular_distance", "relative_bound"} <= set(table["proxy"])
+    shown = table[
+        (table["operation"] == "merge")
+        & (table["damage"] == "divergence")
+        & (table["aggregate"] != "mean")
+        & ~table["proxy"].str.contains("debiased")
+    ]
+    first = out.split("\n\n")[0]
+    assert "Spearman's rho with divergence" in first
+    assert first.count("*") - 1 >= 4  # the heading explains it; four operations stand side by side
+    assert f"{shown['rho'].max():.3f} *" in first
+    printed = [line for line in out.splitlines() if str(tmp_path) not in line]
+    assert max(map(len, printed)) <= 80
+    record = json.loads((tmp_path / "out" / "similarity.json").read_text())
+    assert record["scan"]["folder"] == str(tmp_path / "scan")
+    assert record["sensitivity"] == str(tmp_path / "pairs")
+
+
+def test_a_scan_of_another_model_is_refused_before_any_work(run: Run, tmp_path: Path) -> None:
+    assert run("scan", "scan", "--operation", "prune")[0] == 0
+    other = save_checkpoint(tmp_path / "other", num_layers=3)
+    code, out, err = run("similarity", "out", "--scan", str(tmp_path / "scan"), model=str(other))
+    assert (code, out) == (1, "")
+    assert "holds a scan of another model" in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_input(run: Run, tmp_path: Path) -> None:
+    for arguments, message in (
+        (("--sensitivity", "x"), "--sensitivity is used with --scan only"),
+        (("--scan", str(tmp_path / "nothing")), "has no scan.json; give the output folder of a finished surgeon scan"),
+        (("--window", "1"), "at least 2 tokens"),
+    ):
+        code, out, err = run("similarity", "out", *arguments)
+        assert (code, out) == (1, "")
+        assert message in err
+        assert "Traceback" not in err
+
+
+def test_a_layer_that_is_not_finite_is_named(run: Run, tiny_checkpoint: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = tiny_checkpoint / "model.safetensors"
+    weights = load_file(path)
+    weights["model.layers.2.mlp.up_proj.weight"][0, 0] = torch.nan
+    save_file(weights, path, metadata={"format": "pt"})
+    for command in ("similarity", "sensitivity"):
+        code, _, err = run(command, command)
+        assert code == 1
+        assert "first in F2" in err
