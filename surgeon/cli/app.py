@@ -15,6 +15,7 @@ import typer
 
 from surgeon import __version__
 from surgeon.cli.demo import demo
+from surgeon.cli.evaluate import evaluate
 from surgeon.cli.export import export
 from surgeon.cli.failures import CLOSED_PIPE, INTERRUPTED, explain
 from surgeon.cli.generate import generate
@@ -26,6 +27,7 @@ COMMANDS = (
     (scan, "Measure what every stretch of layers tolerates; draw heatmaps."),
     (search, "Find the best layers to run in pairs, for a wanted depth."),
     (export, "Write the changed model as a checkpoint."),
+    (evaluate, "Measure accuracy on tasks with lm-eval."),
     (generate, "Continue a text, on one or several ranks."),
     (demo, "All of this on a small model that ships with surgeon."),
 )
@@ -108,6 +110,7 @@ def quiet_libraries() -> None:
     }.items():
         os.environ.setdefault(name, value)
     logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
     if not sys.warnoptions:
         warnings.filterwarnings("ignore")
         warnings.filterwarnings("always", category=UserWarning, module=r"surgeon\b")

@@ -1,0 +1,111 @@
+"""Accuracy on tasks, computed by lm-eval."""
+
+from __future__ import annotations
+
+import io
+import os
+import time
+from contextlib import redirect_stdout
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from lm_eval.evaluator import evaluate
+from lm_eval.loggers.evaluation_tracker import GeneralConfigTracker
+from lm_eval.loggers.utils import add_env_info, add_tokenizer_info
+
+from surgeon.quality.tasks_load import Seeds, Tasks
+from surgeon.quality.tasks_model import TaskModel
+
+BOOTSTRAP = 1000  # draws for the error of metrics that are no means; lm-eval's 100,000 take minutes for LAMBADA
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How tasks are computed.
+
+    Attributes:
+        limit: rows of each task, from its start; None for all.
+        batch_size: requests that are run together.
+        chat: put prompts into the tokenizer's chat template, few-shot examples as turns.
+        seeds: those the tasks were loaded with.
+    """
+
+    limit: int | None = None
+    batch_size: int = 1
+    chat: bool = False
+    seeds: Seeds = field(default_factory=Seeds)
+
+    def __post_init__(self) -> None:
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"limit must be at least 1 row of each task, not {self.limit}")
+        if self.batch_size < 1:
+            raise ValueError(f"batch size must be at least 1, not {self.batch_size}")
+
+
+def run_tasks(lm: TaskModel, tasks: Tasks, name: str, settings: Settings) -> dict[str, Any]:
+    """Compute tasks; returns lm-eval's results, with the samples under "samples".
+
+    Args:
+        name: of the model, for the results.
+
+    Raises:
+        ValueError: if a text cannot be scored with this model, or there is no chat template or no EOS where one is
+            needed.
+    """
+    _check_tokenizer(lm.tokenizer, tasks, settings.chat)
+    tracker = GeneralConfigTracker()
+    template = lm.chat_template(settings.chat) if settings.chat else None
+    tracker.log_experiment_args("hf", {"pretrained": name}, None, template, settings.chat)
+    begun = time.time()
+    # lm-eval forks for its bootstrap, which a process with threads in it should not; and it prints to stdout.
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")
+    settings.seeds.set()
+    with redirect_stdout(io.StringIO()):
+        results: dict[str, Any] = evaluate(
+            lm=lm,
+            task_dict=tasks.loaded,
+            limit=settings.limit,
+            bootstrap_iters=BOOTSTRAP,
+            log_samples=True,
+            apply_chat_template=settings.chat,
+            fewshot_as_multiturn=settings.chat,
+        )
+    tracker.log_end_time()
+    results["config"] = _config(lm, name, settings)
+    results["git_hash"] = None
+    results["date"] = begun
+    add_env_info(results)
+    add_tokenizer_info(results, lm)
+    return results | asdict(tracker)
+
+
+def _check_tokenizer(tokenizer: Any, tasks: Tasks, chat: bool) -> None:
+    if chat and not getattr(tokenizer, "chat_template", None):
+        raise ValueError("the tokenizer has no chat template; leave out --apply-chat-template")
+    if tokenizer.eos_token_id is None:
+        if tokenizer.bos_token_id is None:
+            raise ValueError("the tokenizer has neither BOS nor EOS, one of which lm-eval needs; set one in its files")
+        for name, task in tasks.loaded["tasks"].items():
+            if task.OUTPUT_TYPE == "generate_until":
+                raise ValueError(f"task {name} generates text, which needs a tokenizer that has an EOS")
+
+
+def _config(lm: TaskModel, name: str, settings: Settings) -> dict[str, Any]:
+    """lm-eval's record of how it was called."""
+    seeds = settings.seeds
+    return {
+        "model": "hf",
+        "model_args": {"pretrained": name},
+        **lm.get_model_info(),
+        "batch_size": settings.batch_size,
+        "batch_sizes": [],
+        "device": str(lm.device),
+        "use_cache": None,
+        "limit": settings.limit,
+        "bootstrap_iters": BOOTSTRAP,
+        "gen_kwargs": None,
+        "random_seed": seeds.python,
+        "numpy_seed": seeds.numpy,
+        "torch_seed": seeds.torch,
+        "fewshot_seed": seeds.fewshot,
+    }

@@ -1,0 +1,254 @@
+"""Tasks from files: a .jsonl file becomes a task of lm-eval's, with the same prompts and metrics as lm-eval's own.
+
+Which kind of task it is follows from the keys of its rows; `FORMS` lists them. Nothing is fetched, and nothing is
+written to the cache of `datasets`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from surgeon.quality.sources import read_json_lines
+
+Row = dict[str, Any]
+
+SUFFIX = ".jsonl"
+MOST_NEW_TOKENS = 256
+_SPLIT = "test"
+_VERSION = 1.0
+_NUMBER = re.compile(r"-?\$?[0-9][0-9,]*(\.[0-9]+)?")
+_QUESTION, _ANSWER = "Question:", "Answer:"
+
+
+@dataclass(frozen=True)
+class Form:
+    """One kind of task.
+
+    Attributes:
+        name: as error messages call it.
+        keys: those that every row has.
+        columns: a row, checked, as lm-eval gets it; takes the row and where it stands.
+        config: lm-eval's settings for it, on these columns.
+    """
+
+    name: str
+    keys: tuple[str, ...]
+    columns: Callable[[Row, str], Row]
+    config: dict[str, Any]
+
+
+def _mean(*names: str) -> list[dict[str, Any]]:
+    return [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in names]
+
+
+def _multiple_choice(row: Row, where: str) -> Row:
+    choices = _texts(row, "choices", where)
+    return {"prompt": _question(_text(row, "query", where)), "choices": choices, "gold": _gold(row, choices, where)}
+
+
+def _contexts(row: Row, where: str) -> Row:
+    contexts = [context.rstrip() for context in _texts(row, "context_options", where)]
+    gold = _gold(row, contexts, where)
+    return {"context_options": contexts, "continuation": _text(row, "continuation", where).lstrip(), "gold": gold}
+
+
+def _continuation(row: Row, where: str) -> Row:
+    return {
+        "prompt": _text(row, "context", where).rstrip(),
+        "target": " " + _text(row, "continuation", where).lstrip(),
+    }
+
+
+def _number(row: Row, where: str) -> Row:
+    answer = row["answer"]
+    answer = str(answer) if isinstance(answer, int | float) and not isinstance(answer, bool) else answer
+    answer = _text({"answer": answer}, "answer", where).strip()
+    if not _NUMBER.fullmatch(answer):
+        raise ValueError(
+            f"{where}: the answer {_show(answer)} is no number; rows with context and answer are scored on the last "
+            "number written (for other answers give query, choices and gold)"
+        )
+    prompt = f"{_QUESTION} {_text(row, 'context', where).strip()}\n{_ANSWER}"
+    target = answer
+    if "chain_of_thought" in row:
+        target = f"{_text(row, 'chain_of_thought', where).strip()}\n#### {answer}"
+    return {"prompt": prompt, "target": target, "answer": answer}
+
+
+# The patterns are those of lm-eval's gsm8k, so that numbers compare.
+_FLEXIBLE = {
+    "name": "flexible-extract",
+    "filter": [
+        {"function": "regex", "group_select": -1, "regex_pattern": r"(-?[$0-9.,]{2,})|(-?[0-9]+)"},
+        {"function": "take_first"},
+    ],
+}
+_STRICT = {
+    "name": "strict-match",
+    "filter": [{"function": "regex", "regex_pattern": r"#### (\-?[0-9\.\,]+)"}, {"function": "take_first"}],
+}
+_EXACT = {
+    **_mean("exact_match")[0],
+    "ignore_case": True,
+    "ignore_punctuation": False,
+    "regexes_to_ignore": [",", r"\$", r"(?s).*#### ", r"\.$"],
+}
+
+FORMS = (
+    Form(
+        "multiple choice",
+        ("query", "choices", "gold"),
+        _multiple_choice,
+        {
+            "output_type": "multiple_choice",
+            "doc_to_text": "prompt",
+            "doc_to_choice": "choices",
+            "doc_to_target": "gold",
+            "metric_list": _mean("acc", "acc_norm"),
+        },
+    ),
+    Form(
+        "one continuation of several contexts",
+        ("context_options", "continuation", "gold"),
+        _contexts,
+        {
+            "output_type": "multiple_choice",
+            "doc_to_text": "gold",  # a number tells lm-eval that the choices are contexts
+            "doc_to_choice": "context_options",
+            "doc_to_target": "continuation",
+            "metric_list": _mean("acc"),
+        },
+    ),
+    Form(
+        "continuation",
+        ("context", "continuation"),
+        _continuation,
+        {
+            "output_type": "loglikelihood",
+            "doc_to_text": "prompt",
+            "doc_to_target": "target",
+            "target_delimiter": "",  # the target begins with its space
+            "metric_list": [
+                {"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False},
+                *_mean("acc"),
+            ],
+        },
+    ),
+    Form(
+        "number",
+        ("context", "answer"),
+        _number,
+        {
+            "output_type": "generate_until",
+            "doc_to_text": "prompt",
+            "doc_to_target": "target",
+            "metric_list": [_EXACT],
+        },
+    ),
+)
+
+
+def read_rows(path: Path) -> tuple[Form, list[Row]]:
+    """The rows of a task file, checked, and what kind of task they are.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if a row is damaged or not like the others, naming file and line.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no task file {path}")
+    form: Form | None = None
+    reasoned = False
+    rows = []
+    for number, row in read_json_lines(path):
+        where = f"{path}:{number}"
+        if form is None:
+            form, reasoned = _form_of(row, where), "chain_of_thought" in row
+        missing = [key for key in form.keys if key not in row]
+        if form.name == "number" and ("chain_of_thought" in row) != reasoned:
+            raise ValueError(f"{where}: either every row has a chain_of_thought or none has")
+        if missing:
+            raise ValueError(f"{where}: the key {missing[0]!r} is missing; every row needs {', '.join(form.keys)}")
+        rows.append(form.columns(row, where))
+    if form is None:
+        raise ValueError(f"{path} is empty; give a file with rows in it")
+    return form, rows
+
+
+def file_task(path: Path, positions: int) -> tuple[Any, str]:
+    """A file as a task for lm-eval, and the SHA-256 of the file.
+
+    Few-shot examples are the file's other rows, drawn by lm-eval's seed.
+
+    Args:
+        positions: how many the model has; what is generated takes half of them at most.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if a row is damaged or not like the others, naming file and line.
+    """
+    from datasets import Dataset
+    from lm_eval.api.task import ConfigurableTask
+
+    form, rows = read_rows(path)
+    config = form.config | {"task": path.stem, "test_split": _SPLIT, "fewshot_split": _SPLIT}
+    config |= {"dataset_path": str(path), "metadata": {"version": _VERSION}}
+    if form.name == "number":
+        config["filter_list"] = [_STRICT, _FLEXIBLE] if "#### " in rows[0]["target"] else [_FLEXIBLE]
+        config["generation_kwargs"] = {
+            "until": [_QUESTION, "</s>", "<|im_end|>"],
+            "do_sample": False,
+            "temperature": 0.0,
+            "max_gen_toks": max(1, min(MOST_NEW_TOKENS, positions // 2)),
+        }
+    held = {_SPLIT: Dataset.from_list(rows)}
+    task = ConfigurableTask(config=config | {"custom_dataset": lambda **_: held})
+    task.set_config("custom_dataset", None)  # results list the settings; code is none of them
+    return task, hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _form_of(row: Row, where: str) -> Form:
+    fitting = [form for form in FORMS if set(form.keys) <= set(row)]
+    if len(fitting) == 1:
+        return fitting[0]
+    known = "; ".join(f"{', '.join(form.keys)} ({form.name})" for form in FORMS)
+    what = "fit several kinds of task" if fitting else "fit no kind of task"
+    raise ValueError(f"{where}: the keys {', '.join(row)} {what}; a row has one of: {known}")
+
+
+def _question(query: str) -> str:
+    """The prompt of a multiple choice; to a question that says so lm-eval's tasks add the word for the answer."""
+    query = query.rstrip()
+    asks = query.startswith(_QUESTION) and not query.endswith(_ANSWER)
+    return f"{query}\n{_ANSWER}" if asks else query
+
+
+def _text(row: Row, key: str, where: str) -> str:
+    value = row[key]
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{where}: {key} must be text with something in it, not {_show(value)}")
+    return value
+
+
+def _texts(row: Row, key: str, where: str) -> list[str]:
+    value = row[key]
+    if not isinstance(value, list) or len(value) < 2:
+        raise ValueError(f"{where}: {key} must be a list of at least two texts, not {_show(value)}")
+    return [_text({key: text}, key, where) for text in value]
+
+
+def _gold(row: Row, choices: list[str], where: str) -> int:
+    gold = row["gold"]
+    if not isinstance(gold, int) or isinstance(gold, bool) or not 0 <= gold < len(choices):
+        raise ValueError(f"{where}: gold must be the right one's number, 0 to {len(choices) - 1}, not {_show(gold)}")
+    return gold
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."

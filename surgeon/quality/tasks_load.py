@@ -1,0 +1,273 @@
+"""Finding tasks: lm-eval's own, YAML files in its format, and .jsonl files (tasks_files.py)."""
+
+from __future__ import annotations
+
+import difflib
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lm_eval.api.group import Group
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.tasks import TaskManager
+
+from surgeon.errors import did_you_mean
+from surgeon.progress import progress
+from surgeon.quality.offline import without_retries
+from surgeon.quality.tasks_files import MOST_NEW_TOKENS, SUFFIX, file_task
+
+YAML = (".yaml", ".yml")
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Several tasks under one name, with the number of few-shot examples they are reported with."""
+
+    tasks: tuple[str, ...]
+    num_fewshot: int
+
+
+# Layer Parallelism, table 1: five examples for each task but IFEval, which lm-eval never gives any.
+PRESETS = {
+    "paper": Preset(
+        (
+            "mmlu",
+            "piqa",
+            "arc_easy",
+            "arc_challenge",
+            "winogrande",
+            "openbookqa",
+            "hellaswag",
+            "gsm8k",
+            "ifeval",
+        ),
+        num_fewshot=5,
+    )
+}
+
+
+@dataclass(frozen=True)
+class Seeds:
+    """Of everything random; these are lm-eval's own."""
+
+    python: int = 0
+    numpy: int = 1234
+    torch: int = 1234
+    fewshot: int = 1234
+
+    @classmethod
+    def all(cls, seed: int | None) -> Seeds:
+        """The same for all, or lm-eval's own where none is given."""
+        return cls() if seed is None else cls(seed, seed, seed, seed)
+
+    def set(self) -> None:
+        """Seed the generators; tasks shuffle when they are loaded."""
+        random.seed(self.python)
+        np.random.seed(self.numpy)
+        torch.manual_seed(self.torch)
+
+
+@dataclass
+class Tasks:
+    """Loaded tasks.
+
+    Attributes:
+        loaded: tasks and groups as `lm_eval.evaluator.evaluate` takes them.
+        files: SHA-256 of each .jsonl file, by path.
+        notes: what the user should know, one line each.
+    """
+
+    loaded: dict[str, Any]
+    files: dict[str, str]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def names(self) -> list[str]:
+        """Of the tasks and groups that were asked for."""
+        inside = {child for members in self.loaded["group_map"].values() for child in members}
+        return [name for name in (*self.loaded["groups"], *self.loaded["tasks"]) if name not in inside]
+
+
+def split_names(given: list[str]) -> list[str]:
+    """Names and paths of tasks, also where several stand in one text with commas between."""
+    names = []
+    for text in given:
+        parts = [text] if Path(text).exists() else text.split(",")
+        names += [part.strip() for part in parts if part.strip()]
+    return names
+
+
+def load_tasks(names: list[str], positions: int, num_fewshot: int | None = None, seeds: Seeds | None = None) -> Tasks:
+    """Load tasks and their data.
+
+    Args:
+        names: of lm-eval's tasks and groups (`*` stands for anything), of `PRESETS`, or paths: .jsonl files, lm-eval's
+            YAML files, folders of those. Code that YAML files name is run.
+        positions: how many tokens the model can read at once.
+        num_fewshot: for all tasks; by default a task's own number, or else none.
+
+    Raises:
+        FileNotFoundError: if there is no such file, or a task's data cannot be had.
+        ValueError: if a task is unknown, damaged, there twice, or cannot be computed here.
+        ImportError: if a task needs a package that is not there.
+    """
+    seeds = seeds or Seeds()
+    seeds.set()
+    wanted = [item for name in names for item in _expand(name)]
+    if not wanted:
+        raise ValueError("no tasks are given; name some with --tasks, such as --tasks piqa,arc_easy")
+    loader = _Loader(positions)
+    items: list[tuple[Any, int | None]] = []
+    with progress("loading tasks", len(wanted), "tasks") as advance:
+        for name, shots in wanted:
+            items += [(item, shots) for item in loader.load(name)]
+            advance(1)
+    _check_names(items)
+    # A manager without tasks of its own: it only brings these into the form that `evaluate` takes.
+    tasks = Tasks(TaskManager(include_defaults=False).load([item for item, _ in items]), loader.files)
+    for item, shots in items:
+        for task in _leaves(item):
+            _set_shots(task, shots if num_fewshot is None else num_fewshot, tasks)
+            task.set_fewshot_seed(seed=seeds.fewshot)
+            _check_task(task, positions)
+    return tasks
+
+
+class _Loader:
+    """Builds tasks from names and paths; reads lm-eval's list of its own, which takes seconds, if needed."""
+
+    def __init__(self, positions: int) -> None:
+        self.positions = positions
+        self.files: dict[str, str] = {}
+        self._known: TaskManager | None = None
+
+    def known(self) -> TaskManager:
+        """lm-eval's own tasks."""
+        if self._known is None:
+            self._known = TaskManager()
+        return self._known
+
+    def load(self, name: str) -> list[Any]:
+        """The tasks and groups behind a name or a path."""
+        path = Path(name)
+        if path.suffix == SUFFIX:
+            task, self.files[name] = file_task(path, self.positions)
+            return [task]
+        if path.suffix in YAML:
+            if not path.is_file():
+                raise FileNotFoundError(f"there is no task file {path}")
+            return _build(TaskManager(include_defaults=False), str(path))
+        if "/" in name or (path.is_dir() and name not in self.known().all_tasks):
+            return self._folder(path)
+        found = self.known().match_tasks([name]) if "*" in name else [name]
+        if not found or found[0] not in self.known().task_index:
+            raise ValueError(self._unknown(name))
+        return [item for one in found for item in _build(self.known(), one)]
+
+    def _folder(self, path: Path) -> list[Any]:
+        """All groups in a folder of YAML files, and the tasks that are in none of them."""
+        if not path.is_dir():
+            raise FileNotFoundError(f"there is no task file or folder {path}")
+        inside = TaskManager(include_defaults=False, include_path=str(path))
+        if not inside.all_tasks:
+            raise ValueError(f"{path} holds no task of lm-eval's (a YAML file with the key task or group)")
+        everything = TaskManager(include_path=str(path)) if inside.all_groups else inside
+        groups = [item for name in inside.all_groups for item in _build(everything, name)]
+        members = {task.task_name for group in groups for task in group.get_all_tasks()}
+        subgroups = {group.name for outer in groups for group in outer.get_all_groups()}
+        single = [item for name in inside.all_subtasks if name not in members for item in _build(inside, name)]
+        return [group for group in groups if group.name not in subgroups] + single
+
+    def _unknown(self, name: str) -> str:
+        near = difflib.get_close_matches(name, [*PRESETS, *self.known().all_tasks], n=1)
+        hint = did_you_mean(name, near) if near else "`lm-eval ls tasks` lists all"
+        return f"unknown task {name!r}; {hint} (a file of your own is given by its path: {name}{SUFFIX})"
+
+
+def _expand(name: str) -> Iterator[tuple[str, int | None]]:
+    """The tasks behind a preset, or the task itself, with the number of few-shot examples if it is set."""
+    if name in PRESETS:
+        preset = PRESETS[name]
+        yield from ((task, preset.num_fewshot) for task in preset.tasks)
+    else:
+        yield name, None
+
+
+def _build(manager: TaskManager, name: str) -> list[Any]:
+    """Build what lm-eval knows under a name, and put what goes wrong into words."""
+    try:
+        with without_retries():
+            built = manager.load([name])
+    except ImportError as error:
+        raise ImportError(
+            f"task {name} needs a package that is not installed ({_brief(error)}); "
+            f"pip install 'lm-eval[{name}]' may bring it"
+        ) from error
+    except OSError as error:
+        raise FileNotFoundError(
+            f"the data of task {name} cannot be had ({_brief(error)}); connect to the network, or give the task as a "
+            f"local file: --tasks {Path(name).stem}{SUFFIX}"
+        ) from error
+    except Exception as error:  # whatever is wrong with a task's settings
+        raise ValueError(f"task {name} cannot be set up ({type(error).__name__}: {_brief(error)})") from error
+    groups = built["groups"]
+    subgroups = {group.name for outer in groups.values() for group in outer.get_all_groups()}
+    members = {task.task_name for group in groups.values() for task in group.get_all_tasks()}
+    roots = [group for group in groups.values() if group.name not in subgroups]
+    return roots + [task for task in built["tasks"].values() if task.task_name not in members]
+
+
+def _leaves(item: Any) -> list[Any]:
+    return list(item.get_all_tasks()) if isinstance(item, Group) else [item]
+
+
+def _check_names(items: list[tuple[Any, int | None]]) -> None:
+    """Refuse two tasks of one name: the results would hold only one of them."""
+    seen: set[str] = set()
+    for item, _ in items:
+        for task in _leaves(item):
+            if task.task_name in seen:
+                raise ValueError(f"task {task.task_name} is there twice; name it once, or rename the file")
+            seen.add(task.task_name)
+
+
+def _set_shots(task: Any, wanted: int | None, tasks: Tasks) -> None:
+    """Set the number of few-shot examples; a task whose own settings say 0 keeps it, as in lm-eval."""
+    own = task.get_config("num_fewshot")
+    if wanted is None or own == 0:
+        if wanted and own == 0:
+            tasks.notes.append(f"{task.task_name} is defined without few-shot examples and gets none")
+        task.set_config(key="num_fewshot", value=own or 0)
+        return
+    task.set_config(key="num_fewshot", value=wanted)
+    source = str(task.get_config("dataset_path"))
+    if source in tasks.files:
+        rows = len({repr(row) for row in task.eval_docs})
+        if rows <= wanted:
+            raise ValueError(f"{source} has {rows} different rows: too few for {wanted} examples and one question")
+
+
+def _check_task(task: Any, positions: int) -> None:
+    """Refuse what cannot be computed here, before anything is."""
+    name = task.task_name
+    if getattr(task, "UNSAFE_CODE", False):
+        raise ValueError(f"task {name} runs code that the model writes, which surgeon does not do; use lm-eval for it")
+    if getattr(task, "MULTIMODAL", False):
+        raise ValueError(f"task {name} needs images or sound; only tasks of text can be computed")
+    if task.OUTPUT_TYPE == "generate_until":
+        settings = task.get_config("generation_kwargs") or {}
+        longest = normalize_gen_kwargs(settings, MOST_NEW_TOKENS)["max_gen_toks"]
+        if longest >= positions:
+            raise ValueError(
+                f"task {name} generates up to {longest} tokens, but the model has only {positions} positions; "
+                "leave the task out, or use a model that has more"
+            )
+
+
+def _brief(error: BaseException) -> str:
+    text = str(error).strip().strip("\"'")
+    return text.splitlines()[0][:200] if text else type(error).__name__
