@@ -1,10 +1,23 @@
-"""Leave layers out."""
+"""Leave layers out, or their attentions or feed-forwards alone."""
+
+from typing import Literal
 
 from surgeon.operations.base import find_stretch, operation
-from surgeon.program import Program
+from surgeon.program import ATTENTION, FEED_FORWARD, Node, Program, Step, steps_of
+
+_PRUNED = {"both": {ATTENTION, FEED_FORWARD}, "attention": {ATTENTION}, "mlp": {FEED_FORWARD}}
 
 
 @operation
-def prune(program: Program, layers: range) -> Program:
-    """Leave the layers out (Layer Parallelism, section 3, figure 3c)."""
-    return find_stretch(program, layers).replaced_by()
+def prune(program: Program, layers: range, sublayers: Literal["both", "attention", "mlp"] = "both") -> Program:
+    """Leave the layers out (Layer Parallelism, section 3, figure 3c), or only their attentions or feed-forwards.
+
+    Args:
+        sublayers: which part of each layer to leave out; the other one stays where it is.
+    """
+    stretch = find_stretch(program, layers)
+    kept: list[Node] = []
+    for step in (step for layer in stretch.layers for step in steps_of(layer)):
+        rest = tuple(sublayer for sublayer in step.sublayers if sublayer.kind not in _PRUNED[sublayers])
+        kept += [Step(rest)] if rest else []
+    return stretch.replaced_by(*kept)

@@ -6,6 +6,7 @@ import pytest
 
 from surgeon.operations import OPERATIONS, ladder, merge, pair, parallel, permutation, prune, shuffle
 from surgeon.program import Program
+from surgeon.recipe import parse_recipe
 
 DENSE = Program.dense(6)
 FUSED = Program.dense(4, steps_per_layer=1)
@@ -14,6 +15,24 @@ FUSED = Program.dense(4, steps_per_layer=1)
 def test_prune_leaves_layers_out() -> None:
     assert str(prune(DENSE, range(1, 4))) == "A0 F0 A4 F4 A5 F5"
     assert str(prune(FUSED, range(1, 3))) == "[A0 F0] [A3 F3]"
+
+
+def test_prune_leaves_out_one_half_of_layers() -> None:
+    assert str(prune(DENSE, range(1, 4), sublayers="attention")) == "A0 F0 F1 F2 F3 A4 F4 A5 F5"
+    assert str(prune(DENSE, range(1, 4), sublayers="mlp")) == "A0 F0 A1 A2 A3 A4 F4 A5 F5"
+    assert str(prune(FUSED, range(1, 3), sublayers="attention")) == "[A0 F0] F1 F2 [A3 F3]"
+    assert str(prune(FUSED, range(1, 3), sublayers="mlp")) == "[A0 F0] A1 A2 [A3 F3]"
+    assert prune(DENSE, range(1, 4), sublayers="both") == prune(DENSE, range(1, 4))
+    assert prune(DENSE, range(0, 6), sublayers="mlp").effective_depth() == 3
+    with pytest.raises(ValueError, match="overlap with what an earlier operation changed"):
+        prune(prune(DENSE, range(1, 3), sublayers="mlp"), range(2, 4))
+
+
+def test_recipes_know_which_half_to_prune() -> None:
+    text = 'surgeon: 1\nmodel: demo\noperations:\n  - prune: {{layers: "1:3", sublayers: {}}}\n'
+    assert str(parse_recipe(text.format("attention")).program(4)) == "A0 F0 F1 F2 A3 F3"
+    with pytest.raises(ValueError, match="recipe:4: prune: sublayers: .*'attention' or 'mlp', not 'ffn'"):
+        parse_recipe(text.format("ffn"))
 
 
 def test_shuffle_runs_a_fixed_permutation() -> None:
