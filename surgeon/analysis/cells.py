@@ -1,63 +1,176 @@
-"""The cells of a scan: one program for every operation and every contiguous stretch of layers (paper, figure 4)."""
+"""The cells of a scan: one change of the model for every operation and every contiguous stretch of layers asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from surgeon.errors import did_you_mean
-from surgeon.operations import merge, pair, parallel, prune, shuffle
+from surgeon.operations import ladder, merge, pair, parallel, prune, shuffle
+from surgeon.operations.base import show_range
 from surgeon.program import Program
 
-# Named as the paper's figure 4 names them, in its order.
-SCANNED: dict[str, Callable[..., Program]] = {
+# The first five are those of the paper's figure 4, under its names and in its order.
+HEATMAPS: dict[str, Callable[..., Program]] = {
     "shuffle": shuffle,
     "prune": prune,
     "merge": merge,
     "parallel": parallel,
     "2-parallel": partial(pair, form="par", size=2),
+    "3-parallel": partial(pair, form="par", size=3),
+    "lp": partial(pair, form="lp"),
+    "ladder": ladder,
+    "prune-attention": partial(prune, sublayers="attention"),
+    "prune-mlp": partial(prune, sublayers="mlp"),
 }
+SCANNED = tuple(HEATMAPS)[:5]  # unless others are asked for
+ALL = "all"
 SEEDED = ("shuffle",)
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One measurement of a scan.
+    """One entry of a heatmap.
 
     Attributes:
         first, last: the ends of the stretch of layers the operation was applied to, both included, from 0.
-        program: what the model runs then.
+        programs: what the model runs then; several for a cell that is the mean over random permutations.
+        seeds: those of the permutations, one for each program; empty where nothing is random.
     """
 
     operation: str
     first: int
     last: int
-    program: Program
+    programs: tuple[Program, ...]
+    seeds: tuple[int, ...] = ()
+
+    @property
+    def layers(self) -> range:
+        """The stretch."""
+        return range(self.first, self.last + 1)
+
+    @property
+    def program(self) -> Program:
+        """What the model runs, of several permutations the first one."""
+        return self.programs[0]
 
 
-def check_operations(names: list[str]) -> list[str]:
-    """The operations asked for, each once, in the paper's order.
+@dataclass(frozen=True)
+class Selection:
+    """Which cells one command asks for; made by `select`, which checks it.
+
+    Attributes:
+        operations: names of heatmaps, in their order.
+        layers: only stretches inside this range.
+        every: stretches begin at multiples of this from the range's start, and their lengths are multiples of it.
+        max_length: the longest stretch, in layers.
+        permutations: how many random orders a cell of `shuffle` is the mean over.
+    """
+
+    operations: tuple[str, ...]
+    layers: range
+    every: int
+    max_length: int
+    permutations: int
+
+    def stretches(self) -> Iterator[range]:
+        """The stretches of layers, by first and then by last layer."""
+        for first in self.layers[:: self.every]:
+            longest = min(self.max_length, self.layers.stop - first)
+            yield from (range(first, first + length) for length in range(self.every, longest + 1, self.every))
+
+    def to_json(self) -> dict[str, Any]:
+        """As it stands in `scan.json` and in the journal."""
+        layers = show_range(self.layers)
+        return vars(self) | {"operations": list(self.operations), "layers": layers}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Selection:
+        """The inverse of `to_json`."""
+        first, _, end = values["layers"].partition(":")
+        layers = range(int(first), int(end))
+        return cls(**values | {"operations": tuple(values["operations"]), "layers": layers})
+
+
+def select(
+    operations: Sequence[str],
+    num_layers: int,
+    *,
+    layers: range | None = None,
+    every: int = 1,
+    max_length: int | None = None,
+    permutations: int = 1,
+) -> Selection:
+    """The cells of these heatmaps of a model; arguments as in `Selection`, without them every stretch of layers.
+
+    Raises:
+        ValueError: if there is no such operation, the range leaves the model's layers, a number is below 1, or no
+            stretch is left.
+    """
+    names = check_operations(operations)
+    layers = range(num_layers) if layers is None else layers
+    shown = show_range(layers)
+    if not layers:
+        raise ValueError(f"layers {shown} are empty: the end comes after the first, as in 4:30 for 4 to 29")
+    if layers.start < 0 or layers.stop > num_layers:
+        raise ValueError(f"layers {shown} are out of range: the model's layers are 0:{num_layers}")
+    for option, number in (("every", every), ("max-length", max_length), ("permutations", permutations)):
+        if number is not None and number < 1:
+            raise ValueError(f"--{option} must be at least 1, not {number}")
+    if every > len(layers):
+        raise ValueError(f"--every {every} is more than the {len(layers)} layers of {shown}; no stretch is that long")
+    longest = len(layers) if max_length is None else min(max_length, len(layers))
+    if longest < every:
+        raise ValueError(f"--max-length {longest} is less than --every {every}: stretches have that length at least")
+    return Selection(tuple(names), layers, every, longest, permutations)
+
+
+def check_operations(names: Sequence[str]) -> list[str]:
+    """The operations asked for, each once, in the order of `HEATMAPS`; "all" stands for every one.
 
     Raises:
         ValueError: naming the unknown one, and the one that was probably meant.
     """
     for name in names:
-        if name not in SCANNED:
-            raise ValueError(f"unknown operation {name!r} to scan; {did_you_mean(name, SCANNED)}")
-    return [name for name in SCANNED if name in names]
+        if name not in (*HEATMAPS, ALL):
+            raise ValueError(f"unknown operation {name!r} to scan; {did_you_mean(name, (*HEATMAPS, ALL))}")
+    return [name for name in HEATMAPS if name in names or ALL in names]
 
 
 def stretches(num_layers: int) -> Iterator[range]:
     """Every contiguous stretch of layers, by first and then by last layer."""
-    return (range(first, end) for first in range(num_layers) for end in range(first + 1, num_layers + 1))
+    return select((), num_layers).stretches()
 
 
-def scan_cells(operations: list[str], num_layers: int, seed: int, steps_per_layer: int = 2) -> list[Cell]:
+def permutation_seeds(seed: int, count: int) -> tuple[int, ...]:
+    """The seeds of a cell's permutations: the scan's own, then others drawn from it. More begin with fewer."""
+    return seed, *(random.Random(f"{seed}:{number}").getrandbits(31) for number in range(1, count))
+
+
+def scan_cells(operations: Sequence[str], num_layers: int, seed: int, steps_per_layer: int = 2) -> list[Cell]:
     """All cells of these heatmaps, in the order of the table: by operation, first layer, last layer."""
+    return selected_cells([select(operations, num_layers)], num_layers, seed, steps_per_layer)
+
+
+def selected_cells(selections: Sequence[Selection], num_layers: int, seed: int, steps_per_layer: int = 2) -> list[Cell]:
+    """The cells that any of these selections asks for, each once, in the order of the table.
+
+    Cells of `shuffle` are means over as many permutations as the selection that asks for the most.
+    """
     dense = Program.dense(num_layers, steps_per_layer)
+    seeds = permutation_seeds(seed, max(selection.permutations for selection in selections))
     cells = []
-    for name in operations:
-        function = partial(SCANNED[name], seed=seed) if name in SEEDED else SCANNED[name]
-        cells += [Cell(name, s.start, s.stop - 1, function(dense, layers=s)) for s in stretches(num_layers)]
+    for name in HEATMAPS:
+        wanted = {s for selection in selections if name in selection.operations for s in selection.stretches()}
+        for layers in sorted(wanted, key=lambda s: (s.start, s.stop)):
+            apply = partial(HEATMAPS[name], dense, layers=layers)
+            cell = Cell(name, layers.start, layers.stop - 1, ())
+            if name in SEEDED:
+                programs = tuple(apply(seed=one) for one in seeds)
+                cells.append(replace(cell, programs=programs, seeds=seeds))
+            else:
+                cells.append(replace(cell, programs=(apply(),)))
     return cells

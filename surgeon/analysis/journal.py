@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -12,11 +13,18 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from surgeon.analysis.measure import Measured
+from surgeon.analysis.cells import Selection
 from surgeon.program import Program
+from surgeon.quality.head import Quality
 
 JOURNAL = "journal.jsonl"
-_NAMES = {"weights_hash": "model (hash of its weights)", "data": "text (hash of its tokens)", "window": "window size"}
+FORMAT = 2
+_NAMES = {
+    "format": "format, an older version's",
+    "weights_hash": "model (hash of its weights)",
+    "data": "text (hash of its tokens)",
+    "window": "window size",
+}
 
 
 class Journal:
@@ -26,8 +34,9 @@ class Journal:
     was cut off by a kill is dropped.
 
     Attributes:
-        operations: those this folder holds or was asked for, in earlier runs too.
+        finished: what earlier runs that came to their end were asked for.
         at_once: how many windows the first run took together, which the next ones keep to get the same digits.
+        spread: whether a run took the windows in the rounds of a screening, so that the next ones find them whole.
 
     Args:
         folder: made if it is not there.
@@ -43,13 +52,14 @@ class Journal:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / JOURNAL
         self.windows = windows
-        self.operations: list[str] = []
+        self.finished: list[Selection] = []
         self.at_once: int | None = None
+        self.spread = False
         self._values: dict[str, NDArray[np.float64]] = {}
         self._file: BinaryIO = self.path.open("a+b")
         try:
             self._lock()
-            self._load(identity)
+            self._load({"format": FORMAT} | identity)
         except BaseException:
             self._file.close()
             raise
@@ -62,29 +72,35 @@ class Journal:
     ) -> None:
         self._file.close()
 
-    def start(self, operations: list[str], at_once: int) -> None:
-        """Note the operations to scan and the number of windows taken together."""
-        if operations != self.operations or at_once != self.at_once:
-            self.operations, self.at_once = operations, at_once
-            self._append({"operations": operations, "at_once": at_once})
+    def start(self, at_once: int, spread: bool) -> None:
+        """Note how many windows are taken together, and in which order."""
+        spread = spread or self.spread
+        if (at_once, spread) != (self.at_once, self.spread):
+            self.at_once, self.spread = at_once, spread
+            self._append({"at_once": at_once, "spread": spread})
 
-    def add(self, measured: Measured) -> None:
+    def finish(self, selection: Selection) -> None:
+        """Note that everything this selection asks for is measured."""
+        if selection not in self.finished:
+            self.finished.append(selection)
+            self._append({"finished": selection.to_json()})
+
+    def add(self, program: Program, windows: Sequence[int], quality: Quality) -> None:
         """Keep one program's numbers on some windows."""
-        quality = measured.quality
         nll, divergence = quality.nll.tolist(), quality.divergence.tolist()
-        line = {"program": str(measured.program), "start": measured.start, "nll": nll, "divergence": divergence}
+        line = {"program": str(program), "windows": list(windows), "nll": nll, "divergence": divergence}
         self._append(line)
         self._take(line)
 
-    def is_done(self, program: Program, windows: range) -> bool:
+    def is_done(self, program: Program, windows: Sequence[int]) -> bool:
         """Whether a program was measured on all of these windows."""
         values = self._values.get(str(program))
-        return values is not None and not np.isnan(values[2, windows.start : windows.stop]).any()
+        return values is not None and not np.isnan(values[2, list(windows)]).any()
 
-    def values(self, program: Program) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Negative log-likelihood and divergence of a measured program, each (windows,)."""
-        nll, divergence, done = self._values[str(program)]
-        assert not np.isnan(done).any(), "asked for a program that is not measured on all windows"
+    def values(self, program: Program, windows: Sequence[int]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Negative log-likelihood and divergence of a program on windows it was measured on, each (windows,)."""
+        nll, divergence, done = self._values[str(program)][:, list(windows)]
+        assert not np.isnan(done).any(), "asked for a program on windows that it was not measured on"
         return nll, divergence
 
     def _append(self, line: dict[str, Any]) -> None:
@@ -111,10 +127,10 @@ class Journal:
         self._check(self._parse(lines[0], 1), identity)
         for number, text in enumerate(lines[1:], start=2):
             line = self._parse(text, number)
-            if "operations" in line:
-                self.operations, self.at_once = line["operations"], line["at_once"]
-            else:
-                self._take(line)
+            try:
+                self._read(line)
+            except (IndexError, KeyError, TypeError, ValueError) as error:
+                raise self._damaged(number) from error
 
     def _check(self, header: dict[str, Any], identity: dict[str, Any]) -> None:
         held = header.get("scan", {})
@@ -130,17 +146,28 @@ class Journal:
         try:
             line = json.loads(text)
         except ValueError as error:
-            raise ValueError(f"{self.path} is damaged in line {number}; delete the file to begin again") from error
+            raise self._damaged(number) from error
         if not isinstance(line, dict):
-            raise ValueError(f"{self.path} is damaged in line {number}; delete the file to begin again")
+            raise self._damaged(number)
         return line
+
+    def _damaged(self, number: int) -> ValueError:
+        return ValueError(f"{self.path} is damaged in line {number}; delete the file to begin again")
+
+    def _read(self, line: dict[str, Any]) -> None:
+        if "finished" in line:
+            self.finished.append(Selection.from_json(line["finished"]))
+        elif "at_once" in line:
+            self.at_once, self.spread = line["at_once"], line["spread"]
+        else:
+            self._take(line)
 
     def _take(self, line: dict[str, Any]) -> None:
         values = self._values.get(line["program"])
         if values is None:
             # Third row: not NaN where measured, so that a NaN that was measured is not taken for a gap.
             values = self._values[line["program"]] = np.full((3, self.windows), np.nan)
-        windows = slice(line["start"], line["start"] + len(line["nll"]))
+        windows = line["windows"]
         values[0, windows], values[1, windows], values[2, windows] = line["nll"], line["divergence"], 1.0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,23 +10,24 @@ from typing import Any
 import pandas as pd
 from transformers import PreTrainedModel
 
-from surgeon.analysis.cells import SCANNED, SEEDED, Cell, scan_cells, stretches
+from surgeon.analysis import screen
+from surgeon.analysis.cells import Cell, Selection, selected_cells
 from surgeon.analysis.journal import Journal
 from surgeon.analysis.measure import measure, windows_at_once
 from surgeon.analysis.sharing import Plan, plain_sublayers, share, simplify
+from surgeon.analysis.tables import Base, Outcome, Values, cell_values, cells_table, permutations_table
 from surgeon.families import family_of
 from surgeon.memory import stay_below
 from surgeon.model import require_unedited
-from surgeon.operations import permutation
 from surgeon.program import Program
 from surgeon.progress import progress
 from surgeon.provenance import write_json, write_text
 from surgeon.quality.data import Windows
-from surgeon.quality.summary import mean_divergence, perplexity
+from surgeon.quality.summary import perplexity
 
 CELLS = "cells.csv"
+PERMUTATIONS = "permutations.csv"
 RECORD = "scan.json"
-COLUMNS = ["operation", "first", "last", "perplexity", "divergence", "tokens", "sublayers_run"]
 
 
 @dataclass(frozen=True)
@@ -34,15 +36,15 @@ class Scan:
 
     Attributes:
         table: one row per cell, with the columns of `cells.csv`: first and last layer are both included, from 0;
-            divergence is in nats per token; tokens are those predicted; sublayers_run counts what ran for this cell
-            and not already for one before it.
+            perplexity with its 95% interval as `tables.estimate` says; divergence in nats per token, likewise; tokens
+            are those of the text whose prediction the row rests on; sublayers_run counts what ran for this cell and
+            not already for one before it (a sublayer that ran on half of the windows counts a half).
         base_perplexity: of the unedited model.
         record: provenance and counts, as in `scan.json`.
     """
 
     table: pd.DataFrame
     base_perplexity: float
-    num_layers: int
     record: dict[str, Any]
 
 
@@ -50,20 +52,24 @@ def scan(
     model: PreTrainedModel,
     windows: Windows,
     folder: Path,
-    operations: list[str],
+    selection: Selection,
     *,
     weights_hash: str,
     seed: int = 0,
+    screened: bool = False,
     memory: int | None = None,
     batch: int | None = None,
     record: dict[str, Any] | None = None,
 ) -> Scan:
-    """Measure every cell of the heatmaps asked for, and write `cells.csv` and `scan.json`.
+    """Measure every cell asked for, and write `cells.csv`, `permutations.csv` (if any are random) and `scan.json`.
 
-    Started again on the same folder it goes on where it was. Operations of an earlier scan in the folder stay in it.
+    Started again on the same folder it goes on where it was. Cells of earlier scans of the folder that came to their
+    end stay in the tables.
 
     Args:
-        operations: as `check_operations` returns them.
+        selection: as `select` returns it for this model.
+        seed: of the random orders of `shuffle`.
+        screened: let cells go that are settled on a part of the windows (see `surgeon.analysis.screen`).
         memory: a limit in bytes on the memory of the whole process.
         batch: at most this many windows are run together.
         record: provenance to begin `scan.json` with.
@@ -82,14 +88,17 @@ def scan(
         "seed": seed,
     }
     with Journal(folder, identity, len(windows.ids)) as journal:
-        operations = [name for name in SCANNED if name in operations or name in journal.operations]
-        work = _Work.of(model, operations, seed)
+        work = _Work.of(model, [*journal.finished, selection], seed)
         at_once = windows_at_once(model, work.plan, windows.ids, memory, batch)
         if journal.at_once is not None and batch is None:
             at_once = min(at_once, journal.at_once)
-        journal.start(operations, at_once)
-        _measure_missing(model, windows, work, at_once, journal, memory)
-        return _write(folder, work, windows, journal, seed, record or {})
+        journal.start(at_once, screened)
+        run = _Run(model, windows, work, at_once, journal, memory)
+        measured = list(run.measured(screened))
+        journal.finish(selection)
+        more = selection.to_json() | {"screen": screen.settings() if screened else None}
+        earlier = [other.to_json() for other in journal.finished if other != selection]
+        return _write(folder, run, measured, (record or {}) | more | ({"earlier": earlier} if earlier else {}))
 
 
 @dataclass(frozen=True)
@@ -100,69 +109,122 @@ class _Work:
     programs: dict[Program, Program]  # of each cell's program, the form that is run
     dense: Program
     plan: Plan
-    num_layers: int
 
     @classmethod
-    def of(cls, model: PreTrainedModel, operations: list[str], seed: int) -> _Work:
+    def of(cls, model: PreTrainedModel, selections: list[Selection], seed: int) -> _Work:
         num_layers, steps = model.config.num_hidden_layers, family_of(model.config).steps_per_layer
         dense = Program.dense(num_layers, steps)
-        cells = scan_cells(operations, num_layers, seed, steps)
-        programs = {cell.program: simplify(cell.program) for cell in cells}
-        return cls(cells, programs, dense, share([dense, *programs.values()]), num_layers)
+        cells = selected_cells(selections, num_layers, seed, steps)
+        programs = {program: simplify(program) for cell in cells for program in cell.programs}
+        return cls(cells, programs, dense, share([dense, *programs.values()]))
+
+    def run_for(self, cells: Sequence[Cell]) -> list[Program]:
+        """The programs that are run for these cells, each once, beside the unedited one."""
+        return list(dict.fromkeys(self.programs[program] for cell in cells for program in cell.programs))
 
 
-def _measure_missing(
-    model: PreTrainedModel, windows: Windows, work: _Work, at_once: int, journal: Journal, memory: int | None
-) -> None:
-    """Run what the journal does not have yet."""
-    everything = range(len(windows.ids))
-    programs = list(dict.fromkeys(work.programs.values()))
-    done = sum(work.plan.sublayers[p] for p in programs if p != work.dense and journal.is_done(p, everything))
-    with progress("scan", work.plan.total_sublayers, "sublayers", done) as advance:
+@dataclass(frozen=True)
+class _Run:
+    """A scan under way: measures what the journal does not have yet."""
 
-        def ran(amount: float) -> None:
-            advance(amount)
-            stay_below(memory)
+    model: PreTrainedModel
+    windows: Windows
+    work: _Work
+    at_once: int
+    journal: Journal
+    memory: int | None
 
-        for measured in measure(model, windows.ids, work.dense, programs, at_once, journal.is_done, ran):
-            if not journal.is_done(measured.program, range(measured.start, measured.start + len(measured.quality.nll))):
-                journal.add(measured)
+    @property
+    def base(self) -> Base:
+        """The unedited model on all windows."""
+        windows, tokens = self.windows.ids.shape
+        return Base(self.journal.values(self.work.dense, range(windows))[0], tokens - 1)
+
+    def values(self, program: Program, windows: Sequence[int]) -> tuple[Values, Values]:
+        """Negative log-likelihood and divergence of a cell's program, (windows,) each."""
+        return self.journal.values(self.work.programs[program], windows)
+
+    def measured(self, screened: bool) -> Iterator[Outcome]:
+        """Every cell, with the windows that its numbers rest on, once all of them are measured."""
+        everything = range(len(self.windows.ids))
+        rounds = screen.rounds(len(everything)) if self.journal.spread else [list(everything)]
+        cells, taken = self.work.cells, list[int]()
+        settled_on: dict[Cell, list[int]] = {}
+        cost = dict.fromkeys(self.work.programs.values(), 0.0)
+        for number, added in enumerate(rounds, start=1):
+            plan = self.work.plan if cells is self.work.cells else share([self.work.dense, *self.work.run_for(cells)])
+            name = f"scan, round {number} of {len(rounds)}" if len(rounds) > 1 else "scan"
+            self._measure(name, cells, plan, added)
+            taken += added
+            for program, sublayers in plan.sublayers.items():
+                cost[program] = cost.get(program, 0.0) + sublayers * len(added) / len(everything)
+            if screened and number < len(rounds):
+                settled_on |= {cell: list(taken) for cell in cells if self._is_settled(cell, taken)}
+                cells = [cell for cell in cells if cell not in settled_on]
+        del cost[self.work.dense]
+        for cell in self.work.cells:
+            programs = [self.work.programs[program] for program in cell.programs]
+            whole = all(self.journal.is_done(program, everything) for program in programs)
+            new = sum(cost.pop(program, 0.0) for program in programs)
+            yield Outcome(cell, everything if whole else settled_on[cell], new)
+
+    def _is_settled(self, cell: Cell, windows: Sequence[int]) -> bool:
+        nll, _ = cell_values(cell, windows, self.values)
+        return screen.is_settled(nll - self.journal.values(self.work.dense, windows)[0])
+
+    def _measure(self, name: str, cells: Sequence[Cell], plan: Plan, windows: list[int]) -> None:
+        """Run these cells' programs on these windows, where the journal does not have them yet."""
+        journal, programs = self.journal, self.work.run_for(cells)
+        share_of_all = len(windows) / len(self.windows.ids)
+        total = plan.total_sublayers * share_of_all
+        done = sum(plan.sublayers[p] for p in programs if p != self.work.dense and journal.is_done(p, windows))
+        with progress(name, total, "sublayers", done * share_of_all) as advance:
+
+            def ran(amount: float) -> None:
+                advance(amount * share_of_all)
+                stay_below(self.memory)
+
+            def is_done(program: Program, part: range) -> bool:
+                return journal.is_done(program, windows[part.start : part.stop])
+
+            ids = self.windows.ids[windows]
+            for one in measure(self.model, ids, self.work.dense, programs, self.at_once, is_done, ran):
+                part = range(one.start, one.start + len(one.quality.nll))
+                if not is_done(one.program, part):
+                    journal.add(one.program, windows[part.start : part.stop], one.quality)
 
 
-def _write(folder: Path, work: _Work, windows: Windows, journal: Journal, seed: int, record: dict[str, Any]) -> Scan:
-    base = perplexity(journal.values(work.dense)[0])
-    table = _table(work, windows, journal)
-    record = record | {"base_perplexity": base} | _counts(work, table)
-    if set(SEEDED) & set(table["operation"]):
-        orders = {f"{s.start}:{s.stop}": " ".join(map(str, permutation(s, seed))) for s in stretches(work.num_layers)}
-        record["permutations"] = orders
-    write_text(folder / CELLS, table.to_csv(index=False, float_format="%.9g", na_rep="nan"))
+def _write(folder: Path, run: _Run, measured: list[Outcome], record: dict[str, Any]) -> Scan:
+    base = run.base
+    table = cells_table(measured, base, run.values)
+    permutations = permutations_table(measured, base, run.values)
+    value = perplexity(base.nll)
+    record = record | {"base_perplexity": value, "base_interval": base.interval} | _counts(run.work, table)
+    write_text(folder / CELLS, _csv(table))
+    if len(permutations):
+        write_text(folder / PERMUTATIONS, _csv(permutations))
     write_json(folder / RECORD, record)
-    return Scan(table, base, work.num_layers, record)
+    return Scan(table, value, record)
 
 
-def _table(work: _Work, windows: Windows, journal: Journal) -> pd.DataFrame:
-    rows = []
-    counted = {work.dense}  # the unedited model's own sublayers are nobody's; equal programs run once
-    for cell in work.cells:
-        program = work.programs[cell.program]
-        nll, divergence = journal.values(program)
-        new = 0 if program in counted else work.plan.sublayers[program]
-        counted.add(program)
-        numbers = (perplexity(nll), mean_divergence(divergence), windows.predicted, new)
-        rows.append((cell.operation, cell.first, cell.last, *numbers))
-    return pd.DataFrame(rows, columns=COLUMNS)
+def _csv(table: pd.DataFrame) -> str:
+    return str(table.to_csv(index=False, float_format="%.9g"))
 
 
 def _counts(work: _Work, table: pd.DataFrame) -> dict[str, Any]:
     """Sublayers run, and what a loop over cells would have run, by operation and in all."""
     names = list(dict.fromkeys(cell.operation for cell in work.cells))
     ran = table.groupby("operation")["sublayers_run"].sum()
-    loop = {name: plain_sublayers(c.program for c in work.cells if c.operation == name) for name in names}
+    loop = {
+        name: plain_sublayers(p for cell in work.cells if cell.operation == name for p in cell.programs)
+        for name in names
+    }
     base = work.plan.sublayers[work.dense]
+    run = {"base": base, **{name: round(float(ran[name])) for name in names}}
     return {
         "operations": names,
+        "permutations": max((len(cell.seeds) for cell in work.cells), default=0),
         "cells": len(work.cells),
-        "sublayers_run": {"base": base, **{name: int(ran[name]) for name in names}, "total": work.plan.total_sublayers},
+        "sublayers_run": {**run, "total": round(base + float(ran.sum()))},
         "sublayers_of_a_loop": {"base": base, **loop, "total": base + sum(loop.values())},
     }

@@ -19,15 +19,52 @@ def scan(
         ),
     ],
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="Folder for cells.csv, scan.json and the PNG files; made if missing.")
+        Path,
+        typer.Option("--output", "-o", help="Folder for the CSV, JSON and PNG files; made if missing."),
     ],
     operation: Annotated[
         list[str] | None,
         typer.Option(
             "--operation",
-            help="A heatmap to make: shuffle, prune, merge, parallel, 2-parallel; may be repeated. Default: all.",
+            help="A heatmap to make; may be repeated. shuffle, prune, merge, parallel, 2-parallel (the default: "
+            "these five), 3-parallel, lp (pairs as tensor parallelism runs them), ladder, prune-attention, prune-mlp, "
+            "or all.",
         ),
     ] = None,
+    layers: Annotated[
+        str | None,
+        typer.Option("--layers", help="Only stretches inside this range; 4:30 is layers 4 to 29. Default: all layers."),
+    ] = None,
+    max_length: Annotated[
+        int | None, typer.Option("--max-length", help="Only stretches of at most this many layers.")
+    ] = None,
+    every: Annotated[
+        int,
+        typer.Option(
+            "--every",
+            help="A grid: only stretches that begin at multiples of N, counted from the start of --layers, and whose "
+            "length is a multiple of N.",
+            metavar="N",
+        ),
+    ] = 1,
+    permutations: Annotated[
+        int,
+        typer.Option(
+            "--permutations",
+            help="Random orders for each cell of shuffle, which is the mean over them (of log perplexity); "
+            "permutations.csv has each.",
+        ),
+    ] = 1,
+    screen: Annotated[
+        bool,
+        typer.Option(
+            "--screen",
+            help="Faster: give a cell only as much text as it takes to place it. Cells that are surely beyond ten "
+            "times the base perplexity, and cells whose damage is known well, stop early. The column tokens says on "
+            "how many each rests; their perplexity is that of the base on all the text, times the ratio to the base "
+            "on their part.",
+        ),
+    ] = False,
     tokens: Annotated[int, typer.Option("--tokens", help="Tokens to measure on, from the start of the data.")] = 8192,
     window: Annotated[
         int | None,
@@ -58,17 +95,31 @@ def scan(
     """Measure what every contiguous stretch of layers tolerates, and draw it as heatmaps.
 
     Shuffles, prunes, merges and runs in parallel (all together, and two by two) each stretch of layers, and writes
-    perplexity and divergence from the original for each. Layers count from 0; the columns first and last are both
-    included. Interrupted, the same command goes on where it was.
+    perplexity and divergence from the original for each, with 95% intervals over windows of text. Layers count from
+    0; the columns first and last are both included. Interrupted, the same command goes on where it was; another one
+    on the same folder adds its cells.
     """
-    from surgeon.analysis.cells import SCANNED, check_operations
+    from surgeon.analysis.cells import SCANNED, check_operations, select
     from surgeon.analysis.scan import scan as run_scan
     from surgeon.analysis.subject import open_subject
+    from surgeon.checkpoint.load import read_config
+    from surgeon.checkpoint.read import Checkpoint, locate
     from surgeon.memory import parse_size
+    from surgeon.recipe import parse_range
+    from surgeon.report.curves import draw_curves
     from surgeon.report.heatmap import draw_heatmaps
 
-    operations = check_operations(operation or list(SCANNED))
+    operations = check_operations(operation or SCANNED)
     limit = None if memory is None else parse_size(memory)
+    # What is wrong with the options is said before a large model is loaded.
+    selection = select(
+        operations,
+        read_config(Checkpoint(locate(model))).num_hidden_layers,
+        layers=None if layers is None else parse_range(layers),
+        every=every,
+        max_length=max_length,
+        permutations=permutations,
+    )
     subject = open_subject(model, data, tokens, window, separator)
     for note in subject.windows.notes:
         typer.echo(f"warning: {note}", err=True)
@@ -76,17 +127,22 @@ def scan(
         subject.model,
         subject.windows,
         output,
-        operations,
+        selection,
         weights_hash=subject.weights_hash,
         seed=seed,
+        screened=screen,
         memory=limit,
         batch=batch,
         record=subject.provenance(seed=seed),
     )
     pictures = draw_heatmaps(result.table, result.base_perplexity, output, subject.label)
+    pictures += draw_curves(result.table, result.base_perplexity, output, subject.label)
     ran, loop = result.record["sublayers_run"], result.record["sublayers_of_a_loop"]
     typer.echo(f"base perplexity {result.base_perplexity:.4g} over {subject.windows.predicted:,} predicted tokens")
     typer.echo(f"{len(result.table):,} cells in {output / 'cells.csv'}")
     typer.echo(f"sublayers run: {ran['total']:,}; a loop over cells would have run {loop['total']:,}")
+    if screen:
+        rests_on = result.table["tokens"].mean() / subject.windows.predicted
+        typer.echo(f"screened: a cell rests on {rests_on:.0%} of the tokens on average")
     for picture in pictures:
         typer.echo(str(picture))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from itertools import pairwise
 from pathlib import Path
 
 import matplotlib
@@ -11,7 +13,6 @@ from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Colormap, LogNorm, Normalize
 from matplotlib.figure import Figure
-from numpy.typing import NDArray
 
 from surgeon.provenance import whole_file
 
@@ -21,14 +22,20 @@ TITLES = {
     "merge": "Merge",
     "parallel": "Parallel",
     "2-parallel": "2-Parallel",
+    "3-parallel": "3-Parallel",
+    "lp": "LP pairs",
+    "ladder": "Ladder",
+    "prune-attention": "Prune attention",
+    "prune-mlp": "Prune MLP",
 }
 CAP = 3.0  # colours end at this multiple of the base perplexity, at the latest
 LEAST_CAP = 1.1
+MOST = 0.85  # where a few cells are beyond the cap, colours tell this share of the cells apart, with some room
+_ROOM = 1.4
 _COLOURS = "viridis"
 _BEYOND = "#fff6c2"  # paler than the scale's last colour, so that a capped cell is seen to be one
 _NO_STRETCH = "0.88"
-
-Grid = NDArray[np.float64]  # (layers, layers)
+_PANELS_IN_A_ROW = 5
 
 
 def draw_heatmaps(
@@ -41,7 +48,8 @@ def draw_heatmaps(
     Args:
         table: with the columns of `cells.csv`.
         model: its name, for the title.
-        cap: colours end at this multiple of the base perplexity, or at the worst cell if that is better.
+        cap: colours end at the worst cell, and at the latest at this multiple of the base perplexity; sooner where
+            nearly all cells are far better, as when one layer tolerates nothing and the others nearly everything.
 
     Returns:
         The files written.
@@ -49,7 +57,7 @@ def draw_heatmaps(
     grids = {name: grid(table[table["operation"] == name]) for name in table["operation"].unique()}
     written = []
     for name, values in grids.items():
-        size = _side(len(values))
+        size = _side(max(values.shape))
         figure = Figure(figsize=(size + 1.0, size), layout="constrained", dpi=160)
         axes = figure.add_subplot()
         scale = _scale([values], base_perplexity, cap)
@@ -58,40 +66,67 @@ def draw_heatmaps(
         axes.set_title(f"{TITLES.get(name, name)}: {model}, base perplexity {base_perplexity:.4g}", fontsize=11)
         written.append(_save(figure, folder / f"heatmap-{name}.png"))
     if len(grids) > 1:
+        same = grid(table)
+        grids = {name: values.reindex_like(same) for name, values in grids.items()}
         written.append(_overview(grids, base_perplexity, folder / "heatmaps.png", model, cap))
     return written
 
 
-def grid(cells: pd.DataFrame) -> Grid:
-    """Perplexity by first layer (row) and last layer (column); NaN where there is no such stretch."""
-    num_layers = int(cells["last"].max()) + 1
-    values = np.full((num_layers, num_layers), np.nan)
-    values[cells["first"], cells["last"]] = cells["perplexity"]
-    return values
+def grid(cells: pd.DataFrame) -> pd.DataFrame:
+    """Perplexity by first layer (index) and last layer (columns); NaN where there is no such stretch.
+
+    Layers between those of the stretches that were measured are left out where all stretches leave them out.
+    """
+    cells = cells.drop_duplicates(["first", "last"])
+    values = cells.pivot(index="first", columns="last", values="perplexity")
+    return values.reindex(index=_evenly(cells["first"]), columns=_evenly(cells["last"]))
 
 
-def _overview(grids: dict[str, Grid], base: float, path: Path, model: str, cap: float) -> Path:
-    """All heatmaps of a scan side by side, under one colour scale."""
-    figure = Figure(figsize=(3.2 * len(grids) + 1.0, 3.9), layout="constrained", dpi=160)
+def _evenly(layers: pd.Series[int]) -> range:
+    """The layers there are, and those that are missing for them to be evenly spaced."""
+    present = sorted(set(layers))
+    return range(present[0], present[-1] + 1, math.gcd(*(b - a for a, b in pairwise(present))) or 1)
+
+
+def largest_shown(perplexity: pd.Series[float], base: float, cap: float) -> float:
+    """Where the colours of these cells end, as `draw_heatmaps` says."""
+    worst = float(perplexity.max())
+    if worst > base * cap:
+        worst = base * (float(perplexity.quantile(MOST, interpolation="lower")) / base) ** _ROOM
+    return min(base * cap, max(base * LEAST_CAP, worst))
+
+
+def _overview(grids: dict[str, pd.DataFrame], base: float, path: Path, model: str, cap: float) -> Path:
+    """All heatmaps of a scan side by side, in as few rows as fit, under one colour scale."""
+    rows = math.ceil(len(grids) / _PANELS_IN_A_ROW)
+    columns = math.ceil(len(grids) / rows)
+    figure = Figure(figsize=(3.2 * columns + 1.0, 3.4 * rows + 0.5), layout="constrained", dpi=160)
     scale = _scale(list(grids.values()), base, cap)
-    panels = np.atleast_1d(figure.subplots(1, len(grids), sharey=True))
-    for letter, (panel, (name, values)) in enumerate(zip(panels, grids.items(), strict=True)):
+    panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).ravel()
+    for place, (panel, (name, values)) in enumerate(zip(panels, grids.items(), strict=False)):
         _draw(panel, values, scale, small=True)
-        panel.set_title(f"({chr(ord('a') + letter)}) {TITLES.get(name, name)}", fontsize=11)
-        if letter:
+        panel.set_title(f"({chr(ord('a') + place)}) {TITLES.get(name, name)}", fontsize=11)
+        if place % columns:
             panel.set_ylabel("")
+        if place + columns < len(grids):
+            panel.set_xlabel("")
+        else:
+            panel.tick_params(labelbottom=True)
+    for panel in panels[len(grids) :]:
+        panel.set_visible(False)
     _colour_bar(figure, list(panels), list(grids.values()), scale)
     figure.suptitle(f"{model}, base perplexity {base:.4g}", fontsize=12)
     return _save(figure, path)
 
 
-def _draw(axes: Axes, values: Grid, scale: Normalize, small: bool = False) -> None:
+def _draw(axes: Axes, values: pd.DataFrame, scale: Normalize, small: bool = False) -> None:
     # Infinity would be left blank like a stretch that does not exist.
-    shown = np.ma.masked_invalid(np.where(np.isinf(values), np.finfo(np.float64).max, values))
+    shown = np.ma.masked_invalid(values.replace(math.inf, np.finfo(np.float64).max).to_numpy())
     axes.imshow(shown, cmap=_colours(), norm=scale, interpolation="nearest", aspect="equal")
-    ticks = list(range(0, len(values), _tick_step(len(values), small)))
-    axes.set_xticks(ticks)
-    axes.set_yticks(ticks)
+    step = _tick_step(max(values.shape), small)
+    across, down = (range(0, len(layers), step) for layers in (values.columns, values.index))
+    axes.set_xticks(across, labels=[str(values.columns[place]) for place in across])
+    axes.set_yticks(down, labels=[str(values.index[place]) for place in down])
     axes.tick_params(labelsize=8, length=2)
     axes.set_xlabel("last layer $e$", fontsize=9)
     axes.set_ylabel("first layer $s$", fontsize=9)
@@ -101,15 +136,15 @@ def _colours() -> Colormap:
     return matplotlib.colormaps[_COLOURS].with_extremes(bad=_NO_STRETCH, over=_BEYOND)
 
 
-def _scale(grids: list[Grid], base: float, cap: float) -> Normalize:
-    """Logarithmic, from the base perplexity (better cells have its colour) to the cap or the worst cell."""
-    worst = max(float(np.nanmax(values)) for values in grids)
-    return LogNorm(base, min(base * cap, max(base * LEAST_CAP, worst)))
+def _scale(grids: list[pd.DataFrame], base: float, cap: float) -> Normalize:
+    """Logarithmic, from the base perplexity; better cells have its colour."""
+    cells = pd.Series(np.concatenate([values.to_numpy().ravel() for values in grids])).dropna()
+    return LogNorm(base, largest_shown(cells, base, cap))
 
 
-def _colour_bar(figure: Figure, axes: list[Axes], grids: list[Grid], scale: Normalize) -> None:
+def _colour_bar(figure: Figure, axes: list[Axes], grids: list[pd.DataFrame], scale: Normalize) -> None:
     base, end = float(scale.vmin or 0), float(scale.vmax or 0)
-    capped = any(bool((values > end).any()) for values in grids)
+    capped = any(bool((values > end).to_numpy().any()) for values in grids)
     mappable = ScalarMappable(scale, _colours())
     bar = figure.colorbar(mappable, ax=axes, extend="max" if capped else "neither", shrink=0.85, pad=0.02)
     ticks = [base * (end / base) ** (i / 4) for i in range(5)]

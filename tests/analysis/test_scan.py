@@ -6,6 +6,7 @@ import json
 import math
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -20,10 +21,11 @@ from torch.nn import functional
 
 import surgeon
 from surgeon.analysis import scan as scan_module
-from surgeon.analysis.cells import SCANNED, scan_cells
+from surgeon.analysis.cells import HEATMAPS, SCANNED, permutation_seeds, scan_cells, select
 from surgeon.analysis.journal import JOURNAL
 from surgeon.analysis.measure import measure
-from surgeon.analysis.scan import COLUMNS, Scan, scan
+from surgeon.analysis.scan import Scan, scan
+from surgeon.analysis.tables import COLUMNS, PERMUTATION_COLUMNS
 from surgeon.operations import permutation
 from surgeon.program import Program
 from surgeon.quality.data import Windows
@@ -41,9 +43,11 @@ def windows() -> Windows:
 
 
 def run(folder: Path, windows: Windows, model: Any = None, operations: list[str] | None = None, **options: Any) -> Scan:
+    """A scan; options that say which cells are taken out for `select`."""
     options = {"weights_hash": "weights"} | options
+    wanted = {name: options.pop(name) for name in ("layers", "every", "max_length", "permutations") if name in options}
     model = model or tiny_model("llama", LAYERS)
-    return scan(model, windows, folder, operations or list(SCANNED), **options)
+    return scan(model, windows, folder, select(operations or SCANNED, LAYERS, **wanted), **options)
 
 
 def plain_loop(model: Any, ids: torch.Tensor, program: Program) -> tuple[float, float]:
@@ -63,12 +67,30 @@ def plain_loop(model: Any, ids: torch.Tensor, program: Program) -> tuple[float, 
     return math.exp(float(nll)), float(kl)
 
 
+def nll_of(program: Program | None, ids: torch.Tensor) -> list[float]:
+    """Mean negative log-likelihood of each window, from the full logits of an edited model."""
+    model = tiny_model("llama", LAYERS)
+    if program is not None:
+        surgeon.edit(model, program)
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+    nll = functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
+    return [float(value) for value in nll.double().mean(-1)]
+
+
+def t_interval(nll: list[float]) -> list[float]:
+    """The 95% interval of exp of a mean, by the textbook."""
+    mean, error = statistics.fmean(nll), statistics.stdev(nll) / len(nll) ** 0.5
+    factor = {5: 2.776445}[len(nll)]
+    return [math.exp(mean - factor * error), math.exp(mean + factor * error)]
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3", "opt"])
 def test_a_scan_equals_a_plain_loop(family: str, windows: Windows, tmp_path: Path) -> None:
     model = tiny_model(family, LAYERS)
-    result = run(tmp_path, windows, model, seed=3)
-    cells = scan_cells(list(SCANNED), LAYERS, seed=3)
-    assert len(result.table) == len(cells) == 50
+    result = run(tmp_path, windows, model, list(HEATMAPS), seed=3)
+    cells = scan_cells(list(HEATMAPS), LAYERS, seed=3)
+    assert len(result.table) == len(cells) == 100
     for row, cell in zip(result.table.itertuples(index=False), cells, strict=True):
         assert (row.operation, row.first, row.last) == (cell.operation, cell.first, cell.last)
         perplexity, divergence = plain_loop(model, windows.ids, cell.program)
@@ -83,7 +105,11 @@ def test_what_is_written(windows: Windows, tmp_path: Path) -> None:
     result = run(folder, windows, seed=7, record={"model": "tiny"})
     table = pd.read_csv(folder / "cells.csv")
     header = (folder / "cells.csv").read_text().splitlines()[0]
-    assert header == "operation,first,last,perplexity,divergence,tokens,sublayers_run" == ",".join(COLUMNS)
+    assert header == (
+        "operation,first,last,perplexity,perplexity_low,perplexity_high,divergence,divergence_low,divergence_high,"
+        "tokens,sublayers_run"
+    )
+    assert header == ",".join(COLUMNS)
     assert (table["tokens"] == WINDOWS * (TOKENS - 1)).all()
     record = json.loads((folder / "scan.json").read_text())
     assert record["model"] == "tiny"
@@ -91,8 +117,100 @@ def test_what_is_written(windows: Windows, tmp_path: Path) -> None:
     ran, loop = record["sublayers_run"], record["sublayers_of_a_loop"]
     assert ran["base"] + table["sublayers_run"].sum() == ran["total"] < loop["total"]
     assert loop["prune"] == sum(2 * (LAYERS - (row.last - row.first + 1)) for row in table.itertuples()) / len(SCANNED)
-    assert record["permutations"]["0:4"] == " ".join(map(str, permutation(range(4), 7)))
+    expected = {"operations": list(SCANNED), "layers": "0:4", "every": 1, "max_length": 4, "permutations": 1}
+    assert expected.items() <= record.items()
+    assert record["screen"] is None
+    assert "earlier" not in record
+    assert record["base_interval"] == pytest.approx(t_interval(nll_of(None, windows.ids)), rel=1e-5)
+    orders = pd.read_csv(folder / "permutations.csv")
+    assert orders.columns.tolist() == PERMUTATION_COLUMNS
+    assert set(orders["operation"]) == {"shuffle"}
+    assert set(orders["seed"]) == {7}
+    whole = orders.set_index(["first", "last"]).loc[(0, 3)]
+    assert whole["order"] == " ".join(map(str, permutation(range(4), 7)))
+    row = table[(table["operation"] == "shuffle") & (table["last"] == 3)].iloc[0]
+    assert (whole["perplexity"], whole["divergence"]) == (row["perplexity"], row["divergence"])
     assert not list(folder.glob(".*")), "nothing half-written is left"
+
+
+def test_intervals_are_students_over_windows(windows: Windows, tmp_path: Path) -> None:
+    table = run(tmp_path, windows, operations=["prune-mlp"]).table.set_index(["first", "last"])
+    row = table.loc[(1, 2)]
+    expected = t_interval(nll_of(Program.parse("A0 F0 A1 A2 A3 F3"), windows.ids))
+    assert [row["perplexity_low"], row["perplexity_high"]] == pytest.approx(expected, rel=1e-5)
+    assert row["divergence_low"] < row["divergence"] < row["divergence_high"]
+
+
+def test_one_window_has_no_interval(windows: Windows, tmp_path: Path) -> None:
+    one = Windows(windows.ids[:1], "random", "digest")
+    result = run(tmp_path, one, operations=["prune"])
+    lines = (tmp_path / "cells.csv").read_text().splitlines()
+    assert all(line.split(",")[4:6] == ["", ""] == line.split(",")[7:9] for line in lines[1:])
+    assert result.record["base_interval"] is None
+
+
+def test_a_cell_of_shuffle_is_the_mean_over_its_permutations(windows: Windows, tmp_path: Path) -> None:
+    table = run(tmp_path, windows, operations=["shuffle"], permutations=3, seed=5).table.set_index(["first", "last"])
+    orders = pd.read_csv(tmp_path / "permutations.csv").set_index(["first", "last", "seed"])
+    assert len(orders) == 3 * 10
+    seeds = permutation_seeds(5, 3)
+    nll = []
+    for seed in seeds:
+        order = permutation(range(0, 4), seed)
+        nll.append(nll_of(Program.parse(" ".join(f"A{k} F{k}" for k in order)), windows.ids))
+        here = orders.loc[(0, 3, seed)]
+        assert here["order"] == " ".join(map(str, order))
+        assert here["perplexity"] == pytest.approx(math.exp(statistics.fmean(nll[-1])), rel=1e-5)
+        assert here["tokens"] == WINDOWS * (TOKENS - 1)
+    per_window = [statistics.fmean(values) for values in zip(*nll, strict=True)]
+    row = table.loc[(0, 3)]
+    assert len(set(orders.loc[(0, 3), "order"])) > 1
+    assert row["perplexity"] == pytest.approx(math.exp(statistics.fmean(per_window)), rel=1e-5)
+    assert [row["perplexity_low"], row["perplexity_high"]] == pytest.approx(t_interval(per_window), rel=1e-5)
+    assert row["divergence"] == pytest.approx(orders.loc[(0, 3), "divergence"].mean(), rel=1e-6)
+
+
+def test_more_permutations_are_added_to_a_folder(windows: Windows, tmp_path: Path) -> None:
+    folder = tmp_path / "both"
+    run(folder, windows, operations=["shuffle"])
+    more = run(folder, windows, operations=["shuffle"], permutations=3)
+    orders = pd.read_csv(folder / "permutations.csv")
+    lines = [json.loads(line) for line in (folder / JOURNAL).read_text().splitlines()]
+    measured = [line["program"] for line in lines if "program" in line]
+    different = {
+        " ".join(f"A{k} F{k}" for k in [*range(first), *map(int, order.split()), *range(last + 1, LAYERS)])
+        for first, last, order in orders[["first", "last", "order"]].itertuples(index=False)
+    }
+    assert sorted(measured) == sorted(different), "each order once, those of the first run not again"
+    at_once = run(tmp_path / "at-once", windows, operations=["shuffle"], permutations=3)
+    pd.testing.assert_frame_equal(more.table, at_once.table, rtol=1e-6, atol=1e-6)
+    again = run(folder, windows, operations=["prune"], permutations=1)
+    assert again.record["permutations"] == 3, "what was finer stays finer"
+    shuffled = again.table[again.table["operation"] == "shuffle"]
+    pd.testing.assert_frame_equal(shuffled, at_once.table, rtol=1e-6, atol=1e-6)
+
+
+def test_cells_are_added_to_a_folder(windows: Windows, tmp_path: Path) -> None:
+    run(tmp_path, windows, operations=["prune"], layers=range(0, 2))
+    run(tmp_path, windows, operations=["prune", "lp"], layers=range(2, 4))
+    grid = run(tmp_path, windows, operations=["lp"], every=2)
+    found = list(grid.table[["operation", "first", "last"]].itertuples(index=False, name=None))
+    expected = [("prune", 0, 0), ("prune", 0, 1), ("prune", 1, 1), ("prune", 2, 2), ("prune", 2, 3), ("prune", 3, 3)]
+    expected += [("lp", 0, 1), ("lp", 0, 3), ("lp", 2, 2), ("lp", 2, 3), ("lp", 3, 3)]
+    assert found == expected
+    assert [earlier["layers"] for earlier in grid.record["earlier"]] == ["0:2", "2:4"]
+    assert (grid.record["layers"], grid.record["every"]) == ("0:4", 2)
+    assert grid.record["operations"] == ["prune", "lp"]
+
+
+def test_what_an_interrupted_scan_was_asked_for_is_not_asked_for_again(
+    windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scan_module, "measure", stopping(3))
+    with pytest.raises(Stopped):
+        run(tmp_path, windows)
+    monkeypatch.undo()
+    assert len(run(tmp_path, windows, operations=["prune"], every=2).table) == 3
 
 
 def test_the_count_of_sublayers_is_what_ran(windows: Windows, tmp_path: Path) -> None:
@@ -101,7 +219,8 @@ def test_the_count_of_sublayers_is_what_ran(windows: Windows, tmp_path: Path) ->
     for layer in model.model.layers:
         for module in (layer.self_attn, layer.mlp):
             module.register_forward_hook(lambda *_: calls.append(1))
-    result = run(tmp_path, windows, model, ["prune", "shuffle", "parallel", "2-parallel"])
+    operations = ["prune", "shuffle", "parallel", "2-parallel", "lp", "ladder", "prune-attention", "prune-mlp"]
+    result = run(tmp_path, windows, model, operations)
     assert len(calls) == result.record["sublayers_run"]["total"]
 
 
@@ -168,6 +287,10 @@ def test_operations_can_be_added_to_a_folder(windows: Windows, tmp_path: Path) -
         ({"weights_hash": "other"}, "another model .*weights, now other"),
         ({"seed": 1}, "another seed: 0, now 1"),
         (
+            {"windows": Windows(torch.zeros(WINDOWS, TOKENS + 1, dtype=torch.long), "", "digest")},
+            f"another window size: {TOKENS}, now {TOKENS + 1}",
+        ),
+        (
             {"windows": Windows(torch.zeros(WINDOWS, TOKENS, dtype=torch.long), "", "else")},
             "another text .*digest, now else",
         ),
@@ -187,9 +310,11 @@ def test_a_damaged_journal_is_said_to_be(windows: Windows, tmp_path: Path) -> No
     run(tmp_path, windows, operations=["prune"])
     journal = tmp_path / JOURNAL
     lines = journal.read_text().splitlines()
-    journal.write_text("\n".join([*lines[:3], "not json", *lines[3:]]) + "\n")
-    with pytest.raises(ValueError, match="damaged in line 4; delete the file to begin again"):
-        run(tmp_path, windows)
+    beyond = '{"program": "A0", "windows": [99], "nll": [0], "divergence": [0]}'
+    for damage in ("not json", "[]", '{"other": 1}', beyond):
+        journal.write_text("\n".join([*lines[:3], damage, *lines[3:]]) + "\n")
+        with pytest.raises(ValueError, match="damaged in line 4; delete the file to begin again"):
+            run(tmp_path, windows)
 
 
 def test_two_scans_do_not_write_to_one_folder(
@@ -252,8 +377,8 @@ KILLED = """
 import sys, time
 from surgeon.analysis import journal
 slow = journal.Journal.add
-def add(self, measured):
-    slow(self, measured)
+def add(self, *measured):
+    slow(self, *measured)
     time.sleep(0.02)
 journal.Journal.add = add
 from surgeon.cli.app import main
@@ -263,7 +388,19 @@ raise SystemExit(main(sys.argv[1:]))
 
 def test_killed_and_started_again(tmp_path: Path, tiny_text: Path) -> None:
     model = save_checkpoint(tmp_path / "model", num_layers=3)
-    arguments = ["scan", str(model), "--data", str(tiny_text), "--window", "16", "--tokens", "128", "--batch", "2"]
+    arguments = [
+        "scan",
+        str(model),
+        "--data",
+        str(tiny_text),
+        "--window",
+        "16",
+        "--tokens",
+        "128",
+        "--batch",
+        "2",
+        "--screen",
+    ]
     command = [sys.executable, "-c", KILLED, *arguments]
     environment = os.environ | {"PYTHONPATH": str(Path(surgeon.__file__).parents[1])}
     folder = tmp_path / "killed"

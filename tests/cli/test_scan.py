@@ -8,6 +8,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from surgeon.analysis.cells import HEATMAPS
 from surgeon.cli.app import main
 
 Result = tuple[int, str, str]
@@ -37,7 +38,8 @@ def test_all_heatmaps(scan, tmp_path: Path) -> None:  # type: ignore[no-untyped-
     folder = tmp_path / "out"
     names = {path.name for path in folder.iterdir()}
     pictures = {f"heatmap-{name}.png" for name in ("shuffle", "prune", "merge", "parallel", "2-parallel")}
-    assert names == pictures | {"heatmaps.png", "cells.csv", "scan.json", "journal.jsonl"}
+    files = {"heatmaps.png", "curves-2-parallel.png", "cells.csv", "permutations.csv", "scan.json", "journal.jsonl"}
+    assert names == pictures | files
     table = pd.read_csv(folder / "cells.csv")
     assert len(table) == 50
     assert (table["tokens"] == 4 * 31).all()
@@ -47,6 +49,44 @@ def test_all_heatmaps(scan, tmp_path: Path) -> None:  # type: ignore[no-untyped-
     assert f"{record['sublayers_run']['total']:,}; a loop over cells would have run" in out
     assert f"base perplexity {record['base_perplexity']:.4g}" in out
     assert "scan: done" in err
+
+
+def test_every_operation(scan, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    code, out, err = scan("--operation", "all", "--permutations", "2", "--every", "2")
+    assert code == 0, err
+    table = pd.read_csv(tmp_path / "out" / "cells.csv")
+    assert table["operation"].unique().tolist() == list(HEATMAPS)
+    assert len(table) == 3 * 10
+    assert len(pd.read_csv(tmp_path / "out" / "permutations.csv")) == 3 * 2
+    names = [f"curves-{name}.png" for name in ("2-parallel", "lp", "ladder")]
+    assert out.splitlines()[-3:] == [str(tmp_path / "out" / name) for name in names]
+
+
+def test_a_part_of_the_stretches(scan, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    code, _, err = scan("--operation", "lp", "--layers", "1:4", "--max-length", "2")
+    assert code == 0, err
+    table = pd.read_csv(tmp_path / "out" / "cells.csv")
+    assert list(zip(table["first"], table["last"], strict=True)) == [(1, 1), (1, 2), (2, 2), (2, 3), (3, 3)]
+    record = json.loads((tmp_path / "out" / "scan.json").read_text())
+    assert (record["layers"], record["max_length"], record["every"]) == ("1:4", 2, 1)
+
+
+def test_screened(scan, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    code, out, err = scan("--operation", "prune", "--screen", "--window", "8")
+    assert code == 0, err
+    tokens = pd.read_csv(tmp_path / "out" / "cells.csv")["tokens"]
+    assert f"screened: a cell rests on {tokens.mean() / (16 * 7):.0%} of the tokens on average" in out
+    assert "scan, round 3 of 3: done" in err
+    assert json.loads((tmp_path / "out" / "scan.json").read_text())["screen"]["hopeless_beyond"] == 10
+
+
+def test_help_says_what_the_options_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["scan", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert all(name in text for name in HEATMAPS)
+    assert "begin at multiples of N, counted from the start of --layers, and whose length is a multiple of N" in text
+    assert "beyond ten times the base perplexity" in text
+    assert "4:30 is layers 4 to 29" in text
 
 
 def test_some_heatmaps_and_a_limit_of_memory(scan, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -76,6 +116,14 @@ def test_a_warning_about_a_separator(scan, tiny_text: Path) -> None:  # type: ig
         (("--window", "1"), "at least 2 tokens"),
         (("--tokens", "5"), "at least one window of 32"),
         (("--separator", ""), "separator is empty"),
+        (("--layers", "2:9"), "layers 2:9 are out of range: the model's layers are 0:4"),
+        (("--layers", "3:3"), "'3:3' are no range"),
+        (("--layers", "3"), "'3' are no range"),
+        (("--every", "0"), "--every must be at least 1, not 0"),
+        (("--every", "5"), "--every 5 is more than the 4 layers of 0:4"),
+        (("--max-length", "0"), "--max-length must be at least 1, not 0"),
+        (("--max-length", "1", "--every", "2"), "--max-length 1 is less than --every 2"),
+        (("--permutations", "0"), "--permutations must be at least 1, not 0"),
     ],
 )
 def test_bad_options(scan, tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:  # type: ignore[no-untyped-def]

@@ -13,7 +13,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from surgeon.analysis.cells import stretches
+from surgeon.analysis.cells import HEATMAPS, stretches
 from surgeon.report import heatmap
 from surgeon.report.heatmap import draw_heatmaps, grid
 
@@ -26,9 +26,8 @@ def table(num_layers: int, operations: tuple[str, ...] = ("prune",), worst: floa
     for name in operations:
         for stretch in stretches(num_layers):
             perplexity = BASE + (worst - BASE) * (len(stretch) / num_layers) ** 2
-            rows.append((name, stretch.start, stretch.stop - 1, perplexity, 0.1, 100, 2))
-    columns = ["operation", "first", "last", "perplexity", "divergence", "tokens", "sublayers_run"]
-    return pd.DataFrame(rows, columns=columns)
+            rows.append((name, stretch.start, stretch.stop - 1, perplexity))
+    return pd.DataFrame(rows, columns=["operation", "first", "last", "perplexity"])
 
 
 @pytest.fixture
@@ -48,10 +47,59 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
 def test_rows_are_first_layers_and_columns_last_ones() -> None:
     cells = table(3)
     values = grid(cells)
-    assert values[0, 2] == 100
-    assert values[0, 1] == pytest.approx(BASE + 90 * 4 / 9)
-    assert np.isnan(values[2, 0])
-    assert np.isnan(values).sum() == 3
+    assert values.loc[0, 2] == 100
+    assert values.loc[0, 1] == pytest.approx(BASE + 90 * 4 / 9)
+    assert np.isnan(values.loc[2, 0])
+    assert values.isna().sum().sum() == 3
+
+
+def test_a_grid_of_stretches_is_drawn_without_gaps(tmp_path: Path, figures: list[Figure]) -> None:
+    cells = table(16)
+    cells = cells[(cells["first"] % 4 == 0) & ((cells["last"] + 1) % 4 == 0)]
+    values = grid(cells)
+    assert (list(values.index), list(values.columns)) == ([0, 4, 8, 12], [3, 7, 11, 15])
+    draw_heatmaps(cells, BASE, tmp_path, "a model")
+    axes = figures[0].axes[0]
+    assert axes.images[0].get_array().shape == (4, 4)
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["0", "4", "8", "12"]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["3", "7", "11", "15"]
+
+
+def test_layers_between_two_ranges_stay_free() -> None:
+    cells = table(8)
+    apart = cells[(cells["last"] < 2) | (cells["first"] > 5)]
+    assert list(grid(apart).index) == list(range(8))
+    assert grid(apart).loc[3].isna().all()
+
+
+def test_ten_operations_make_two_rows_of_five(tmp_path: Path, figures: list[Figure]) -> None:
+    draw_heatmaps(table(4, tuple(HEATMAPS)), BASE, tmp_path, "a model")
+    panels = [axes for axes in figures[-1].axes if axes.images]
+    assert [axes.get_title() for axes in panels] == [
+        f"({letter}) {title}" for letter, title in zip("abcdefghij", heatmap.TITLES.values(), strict=True)
+    ]
+    assert set(heatmap.TITLES) == set(HEATMAPS)
+    places = {(round(axes.get_position().x0, 3), round(axes.get_position().y0, 3)) for axes in panels}
+    assert [len({place[axis] for place in places}) for axis in (0, 1)] == [5, 2]
+    assert [bool(axes.get_xlabel()) for axes in panels] == [False] * 5 + [True] * 5
+    assert [bool(axes.get_ylabel()) for axes in panels] == [True, *[False] * 4] * 2
+
+
+def test_an_odd_number_of_operations_leaves_a_place_empty(tmp_path: Path, figures: list[Figure]) -> None:
+    draw_heatmaps(table(4, tuple(HEATMAPS)[:7]), BASE, tmp_path, "a model")
+    shown = [axes for axes in figures[-1].axes if axes.get_visible()]
+    assert sum(bool(axes.images) for axes in shown) == 7
+    assert len(shown) == 8, "and the colour bar"
+    labelled = [axes for axes in shown if axes.images and axes.get_xlabel()]
+    assert len(labelled) == 4, "the last of every column"
+
+
+def test_operations_with_different_stretches_share_an_overview(tmp_path: Path, figures: list[Figure]) -> None:
+    cells = table(8, ("prune", "lp"))
+    cells = cells[(cells["operation"] == "prune") | (cells["first"] >= 4)]
+    draw_heatmaps(cells, BASE, tmp_path, "a model")
+    assert [axes.images[0].get_array().shape for axes in figures[1].axes if axes.images] == [(4, 4)]
+    assert [axes.images[0].get_array().shape for axes in figures[-1].axes if axes.images] == [(8, 8)] * 2
 
 
 def test_one_file_for_each_operation_and_one_for_all(tmp_path: Path) -> None:
@@ -84,6 +132,15 @@ def test_colours_end_where_they_still_tell_cells_apart(
     axes, bar = figures[0].axes
     assert axes.images[0].norm.vmax == pytest.approx(end)
     assert ("beyond" in bar.get_ylabel()) == (worst > end)
+
+
+def test_one_bad_layer_does_not_hide_what_the_others_tolerate(tmp_path: Path, figures: list[Figure]) -> None:
+    cells = table(16, worst=10.8)
+    cells.loc[cells["first"] == 0, "perplexity"] = 500.0
+    draw_heatmaps(cells, BASE, tmp_path, "a model")
+    axes, bar = figures[0].axes
+    assert axes.images[0].norm.vmax == pytest.approx(11.0)
+    assert "beyond 1.1 times the base" in bar.get_ylabel()
 
 
 def test_infinite_cells_have_the_colour_of_capped_ones(tmp_path: Path, figures: list[Figure]) -> None:

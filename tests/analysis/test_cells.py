@@ -1,0 +1,145 @@
+"""Which cells a scan has: operations, stretches, grids, permutations."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from surgeon.analysis.cells import (
+    HEATMAPS,
+    SCANNED,
+    Selection,
+    check_operations,
+    permutation_seeds,
+    scan_cells,
+    select,
+    selected_cells,
+    stretches,
+)
+from surgeon.operations import shuffle
+from surgeon.program import Program
+
+DENSE = "A0 F0 A1 F1 A2 F2 A3 F3"
+
+
+def ends(selection: Selection) -> list[tuple[int, int]]:
+    """First and last layer of every stretch, both included."""
+    return [(stretch.start, stretch.stop - 1) for stretch in selection.stretches()]
+
+
+@pytest.mark.parametrize(
+    ("operation", "expected"),
+    [
+        ("prune", "A0 F0"),
+        ("merge", "A0 F0 A1~A2~A3 F1~F2~F3"),
+        ("parallel", "A0 F0 {A1 F1 | A2 F2 | A3 F3}"),
+        ("2-parallel", "A0 F0 {A1 F1 | A2 F2} A3 F3"),
+        ("3-parallel", "A0 F0 {A1 F1 | A2 F2 | A3 F3}"),
+        ("lp", "A0 F0 [A1 A2] [F1 F2] A3 F3"),
+        ("ladder", "A0 F0 >A1 >F1 >A2 >F2 >A3 >F3"),
+        ("prune-attention", "A0 F0 F1 F2 F3"),
+        ("prune-mlp", "A0 F0 A1 A2 A3"),
+    ],
+)
+def test_what_each_heatmap_does_to_layers_1_to_3(operation: str, expected: str) -> None:
+    (program,) = (c.program for c in scan_cells([operation], 4, seed=0) if (c.first, c.last) == (1, 3))
+    assert str(program) == expected
+
+
+@pytest.mark.parametrize(
+    ("operation", "expected"),
+    [
+        ("prune-attention", "[A0 F0] F1 F2 [A3 F3]"),
+        ("prune-mlp", "[A0 F0] A1 A2 [A3 F3]"),
+        ("lp", "[A0 F0] [A1 F1 A2 F2] [A3 F3]"),
+        ("ladder", "[A0 F0] >[A1 F1] >[A2 F2] [A3 F3]"),
+    ],
+)
+def test_layers_of_one_step(operation: str, expected: str) -> None:
+    (cell,) = (c for c in scan_cells([operation], 4, 0, steps_per_layer=1) if (c.first, c.last) == (1, 2))
+    assert str(cell.program) == expected
+
+
+def test_triplets_leave_what_is_over_as_it_is() -> None:
+    cells = {(c.first, c.last): str(c.program) for c in scan_cells(["3-parallel"], 4, seed=0)}
+    assert cells[0, 3] == "{A0 F0 | A1 F1 | A2 F2} A3 F3"
+    assert cells[0, 1] == DENSE
+
+
+def test_the_papers_five_unless_others_are_asked_for() -> None:
+    assert SCANNED == ("shuffle", "prune", "merge", "parallel", "2-parallel")
+    assert check_operations(["all"]) == list(HEATMAPS)
+    assert len(HEATMAPS) == 10
+    assert check_operations(["ladder", "all", "lp"]) == list(HEATMAPS)
+    assert check_operations(["ladder", "lp", "lp"]) == ["lp", "ladder"]
+    with pytest.raises(ValueError, match="'prune-atention'.*did you mean 'prune-attention'"):
+        check_operations(["prune-atention"])
+    with pytest.raises(ValueError, match="unknown operation 'x'.*prune-mlp, all"):
+        check_operations(["x"])
+
+
+def test_a_range_keeps_the_stretches_inside_it() -> None:
+    selection = select(["prune"], 6, layers=range(2, 5))
+    assert ends(selection) == [(2, 2), (2, 3), (2, 4), (3, 3), (3, 4), (4, 4)]
+    assert ends(select(["prune"], 3)) == [(s.start, s.stop - 1) for s in stretches(3)]
+
+
+def test_a_longest_stretch() -> None:
+    assert ends(select(["prune"], 4, max_length=2)) == [(0, 0), (0, 1), (1, 1), (1, 2), (2, 2), (2, 3), (3, 3)]
+    assert select(["prune"], 4, max_length=9) == select(["prune"], 4)
+
+
+def test_a_grid() -> None:
+    assert ends(select(["prune"], 8, every=3)) == [(0, 2), (0, 5), (3, 5)]
+    shifted = select(["prune"], 8, layers=range(1, 7), every=2, max_length=4)
+    assert ends(shifted) == [(1, 2), (1, 4), (3, 4), (3, 6), (5, 6)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layers": range(4, 9)}, "layers 4:9 are out of range: the model's layers are 0:8"),
+        ({"layers": range(8, 9)}, "layers 8:9 are out of range"),
+        ({"layers": range(3, 3)}, "layers 3:3 are empty"),
+        ({"every": 0}, "--every must be at least 1, not 0"),
+        ({"max_length": 0}, "--max-length must be at least 1, not 0"),
+        ({"permutations": -1}, "--permutations must be at least 1, not -1"),
+        ({"every": 5, "layers": range(2, 6)}, "--every 5 is more than the 4 layers of 2:6"),
+        ({"every": 4, "max_length": 3}, "--max-length 3 is less than --every 4"),
+        ({"operations": ["prun"]}, "did you mean 'prune'"),
+    ],
+)
+def test_bad_selections(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        select(**({"operations": ["prune"], "num_layers": 8} | options))
+
+
+def test_a_selection_survives_json() -> None:
+    selection = select(["lp", "ladder"], 8, layers=range(2, 8), every=2, permutations=3)
+    assert Selection.from_json(json.loads(json.dumps(selection.to_json()))) == selection
+
+
+def test_cells_of_several_selections_are_there_once() -> None:
+    first, second = select(["prune"], 6, layers=range(0, 3)), select(["prune", "lp"], 6, every=2)
+    cells = [(c.operation, c.first, c.last) for c in selected_cells([first, second], 6, 0)]
+    assert len(cells) == len(set(cells))
+    assert set(cells) == {
+        *(("prune", *pair) for pair in ends(first)),
+        *((name, *pair) for name in ("prune", "lp") for pair in ends(second)),
+    }
+    assert cells == sorted(cells, key=lambda cell: (list(HEATMAPS).index(cell[0]), cell[1], cell[2]))
+    assert selected_cells([second, first], 6, 0) == selected_cells([first, second], 6, 0)
+
+
+def test_permutations_have_seeds_of_their_own() -> None:
+    few, many = permutation_seeds(7, 2), permutation_seeds(7, 5)
+    assert many[:2] == few
+    assert few[0] == 7
+    assert len(set(many)) == 5
+    assert set(permutation_seeds(8, 5)).isdisjoint(many)
+    (cell,) = (c for c in selected_cells([select(["shuffle"], 6, permutations=5)], 6, 7) if (c.first, c.last) == (0, 5))
+    assert cell.seeds == many
+    assert cell.programs == tuple(shuffle(Program.dense(6), range(0, 6), seed=seed) for seed in many)
+    assert len(set(cell.programs)) > 1
