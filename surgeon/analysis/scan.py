@@ -188,7 +188,8 @@ class _Run:
                 return journal.is_done(program, windows[part.start : part.stop])
 
             ids = self.windows.ids[windows]
-            for one in measure(self.model, ids, self.work.dense, programs, self.at_once, is_done, ran):
+            todo = self.model, ids, self.work.dense, programs, self.at_once, is_done, ran
+            for one in measure(*todo, memory=self.memory, folder=journal.path.parent):
                 part = range(one.start, one.start + len(one.quality.nll))
                 if not is_done(one.program, part):
                     journal.add(one.program, windows[part.start : part.stop], one.quality)

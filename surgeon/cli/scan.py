@@ -120,7 +120,7 @@ def scan(
         max_length=max_length,
         permutations=permutations,
     )
-    subject = open_subject(model, data, tokens, window, separator)
+    subject = open_subject(model, data, tokens, window, separator, limit)
     for note in subject.windows.notes:
         typer.echo(f"warning: {note}", err=True)
     result = run_scan(
