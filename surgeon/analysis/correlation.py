@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import permutations
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import stats
 
 LEAST_PAIRS = 3
+MOST_EXACT = 8
 
 
 @dataclass(frozen=True)
@@ -18,7 +20,7 @@ class Correlation:
 
     Attributes:
         rho: NaN where there are fewer than 3 pairs of values, or one side does not vary.
-        p: of the null hypothesis of no correlation, for independent pairs.
+        p: two-sided, of the null hypothesis of no correlation, for independent pairs; exact for up to 8 of them.
         n: pairs of values, those with a NaN left out.
         rho_given: the partial rank correlation at equal values of a third quantity; NaN where none was given, or the
             third quantity leaves nothing to vary.
@@ -42,9 +44,17 @@ def rank_correlation(x: ArrayLike, y: ArrayLike, given: ArrayLike | None = None)
     n = int(kept.sum())
     if n < LEAST_PAIRS or _constant(ranks[0]) or _constant(ranks[1]):
         return Correlation(math.nan, math.nan, n)
-    found = stats.spearmanr(ranks[0], ranks[1])
-    rho = float(found.statistic)
-    return Correlation(rho, float(found.pvalue), n, math.nan if given is None else _partial(rho, ranks))
+    rho, p = (float(value) for value in stats.spearmanr(ranks[0], ranks[1]))
+    p = _exact_p(rho, *ranks[:2]) if n <= MOST_EXACT else max(p, 2 / math.factorial(n))
+    return Correlation(rho, p, n, math.nan if given is None else _partial(rho, ranks))
+
+
+def _exact_p(rho: float, x: NDArray[np.float64], y: NDArray[np.float64]) -> float:
+    """The share of all orders of y whose correlation with x is as far from 0."""
+    orders = np.array(list(permutations(y - y.mean())))
+    products = orders @ (x - x.mean())
+    sizes = np.linalg.norm(x - x.mean()) * np.linalg.norm(y - y.mean())
+    return float((np.abs(products / sizes) >= abs(rho) - 1e-9).mean())
 
 
 def _partial(rho: float, ranks: list[NDArray[np.float64]]) -> float:

@@ -41,7 +41,7 @@ def draw_similarity(layers: pd.DataFrame, path: Path, label: str) -> Path:
     for name, (words, colour, line, marker) in _CKA.items():
         above.plot(layers["layer"], layers[name], line, color=colour, marker=marker, ms=4, lw=1.4, label=words)
     above.set(ylabel="CKA", ylim=(min(0.0, float(layers[list(_CKA)].min().min())) - 0.02, 1.02))
-    above.set_title(f"{label}: outputs with and without the previous layer's contribution", fontsize=11)
+    above.set_title(f"{label}: outputs with and without the layer before", fontsize=11)
     above.legend(fontsize=8, frameon=False)
     for name, words, colour, marker in (
         ("block_influence", "block influence", GREEN, "D"),
@@ -50,7 +50,8 @@ def draw_similarity(layers: pd.DataFrame, path: Path, label: str) -> Path:
     ):
         below.plot(layers["layer"], layers[name], color=colour, marker=marker, ms=3.5, lw=1.2, label=words)
     below.set(xlabel="layer", ylabel="size of the update", yscale="log")
-    below.legend(fontsize=8, frameon=False, ncols=3)
+    handles = below.get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
     for axes in (above, below):
         finish_axes(axes)
     return save(figure, path)
@@ -92,7 +93,7 @@ def finish_axes(axes: Axes) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(nbins=20, integer=True))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=8)
+    axes.tick_params(which="both", labelsize=8)
 
 
 def save(figure: Figure, path: Path) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,15 @@ def test_ranks_of_infinite_and_of_constant_values() -> None:
     assert rank_correlation([1, 2, 3, 4], [1, 2, 3, math.inf]).rho == pytest.approx(1)
     assert math.isnan(rank_correlation([1, 1, 1], [1, 2, 3]).rho)
     assert math.isnan(rank_correlation([1, 2], [1, 2]).rho)
+
+
+def test_p_of_a_few_values_is_exact() -> None:
+    assert rank_correlation([1, 2, 3, 4], [8, 6, 5, 1]).p == pytest.approx(2 / 24)
+    x, y = np.arange(6.0), np.array([1.0, 0, 2, 4, 3, 5])
+    assert by_definition(x, y) == pytest.approx(31 / 35)
+    found = [abs(by_definition(x, np.array(order))) for order in permutations(range(6))]
+    assert rank_correlation(x, y).p == pytest.approx(np.mean(np.array(found) >= 31 / 35 - 1e-9))
+    assert rank_correlation(range(10), range(10)).p == pytest.approx(2 / math.factorial(10))
 
 
 def test_a_scan_of_another_model_is_refused(tmp_path: Path) -> None:
