@@ -53,11 +53,11 @@ def draw_sensitivity(table: pd.DataFrame, path: Path, label: str) -> Path:
     errors.set_title(f"{label}: pairs of layers $k$, $k+1$ in parallel (LP)", fontsize=11)
     _lines(jacobians, table, _JACOBIANS)
     jacobians.set_ylabel("Jacobian's norm")
-    low, high = (np.clip(table[f"divergence_{end}"], 1e-12, None) for end in ("low", "high"))
+    low, high = (np.clip(table[f"divergence_{end}"], 1e-12, 1e12) for end in ("low", "high"))
     damage.fill_between(table["first"], low, high, color=GREY, alpha=0.25, lw=0)
     damage.plot(table["first"], table["divergence"], color=BLACK, marker="o", ms=3.5, lw=1.2)
     damage.set(ylabel="divergence\n(nats/token)", xlabel="first layer of the pair, $k$", yscale="log")
-    positive = table["divergence"][table["divergence"] > 0]
+    positive = table["divergence"][(table["divergence"] > 0) & np.isfinite(table["divergence"])]
     if len(positive):
         damage.set_ylim(float(positive.min()) / 2, float(positive.max()) * 2)
     for axes in (errors, jacobians, damage):
@@ -102,7 +102,9 @@ def _cell(rho: float, p: float, best: float) -> str:
 
 def _lines(axes: Axes, table: pd.DataFrame, lines: dict[str, tuple[str, str, str]]) -> None:
     for name, (words, colour, marker) in lines.items():
-        values = table[name].where(table[name] > 0)  # a term that is 0 (GPT-NeoX has one) has no place on this scale
+        values = table[name].where(
+            (table[name] > 0) & np.isfinite(table[name])
+        )  # a term that is 0 (GPT-NeoX has one) has no place on this scale
         if values.notna().any():
             style = "-" if marker else ":"
             axes.plot(table["first"], values, style, color=colour, marker=marker, ms=3.5, lw=1.2, label=words)
