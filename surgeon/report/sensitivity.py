@@ -8,10 +8,9 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from rich.console import Console
 from rich.table import Table
 
-from surgeon.report.similarity import BLUE, GREEN, GREY, ORANGE, finish_axes, save
+from surgeon.report.similarity import BLUE, GREEN, GREY, ORANGE, as_text, finish_axes, save
 
 PURPLE, YELLOW, BLACK = "#CC79A7", "#E69F00", "#222222"
 _ERRORS = {
@@ -36,7 +35,6 @@ _NAMES = {
     "error": "measured local error",
     "relative_error": "measured error / stream",
 }
-_WIDTH = 80
 
 
 def draw_sensitivity(table: pd.DataFrame, path: Path, label: str) -> Path:
@@ -90,9 +88,9 @@ def print_sensitivity(correlations: pd.DataFrame, table: pd.DataFrame, within: i
         ]
         shown.add_row(words, *cells)
     print(title)
-    Console(width=_WIDTH, highlight=False).print(shown)
+    print(as_text(shown))
     looseness = float(np.median(table["bound"] / table["error"])) if (table["error"] > 0).all() else np.inf
-    print(f"\nthe error is within its bound in {within} of {of} cases (pairs and windows);")
+    print(f"the error is within its bound in {within} of {of} cases (pairs and windows);")
     print(f"the bound is {looseness:.3g} times the error (median over pairs)")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from io import StringIO
 from pathlib import Path
 
 import matplotlib
@@ -103,6 +104,14 @@ def save(figure: Figure, path: Path) -> Path:
     return path
 
 
+def as_text(table: Table) -> str:
+    """A table as lines of up to 80 columns."""
+    console = Console(width=_WIDTH, highlight=False, file=StringIO())
+    with console.capture() as captured:
+        console.print(table)
+    return captured.get()
+
+
 def print_proxies(table: pd.DataFrame) -> None:
     """Print how well each proxy orders each operation's stretches, the best one marked, in 80 columns.
 
@@ -135,8 +144,7 @@ def _print_correlations(rows: pd.DataFrame, operations: list[str], column: str, 
         cells = [_cell(by_operation[operation], best[operation]) for operation in operations]
         table.add_row(f"{proxy}: {aggregate}" if aggregate else str(proxy), *cells)
     print(title)
-    Console(width=_WIDTH, highlight=False).print(table)
-    print()
+    print(as_text(table))
 
 
 def _cell(rho: float, best: float) -> str:
