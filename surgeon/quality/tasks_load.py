@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import random
+import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ from surgeon.quality.offline import without_retries
 from surgeon.quality.tasks_files import MOST_NEW_TOKENS, SUFFIX, file_task
 
 YAML = (".yaml", ".yml")
+_GROUP = re.compile(r"^group\s*:", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -158,15 +162,24 @@ class _Loader:
             task, self.files[name] = file_task(path, self.positions)
             return [task]
         if path.suffix in YAML:
-            if not path.is_file():
-                raise FileNotFoundError(f"there is no task file {path}")
-            return _build(TaskManager(include_defaults=False), str(path))
+            return self._yaml(path)
         if "/" in name or (path.is_dir() and name not in self.known().all_tasks):
             return self._folder(path)
-        found = self.known().match_tasks([name]) if "*" in name else [name]
-        if not found or found[0] not in self.known().task_index:
+        found = fnmatch.filter(self.known().all_subtasks, name) if "*" in name else [name]
+        if not found or found[0] not in self.known().all_tasks:
             raise ValueError(self._unknown(name))
         return [item for one in found for item in _build(self.known(), one)]
+
+    def _yaml(self, path: Path) -> list[Any]:
+        """The task or group in a YAML file; a group's tasks may lie in the files beside it."""
+        if not path.is_file():
+            raise FileNotFoundError(f"there is no task file {path}")
+        if not _GROUP.search(path.read_text(encoding="utf-8", errors="replace")):
+            return _build(TaskManager(include_defaults=False), str(path))
+        manager = _manager(path.parent)
+        held = [manager.task_index[group] for group in manager.all_groups]
+        names = [entry.name for entry in held if entry.yaml_path.resolve() == path.resolve()]
+        return [item for name in names or [str(path)] for item in _build(manager, name)]
 
     def _folder(self, path: Path) -> list[Any]:
         """All groups in a folder of YAML files, and the tasks that are in none of them."""
@@ -175,8 +188,7 @@ class _Loader:
         inside = TaskManager(include_defaults=False, include_path=str(path))
         if not inside.all_tasks:
             raise ValueError(f"{path} holds no task of lm-eval's (a YAML file with the key task or group)")
-        everything = TaskManager(include_path=str(path)) if inside.all_groups else inside
-        groups = [item for name in inside.all_groups for item in _build(everything, name)]
+        groups = [item for name in inside.all_groups for item in _build(_manager(path), name)]
         members = {task.task_name for group in groups for task in group.get_all_tasks()}
         subgroups = {group.name for outer in groups for group in outer.get_all_groups()}
         single = [item for name in inside.all_subtasks if name not in members for item in _build(inside, name)]
@@ -197,11 +209,39 @@ def _expand(name: str) -> Iterator[tuple[str, int | None]]:
         yield name, None
 
 
+def _manager(folder: Path) -> TaskManager:
+    """What can be named in a folder of YAML files: its own tasks, and lm-eval's if a group in it has some of those."""
+    inside = TaskManager(include_defaults=False, include_path=str(folder))
+    named = {name for group in inside.all_groups for name in _members(inside.task_index[group].cfg or {})}
+    return inside if named <= set(inside.all_tasks) else TaskManager(include_path=str(folder))
+
+
+def _members(group: dict[str, Any]) -> Iterator[str]:
+    """The tasks that a group's settings name."""
+    listed = group.get("task")
+    for item in listed if isinstance(listed, list) else [listed]:
+        if isinstance(item, dict):
+            yield from _members(item)
+        elif item is not None:
+            yield str(item)
+
+
 def _build(manager: TaskManager, name: str) -> list[Any]:
-    """Build what lm-eval knows under a name, and put what goes wrong into words."""
+    """Build what lm-eval knows under a name."""
+    with _explained(name), without_retries():
+        built = manager.load([name])
+    groups = built["groups"]
+    subgroups = {group.name for outer in groups.values() for group in outer.get_all_groups()}
+    members = {task.task_name for group in groups.values() for task in group.get_all_tasks()}
+    roots = [group for group in groups.values() if group.name not in subgroups]
+    return roots + [task for task in built["tasks"].values() if task.task_name not in members]
+
+
+@contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """Put what goes wrong with a task into words."""
     try:
-        with without_retries():
-            built = manager.load([name])
+        yield
     except ImportError as error:
         raise ImportError(
             f"task {name} needs a package that is not installed ({_brief(error)}); "
@@ -214,11 +254,6 @@ def _build(manager: TaskManager, name: str) -> list[Any]:
         ) from error
     except Exception as error:  # whatever is wrong with a task's settings
         raise ValueError(f"task {name} cannot be set up ({type(error).__name__}: {_brief(error)})") from error
-    groups = built["groups"]
-    subgroups = {group.name for outer in groups.values() for group in outer.get_all_groups()}
-    members = {task.task_name for group in groups.values() for task in group.get_all_tasks()}
-    roots = [group for group in groups.values() if group.name not in subgroups]
-    return roots + [task for task in built["tasks"].values() if task.task_name not in members]
 
 
 def _leaves(item: Any) -> list[Any]:

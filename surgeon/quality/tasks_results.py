@@ -68,7 +68,7 @@ def table(found: list[Score]) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADS))]
     for flexible in (0, 2):  # names give way
         spare = _WIDTH - (sum(widths) + 2 * (len(widths) - 1))
-        widths[flexible] = max(12, widths[flexible] + min(0, spare))
+        widths[flexible] = max(min(12, widths[flexible]), widths[flexible] + min(0, spare))
     lines = []
     for i, row in enumerate(rows):
         shown = ("", "", *row[2:]) if i > 1 and row[:2] == rows[i - 1][:2] else row

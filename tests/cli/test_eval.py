@@ -1,0 +1,143 @@
+"""`surgeon eval` as a user meets it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from surgeon.cli.app import main
+
+Run = Callable[..., tuple[int, str, str]]
+
+ANSWERS = ["jumps over", "sleeping", "it"]
+CHOICES = [
+    {"query": f"Question: What does fox {i} do?", "choices": ANSWERS[: 2 + i % 2], "gold": i % 2} for i in range(6)
+]
+CONTINUATIONS = [{"context": "The quick brown fox", "continuation": "jumps"}, {"context": "the", "continuation": "dog"}]
+NUMBERS = [{"context": f"{i} and 1", "answer": i + 1, "chain_of_thought": f"it is {i + 1}"} for i in range(3)]
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def run(tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run the command on a tiny model with more arguments; returns exit code, output and errors."""
+
+    def run_main(*arguments: object, model: object = None) -> tuple[int, str, str]:
+        code = main(["eval", str(model or tiny_checkpoint), *map(str, arguments)])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run_main
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> str:
+    """Three task files, with commas between."""
+    files = {"choices": CHOICES, "words": CONTINUATIONS, "sums": NUMBERS}
+    return ",".join(str(write(tmp_path / f"{name}.jsonl", rows)) for name, rows in files.items())
+
+
+def test_a_table_and_files(run: Run, tasks: str, tmp_path: Path, tiny_checkpoint: Path) -> None:
+    out = tmp_path / "out"
+    code, said, err = run("--tasks", tasks, "--num-fewshot", 1, "--limit", 2, "-o", out, "--log-samples")
+    assert code == 0, err
+    *table, json_file, csv_file = said.splitlines()
+    assert table[0].split() == ["task", "shots", "metric", "value", "stderr", "n"]
+    assert [line.split()[0] for line in table if line[0] != " "][1:] == ["choices", "words", "sums"]
+    assert {line.split()[-1] for line in table[1:]} == {"2"}
+    assert max(map(len, table)) <= 80
+    assert {Path(json_file).parent, Path(csv_file).parent} == {out}
+    results = json.loads(Path(json_file).read_text())
+    record = results["surgeon"]
+    assert record["model"] == results["model_name"] == str(tiny_checkpoint)
+    assert record["program"] == "A0 F0 A1 F1 A2 F2 A3 F3"
+    digests = {path: hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in tasks.split(",")}
+    assert record["files"] == digests
+    assert (results["config"]["limit"], results["n-shot"]["sums"]) == (2, 1)
+    names = {path.name.split("_")[1] for path in out.glob("samples_*.jsonl")}
+    assert names == {"choices", "words", "sums"}
+    assert "scoring: done" in err
+    assert "generating: done" in err
+
+
+def test_the_same_command_goes_on(run: Run, tasks: str, tmp_path: Path) -> None:
+    _, first, _ = run("--tasks", tasks, "-o", tmp_path / "out")
+    (answers,) = (tmp_path / "out").glob("answers-*.jsonl")
+    known = answers.read_text().splitlines(keepends=True)
+    answers.write_text("".join(known[:3]) + known[3][:10])
+    _, again, _ = run("--tasks", tasks, "-o", tmp_path / "out")
+    assert again.splitlines()[:-2] == first.splitlines()[:-2]
+    assert sorted(answers.read_text().splitlines(keepends=True)) == sorted(known)
+    assert len(list((tmp_path / "out").glob("results_*.json"))) == 2
+
+
+def test_a_recipe_is_applied(run: Run, tasks: str, tmp_path: Path, tiny_checkpoint: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(f"surgeon: 1\nmodel: {tiny_checkpoint}\noperations:\n  - prune: {{layers: '0:3'}}\n")
+    words = tmp_path / "words.jsonl"
+    code, pruned, err = run("--tasks", words, "-o", tmp_path / "out", model=recipe)
+    assert code == 0, err
+    _, same, _ = run("--tasks", words, "--program", "A3 F3")
+    _, original, _ = run("--tasks", words)
+    assert pruned.splitlines()[:-2] == same.splitlines() != original.splitlines()
+    record = json.loads(Path(pruned.splitlines()[-2]).read_text())["surgeon"]
+    assert (record["program"], record["recipe"]) == ("A3 F3", recipe.read_text())
+    assert tasks
+
+
+def test_what_a_user_sees(tasks: str, tiny_checkpoint: Path) -> None:
+    """In a process of its own: nothing of lm-eval's many words."""
+    code = "import sys; from surgeon.cli.app import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, "eval", str(tiny_checkpoint), "--tasks", tasks, "--num-fewshot", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 1 + 2 + 2 + 2
+    shown = [line.partition(":")[0] for line in done.stderr.splitlines()]
+    assert shown == ["loading tasks", "scoring", "generating"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--limit", "0"], "error: limit must be at least 1 row of each task, not 0"),
+        (["--batch-size", "0"], "error: batch size must be at least 1, not 0"),
+        (["--log-samples"], "error: --log-samples writes files; say where to with --output"),
+        (["--device", "gpu"], "error: unknown device 'gpu'"),
+        (["--program", "A0 F0 A7"], "error: A7 is out of range: the model's layers are 0 to 3"),
+        (["--num-fewshot", "6"], "choices.jsonl has 6 different rows: too few for 6 examples and one question"),
+        (["--apply-chat-template"], "error: the tokenizer has no chat template; leave out --apply-chat-template"),
+        (["--tasks", "nothing.jsonl"], "error: there is no task file nothing.jsonl"),
+    ],
+)
+def test_mistakes_take_one_line(run: Run, tasks: str, arguments: list[str], said: str) -> None:
+    code, out, err = run("--tasks", tasks, *arguments)
+    assert (code, out) == (1, "")
+    assert said in err
+    assert sum("error" in line for line in err.splitlines()) == 1
+
+
+def test_a_damaged_file_names_its_line(run: Run, tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl", CHOICES)
+    path.write_text(path.read_text() + '{"query": "a", "choi')
+    code, _, err = run("--tasks", path)
+    assert code == 1
+    assert f"error: {path}:7: not valid JSON" in err
+
+
+def test_a_model_without_a_tokenizer(run: Run, tasks: str, tiny_checkpoint: Path) -> None:
+    for path in tiny_checkpoint.glob("tokenizer*"):
+        path.unlink()
+    code, _, err = run("--tasks", tasks)
+    assert code == 1
+    assert "has no tokenizer that can be read" in err
