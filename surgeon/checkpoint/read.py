@@ -53,9 +53,12 @@ def locate(path_or_name: str | Path) -> Path:
         raise FileNotFoundError(f"there is no model folder {name}")
     from huggingface_hub import snapshot_download
 
+    from surgeon.quality.offline import without_retries
+
     patterns = ["*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja"]
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        with without_retries():
+            return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:
         raise FileNotFoundError(
             f"{name} is no folder here, and could not be fetched from the hub ({type(error).__name__}); "
