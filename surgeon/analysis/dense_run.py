@@ -1,0 +1,116 @@
+"""The unedited model on some text, node by node, so that what comes before a changed layer is run once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from surgeon.analysis.machine import PlanMachine
+from surgeon.analysis.matrices import Matrix
+from surgeon.analysis.measure import TOKENS_AT_ONCE
+from surgeon.analysis.whitening import SecondMoment
+from surgeon.execute import State, advance, land
+from surgeon.families import family_of
+from surgeon.program import Program, Step, Sublayer
+
+
+@dataclass
+class _Part:
+    """Windows that run together."""
+
+    ids: Tensor
+    machine: PlanMachine
+    state: State
+
+
+class DenseRun:
+    """All windows of a text before the same node of the unedited program.
+
+    Holds one stream of all tokens, and for two windows' shapes at most their masks and positions.
+
+    Attributes:
+        nodes: of the program.
+        place: the number of the next node.
+
+    Args:
+        ids: (windows, tokens), all of them real tokens.
+
+    Raises:
+        ValueError: if the embedded tokens are not finite.
+    """
+
+    def __init__(self, model: PreTrainedModel, ids: Tensor) -> None:
+        self.nodes = Program.dense(model.config.num_hidden_layers, family_of(model.config).steps_per_layer).nodes
+        self.place = 0
+        at_once = max(1, TOKENS_AT_ONCE.get(model.device.type, TOKENS_AT_ONCE["cpu"]) // ids.shape[1])
+        machines: dict[torch.Size, PlanMachine] = {}
+        self._parts: list[_Part] = []
+        for chunk in torch.split(ids.to(model.device), at_once):
+            machine = PlanMachine(model, chunk)
+            if not machine.stream.isfinite().all():
+                raise ValueError("the embedded tokens are not finite; check the embedding's weights")
+            part = _Part(chunk, machines.setdefault(chunk.shape, machine), State(machine.stream))
+            self._parts.append(part)
+
+    def sublayers(self, place: int) -> tuple[Sublayer, ...]:
+        """The sublayers of a node."""
+        node = self.nodes[place]
+        assert isinstance(node, Step)
+        return node.sublayers
+
+    @torch.inference_mode()
+    def step(self, watched: Mapping[Matrix, nn.Module] | None = None) -> dict[Matrix, SecondMoment]:
+        """Run the next node, and give the second moments of what the watched modules, in it, get as inputs.
+
+        Raises:
+            ValueError: naming the matrix whose inputs, or the node whose outputs, are not finite.
+        """
+        moments: dict[Matrix, SecondMoment] = {}
+        hooks = [
+            module.register_forward_pre_hook(partial(_take_inputs, moments, matrix))
+            for matrix, module in (watched or {}).items()
+        ]
+        node = self.nodes[self.place]
+        try:
+            for part in self._parts:
+                part.state = land(advance(part.state, node, part.machine))
+                if not part.state.stream.isfinite().all():
+                    raise ValueError(
+                        f"the unedited model's predictions are not finite: NaN or infinity appears first in {node}; "
+                        "check that layer's weights"
+                    )
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self.place += 1
+        return moments
+
+    @torch.inference_mode()
+    def rest(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Run all nodes from the next one on: token ids and the stream after the program, some windows at a time.
+
+        Neither the place nor the streams change, so that it can be called again with other weights.
+        """
+        for part in self._parts:
+            state = part.state
+            for node in self.nodes[self.place :]:
+                state = advance(state, node, part.machine)
+            yield part.ids, land(state).stream
+
+
+def _take_inputs(
+    moments: dict[Matrix, SecondMoment], matrix: Matrix, module: nn.Module, arguments: tuple[Tensor, ...]
+) -> None:
+    """What a module's hook does: add its inputs to a matrix's moment."""
+    del module
+    (inputs,) = arguments
+    if not inputs.isfinite().all():
+        raise ValueError(f"the inputs of {matrix} hold NaN or infinity; check the weights of what comes before it")
+    if matrix not in moments:
+        moments[matrix] = SecondMoment(inputs.shape[-1], inputs.device)
+    moments[matrix].add(inputs)

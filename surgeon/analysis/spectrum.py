@@ -1,0 +1,301 @@
+"""Singular values of a model's matrices, and the damage that cutting each of them down to a lower rank does.
+
+One walk through the unedited model, node by node. Before a node lie the streams of the text to calibrate on, which give
+the second moments of its matrices' inputs, and of the text to measure on, from which every truncation of one of its
+matrices goes on: layers before the changed one run once for all of them. The two texts are different ones, so that a
+truncation is not measured on what it was fitted to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import pandas as pd
+import torch
+from transformers import PreTrainedModel
+
+from surgeon.analysis.dense_run import DenseRun
+from surgeon.analysis.lowrank import Decomposition, decompose, truncate
+from surgeon.analysis.matrices import (
+    Matrices,
+    Matrix,
+    Rank,
+    check_rank,
+    choose_layers,
+    choose_weights,
+    find_matrices,
+    parse_ranks,
+)
+from surgeon.analysis.spectrum_journal import SingularValues, SpectrumJournal, Truncation, WindowQuality
+from surgeon.analysis.spectrum_tables import damage_table, spectrum_table, values_table
+from surgeon.analysis.tables import Base
+from surgeon.analysis.whitening import Whitening, whiten
+from surgeon.families import family_of
+from surgeon.model import require_unedited
+from surgeon.operations.base import show_range
+from surgeon.program import Sublayer
+from surgeon.progress import progress
+from surgeon.provenance import write_json, write_text
+from surgeon.quality.data import Windows
+from surgeon.quality.head import OutputHead, Quality, Reference
+from surgeon.quality.summary import perplexity
+
+SPECTRUM_TABLE, VALUES_TABLE, DAMAGE_TABLE = "spectrum.csv", "singular_values.csv", "damage.csv"
+RECORD = "spectrum.json"
+
+Method = Literal["whitened", "plain"]
+DEFAULT_RANKS = parse_ranks("1/8,1/4,1/2,3/4")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one command asks for; made by `request`, which checks it.
+
+    Attributes:
+        ranks: to cut each matrix down to; none if no damage is measured.
+        method: by which singular vectors.
+    """
+
+    layers: range
+    weights: tuple[str, ...]
+    ranks: tuple[Rank, ...]
+    method: Method
+
+    def to_json(self) -> dict[str, Any]:
+        """As it stands in `spectrum.json`."""
+        ranks = [str(rank) for rank in self.ranks]
+        return vars(self) | {"layers": show_range(self.layers), "weights": list(self.weights), "ranks": ranks}
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """The result of `spectrum`; layers count from 0.
+
+    Attributes:
+        matrices: one row per matrix, as in `spectrum.csv`.
+        values: every singular value, as in `singular_values.csv`.
+        damage: one row per truncation, as in `damage.csv`; no rows if none was measured.
+        record: provenance and settings, as in `spectrum.json`.
+        files: what was written.
+    """
+
+    matrices: pd.DataFrame
+    values: pd.DataFrame
+    damage: pd.DataFrame
+    record: dict[str, Any]
+    files: tuple[Path, ...]
+
+
+def request(
+    config: Any,
+    *,
+    layers: range | None = None,
+    weights: Sequence[str] | None = None,
+    ranks: Sequence[Rank] = DEFAULT_RANKS,
+    method: Method = "whitened",
+) -> Request:
+    """What to do with a model of this configuration; by default all of it.
+
+    Raises:
+        ValueError: if layers are out of range, the architecture has no such weight, or there is no such method.
+    """
+    if method not in get_args(Method):
+        raise ValueError(f"there is no method {method!r}; use whitened or plain")
+    chosen = choose_weights(family_of(config), weights)
+    return Request(choose_layers(config.num_hidden_layers, layers), chosen, tuple(ranks), method)
+
+
+def spectrum(
+    model: PreTrainedModel,
+    windows: Windows,
+    calibration: Windows,
+    folder: Path,
+    wanted: Request,
+    *,
+    weights_hash: str,
+    record: dict[str, Any] | None = None,
+) -> Spectrum:
+    """Find singular values and damage, and write `spectrum.csv`, `singular_values.csv`, `damage.csv`, `spectrum.json`.
+
+    What the folder holds already is not computed again. The tables have what is asked for now, the journal also what
+    was asked for before.
+
+    Args:
+        model: unedited; it is left as it is, also if this fails.
+        windows: what damage is measured on.
+        calibration: what inputs are taken from, for whitening.
+        record: provenance to begin `spectrum.json` with.
+
+    Raises:
+        ValueError: if the model is an edited one, a matrix is no plain linear module or not finite, its inputs are
+            not, a rank is above the full one, or the folder holds a spectrum of something else.
+        OSError: if the folder cannot be written to, or another process is writing to it.
+    """
+    require_unedited(model)
+    identity = {
+        "weights_hash": weights_hash,
+        "data": windows.digest,
+        "calibration": calibration.digest,
+        "window": windows.ids.shape[1],
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
+    work = _Work(model, wanted)
+    with SpectrumJournal(folder, identity) as journal:
+        work.fill(journal, windows, calibration)
+        return _write(folder, work, journal, windows, record or {})
+
+
+class _Work:
+    """The matrices asked for, and how each of them is decomposed and truncated."""
+
+    def __init__(self, model: PreTrainedModel, wanted: Request) -> None:
+        self.model, self.wanted = model, wanted
+        self.matrices = Matrices(model)
+        self.all = find_matrices(self.matrices.family, wanted.layers, wanted.weights)
+        self.matrices.check(self.all)
+        self.truncations = {matrix: self._truncations(matrix) for matrix in self.all}
+        self.head = OutputHead(model)
+
+    def _truncations(self, matrix: Matrix) -> list[Truncation]:
+        full_rank = min(self.matrices.read(matrix).shape)
+        for rank in self.wanted.ranks:
+            check_rank(rank, matrix, full_rank)
+        ranks = dict.fromkeys(rank.of(full_rank) for rank in self.wanted.ranks)
+        return [Truncation(matrix, self.wanted.method, rank) for rank in ranks]
+
+    def fill(self, journal: SpectrumJournal, windows: Windows, calibration: Windows) -> None:
+        """Find what the journal does not have yet."""
+        todo = [m for m in self.all if m not in journal.spectra or journal.lacks_damage(self.truncations[m])]
+        if journal.base_nll is not None and not todo:
+            return
+        measured = DenseRun(self.model, windows.ids)
+        references = self._references(measured, windows)
+        if journal.base_nll is None:
+            journal.add_base(torch.cat([reference.quality.nll for reference in references]).cpu().numpy())
+        if not todo:
+            return
+        damages = any(journal.lacks_damage(self.truncations[matrix]) for matrix in todo)
+        total, done = self._amounts(measured, journal)
+        with progress("spectrum", total, "steps", done) as ran:
+            self._walk(DenseRun(self.model, calibration.ids), measured if damages else None, references, journal, ran)
+
+    def _amounts(self, run: DenseRun, journal: SpectrumJournal) -> tuple[int, int]:
+        """All work and what is done of it: a decomposition counts as one node of the program."""
+        total = done = 0
+        for place in range(len(run.nodes)):
+            left = len(run.nodes) - place
+            for matrix in self._matrices_in(run, place):
+                total += 1 + left * len(self.truncations[matrix])
+                done += matrix in journal.spectra
+                done += left * sum(truncation in journal.damage for truncation in self.truncations[matrix])
+        return total, done
+
+    def _matrices_in(self, run: DenseRun, place: int) -> list[Matrix]:
+        """The wanted matrices of a node."""
+        sublayers = run.sublayers(place)
+        return [matrix for matrix in self.all if Sublayer(matrix.kind, (matrix.layer,)) in sublayers]
+
+    def _references(self, run: DenseRun, windows: Windows) -> list[Reference]:
+        """What the unedited model predicts, some windows at a time."""
+        references = [self.head.reference(stream, ids) for ids, stream in run.rest()]
+        if all(reference.quality.nll.isfinite().all() for reference in references):
+            return references
+        again = DenseRun(self.model, windows.ids)
+        for place in range(len(again.nodes)):
+            again.step({matrix: self.matrices.module(matrix) for matrix in self._matrices_in(again, place)})
+        raise ValueError("the unedited model's predictions are not finite: check the final norm and the output head")
+
+    def _walk(
+        self,
+        calibrating: DenseRun,
+        measured: DenseRun | None,
+        references: list[Reference],
+        journal: SpectrumJournal,
+        ran: Callable[[float], Any],
+    ) -> None:
+        """Go through the model up to the last matrix that something is missing of."""
+
+        def missing(matrix: Matrix) -> bool:
+            return matrix not in journal.spectra or journal.lacks_damage(self.truncations[matrix])
+
+        places = range(len(calibrating.nodes))
+        here = {place: [m for m in self._matrices_in(calibrating, place) if missing(m)] for place in places}
+        for place in range(max(place for place in places if here[place]) + 1):
+            whitenings = self._whitenings(calibrating, here[place])
+            for matrix in here[place]:
+                found = self._decompose(matrix, whitenings[matrix], journal, ran)
+                if measured is not None:
+                    self._damage(matrix, found, measured, references, journal, ran)
+            if measured is not None:
+                measured.step()
+
+    def _whitenings(self, run: DenseRun, matrices: list[Matrix]) -> dict[Matrix, Whitening]:
+        """Run the next node; a whitening for each of its matrices, one for all that read the same stream."""
+        first: dict[tuple[str, bool], Matrix] = {}
+        sources = {m: first.setdefault((m.kind, self.matrices.projection(m).reads_stream), m) for m in matrices}
+        moments = run.step({source: self.matrices.module(source) for source in first.values()})
+        factors = {source: whiten(moment) for source, moment in moments.items()}
+        return {matrix: factors[source] for matrix, source in sources.items()}
+
+    def _decompose(
+        self, matrix: Matrix, whitening: Whitening, journal: SpectrumJournal, ran: Callable[[float], Any]
+    ) -> Decomposition:
+        """The decomposition that a matrix is truncated by; both of them are kept if they are new."""
+        values, is_new = self.matrices.read(matrix), matrix not in journal.spectra
+        methods = get_args(Method) if is_new else (self.wanted.method,)
+        found = {name: decompose(values, whitening if name == "whitened" else None) for name in methods}
+        if is_new:
+            out_features, in_features = values.shape
+            plain, whitened = found["plain"].values, found["whitened"].values
+            about = ((out_features, in_features), plain, whitened, whitening.how, whitening.rank)
+            journal.add_spectrum(matrix, SingularValues(*about))
+            ran(1)
+        return found[self.wanted.method]
+
+    def _damage(
+        self,
+        matrix: Matrix,
+        found: Decomposition,
+        run: DenseRun,
+        references: list[Reference],
+        journal: SpectrumJournal,
+        ran: Callable[[float], Any],
+    ) -> None:
+        """Measure the truncations of one matrix that are missing."""
+        values = self.matrices.read(matrix)
+        for truncation in self.truncations[matrix]:
+            if truncation in journal.damage:
+                continue
+            with self.matrices.replaced(matrix, truncate(values, found.left, truncation.rank)):
+                parts = zip(run.rest(), references, strict=True)
+                qualities = [self.head.compare(stream, reference) for (_, stream), reference in parts]
+            journal.add_damage(truncation, _joined(qualities))
+            ran(len(run.nodes) - run.place)
+
+
+def _joined(qualities: list[Quality]) -> WindowQuality:
+    nll = np.concatenate([quality.nll.cpu().numpy() for quality in qualities])
+    return WindowQuality(nll, np.concatenate([quality.divergence.cpu().numpy() for quality in qualities]))
+
+
+def _write(folder: Path, work: _Work, journal: SpectrumJournal, windows: Windows, record: dict[str, Any]) -> Spectrum:
+    spectra = {matrix: journal.spectra[matrix] for matrix in work.all}
+    matrices, values = spectrum_table(spectra), values_table(spectra)
+    truncations = [truncation for matrix in work.all for truncation in work.truncations[matrix]]
+    assert journal.base_nll is not None
+    base = Base(journal.base_nll, windows.ids.shape[1] - 1)
+    damage = damage_table({t: journal.damage[t] for t in truncations}, spectra, base)
+    numbers = {"base_perplexity": perplexity(base.nll), "base_interval": base.interval}
+    record = record | work.wanted.to_json() | numbers
+    tables = {SPECTRUM_TABLE: matrices, VALUES_TABLE: values}
+    if len(damage):
+        tables[DAMAGE_TABLE] = damage
+    for name, table in tables.items():
+        write_text(folder / name, table.to_csv(index=False, float_format="%.9g", na_rep="nan"))
+    write_json(folder / RECORD, record)
+    files = tuple(folder / name for name in (*tables, RECORD))
+    return Spectrum(matrices, values, damage, record, files)

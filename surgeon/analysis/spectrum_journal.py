@@ -1,0 +1,142 @@
+"""What a spectrum has measured so far: singular values of each matrix, and the damage of each truncation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from surgeon.analysis.append_only import AppendOnlyFile
+from surgeon.analysis.matrices import Matrix
+
+JOURNAL = "journal.jsonl"
+FORMAT = 1
+_NAMES = {
+    "format": "format, an older version's",
+    "weights_hash": "model (hash of its weights)",
+    "data": "text (hash of its tokens)",
+    "calibration": "calibration text (hash of its tokens)",
+    "window": "window size",
+    "dtype": "dtype to compute in",
+}
+
+Values = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class SingularValues:
+    """The singular values of one matrix.
+
+    Attributes:
+        size: (out_features, in_features).
+        plain: of W, largest first.
+        whitened: of W S, likewise.
+        factor: how S was made, as in `Whitening.how`.
+        input_rank: the rank of S.
+    """
+
+    size: tuple[int, int]
+    plain: Values
+    whitened: Values
+    factor: str
+    input_rank: int
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """One matrix cut down to a rank."""
+
+    matrix: Matrix
+    method: str
+    rank: int
+
+
+@dataclass(frozen=True)
+class WindowQuality:
+    """Per window, (windows,): negative log-likelihood, and divergence from the original, both nats per token."""
+
+    nll: Values
+    divergence: Values
+
+
+class SpectrumJournal:
+    """Everything that a folder's spectrum has measured, kept as it is measured.
+
+    Attributes:
+        base_nll: the unedited model's negative log-likelihood by window, once it is known.
+        spectra: by matrix.
+        damage: by truncation.
+
+    Args:
+        folder: made if it is not there.
+        identity: what the numbers depend on.
+
+    Raises:
+        ValueError: if the folder holds a spectrum of something else (naming the difference), or it is damaged.
+        OSError: if it cannot be written, or another process is writing to it.
+    """
+
+    def __init__(self, folder: Path, identity: dict[str, Any]) -> None:
+        self.base_nll: Values | None = None
+        self.spectra: dict[Matrix, SingularValues] = {}
+        self.damage: dict[Truncation, WindowQuality] = {}
+        self._file = AppendOnlyFile(folder / JOURNAL, "spectrum", {"format": FORMAT} | identity, _NAMES)
+        try:
+            for number, line in enumerate(self._file.lines, start=2):
+                try:
+                    self._take(line)
+                except (KeyError, TypeError, ValueError) as error:
+                    raise self._file.damaged(number) from error
+        except BaseException:
+            self._file.__exit__(None, None, None)
+            raise
+
+    def __enter__(self) -> SpectrumJournal:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.__exit__(kind, error, trace)
+
+    def add_base(self, nll: Values) -> None:
+        """Keep the unedited model's numbers."""
+        self._add({"base": nll.tolist()})
+
+    def add_spectrum(self, matrix: Matrix, found: SingularValues) -> None:
+        """Keep a matrix's singular values."""
+        values = {"plain": found.plain.tolist(), "whitened": found.whitened.tolist()}
+        about = {"size": list(found.size), "factor": found.factor, "input_rank": found.input_rank}
+        self._add(vars(matrix) | about | values)
+
+    def add_damage(self, truncation: Truncation, quality: WindowQuality) -> None:
+        """Keep what a truncation does."""
+        numbers = {"nll": quality.nll.tolist(), "divergence": quality.divergence.tolist()}
+        self._add(vars(truncation.matrix) | {"method": truncation.method, "rank": truncation.rank} | numbers)
+
+    def lacks_damage(self, truncations: Iterable[Truncation]) -> bool:
+        """Whether any of these is still to be measured."""
+        return any(truncation not in self.damage for truncation in truncations)
+
+    def _add(self, line: dict[str, Any]) -> None:
+        self._file.append(line)
+        self._take(line)
+
+    def _take(self, line: dict[str, Any]) -> None:
+        if "base" in line:
+            self.base_nll = np.array(line["base"], dtype=np.float64)
+            return
+        matrix = Matrix(line["layer"], line["weight"], line["kind"])
+        if "rank" in line:
+            numbers = (np.array(line[name], dtype=np.float64) for name in ("nll", "divergence"))
+            self.damage[Truncation(matrix, line["method"], line["rank"])] = WindowQuality(*numbers)
+            return
+        plain, whitened = (np.array(line[name], dtype=np.float64) for name in ("plain", "whitened"))
+        out_features, in_features = line["size"]
+        found = SingularValues((out_features, in_features), plain, whitened, line["factor"], line["input_rank"])
+        self.spectra[matrix] = found

@@ -1,0 +1,99 @@
+"""The tables of a spectrum: a row for each matrix, for each singular value, for each truncation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+
+from surgeon.analysis.lowrank import effective_rank, energy_rank, kept_parameters
+from surgeon.analysis.matrices import Matrix
+from surgeon.analysis.spectrum_journal import SingularValues, Truncation, WindowQuality
+from surgeon.analysis.tables import Base, estimate
+
+PERCENTAGES = (90, 95, 99)
+METHODS = {"plain": "", "whitened": "_whitened"}  # and how their columns end
+DAMAGE_COLUMNS = [
+    "layer",
+    "weight",
+    "method",
+    "rank",
+    "full_rank",
+    "kept",
+    "perplexity",
+    "perplexity_low",
+    "perplexity_high",
+    "divergence",
+    "divergence_low",
+    "divergence_high",
+    "tokens",
+]
+
+
+def spectrum_table(spectra: Mapping[Matrix, SingularValues]) -> pd.DataFrame:
+    """One row per matrix, with the columns of `spectrum.csv`.
+
+    `rank95` is the number of singular values with 95% of the sum of squares, `kept95` the parameters of two factors of
+    that rank as a share of the matrix's; columns that end in `_whitened` are of W S. `factor` says how S was made,
+    `input_rank` how many independent directions the inputs have.
+    """
+    return pd.DataFrame([_row(matrix, found) for matrix, found in spectra.items()])
+
+
+def _row(matrix: Matrix, found: SingularValues) -> dict[str, Any]:
+    out_features, in_features = found.size
+    row: dict[str, Any] = {
+        "layer": matrix.layer,
+        "weight": matrix.weight,
+        "out_features": out_features,
+        "in_features": in_features,
+        "full_rank": min(found.size),
+    }
+    for method, ending in METHODS.items():
+        values = found.plain if method == "plain" else found.whitened
+        ranks = {percent: energy_rank(values, percent / 100) for percent in PERCENTAGES}
+        row |= {f"rank{percent}{ending}": rank for percent, rank in ranks.items()}
+        row |= {f"kept{percent}{ending}": kept_parameters(*found.size, rank) for percent, rank in ranks.items()}
+        row[f"effective_rank{ending}"] = effective_rank(values)
+    return row | {"factor": found.factor, "input_rank": found.input_rank}
+
+
+def notes_on(table: pd.DataFrame) -> tuple[str, ...]:
+    """What a user should know about the calibration, one line each; `table` as `spectrum_table` makes it."""
+    short = table[table["input_rank"] < table["in_features"]]
+    if short.empty:
+        return ()
+    worst = short.assign(share=short["input_rank"] / short["in_features"]).sort_values("share").iloc[0]
+    note = (
+        f"the calibration text does not reach all inputs of {len(short)} of {len(table)} matrices (of "
+        f"{worst['weight']} of layer {worst['layer']} {worst['input_rank']} directions of {worst['in_features']}): "
+        "beyond these, their truncation is plain; more --calibration-tokens help, unless inputs are always 0"
+    )
+    return (note,)
+
+
+def values_table(spectra: Mapping[Matrix, SingularValues]) -> pd.DataFrame:
+    """One row per singular value, with the columns of `singular_values.csv`; `index` counts from 0."""
+    tables = []
+    for matrix, found in spectra.items():
+        for method in METHODS:
+            values = found.plain if method == "plain" else found.whitened
+            about = {"layer": matrix.layer, "weight": matrix.weight, "method": method, "index": range(len(values))}
+            tables.append(pd.DataFrame(about | {"value": values}))
+    return pd.concat(tables, ignore_index=True)
+
+
+def damage_table(
+    damage: Mapping[Truncation, WindowQuality], spectra: Mapping[Matrix, SingularValues], base: Base
+) -> pd.DataFrame:
+    """One row per truncation, with the columns of `damage.csv`; NaN where there is no interval."""
+    windows = range(len(base.nll))
+    rows = []
+    for truncation, quality in damage.items():
+        matrix, size = truncation.matrix, spectra[truncation.matrix].size
+        kept = kept_parameters(*size, truncation.rank)
+        about = (matrix.layer, matrix.weight, truncation.method, truncation.rank, min(size), kept)
+        numbers = estimate(quality.nll, quality.divergence, base.nll, windows).numbers
+        rows.append((*about, *numbers, len(windows) * base.tokens))
+    return pd.DataFrame(rows, columns=DAMAGE_COLUMNS)

@@ -1,0 +1,90 @@
+"""`surgeon spectrum` as a user meets it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from surgeon.cli.app import main
+
+Result = tuple[int, str, str]
+
+
+@pytest.fixture
+def spectrum(tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
+    """Runs the command on a tiny model and text, with more arguments; returns exit code, output and errors."""
+
+    def run(*arguments: str) -> Result:
+        command = ["spectrum", str(tiny_checkpoint), "--data", str(tiny_text), "-o", str(tmp_path / "out")]
+        sizes = ["--window", "32", "--tokens", "128", "--calibration-tokens", "320"]
+        code = main([*command, *sizes, *arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def test_everything(spectrum, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    code, out, err = spectrum("--ranks", "1/4,3")
+    assert code == 0, err
+    folder = tmp_path / "out"
+    tables = {"spectrum.csv", "singular_values.csv", "damage.csv", "spectrum.json"}
+    pictures = {"damage.png", "rank95.png", "singular-values-plain.png", "singular-values-whitened.png"}
+    assert {path.name for path in folder.iterdir()} == tables | pictures | {"journal.jsonl"}
+    named = [Path(line).name for line in out.splitlines() if line.startswith(str(folder))]
+    assert len(named) == 8
+    assert set(named) == tables | pictures
+    assert all(len(line.rstrip()) <= 80 for line in out.splitlines() if not line.startswith("/"))
+    assert len(pd.read_csv(folder / "spectrum.csv")) == 4 * 7
+    assert len(pd.read_csv(folder / "damage.csv")) == 4 * 7 * 2
+    record = json.loads((folder / "spectrum.json").read_text())
+    assert (record["tokens"], record["calibration_tokens"], record["method"]) == (128, 320, "whitened")
+    assert record["calibration_hash"] != record["data_hash"]
+    assert f"base perplexity {record['base_perplexity']:.4g} over 124 predicted tokens" in out
+    assert "spectrum: done" in err
+
+
+def test_some_matrices_without_damage(spectrum, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    code, out, err = spectrum("--no-damage", "--layers", "1:3", "--weights", "down,q", "--calibration-tokens", "32")
+    assert code == 0, err
+    assert "divergence" not in out
+    table = pd.read_csv(tmp_path / "out" / "spectrum.csv")
+    assert table[["layer", "weight"]].to_numpy().tolist() == [[1, "q"], [1, "down"], [2, "q"], [2, "down"]]
+    assert not (tmp_path / "out" / "damage.csv").exists()
+    assert (
+        "warning: the calibration text does not reach all inputs of 2 of 4 matrices (of down of layer 1 32 direc"
+        in (err)
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--weights", "q,gat"), "Llama has no weight 'gat'; did you mean 'gate'?"),
+        (("--weights", ","), "no weight is named"),
+        (("--layers", "2:5"), "layers 2:5 are out of range: the model's layers are 0:4"),
+        (("--layers", "4"), "write \"4:30\" for layers 4 to 29"),
+        (("--ranks", "1/2,0"), "rank 0 must be more than 0"),
+        (("--ranks", "20"), "rank 20 is above the full rank 16 of k of layer 0"),
+        (("--ranks", "some"), "'some' is no rank"),
+        (("--calibration-tokens", "8"), "at least one window of 32, not 8"),
+        (("--calibration", "nothing.txt"), "no file nothing.txt"),
+        (("--tokens", "100000"), "none are left to calibrate on; lower --tokens, or give other text with --c"),
+    ],
+)  # fmt: skip
+def test_bad_options(spectrum, tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:  # type: ignore[no-untyped-def]
+    code, out, err = spectrum(*arguments)
+    assert (code, out) == (1, "")
+    assert message in err
+    assert sum("error" in line or "Traceback" in line for line in err.splitlines()) == 1
+    assert not (tmp_path / "out" / "spectrum.csv").exists()
+
+
+def test_a_folder_of_another_text(spectrum) -> None:  # type: ignore[no-untyped-def]
+    assert spectrum("--no-damage", "--weights", "q")[0] == 0
+    code, _, err = spectrum("--no-damage", "--weights", "q", "--tokens", "96")
+    assert code == 1
+    assert "holds a spectrum of another text (hash of its tokens)" in err
