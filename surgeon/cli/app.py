@@ -23,12 +23,14 @@ from surgeon.cli.scan import scan
 from surgeon.cli.search import search
 from surgeon.cli.sensitivity import sensitivity
 from surgeon.cli.similarity import similarity
+from surgeon.cli.spectrum import spectrum
 
 # In the order in which they are used. These modules are light: what a command needs, it imports when it runs.
 COMMANDS = (
     (scan, "Measure what every stretch of layers tolerates; draw heatmaps."),
     (similarity, "Measure what each layer owes to the one before it (CKA)."),
     (sensitivity, "Bound and measure the error of running layers in pairs."),
+    (spectrum, "Find singular values, and what lower ranks of each matrix do."),
     (search, "Find the best layers to run in pairs, for a wanted depth."),
     (export, "Write the changed model as a checkpoint."),
     (evaluate, "Measure accuracy on tasks with lm-eval."),
