@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from surgeon.analysis import screen
 from surgeon.analysis.cells import Cell, Selection, selected_cells
 from surgeon.analysis.journal import Journal
-from surgeon.analysis.measure import measure, windows_at_once
+from surgeon.analysis.measure import Measured, measure, windows_at_once
 from surgeon.analysis.sharing import Plan, plain_sublayers, share, simplify
 from surgeon.analysis.tables import Base, Outcome, Values, cell_values, cells_table, permutations_table
+from surgeon.analysis.workers import Job, Workers, measure_in_workers
 from surgeon.families import family_of
 from surgeon.memory import stay_below
 from surgeon.model import require_unedited
 from surgeon.program import Program
-from surgeon.progress import progress
+from surgeon.progress import Advance, progress
 from surgeon.provenance import write_json, write_text
 from surgeon.quality.data import Windows
 from surgeon.quality.summary import perplexity
@@ -28,6 +30,8 @@ from surgeon.quality.summary import perplexity
 CELLS = "cells.csv"
 PERMUTATIONS = "permutations.csv"
 RECORD = "scan.json"
+
+IsDone = Callable[[Program, range], bool]
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,7 @@ def scan(
     screened: bool = False,
     memory: int | None = None,
     batch: int | None = None,
+    workers: Workers | None = None,
     record: dict[str, Any] | None = None,
 ) -> Scan:
     """Measure every cell asked for, and write `cells.csv`, `permutations.csv` (if any are random) and `scan.json`.
@@ -72,6 +77,7 @@ def scan(
         screened: let cells go that are settled on a part of the windows (see `surgeon.analysis.screen`).
         memory: a limit in bytes on the memory of the whole process.
         batch: at most this many windows are run together.
+        workers: processes to share the work out to, instead of doing it in this one.
         record: provenance to begin `scan.json` with.
 
     Raises:
@@ -93,7 +99,7 @@ def scan(
         if journal.at_once is not None and batch is None:
             at_once = min(at_once, journal.at_once)
         journal.start(at_once, screened)
-        run = _Run(model, windows, work, at_once, journal, memory)
+        run = _Run(model, windows, work, at_once, journal, memory, workers)
         measured = list(run.measured(screened))
         journal.finish(selection)
         more = selection.to_json() | {"screen": screen.settings() if screened else None}
@@ -133,6 +139,7 @@ class _Run:
     at_once: int
     journal: Journal
     memory: int | None
+    workers: Workers | None
 
     @property
     def base(self) -> Base:
@@ -187,12 +194,19 @@ class _Run:
             def is_done(program: Program, part: range) -> bool:
                 return journal.is_done(program, windows[part.start : part.stop])
 
-            ids = self.windows.ids[windows]
-            todo = self.model, ids, self.work.dense, programs, self.at_once, is_done, ran
-            for one in measure(*todo, memory=self.memory, folder=journal.path.parent):
+            missing = [p for p in programs if not journal.is_done(p, windows)]
+            for one in self._numbers(self.windows.ids[windows], missing, is_done, ran):
                 part = range(one.start, one.start + len(one.quality.nll))
                 if not is_done(one.program, part):
                     journal.add(one.program, windows[part.start : part.stop], one.quality)
+
+    def _numbers(self, ids: Tensor, programs: list[Program], is_done: IsDone, ran: Advance) -> Iterator[Measured]:
+        folder, dense = self.journal.path.parent, self.work.dense
+        if self.workers is None:
+            todo = self.model, ids, dense, programs, self.at_once, is_done, ran
+            return measure(*todo, memory=self.memory, folder=folder)
+        job = Job(self.workers.checkpoint, ids, str(dense), tuple(map(str, programs)), memory=self.memory)
+        return measure_in_workers(replace(job, batch=self.workers.batch, folder=folder), self.workers.count, ran)
 
 
 def _write(folder: Path, run: _Run, measured: list[Outcome], record: dict[str, Any]) -> Scan:

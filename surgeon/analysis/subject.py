@@ -70,11 +70,13 @@ def open_subject(
     window: int | None = None,
     separator: str | None = None,
     memory: int | None = None,
+    elsewhere: bool = False,
 ) -> Subject:
     """Load a model and the text to measure it on; arguments as `load` and `load_windows` take them.
 
     Args:
         memory: a limit in bytes on the memory of the whole process, as `load_for_analysis` takes it.
+        elsewhere: other processes will run the model; here it only has to be known what it consists of.
 
     Raises:
         FileNotFoundError: if the model, a file of it, or the data is missing.
@@ -85,7 +87,8 @@ def open_subject(
     # The text comes first: what is wrong with it is said before a large model is loaded.
     size = window_for(read_config(checkpoint), window)
     windows = load_windows(open_tokenizer(folder), data, size, tokens, separator)
-    return Subject(model, folder, load_for_analysis(checkpoint, memory), windows, checkpoint.weights_hash())
+    loaded = load_streamed(folder) if elsewhere else load_for_analysis(checkpoint, memory)
+    return Subject(model, folder, loaded, windows, checkpoint.weights_hash())
 
 
 def load_for_analysis(checkpoint: Checkpoint, memory: int | None = None, device: str | None = None) -> PreTrainedModel:

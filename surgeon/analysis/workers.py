@@ -36,6 +36,20 @@ _PATIENCE = 0.5  # seconds between looks at whether all workers are still alive
 
 
 @dataclass(frozen=True)
+class Workers:
+    """Processes to share work out to.
+
+    Attributes:
+        checkpoint: the folder of the model that each of them loads.
+        batch: at most this many windows are run together; each worker finds what suits it by default.
+    """
+
+    count: int
+    checkpoint: Path
+    batch: int | None = None
+
+
+@dataclass(frozen=True)
 class Job:
     """What one worker is given.
 
@@ -54,8 +68,8 @@ class Job:
     ids: Tensor
     dense: str
     programs: tuple[str, ...]
-    device: str
-    threads: int
+    device: str = "cpu"
+    threads: int = 1
     memory: int | None = None
     batch: int | None = None
     folder: Path | None = None

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from surgeon.cli.options import (
+    DEFAULT_TOKENS,
+    DataOption,
+    MemoryOption,
+    ModelArgument,
+    OutputOption,
+    SeparatorOption,
+    TokensOption,
+    WindowOption,
+)
+
 
 def scan(
-    model: Annotated[str, typer.Argument(help="A model: a checkpoint folder, or a name on the Hugging Face hub.")],
-    data: Annotated[
-        str,
-        typer.Option(
-            "--data",
-            help="Text to measure on: a UTF-8 text file, a dataset as name[:config[:split]], or demo "
-            "(source files of the Python standard library).",
-        ),
-    ],
-    output: Annotated[
-        Path,
-        typer.Option("--output", "-o", help="Folder for the CSV, JSON and PNG files; made if missing."),
-    ],
+    model: ModelArgument,
+    data: DataOption,
+    output: OutputOption,
     operation: Annotated[
         list[str] | None,
         typer.Option(
@@ -65,23 +65,10 @@ def scan(
             "on their part.",
         ),
     ] = False,
-    tokens: Annotated[int, typer.Option("--tokens", help="Tokens to measure on, from the start of the data.")] = 8192,
-    window: Annotated[
-        int | None,
-        typer.Option("--window", help="Tokens in a window. Default: 512, or the model's positions if it has fewer."),
-    ] = None,
-    separator: Annotated[
-        str | None,
-        typer.Option(
-            "--separator",
-            help="Text between the documents of the data, such as '<|endoftext|>': they are kept apart, each "
-            "begun with the tokenizer's BOS. With a dataset, every row is a document then.",
-        ),
-    ] = None,
-    memory: Annotated[
-        str | None,
-        typer.Option("--memory", help="The most memory the process may take, model included, such as 512MB or 2GB."),
-    ] = None,
+    tokens: TokensOption = DEFAULT_TOKENS,
+    window: WindowOption = None,
+    separator: SeparatorOption = None,
+    memory: MemoryOption = None,
     batch: Annotated[
         int | None,
         typer.Option(
@@ -90,6 +77,16 @@ def scan(
             help="Windows to run together at most. Default: what runs fastest, about 2,048 tokens on a CPU.",
         ),
     ] = None,
+    workers: Annotated[
+        int,
+        typer.Option(
+            "--workers",
+            min=1,
+            metavar="N",
+            help="Processes that share the stretches, each with a GPU of its own, or a share of the cores and of "
+            "--memory.",
+        ),
+    ] = 1,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the random orders of shuffle.")] = 0,
 ) -> None:
     """Measure what every contiguous stretch of layers tolerates, and draw it as heatmaps.
@@ -102,6 +99,7 @@ def scan(
     from surgeon.analysis.cells import SCANNED, check_operations, select
     from surgeon.analysis.scan import scan as run_scan
     from surgeon.analysis.subject import open_subject
+    from surgeon.analysis.workers import Workers
     from surgeon.checkpoint.load import read_config
     from surgeon.checkpoint.read import Checkpoint, locate
     from surgeon.memory import parse_size
@@ -120,7 +118,7 @@ def scan(
         max_length=max_length,
         permutations=permutations,
     )
-    subject = open_subject(model, data, tokens, window, separator, limit)
+    subject = open_subject(model, data, tokens, window, separator, limit, elsewhere=workers > 1)
     for note in subject.windows.notes:
         typer.echo(f"warning: {note}", err=True)
     result = run_scan(
@@ -133,6 +131,7 @@ def scan(
         screened=screen,
         memory=limit,
         batch=batch,
+        workers=Workers(workers, subject.folder, batch) if workers > 1 else None,
         record=subject.provenance(seed=seed),
     )
     pictures = draw_heatmaps(result.table, result.base_perplexity, output, subject.label)

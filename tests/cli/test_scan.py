@@ -8,6 +8,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from surgeon.analysis import subject
 from surgeon.analysis.cells import HEATMAPS
 from surgeon.cli.app import main
 
@@ -93,6 +94,20 @@ def test_some_heatmaps_and_a_limit_of_memory(scan, tmp_path: Path) -> None:  # t
     code, _, err = scan("--operation", "prune", "--operation", "parallel", "--memory", "100GB", "--batch", "1")
     assert code == 0, err
     assert pd.read_csv(tmp_path / "out" / "cells.csv")["operation"].unique().tolist() == ["prune", "parallel"]
+
+
+def test_workers_and_weights_read_layer_by_layer_give_the_same_table(scan, tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """Three ways to run one scan: in this process, in two others, and with no room for the model's weights."""
+    tables = []
+    for name, more in (("here", ()), ("workers", ("--workers", "2")), ("streamed", ())):
+        if name == "streamed":
+            monkeypatch.setattr(subject, "available_bytes", lambda *_: 0)
+        code, _, err = scan("--operation", "prune", "--operation", "merge", "-o", str(tmp_path / name), *more)
+        assert code == 0, err
+        assert ("warning: the model's weights" in err) == (name == "streamed")
+        tables.append(pd.read_csv(tmp_path / name / "cells.csv"))
+    for table in tables[1:]:
+        pd.testing.assert_frame_equal(table, tables[0], rtol=1e-5)
 
 
 def test_a_warning_about_a_separator(scan, tiny_text: Path) -> None:  # type: ignore[no-untyped-def]
