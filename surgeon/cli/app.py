@@ -19,6 +19,7 @@ from surgeon.cli.evaluate import evaluate
 from surgeon.cli.export import export
 from surgeon.cli.failures import CLOSED_PIPE, INTERRUPTED, explain
 from surgeon.cli.generate import generate
+from surgeon.cli.report import report
 from surgeon.cli.scan import scan
 from surgeon.cli.search import search
 from surgeon.cli.sensitivity import sensitivity
@@ -35,6 +36,7 @@ COMMANDS = (
     (export, "Write the changed model as a checkpoint."),
     (evaluate, "Measure accuracy on tasks with lm-eval."),
     (generate, "Continue a text, on one or several ranks."),
+    (report, "Put what was measured into one HTML page."),
     (demo, "All of this on a small model that ships with surgeon."),
 )
 DEBUG_FLAG = "--debug"

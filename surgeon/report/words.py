@@ -1,0 +1,98 @@
+"""Numbers and layers as a reader finds them written on the page, the same everywhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+MINUS, TIMES = "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}"
+NO_VALUE = "\N{EN DASH}"
+_SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+INTERVAL = "95% interval"  # heads a column
+_TIMES_FROM = 2.0  # from this ratio on, "3.2 times" says more than "+220%"
+
+
+def number(value: float, digits: int = 4) -> str:
+    """A number with so many significant digits; large ones with thousands apart, NaN as a dash."""
+    if math.isnan(value):
+        return NO_VALUE
+    if math.isinf(value):
+        return "∞" if value > 0 else MINUS + "∞"
+    rounded = float(f"{value:.{digits}g}")
+    if rounded != 0 and not 1e-4 <= abs(rounded) < 1e7:
+        mantissa, _, exponent = f"{value:.{max(1, digits - 2)}e}".partition("e")
+        return f"{mantissa} {TIMES} 10{str(int(exponent)).translate(_SUPERSCRIPTS)}".replace("-", MINUS)
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(rounded)))) if rounded else 0
+    return f"{rounded:,.{decimals}f}".replace("-", MINUS)
+
+
+def interval(low: float | None, high: float | None, digits: int = 4) -> str:
+    """A 95% interval, or nothing where it is not known."""
+    if low is None or high is None or math.isnan(low) or math.isnan(high):
+        return ""
+    return f"{number(low, digits)} to {number(high, digits)}"
+
+
+def with_intervals(row: Any, names: Iterable[str] = ("perplexity", "divergence")) -> list[str]:
+    """Columns of a table's row, each followed by its 95% interval."""
+    return [
+        text
+        for name in names
+        for text in (number(row[name]), interval(row.get(f"{name}_low"), row.get(f"{name}_high")))
+    ]
+
+
+def change(ratio: float) -> str:
+    """What a value is against its base: +5.3%, the like with a minus, or 3.2 times."""
+    if math.isnan(ratio):
+        return NO_VALUE
+    if ratio >= _TIMES_FROM:
+        return f"{number(ratio, 2 if ratio < 1000 else 1)} times"
+    percent = 100 * (ratio - 1)
+    decimals = 2 if abs(percent) < 0.995 else 1 if abs(percent) < 9.95 else 0
+    text = f"{abs(percent):.{decimals}f}"
+    if not float(text):
+        return "±0%"
+    return f"{'+' if percent > 0 else MINUS}{text}%"
+
+
+def allowance(ratio: float) -> str:
+    """A tolerance, without decimals that nobody set: 1.05 is +5%."""
+    return f"+{100 * (ratio - 1):.3g}%"
+
+
+def tick(value: float) -> str:
+    """A number on an axis."""
+    text = number(value, 3)
+    return text.rstrip("0").rstrip(".") if "." in text and TIMES not in text else text
+
+
+def stretch(first: int, last: int) -> str:
+    """A stretch of layers, both ends included."""
+    return f"layer {first}" if first == last else f"layers {first} to {last}"
+
+
+def layer_list(layers: Iterable[int]) -> str:
+    """Single layers and runs of them: "0, 1 and 5 to 8"."""
+    runs: list[list[int]] = []
+    for layer in sorted(set(layers)):
+        if runs and runs[-1][-1] == layer - 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    parts = []
+    for run in runs:
+        parts += [f"{run[0]} to {run[-1]}"] if len(run) > 2 else [str(layer) for layer in run]
+    return listed(parts)
+
+
+def listed(parts: Iterable[str], joining: str = "and") -> str:
+    """Parts of a sentence: "a, b and c"."""
+    items = list(parts)
+    return f" {joining} ".join(filter(None, [", ".join(items[:-1]), items[-1]])) if items else ""
+
+
+def plural(count: int, noun: str) -> str:
+    """A count with its noun: "1 layer", "12 layers"."""
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
