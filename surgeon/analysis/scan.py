@@ -202,7 +202,7 @@ class _Run:
 
     def _numbers(self, ids: Tensor, programs: list[Program], is_done: IsDone, ran: Advance) -> Iterator[Measured]:
         folder, dense = self.journal.path.parent, self.work.dense
-        if self.workers is None:
+        if self.workers is None or set(programs) <= {dense}:  # workers measure the unedited model beside others only
             todo = self.model, ids, dense, programs, self.at_once, is_done, ran
             return measure(*todo, memory=self.memory, folder=folder)
         job = Job(self.workers.checkpoint, ids, str(dense), tuple(map(str, programs)), memory=self.memory)

@@ -26,6 +26,7 @@ from surgeon.analysis.journal import JOURNAL
 from surgeon.analysis.measure import measure
 from surgeon.analysis.scan import Scan, scan
 from surgeon.analysis.tables import COLUMNS, PERMUTATION_COLUMNS
+from surgeon.families import family_of
 from surgeon.operations import permutation
 from surgeon.program import Program
 from surgeon.quality.data import Windows
@@ -85,18 +86,20 @@ def t_interval(nll: list[float]) -> list[float]:
     return [math.exp(mean - factor * error), math.exp(mean + factor * error)]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "opt"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "opt", "gpt_neox"])
 def test_a_scan_equals_a_plain_loop(family: str, windows: Windows, tmp_path: Path) -> None:
     model = tiny_model(family, LAYERS)
     result = run(tmp_path, windows, model, list(HEATMAPS), seed=3)
-    cells = scan_cells(list(HEATMAPS), LAYERS, seed=3)
+    steps = family_of(model.config).steps_per_layer
+    cells = scan_cells(list(HEATMAPS), LAYERS, 3, steps)
     assert len(result.table) == len(cells) == 100
     for row, cell in zip(result.table.itertuples(index=False), cells, strict=True):
         assert (row.operation, row.first, row.last) == (cell.operation, cell.first, cell.last)
         perplexity, divergence = plain_loop(model, windows.ids, cell.program)
         assert row.perplexity == pytest.approx(perplexity, rel=1e-5), cell
         assert row.divergence == pytest.approx(divergence, rel=1e-5, abs=2e-6), cell
-    assert result.base_perplexity == pytest.approx(plain_loop(model, windows.ids, Program.dense(LAYERS))[0], rel=1e-5)
+    dense = Program.dense(LAYERS, steps)
+    assert result.base_perplexity == pytest.approx(plain_loop(model, windows.ids, dense)[0], rel=1e-5)
     assert isinstance(surgeon.model.decoder_layers(model), torch.nn.ModuleList), "the model is left as it was"
 
 

@@ -81,6 +81,13 @@ def test_screened(scan, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     assert json.loads((tmp_path / "out" / "scan.json").read_text())["screen"]["hopeless_beyond"] == 10
 
 
+def test_workers_with_nothing_but_the_unedited_model_to_run(scan, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    code, _, err = scan("--operation", "shuffle", "--layers", "0:1", "--workers", "2", "--screen", "--window", "8")
+    assert code == 0, err
+    table = pd.read_csv(tmp_path / "out" / "cells.csv")
+    assert (table["tokens"].tolist(), table["divergence"].tolist()) == ([16 * 7], [0.0])
+
+
 def test_help_says_what_the_options_do(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["scan", "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
