@@ -56,8 +56,9 @@ def spectrum(
         ),
     ] = None,
     calibration_tokens: Annotated[
-        int, typer.Option(help="Tokens of it; they should be several times the widest matrix's inputs.")
-    ] = 16384,
+        int,
+        typer.Option(help="Tokens of it. More whiten better; they should be many times a matrix's input features."),
+    ] = 32768,
     tokens: TokensOption = DEFAULT_TOKENS,
     window: WindowOption = None,
     separator: SeparatorOption = None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,6 +29,7 @@ _PANELS_ACROSS = 4
 _RANKS_ACROSS = 4
 _DECADES = 5  # of damage, below the worst, that have colours of their own
 _MOST_NUMBERS = 40  # layers, beyond which the cells of a map are too low for numbers
+_INCHES_PER_LETTER = 0.09  # of a title
 _LEAST_VALUE = 1e-4  # of the largest singular value
 _LINES = ListedColormap(matplotlib.colormaps[_COLOURS](np.linspace(0, 0.92, 256)))  # yellow is faint on white
 
@@ -83,7 +85,7 @@ def draw_damage(damage: pd.DataFrame, ranks: Sequence[Rank], path: Path, label: 
             panel.set_ylabel("layer", fontsize=9)
     _damage_bar(figure, list(axes.flat), scale, damage["divergence"])
     method = damage["method"].iloc[0]
-    figure.suptitle(f"{label}: one matrix at a lower rank ({method}); below its name, the parameters kept", fontsize=11)
+    _title(figure, f"{label}: one matrix at a lower rank ({method}); below its name, the parameters kept")
     return save(figure, path)
 
 
@@ -111,7 +113,7 @@ def draw_ranks(matrices: pd.DataFrame, path: Path, label: str) -> Path:
     bar = figure.colorbar(ScalarMappable(scale, _colours()), ax=list(axes), shrink=0.85, pad=0.02)
     bar.ax.tick_params(labelsize=8)
     bar.set_label("rank / full rank", fontsize=9)
-    figure.suptitle(f"{label}: rank with 95% of the energy", fontsize=11)
+    _title(figure, f"{label}: rank with 95% of the energy")
     return save(figure, path)
 
 
@@ -145,7 +147,7 @@ def draw_values(values: pd.DataFrame, path: Path, label: str) -> Path:
     bar.locator = MaxNLocator(nbins=10, integer=True)
     bar.ax.tick_params(labelsize=8)
     bar.set_label("layer", fontsize=9)
-    figure.suptitle(f"{label}: singular values, {values['method'].iloc[0]}", fontsize=11)
+    _title(figure, f"{label}: singular values, {values['method'].iloc[0]}")
     return save(figure, path)
 
 
@@ -227,6 +229,11 @@ def _finish_values(axes: Axes, is_lowest: bool, is_first: bool) -> None:
         axes.set_xlabel("number", fontsize=9)
     if is_first:
         axes.set_ylabel("relative to the largest", fontsize=9)
+
+
+def _title(figure: Figure, words: str) -> None:
+    """Above all panels, on as many lines as it takes to fit."""
+    figure.suptitle(textwrap.fill(words, int(figure.get_figwidth() / _INCHES_PER_LETTER)), fontsize=11)
 
 
 def _colours() -> Colormap:

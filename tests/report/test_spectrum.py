@@ -73,6 +73,16 @@ def test_damage_is_shown_at_its_layer_and_matrix(figures: list[Figure], tmp_path
     assert (tmp_path / "damage.png").stat().st_size > 5000
 
 
+@pytest.mark.parametrize("ranks", ["1/4", "1/4,1/2,3"])
+def test_a_long_title_fits(ranks: str, figures: list[Figure], tmp_path: Path) -> None:
+    label = "a-model-with-a-very-long-name-70b-instruct"
+    report.draw_damage(example().damage, parse_ranks(ranks), tmp_path / "damage.png", label)
+    (figure,) = figures
+    box = figure._suptitle.get_window_extent()  # type: ignore[attr-defined]
+    assert box.x0 >= 0
+    assert box.x1 <= figure.get_figwidth() * figure.dpi
+
+
 def test_zero_and_infinite_damage_are_not_blank(figures: list[Figure], tmp_path: Path) -> None:
     damage = example().damage
     damage.loc[0, "divergence"], damage.loc[1, "divergence"] = 0.0, math.inf
