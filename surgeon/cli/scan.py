@@ -98,6 +98,7 @@ def scan(
     """
     from surgeon.analysis.cells import SCANNED, check_operations, select
     from surgeon.analysis.scan import scan as run_scan
+    from surgeon.analysis.screen import rounds
     from surgeon.analysis.subject import open_subject
     from surgeon.analysis.workers import Workers
     from surgeon.checkpoint.load import read_config
@@ -121,6 +122,9 @@ def scan(
     subject = open_subject(model, data, tokens, window, separator, limit, elsewhere=workers > 1)
     for note in subject.windows.notes:
         typer.echo(f"warning: {note}", err=True)
+    if screen and len(rounds(len(subject.windows.ids))) == 1:
+        few = f"{len(subject.windows.ids)} windows are too few to screen"
+        typer.echo(f"warning: {few}: every cell gets all of them; use a smaller --window or more --tokens", err=True)
     result = run_scan(
         subject.model,
         subject.windows,

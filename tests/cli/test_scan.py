@@ -81,6 +81,13 @@ def test_screened(scan, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     assert json.loads((tmp_path / "out" / "scan.json").read_text())["screen"]["hopeless_beyond"] == 10
 
 
+def test_too_few_windows_to_screen(scan, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    code, _, err = scan("--operation", "prune", "--screen")
+    assert code == 0, err
+    assert "warning: 4 windows are too few to screen" in err
+    assert (pd.read_csv(tmp_path / "out" / "cells.csv")["tokens"] == 4 * 31).all()
+
+
 def test_workers_with_nothing_but_the_unedited_model_to_run(scan, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     code, _, err = scan("--operation", "shuffle", "--layers", "0:1", "--workers", "2", "--screen", "--window", "8")
     assert code == 0, err
