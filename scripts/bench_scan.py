@@ -1,19 +1,21 @@
-"""What sharing wins: the heatmaps of a model by `surgeon scan`'s way against a plain loop over cells, in one run.
+"""What `surgeon scan` wins over a plain loop over cells: sharing, and screening, on two models in one run.
 
-    python scripts/bench_scan.py [MODEL] [--tokens 4096] [--window 256] [--operation prune ...] [--threads N]
+    python scripts/bench_scan.py [--every N] [--threads N] [--only demo|random]
 
 The loop does for each cell what anybody would do: `surgeon.edit(model, program)`, the model's own forward pass, and
-the same quality numbers by the same fast head (so that the table shows what sharing wins, and nothing else). Each
-heatmap is made both ways, one right after the other. Every number must agree to 1e-4; a sample of cells is checked
-against full logits with `cross_entropy` and `kl_div` as well. A second table runs `surgeon scan --memory` in processes
-of its own, and shows the most memory that each took.
+the same quality numbers by the same fast head (so that the table shows what sharing wins, and nothing else). Each map
+is made both ways, one right after the other, then all five together, and all five with `--screen`. Every number of
+the shared way must agree with the loop's to 1e-4; a sample of cells is checked against full logits with
+`cross_entropy` and `kl_div` as well. Rank correlation (Spearman's) is between the perplexities of the full and of the
+screened scan, over the cells that the full one has below ten times the base perplexity.
+
+The models are the demo model on held-out text, and a random Llama of 24 layers, 512 wide, at 2,048 random tokens
+(where screening says nothing: nothing that is done to a random model matters).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,60 +27,65 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from scipy import stats
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel
 
 import surgeon
-from surgeon.analysis.cells import SCANNED, Cell, scan_cells
-from surgeon.analysis.journal import JOURNAL
-from surgeon.analysis.measure import measure
+from surgeon.analysis.cells import SCANNED, Cell, scan_cells, select
+from surgeon.analysis.measure import TOKENS_AT_ONCE, measure
+from surgeon.analysis.scan import Scan, scan
+from surgeon.analysis.screen import HOPELESS
 from surgeon.analysis.sharing import plain_sublayers, share, simplify
-from surgeon.checkpoint.read import locate
 from surgeon.families import family_of
-from surgeon.memory import parse_size
 from surgeon.model import decoder_inputs
 from surgeon.program import Program
-from surgeon.quality.data import load_windows
+from surgeon.quality.data import Windows, load_windows
 from surgeon.quality.head import OutputHead, Quality, Reference
 
-THE_THREE = ["prune", "parallel", "2-parallel"]
 TOLERANCE = 1e-4  # relative, and in nats absolute where a divergence is next to nothing
 CHECK_EVERY = 23  # cells
+LAYERS, HIDDEN, VOCABULARY = 24, 512, 4096  # of the random model
 
-Numbers = dict[Program, tuple[float, float]]  # perplexity, divergence
+Numbers = tuple[float, float]  # perplexity, divergence
+Seconds = tuple[float, float]  # wall clock, and processor time, which other programs on the machine disturb less
 
 
 @dataclass(frozen=True)
-class Timed:
-    """One heatmap, both ways.
-
-    Attributes:
-        shared, loop: wall-clock seconds.
-        processor_ratio: loop / shared in processor seconds, which other programs on the machine disturb less.
-    """
+class Row:
+    """One line of the table: a way to make some maps, against the loop over their cells."""
 
     name: str
-    shared: float
-    loop: float
-    processor_ratio: float
-    sublayers_shared: int
+    cells: int
+    loop: Seconds
+    ours: Seconds
     sublayers_loop: int
-    largest_difference: float
+    sublayers_ours: int
+    note: str = ""
+
+    @property
+    def times_faster(self) -> float:
+        return self.loop[0] / self.ours[0]
+
+    @property
+    def bound(self) -> float:
+        return self.sublayers_loop / self.sublayers_ours
 
 
 class Bench:
     """A model, its windows, and both ways of measuring programs on them."""
 
-    def __init__(self, model: PreTrainedModel, ids: Tensor, at_once: int) -> None:
-        self.model, self.ids, self.at_once = model, ids, at_once
+    def __init__(self, model: PreTrainedModel, ids: Tensor) -> None:
+        self.model, self.ids = model, ids
+        self.at_once = max(1, TOKENS_AT_ONCE["cpu"] // ids.shape[1])
         self.dense = Program.dense(model.config.num_hidden_layers, family_of(model.config).steps_per_layer)
         self.head = OutputHead(model)
         self.references: list[Reference] = []
         self.captured: list[Tensor] = []
         self.head.norm.register_forward_pre_hook(lambda _, inputs: self.captured.append(inputs[0]))
 
-    def shared(self, programs: list[Program]) -> Numbers:
+    def shared(self, programs: list[Program]) -> dict[Program, Numbers]:
         wanted = {program: simplify(program) for program in programs}
         values: dict[Program, list[Quality]] = {}
         for measured in measure(self.model, self.ids, self.dense, wanted.values(), self.at_once):
@@ -86,7 +93,7 @@ class Bench:
             self.captured.clear()
         return {program: _numbers(values[simple]) for program, simple in wanted.items()}
 
-    def loop(self, programs: list[Program]) -> list[tuple[float, float]]:
+    def loop(self, programs: list[Program]) -> list[Numbers]:
         self.references = []
         for chunk in self.ids.split(self.at_once):
             self.references.append(self.head.reference(self.stream(self.dense, chunk), chunk))
@@ -112,7 +119,7 @@ class Bench:
         return stream
 
     @torch.inference_mode()
-    def explicit(self, program: Program) -> tuple[float, float]:
+    def explicit(self, program: Program) -> Numbers:
         """Perplexity and divergence from full logits."""
         nll, divergence = [], []
         for chunk in self.ids.split(1):
@@ -126,146 +133,146 @@ class Bench:
         surgeon.restore(self.model)
         return float(torch.stack(nll).mean().exp()), float(torch.stack(divergence).mean())
 
-    def time(self, name: str, cells: list[Cell], rounds: int) -> Timed:
-        """Make one heatmap both ways, and compare; of several rounds, the fastest of each way counts."""
+    def row(self, name: str, cells: list[Cell]) -> Row:
+        """Make one map both ways, and compare every number."""
         programs = [cell.program for cell in cells]
-        times = []
-        for _ in range(rounds):
-            by_sharing, *shared_times = _timed(lambda: self.shared(programs))
-            by_loop, *loop_times = _timed(lambda: self.loop(programs))
-            times.append((*shared_times, *loop_times))
-        shared, shared_processor, loop, loop_processor = map(min, zip(*times, strict=True))
+        by_sharing, ours = _timed(lambda: self.shared(programs))
+        by_loop, loop = _timed(lambda: self.loop(programs))
         pairs = [(by_sharing[program], numbers) for program, numbers in zip(programs, by_loop, strict=True)]
-        sample = [program for program in programs[::CHECK_EVERY] if program.nodes]
-        pairs += [(by_sharing[program], self.explicit(program)) for program in sample]
+        pairs += [(by_sharing[p], self.explicit(p)) for p in programs[::CHECK_EVERY] if p.nodes]
         largest = max(_difference(a, b) for a, b in pairs)
         if largest > TOLERANCE:
             raise SystemExit(f"{name}: numbers differ by {largest:.2g}, more than {TOLERANCE:g}")
-        plan = share([self.dense, *map(simplify, programs)])
-        loop_sublayers = plain_sublayers([self.dense, *programs])
-        ratio = loop_processor / shared_processor
-        return Timed(name, shared, loop, ratio, plan.total_sublayers, loop_sublayers, largest)
+        return Row(name, len(cells), loop, ours, plain_sublayers([self.dense, *programs]), self.planned(programs))
+
+    def planned(self, programs: list[Program]) -> int:
+        """How many sublayers the shared way runs for these programs."""
+        return share([self.dense, *map(simplify, programs)]).total_sublayers
+
+    def together(self, rows: list[Row], cells: list[Cell]) -> Row:
+        """All maps at once, against the loops over each of them."""
+        programs = [cell.program for cell in cells]
+        _, ours = _timed(lambda: self.shared(programs))
+        return Row("five together", len(cells), *_loops(rows), ours, plain_sublayers(programs), self.planned(programs))
 
 
-def _timed(work: Callable[[], Any]) -> tuple[Any, float, float]:
-    """The result, and the wall-clock and processor seconds it took."""
+def screened(model: PreTrainedModel, windows: Windows, rows: list[Row], every: int) -> Row:
+    """All maps by `surgeon scan --screen`, against the loops; and how well it orders the cells."""
+    selection = select(list(SCANNED), model.config.num_hidden_layers, every=every)
+    found, ours = _timed(lambda: _scan(model, windows, selection, True))
+    full = _scan(model, windows, selection, False)
+    good = full.table["perplexity"] < HOPELESS * full.base_perplexity
+    rank = stats.spearmanr(full.table["perplexity"][good], found.table["perplexity"][good]).statistic
+    used = found.table["tokens"].mean() / full.table["tokens"].max()
+    record = found.record
+    loop_sublayers, sublayers = record["sublayers_of_a_loop"]["total"], record["sublayers_run"]["total"]
+    note = f"rank correlation {rank:.4f} over {good.sum()} cells, {used:.0%} of the tokens"
+    return Row("five, --screen", len(found.table), *_loops(rows), ours, loop_sublayers, sublayers, note)
+
+
+def _scan(model: PreTrainedModel, windows: Windows, selection: Any, screen: bool) -> Scan:
+    with tempfile.TemporaryDirectory() as folder:
+        return scan(model, windows, Path(folder), selection, weights_hash="", screened=screen)
+
+
+def _loops(rows: list[Row]) -> tuple[Seconds]:
+    return ((sum(row.loop[0] for row in rows), sum(row.loop[1] for row in rows)),)
+
+
+def _timed(work: Callable[[], Any]) -> tuple[Any, Seconds]:
     wall, processor = time.perf_counter(), time.process_time()
     result = work()
-    return result, time.perf_counter() - wall, time.process_time() - processor
+    return result, (time.perf_counter() - wall, time.process_time() - processor)
 
 
-def _numbers(qualities: list[Quality]) -> tuple[float, float]:
+def _numbers(qualities: list[Quality]) -> Numbers:
     nll = torch.cat([quality.nll for quality in qualities]).mean()
     return float(nll.exp()), float(torch.cat([quality.divergence for quality in qualities]).mean())
 
 
-def _difference(a: tuple[float, float], b: tuple[float, float]) -> float:
+def _difference(a: Numbers, b: Numbers) -> float:
     """The larger relative difference of perplexity and divergence."""
     return max(abs(a[0] - b[0]) / b[0], abs(a[1] - b[1]) / max(abs(b[1]), 0.01))
 
 
-def times_table(rows: list[Timed]) -> Table:
-    table = Table(title="Heatmaps, shared against a plain loop over cells")
-    for heading in (
-        "heatmap",
-        "shared s",
-        "loop s",
-        "times faster",
-        "in processor time",
-        "sublayers",
-        "of a loop",
-        "bound",
-        "difference",
-    ):
-        table.add_column(heading, justify="left" if heading == "heatmap" else "right")
+def table_of(title: str, rows: list[Row]) -> Table:
+    table = Table(title=title, title_justify="left")
+    headings = ("maps", "cells", "loop s", "shared s", "times faster", "in processor time", "bound by sublayers")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "maps" else "right")
     for row in rows:
+        processor = row.loop[1] / row.ours[1]
+        seconds = f"{row.loop[0]:.1f}", f"{row.ours[0]:.1f}"
         table.add_row(
-            row.name,
-            f"{row.shared:.1f}",
-            f"{row.loop:.1f}",
-            f"{row.loop / row.shared:.2f}",
-            f"{row.processor_ratio:.2f}",
-            f"{row.sublayers_shared:,}",
-            f"{row.sublayers_loop:,}",
-            f"{row.sublayers_loop / row.sublayers_shared:.2f}",
-            f"{row.largest_difference:.1e}",
+            row.name, f"{row.cells:,}", *seconds, f"{row.times_faster:.2f}", f"{processor:.2f}", f"{row.bound:.2f}"
         )
     return table
 
 
-# Peak memory as the process itself sees it: what the system reports of a child includes its parent's at the fork.
-MEASURED_COMMAND = """
-from surgeon.cli.app import main
-code = main()
-print(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
-raise SystemExit(code)
-"""
+def demo_case(tokens: int) -> tuple[PreTrainedModel, Windows]:
+    folder = surgeon.demo_model()
+    return surgeon.load(folder), load_windows(AutoTokenizer.from_pretrained(folder), "demo", 128, tokens)
 
 
-def memory_table(arguments: argparse.Namespace, limits: list[str]) -> Table:
-    """Peak memory of whole `surgeon scan` processes under several limits."""
-    table = Table(title="surgeon scan --memory: peak resident memory of the process")
-    for heading in ("--memory", "windows at once", "peak MB", "within"):
-        table.add_column(heading, justify="right")
-    for limit in limits:
-        with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-c", MEASURED_COMMAND, "scan", str(arguments.model), "--data", arguments.data]
-            command += ["--tokens", str(arguments.tokens), "--window", str(arguments.window), "--memory", limit]
-            command += ["--operation", "2-parallel", "--batch", "1000", "-o", folder]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            peak = int(done.stdout.split()[-1]) / 1024
-            if done.returncode:
-                table.add_row(limit, "-", f"{peak:.0f}", done.stderr.strip().splitlines()[-1])
-                continue
-            within = "yes" if peak <= parse_size(limit) / 2**20 else "NO"
-            table.add_row(limit, str(windows_together(Path(folder))), f"{peak:.0f}", within)
-    return table
+def random_case() -> tuple[PreTrainedModel, Windows]:
+    config = LlamaConfig(
+        hidden_size=HIDDEN,
+        intermediate_size=1408,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=512,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    ids = torch.randint(VOCABULARY, (8, 256))
+    return model, Windows(ids, "random", "")
 
 
-def windows_together(folder: Path) -> int:
-    """How many windows a scan ran together, from its journal."""
-    lines = (folder / JOURNAL).read_text().splitlines()
-    return int(next(line["at_once"] for line in map(json.loads, lines) if "at_once" in line))
+def run(name: str, model: PreTrainedModel, windows: Windows, every: int) -> list[Row]:
+    bench = Bench(model, windows.ids)
+    bench.shared([bench.dense])  # warm up
+    layers = model.config.num_hidden_layers
+    cells = {operation: _every(scan_cells([operation], layers, 0), every) for operation in SCANNED}
+    rows = []
+    for operation in SCANNED:
+        rows.append(bench.row(operation, cells[operation]))
+        print(f"{name}, {operation}: {rows[-1].times_faster:.2f} times faster", file=sys.stderr)
+    maps = list(rows)
+    rows.append(bench.together(maps, [cell for operation in SCANNED for cell in cells[operation]]))
+    if name == "demo":
+        rows.append(screened(model, windows, maps, every))
+    return rows
+
+
+def _every(cells: list[Cell], every: int) -> list[Cell]:
+    return [cell for cell in cells if cell.first % every == 0 and (cell.last - cell.first + 1) % every == 0]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("model", nargs="?", help="a model folder; default: the demo model")
-    parser.add_argument("--data", default="demo")
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--window", type=int, default=256)
-    parser.add_argument("--batch", type=int, default=8, help="windows at once, both ways")
-    parser.add_argument("--operation", action="append", choices=list(SCANNED))
+    parser.add_argument("--tokens", type=int, default=4096, help="of the demo's text")
+    parser.add_argument("--every", type=int, default=1, help="for the random model: a grid of stretches, as in scan")
+    parser.add_argument("--only", choices=("demo", "random"))
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--rounds", type=int, default=1, help="repeat, alternating; the fastest of each way counts")
-    parser.add_argument("--memory", action="append", help="limits to try; default: 512MB 576MB 640MB 1GB")
-    parser.add_argument("--only-memory", action="store_true", help="make the second table only")
     arguments = parser.parse_args()
-    arguments.model = arguments.model or surgeon.demo_model()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    model = surgeon.load(arguments.model)
-    tokenizer = AutoTokenizer.from_pretrained(locate(arguments.model))
-    windows = load_windows(tokenizer, arguments.data, arguments.window, arguments.tokens)
-    bench = Bench(model, windows.ids, arguments.batch)
-    names = arguments.operation or ([] if arguments.only_memory else list(SCANNED))
-    cells = {name: scan_cells([name], model.config.num_hidden_layers, 0) for name in names}
-    bench.shared([bench.dense])  # warm up
-    rows = []
-    for name in names:
-        rows.append(bench.time(name, cells[name], arguments.rounds))
-        print(f"{name}: {rows[-1].shared:.1f} s shared, {rows[-1].loop:.1f} s in a loop", file=sys.stderr)
-    if set(THE_THREE) <= set(names):
-        together = [cell for name in THE_THREE for cell in cells[name]]
-        rows.append(bench.time("the three together", together, arguments.rounds))
-    console = Console(width=120)
-    console.print(
-        f"{arguments.model}: {model.config.num_hidden_layers} layers, {windows.ids.numel():,} tokens in windows of "
-        f"{arguments.window}, {torch.get_num_threads()} threads"
-    )
-    if rows:
-        console.print(times_table(rows))
-    console.print(memory_table(arguments, arguments.memory or ["512MB", "576MB", "640MB", "1GB"]))
+    console = Console(width=110)
+    cases = {"demo": (lambda: demo_case(arguments.tokens), 1), "random": (random_case, arguments.every)}
+    for name, (made, every) in cases.items():
+        if arguments.only in (None, name):
+            model, windows = made()
+            rows = run(name, model, windows, every)
+            title = (
+                f"{name}: {model.config.num_hidden_layers} layers, {windows.ids.numel():,} tokens in windows of "
+                f"{windows.ids.shape[1]}, {torch.get_num_threads()} threads"
+            )
+            console.print(table_of(title, rows))
+            for row in rows:
+                if row.note:
+                    console.print(f"{row.name}: {row.note}")
 
 
 if __name__ == "__main__":
