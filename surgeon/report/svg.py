@@ -58,7 +58,7 @@ class ColourScale:
     @classmethod
     def of_perplexity(cls, values: Sequence[float], base: float) -> ColourScale:
         """Ends where the PNG files end: at three times the base, or at the worst cell if that is better."""
-        worst = max(values, default=base)
+        worst = max((value for value in values if not math.isnan(value)), default=base)
         high = min(base * CAP, max(base * LEAST_CAP, worst))
         return cls(base, high, damage=True, capped=worst > high)
 

@@ -85,7 +85,7 @@ def _bound_and_damage(table: pd.DataFrame) -> Chart:
 
 def _correlations(rows: list[dict[str, Any]]) -> Table:
     found: dict[tuple[str, str], float | None] = {
-        (str(row.get("predictor")), str(row.get("damage"))): row.get("rho") for row in rows
+        (str(row.get("predictor")), str(row.get("damage"))): row.get("rho") for row in rows if isinstance(row, dict)
     }
     predictors = [name for name in _PREDICTORS if any(key[0] == name for key in found)]
     damages = [name for name in _DAMAGES if any(key[1] == name for key in found)]

@@ -1,0 +1,339 @@
+"""Folders as surgeon's commands write them, made up, and a reader of the page that knows nothing of how it is made."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+from surgeon.report.page import render
+
+VOID = {"meta", "br", "link", "img", "input", "hr"}
+BASE = 10.0
+ALL = (
+    "shuffle",
+    "prune",
+    "merge",
+    "parallel",
+    "2-parallel",
+    "3-parallel",
+    "lp",
+    "ladder",
+    "prune-attention",
+    "prune-mlp",
+)
+Cell = dict[str, Any]
+
+
+def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def record(model: str = "tiny", weights_hash: str = "a" * 64, **more: Any) -> dict[str, Any]:
+    """What `surgeon.provenance` writes."""
+    own = {
+        "command": f"surgeon something {model}",
+        "model": model,
+        "weights_hash": weights_hash,
+        "seed": 3,
+        "data": "text.txt",
+        "data_hash": "d" * 64,
+        "tokens_predicted": 4000,
+        "versions": {"surgeon": "0.0.0-test", "torch": "9.9.9"},
+    }
+    return own | more
+
+
+def ratio_of(operation: str, first: int, last: int) -> float:
+    """How much worse than the base a stretch is: layer 0 and layer 5 matter, later layers less, pairs least."""
+    length = last - first + 1
+    harm = {"prune": 0.05, "lp": 0.004, "2-parallel": 0.005, "merge": 0.07}.get(operation, 0.02)
+    extra = (3.0 if first == 0 else 0.0) + (0.4 if first <= 5 <= last else 0.0)
+    extra *= {"lp": 0.5}.get(operation, 1.0)
+    return 1 + harm * length**1.5 * (1 + 0.1 * ((7 * first + 3 * last) % 5)) + extra
+
+
+def scan_cells(operations: tuple[str, ...], num_layers: int) -> list[Cell]:
+    cells = []
+    for operation in operations:
+        for first in range(num_layers):
+            for last in range(first, num_layers):
+                size = {"lp": 2, "2-parallel": 2, "3-parallel": 3}.get(operation, 1)
+                changed = (last - first + 1) // size * size
+                lone = last == first and operation in ("shuffle", "merge", "parallel")
+                nothing = changed == 0 or lone
+                ratio = 1.0 if nothing else ratio_of(operation, first, first + changed - 1)
+                cells.append(
+                    {
+                        "operation": operation,
+                        "first": first,
+                        "last": last,
+                        "perplexity": f"{BASE * ratio:.9g}",
+                        "perplexity_low": f"{BASE * ratio * 0.9:.9g}",
+                        "perplexity_high": f"{BASE * ratio * 1.1:.9g}",
+                        "divergence": f"{0 if nothing else 0.1 * (ratio - 1):.9g}",
+                        "divergence_low": f"{0 if nothing else 0.08 * (ratio - 1):.9g}",
+                        "divergence_high": f"{0 if nothing else 0.12 * (ratio - 1):.9g}",
+                        "tokens": 4000,
+                        "sublayers_run": 2,
+                    }
+                )
+    return cells
+
+
+def make_scan(
+    folder: Path,
+    operations: tuple[str, ...] = ("prune", "lp"),
+    num_layers: int = 12,
+    change: Callable[[list[Cell]], object] = lambda _: None,
+    **more: Any,
+) -> Path:
+    """A scan; `change` may do something to its cells, `more` goes into its record."""
+    folder.mkdir()
+    cells = scan_cells(operations, num_layers)
+    change(cells)
+    write_csv(folder / "cells.csv", cells)
+    counts = {"base": 2 * num_layers}
+    own = {
+        "base_perplexity": BASE,
+        "base_interval": [9.0, 11.0],
+        "sublayers_run": counts,
+        "operations": list(operations),
+    }
+    (folder / "scan.json").write_text(json.dumps(record(**(own | more))))
+    return folder
+
+
+def make_similarity(folder: Path, num_layers: int = 6, **more: Any) -> Path:
+    folder.mkdir()
+    cka = [float("nan"), 0.2, 0.9, 0.95, 0.7, 0.6, *(0.5 - 0.01 * k for k in range(num_layers))][:num_layers]
+    names = ("cka_attention", "cka_attention_debiased", "cka_mlp", "cka_mlp_debiased")
+    layers = [
+        {"layer": k, **dict.fromkeys(names, value), "block_influence": 0.1 + k, "attention_size": 0.2, "mlp_size": 0.3}
+        for k, value in enumerate(cka)
+    ]
+    write_csv(folder / "similarity.csv", layers)
+    stretches = [(first, last) for first in range(num_layers) for last in range(first, num_layers)]
+    distances = [
+        {"first": f, "last": e, "angular_distance": 0.01 * (e - f + 1) + 0.001 * f, "angular_distance_last_token": 0.5,
+         "cosine_distance": 0.1}
+        for f, e in stretches
+    ]  # fmt: skip
+    write_csv(folder / "distances.csv", distances)
+    rho = {("length", ""): (0.5, 0.6), ("block_influence", "sum"): (0.8, 0.7), ("cka_attention", "max"): (0.6, 0.95)}
+    proxies = [
+        {"operation": operation, "damage": damage, "proxy": proxy, "aggregate": aggregate, "p": 0.1, "n": 9,
+         "rho": values[place] * (1 if damage == "divergence" else -1), "rho_at_equal_length": 0.1}
+        for (proxy, aggregate), values in rho.items()
+        for place, operation in enumerate(("prune", "lp"))
+        for damage in ("divergence", "log_perplexity_ratio")
+    ]  # fmt: skip
+    write_csv(folder / "proxies.csv", proxies)
+    (folder / "similarity.json").write_text(json.dumps(record(**more)))
+    return folder
+
+
+def make_sensitivity(folder: Path, num_layers: int = 6, **more: Any) -> Path:
+    folder.mkdir()
+    rows = []
+    for first in range(num_layers - 1):
+        size = 5.0 - first if first else 50.0
+        rows.append(
+            {"first": first, "last": first + 1, "bound": 20 * size, "error": size, "relative_bound": 2 * size,
+             "relative_first_order": 0.11 * size, "relative_error": 0.1 * size, "perplexity": 10 + size,
+             "divergence": 0.01 * size, "divergence_low": 0.009 * size, "divergence_high": 0.011 * size}
+        )  # fmt: skip
+    write_csv(folder / "sensitivity.csv", rows)
+    found = [
+        {"predictor": "bound", "damage": "divergence", "rho": 0.93, "p": 0.1, "n": 5},
+        {"predictor": "first_order", "damage": "divergence", "rho": 0.99, "p": 0.1, "n": 5},
+    ]
+    own = {"base_perplexity": BASE, "errors_within_bound": 10, "errors": 10, "correlations": found}
+    (folder / "sensitivity.json").write_text(json.dumps(record(**(own | more))))
+    return folder
+
+
+def make_spectrum(folder: Path, num_layers: int = 6, **more: Any) -> Path:
+    folder.mkdir()
+    weights = {"q": 16, "down": 64}
+    matrices = [
+        {"layer": layer, "weight": name, "full_rank": full, "rank95": full // 2, "kept95": 0.9,
+         "rank95_whitened": full // (8 if name == "q" else 4), "kept95_whitened": 0.4}
+        for layer in range(num_layers)
+        for name, full in weights.items()
+    ]  # fmt: skip
+    write_csv(folder / "spectrum.csv", matrices)
+    damage = [
+        {"layer": layer, "weight": name, "method": "whitened", "rank": full // part, "full_rank": full,
+         "kept": 1 / part,
+         "perplexity": BASE * (1 + 0.01 * part + (0.5 if (layer, name, part) == (2, "down", 8) else 0)),
+         "perplexity_low": 9, "perplexity_high": 11,
+         "divergence": 0.01 * part, "divergence_low": 0, "divergence_high": 1, "tokens": 4000}
+        for layer in range(num_layers)
+        for name, full in weights.items()
+        for part in (8, 2)
+    ]  # fmt: skip
+    write_csv(folder / "damage.csv", damage)
+    (folder / "spectrum.json").write_text(json.dumps(record(**({"base_perplexity": BASE} | more))))
+    return folder
+
+
+def make_search(folder: Path, recipe: str = "surgeon: 1\nmodel: tiny\n", **more: Any) -> Path:
+    folder.mkdir()
+    trials = [
+        {"trial": number, "source": source, "depth": 5.0, "pairs": pairs, "perplexity": 10 + divergence * 10,
+         "divergence": divergence, "divergence_low": divergence * 0.9, "divergence_high": divergence * 1.1,
+         "tokens": 4000, "program": "A0 F0"}
+        for number, (source, pairs, divergence) in enumerate(
+            [("window", "1+2", 0.05), ("additive", "2+3", 0.04), ("neighbour", "3+4", 0.03), ("sampled", "0+1", 3.0)]
+        )
+    ]  # fmt: skip
+    write_csv(folder / "trials.csv", trials)
+    (folder / "recipe.yaml").write_text(recipe)
+    (folder / "search.json").write_text(json.dumps(record(**more)))
+    return folder
+
+
+def make_checkpoint(folder: Path, **source: Any) -> Path:
+    folder.mkdir()
+    report = {
+        "form": "fused",
+        "reason": "two layers side by side",
+        "program": "A0 F0 [A1 A2] [F1 F2]",
+        "effective_depth": 2.0,
+        "sync_points_on_two_ranks": 4,
+        "recipe": None,
+        "source": {"model": "tiny", "num_layers": 3, "weights_hash": "a" * 64} | source,
+        "proof": {
+            "tokens": 128,
+            "logit_scale": 3.0,
+            "exact": 1e-7,
+            "written": 2e-7,
+            "tolerance": 1e-4,
+            "dtype": "float32",
+        },
+        "versions": {},
+    }
+    (folder / "surgeon.json").write_text(json.dumps(report))
+    return folder
+
+
+def make_evaluation(folder: Path, accuracy: float = 0.25, **more: Any) -> Path:
+    folder.mkdir()
+    results = {
+        "results": {
+            "arc": {"alias": "arc", "sample_len": 40, "acc,none": accuracy, "acc_stderr,none": 0.01},
+            "group": {"alias": "group", "sample_len": 80, "acc,none": 0.5, "acc_stderr,none": "N/A"},
+            "member": {"alias": "member", "sample_len": 80, "acc,none": 0.123456, "acc_stderr,none": 0.01},
+        },
+        "groups": {"group": {}},
+        "group_subtasks": {"group": ["member"]},
+        "n-shot": {"arc": 0},
+        "higher_is_better": {"arc": {"acc": True}},
+        "model_name": str(more.get("model", "tiny")),
+        "pretty_env_info": "secret of the machine",
+        "surgeon": record(**more),
+    }
+    (folder / "results_2026-01-01.json").write_text(json.dumps(results))
+    return folder
+
+
+class Page(HTMLParser):
+    """What a browser would find in a page.
+
+    Attributes:
+        tags: every element's name and attributes, in order.
+        data: the JSON blocks, by id.
+        errors: elements that are closed in another order than they were opened.
+    """
+
+    def __init__(self, html: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.data: dict[str, Any] = {}
+        self.errors: list[str] = []
+        self._open: list[tuple[str, dict[str, str | None]]] = []
+        self._texts: list[tuple[tuple[str, ...], str]] = []
+        self._json = ""
+        self.html = html
+        self.feed(html)
+        self.close()
+        if self._open:
+            self.errors.append(f"not closed: {self._open}")
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self._open.append((tag, dict(attrs)))
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        if not self._open or self._open[-1][0] != tag:
+            self.errors.append(f"</{tag}> at {self.getpos()}, open: {self._open[-3:]}")
+            return
+        _, attributes = self._open.pop()
+        if tag == "script" and attributes.get("type") == "application/json":
+            self.data[str(attributes["id"])] = json.loads(self._json)
+            self._json = ""
+
+    def handle_data(self, data: str) -> None:
+        names = tuple(name for name, _ in self._open)
+        if names and names[-1] == "script":
+            self._json += data if self._open[-1][1].get("type") == "application/json" else ""
+        elif names and names[-1] != "style":
+            inside = tuple(str(attributes["id"]) for _, attributes in self._open if attributes.get("id"))
+            self._texts.append((inside + names, data))
+
+    def text(self, inside: str = "") -> str:
+        """Everything that is read, of the whole page or of an element by its id or name; spaces are single."""
+        parts = (data for names, data in self._texts if not inside or inside in names)
+        return " ".join("".join(parts).split()).replace("\N{WORD JOINER}", "")
+
+    def ids(self) -> list[str]:
+        return [str(attributes["id"]) for _, attributes in self.tags if attributes.get("id")]
+
+    def maps(self) -> Iterator[tuple[dict[str, Any], str]]:
+        """The data of every map, with the id of its block."""
+        return ((cells, name) for name, cells in self.data.items())
+
+    def count(self, tag: str) -> int:
+        return sum(name == tag for name, _ in self.tags)
+
+
+def page_of(*folders: Path) -> Page:
+    page = Page(render(folders))
+    assert page.errors == []
+    return page
+
+
+def everything(folder: Path, **more: Any) -> list[Path]:
+    """One run of every kind."""
+    return [
+        make_scan(folder / "scan", ALL, 6, **more),
+        make_similarity(folder / "similarity", **more),
+        make_sensitivity(folder / "sensitivity", **more),
+        make_spectrum(folder / "spectrum", **more),
+        make_search(folder / "search", **more),
+        make_checkpoint(folder / "fused"),
+        make_evaluation(folder / "tasks", **more),
+    ]
+
+
+def map_named(page: Page, title: str) -> dict[str, Any]:
+    """The data of the map under a title, by the order in which maps and their captions stand in the page."""
+    captions = re.findall(r'<figure class="map[^"]*">\s*<figcaption><b>(.*?)</b>', page.html)
+    return list(page.data.values())[captions.index(title)]

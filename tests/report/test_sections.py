@@ -1,0 +1,236 @@
+"""What the sections of the page show, against the tables they are made from."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import matplotlib
+import pytest
+from matplotlib.colors import to_hex
+
+from surgeon.program import Program
+from surgeon.report.page import render
+from tests.report.run_folders import (
+    ALL,
+    BASE,
+    Cell,
+    make_evaluation,
+    make_scan,
+    make_search,
+    make_sensitivity,
+    make_similarity,
+    make_spectrum,
+    map_named,
+    page_of,
+    read_csv,
+    write_csv,
+)
+
+
+def test_every_cell_of_a_scan_is_in_its_map(tmp_path: Path) -> None:
+    folder = make_scan(tmp_path / "scan", ALL, 7)
+    page = page_of(folder)
+    titles = ["Shuffle", "Prune", "Merge", "Parallel", "2-Parallel", "3-Parallel", "LP pairs", "Ladder"]
+    titles += ["Prune attention", "Prune MLP"]
+    rows = read_csv(folder / "cells.csv")
+    for operation, title in zip(ALL, titles, strict=True):
+        cells = map_named(page, title)
+        wanted = {(row["first"], row["last"]): row for row in rows if row["operation"] == operation}
+        assert len(cells["at"]) == len(wanted) == 28
+        for index, place in enumerate(cells["at"]):
+            row, column = divmod(place, len(cells["columns"]))
+            cell = wanted[cells["rows"][row], cells["columns"][column]]
+            for field in cells["fields"]:
+                for key, ending in (("values", ""), ("low", "_low"), ("high", "_high")):
+                    assert field[key][index] == pytest.approx(float(cell[field["label"] + ending]), rel=6e-4)
+            assert cells["tokens"] == 4000
+
+
+def test_values_can_be_read_without_a_pointer(tmp_path: Path) -> None:
+    folder = make_scan(tmp_path / "scan", ("prune",), 5)
+    html = render([folder])
+    table = re.search(r"<summary>Prune: perplexity of every stretch</summary>(.*?)</details>", html, re.DOTALL)
+    assert table is not None
+    shown = [
+        re.findall(r"<t[hd][^>]*>([^<]*)</t[hd]>", row) for row in re.findall(r"<tr>(.*?)</tr>", table[1], re.DOTALL)
+    ]
+    assert shown[0][1:] == ["0", "1", "2", "3", "4"]
+    for row in read_csv(folder / "cells.csv"):
+        value = shown[1 + int(row["first"])][1 + int(row["last"])]
+        assert float(value.replace(",", "")) == pytest.approx(float(row["perplexity"]), rel=6e-4)
+    assert shown[4][1] == "", "a stretch does not end before it begins"
+
+
+def colours_in(html: str, title: str) -> dict[tuple[int, int], str]:
+    """The colour of every cell that a map draws, by row and column."""
+    svg = re.search(rf'<svg[^>]*aria-label="{title}[:"].*?</svg>', html, re.DOTALL)
+    assert svg is not None
+    found = {}
+    for fill, path in re.findall(r'<path fill="(#\w+)" stroke="#\w+" d="([^"]*)"', svg[0]):
+        for column, row in re.findall(r"M(\d+) (\d+)h1v1h-1z", path):
+            found[int(row), int(column)] = fill
+    return found
+
+
+def test_colours_follow_the_perplexity(tmp_path: Path) -> None:
+    def change(cells: list[Cell]) -> None:
+        for cell in cells:
+            cell["perplexity"] = {(0, 1): BASE * 3.5, (0, 2): math.inf, (1, 1): BASE * 0.9}.get(
+                (cell["first"], cell["last"]), cell["perplexity"]
+            )
+
+    folder = make_scan(tmp_path / "scan", ("prune",), 5, change)
+    colours = colours_in(render([folder]), "Prune")
+    scale = matplotlib.colormaps["viridis"]
+    rows = read_csv(folder / "cells.csv")
+    assert len(colours) == len(rows)
+    beyond = colours[0, 1]
+    assert beyond not in {to_hex(scale(i)) for i in range(256)}
+    for row in rows:
+        ratio = float(row["perplexity"]) / BASE
+        colour = colours[int(row["first"]), int(row["last"])]
+        if ratio > 3:
+            assert colour == beyond
+            continue
+        place = math.sqrt(max(0.0, math.log(ratio)) / math.log(3))
+        near = [to_hex(scale(max(0.0, min(1.0, place + shift)))) for shift in [step / 500 for step in range(-10, 11)]]
+        assert colour in near, (row, colour)
+    assert colours[1, 1] == to_hex(scale(0.0)), "better than the base is as good as the base"
+
+
+def test_what_a_cell_runs(tmp_path: Path) -> None:
+    for steps in (1, 2):
+        folder = make_scan(tmp_path / f"scan{steps}", ("lp", "ladder", "prune"), 6, steps_per_layer=steps)
+        page = page_of(folder)
+        pairs = map_named(page, "LP pairs")
+        assert pairs["group"] == 2
+        wanted = {1: "[A0 F0 A1 F1]", 2: "[A0 A1] [F0 F1]"}[steps]
+        assert pairs["programs"]["2"] == wanted
+        late = map_named(page, "Ladder")["programs"]["3"]
+        assert Program.parse(late).nodes == tuple(
+            Program.parse(" ".join(f">{node}" for node in Program.dense(3, steps).nodes)).nodes
+        )
+        assert map_named(page, "Prune")["programs"]["2"] == ""
+    unknown = page_of(make_scan(tmp_path / "unknown", ("lp",), 6))
+    assert "programs" not in map_named(unknown, "LP pairs"), "it depends on the family, which the record does not say"
+
+
+def test_a_long_program_is_shortened_between_its_sublayers(tmp_path: Path) -> None:
+    page = page_of(make_scan(tmp_path / "scan", ("parallel",), 20, steps_per_layer=2))
+    assert map_named(page, "Parallel")["programs"]["20"] == ("{A0 F0 | A1 F1 | A2 … F17 | A18 F18 | A19 F19}")
+
+
+def test_points_of_a_chart(tmp_path: Path) -> None:
+    """Further up is worse, and what lies beyond the axis is hollow."""
+    folder = make_scan(tmp_path / "scan", ("lp",), 10)
+    html = render([folder])
+    chart = re.search(r"<b>LP pairs: where the stretch ends</b>.*?</figure>", html, re.DOTALL)
+    assert chart is not None
+    marks = re.findall(
+        r'transform="translate\(([\d.]+) ([\d.]+)\)" class="mark (q\d)( beyond)?"><title>layers (\d+) to (\d+).*?'
+        r"perplexity ([\d.,]+)",
+        chart[0],
+    )
+    rows = {(row["first"], row["last"]): float(row["perplexity"]) for row in read_csv(folder / "cells.csv")}
+    assert len(marks) == sum(10 - length + 1 for length in (2, 4, 6, 8, 10))
+    inside = []
+    for _, y, _, beyond, first, last, value in marks:
+        assert float(value.replace(",", "")) == pytest.approx(rows[first, last], rel=6e-4)
+        if not beyond:
+            inside.append((rows[first, last], -float(y)))
+    assert [y for _, y in sorted(inside)] == sorted(y for _, y in inside)
+    hollow = [rows[first, last] for _, _, _, beyond, first, last, _ in marks if beyond]
+    assert hollow
+    assert min(hollow) > max(value for value, _ in inside)
+    assert f"{len(hollow)} points of {len(marks)} lie above" in chart[0]
+
+
+def test_permutations(tmp_path: Path) -> None:
+    folder = make_scan(tmp_path / "scan", ("shuffle",), 4)
+    orders = [
+        {"operation": "shuffle", "first": f, "last": e, "seed": seed, "order": f"{e} {f}",
+         "perplexity": 10 * (1 + seed), "divergence": 0.1, "tokens": 4000}
+        for f in range(4) for e in range(f, 4) for seed in (0, 1)
+    ]  # fmt: skip
+    write_csv(folder / "permutations.csv", orders)
+    page = page_of(folder)
+    assert (
+        "the mean over 2 random orders; in half of the cells the worst order's perplexity is more than 2.00 times"
+        in (page.text())
+    )
+    assert set(map_named(page, "Shuffle")["notes"]) == {"mean over 2 random orders"}
+    write_csv(folder / "permutations.csv", [row for row in orders if row["seed"] == 0])
+    notes = map_named(page_of(folder), "Shuffle")["notes"]
+    assert notes[1] == "order: 1 0"
+
+
+def test_similarity(tmp_path: Path) -> None:
+    page = page_of(make_similarity(tmp_path / "similarity"))
+    text = page.text()
+    # 1, 0.2 is least; 3, 0.95 is most; 6 layers have 5 with a layer before them, two of which are named.
+    assert "Layers 2 and 3 depend least on the layer before them" in text
+    assert "layers 1 and 5 most (down to 0.200)" in text
+    best = {"length": 0.55, "block influence (sum)": 0.75, "1 \N{MINUS SIGN} CKA, attention (max)": 0.775}
+    name = max(best, key=lambda key: best[key])
+    assert f"{name} orders the stretches most like their measured divergence: rank correlation 0.775" in text
+    assert "the mere length of the stretch has 0.550" in text
+    cells = map_named(page, "Angle between the streams before and after a stretch")
+    values = dict(zip(cells["at"], cells["fields"][0]["values"], strict=True))
+    assert values[1 * 6 + 4] == pytest.approx(0.041)
+
+
+def test_no_proxies_no_claim(tmp_path: Path) -> None:
+    folder = make_similarity(tmp_path / "similarity")
+    (folder / "proxies.csv").unlink()
+    text = page_of(folder).text()
+    assert "agrees best" not in text
+    assert "Which cheap measure predicts a scan is not known" in text
+
+
+def test_sensitivity(tmp_path: Path) -> None:
+    text = page_of(make_sensitivity(tmp_path / "sensitivity")).text()
+    assert "As a single LP pair, 4+5 (0.010) and 3+4 (0.020) change the predictions least, 0+1 (0.50) and 1+2" in text
+    assert "below the paper's bound in 10 of 10 measurements; the bound is 20 times the error" in text
+    assert re.search(r"first order ?0\.990", text)
+
+
+def test_spectrum(tmp_path: Path) -> None:
+    page = page_of(make_spectrum(tmp_path / "spectrum"))
+    text = page.text()
+    assert "q needs least rank for 95% of its energy (12% of the full rank on average), down most (25%)" in text
+    assert "1/8 of the rank (whitened) +8.0% and 1/2 of the rank (whitened) +2.0%" in text
+    assert "+58%layer 2, down" in text.replace("+58% layer", "+58%layer")
+    cells = map_named(page, "One matrix cut down to 1/8 of the rank (whitened)")
+    place = cells["rows"].index("down") * len(cells["columns"]) + 2
+    assert cells["fields"][0]["values"][cells["at"].index(place)] == pytest.approx(15.8)
+    share = map_named(page, "Rank with 95% of the energy of the matrix on its inputs (whitened)")
+    assert set(share["fields"][0]["values"]) == {0.125, 0.25}
+
+
+def test_spectrum_without_damage(tmp_path: Path) -> None:
+    folder = make_spectrum(tmp_path / "spectrum")
+    header = (folder / "damage.csv").read_text().splitlines()[0]
+    (folder / "damage.csv").write_text(header + "\n")
+    assert "What lower ranks cost was not measured" in page_of(folder).text()
+
+
+def test_search(tmp_path: Path) -> None:
+    recipe = "surgeon: 1\nmodel: tiny\noperations:\n  - pair: {layers: 3:5}\n"
+    page = page_of(make_search(tmp_path / "search", recipe))
+    text = page.text()
+    assert "Of 4 trials at a depth of 5, the best runs 3+4 as LP pairs: divergence 0.03000" in text
+    assert "The best unbroken stretch of as many pairs has a divergence of 0.05000." in text
+    assert " ".join(recipe.split()) in page.text("pre")
+
+
+def test_evaluations_side_by_side(tmp_path: Path) -> None:
+    runs = [make_evaluation(tmp_path / name, value) for name, value in (("one", 0.25), ("two", 0.5))]
+    page = page_of(*runs)
+    text = page.text()
+    assert re.search(r"arc ?acc ?0\.2500 ± 0\.010 ?0\.5000 ± 0\.010", text)
+    assert "All evaluations side by side" in text
+    assert "0.1235" not in text, "a group stands for its members"
+    assert "secret of the machine" not in text
+    assert "All evaluations side by side" not in page_of(runs[0]).text()
