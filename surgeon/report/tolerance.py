@@ -103,7 +103,8 @@ def longest_within(scan: ScanTable, operation: str, tolerance: float) -> pd.Seri
     """The cell with the most changed layers whose perplexity is within a multiple of the base's; the best of equals."""
     cells = scan.of_operation(operation)
     within = cells[cells["ratio"] <= tolerance]
-    return None if within.empty else within.sort_values(["changed", "ratio", "first"], ascending=[False, True, True]).iloc[0]
+    ordered = within.sort_values(["changed", "ratio", "first"], ascending=[False, True, True])
+    return None if ordered.empty else ordered.iloc[0]
 
 
 def single_layers(scan: ScanTable, operation: str = PRUNE) -> pd.DataFrame:

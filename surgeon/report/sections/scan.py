@@ -145,12 +145,13 @@ def _pairs(scan: ScanTable, operation: str) -> Finding:
             listed(map(allowance, allowed)),
             stretch(int(cell["first"]), int(cell["last"])),
             f"{scan.depth(operation, int(cell['changed'])):g}",
+            change(cell["ratio"]),
             *with_intervals(cell),
         ]
         for allowed, cell in reached
         if cell is not None
     ]
-    head = ["allowed", "longest stretch", "depth", "perplexity", INTERVAL, "divergence", INTERVAL]
+    head = ["allowed", "longest stretch", "depth", "change", "perplexity", INTERVAL, "divergence", INTERVAL]
     table = Table(f"The longest stretches {name}", head, rows, left=frozenset({1})) if rows else None
     middle = longest_within(scan, operation, TOLERANCES[1])
     depth = None if middle is None else scan.depth(operation, int(middle["changed"]))
@@ -223,14 +224,14 @@ def _untouchable(scan: ScanTable) -> Finding:
         every = (
             f"Every layer is part of some change of every scanned kind within {allowance(_LIMIT)} of the perplexity."
         )
-        return Finding("Layers never to touch", every, "none", "layers never to touch")
+        return Finding("Layers never to touch", every, "no layer", "is never to be touched")
     tried = [name for name in scan.operations if name in _SHORTENING] or scan.operations
     alone = sorted(layer for layer, names in kinds.items() if {title_of(name) for name in tried} <= set(names))
     how = listed((_SHORTENING.get(name, title_of(name)) for name in tried), "or")
-    label = f"layers never to touch: cannot be {how} within {allowance(_LIMIT)}"
-    if not set(tried) & set(_SHORTENING):
-        label = f"layers never to touch: no measured change within {allowance(_LIMIT)}"
-    return Finding("Layers never to touch", " ".join(sentences), layer_list(alone) or "none", label)
+    what = f"cannot be {how}" if set(tried) & set(_SHORTENING) else "no measured change"
+    figure = f"{'layer' if len(alone) == 1 else 'layers'} {layer_list(alone)}" if alone else "no layer"
+    label = f"{'is' if len(alone) < 2 else 'are'} never to be touched: {what} within {allowance(_LIMIT)}"
+    return Finding("Layers never to touch", " ".join(sentences), figure, label)
 
 
 def _untouchable_sentence(layers: list[int], names: tuple[str, ...], operations: int) -> str:
