@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 
-from surgeon.operations import OPERATIONS, ladder, merge, pair, parallel, permutation, prune, shuffle
+from surgeon.operations import (
+    OPERATIONS,
+    desync,
+    fuse_attention_mlp,
+    ladder,
+    merge,
+    pair,
+    parallel,
+    permutation,
+    prune,
+    shuffle,
+    tracks,
+)
 from surgeon.program import Program
 from surgeon.recipe import parse_recipe
 
 DENSE = Program.dense(6)
 FUSED = Program.dense(4, steps_per_layer=1)
+PARAMETERS: dict[str, dict[str, Any]] = {"tracks": {"count": 2, "depth": 2}, "desync": {"count": 2}}
 
 
 def test_prune_leaves_layers_out() -> None:
@@ -71,14 +87,66 @@ def test_ladder_makes_steps_late_also_over_pairs() -> None:
         ladder(pair(DENSE, range(2, 4)), range(3, 5))
 
 
+def test_tracks_meet_every_few_layers() -> None:
+    assert str(tracks(DENSE, range(1, 3), count=2, depth=2)) == (
+        "A0 F0 {A1/2:0 F1/2:0 A2/2:0 F2/2:0 | A1/2:1 F1/2:1 A2/2:1 F2/2:1} A3 F3 A4 F4 A5 F5"
+    )
+    # Of three layers at depth 2 the last one is a fork of its own.
+    assert str(tracks(DENSE, range(0, 3), count=2, depth=2)) == (
+        "{A0/2:0 F0/2:0 A1/2:0 F1/2:0 | A0/2:1 F0/2:1 A1/2:1 F1/2:1} {A2/2:0 F2/2:0 | A2/2:1 F2/2:1} A3 F3 A4 F4 A5 F5"
+    )
+    assert str(tracks(FUSED, range(2, 4), count=2, depth=2)) == (
+        "[A0 F0] [A1 F1] {[A2/2:0 F2/2:0] [A3/2:0 F3/2:0] | [A2/2:1 F2/2:1] [A3/2:1 F3/2:1]}"
+    )
+    whole = tracks(Program.dense(8), range(0, 8), count=4, depth=4)
+    assert (whole.sync_points(4), whole.effective_depth()) == (2, 8)  # L / D instead of 2L, in the same depth
+
+
+def test_what_tracks_refuse() -> None:
+    for count, depth, message in [(1, 2, "count must be at least 2 slices, not 1"), (2, 0, "at least 1 layer, not 0")]:
+        with pytest.raises(ValueError, match=message):
+            tracks(DENSE, range(0, 4), count=count, depth=depth)
+    with pytest.raises(ValueError, match="tracks of depth 1 .* use a depth of 2"):
+        tracks(FUSED, range(0, 4), count=2, depth=1)
+
+
+def test_desync_joins_after_the_feed_forward_only() -> None:
+    assert str(desync(Program.dense(3), range(1, 3), count=2)) == (
+        "A0 F0 {A1/2:0 F1/2:0 | A1/2:1 F1/2:1} {A2/2:0 F2/2:0 | A2/2:1 F2/2:1}"
+    )
+    assert desync(DENSE, range(0, 6), count=3).sync_points(3) == 6
+    assert desync(DENSE, range(1, 5), count=2) == tracks(DENSE, range(1, 5), count=2, depth=1)
+    with pytest.raises(ValueError, match="nothing to drop; use tracks"):
+        desync(FUSED, range(0, 2), count=2)
+    with pytest.raises(ValueError, match="at least 2 slices, not 1"):
+        desync(DENSE, range(0, 2), count=1)
+
+
+def test_fused_attention_and_feed_forward_are_one_step() -> None:
+    assert str(fuse_attention_mlp(DENSE, range(1, 3))) == "A0 F0 [A1 F1] [A2 F2] A3 F3 A4 F4 A5 F5"
+    assert fuse_attention_mlp(Program.dense(4), range(0, 4)) == FUSED
+    assert FUSED.sync_points(2) == 4
+    with pytest.raises(ValueError, match="read the same stream already"):
+        fuse_attention_mlp(FUSED, range(0, 2))
+
+
+def test_recipes_know_slices() -> None:
+    text = 'surgeon: 1\nmodel: demo\noperations:\n  - tracks: {layers: "1:3", count: 2, depth: 2}\n'
+    assert parse_recipe(text).program(3) == tracks(Program.dense(3), range(1, 3), count=2, depth=2)
+    text = 'surgeon: 1\nmodel: demo\noperations:\n  - desync: {layers: ["0:1", "2:3"], count: 4}\n'
+    assert parse_recipe(text).program(3).sync_points(4) == 4
+    with pytest.raises(ValueError, match="recipe:4: tracks: depth: Field required"):
+        parse_recipe(text.replace("desync", "tracks"))
+
+
 def test_the_papers_llama_2_7b_configuration() -> None:
     program = pair(Program.dense(32), range(4, 30))
     assert program.effective_depth() == 19
 
 
-@pytest.mark.parametrize("name", ["prune", "shuffle", "merge", "parallel", "pair", "ladder"])
+@pytest.mark.parametrize("name", sorted(OPERATIONS))
 def test_ranges_are_checked(name: str) -> None:
-    apply = OPERATIONS[name].function
+    apply = partial(OPERATIONS[name].function, **PARAMETERS.get(name, {}))
     with pytest.raises(ValueError, match=r"layers 4:9 are out of range: the model's layers are 0:6"):
         apply(DENSE, range(4, 9))
     with pytest.raises(ValueError, match="are empty"):
@@ -88,7 +156,7 @@ def test_ranges_are_checked(name: str) -> None:
     assert OPERATIONS[name].summary.endswith((".", ")."))
 
 
-@pytest.mark.parametrize("name", ["prune", "shuffle", "merge", "parallel", "pair"])
+@pytest.mark.parametrize("name", sorted(set(OPERATIONS) - {"ladder"}))
 def test_layers_another_operation_changed_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match="overlap with what an earlier operation changed"):
-        OPERATIONS[name].function(pair(DENSE, range(0, 4)), range(3, 6))
+        OPERATIONS[name].function(pair(DENSE, range(0, 4)), range(3, 6), **PARAMETERS.get(name, {}))
