@@ -1,0 +1,142 @@
+"""What a client asks of a running model and what comes back: requests, how to sample, and events.
+
+Everything here is plain data without tensors: it travels between the client's process and the ranks, and the
+scheduler and a server read it without importing torch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+MOST_LOGPROBS = 64
+MOST_STOPS = 64
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+class QueueFull(ValueError):
+    """As many requests are running and waiting as the service takes; the client may try again later."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next tokens are chosen, and when to end.
+
+    The filters apply in this order: repetition penalty, temperature, top_k, top_p, min_p. Log-probabilities are
+    those of the model itself, before any of them.
+
+    Attributes:
+        temperature: 0 takes the most likely token (greedy); the logits are divided by it otherwise.
+        top_p: keep the fewest most likely tokens whose probabilities sum to at least this (nucleus sampling).
+        top_k: keep this many of the most likely tokens; 0 keeps all.
+        min_p: keep tokens at least this times as likely as the most likely one.
+        repetition_penalty: logits of tokens that prompt or output have are divided by it if positive, else multiplied
+            (Keskar et al. 2019, CTRL, section 4.1; there over the output only).
+        seed: the same seed gives the same tokens, whatever else runs at the time; None draws one.
+        max_new_tokens: how many to add at most.
+        stop: texts that end the output; they are not part of it.
+        logprobs: report the log-probability of every chosen token and those of this many most likely ones; None
+            reports none.
+        ignore_end: go on after the model's own end tokens.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    max_new_tokens: int = 64
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = None
+    ignore_end: bool = False
+
+    def __post_init__(self) -> None:
+        _check("temperature", self.temperature, self.temperature >= 0, "at least 0")
+        _check("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1")
+        _check("top_k", self.top_k, self.top_k >= 0, "at least 0 (0 keeps all tokens)")
+        _check("min_p", self.min_p, 0 <= self.min_p <= 1, "in 0..1")
+        _check("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0, "above 0 (1 is none)")
+        _check("seed", self.seed, self.seed is None or abs(self.seed) < 1 << 64, "within 64 bits")
+        _check("max_new_tokens", self.max_new_tokens, self.max_new_tokens >= 1, "at least 1")
+        fits = self.logprobs is None or 0 <= self.logprobs <= MOST_LOGPROBS
+        _check("logprobs", self.logprobs, fits, f"in 0..{MOST_LOGPROBS}")
+        if isinstance(self.stop, str) or not all(self.stop) or len(self.stop) > MOST_STOPS:
+            raise ValueError(f"stop must be up to {MOST_STOPS} texts, none of them empty, not {self.stop!r}")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether nothing but the most likely token is asked for, for which ranks need not exchange all logits."""
+        return self.temperature == 0 and self.repetition_penalty == 1 and self.logprobs is None
+
+
+def _check(name: str, value: float | None, fits: bool, allowed: str) -> None:
+    if not fits or (value is not None and not math.isfinite(value)):
+        raise ValueError(f"{name} must be {allowed}, not {value}")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One text to go on from.
+
+    Attributes:
+        id: names the request; no two that are open share one.
+        prompt: token ids, at least one.
+        sampling: with a seed.
+    """
+
+    id: int
+    prompt: tuple[int, ...]
+    sampling: Sampling
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """The log-probability (natural) of a chosen token, and the most likely tokens at its place.
+
+    Attributes:
+        top: (token id, log-probability), the most likely first.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens so far.
+
+    Attributes:
+        prompt: how many the prompt has.
+        cached: of these, how many needed no computing because an earlier request began with the same ones.
+        new: how many were added, an end token among them.
+    """
+
+    prompt: int
+    cached: int
+    new: int
+
+
+@dataclass(frozen=True)
+class Event:
+    """What is new about a request.
+
+    Attributes:
+        request: the request's id.
+        tokens: new token ids; the last event of a text that ended by itself has the end token.
+        text: new text, whole characters only. It lags behind the tokens while a stop text may be beginning, and the
+            last event brings the rest; empty if the service has no tokenizer.
+        logprobs: one for each of `tokens`, if asked for.
+        finish_reason: in the last event "stop" (an end token or a stop text), "length" or "cancelled".
+        usage: tokens so far.
+    """
+
+    request: int
+    tokens: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprob, ...]
+    finish_reason: FinishReason | None
+    usage: Usage
