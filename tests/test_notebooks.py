@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +26,13 @@ LARGEST_FILE = 300_000  # bytes
 
 
 def run(path: Path, folder: Path) -> Any:
-    """The notebook with the outputs of a fresh kernel that works in a folder."""
+    """The notebook with the outputs of a fresh kernel that works in a folder, and leaves its own files there."""
     notebook = nbformat.read(path, as_version=4)
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
     client = NotebookClient(notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(folder)}})
-    client.execute()
+    client.execute(env=os.environ | {"TMPDIR": str(folder)})
     return notebook
 
 
@@ -47,7 +49,8 @@ def text_of(cell: Any) -> str:
 
 def refresh(path: Path) -> None:
     """Run a notebook and keep its outputs; progress and what differs from run to run is left out."""
-    notebook = run(path, path.parent)
+    with tempfile.TemporaryDirectory() as folder:
+        notebook = run(path, Path(folder))
     notebook.metadata.language_info = {"name": "python"}
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
