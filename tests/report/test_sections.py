@@ -147,6 +147,30 @@ def test_points_of_a_chart(tmp_path: Path) -> None:
     assert f"{len(hollow)} points of {len(marks)} lie above" in chart[0]
 
 
+def test_a_screened_scan_says_what_each_cell_rests_on(tmp_path: Path) -> None:
+    def fewer(cells: list[Cell]) -> None:
+        for cell in cells:
+            cell["tokens"] = 4000 if cell["first"] else 500
+
+    page = page_of(make_scan(tmp_path / "scan", ("prune",), 4, fewer))
+    assert "Screened: a cell rests on 500 to 4,000 of them." in page.text()
+    cells = map_named(page, "Prune")
+    assert [cells["tokens"][index] for index in range(len(cells["at"]))] == [500] * 4 + [4000] * 6
+
+
+def test_layers_that_were_not_scanned_are_not_judged(tmp_path: Path) -> None:
+    def part(cells: list[Cell]) -> None:
+        cells[:] = [cell for cell in cells if cell["first"] >= 2 and cell["last"] <= 6]
+
+    page = page_of(make_scan(tmp_path / "scan", ("prune",), 10, part, layers="2:7", every=1, max_length=5))
+    assert "Only layers 2 to 6 were scanned." in page.text()
+    assert "has 10 layers" in page.text()
+    said = page.text("model-1")
+    assert "Layer 5: no measured change that includes it" in said
+    assert not re.search(r"Layers? (0|1|7|8|9)\b", said)
+    assert {place % 10 for place in map_named(page, "What each layer tolerates")["at"]} == {2, 3, 4, 5, 6}
+
+
 def test_permutations(tmp_path: Path) -> None:
     folder = make_scan(tmp_path / "scan", ("shuffle",), 4)
     orders = [
