@@ -1,0 +1,301 @@
+"""What every forward pass computes: continuous batching, chunks of prompts, admission, preemption, cancellation.
+
+Only rank 0 has a scheduler; the other ranks are sent the rows of each pass. A pass takes, in this order,
+
+1. one token of every sequence that is being continued, the oldest first;
+2. the next chunk of every prompt that has been begun, as far as the budget of tokens goes;
+3. the first chunk of waiting requests, first come, first served: nobody is let past one that does not fit yet.
+
+A request is let in when there are free blocks for all its tokens so far and one more for every running sequence
+(so that they do not take each other's at once). What it will add later is not reserved: outputs mostly end before
+their limit. When a sequence needs a block and none is free, the youngest running one is preempted: it gives back its
+blocks, goes to the front of the queue, and is computed again later from prompt and output so far. What it gave back
+can be shared until it is overwritten, its own return included, so this often costs little. The oldest sequence is
+never preempted by others and no request is accepted that could not run alone, so all of them end.
+
+No tensors here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Several
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import NamedTuple
+
+from surgeon.runtime.blocks import BlockPool, BlockTable, Run
+from surgeon.runtime.request import FinishReason, QueueFull, Request, TokenLogprob
+
+
+class Wanted(IntEnum):
+    """What a row's last token is to give."""
+
+    NOTHING = 0  # a prompt that goes on in a later pass
+    BEST = 1  # the most likely next token
+    LOGITS = 2  # logits of the whole vocabulary
+
+
+class Row(NamedTuple):
+    """What one pass computes of one sequence; this is what ranks are sent.
+
+    Attributes:
+        start: how many of the sequence's tokens are in the cache.
+        tokens: the next ones.
+        runs: the sequence's blocks, with room for these tokens.
+        wanted: of the last token.
+    """
+
+    start: int
+    tokens: list[int]
+    runs: list[Run]
+    wanted: Wanted
+
+
+class Output(NamedTuple):
+    """What a pass brought for one request; what the client's process is sent.
+
+    Attributes:
+        token: the new one, if any.
+        finish_reason: if this was the last.
+        cached: tokens of the prompt that were not computed.
+    """
+
+    request: int
+    token: int | None
+    logprob: TokenLogprob | None
+    finish_reason: FinishReason | None
+    cached: int
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a scheduler lets in.
+
+    Attributes:
+        max_batch: sequences in one pass.
+        max_tokens: tokens of one sequence, prompt and output.
+        max_waiting: how many requests may be open beyond `max_batch`.
+        pass_tokens: tokens of one pass.
+        ends: token ids that end a text.
+    """
+
+    max_batch: int
+    max_tokens: int
+    max_waiting: int = 64
+    pass_tokens: int = 512
+    ends: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_batch", 1), ("max_tokens", 2), ("max_waiting", 0), ("pass_tokens", self.max_batch)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
+
+
+@dataclass(eq=False)
+class Sequence:
+    """An open request.
+
+    Attributes:
+        tokens: prompt and output so far.
+        computed: how many of them are in the cache.
+        table: its blocks, while it runs.
+        cached: tokens of the prompt that were not computed when it was first let in; None before.
+    """
+
+    request: Request
+    tokens: list[int]
+    wanted: Wanted
+    last: int
+    computed: int = 0
+    table: BlockTable = field(default_factory=BlockTable)
+    cached: int | None = None
+
+
+class Share(NamedTuple):
+    """A sequence's part in a pass: its next `tokens` tokens."""
+
+    sequence: Sequence
+    tokens: int
+
+    @property
+    def completes(self) -> bool:
+        """Whether a new token comes out of it."""
+        return self.sequence.computed + self.tokens == len(self.sequence.tokens)
+
+    def row(self) -> Row:
+        """What the ranks compute."""
+        sequence, first = self.sequence, self.sequence.computed
+        wanted = sequence.wanted if self.completes else Wanted.NOTHING
+        return Row(first, sequence.tokens[first : first + self.tokens], sequence.table.runs, wanted)
+
+
+@dataclass
+class Tally:
+    """What a scheduler has done so far, in tokens and requests."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    new_tokens: int = 0
+    finished: int = 0
+    preempted: int = 0
+
+
+class Scheduler:
+    """Open requests and the blocks they use. `plan` and `advance` are called in turn.
+
+    Attributes:
+        waiting: in the order in which they will be let in.
+        running: in the order in which they were let in.
+    """
+
+    def __init__(self, pool: BlockPool, limits: Limits) -> None:
+        self.pool = pool
+        self.limits = limits
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.tally = Tally()
+        self._refused_at = -1  # the pool's releases when the first in the queue did not fit
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is open."""
+        return not self.running and not self.waiting
+
+    def submit(self, request: Request) -> None:
+        """Put a request at the end of the queue.
+
+        Raises:
+            QueueFull: if too many are open.
+            ValueError: if it is longer than a sequence or the cache may be.
+        """
+        limits = self.limits
+        if len(self.waiting) + len(self.running) >= limits.max_batch + limits.max_waiting:
+            raise QueueFull(f"{limits.max_batch + limits.max_waiting} requests are open already; try again later")
+        check_length(request, limits.max_tokens, self.pool)
+        last = len(request.prompt) + request.sampling.max_new_tokens
+        wanted = Wanted.BEST if request.sampling.greedy else Wanted.LOGITS
+        self.waiting.append(Sequence(request, list(request.prompt), wanted, last))
+
+    def cancel(self, request: int) -> Output | None:
+        """End a request and free its blocks; None if it is not open."""
+        for sequence in (*self.running, *self.waiting):
+            if sequence.request.id == request:
+                (self.running if sequence in self.running else self.waiting).remove(sequence)
+                return self._finish(sequence, None, None, "cancelled")
+        return None
+
+    def plan(self) -> list[Share]:
+        """The shares of the next pass; empty only if no request is open."""
+        shares = self._continued()
+        budget = self.limits.pass_tokens - len(shares)
+        for sequence in self.running:
+            if budget and (left := len(sequence.tokens) - sequence.computed) > 1:
+                shares.append(Share(sequence, min(left, budget)))
+                budget -= shares[-1].tokens
+        while budget and self.waiting and len(self.running) < self.limits.max_batch and self._admit():
+            sequence = self.running[-1]
+            shares.append(Share(sequence, min(len(sequence.tokens) - sequence.computed, budget)))
+            budget -= shares[-1].tokens
+        return shares
+
+    def _continued(self) -> list[Share]:
+        """The sequences that lack one token, each with a block for it."""
+        shares: list[Share] = []
+        size = self.pool.block_tokens
+        for sequence in tuple(self.running):
+            if len(sequence.tokens) - sequence.computed != 1:
+                continue
+            if len(sequence.tokens) > len(sequence.table.blocks) * size and not self._make_room(sequence):
+                break  # it was the youngest
+            shares.append(Share(sequence, 1))
+        return shares
+
+    def _make_room(self, sequence: Sequence) -> bool:
+        """Give a running sequence one more block; False if it had to be preempted itself."""
+        while not self.pool.free:
+            youngest = self.running.pop()
+            self._preempt(youngest)
+            if youngest is sequence:
+                return False
+        self.pool.grow(sequence.table, 1)
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.pool.close(sequence.table)
+        sequence.table, sequence.computed = BlockTable(), 0
+        self.waiting.appendleft(sequence)
+        self.tally.preempted += 1
+
+    def _admit(self) -> bool:
+        """Let in the first of the queue if there is room for all its tokens."""
+        pool = self.pool
+        if self._refused_at == pool.releases:
+            return False
+        sequence = self.waiting[0]
+        shared = pool.match(sequence.tokens)
+        new = pool.blocks_for(len(sequence.tokens)) - len(shared)
+        spare = len(self.running)
+        table = pool.open(shared, new) if new + spare <= pool.free else None
+        if table is None:
+            self._refused_at = pool.releases
+            return False
+        sequence.table, sequence.computed = table, len(shared) * pool.block_tokens
+        if sequence.cached is None:
+            sequence.cached = sequence.computed
+            self.tally.prompt_tokens += len(sequence.tokens)
+            self.tally.cached_tokens += sequence.computed
+        self.running.append(self.waiting.popleft())
+        return True
+
+    def advance(self, shares: Several[Share], chosen: Several[tuple[int, TokenLogprob | None]]) -> list[Output]:
+        """Note that a pass has been computed.
+
+        Args:
+            shares: of the pass, as planned.
+            chosen: the next token of every share that completes its sequence, in their order, and how likely it was.
+        """
+        outputs: list[Output] = []
+        found = iter(chosen)
+        for share in shares:
+            sequence, completes = share.sequence, share.completes
+            sequence.computed += share.tokens
+            self.pool.learn(sequence.table, sequence.tokens, sequence.computed)
+            if completes:
+                outputs.append(self._append(sequence, *next(found)))
+        return outputs
+
+    def _append(self, sequence: Sequence, token: int, logprob: TokenLogprob | None) -> Output:
+        sequence.tokens.append(token)
+        self.tally.new_tokens += 1
+        reason: FinishReason | None = None
+        if token in self.limits.ends and not sequence.request.sampling.ignore_end:
+            reason = "stop"
+        elif len(sequence.tokens) == sequence.last:
+            reason = "length"
+        if reason is None:
+            return Output(sequence.request.id, token, logprob, None, sequence.cached or 0)
+        self.running.remove(sequence)
+        return self._finish(sequence, token, logprob, reason)
+
+    def _finish(
+        self, sequence: Sequence, token: int | None, logprob: TokenLogprob | None, reason: FinishReason
+    ) -> Output:
+        self.pool.close(sequence.table)
+        self.tally.finished += 1
+        return Output(sequence.request.id, token, logprob, reason, sequence.cached or 0)
+
+
+def check_length(request: Request, max_tokens: int, pool: BlockPool) -> None:
+    """Refuse a request that could not even run alone.
+
+    Raises:
+        ValueError: if it is too long for the model or the cache.
+    """
+    prompt, new = len(request.prompt), request.sampling.max_new_tokens
+    if not prompt:
+        raise ValueError("the prompt has no tokens; give at least one")
+    room = min(max_tokens, pool.blocks * pool.block_tokens)
+    if prompt + new > room:
+        least = "shorten the prompt" if prompt >= room else f"ask for at most {room - prompt} new ones"
+        raise ValueError(f"{prompt} tokens of the prompt and {new} new ones are more than the {room} that fit; {least}")
