@@ -127,7 +127,11 @@ def _chapter(number: int, weights_hash: str, runs: Sequence[Run]) -> Chapter:
     ordered = sorted(runs, key=lambda run: KINDS.index(run.kind))
     sections = [_section(f"{anchor}-{place}", run, ordered) for place, run in enumerate(ordered, start=1)]
     summary = [_named(finding, _name_if_several(run, runs)) for run in ordered for finding in run.kind.findings(run)]
-    missing = [line for run in ordered for line in run.kind.missing(run)]
+    missing = [
+        f"{name}: {line}" if (name := _name_if_several(run, runs)) else line
+        for run in ordered
+        for line in run.kind.missing(run)
+    ]
     present = {run.kind.name for run in runs}
     missing += [kind.without for kind in KINDS if kind.without and kind.name not in present]
     of_original = [run for run in ordered if run.weights_hash == weights_hash] or ordered

@@ -9,7 +9,6 @@ from typing import Any
 MINUS, TIMES = "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}"
 NO_VALUE = "\N{EN DASH}"
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-INTERVAL = "95% interval"  # heads a column
 _TIMES_FROM = 2.0  # from this ratio on, "3.2 times" says more than "+220%"
 
 
@@ -35,11 +34,22 @@ def interval(low: float | None, high: float | None, digits: int = 4) -> str:
 
 
 def with_intervals(row: Any, names: Iterable[str] = ("perplexity", "divergence")) -> list[str]:
-    """Columns of a table's row, each followed by its 95% interval."""
+    """Columns of a table's row, each followed by its 95% interval, if the table has intervals."""
+    texts = []
+    for name in names:
+        texts.append(number(row[name]))
+        if f"{name}_low" in row and f"{name}_high" in row:
+            texts.append(interval(row[f"{name}_low"], row[f"{name}_high"]))
+    return texts
+
+
+def interval_heads(columns: Any, names: Iterable[str] = ("perplexity", "divergence")) -> list[str]:
+    """What stands above the columns of `with_intervals`."""
+    present = set(columns)
     return [
         text
         for name in names
-        for text in (number(row[name]), interval(row.get(f"{name}_low"), row.get(f"{name}_high")))
+        for text in ([name, "95% interval"] if {f"{name}_low", f"{name}_high"} <= present else [name])
     ]
 
 

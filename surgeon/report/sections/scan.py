@@ -23,10 +23,10 @@ from surgeon.report.tolerance import (
     single_layers,
 )
 from surgeon.report.words import (
-    INTERVAL,
     allowance,
     change,
     interval,
+    interval_heads,
     layer_list,
     listed,
     number,
@@ -40,7 +40,7 @@ _ENDS = ("first", "last")
 _NAMED = 3  # layers that the summary names as the cheapest and as the dearest
 _LIMIT = TOLERANCES[-1]
 # The ways to a shorter model that most people ask for first: a layer that allows none of them is to be left alone.
-_SHORTENING = {PRUNE: "removed", PAIRS: "paired"}
+_SHORTENING = {PRUNE: "remove", PAIRS: "pair"}
 
 
 def _scan_of(run: Run) -> ScanTable:
@@ -91,7 +91,7 @@ def _only_part(record: dict[str, Any], scan: ScanTable) -> str:
         first, _, end = layers.partition(":")
         parts.append(f"only layers {first} to {int(end) - 1} were scanned" if end.isdecimal() else "")
     if isinstance(every, int) and every > 1:
-        parts.append(f"stretches begin at every {every}th layer only, with lengths in multiples of {every}")
+        parts.append(f"stretches begin every {every} layers only, and their lengths are multiples of {every}")
     if isinstance(longest, int) and longest < scan.num_layers and not parts:
         parts.append(f"stretches have at most {longest} layers")
     text = "; ".join(filter(None, parts))
@@ -151,7 +151,7 @@ def _pairs(scan: ScanTable, operation: str) -> Finding:
         for allowed, cell in reached
         if cell is not None
     ]
-    head = ["allowed", "longest stretch", "depth", "change", "perplexity", INTERVAL, "divergence", INTERVAL]
+    head = ["allowed", "longest stretch", "depth", "change", *interval_heads(scan.cells)]
     table = Table(f"The longest stretches {name}", head, rows, left=frozenset({1})) if rows else None
     middle = longest_within(scan, operation, TOLERANCES[1])
     depth = None if middle is None else scan.depth(operation, int(middle["changed"]))
@@ -203,7 +203,7 @@ def _removal(scan: ScanTable) -> Finding:
         for word, some in (("least", least), ("most", most))
         for _, row in some.iterrows()
     ]
-    head = ["left out", "change", "perplexity", INTERVAL, "divergence", INTERVAL]
+    head = ["left out", "change", *interval_heads(cells)]
     cheapest = cells.iloc[0]
     label = f"perplexity without layer {int(cheapest['first'])}, the cheapest to remove"
     figure = change(cheapest["ratio"])
@@ -228,7 +228,8 @@ def _untouchable(scan: ScanTable) -> Finding:
     tried = [name for name in scan.operations if name in _SHORTENING] or scan.operations
     alone = sorted(layer for layer, names in kinds.items() if {title_of(name) for name in tried} <= set(names))
     how = listed((_SHORTENING.get(name, title_of(name)) for name in tried), "or")
-    what = f"cannot be {how}" if set(tried) & set(_SHORTENING) else "no measured change"
+    it = "it" if len(alone) == 1 else "them"
+    what = f"no measured way to {how} {it}" if set(tried) & set(_SHORTENING) else "no measured change"
     figure = f"{'layer' if len(alone) == 1 else 'layers'} {layer_list(alone)}" if alone else "no layer"
     label = f"{'is' if len(alone) < 2 else 'are'} never to be touched: {what} within {allowance(_LIMIT)}"
     return Finding("Layers never to touch", " ".join(sentences), figure, label)

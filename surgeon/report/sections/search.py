@@ -10,7 +10,7 @@ import pandas as pd
 from surgeon.report.blocks import Block, Chart, Code, Finding, Gallery, Table
 from surgeon.report.chart import Point, Series, draw_chart, layer_axis, log_axis
 from surgeon.report.runs import Kind, Run, TableFile
-from surgeon.report.words import INTERVAL, interval, listed, number, plural, with_intervals
+from surgeon.report.words import interval, interval_heads, listed, number, plural, with_intervals
 from surgeon.search.proposals import ADDITIVE, NEIGHBOUR, SAMPLED, WINDOW
 from surgeon.search.study import DAMAGE, PROFILE, STUDY_FILE
 
@@ -130,7 +130,7 @@ def _best_trials(trials: pd.DataFrame) -> Table:
          number(row["perplexity"]), *with_intervals(row, ["divergence"])]
         for _, row in best.iterrows()
     ]  # fmt: skip
-    head = ["trial", "pairs", "from", "depth", "perplexity", "divergence", INTERVAL]
+    head = ["trial", "pairs", "from", "depth", "perplexity", *interval_heads(trials, ["divergence"])]
     caption = f"The best {len(best)} of {plural(len(trials), 'trial')}"
     return Table(caption, head, rows, left=frozenset({1, 2}))
 

@@ -11,7 +11,7 @@ import pandas as pd
 from surgeon.report.blocks import Block, Chart, Finding, Gallery, Paragraph, Table
 from surgeon.report.chart import Point, Series, draw_chart, layer_axis, log_axis
 from surgeon.report.runs import Kind, Run, TableFile
-from surgeon.report.words import INTERVAL, listed, number, plural, with_intervals
+from surgeon.report.words import interval_heads, listed, number, plural, with_intervals
 
 TABLE = "sensitivity.csv"
 _LINES = {
@@ -103,7 +103,7 @@ def _correlations(rows: list[dict[str, Any]]) -> Table:
 
 
 def _pairs(table: pd.DataFrame) -> Table:
-    head = ["pair", "bound", "first order", "measured", "perplexity", "divergence", INTERVAL]
+    head = ["pair", "bound", "first order", "measured", "perplexity", *interval_heads(table, ["divergence"])]
     rows = [
         [
             _pair(row),
