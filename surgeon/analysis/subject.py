@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from surgeon.checkpoint.load import compute_dtype, load, read_config
 from surgeon.checkpoint.read import DEMO, Checkpoint, locate
 from surgeon.checkpoint.streamed import load_streamed
+from surgeon.families import family_of
 from surgeon.memory import FREE_SHARE, free_bytes, resident_bytes, show_size
 from surgeon.provenance import provenance
 from surgeon.quality.data import DEFAULT_TOKENS, Windows, load_windows, window_for
@@ -59,6 +60,8 @@ class Subject:
             window=text.ids.shape[1],
             tokens=text.ids.numel(),
             tokens_predicted=text.predicted,
+            num_layers=self.model.config.num_hidden_layers,
+            steps_per_layer=family_of(self.model.config).steps_per_layer,
             **more,
         )
 
