@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from surgeon.analysis import screen
 from surgeon.analysis.cells import Cell, Selection, selected_cells
-from surgeon.analysis.journal import Journal
 from surgeon.analysis.measure import Measured, measure, windows_at_once
+from surgeon.analysis.scan_journal import ScanJournal
 from surgeon.analysis.sharing import Plan, plain_sublayers, share, simplify
 from surgeon.analysis.tables import Base, Outcome, Values, cell_values, cells_table, permutations_table
 from surgeon.analysis.workers import Job, Workers, measure_in_workers
@@ -93,7 +93,7 @@ def scan(
         "tokens": windows.ids.numel(),
         "seed": seed,
     }
-    with Journal(folder, identity, len(windows.ids)) as journal:
+    with ScanJournal(folder, identity, len(windows.ids)) as journal:
         work = _Work.of(model, [*journal.finished, selection], seed)
         at_once = windows_at_once(model, work.plan, windows.ids, memory, batch)
         if journal.at_once is not None and batch is None:
@@ -137,7 +137,7 @@ class _Run:
     windows: Windows
     work: _Work
     at_once: int
-    journal: Journal
+    journal: ScanJournal
     memory: int | None
     workers: Workers | None
 
@@ -195,13 +195,10 @@ class _Run:
                 return journal.is_done(program, windows[part.start : part.stop])
 
             missing = [p for p in programs if not journal.is_done(p, windows)]
-            for one in self._numbers(self.windows.ids[windows], missing, is_done, ran):
-                part = range(one.start, one.start + len(one.quality.nll))
-                if not is_done(one.program, part):
-                    journal.add(one.program, windows[part.start : part.stop], one.quality)
+            journal.add_new(self._numbers(self.windows.ids[windows], missing, is_done, ran), windows)
 
     def _numbers(self, ids: Tensor, programs: list[Program], is_done: IsDone, ran: Advance) -> Iterator[Measured]:
-        folder, dense = self.journal.path.parent, self.work.dense
+        folder, dense = self.journal.folder, self.work.dense
         if self.workers is None or set(programs) <= {dense}:  # workers measure the unedited model beside others only
             todo = self.model, ids, dense, programs, self.at_once, is_done, ran
             return measure(*todo, memory=self.memory, folder=folder)

@@ -22,9 +22,9 @@ from torch.nn import functional
 import surgeon
 from surgeon.analysis import scan as scan_module
 from surgeon.analysis.cells import HEATMAPS, SCANNED, permutation_seeds, scan_cells, select
-from surgeon.analysis.journal import JOURNAL
 from surgeon.analysis.measure import measure
 from surgeon.analysis.scan import Scan, scan
+from surgeon.analysis.scan_journal import JOURNAL
 from surgeon.analysis.tables import COLUMNS, PERMUTATION_COLUMNS
 from surgeon.families import family_of
 from surgeon.operations import permutation
@@ -378,12 +378,12 @@ def test_an_edited_model_is_refused(windows: Windows, tmp_path: Path) -> None:
 
 KILLED = """
 import sys, time
-from surgeon.analysis import journal
-slow = journal.Journal.add
+from surgeon.analysis.scan_journal import ScanJournal
+slow = ScanJournal.add
 def add(self, *measured):
     slow(self, *measured)
     time.sleep(0.02)
-journal.Journal.add = add
+ScanJournal.add = add
 from surgeon.cli.app import main
 raise SystemExit(main(sys.argv[1:]))
 """

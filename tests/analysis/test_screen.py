@@ -19,9 +19,9 @@ from torch.nn import functional
 import surgeon
 from surgeon.analysis import scan as scan_module
 from surgeon.analysis.cells import scan_cells, select
-from surgeon.analysis.journal import JOURNAL
 from surgeon.analysis.measure import measure
 from surgeon.analysis.scan import Scan, scan
+from surgeon.analysis.scan_journal import JOURNAL
 from surgeon.analysis.screen import HOPELESS, LARGEST_ERROR, SHARE_OF_DAMAGE, is_settled, rounds, spread
 from surgeon.program import Program
 from surgeon.quality.data import Windows

@@ -1,0 +1,136 @@
+"""Files that only ever grow: what long work has found so far, so that it can be killed at any point and go on."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from abc import ABC, abstractmethod
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Self
+
+# What messages call the entries of an identity; others are called by their own names.
+_NAMES = {
+    "format": "format, an older version's",
+    "weights_hash": "model (hash of its weights)",
+    "data": "text (hash of its tokens)",
+    "calibration": "calibration text (hash of its tokens)",
+    "window": "window size",
+    "dtype": "dtype to compute in",
+}
+_SHOWN = 40
+
+
+class Journal(ABC):
+    """JSON values, one a line, each in the file as soon as it is known; what they mean, subclasses say in `take`.
+
+    The first line says what the others depend on; a file of anything else is refused. A last line that was cut off by
+    a kill is dropped. A subclass sets its own attributes first: its lines are taken in while this constructor runs.
+
+    Args:
+        path: its folder is made if it is not there; None to keep nothing.
+        work: what is done, as the first line and error messages call it ("scan").
+        identity: what the lines depend on, as JSON values; None for a file without such a first line.
+
+    Raises:
+        ValueError: if the file belongs to something else (naming the difference), or is damaged.
+        OSError: if it cannot be written, or another process is writing to it.
+    """
+
+    def __init__(self, path: Path | None, work: str, identity: dict[str, Any] | None = None) -> None:
+        self.path, self.work = path, work
+        self._file = None if path is None else _open_alone(path, work)
+        try:
+            self._load(identity)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let others write to the file."""
+        if self._file is not None:
+            self._file.close()
+
+    @abstractmethod
+    def take(self, line: Any) -> None:
+        """Take in what a line says; IndexError, KeyError, TypeError and ValueError mean that the line is damaged."""
+
+    def append(self, *lines: Any) -> None:
+        """Put lines into the file at once."""
+        if self._file is not None:
+            self._file.write("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines).encode())
+            self._file.flush()
+
+    def keep(self, line: Any) -> None:
+        """Put a line into the file, and take it in."""
+        self.append(line)
+        self.take(line)
+
+    def _load(self, identity: dict[str, Any] | None) -> None:
+        lines = [] if self._file is None else _whole_lines(self._file)
+        first = 1 if identity is None else 2
+        if identity is not None and lines:
+            self._check(lines.pop(0), identity)
+        elif identity is not None:
+            self.append({self.work: identity})
+        for number, text in enumerate(lines, start=first):
+            try:
+                self.take(json.loads(text))
+            except (IndexError, KeyError, TypeError, ValueError) as error:
+                raise self._damaged(number) from error
+
+    def _check(self, text: bytes, identity: dict[str, Any]) -> None:
+        assert self.path is not None
+        try:
+            first = json.loads(text)
+        except ValueError as error:
+            raise self._damaged(1) from error
+        held = first.get(self.work) if isinstance(first, dict) else None
+        if not isinstance(held, dict):
+            raise ValueError(f"{self.path} was not written by surgeon {self.work}; use another output folder (-o)")
+        for key, value in identity.items():
+            if held.get(key) != value:
+                change = f"{_NAMES.get(key, key)}: {_brief(held.get(key))}, now {_brief(value)}"
+                raise ValueError(
+                    f"{self.path.parent} holds a {self.work} of another {change}; use another output folder (-o), "
+                    "or delete this one to begin again"
+                )
+
+    def _damaged(self, number: int) -> ValueError:
+        return ValueError(f"{self.path} is damaged in line {number}; delete the file to begin again")
+
+
+def _open_alone(path: Path, work: str) -> BinaryIO:
+    """Open a file to read and append to, locked until it is closed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("a+b")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise OSError(f"another {work} is writing to {path.parent}; wait for it, or use another folder") from error
+    return file
+
+
+def _whole_lines(file: BinaryIO) -> list[bytes]:
+    """The lines of a file; a last one without an end is cut off."""
+    file.seek(0)
+    content = file.read()
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):
+        os.ftruncate(file.fileno(), whole)
+    return content[:whole].splitlines()
+
+
+def _brief(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= _SHOWN else text[:12] + "..."
