@@ -19,13 +19,16 @@ class ProgramJournal(Journal):
     """Per-window numbers of programs.
 
     Args:
+        folder: made if it is not there.
+        name: of the file in it.
+        work, identity: as in `Journal`.
         windows: how many windows are measured.
     """
 
-    def __init__(self, path: Path, work: str, identity: dict[str, Any], windows: int) -> None:
-        self.windows = windows
+    def __init__(self, folder: Path, name: str, work: str, identity: dict[str, Any], windows: int) -> None:
+        self.folder, self.windows = folder, windows
         self._values: dict[str, NDArray[np.float64]] = {}
-        super().__init__(path, work, identity)
+        super().__init__(folder / name, work, identity)
 
     def add(self, program: Program, windows: Sequence[int], quality: Quality) -> None:
         """Keep one program's numbers on some windows."""

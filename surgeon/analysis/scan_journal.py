@@ -30,11 +30,10 @@ class ScanJournal(ProgramJournal):
     """
 
     def __init__(self, folder: Path, identity: dict[str, Any], windows: int) -> None:
-        self.folder = folder
         self.finished: list[Selection] = []
         self.at_once: int | None = None
         self.spread = False
-        super().__init__(folder / JOURNAL, "scan", {"format": FORMAT} | identity, windows)
+        super().__init__(folder, JOURNAL, "scan", {"format": FORMAT} | identity, windows)
 
     def start(self, at_once: int, spread: bool) -> None:
         """Note how many windows are taken together, and in which order."""

@@ -20,15 +20,13 @@ from transformers import PreTrainedModel
 
 from surgeon.analysis.correlation import rank_correlation
 from surgeon.analysis.jacobian import OperatorNorm, PowerIteration, differentiable
-from surgeon.analysis.lines import Lines
 from surgeon.analysis.lp_error import TERMS, layer_norm, pair_terms
 from surgeon.analysis.measure import measure, windows_at_once
+from surgeon.analysis.program_journal import ProgramJournal
 from surgeon.analysis.sharing import share
 from surgeon.analysis.walk import Walk
-from surgeon.families import family_of
-from surgeon.model import require_unedited
+from surgeon.model import program_of, require_unedited
 from surgeon.operations import pair
-from surgeon.program import Program
 from surgeon.progress import progress
 from surgeon.provenance import write_json, write_text
 from surgeon.quality.data import Windows
@@ -37,6 +35,7 @@ from surgeon.quality.summary import interval, mean_divergence, perplexity
 TABLE = "sensitivity.csv"
 RECORD = "sensitivity.json"
 JOURNAL = "sensitivity.jsonl"
+FORMAT = 2
 DEFAULT_WINDOWS = 4
 # What is compared with damage in the table of correlations.
 PREDICTORS = (
@@ -106,21 +105,21 @@ def sensitivity(
     power = power or PowerIteration()
     chosen = spread(len(windows.ids), jacobian_windows)
     identity = {
-        "model (hash of its weights)": weights_hash,
-        "text (hash of its tokens)": windows.digest,
+        "weights_hash": weights_hash,
+        "data": windows.digest,
         "choice of windows for Jacobians": chosen,
         "number of iterations": power.iterations,
         "tolerance": power.tolerance,
         "seed": power.seed,
     }
-    with Lines(folder / JOURNAL, "sensitivity", identity) as journal:
-        damage = _Damage(model, windows, journal, folder)
+    with SensitivityJournal(folder, identity, len(windows.ids)) as journal:
+        damage = _Damage(model, windows, journal)
         damage.measure_missing()
         local = _Local(model, windows, chosen, power, journal)
         local.compute_missing()
     table = _table(local, damage)
     correlations = _correlations(table)
-    within = [one["terms"]["error"] <= one["terms"]["bound"] for one in local.found.values() if one["terms"]]
+    within = [one["terms"]["error"] <= one["terms"]["bound"] for one in journal.layers.values() if one["terms"]]
     record = (record or {}) | {
         "jacobian_windows": chosen,
         "iterations": power.iterations,
@@ -140,26 +139,43 @@ def spread(windows: int, wanted: int) -> list[int]:
     return sorted({int(place) for place in np.linspace(0, windows - 1, min(wanted, windows)).round()})
 
 
-class _Local:
-    """What is computed for each pair by itself: terms of equation 12, and each layer's factor in equation 13.
+class SensitivityJournal(ProgramJournal):
+    """What a folder's sensitivity has found: damage of pairs, and what is computed for each layer by itself.
 
     Attributes:
-        found: by window and layer, lines of the journal.
+        layers: by window and layer, what `_line` makes.
     """
 
+    def __init__(self, folder: Path, identity: dict[str, Any], windows: int) -> None:
+        self.layers: dict[tuple[int, int], dict[str, Any]] = {}
+        super().__init__(folder, JOURNAL, "sensitivity", {"format": FORMAT} | identity, windows)
+
+    def take(self, line: Any) -> None:
+        if "layer" in line:
+            self.layers[line["window"], line["layer"]] = line
+        else:
+            super().take(line)
+
+
+class _Local:
+    """What is computed for each pair by itself: terms of equation 12, and each layer's factor in equation 13."""
+
     def __init__(
-        self, model: PreTrainedModel, windows: Windows, chosen: Sequence[int], power: PowerIteration, journal: Lines
+        self,
+        model: PreTrainedModel,
+        windows: Windows,
+        chosen: Sequence[int],
+        power: PowerIteration,
+        journal: SensitivityJournal,
     ) -> None:
         self.model, self.windows, self.chosen, self.power, self.journal = model, windows, chosen, power, journal
+        self.found = journal.layers
         self.num_layers: int = model.config.num_hidden_layers
-        lines = [line for line in journal.held if "layer" in line]
-        self.found = {(line["window"], line["layer"]): line for line in lines}
 
     def compute_missing(self) -> None:
         with progress("jacobians", len(self.chosen) * self.num_layers, "layers", len(self.found)) as ran:
             for line in self._missing():
-                self.found[line["window"], line["layer"]] = line
-                self.journal.append(line)
+                self.journal.keep(line)
                 ran(1)
 
     def _missing(self) -> Iterator[dict[str, Any]]:
@@ -214,40 +230,29 @@ def _line(
 class _Damage:
     """What each pair in parallel does to the model's predictions, on all windows."""
 
-    def __init__(self, model: PreTrainedModel, windows: Windows, journal: Lines, folder: Path) -> None:
-        self.model, self.windows, self.journal, self.folder = model, windows, journal, folder
-        num_layers = model.config.num_hidden_layers
-        self.dense = Program.dense(num_layers, family_of(model.config).steps_per_layer)
-        self.programs = [pair(self.dense, range(first, first + 2)) for first in range(num_layers - 1)]
-        self.nll = {program: np.full(len(windows.ids), math.nan) for program in (self.dense, *self.programs)}
-        self.divergence = {program: values.copy() for program, values in self.nll.items()}
-        self.done: set[tuple[Program, int]] = set()  # program and window
-        for line in journal.held:
-            if "program" in line:
-                self._take(line)
+    def __init__(self, model: PreTrainedModel, windows: Windows, journal: SensitivityJournal) -> None:
+        self.model, self.ids, self.journal = model, windows.ids, journal
+        self.everything = range(len(windows.ids))
+        self.dense = program_of(model)
+        num_pairs = model.config.num_hidden_layers - 1
+        self.programs = [pair(self.dense, range(first, first + 2)) for first in range(num_pairs)]
 
     def measure_missing(self) -> None:
-        plan = share([self.dense, *self.programs])
-        at_once = windows_at_once(self.model, plan, self.windows.ids)
-        done = sum(plan.sublayers[p] for p in self.programs if self._is_done(p, range(len(self.windows.ids))))
+        plan, is_done = share([self.dense, *self.programs]), self.journal.is_done
+        at_once = windows_at_once(self.model, plan, self.ids)
+        done = sum(plan.sublayers[p] for p in self.programs if is_done(p, self.everything))
         with progress("damage", plan.total_sublayers, "sublayers", done) as ran:
-            measuring = (self.model, self.windows.ids, self.dense, self.programs, at_once, self._is_done, ran)
-            for part in measure(*measuring, folder=self.folder):
-                where = range(part.start, part.start + len(part.quality.nll))
-                if not self._is_done(part.program, where):
-                    nll, divergence = part.quality.nll.tolist(), part.quality.divergence.tolist()
-                    line = {"program": str(part.program), "start": part.start, "nll": nll, "divergence": divergence}
-                    self.journal.append(line)
-                    self._take(line)
+            todo = self.model, self.ids, self.dense, self.programs, at_once, is_done, ran
+            self.journal.add_new(measure(*todo, folder=self.journal.folder), self.everything)
 
     def columns(self, first: int) -> dict[str, float]:
         """The measured columns of a pair."""
-        program = self.programs[first]
-        low, high = interval(self.divergence[program])
-        value = perplexity(self.nll[program])
+        nll, divergence = self.journal.values(self.programs[first], self.everything)
+        low, high = interval(divergence)
+        value = perplexity(nll)
         return {
             "perplexity": value,
-            "divergence": mean_divergence(self.divergence[program]),
+            "divergence": mean_divergence(divergence),
             "divergence_low": low,
             "divergence_high": high,
             "log_perplexity_ratio": float(np.log(value / self.base_perplexity)),
@@ -256,16 +261,7 @@ class _Damage:
     @property
     def base_perplexity(self) -> float:
         """Of the unedited model."""
-        return perplexity(self.nll[self.dense])
-
-    def _is_done(self, program: Program, windows: range) -> bool:
-        return all((program, window) in self.done for window in windows)
-
-    def _take(self, line: dict[str, Any]) -> None:
-        program = Program.parse(line["program"])
-        where = slice(line["start"], line["start"] + len(line["nll"]))
-        self.nll[program][where], self.divergence[program][where] = line["nll"], line["divergence"]
-        self.done |= {(program, window) for window in range(where.start, where.stop)}
+        return perplexity(self.journal.values(self.dense, self.everything)[0])
 
 
 def _table(local: _Local, damage: _Damage) -> pd.DataFrame:

@@ -17,9 +17,8 @@ import surgeon
 from surgeon.analysis import sensitivity as sensitivity_module
 from surgeon.analysis.correlation import rank_correlation
 from surgeon.analysis.jacobian import PowerIteration, differentiable
-from surgeon.analysis.lines import Lines
 from surgeon.analysis.lp_error import pair_terms
-from surgeon.analysis.sensitivity import JOURNAL, Sensitivity, sensitivity, spread
+from surgeon.analysis.sensitivity import JOURNAL, Sensitivity, SensitivityJournal, sensitivity, spread
 from surgeon.analysis.walk import Walk
 from surgeon.quality.data import Windows
 from tests.analysis.test_jacobian import dense_jacobian
@@ -142,16 +141,16 @@ def test_stopped_and_started_again(
     after: int, windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(tmp_path / "whole", windows, power=QUICK)
-    append, left = Lines.append, [after + 1]  # the first line says whose the file is
+    append, left = SensitivityJournal.append, [after + 1]  # the first line says whose the file is
 
-    def stop(self: Lines, line: dict[str, Any]) -> None:
+    def stop(self: SensitivityJournal, line: dict[str, Any]) -> None:
         if not left[0]:
             raise Stopped
         left[0] -= 1
         append(self, line)
 
     with monkeypatch.context() as context:
-        context.setattr(Lines, "append", stop)
+        context.setattr(SensitivityJournal, "append", stop)
         with pytest.raises(Stopped):
             run(tmp_path / "stopped", windows, power=QUICK)
     journal = tmp_path / "stopped" / JOURNAL
