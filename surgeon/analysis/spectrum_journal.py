@@ -5,26 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from surgeon.analysis.append_only import AppendOnlyFile
 from surgeon.analysis.matrices import Matrix
+from surgeon.journal import Journal
 
 JOURNAL = "journal.jsonl"
 FORMAT = 1
-_NAMES = {
-    "format": "format, an older version's",
-    "weights_hash": "model (hash of its weights)",
-    "data": "text (hash of its tokens)",
-    "calibration": "calibration text (hash of its tokens)",
-    "window": "window size",
-    "dtype": "dtype to compute in",
-}
-
 Values = NDArray[np.float64]
 
 
@@ -64,7 +54,7 @@ class WindowQuality:
     divergence: Values
 
 
-class SpectrumJournal:
+class SpectrumJournal(Journal):
     """Everything that a folder's spectrum has measured, kept as it is measured.
 
     Attributes:
@@ -77,57 +67,35 @@ class SpectrumJournal:
         identity: what the numbers depend on.
 
     Raises:
-        ValueError: if the folder holds a spectrum of something else (naming the difference), or it is damaged.
-        OSError: if it cannot be written, or another process is writing to it.
+        ValueError, OSError: as `Journal`.
     """
 
     def __init__(self, folder: Path, identity: dict[str, Any]) -> None:
         self.base_nll: Values | None = None
         self.spectra: dict[Matrix, SingularValues] = {}
         self.damage: dict[Truncation, WindowQuality] = {}
-        self._file = AppendOnlyFile(folder / JOURNAL, "spectrum", {"format": FORMAT} | identity, _NAMES)
-        try:
-            for number, line in enumerate(self._file.lines, start=2):
-                try:
-                    self._take(line)
-                except (KeyError, TypeError, ValueError) as error:
-                    raise self._file.damaged(number) from error
-        except BaseException:
-            self._file.__exit__(None, None, None)
-            raise
-
-    def __enter__(self) -> SpectrumJournal:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._file.__exit__(kind, error, trace)
+        super().__init__(folder / JOURNAL, "spectrum", {"format": FORMAT} | identity)
 
     def add_base(self, nll: Values) -> None:
         """Keep the unedited model's numbers."""
-        self._add({"base": nll.tolist()})
+        self.keep({"base": nll.tolist()})
 
     def add_spectrum(self, matrix: Matrix, found: SingularValues) -> None:
         """Keep a matrix's singular values."""
         values = {"plain": found.plain.tolist(), "whitened": found.whitened.tolist()}
         about = {"size": list(found.size), "factor": found.factor, "input_rank": found.input_rank}
-        self._add(vars(matrix) | about | values)
+        self.keep(vars(matrix) | about | values)
 
     def add_damage(self, truncation: Truncation, quality: WindowQuality) -> None:
         """Keep what a truncation does."""
         numbers = {"nll": quality.nll.tolist(), "divergence": quality.divergence.tolist()}
-        self._add(vars(truncation.matrix) | {"method": truncation.method, "rank": truncation.rank} | numbers)
+        self.keep(vars(truncation.matrix) | {"method": truncation.method, "rank": truncation.rank} | numbers)
 
     def lacks_damage(self, truncations: Iterable[Truncation]) -> bool:
         """Whether any of these is still to be measured."""
         return any(truncation not in self.damage for truncation in truncations)
 
-    def _add(self, line: dict[str, Any]) -> None:
-        self._file.append(line)
-        self._take(line)
-
-    def _take(self, line: dict[str, Any]) -> None:
+    def take(self, line: Any) -> None:
         if "base" in line:
             self.base_nll = np.array(line["base"], dtype=np.float64)
             return

@@ -2,61 +2,39 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs
 
+from surgeon.journal import Journal
 from surgeon.progress import Advance, progress
 
 
-class Answers:
+class Answers(Journal):
     """What a model answered to each request, in a file that only ever grows, or in memory alone.
 
-    The file's name holds a hash of what the answers depend on, so that those of other models stand beside it. A last
-    line that was cut off by a kill is dropped.
+    The file's name holds a hash of what the answers depend on, so that those of other models stand beside it.
 
     Args:
         folder: made if it is not there; None to keep nothing.
         identity: what the answers depend on, as JSON values.
 
     Raises:
-        ValueError: if the file is damaged.
-        OSError: if it cannot be written, or another evaluation is writing to it.
+        ValueError, OSError: as `Journal`.
     """
 
     def __init__(self, folder: Path | None, identity: dict[str, Any]) -> None:
         self._values: dict[str, Any] = {}
         self._cut: set[str] = set()
-        self._unwritten: list[str] = []
-        self._file: BinaryIO | None = None
-        if folder is None:
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / f"answers-{_hash(identity)[:12]}.jsonl"
-        self._file = self.path.open("a+b")
-        try:
-            self._load(self._file)
-        except BaseException:
-            self._file.close()
-            raise
-
-    def __enter__(self) -> Answers:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._file is not None:
-            self._file.close()
+        self._unwritten: list[tuple[str, Any, bool]] = []
+        path = None if folder is None else folder / f"answers-{_hash(identity)[:12]}.jsonl"
+        super().__init__(path, "evaluation of this model")
 
     def __contains__(self, key: str) -> bool:
         return key in self._values
@@ -67,7 +45,7 @@ class Answers:
     def add(self, key: str, value: Any) -> None:
         """Keep an answer; it is in the file after the next `write`."""
         self._values[key] = value
-        self._unwritten.append(json.dumps([key, value, key in self._cut], separators=(",", ":")))
+        self._unwritten.append((key, value, key in self._cut))
 
     def note_cut(self, key: str) -> None:
         """Note that a request was longer than the model's positions, before its answer is added."""
@@ -79,30 +57,14 @@ class Answers:
 
     def write(self) -> None:
         """Put what was added into the file: a batch at a time, so that the batches after a kill are the same."""
-        if self._file is not None and self._unwritten:
-            self._file.write("".join(f"{line}\n" for line in self._unwritten).encode())
-            self._file.flush()
+        self.append(*self._unwritten)
         self._unwritten.clear()
 
-    def _load(self, file: BinaryIO) -> None:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            where = self.path.parent
-            raise OSError(f"another evaluation of this model is writing to {where}; use another folder") from error
-        file.seek(0)
-        content = file.read()
-        whole = content.rfind(b"\n") + 1
-        if whole < len(content):
-            os.ftruncate(file.fileno(), whole)
-        for number, line in enumerate(content[:whole].splitlines(), start=1):
-            try:
-                key, value, cut = json.loads(line)
-            except (ValueError, TypeError) as error:
-                raise ValueError(f"{self.path} is damaged in line {number}; delete the file to begin again") from error
-            self._values[key] = tuple(value) if isinstance(value, list) else value
-            if cut:
-                self._cut.add(key)
+    def take(self, line: Any) -> None:
+        key, value, cut = line
+        self._values[key] = tuple(value) if isinstance(value, list) else value
+        if cut:
+            self._cut.add(key)
 
 
 class TaskModel(HFLM):  # type: ignore[misc]
