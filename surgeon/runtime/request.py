@@ -132,6 +132,7 @@ class Event:
         logprobs: one for each of `tokens`, if asked for.
         finish_reason: in the last event "stop" (an end token or a stop text), "length" or "cancelled".
         usage: tokens so far.
+        queue_seconds: from `submit` until the request was first let in; 0 if it was cancelled before.
     """
 
     request: int
@@ -140,3 +141,39 @@ class Event:
     logprobs: tuple[TokenLogprob, ...]
     finish_reason: FinishReason | None
     usage: Usage
+    queue_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What a service is doing, and what it has done since it started.
+
+    Attributes:
+        running: requests that are let in.
+        waiting: requests in the queue, those preempted among them.
+        blocks: of the cache.
+        free_blocks: that no request uses; later requests may still share some of them.
+        prompt_tokens: of requests let in.
+        cached_tokens: of these, tokens that needed no computing.
+        new_tokens: added.
+        finished: requests that have ended, in whatever way.
+        preempted: how often a request was put back into the queue.
+        passes: forward passes.
+        all_reduces: on rank 0, like the next two, those of the vocabulary included.
+        all_gathers: as above.
+        bytes: of their operands.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    blocks: int = 0
+    free_blocks: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    new_tokens: int = 0
+    finished: int = 0
+    preempted: int = 0
+    passes: int = 0
+    all_reduces: int = 0
+    all_gathers: int = 0
+    bytes: int = 0

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from types import TracebackType
 
-from surgeon.runtime.request import Event, Sampling
+from surgeon.runtime.request import Event, Sampling, Stats
 
 Listener = Callable[[Event | Exception], None]
 
@@ -55,10 +55,14 @@ class Service(ABC):
                 blocks: int | None = None, memory: int | None = None, max_waiting: int = 64)
 
     Attributes:
-        max_tokens: the most that prompt and output of a request may have together.
+        max_tokens: the most that prompt and output of a request may have together: what the model and the whole
+            cache have room for.
+        failure: why the ranks have ended (`RankFailed`), noticed within seconds also while no request is open; None
+            while they run.
     """
 
     max_tokens: int
+    failure: Exception | None
 
     @abstractmethod
     def submit(self, prompt: Sequence[int], sampling: Sampling | None = None) -> Stream:
@@ -78,6 +82,10 @@ class Service(ABC):
     @abstractmethod
     def cancel(self, request: int) -> bool:
         """End a request; its stream ends with "cancelled". False if it has ended already."""
+
+    @abstractmethod
+    def stats(self) -> Stats:
+        """What the service is doing, as of the last pass or cancellation; answers at once, also after a failure."""
 
     @abstractmethod
     def drain(self, timeout: float | None = None) -> bool:
