@@ -1,12 +1,26 @@
-"""`surgeon eval`: a model's accuracy on tasks, by lm-eval."""
+"""`surgeon eval`: a model's quality on texts, and its accuracy on tasks, by lm-eval."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from surgeon.cli.options import (
+    DATA_HELP,
+    DEFAULT_TOKENS,
+    SeparatorOption,
+    TokensOption,
+    WindowOption,
+)
+
+if TYPE_CHECKING:
+    from surgeon.quality.data import Windows
+    from surgeon.quality.tasks import Settings
+    from surgeon.quality.tasks_load import Tasks
+    from surgeon.quality.tasks_subject import Candidate
 
 
 def evaluate(
@@ -19,7 +33,7 @@ def evaluate(
         ),
     ],
     tasks: Annotated[
-        list[str],
+        list[str] | None,
         typer.Option(
             "--tasks",
             help="Tasks, with commas between or the option repeated: names of lm-eval's tasks and groups; paper (the "
@@ -27,7 +41,22 @@ def evaluate(
             "whose code is run, or a folder of those.",
             show_default=False,
         ),
-    ],
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option("--data", help="Perplexity, too. " + DATA_HELP, show_default=False)
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            "--against",
+            help="With --data: the model that the divergence is from. Default: for a recipe or --program, the model "
+            "without it.",
+            show_default=False,
+        ),
+    ] = None,
+    tokens: TokensOption = DEFAULT_TOKENS,
+    window: WindowOption = None,
+    separator: SeparatorOption = None,
     num_fewshot: Annotated[
         int | None,
         typer.Option(
@@ -43,8 +72,8 @@ def evaluate(
         typer.Option(
             "--output",
             "-o",
-            help="Folder for results_<time>.json (lm-eval's format) and results_<time>.csv. Answers are kept in it as "
-            "they come: killed, the same command goes on.",
+            help="Folder for results_<time>.json (lm-eval's format), results_<time>.csv and text.json. Answers are "
+            "kept in it as they come: killed, the same command goes on.",
             show_default=False,
         ),
     ] = None,
@@ -66,32 +95,89 @@ def evaluate(
     ] = False,
     device: Annotated[str, typer.Option(help="cpu, cuda (all GPUs), or auto: cuda where there is one.")] = "auto",
 ) -> None:
-    """Compute a model's accuracy on tasks with lm-eval, and print it as a table.
+    """Measure a model's perplexity on a text (--data) and its accuracy on tasks with lm-eval (--tasks).
 
     The form of a .jsonl file follows from the keys of its rows: query, choices, gold (multiple choice);
     context_options, continuation, gold (one text after several contexts); context, continuation (LAMBADA); context,
     answer, and if there is one chain_of_thought (a number, as in GSM8K). Its few-shot examples are its other rows.
     """
-    from surgeon.quality.tasks import Settings, run_tasks
+    from surgeon.quality.data import load_windows, window_for
+    from surgeon.quality.tasks import Settings
     from surgeon.quality.tasks_load import Seeds, load_tasks, split_names
-    from surgeon.quality.tasks_model import Answers, TaskModel
-    from surgeon.quality.tasks_results import scores, table, write_results
     from surgeon.quality.tasks_subject import choose_device, open_candidate
 
-    settings = Settings(limit, batch_size, apply_chat_template, Seeds.all(seed))
+    if not tasks and data is None:
+        raise ValueError("there is nothing to measure; give --tasks, --data or both")
     if log_samples and output is None:
         raise ValueError("--log-samples writes files; say where to with --output")
+    settings = Settings(limit, batch_size, apply_chat_template, Seeds.all(seed))
     choose_device(device)
     candidate = open_candidate(model, program)
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
-    loaded = load_tasks(split_names(tasks), candidate.positions, num_fewshot, settings.seeds)
+    # What is wrong with the text or the tasks is said before anything is measured.
+    windows = None
+    if data is not None:
+        size = window_for(candidate.config, window)
+        windows = load_windows(candidate.tokenizer, data, size, tokens, separator)
+        original = None if against is None else open_candidate(against)
+    loaded = load_tasks(split_names(tasks), candidate.positions, num_fewshot, settings.seeds) if tasks else None
+    if windows is not None:
+        _on_text(candidate, original, windows, device, output)
+    if loaded is not None:
+        _on_tasks(candidate, loaded, settings, device, output, log_samples)
+
+
+def _on_text(
+    candidate: Candidate, original: Candidate | None, windows: Windows, device: str, output: Path | None
+) -> None:
+    """Print and write perplexity, and divergence where there is something to compare with."""
+    from surgeon.model import edit, restore
+    from surgeon.provenance import write_json
+    from surgeon.quality.text import logits_of, text_quality
+
+    for note in windows.notes:
+        print(f"warning: {note}", file=sys.stderr)
+    loaded, program = candidate.load(device), candidate.program
+    model, compared = logits_of(loaded), None
+    if original is not None:
+        compared = logits_of(original.load(device))
+    elif program is not None:  # the same weights, with and without the program
+        edited = program
+
+        def model(ids: Any) -> Any:
+            return logits_of(edit(loaded, edited))(ids)
+
+        def compared(ids: Any) -> Any:
+            return logits_of(restore(loaded))(ids)
+
+    found = text_quality(model, windows.ids, compared)
+    print(found.line())
+    if output is not None:
+        more = {"data": windows.source, "data_hash": windows.digest, "window": windows.ids.shape[1]}
+        record = candidate.provenance(candidate.checkpoint.weights_hash(), **more, **found.to_json())
+        write_json(output / "text.json", record | ({} if original is None else {"against": original.name}))
+
+
+def _on_tasks(
+    candidate: Candidate,
+    loaded: Tasks,
+    settings: Settings,
+    device: str,
+    output: Path | None,
+    log_samples: bool,
+) -> None:
+    """Print and write lm-eval's results."""
+    from surgeon.quality.tasks import run_tasks
+    from surgeon.quality.tasks_model import Answers, TaskModel
+    from surgeon.quality.tasks_results import scores, table, write_results
+
     for note in loaded.notes:
         print(f"note: {note}", file=sys.stderr)
     weights = candidate.checkpoint.weights_hash()
     with Answers(output, candidate.identity(weights, device)) as answers:
-        lm = TaskModel(candidate.load(device), candidate.tokenizer, answers, batch_size)
-        results = run_tasks(lm, loaded, model, settings)
+        lm = TaskModel(candidate.load(device), candidate.tokenizer, answers, settings.batch_size)
+        results = run_tasks(lm, loaded, candidate.name, settings)
     if lm.cut:
         print(
             f"note: {lm.cut:,} of {len(lm.asked):,} requests were longer than the model's {candidate.positions:,} "

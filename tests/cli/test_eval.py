@@ -141,3 +141,29 @@ def test_a_model_without_a_tokenizer(run: Run, tasks: str, tiny_checkpoint: Path
     code, _, err = run("--tasks", tasks)
     assert code == 1
     assert "has no tokenizer that can be read" in err
+
+
+def test_perplexity_and_divergence_on_a_text(run: Run, tiny_text: Path, tmp_path: Path) -> None:
+    text = ("--data", tiny_text, "--tokens", 128, "--window", 32)
+    code, said, err = run(*text)
+    assert code == 0, err
+    assert said.startswith("perplexity ")
+    assert "divergence" not in said
+    assert said.endswith("over 124 tokens\n")
+    code, said, err = run(*text, "--program", "A0 F0 [A1 A2] [F1 F2] A3 F3", "-o", tmp_path / "out")
+    assert code == 0, err
+    record = json.loads((tmp_path / "out" / "text.json").read_text())
+    assert f"divergence {record['divergence']:.3g}" in said
+    assert record["divergence"] > 0.001
+    assert (record["tokens"], record["window"], record["program"]) == (124, 32, "A0 F0 [A1 A2] [F1 F2] A3 F3")
+
+
+def test_divergence_from_another_model(run: Run, tiny_text: Path, tiny_checkpoint: Path) -> None:
+    code, said, err = run("--data", tiny_text, "--tokens", 64, "--window", 32, "--against", tiny_checkpoint)
+    assert code == 0, err
+    assert float(said.split("divergence ")[1].split()[0]) < 1e-8
+
+
+def test_a_text_or_tasks_are_needed(run: Run) -> None:
+    code, _, err = run()
+    assert (code, err) == (1, "error: there is nothing to measure; give --tasks, --data or both\n")

@@ -1,0 +1,101 @@
+"""How well a whole model predicts a text: perplexity, and divergence from another model, by their full logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from surgeon.progress import progress
+from surgeon.quality.head import Quality
+from surgeon.quality.summary import interval, mean_divergence, perplexity
+
+Logits = Callable[[Tensor], Tensor]  # token ids, (windows, tokens), to logits, (windows, tokens, vocabulary)
+
+
+@dataclass(frozen=True)
+class TextQuality:
+    """Numbers of one model on a text, each with its 95% interval over windows.
+
+    Attributes:
+        divergence: KL(original || model) in nats per token; None where there is nothing to compare with.
+        tokens: how many were predicted.
+    """
+
+    perplexity: float
+    perplexity_interval: tuple[float, float]
+    divergence: float | None
+    divergence_interval: tuple[float, float] | None
+    tokens: int
+
+    def line(self) -> str:
+        """For people, in one line."""
+        low, high = self.perplexity_interval
+        text = f"perplexity {self.perplexity:.4g} ({low:.4g} to {high:.4g})"
+        if self.divergence is not None and self.divergence_interval is not None:
+            low, high = self.divergence_interval
+            text += f", divergence {self.divergence:.3g} ({low:.3g} to {high:.3g})"
+        return f"{text} over {self.tokens:,} tokens"
+
+    def to_json(self) -> dict[str, object]:
+        """As JSON values."""
+        return asdict(self)
+
+
+def logits_of(model: PreTrainedModel) -> Logits:
+    """A model's own forward pass, without a cache."""
+
+    def logits(ids: Tensor) -> Tensor:
+        found: Tensor = model(input_ids=ids.to(model.device), use_cache=False).logits
+        return found
+
+    return logits
+
+
+@torch.inference_mode()
+def text_quality(model: Logits, ids: Tensor, original: Logits | None = None) -> TextQuality:
+    """Measure a model on windows of text, one window at a time.
+
+    Args:
+        ids: (windows, tokens); every token but a window's first is predicted.
+        original: what the divergence is from, a model with the same vocabulary.
+
+    Raises:
+        ValueError: if the vocabularies differ, or the model's predictions are not finite.
+    """
+    parts = []
+    with progress("text", len(ids), "windows") as advance:
+        for window in ids.split(1):
+            parts.append(_window(model, window, original))
+            advance(1)
+    nll = np.array([float(part.nll) for part in parts])
+    if not np.isfinite(nll).all():
+        where = int(np.flatnonzero(~np.isfinite(nll))[0])
+        raise ValueError(f"the model's predictions are not finite in window {where}; are its weights damaged?")
+    low, high = interval(nll)
+    tokens = ids.shape[0] * (ids.shape[1] - 1)
+    bounds = float(np.exp(low)), float(np.exp(high))
+    if original is None:
+        return TextQuality(perplexity(nll), bounds, None, None, tokens)
+    divergence = np.array([float(part.divergence) for part in parts])
+    return TextQuality(perplexity(nll), bounds, mean_divergence(divergence), interval(divergence), tokens)
+
+
+def _window(model: Logits, window: Tensor, original: Logits | None) -> Quality:
+    logits = model(window)[0, :-1].float()
+    nll = functional.cross_entropy(logits, window[0, 1:].to(logits.device))
+    if original is None:
+        return Quality(nll, torch.full_like(nll, torch.nan))
+    wanted = original(window)[0, :-1].float().to(logits.device)
+    if wanted.shape != logits.shape:
+        raise ValueError(
+            f"the models have vocabularies of {wanted.shape[-1]:,} and {logits.shape[-1]:,} tokens; divergence is "
+            "told between models of one vocabulary"
+        )
+    log_p, log_q = wanted.log_softmax(-1).double(), logits.log_softmax(-1).double()
+    return Quality(nll, (log_p.exp() * (log_p - log_q)).sum(-1).mean())

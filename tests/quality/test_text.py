@@ -1,0 +1,56 @@
+"""A model's quality on a text against plain computations, and against what a scan measures."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+import surgeon
+from surgeon.analysis.measure import measure
+from surgeon.program import Program
+from surgeon.quality.text import logits_of, text_quality
+from tests.models import VOCABULARY, tiny_model
+
+IDS = torch.randint(VOCABULARY, (3, 9), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox"])
+def test_numbers_equal_a_scans_and_plain_ones(family: str) -> None:
+    original, edited = tiny_model(family), tiny_model(family)
+    dense = Program.dense(4, 1 if family == "gpt_neox" else 2)
+    program = Program(dense.nodes[: len(dense) // 2])
+    (_, by_scan) = list(measure(original, IDS, dense, [program], 3))
+    surgeon.edit(edited, program)
+    found = text_quality(logits_of(edited), IDS, logits_of(original))
+    assert found.perplexity == pytest.approx(float(by_scan.quality.nll.mean().exp()), rel=1e-5)
+    assert found.divergence == pytest.approx(float(by_scan.quality.divergence.mean()), rel=1e-4)
+    with torch.no_grad():
+        logits, wanted = edited(IDS).logits[:, :-1], original(IDS).logits[:, :-1]
+    plain = functional.cross_entropy(logits.flatten(0, 1), IDS[:, 1:].flatten())
+    assert found.perplexity == pytest.approx(float(plain.exp()), rel=1e-5)
+    kl = functional.kl_div(
+        logits.log_softmax(-1).flatten(0, 1),
+        wanted.log_softmax(-1).flatten(0, 1),
+        reduction="batchmean",
+        log_target=True,
+    )
+    assert found.divergence == pytest.approx(float(kl), rel=1e-4)
+    low, high = found.perplexity_interval
+    assert low < found.perplexity < high
+    assert found.tokens == 24
+
+
+def test_without_an_original_there_is_no_divergence() -> None:
+    found = text_quality(logits_of(tiny_model("llama", 1)), IDS)
+    assert (found.divergence, found.divergence_interval) == (None, None)
+    assert "divergence" not in found.line()
+
+
+def test_other_vocabularies_and_broken_models_are_refused() -> None:
+    model, other = tiny_model("llama", 1), tiny_model("llama", 1, vocab_size=100)
+    with pytest.raises(ValueError, match="vocabularies of 100 and 97 tokens"):
+        text_quality(logits_of(model), IDS, logits_of(other))
+    model.lm_head.weight.data[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="not finite in window 0"):
+        text_quality(logits_of(model), IDS)
