@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ from transformers import AutoTokenizer
 
 from surgeon.checkpoint.read import locate
 
-CONTEXT = 16  # prompt tokens decoded with the new ones, because tokenizers write a text's first token differently
+CONTEXT = 16  # earlier tokens decoded with the new ones, because tokenizers write a text's first token differently
+MOST_CONTEXT = 4 * CONTEXT
 UNFINISHED = "\ufffd"  # what a token decodes to that holds a part of a character
 
 
@@ -49,23 +51,76 @@ def encode(tokenizer: Any, prompt: str) -> list[int]:
 class Continuation:
     """Turns new tokens into text, piece by piece, whose sum is the text that follows the prompt."""
 
-    def __init__(self, tokenizer: Any, prompt: list[int]) -> None:
+    def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
         self.tokenizer = tokenizer
-        self.tokens = prompt[-CONTEXT:]
-        self.written = len(self._text())
+        self.tokens = list(prompt[-CONTEXT:])
+        self.written = len(self._text(self.tokens))
 
-    def _text(self) -> str:
+    def _text(self, tokens: list[int]) -> str:
         # Cleaning up would change text that has been written already.
-        text: str = self.tokenizer.decode(self.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
     def add(self, token: int) -> str:
         """The text that one more token adds; empty while a character is unfinished."""
         self.tokens.append(token)
-        return "" if self._text().endswith(UNFINISHED) else self.rest()
+        text = self._text(self.tokens)
+        if text.endswith(UNFINISHED):
+            return ""
+        piece, self.written = text[self.written :], len(text)
+        if len(self.tokens) > MOST_CONTEXT:
+            self._forget(text)
+        return piece
+
+    def _forget(self, text: str) -> None:
+        """Drop tokens of long ago, so that the next ones do not take ever longer.
+
+        Only where the rest gives the same text: it might start within a character, which would spoil what follows.
+        """
+        kept = self.tokens[-CONTEXT:]
+        rest = self._text(kept)
+        if text.endswith(rest) and UNFINISHED not in rest:
+            self.tokens, self.written = kept, len(rest)
 
     def rest(self) -> str:
         """The text not returned yet."""
-        text = self._text()
+        text = self._text(self.tokens)
         piece, self.written = text[self.written :], len(text)
         return piece
+
+
+class StopTexts:
+    """Finds the first of some texts in another that comes in pieces, and keeps back what may be the start of one.
+
+    Attributes:
+        found: whether one has come.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.found = False
+        self._stops = tuple(stops)
+        self._kept = ""
+
+    def add(self, piece: str) -> str:
+        """What can be shown after one more piece: nothing from a stop text on, nor what may turn out to begin one."""
+        if self.found:
+            return ""
+        text = self._kept + piece
+        places = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        if places:
+            self.found, self._kept = True, ""
+            return text[: min(places)]
+        longest = max((self._begun(text, stop) for stop in self._stops), default=0)
+        shown, self._kept = text[: len(text) - longest], text[len(text) - longest :]
+        return shown
+
+    def rest(self) -> str:
+        """What was kept back and begins no stop text after all, because the text has ended."""
+        kept, self._kept = self._kept, ""
+        return kept
+
+    @staticmethod
+    def _begun(text: str, stop: str) -> int:
+        """How many of the last characters are a stop text's first."""
+        most = min(len(text), len(stop) - 1)
+        return next((length for length in range(most, 0, -1) if text.endswith(stop[:length])), 0)
