@@ -17,6 +17,7 @@ from accelerate.utils import align_module_device
 from torch import Tensor, nn
 
 from surgeon.families import Family, Projection, SublayerSpec
+from surgeon.families.base import Unit
 from surgeon.program import Sublayer
 
 Tensors = dict[str, Tensor]
@@ -59,8 +60,12 @@ def features(projection: Projection, family: Family, config: Any) -> Tensor:
     module have the other indices.
     """
     spec = next(spec for spec in (family.attention, family.mlp) if projection in spec.projections)
+    return unit_features(projection, spec, family.units(config), family.unit_width(config, projection.unit))
+
+
+def unit_features(projection: Projection, spec: SublayerSpec, units: dict[Unit, int], width: int) -> Tensor:
+    """The same as `features`, for a layer of which it is known how many units it has, and how wide each is."""
     packed = [other for other in spec.projections if other.path == projection.path]
-    units, width = family.units(config), family.unit_width(config, projection.unit)
     place, count = packed.index(projection), units[projection.unit]
     if projection.interleaved:
         return torch.arange(count * len(packed) * width).view(count, len(packed), width)[:, place]

@@ -90,6 +90,7 @@ class Family:
         model_type: as `config.json` has it.
         layers: path of the decoder's list of layers, from the causal language model.
         embedding, final_norm, head: paths from the causal language model.
+        stored_head: what checkpoints call the head, where that is not its path.
         attention, mlp: where a layer keeps its two sublayers.
         norm_kind: "rms" (a gain) or "layer" (a gain and a shift).
         unit_offset: whether norms multiply by 1 + their stored gain (Gemma2).
@@ -127,6 +128,7 @@ class Family:
     rotary: bool
     position_embedding: str | None = None
     position_offset: int = 0
+    stored_head: str | None = None
     dropout: str | None = None
     steps_per_layer: int = 2
     unit_offset: bool = False

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,14 @@ from surgeon.weights import Tensors
 Activation = Callable[[Tensor], Tensor]
 
 # What transformers calls them; ranks import transformers, which takes seconds, only for others.
-ACTIVATIONS: dict[str, Activation] = {"silu": F.silu, "swish": F.silu, "relu": F.relu, "gelu": F.gelu}
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_new": partial(F.gelu, approximate="tanh"),
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}
 
 
 def activation(name: str) -> Activation:
@@ -39,7 +47,7 @@ class Pass:
 
     Attributes:
         cache: keys and values so far; extended by each attention.
-        rotation: cosine and signed sine, (T, 1, D) each, or None without rotary positions.
+        rotation: cosine and signed sine, (T, 1, up to D) each, or None without rotary positions.
         mask: as `causal_mask` makes it.
     """
 
@@ -64,11 +72,11 @@ class Norm:
 
 
 class Linear:
-    """One or more projections of the same input, as one matrix product."""
+    """One or more projections of the same input, by their roles, as one matrix product."""
 
-    def __init__(self, tensors: Tensors, paths: list[str]) -> None:
-        weights = [tensors[f"{path}.weight"] for path in paths]
-        biases = [tensors.get(f"{path}.bias") for path in paths]
+    def __init__(self, tensors: Tensors, roles: list[str]) -> None:
+        weights = [tensors[f"{role}.weight"] for role in roles]
+        biases = [tensors.get(f"{role}.bias") for role in roles]
         self.weight = torch.cat(weights).contiguous()
         self.bias: Tensor | None = None
         if any(bias is not None for bias in biases):
@@ -84,17 +92,17 @@ class Attention:
     """A slice of an attention sublayer, its norm inside; the output is the slice's part of the sum."""
 
     def __init__(self, tensors: Tensors, spec: SublayerSpec, plan: Plan) -> None:
-        path = {projection.role: projection.path for projection in spec.projections}
-        self.norm = Norm(tensors, spec.norm, plan)
-        self.qkv = Linear(tensors, [path["q"], path["k"], path["v"]])
-        self.o = Linear(tensors, [path["o"]])
+        self.norm = Norm(tensors, "norm", plan)
+        self.qkv = Linear(tensors, ["q", "k", "v"])
+        self.o = Linear(tensors, ["o"])
         self.head_dim = plan.head_dim
-        self.heads = tensors[f"{path['q']}.weight"].shape[0] // plan.head_dim
-        self.kv_heads = tensors[f"{path['k']}.weight"].shape[0] // plan.head_dim
+        self.heads = tensors["q.weight"].shape[0] // plan.head_dim
+        self.kv_heads = tensors["k.weight"].shape[0] // plan.head_dim
+        self.scale = plan.attention_scale
         self.epsilon = plan.epsilon
         self.head_gain: Tensor | None = None
         if spec.head_norms:
-            q_gain, k_gain = (tensors[f"{norm}.weight"] for norm in spec.head_norms)
+            q_gain, k_gain = tensors["q_norm.weight"], tensors["k_norm.weight"]
             self.head_gain = torch.cat([q_gain.expand(self.heads, -1), k_gain.expand(self.kv_heads, -1)])
 
     def __call__(self, stream: Tensor, slot: int, forward: Pass) -> Tensor:
@@ -118,11 +126,17 @@ class Attention:
         if tokens == 1:
             # The heads of one KV group are like several tokens that may look at everything: no copies of keys.
             attended = F.scaled_dot_product_attention(
-                queries.view(batch, self.kv_heads, grouped, self.head_dim), keys, values
+                queries.view(batch, self.kv_heads, grouped, self.head_dim), keys, values, scale=self.scale
             )
         else:
             attended = F.scaled_dot_product_attention(
-                queries.transpose(1, 2), keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped > 1
+                queries.transpose(1, 2),
+                keys,
+                values,
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=self.scale,
+                enable_gqa=grouped > 1,
             ).transpose(1, 2)
         return attended.reshape(batch, tokens, self.heads * self.head_dim)
 
@@ -131,11 +145,10 @@ class FeedForward:
     """A slice of a feed-forward sublayer, its norm inside; the output is the slice's part of the sum."""
 
     def __init__(self, tensors: Tensors, spec: SublayerSpec, plan: Plan) -> None:
-        path = {projection.role: projection.path for projection in spec.projections}
-        self.norm = Norm(tensors, spec.norm, plan)
-        self.gated = plan.family.gated
-        self.up = Linear(tensors, [path["gate"], path["up"]] if self.gated else [path["up"]])
-        self.down = Linear(tensors, [path["down"]])
+        self.norm = Norm(tensors, "norm", plan)
+        self.gated = any(projection.role == "gate" for projection in spec.projections)
+        self.up = Linear(tensors, ["gate", "up"] if self.gated else ["up"])
+        self.down = Linear(tensors, ["down"])
         self.activation = activation(plan.activation)
 
     def __call__(self, stream: Tensor) -> Tensor:
@@ -148,12 +161,18 @@ class FeedForward:
 
 
 def rotate(x: Tensor, cosine: Tensor, signed_sine: Tensor) -> Tensor:
-    """Turn pairs of features (i, i + D/2) of (B, T, heads, D); the sine's first half is negated beforehand."""
-    return torch.addcmul(x * cosine, x.roll(x.shape[-1] // 2, -1), signed_sine)
+    """Turn pairs of features (i, i + R/2) of (B, T, heads, D); the sine's first half is negated beforehand.
+
+    R is the width of the angles, up to D; features beyond it have no position.
+    """
+    turned_width = cosine.shape[-1]
+    turned = x[..., :turned_width]
+    turned = torch.addcmul(turned * cosine, turned.roll(turned_width // 2, -1), signed_sine)
+    return turned if turned_width == x.shape[-1] else torch.cat([turned, x[..., turned_width:]], -1)
 
 
 def rotation(rotary: Rotary, first: int, tokens: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and signed sine, (tokens, 1, D) each, for positions from `first` on."""
+    """Cosine and signed sine, (tokens, 1, features that turn) each, for positions from `first` on."""
     frequencies = torch.tensor(rotary.inverse_frequencies, dtype=torch.float32, device=like.device)
     positions = torch.arange(first, first + tokens, dtype=torch.float32, device=like.device)
     angles = positions[:, None, None] * frequencies

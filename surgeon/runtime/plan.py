@@ -38,6 +38,7 @@ class Plan:
         tied: whether the head's weight is the embedding.
         ends: token ids that end a text.
         dtype: to compute in.
+        attention_scale: what products of queries and keys are multiplied by; None for 1 / sqrt(head_dim).
     """
 
     folder: Path
@@ -55,6 +56,7 @@ class Plan:
     tied: bool
     ends: tuple[int, ...]
     dtype: torch.dtype
+    attention_scale: float | None = None
 
     @property
     def family(self) -> Family:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from transformers.activations import ACT2FN
+from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from surgeon.checkpoint.load import PROGRAM_KEY, compute_dtype, read_config
@@ -23,7 +24,10 @@ from surgeon.runtime.placement import rank_work
 from surgeon.runtime.plan import Plan, Rotary
 from surgeon.runtime.sharding import Source, indivisible
 
-SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "opt")  # families whose computation layers.py has
+# Families whose computation layers.py has. Gemma2's norms come after the sum over ranks, and it caps its scores.
+SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "phi3", "opt", "gpt2", "gpt_neo", "gpt_neox")
+PARTLY_ROTARY = ("phi3", "gpt_neox")  # only some features of a head may have positions
+LOCAL = ("sliding_attention", "local")  # what families call layers whose attention has a window
 MOST_RANKS = 1024  # of one machine
 MOST_SUGGESTED = 64  # where numbers of ranks that would do are listed
 
@@ -73,7 +77,7 @@ def make_plan(
         head_dim=source.head_dim,
         epsilon=family.epsilon(config),
         activation=_activation(config, family),
-        rotary=_rotary(config, max_tokens) if family.rotary else None,
+        rotary=_rotary(config, family, max_tokens) if family.rotary else None,
         hidden=hidden,
         vocabulary=vocabulary,
         layers=layers,
@@ -81,6 +85,7 @@ def make_plan(
         tied=bool(config.tie_word_embeddings),
         ends=_end_tokens(folder, config),
         dtype=compute_dtype(source.dtype(f"{family.embedding}.weight"), torch.device(device)),
+        attention_scale=_attention_scale(config),
     )
 
 
@@ -125,7 +130,7 @@ def _expected_shapes(program: Program, source: Source, config: Any) -> dict[str,
             shapes[f"{prefix}{spec.norm}.weight"] = (hidden,)
             shapes |= {f"{prefix}{norm}.weight": (source.head_dim,) for norm in spec.head_norms}
             for projection in spec.projections:
-                shape = (None, hidden) if projection.reads_stream else (hidden, None)
+                shape = (hidden, None) if projection.divided_dim else (None, hidden)
                 shapes[f"{prefix}{projection.path}.weight"] = shape
     return shapes
 
@@ -188,15 +193,20 @@ def _check_length(config: Any, family: Family, source: Source, program: Program,
 
 def _window(config: Any, program: Program) -> int | None:
     """The shortest sliding window that an attention of the program has, if any."""
-    window = getattr(config, "sliding_window", None)
-    types = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None) or getattr(config, "window_size", None)
+    types = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
     if window is None or types is None:
         return window
     layers = {layer for sublayer in program.sublayers() if sublayer.kind == ATTENTION for layer in sublayer.layers}
-    return window if any(types[layer] == "sliding_attention" for layer in layers if layer < len(types)) else None
+    return window if any(types[layer] in LOCAL for layer in layers if layer < len(types)) else None
 
 
-def _rotary(config: Any, max_tokens: int) -> Rotary:
+def _attention_scale(config: Any) -> float | None:
+    unscaled = config.model_type == "gpt_neo" or not getattr(config, "scale_attn_weights", True)
+    return 1.0 if unscaled else None
+
+
+def _rotary(config: Any, family: Family, max_tokens: int) -> Rotary:
     kind = config.rope_parameters["rope_type"]
     first = config.rope_parameters.get("original_max_position_embeddings") or config.max_position_embeddings
     if kind in ("dynamic", "longrope") and max_tokens > first:
@@ -204,7 +214,9 @@ def _rotary(config: Any, max_tokens: int) -> Rotary:
             f"{kind} rotary positions change beyond {first} tokens, which is not supported; "
             f"keep prompt and output together within {first} tokens (now {max_tokens})"
         )
-    module: Any = LlamaRotaryEmbedding(config)  # the class is the same in all rotary families
+    # The class is the same in all families but for a part of the features, which Llama's takes no notice of.
+    made: Any = GPTNeoXRotaryEmbedding if family.model_type in PARTLY_ROTARY else LlamaRotaryEmbedding
+    module = made(config)
     return Rotary(tuple(module.inv_freq.tolist()), float(module.attention_scaling))
 
 

@@ -1,7 +1,8 @@
 """Which rows and columns of a checkpoint's tensors a slice of a sublayer consists of, and reading just those.
 
 Heads and neurons are counted from the shapes of the weights, never from the configuration: layers may differ in width
-(a fused LP pair is one layer of twice the heads and neurons).
+(a fused LP pair is one layer of twice the heads and neurons). However an architecture packs or transposes its
+projections, what comes out are matrices by role ("q.weight"), (out_features, in_features).
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import torch
 from torch import Tensor
 
 from surgeon.checkpoint.read import Checkpoint
-from surgeon.families import Family, Projection
+from surgeon.families import Family, Projection, SublayerSpec
 from surgeon.families.base import Unit
 from surgeon.program import ATTENTION, Sublayer
-from surgeon.weights import Tensors, average
+from surgeon.weights import Tensors, average, unit_features
 
 Bounds = tuple[int, int]
 
@@ -40,6 +41,11 @@ class Source:
         return root if name not in self.checkpoint and name.removeprefix(root) in self.checkpoint else ""
 
     def _name(self, path: str) -> str:
+        """What the checkpoint calls a tensor that lies at a path from the causal language model."""
+        head, stored = f"{self.family.head}.", self.family.stored_head
+        if stored is not None and path.startswith(head):
+            renamed = f"{stored}.{path.removeprefix(head)}"
+            return renamed if renamed in self.checkpoint else path
         return path.removeprefix(self._root) if self._root else path
 
     def __contains__(self, path: str) -> bool:
@@ -71,42 +77,82 @@ class Source:
 
     def _layer_units(self, kind: str, layer: int) -> dict[Unit, int]:
         units: dict[Unit, int] = {}
-        for projection in self.family.spec(kind).projections:
-            path = f"{self.family.layers}.{layer}.{projection.path}.weight"
-            features = self.shape(path)[0 if projection.reads_stream else 1]
-            width = self.head_dim if kind == ATTENTION else 1
-            if features % width or units.setdefault(projection.unit, features // width) != features // width:
+        width = self._width(kind)
+        # Projections on their own first: what they say is needed to tell packed ones apart.
+        for path, packed in sorted(_modules(self.family.spec(kind)).items(), key=lambda item: len(item[1])):
+            name = f"{self.family.layers}.{layer}.{path}.weight"
+            features = self.shape(name)[packed[0].divided_dim]
+            known = sum(units.get(projection.unit, 0) for projection in packed)
+            missing = [projection.unit for projection in packed if projection.unit not in units]
+            rest = features // width - known
+            if features % width or (missing and rest % len(missing)) or (not missing and rest):
                 raise ValueError(
-                    f"{path} has shape {self.shape(path)}, which does not fit heads of {width} or the other projections"
+                    f"{name} has shape {self.shape(name)}, which does not fit heads of {width} or the other projections"
                 )
+            units |= dict.fromkeys(missing, rest // len(missing) if missing else 0)
         return units
 
+    def _width(self, kind: str) -> int:
+        return self.head_dim if kind == ATTENTION else 1
+
     def sublayer(self, sublayer: Sublayer, dtype: torch.dtype) -> Tensors:
-        """The tensors of one slice of a sublayer, by path from the layer; nothing else is read.
+        """The tensors of one slice of a sublayer; nothing else is read.
 
         A bias that is added to the stream comes with slice 0 only, so that slices add up.
+
+        Returns:
+            Weights (out_features, in_features) and biases of the projections by their roles ("q.weight"), and those of
+            the norms: "norm.weight", "q_norm.weight" and so on.
         """
         slices = [self._layer_slice(sublayer, layer, dtype) for layer in sublayer.layers]
         return average(slices) if len(slices) > 1 else slices[0]
 
     def _layer_slice(self, sublayer: Sublayer, layer: int, dtype: torch.dtype) -> Tensors:
-        spec, units = self.family.spec(sublayer.kind), self.units(sublayer)
-        width = self.head_dim if sublayer.kind == ATTENTION else 1
-        prefix = f"{self.family.layers}.{layer}."
-        bounds: dict[str, tuple[Bounds | None, int]] = {}
-        for norm in (spec.norm, *spec.head_norms):
-            bounds[f"{norm}.weight"] = bounds[f"{norm}.bias"] = (None, 0)
-        for projection in spec.projections:
-            first, end = unit_bounds(units[projection.unit], sublayer.piece)
-            rows_or_columns = (first * width, end * width)
-            bounds[f"{projection.path}.weight"] = (rows_or_columns, 0 if projection.reads_stream else 1)
-            if _has_bias(projection, sublayer):
-                bounds[f"{projection.path}.bias"] = (rows_or_columns if projection.reads_stream else None, 0)
-        return {
-            path: self.tensor(prefix + path, part, dim).to(dtype)
-            for path, (part, dim) in bounds.items()
-            if path.endswith(".weight") or prefix + path in self
-        }
+        spec, prefix = self.family.spec(sublayer.kind), f"{self.family.layers}.{layer}."
+        found: Tensors = {}
+        for role, path in zip(("norm", "q_norm", "k_norm"), (spec.norm, *spec.head_norms), strict=False):
+            for part in ("weight", "bias"):
+                if part == "weight" or f"{prefix}{path}.{part}" in self:
+                    found[f"{role}.{part}"] = self.tensor(f"{prefix}{path}.{part}")
+        units, width = self.units(sublayer), self._width(sublayer.kind)
+        for path, packed in _modules(spec).items():
+            kept = {}
+            for projection in packed:
+                first, end = unit_bounds(units[projection.unit], sublayer.piece)
+                kept[projection.role] = unit_features(projection, spec, units, width)[first:end].flatten()
+            found |= self._projections(f"{prefix}{path}", packed, kept, _has_bias(packed[0], sublayer))
+        return {name: tensor.to(dtype) for name, tensor in found.items()}
+
+    def _projections(self, path: str, packed: list[Projection], kept: dict[str, Tensor], with_bias: bool) -> Tensors:
+        """The kept features of the projections packed into one module, which is read once."""
+        together = torch.cat([kept[projection.role] for projection in packed]).sort().values
+        dim = packed[0].divided_dim
+        weight, bias = self._features(f"{path}.weight", together, dim), None
+        if with_bias and f"{path}.bias" in self:
+            divided = packed[0].reads_stream
+            bias = self._features(f"{path}.bias", together, 0) if divided else self.tensor(f"{path}.bias")
+        found = {}
+        for projection in packed:
+            places = torch.searchsorted(together, kept[projection.role])
+            own = weight if len(packed) == 1 else weight.index_select(dim, places)
+            found[f"{projection.role}.weight"] = own.T if projection.transposed else own
+            if bias is not None:
+                found[f"{projection.role}.bias"] = bias if len(packed) == 1 else bias[places]
+        return found
+
+    def _features(self, path: str, indices: Tensor, dim: int) -> Tensor:
+        """The elements of a tensor along one dimension that have these ascending indices; nothing between is read."""
+        breaks = (indices.diff() != 1).nonzero().flatten() + 1
+        runs = indices.tensor_split(breaks)
+        return torch.cat([self.tensor(path, (int(run[0]), int(run[-1]) + 1), dim) for run in runs], dim)
+
+
+def _modules(spec: SublayerSpec) -> dict[str, list[Projection]]:
+    """A sublayer's projections by the module they lie in."""
+    found: dict[str, list[Projection]] = {}
+    for projection in spec.projections:
+        found.setdefault(projection.path, []).append(projection)
+    return found
 
 
 def _has_bias(projection: Projection, sublayer: Sublayer) -> bool:

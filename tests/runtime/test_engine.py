@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import surgeon
@@ -24,6 +25,7 @@ from tests.models import save_checkpoint
 TOLERANCE = 1e-4
 IDS = torch.randint(2, 97, (2, 24), generator=torch.Generator().manual_seed(5))
 ROPES = {
+    "plain": {"rope_type": "default", "rope_theta": 500.0},
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0},
     "llama3": {
         "rope_type": "llama3",
@@ -51,7 +53,7 @@ def error_of(engine: RankEngine, model: Any, split: int = 9) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("rope", [rope for rope in ROPES if rope != "plain"])
 def test_scaled_rotary_positions(rope: str, tiny_model: Callable[..., Any], tmp_path: Path) -> None:
     model = tiny_model("llama", rope_parameters=ROPES[rope])
     model.save_pretrained(tmp_path)
@@ -74,6 +76,15 @@ def test_scaled_rotary_positions(rope: str, tiny_model: Callable[..., Any], tmp_
         ("qwen3", {"attention_bias": True}),
         ("opt", {"activation_function": "gelu", "enable_bias": False}),
         ("opt", {"tie_word_embeddings": False}),
+        ("gpt_neox", {}),
+        ("gpt_neox", {"use_parallel_residual": False, "rotary_pct": 1.0}),
+        ("gpt_neox", {"attention_bias": False, "rotary_pct": 0.25, "hidden_act": "gelu_fast"}),
+        ("gpt_neox", {"rope_parameters": ROPES["linear"] | {"partial_rotary_factor": 0.5}}),
+        ("phi3", {"sliding_window": None}),
+        ("phi3", {"sliding_window": None, "rope_parameters": ROPES["plain"] | {"partial_rotary_factor": 0.75}}),
+        ("gpt2", {}),
+        ("gpt2", {"scale_attn_weights": False, "n_inner": None, "tie_word_embeddings": False}),
+        ("gpt_neo", {"window_size": 64, "activation_function": "relu"}),
     ],
 )
 def test_variants_of_families(
@@ -82,6 +93,22 @@ def test_variants_of_families(
     model = tiny_model(family, **overrides)
     model.save_pretrained(tmp_path)
     assert error_of(engine_of(tmp_path), model) < TOLERANCE
+
+
+def test_names_that_checkpoints_have(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+    """GPT-NeoX's head under both of its names; GPT-2 as a bare decoder."""
+    model = tiny_model("gpt_neox")
+    model.save_pretrained(tmp_path / "one")
+    file = tmp_path / "one" / "model.safetensors"
+    tensors = load_file(file)
+    assert "embed_out.weight" in tensors
+    assert error_of(engine_of(tmp_path / "one"), model) < TOLERANCE
+    save_file(tensors | {"lm_head.weight": tensors.pop("embed_out.weight")}, file, metadata={"format": "pt"})
+    assert error_of(engine_of(tmp_path / "one"), model) < TOLERANCE
+    gpt2 = tiny_model("gpt2")
+    gpt2.transformer.save_pretrained(tmp_path / "two")
+    assert "h.0.attn.c_attn.weight" in load_file(tmp_path / "two" / "model.safetensors")
+    assert error_of(engine_of(tmp_path / "two"), gpt2) < TOLERANCE
 
 
 def test_sixteen_bit_weights(tiny_model: Callable[..., Any], tmp_path: Path) -> None:

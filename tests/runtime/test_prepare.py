@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from surgeon.families import FAMILIES
 from surgeon.runtime.prepare import make_plan
 
 
@@ -108,6 +109,14 @@ def test_sliding_windows(saved: Callable[..., Path]) -> None:
         make_plan(folder, 1, 17)
 
 
+def test_local_attentions(saved: Callable[..., Path]) -> None:
+    folder = saved("gpt_neo", window_size=16)  # in every other layer
+    assert make_plan(folder, 1, 16).max_tokens == 16
+    assert make_plan(folder, 1, 99, "A0 F0 F1 A2").max_tokens == 99
+    with pytest.raises(ValueError, match=r"looks back 16 tokens.*\(now 17\)"):
+        make_plan(folder, 1, 17)
+
+
 def test_rotary_positions_that_change_with_the_length(saved: Callable[..., Path]) -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 16}
     folder = saved(rope_parameters=rope)
@@ -142,6 +151,26 @@ def test_weights_that_do_not_fit(
         make_plan(folder, 1, 20)
 
 
+@pytest.mark.parametrize(
+    ("family", "name", "tensor", "message"),
+    [
+        ("gpt_neox", "attention.query_key_value.weight", torch.ones(88, 32), "does not fit heads of 8"),
+        ("gpt_neox", "attention.query_key_value.weight", torch.ones(96, 31), r"\(96, 31\), .* asks for \(any, 32\)"),
+        ("phi3", "self_attn.qkv_proj.weight", torch.ones(72, 32), "does not fit heads of 8 or the other projections"),
+        ("phi3", "mlp.gate_up_proj.weight", torch.ones(95, 32), "or the other projections"),
+        ("gpt2", "mlp.c_fc.weight", torch.ones(48, 32), r"\(48, 32\), .* asks for \(32, any\)|does not fit"),
+    ],
+)
+def test_packed_weights_that_do_not_fit(
+    saved: Callable[..., Path], family: str, name: str, tensor: torch.Tensor, message: str
+) -> None:
+    folder = saved(family, **({"sliding_window": None} if family == "phi3" else {}))
+    layers = FAMILIES[family].layers
+    change_weights(folder, f"{layers}.2.{name}", tensor)
+    with pytest.raises(ValueError, match=message):
+        make_plan(folder, 1, 20)
+
+
 def test_other_things_that_cannot_run(saved: Callable[..., Path]) -> None:
     folder = saved()
     change_config(folder, quantization_config={"quant_method": "gptq"})
@@ -152,5 +181,5 @@ def test_other_things_that_cannot_run(saved: Callable[..., Path]) -> None:
         make_plan(folder, 1, 20)
     with pytest.raises(FileNotFoundError):
         make_plan(folder / "nowhere", 1, 20)
-    with pytest.raises(ValueError, match=r"ranks do not run GPT-2 yet \(they run Llama, .*OPT\)"):
-        make_plan(saved("gpt2"), 1, 20)
+    with pytest.raises(ValueError, match=r"ranks do not run Gemma2 yet \(they run Llama, .*GPT-NeoX\)"):
+        make_plan(saved("gemma2"), 1, 20)

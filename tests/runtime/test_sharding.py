@@ -31,15 +31,15 @@ def test_a_slice_of_an_attention(llama: tuple[Any, Source]) -> None:
     attention = model.model.layers[2].self_attn
     tensors = source.sublayer(sublayer("A2/2:1"), torch.float32)
     # 4 heads of 8 features over 2 KV heads: slice 1 has heads 2 and 3, which share KV head 1.
-    assert torch.equal(tensors["self_attn.q_proj.weight"], attention.q_proj.weight[16:32])
-    assert torch.equal(tensors["self_attn.q_proj.bias"], attention.q_proj.bias[16:32])
-    assert torch.equal(tensors["self_attn.k_proj.weight"], attention.k_proj.weight[8:16])
-    assert torch.equal(tensors["self_attn.v_proj.bias"], attention.v_proj.bias[8:16])
-    assert torch.equal(tensors["self_attn.o_proj.weight"], attention.o_proj.weight[:, 16:32])
-    assert torch.equal(tensors["input_layernorm.weight"], model.model.layers[2].input_layernorm.weight)
-    assert "self_attn.o_proj.bias" not in tensors  # slice 0 adds it
+    assert torch.equal(tensors["q.weight"], attention.q_proj.weight[16:32])
+    assert torch.equal(tensors["q.bias"], attention.q_proj.bias[16:32])
+    assert torch.equal(tensors["k.weight"], attention.k_proj.weight[8:16])
+    assert torch.equal(tensors["v.bias"], attention.v_proj.bias[8:16])
+    assert torch.equal(tensors["o.weight"], attention.o_proj.weight[:, 16:32])
+    assert torch.equal(tensors["norm.weight"], model.model.layers[2].input_layernorm.weight)
+    assert "o.bias" not in tensors  # slice 0 adds it
     first = source.sublayer(sublayer("A2/2:0"), torch.float32)
-    assert torch.equal(first["self_attn.o_proj.bias"], attention.o_proj.bias)
+    assert torch.equal(first["o.bias"], attention.o_proj.bias)
 
 
 def test_more_slices_than_kv_heads_share_them(llama: tuple[Any, Source]) -> None:
@@ -47,16 +47,16 @@ def test_more_slices_than_kv_heads_share_them(llama: tuple[Any, Source]) -> None
     attention = model.model.layers[0].self_attn
     for index in range(4):
         tensors = source.sublayer(sublayer(f"A0/4:{index}"), torch.float32)
-        assert torch.equal(tensors["self_attn.q_proj.weight"], attention.q_proj.weight[8 * index : 8 * index + 8])
+        assert torch.equal(tensors["q.weight"], attention.q_proj.weight[8 * index : 8 * index + 8])
         first = 8 * (index // 2)
-        assert torch.equal(tensors["self_attn.k_proj.weight"], attention.k_proj.weight[first : first + 8])
+        assert torch.equal(tensors["k.weight"], attention.k_proj.weight[first : first + 8])
 
 
 def test_a_slice_of_an_average(llama: tuple[Any, Source]) -> None:
     model, source = llama
     tensors = source.sublayer(sublayer("F0~F3/3:2"), torch.float32)
     mean = (model.model.layers[0].mlp.up_proj.weight + model.model.layers[3].mlp.up_proj.weight) / 2
-    assert torch.equal(tensors["mlp.up_proj.weight"], mean[32:48])
+    assert torch.equal(tensors["up.weight"], mean[32:48])
 
 
 def test_units_come_from_the_shapes(llama: tuple[Any, Source]) -> None:
@@ -91,7 +91,7 @@ def test_sixteen_bit_weights_are_averaged_in_the_computing_dtype(
     model = tiny_model("llama").to(torch.bfloat16)
     model.save_pretrained(tmp_path)
     source = Source(Checkpoint(tmp_path), FAMILIES["llama"], 8)
-    found = source.sublayer(sublayer("F0~F1"), torch.float32)["mlp.up_proj.weight"]
+    found = source.sublayer(sublayer("F0~F1"), torch.float32)["up.weight"]
     layers = [model.model.layers[k].mlp.up_proj.weight.float() for k in (0, 1)]
     assert torch.equal(found, (layers[0] + layers[1]) / 2)
 
