@@ -85,6 +85,57 @@ def test_only_the_slice_is_read(llama: tuple[Any, Source], monkeypatch: pytest.M
     }
 
 
+@pytest.mark.parametrize(
+    ("family", "reads", "roles"),
+    [
+        # Slice 1 of 2: heads 2 and 3 of 4 heads of 8, whose q, k and v follow each other head by head.
+        (
+            "gpt_neox",
+            [("attention.query_key_value.weight", 0, 48, 96), ("attention.dense.weight", 1, 16, 32)],
+            {"q": [*range(48, 56), *range(72, 80)], "k": [*range(56, 64), *range(80, 88)]},
+        ),
+        # 4 heads and 2 KV heads: rows of q, of k, of v.
+        (
+            "phi3",
+            [("self_attn.qkv_proj.weight", 0, first, end) for first, end in [(16, 32), (40, 48), (56, 64)]]
+            + [("self_attn.o_proj.weight", 1, 16, 32)],
+            {"q": range(16, 32), "k": range(40, 48), "v": range(56, 64)},
+        ),
+        # Stored the other way round.
+        (
+            "gpt2",
+            [("attn.c_attn.weight", 1, first, first + 16) for first in (16, 48, 80)]
+            + [("attn.c_proj.weight", 0, 16, 32)],
+            {"q": range(16, 32), "k": range(48, 64), "v": range(80, 96)},
+        ),
+    ],
+)
+def test_packed_projections(
+    family: str,
+    reads: list[tuple[str, int, int, int]],
+    roles: dict[str, Any],
+    tiny_model: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny_model(family)
+    model.save_pretrained(tmp_path)
+    source = Source(Checkpoint(tmp_path), FAMILIES[family], 8)
+    parts: list[tuple[str, int, int, int]] = []
+    read_part = source.checkpoint.part
+    monkeypatch.setattr(source.checkpoint, "part", lambda *what: parts.append(what) or read_part(*what))
+    tensors = source.sublayer(sublayer("A1/2:1"), torch.float32)
+    prefix = f"{FAMILIES[family].layers}.1."
+    assert [part for part in parts if part[0].endswith("weight")] == [(prefix + name, *where) for name, *where in reads]
+    packed = model.get_parameter(prefix + reads[0][0])
+    packed = packed.T if family == "gpt2" else packed
+    for role, rows in roles.items():
+        assert torch.equal(tensors[f"{role}.weight"], packed[list(rows)])
+    output = model.get_parameter(prefix + reads[-1][0])
+    assert torch.equal(tensors["o.weight"], (output.T if family == "gpt2" else output)[:, 16:32])
+    assert "o.bias" not in tensors
+
+
 def test_sixteen_bit_weights_are_averaged_in_the_computing_dtype(
     tiny_model: Callable[..., Any], tmp_path: Path
 ) -> None:
