@@ -12,11 +12,12 @@ from transformers import PreTrainedModel
 
 from surgeon.analysis.machine import PlanMachine
 from surgeon.analysis.matrices import Matrix
-from surgeon.analysis.measure import TOKENS_AT_ONCE
+from surgeon.analysis.measure import windows_in_a_walk
+from surgeon.analysis.walk import not_finite, walks
 from surgeon.analysis.whitening import SecondMoment
 from surgeon.execute import State, advance, land
-from surgeon.families import family_of
-from surgeon.program import Program, Step, Sublayer
+from surgeon.model import program_of
+from surgeon.program import Step, Sublayer
 
 
 @dataclass
@@ -45,17 +46,11 @@ class DenseRun:
     """
 
     def __init__(self, model: PreTrainedModel, ids: Tensor) -> None:
-        self.nodes = Program.dense(model.config.num_hidden_layers, family_of(model.config).steps_per_layer).nodes
+        self.nodes = program_of(model).nodes
         self.place = 0
-        at_once = max(1, TOKENS_AT_ONCE.get(model.device.type, TOKENS_AT_ONCE["cpu"]) // ids.shape[1])
-        machines: dict[torch.Size, PlanMachine] = {}
-        self._parts: list[_Part] = []
-        for chunk in torch.split(ids.to(model.device), at_once):
-            machine = PlanMachine(model, chunk)
-            if not machine.stream.isfinite().all():
-                raise ValueError("the embedded tokens are not finite; check the embedding's weights")
-            part = _Part(chunk, machines.setdefault(chunk.shape, machine), State(machine.stream))
-            self._parts.append(part)
+        parts = walks(model, ids, windows_in_a_walk(model, ids))
+        # Not the walks themselves, which would hold the embedded stream to the end.
+        self._parts = [_Part(walk.ids, walk.machine, State(walk.start)) for walk in parts]
 
     def sublayers(self, place: int) -> tuple[Sublayer, ...]:
         """The sublayers of a node."""
@@ -80,10 +75,7 @@ class DenseRun:
             for part in self._parts:
                 part.state = land(advance(part.state, node, part.machine))
                 if not part.state.stream.isfinite().all():
-                    raise ValueError(
-                        f"the unedited model's predictions are not finite: NaN or infinity appears first in {node}; "
-                        "check that layer's weights"
-                    )
+                    raise not_finite(node)
         finally:
             for hook in hooks:
                 hook.remove()

@@ -18,6 +18,7 @@ from surgeon.analysis.machine import PlanMachine, run_plan
 from surgeon.analysis.order import by_layer
 from surgeon.analysis.sharing import Plan, share
 from surgeon.analysis.states import States
+from surgeon.analysis.walk import kept_bytes, raise_not_finite
 from surgeon.checkpoint.streamed import StreamedLayers, streamed_layers
 from surgeon.errors import is_out_of_memory
 from surgeon.families import family_of
@@ -152,34 +153,20 @@ class _ChunkRun:
         machine = PlanMachine(self.model, chunk, streaming.kept_bytes if streaming else 0)
         with States(self.plan, *((streaming.states_bytes, streaming.folder) if streaming else ())) as states:
             for program, stream in run_plan(self.plan, machine, partial(self._ran, len(windows)), states):
-                quality = self._quality(program, stream, chunk, windows, machine)
+                quality = self._quality(program, stream, chunk, windows)
                 if program in needed:
                     yield Measured(program, windows.start, Quality(quality.nll.cpu(), quality.divergence.cpu()))
 
     def _ran(self, windows: int, sublayers: int) -> None:
         self.ran(sublayers * windows / self.all_windows)
 
-    def _quality(
-        self, program: Program, stream: Tensor, chunk: Tensor, windows: range, machine: PlanMachine
-    ) -> Quality:
+    def _quality(self, program: Program, stream: Tensor, chunk: Tensor, windows: range) -> Quality:
         if program != self.dense:
             return self.head.compare(stream, self.references[windows])
         reference = self.references[windows] = self.head.reference(stream, chunk)
         if not reference.quality.nll.isfinite().all():
-            raise ValueError(f"the unedited model's predictions are not finite: {_first_bad(machine, self.dense)}")
+            raise_not_finite(self.model, chunk)
         return reference.quality
-
-
-def _first_bad(machine: PlanMachine, dense: Program) -> str:
-    """Where numbers stop being finite in the unedited model."""
-    if not machine.stream.isfinite().all():
-        return "NaN or infinity in the embedded tokens; check the embedding's weights"
-    prefixes = (Program(dense.nodes[: end + 1]) for end in range(len(dense)))
-    for prefix in prefixes:
-        for _, stream in run_plan(share([prefix]), machine):
-            if not stream.isfinite().all():
-                return f"NaN or infinity appears first in {prefix.nodes[-1]}; check that layer's weights"
-    return "NaN or infinity appears in the output head; check its weights and the final norm's"
 
 
 def windows_at_once(
@@ -195,27 +182,52 @@ def windows_at_once(
     Raises:
         ValueError: if not even one window fits into the limit, saying which limit would do.
     """
+    streamed = streamed_layers(model)
+
+    def needed(tokens: int) -> int:
+        if streamed is None:
+            return working_bytes(model, plan, tokens)
+        return _task_bytes(model, streamed, tokens) + _least_states(model, tokens)
+
+    return _fitting(model, ids, needed, memory, batch)
+
+
+def windows_in_a_walk(
+    model: PreTrainedModel, ids: Tensor, streams: int = 2, beside: int = 0, memory: int | None = None
+) -> int:
+    """How many windows to run together in a walk through the unedited model.
+
+    Args:
+        streams: how many tensors of the size of these windows' stream are held at most.
+        beside: bytes of what is held beside them.
+        memory: a limit in bytes on the memory of the whole process, model and libraries included.
+
+    Raises:
+        ValueError: if not even one window fits into the limit, saying which limit would do.
+    """
+    beside += kept_bytes(model)
+    held = Plan((), (), {}, streams)
+    return _fitting(model, ids, lambda tokens: beside + working_bytes(model, held, tokens), memory)
+
+
+def _fitting(
+    model: PreTrainedModel, ids: Tensor, needed: Callable[[int], int], memory: int | None, batch: int | None = None
+) -> int:
+    """The most windows, of those that run fast together, that fit into memory; `needed` bytes for so many tokens."""
     window = ids.shape[1]
     most = batch or max(1, TOKENS_AT_ONCE.get(model.device.type, TOKENS_AT_ONCE["cpu"]) // window)
     most = min(most, len(ids))
-    streamed = streamed_layers(model)
-    if memory is None and streamed is None:
+    if memory is None and streamed_layers(model) is None:
         return most
-
-    def needed(windows: int) -> int:
-        if streamed is None:
-            return working_bytes(model, plan, windows * window)
-        return _task_bytes(model, streamed, windows * window) + _least_states(model, windows * window)
-
     held, limit = resident_bytes(), memory or resident_bytes() + free_bytes()
     for windows in range(most, 0, -1):
-        if held + needed(windows) <= limit:
+        if held + needed(windows * window) <= limit:
             return windows
     # What the process holds varies a little from run to run.
-    least = math.ceil((held + needed(1)) * 1.02 / 2**20)
+    least = math.ceil((held + needed(window)) * 1.02 / 2**20)
     raise ValueError(
         f"a memory limit of {show_size(limit)} is too small: the model and the libraries hold {show_size(held)}, "
-        f"one window of {window} tokens needs {show_size(needed(1))}; use --memory {least}MB or more"
+        f"one window of {window} tokens needs {show_size(needed(window))}; use --memory {least}MB or more"
     )
 
 

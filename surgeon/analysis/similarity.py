@@ -19,8 +19,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from surgeon.analysis.cka import LEAST_SAMPLES, LinearCKA
+from surgeon.analysis.measure import windows_in_a_walk
 from surgeon.analysis.streams import Streams, compare_streams
-from surgeon.analysis.walk import Walk, batches
+from surgeon.analysis.walk import walks
 from surgeon.model import require_unedited
 from surgeon.progress import progress
 from surgeon.provenance import write_json, write_text
@@ -30,6 +31,7 @@ LAYERS_TABLE = "similarity.csv"
 DISTANCES_TABLE = "distances.csv"
 RECORD = "similarity.json"
 CKA_COLUMNS = ("cka_attention", "cka_attention_debiased", "cka_mlp", "cka_mlp_debiased")
+_STREAMS_COMPARED = 16  # two passes over a layer, and two outputs in float64 as they are and around their mean
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,11 @@ class Similarity:
 
 
 def similarity(
-    model: PreTrainedModel, windows: Windows, folder: Path, record: dict[str, Any] | None = None
+    model: PreTrainedModel,
+    windows: Windows,
+    folder: Path,
+    record: dict[str, Any] | None = None,
+    memory: int | None = None,
 ) -> Similarity:
     """Measure CKA, block influence and angular distances, and write `similarity.csv`, `distances.csv` and the record.
 
@@ -63,10 +69,11 @@ def similarity(
 
     Args:
         record: provenance to begin `similarity.json` with.
+        memory: a limit in bytes on the memory of the whole process.
 
     Raises:
-        ValueError: if the model is an edited one, its streams are not finite (naming the sublayer), or there are
-            fewer than 4 tokens.
+        ValueError: if the model is an edited one, its streams are not finite (naming the sublayer), there are fewer
+            than 4 tokens, or the memory limit is too small.
         OSError: if the folder cannot be written to.
     """
     require_unedited(model)
@@ -76,8 +83,8 @@ def similarity(
     folder.mkdir(parents=True, exist_ok=True)
     num_layers = model.config.num_hidden_layers
     with progress("similarity", (6 * num_layers - 2) * len(ids), "sublayers x windows") as ran:
-        streams = compare_streams(model, ids, ran)
-        cka = counterfactual_cka(model, ids, ran)
+        streams = compare_streams(model, ids, ran, memory)
+        cka = counterfactual_cka(model, ids, ran, memory)
     layers, distances = _layers_table(cka, streams), _distances_table(streams)
     record = (record or {}) | {"samples": ids.numel(), "features": model.config.hidden_size}
     for name, table in ((LAYERS_TABLE, layers), (DISTANCES_TABLE, distances)):
@@ -88,32 +95,33 @@ def similarity(
 
 @torch.inference_mode()
 def counterfactual_cka(
-    model: PreTrainedModel, ids: Tensor, ran: Callable[[float], Any] = lambda _: None
+    model: PreTrainedModel, ids: Tensor, ran: Callable[[float], Any] = lambda _: None, memory: int | None = None
 ) -> list[dict[str, float]]:
     """For each layer, what its sublayers add compared with what they add without the layer before.
 
     Args:
         ids: (windows, tokens); every token is a sample.
         ran: called with the number of sublayers run, times the windows they ran on.
+        memory: a limit in bytes on the memory of the whole process.
 
     Returns:
         By layer, the CKA columns of `similarity.csv`; NaN for layer 0, and where features do not vary or, without the
         layer before, are not finite.
 
     Raises:
-        ValueError: naming the sublayer where numbers stop being finite in the unedited model.
+        ValueError: naming the sublayer where numbers stop being finite in the unedited model; if the limit is too
+            small.
     """
-    walks: list[Walk] = []
-    for chunk in batches(model, ids):
-        same_shape = next((walk for walk in walks if walk.start.shape[:2] == chunk.shape), None)
-        walks.append(Walk(model, chunk, same_shape))
+    hidden, itemsize = model.config.hidden_size, model.dtype.itemsize
+    held = 4 * ids.numel() * hidden * itemsize + 6 * 8 * hidden**2  # streams of all tokens, and sums over features
+    parts = list(walks(model, ids, windows_in_a_walk(model, ids, _STREAMS_COMPARED, held, memory)))
     compared = []
     before: list[Tensor] = []
-    now = [walk.start for walk in walks]
+    now = [walk.start for walk in parts]
     for layer in range(model.config.num_hidden_layers):
         attention, mlp = LinearCKA(), LinearCKA()
         after = []
-        for number, walk in enumerate(walks):
+        for number, walk in enumerate(parts):
             passed = walk.dense_layer(layer, now[number])
             after.append(passed.after)
             if before:

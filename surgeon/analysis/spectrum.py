@@ -33,6 +33,7 @@ from surgeon.analysis.matrices import (
 from surgeon.analysis.spectrum_journal import SingularValues, SpectrumJournal, Truncation, WindowQuality
 from surgeon.analysis.spectrum_tables import damage_table, spectrum_table, values_table
 from surgeon.analysis.tables import Base
+from surgeon.analysis.walk import HEAD_NOT_FINITE
 from surgeon.analysis.whitening import Whitening, whiten
 from surgeon.families import family_of
 from surgeon.model import require_unedited
@@ -207,7 +208,7 @@ class _Work:
         again = DenseRun(self.model, windows.ids)
         for place in range(len(again.nodes)):
             again.step({matrix: self.matrices.module(matrix) for matrix in self._matrices_in(again, place)})
-        raise ValueError("the unedited model's predictions are not finite: check the final norm and the output head")
+        raise ValueError(HEAD_NOT_FINITE)
 
     def _walk(
         self,

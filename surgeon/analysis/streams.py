@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from surgeon.analysis.walk import LayerPass, Walk, batches
+from surgeon.analysis.measure import windows_in_a_walk
+from surgeon.analysis.walk import LayerPass, walks
 
 _BLOCK_BYTES = 64 << 20
 
@@ -40,27 +41,30 @@ class Streams:
 
 
 @torch.inference_mode()
-def compare_streams(model: PreTrainedModel, ids: Tensor, ran: Callable[[float], Any] = lambda _: None) -> Streams:
+def compare_streams(
+    model: PreTrainedModel, ids: Tensor, ran: Callable[[float], Any] = lambda _: None, memory: int | None = None
+) -> Streams:
     """Compare the streams of an unedited model at all depths.
 
     Args:
         ids: (windows, tokens).
         ran: called with the number of sublayers run, times the windows they ran on.
+        memory: a limit in bytes on the memory of the whole process.
 
     Raises:
-        ValueError: naming the sublayer where numbers stop being finite.
+        ValueError: naming the sublayer where numbers stop being finite; if the limit is too small.
     """
     num_layers = model.config.num_hidden_layers
+    at_once = windows_in_a_walk(model, ids, num_layers + 1, 2 * _BLOCK_BYTES, memory)
     cosine, angle, last_angle = torch.zeros(3, num_layers + 1, num_layers + 1, dtype=torch.float64)
     sizes = torch.zeros(2, num_layers, dtype=torch.float64)
-    for chunk in batches(model, ids):
-        walk = Walk(model, chunk)
+    for walk in walks(model, ids, at_once):
         streams = [walk.start]
         for layer in range(num_layers):
             passed = walk.dense_layer(layer, streams[-1])
             streams.append(passed.after)
             sizes[:, layer] += _relative_sizes(passed)
-            ran(2 * len(chunk))
+            ran(2 * len(walk.ids))
         for cosines, last in _cosines(streams):
             angles = cosines.acos() / math.pi
             cosine += cosines.sum(0).cpu()

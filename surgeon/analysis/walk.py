@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from surgeon.analysis.machine import PlanMachine
-from surgeon.analysis.measure import TOKENS_AT_ONCE
 from surgeon.checkpoint.streamed import streamed_layers
 from surgeon.families import family_of
 from surgeon.program import ATTENTION, FEED_FORWARD, KINDS, Sublayer
+
+HEAD_NOT_FINITE = "the unedited model's predictions are not finite: check the final norm and the output head"
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ class Walk:
         like: a walk over windows of the same shape, whose masks and positions serve here as well.
 
     Attributes:
+        ids: those windows, on the model's device.
         start: the embedded stream, (windows, tokens, hidden).
 
     Raises:
@@ -57,15 +61,13 @@ class Walk:
     """
 
     def __init__(self, model: PreTrainedModel, ids: Tensor, like: Walk | None = None) -> None:
-        machine = PlanMachine(model, ids.to(model.device), _kept_bytes(model))
+        self.ids = ids.to(model.device)
+        machine = PlanMachine(model, self.ids, kept_bytes(model))
         self.start = machine.stream
         self.machine: PlanMachine = machine if like is None else like.machine
         self.reads_same = family_of(model.config).steps_per_layer == 1
         if not self.start.isfinite().all():
-            raise ValueError(
-                "the unedited model's streams are not finite: NaN or infinity in the embedded tokens; "
-                "check the embedding's weights"
-            )
+            raise ValueError("the unedited model's embedded tokens are not finite; check the embedding's weights")
 
     def attention(self, layer: int, stream: Tensor) -> Tensor:
         """What the attention of a layer adds to this stream, its norm included."""
@@ -90,23 +92,45 @@ class Walk:
         passed = self.layer(layer, stream)
         for kind, output in ((ATTENTION, passed.attention), (FEED_FORWARD, passed.mlp)):
             if not output.isfinite().all():
-                raise ValueError(
-                    f"the unedited model's streams are not finite: NaN or infinity appears first in {kind}{layer}; "
-                    "check that layer's weights"
-                )
+                raise not_finite(f"{kind}{layer}")
         return passed
 
 
-def _kept_bytes(model: PreTrainedModel) -> int:
-    """Where weights are read when they are needed: those of two neighbouring layers, which are used again and again."""
+def walks(model: PreTrainedModel, ids: Tensor, at_once: int) -> Iterator[Walk]:
+    """Walks over all windows, so many at a time; masks and positions are made once for each shape."""
+    first: dict[torch.Size, Walk] = {}
+    for chunk in torch.split(ids, at_once):
+        walk = Walk(model, chunk, first.get(chunk.shape))
+        first.setdefault(chunk.shape, walk)
+        yield walk
+
+
+def not_finite(where: object) -> ValueError:
+    """The error for an unedited model that computes NaN or infinity, first in this sublayer or step."""
+    return ValueError(
+        f"the unedited model's numbers are not finite: NaN or infinity appears first in {where}; "
+        "check that layer's weights"
+    )
+
+
+@torch.inference_mode()
+def raise_not_finite(model: PreTrainedModel, ids: Tensor) -> NoReturn:
+    """Say where numbers stop being finite in an unedited model whose predictions on these windows are not.
+
+    Raises:
+        ValueError: in any case.
+    """
+    walk = Walk(model, ids)
+    stream = walk.start
+    for layer in range(model.config.num_hidden_layers):
+        stream = walk.dense_layer(layer, stream).after
+    raise ValueError(HEAD_NOT_FINITE)
+
+
+def kept_bytes(model: PreTrainedModel) -> int:
+    """What a walk keeps of weights that are read when needed: two neighbouring layers, used again and again."""
     streamed = streamed_layers(model)
     if streamed is None:
         return 0
     family = family_of(model.config)
     return 2 * sum(streamed.sublayer_bytes(family.spec(kind)) for kind in KINDS)
-
-
-def batches(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
-    """The windows in parts that run together fast on the model's device."""
-    tokens = TOKENS_AT_ONCE.get(model.device.type, TOKENS_AT_ONCE["cpu"])
-    return list(torch.split(ids, max(1, tokens // ids.shape[1])))

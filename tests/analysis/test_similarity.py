@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import surgeon
-from surgeon.analysis import walk as walk_module
+from surgeon.analysis import measure as measure_module
 from surgeon.analysis.similarity import CKA_COLUMNS, Similarity, similarity
 from surgeon.checkpoint.load import load
 from surgeon.checkpoint.streamed import StreamedLayers, load_streamed
@@ -35,7 +35,7 @@ def windows() -> Windows:
 
 @pytest.fixture(autouse=True)
 def _two_windows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(walk_module.TOKENS_AT_ONCE, "cpu", 2 * TOKENS)
+    monkeypatch.setitem(measure_module.TOKENS_AT_ONCE, "cpu", 2 * TOKENS)
 
 
 class Plain:
