@@ -1,11 +1,12 @@
 """Collectives: a small interface that counts calls and bytes, and what implements it.
 
-A rank talks to the others through one `Collectives` per group of ranks. Reductions are asynchronous: `all_reduce`
-starts one and returns a function that waits for it, so that several can be in flight.
+A rank talks to the others through one `Collectives` per group of ranks. They are asynchronous: `all_reduce` starts one
+and returns a function that waits for it, so that several can be in flight. `link.py` and `compress.py` wrap others.
 """
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ from surgeon.runtime.placement import Group
 
 # Longer than any prefill; a rank that dies is noticed by the process that started it long before.
 TIMEOUT = timedelta(minutes=10)
+
+# What torchrun, or whoever else starts processes on several machines, tells each of them.
+ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass
@@ -74,11 +78,20 @@ class Collectives(ABC):
 
     def all_gather(self, tensor: Tensor, counts: Counts) -> Tensor:
         """The group's tensors, all of one shape, joined along a new first dimension in the order of the ranks."""
+        return self.start_all_gather(tensor, counts)()
+
+    def start_all_gather(self, tensor: Tensor, counts: Counts) -> Callable[[], Tensor]:
+        """The same, but only started; waiting on the result gives the joined tensors."""
         if len(self.group) == 1:
-            return tensor[None]
+            return lambda: tensor[None]
         counts.all_gathers += 1
         counts.bytes += tensor.nbytes
         return self._all_gather(tensor)
+
+    @property
+    def exact(self) -> Collectives:
+        """The same ranks, but nothing that is sent loses precision."""
+        return self
 
     def subgroup(self, group: Group) -> Collectives:
         """The connection to some ranks of this group only.
@@ -98,7 +111,7 @@ class Collectives(ABC):
     def _all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]: ...
 
     @abstractmethod
-    def _all_gather(self, tensor: Tensor) -> Tensor: ...
+    def _all_gather(self, tensor: Tensor) -> Callable[[], Tensor]: ...
 
 
 class Alone(Collectives):
@@ -113,8 +126,33 @@ class Alone(Collectives):
     def _all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
         return lambda: tensor
 
-    def _all_gather(self, tensor: Tensor) -> Tensor:
-        return tensor[None]
+    def _all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
+        return lambda: tensor[None]
+
+
+class Unconnected(Collectives):
+    """Ranks that never wait for each other and add nothing up: what they compute is wrong, as fast as can be.
+
+    It tells what communication costs: no way of connecting ranks is faster (the "upper bound" of Ladder Residual,
+    table 2).
+    """
+
+    def all_reduce(self, tensor: Tensor, counts: Counts) -> Callable[[], Tensor]:  # noqa: ARG002 - nothing is sent
+        """This rank's own tensor."""
+        return self._all_reduce(tensor)
+
+    def start_all_gather(self, tensor: Tensor, counts: Counts) -> Callable[[], Tensor]:  # noqa: ARG002
+        """This rank's own tensor, once for each rank."""
+        return self._all_gather(tensor)
+
+    def _connect(self, group: Group) -> Collectives:
+        return Unconnected(self.rank, group)
+
+    def _all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
+        return lambda: tensor
+
+    def _all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
+        return lambda: tensor.expand(len(self.group), *tensor.shape)
 
 
 class TorchCollectives(Collectives):
@@ -132,6 +170,28 @@ class TorchCollectives(Collectives):
         )
         return cls(rank, tuple(range(ranks)))
 
+    @classmethod
+    def from_environment(cls, backend: str) -> TorchCollectives:
+        """Meet the other ranks, on this machine or others, where the environment says, as `torchrun` sets it.
+
+        Args:
+            backend: "gloo", or "nccl" for GPUs (each process chooses its device before).
+
+        Raises:
+            ValueError: if a variable is missing, or a number is none.
+        """
+        missing = [name for name in ENVIRONMENT if not os.environ.get(name)]
+        if missing:
+            raise ValueError(f"{', '.join(missing)} not set in the environment; start the processes with torchrun")
+        try:
+            rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        except ValueError as error:
+            raise ValueError(f"RANK and WORLD_SIZE must be numbers ({error})") from None
+        if not 0 <= rank < ranks:
+            raise ValueError(f"RANK must lie in 0..{ranks - 1}, with WORLD_SIZE {ranks}, not {rank}")
+        dist.init_process_group(backend, init_method="env://", timeout=TIMEOUT)
+        return cls(rank, tuple(range(ranks)))
+
     def _connect(self, group: Group) -> Collectives:
         return TorchCollectives(self.rank, group, dist.new_group(list(group)))
 
@@ -144,7 +204,12 @@ class TorchCollectives(Collectives):
 
         return wait
 
-    def _all_gather(self, tensor: Tensor) -> Tensor:
+    def _all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
         gathered = [torch.empty_like(tensor) for _ in self.group]
-        dist.all_gather(gathered, tensor.contiguous(), group=self.process_group)
-        return torch.stack(gathered)
+        work: Any = dist.all_gather(gathered, tensor.contiguous(), group=self.process_group, async_op=True)
+
+        def wait() -> Tensor:
+            work.wait()
+            return torch.stack(gathered)
+
+        return wait

@@ -143,7 +143,7 @@ class RankEngine:
         looked_up = F.embedding(own.masked_fill(outside, 0), self.embedding) if len(self.embedding) else None
         if looked_up is None:
             looked_up = self.embedding.new_zeros(*tokens.shape, self.plan.hidden)
-        stream = self.collectives.all_reduce(looked_up.masked_fill(outside[..., None], 0), self.vocabulary)()
+        stream = self.collectives.exact.all_reduce(looked_up.masked_fill(outside[..., None], 0), self.vocabulary)()
         if self.positions is None:
             return stream
         offset = first + self.plan.family.position_offset

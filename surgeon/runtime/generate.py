@@ -101,9 +101,12 @@ def generate(
         notify: called with the newest token of every text.
 
     Raises:
-        ValueError: if there are no tokens, or texts differ in length, or are longer than planned.
+        ValueError: if there are no tokens, or texts differ in length, or are longer than planned, or the ranks are not
+            connected.
         RankFailed: if a rank fails.
     """
+    if ranks.collectives == "none":
+        raise ValueError("ranks that are not connected (collectives none) compute wrong tokens; use auto")
     lengths = {len(text) for text in tokens}
     if len(lengths) != 1 or 0 in lengths:
         raise ValueError(f"prompts must have one and the same number of tokens, at least 1, not {sorted(lengths)}")

@@ -14,11 +14,13 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import torch
 
 from surgeon.errors import did_you_mean
+from surgeon.runtime.compress import Compression
+from surgeon.runtime.link import Link
 from surgeon.runtime.rank import RankError, Settings
 from surgeon.runtime.shared_memory import create_memory
 
@@ -39,19 +41,29 @@ class Ranks:
     They need nothing but each other: no port, no environment, no file that outlives them.
     """
 
-    def __init__(self, ranks: int, device: str = "cpu", collectives: str = "auto") -> None:
+    def __init__(
+        self,
+        ranks: int,
+        device: str = "cpu",
+        collectives: str = "auto",
+        link: Link | None = None,
+        compression: Compression | None = None,
+    ) -> None:
         """Start them.
 
         Args:
             ranks: how many.
             device: "cpu", or "cuda" for one GPU per rank.
             collectives: as `choose_collectives` takes it.
+            link: emulate one of this delay and bandwidth between the ranks.
+            compression: send the reductions of the program's steps as integers of this many bits.
 
         Raises:
-            ValueError: if the collectives do not fit the device.
+            ValueError: if the collectives do not fit the device, or the link or compression do not fit them.
             RankFailed: if a rank cannot start.
         """
         self.collectives = choose_collectives(collectives, device)
+        check_sending(self.collectives, device, link, compression)
         memory = create_memory(ranks) if self.collectives == "shm" and ranks > 1 else None
         self._folder = tempfile.TemporaryDirectory(prefix="surgeon-ranks-")
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -69,6 +81,8 @@ class Ranks:
                     memory=memory,
                     rendezvous=Path(self._folder.name) / "rendezvous",
                     threads=threads_per_rank(ranks),
+                    link=link,
+                    compression=compression,
                 )
                 self._send(rank, connection, settings)
             self._results(None)
@@ -249,18 +263,35 @@ def choose_device(wanted: str, ranks: int) -> str:
 def choose_collectives(wanted: str, device: str) -> str:
     """How ranks talk: "shm" (CPU ranks of one machine), "gloo", "nccl" (GPUs); for "auto" the fastest that fits.
 
+    With "none" they do not: what they compute is wrong, and its speed tells what communication costs.
+
     Raises:
         ValueError: if there is no such way, or it does not fit the device.
     """
     fitting = {"cpu": ("shm", "gloo"), "cuda": ("nccl", "gloo")}[device]
     if wanted == "auto":
         return fitting[0]
-    if wanted in fitting:
+    if wanted in (*fitting, "none"):
         return wanted
-    known = ("auto", "shm", "gloo", "nccl")
+    known = ("auto", "shm", "gloo", "nccl", "none")
     if wanted in known:
         raise ValueError(f"{wanted} does not connect ranks on a {device} device; use {' or '.join(fitting)}")
     raise ValueError(f"there are no collectives {wanted!r}; {did_you_mean(wanted, known)}")
+
+
+def check_sending(collectives: str, device: str, link: Link | None, compression: str | None) -> None:
+    """Refuse an emulated link or a compression that cannot be had.
+
+    Raises:
+        ValueError: if there is no such compression, nothing is sent, or a GPU's transfers would have to wait.
+    """
+    known = get_args(Compression)
+    if compression is not None and compression not in known:
+        raise ValueError(f"there is no compression {compression!r}; {did_you_mean(compression, known)}")
+    if collectives == "none" and (link is not None or compression is not None):
+        raise ValueError("collectives none send nothing; give no link and no compression with them")
+    if device == "cuda" and link is not None:
+        raise ValueError("a link can be emulated between CPU ranks only (GPUs go on while a process waits); use cpu")
 
 
 def threads_per_rank(ranks: int) -> int:

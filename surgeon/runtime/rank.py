@@ -20,7 +20,9 @@ from typing import Any
 
 import torch
 
-from surgeon.runtime.collectives import Alone, Collectives, TorchCollectives
+from surgeon.runtime.collectives import Alone, Collectives, TorchCollectives, Unconnected
+from surgeon.runtime.compress import Compressed, Compression
+from surgeon.runtime.link import EmulatedLink, Link
 from surgeon.runtime.shared_memory import SharedMemoryCollectives
 
 
@@ -29,10 +31,12 @@ class Settings:
     """What a rank is told at its start.
 
     Attributes:
-        collectives: "shm", or "gloo" or "nccl" of torch.distributed.
+        collectives: "shm", "gloo" or "nccl" of torch.distributed, or "none".
         memory: for "shm", the file descriptor of the memory they share.
         rendezvous: a file that does not exist yet, where ranks meet.
         threads: how many threads a rank computes with.
+        link: what to emulate between ranks.
+        compression: how reductions of the program's steps are sent, if not exactly.
     """
 
     rank: int
@@ -42,6 +46,8 @@ class Settings:
     memory: int | None
     rendezvous: Path
     threads: int
+    link: Link | None = None
+    compression: Compression | None = None
 
 
 @dataclass(frozen=True)
@@ -81,10 +87,20 @@ class Rank:
         self.collectives = self._connect()
 
     def _connect(self) -> Collectives:
+        if self.settings.ranks == 1:
+            return Alone()
+        connected = self._meet()
+        if self.settings.link is not None:
+            connected = EmulatedLink(connected, self.settings.link)
+        if self.settings.compression is not None:
+            connected = Compressed(connected, self.settings.compression)
+        return connected
+
+    def _meet(self) -> Collectives:
         settings = self.settings
         rank, ranks = settings.rank, settings.ranks
-        if ranks == 1:
-            return Alone()
+        if settings.collectives == "none":
+            return Unconnected(rank, tuple(range(ranks)))
         if settings.collectives == "shm":
             assert settings.memory is not None
             return SharedMemoryCollectives(rank, tuple(range(ranks)), settings.memory, ranks)

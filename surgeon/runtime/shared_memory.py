@@ -92,9 +92,13 @@ class SharedMemoryCollectives(Collectives):
         pieces = [self._start(piece, _add).result() for piece in _pieces(tensor)]
         return lambda: torch.cat(pieces).view(tensor.shape)
 
-    def _all_gather(self, tensor: Tensor) -> Tensor:
+    def _all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
+        shape = len(self.group), *tensor.shape
+        if tensor.nbytes <= SLOT_BYTES:
+            exchange = self._start(tensor, torch.stack)
+            return lambda: exchange.result().view(shape)
         pieces = [self._start(piece, torch.stack).result() for piece in _pieces(tensor)]
-        return torch.cat(pieces, 1).view(len(self.group), *tensor.shape)
+        return lambda: torch.cat(pieces, 1).view(shape)
 
     def _start(self, tensor: Tensor, combine: Callable[[list[Tensor]], Tensor]) -> _Exchange:
         """Write this rank's part."""
@@ -105,7 +109,7 @@ class SharedMemoryCollectives(Collectives):
             before.result()
         self._wait_until_all(self._flag(slot, 0, read=True), number - SLOTS + 1)
         views = self._views(slot, tensor)
-        views[self.member].copy_(tensor.view(-1))
+        views[self.member].copy_(tensor.reshape(-1))
         fence()
         self.words[self._flag(slot, self.member)] = number + 1
         exchange = _Exchange(self, number, views, combine)
