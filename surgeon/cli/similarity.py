@@ -90,6 +90,6 @@ def _correlate(scan: MeasuredScan, found: Similarity, pairs: pd.DataFrame | None
     table = correlate(scan, found, pairs)
     path = write_proxies(table, output)
     print_proxies(table)
-    typer.echo("Means, debiased CKA and p-values are in proxies.csv; stretches overlap, so that")
-    typer.echo("p is too small.")
+    typer.echo("All proxies, and their rho with the perplexity, are in proxies.csv (stretches")
+    typer.echo("overlap, so that its p is too small)")
     typer.echo(str(path))

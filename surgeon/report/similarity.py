@@ -26,7 +26,6 @@ _CKA = {
     "cka_mlp_debiased": ("MLP, debiased", "#5E2900", "--", ""),
 }
 _WIDTH = 80
-_OPERATIONS_ACROSS = 4
 _NOT_PRINTED = "_debiased"  # orders stretches almost as the biased one does
 
 
@@ -113,39 +112,32 @@ def as_text(table: Table) -> str:
 
 
 def print_proxies(table: pd.DataFrame) -> None:
-    """Print how well each proxy orders each operation's stretches, the best one marked, in 80 columns.
+    """Print which proxy orders each operation's stretches best by divergence, and how well; in 80 columns.
 
     Args:
-        table: with the columns of `proxies.csv`.
+        table: with the columns of `proxies.csv`, which has all the others.
     """
-    shown = table[~table["proxy"].str.endswith(_NOT_PRINTED) & (table["aggregate"] != "mean")]
-    operations = list(dict.fromkeys(table["operation"]))
-    for start in range(0, len(operations), _OPERATIONS_ACROSS):
-        part = operations[start : start + _OPERATIONS_ACROSS]
-        for damage, column, words in (
-            ("divergence", "rho", "divergence"),
-            ("divergence", "rho_at_equal_length", "divergence, at equal length"),
-            ("log_perplexity_ratio", "rho", "log perplexity ratio"),
-        ):
-            rows = shown[(shown["damage"] == damage) & shown["operation"].isin(part)]
-            _print_correlations(rows, part, column, f"Spearman's rho with {words} (*: the best proxy)")
+    shown = table[(table["damage"] == "divergence") & ~table["proxy"].str.endswith(_NOT_PRINTED)]
+    printed = Table(box=None, pad_edge=False)
+    for heading in ("operation", "n", "best proxy", "rho", "length", "at equal length", "rho"):
+        words = heading in ("operation", "best proxy", "at equal length")
+        printed.add_column(heading, justify="left" if words else "right", no_wrap=True)
+    for operation, rows in shown.groupby("operation", sort=False):
+        length = rows.loc[rows["proxy"] == "length", "rho"].max()
+        best, rho = _best(rows, "rho")
+        equal, rho_equal = _best(rows, "rho_at_equal_length")
+        row = str(operation), f"{rows['n'].max()}", best, f"{rho:.3f}", f"{length:.3f}", equal, f"{rho_equal:.3f}"
+        printed.add_row(*row)
+    print("What predicts the divergence of a stretch best: Spearman's rho over n stretches,")
+    print("beside that of its mere length; and among stretches of equal length. Proxies")
+    print("of single layers are summed over the stretch where max or mean is not said.")
+    print(as_text(printed))
 
 
-def _print_correlations(rows: pd.DataFrame, operations: list[str], column: str, title: str) -> None:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("proxy", no_wrap=True)
-    best = {}
-    for operation in operations:
-        values = rows[rows["operation"] == operation]
-        table.add_column(f"{operation}\nn={values['n'].max()}", justify="right", vertical="bottom")
-        best[operation] = values[column].max()
-    for (proxy, aggregate), values in rows.groupby(["proxy", "aggregate"], sort=False):
-        by_operation = values.set_index("operation")[column]
-        cells = [_cell(by_operation[operation], best[operation]) for operation in operations]
-        table.add_row(f"{proxy}: {aggregate}" if aggregate else str(proxy), *cells)
-    print(title)
-    print(as_text(table))
-
-
-def _cell(rho: float, best: float) -> str:
-    return "-  " if np.isnan(rho) else f"{rho:.3f}" + (" *" if rho == best else "  ")
+def _best(rows: pd.DataFrame, column: str) -> tuple[str, float]:
+    """The name of the proxy with the highest rank correlation, and that."""
+    if rows[column].isna().all():
+        return "-", float("nan")
+    row = rows.sort_values(column, ascending=False, na_position="last").iloc[0]
+    name = str(row["proxy"]) if row["aggregate"] in ("", "sum") else f"{row['proxy']}, {row['aggregate']}"
+    return name, float(row[column])
