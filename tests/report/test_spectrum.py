@@ -95,8 +95,9 @@ def test_zero_and_infinite_damage_are_not_blank(figures: list[Figure], tmp_path:
 
 def test_nothing_but_zeros_or_infinity_can_be_drawn(tmp_path: Path) -> None:
     for value in (0.0, math.inf, 0.3):
-        damage = example().damage.assign(divergence=value)
-        report.draw_damage(damage, RANKS, tmp_path / "damage.png", "tiny")
+        path = tmp_path / f"{value}.png"
+        report.draw_damage(example().damage.assign(divergence=value), RANKS, path, "tiny")
+        assert path.stat().st_size > 10_000
 
 
 def test_ranks_are_shares_of_the_full_one(figures: list[Figure], tmp_path: Path) -> None:
