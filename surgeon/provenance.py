@@ -10,7 +10,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 def provenance(model: str, weights_hash: str, *, seed: int | None = None, **more: Any) -> dict[str, Any]:
@@ -60,6 +63,16 @@ def write_text(path: Path, text: str) -> None:
     """Write a text file that is whole or not there; what was there before stays until then."""
     with whole_file(path) as beside:
         beside.write_text(text, encoding="utf-8")
+
+
+def write_table(path: Path, table: pd.DataFrame, digits: int = 9, missing: str = "nan") -> None:
+    """Write a table as CSV, whole or not there.
+
+    Args:
+        digits: of each number.
+        missing: what stands for NaN.
+    """
+    write_text(path, table.to_csv(index=False, float_format=f"%.{digits}g", na_rep=missing))
 
 
 @contextmanager

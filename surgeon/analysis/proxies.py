@@ -31,7 +31,7 @@ from surgeon.analysis.sensitivity import RECORD as SENSITIVITY_RECORD
 from surgeon.analysis.sensitivity import TABLE as PAIRS
 from surgeon.analysis.similarity import CKA_COLUMNS, Similarity
 from surgeon.checkpoint.read import read_json
-from surgeon.provenance import write_text
+from surgeon.provenance import write_table
 
 PROXIES_TABLE = "proxies.csv"
 DAMAGES = ("divergence", "log_perplexity_ratio")
@@ -160,7 +160,7 @@ def correlate(scan: MeasuredScan, found: Similarity, pairs: pd.DataFrame | None 
 def write_proxies(table: pd.DataFrame, folder: Path) -> Path:
     """Write `proxies.csv`; returns its path."""
     path = folder / PROXIES_TABLE
-    write_text(path, table.to_csv(index=False, float_format="%.6g", na_rep="nan"))
+    write_table(path, table, digits=6)
     return path
 
 

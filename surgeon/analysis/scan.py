@@ -16,16 +16,16 @@ from surgeon.analysis.cells import Cell, Selection, selected_cells
 from surgeon.analysis.measure import Measured, measure, windows_at_once
 from surgeon.analysis.scan_journal import ScanJournal
 from surgeon.analysis.sharing import Plan, plain_sublayers, share, simplify
-from surgeon.analysis.tables import Base, Outcome, Values, cell_values, cells_table, permutations_table
+from surgeon.analysis.tables import Base, Outcome, cell_values, cells_table, permutations_table
 from surgeon.analysis.workers import Job, Workers, measure_in_workers
 from surgeon.families import family_of
 from surgeon.memory import stay_below
 from surgeon.model import require_unedited
 from surgeon.program import Program
 from surgeon.progress import Advance, progress
-from surgeon.provenance import write_json, write_text
+from surgeon.provenance import write_json, write_table
 from surgeon.quality.data import Windows
-from surgeon.quality.summary import perplexity
+from surgeon.quality.summary import Values, perplexity
 
 CELLS = "cells.csv"
 PERMUTATIONS = "permutations.csv"
@@ -212,15 +212,11 @@ def _write(folder: Path, run: _Run, measured: list[Outcome], record: dict[str, A
     permutations = permutations_table(measured, base, run.values)
     value = perplexity(base.nll)
     record = record | {"base_perplexity": value, "base_interval": base.interval} | _counts(run.work, table)
-    write_text(folder / CELLS, _csv(table))
+    write_table(folder / CELLS, table, missing="")
     if len(permutations):
-        write_text(folder / PERMUTATIONS, _csv(permutations))
+        write_table(folder / PERMUTATIONS, permutations, missing="")
     write_json(folder / RECORD, record)
     return Scan(table, value, record)
-
-
-def _csv(table: pd.DataFrame) -> str:
-    return str(table.to_csv(index=False, float_format="%.9g"))
 
 
 def _counts(work: _Work, table: pd.DataFrame) -> dict[str, Any]:

@@ -28,9 +28,9 @@ from surgeon.analysis.walk import Walk
 from surgeon.model import program_of, require_unedited
 from surgeon.operations import pair
 from surgeon.progress import progress
-from surgeon.provenance import write_json, write_text
+from surgeon.provenance import write_json, write_table
 from surgeon.quality.data import Windows
-from surgeon.quality.summary import interval, mean_divergence, perplexity
+from surgeon.quality.summary import estimate, perplexity
 
 TABLE = "sensitivity.csv"
 RECORD = "sensitivity.json"
@@ -129,7 +129,7 @@ def sensitivity(
         "errors": len(within),
         "correlations": correlations.replace({math.nan: None}).to_dict("records"),
     }
-    write_text(folder / TABLE, table.to_csv(index=False, float_format="%.9g", na_rep="nan"))
+    write_table(folder / TABLE, table)
     write_json(folder / RECORD, record)
     return Sensitivity(table, correlations, record)
 
@@ -247,16 +247,10 @@ class _Damage:
 
     def columns(self, first: int) -> dict[str, float]:
         """The measured columns of a pair."""
-        nll, divergence = self.journal.values(self.programs[first], self.everything)
-        low, high = interval(divergence)
-        value = perplexity(nll)
-        return {
-            "perplexity": value,
-            "divergence": mean_divergence(divergence),
-            "divergence_low": low,
-            "divergence_high": high,
-            "log_perplexity_ratio": float(np.log(value / self.base_perplexity)),
-        }
+        found = estimate(*self.journal.values(self.programs[first], self.everything))
+        columns = ("perplexity", "divergence", "divergence_low", "divergence_high")
+        ratio = float(np.log(found.perplexity / self.base_perplexity))
+        return {name: getattr(found, name) for name in columns} | {"log_perplexity_ratio": ratio}
 
     @property
     def base_perplexity(self) -> float:

@@ -24,7 +24,7 @@ from surgeon.analysis.streams import Streams, compare_streams
 from surgeon.analysis.walk import walks
 from surgeon.model import require_unedited
 from surgeon.progress import progress
-from surgeon.provenance import write_json, write_text
+from surgeon.provenance import write_json, write_table
 from surgeon.quality.data import Windows
 
 LAYERS_TABLE = "similarity.csv"
@@ -88,7 +88,7 @@ def similarity(
     layers, distances = _layers_table(cka, streams), _distances_table(streams)
     record = (record or {}) | {"samples": ids.numel(), "features": model.config.hidden_size}
     for name, table in ((LAYERS_TABLE, layers), (DISTANCES_TABLE, distances)):
-        write_text(folder / name, table.to_csv(index=False, float_format="%.9g", na_rep="nan"))
+        write_table(folder / name, table)
     write_json(folder / RECORD, record)
     return Similarity(layers, distances, record)
 

@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import numpy as np
 import pandas as pd
-import torch
 from transformers import PreTrainedModel
 
 from surgeon.analysis.dense_run import DenseRun
@@ -40,9 +38,9 @@ from surgeon.model import require_unedited
 from surgeon.operations.base import show_range
 from surgeon.program import Sublayer
 from surgeon.progress import progress
-from surgeon.provenance import write_json, write_text
+from surgeon.provenance import write_json, write_table
 from surgeon.quality.data import Windows
-from surgeon.quality.head import OutputHead, Quality, Reference
+from surgeon.quality.head import OutputHead, Reference, joined
 from surgeon.quality.summary import perplexity
 
 SPECTRUM_TABLE, VALUES_TABLE, DAMAGE_TABLE = "spectrum.csv", "singular_values.csv", "damage.csv"
@@ -176,7 +174,7 @@ class _Work:
         measured = DenseRun(self.model, windows.ids)
         references = self._references(measured, windows)
         if journal.base_nll is None:
-            journal.add_base(torch.cat([reference.quality.nll for reference in references]).cpu().numpy())
+            journal.add_base(joined([reference.quality for reference in references])[0])
         if not todo:
             return
         damages = any(journal.lacks_damage(self.truncations[matrix]) for matrix in todo)
@@ -274,13 +272,8 @@ class _Work:
             with self.matrices.replaced(matrix, truncate(values, found.left, truncation.rank)):
                 parts = zip(run.rest(), references, strict=True)
                 qualities = [self.head.compare(stream, reference) for (_, stream), reference in parts]
-            journal.add_damage(truncation, _joined(qualities))
+            journal.add_damage(truncation, WindowQuality(*joined(qualities)))
             ran(len(run.nodes) - run.place)
-
-
-def _joined(qualities: list[Quality]) -> WindowQuality:
-    nll = np.concatenate([quality.nll.cpu().numpy() for quality in qualities])
-    return WindowQuality(nll, np.concatenate([quality.divergence.cpu().numpy() for quality in qualities]))
 
 
 def _write(folder: Path, work: _Work, journal: SpectrumJournal, windows: Windows, record: dict[str, Any]) -> Spectrum:
@@ -296,7 +289,7 @@ def _write(folder: Path, work: _Work, journal: SpectrumJournal, windows: Windows
     if len(damage):
         tables[DAMAGE_TABLE] = damage
     for name, table in tables.items():
-        write_text(folder / name, table.to_csv(index=False, float_format="%.9g", na_rep="nan"))
+        write_table(folder / name, table)
     write_json(folder / RECORD, record)
     files = tuple(folder / name for name in (*tables, RECORD))
     return Spectrum(matrices, values, damage, record, files)

@@ -10,25 +10,12 @@ import pandas as pd
 from surgeon.analysis.lowrank import effective_rank, energy_rank, kept_parameters
 from surgeon.analysis.matrices import Matrix
 from surgeon.analysis.spectrum_journal import SingularValues, Truncation, WindowQuality
-from surgeon.analysis.tables import Base, estimate
+from surgeon.analysis.tables import Base
+from surgeon.quality.summary import ESTIMATE_COLUMNS, estimate
 
 PERCENTAGES = (90, 95, 99)
 METHODS = {"plain": "", "whitened": "_whitened"}  # and how their columns end
-DAMAGE_COLUMNS = [
-    "layer",
-    "weight",
-    "method",
-    "rank",
-    "full_rank",
-    "kept",
-    "perplexity",
-    "perplexity_low",
-    "perplexity_high",
-    "divergence",
-    "divergence_low",
-    "divergence_high",
-    "tokens",
-]
+DAMAGE_COLUMNS = ["layer", "weight", "method", "rank", "full_rank", "kept", *ESTIMATE_COLUMNS, "tokens"]
 
 
 def spectrum_table(spectra: Mapping[Matrix, SingularValues]) -> pd.DataFrame:
@@ -88,12 +75,11 @@ def damage_table(
     damage: Mapping[Truncation, WindowQuality], spectra: Mapping[Matrix, SingularValues], base: Base
 ) -> pd.DataFrame:
     """One row per truncation, with the columns of `damage.csv`; NaN where there is no interval."""
-    windows = range(len(base.nll))
     rows = []
     for truncation, quality in damage.items():
         matrix, size = truncation.matrix, spectra[truncation.matrix].size
         kept = kept_parameters(*size, truncation.rank)
         about = (matrix.layer, matrix.weight, truncation.method, truncation.rank, min(size), kept)
-        numbers = estimate(quality.nll, quality.divergence, base.nll, windows).numbers
-        rows.append((*about, *numbers, len(windows) * base.tokens))
+        numbers = estimate(quality.nll, quality.divergence).numbers
+        rows.append((*about, *numbers, len(base.nll) * base.tokens))
     return pd.DataFrame(rows, columns=DAMAGE_COLUMNS)

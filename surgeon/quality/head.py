@@ -8,10 +8,12 @@ tokens. Capped logits (Gemma2) are not linear; there the original's logits are c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
@@ -35,6 +37,12 @@ class Quality:
 
     nll: Tensor
     divergence: Tensor
+
+
+def joined(parts: Sequence[Quality]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Negative log-likelihood and divergence of windows that were measured in parts, (windows,) each."""
+    nll, divergence = (torch.cat([getattr(part, name) for part in parts]) for name in ("nll", "divergence"))
+    return nll.cpu().numpy(), divergence.cpu().numpy()
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,20 +12,22 @@ from scipy import stats
 
 CONFIDENCE = 0.95
 
+Values = NDArray[np.float64]  # (windows,)
 
-def perplexity(nll: NDArray[np.float64]) -> float:
+
+def perplexity(nll: Values) -> float:
     """Exp of the mean negative log-likelihood; infinity where that is beyond any number, or is none itself."""
     mean = float(np.mean(nll))
     return math.exp(mean) if mean < 700 else math.inf
 
 
-def mean_divergence(divergence: NDArray[np.float64]) -> float:
+def mean_divergence(divergence: Values) -> float:
     """The mean over windows, nats per token; infinity where it is no number. Rounding alone can make it less than 0."""
     mean = float(np.mean(divergence))
     return max(0.0, mean) if math.isfinite(mean) else math.inf
 
 
-def interval(values: NDArray[np.float64]) -> tuple[float, float]:
+def interval(values: Values) -> tuple[float, float]:
     """The 95% interval of the mean of per-window values (Student's t); without bounds where it cannot be told."""
     if len(values) < 2 or not np.isfinite(values).all():
         return -math.inf, math.inf
@@ -32,3 +36,75 @@ def interval(values: NDArray[np.float64]) -> tuple[float, float]:
         return float(values[0]), float(values[0])
     low, high = stats.t.interval(CONFIDENCE, len(values) - 1, loc=float(np.mean(values)), scale=error)
     return float(low), float(high)
+
+
+def perplexity_interval(nll: Values) -> tuple[float, float] | None:
+    """The 95% interval of the perplexity, if it can be told."""
+    low, high = interval(nll)
+    return (_exp(low), _exp(high)) if math.isfinite(high) else None
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Perplexity and divergence with their 95% intervals; NaN where there is no interval."""
+
+    perplexity: float
+    perplexity_low: float
+    perplexity_high: float
+    divergence: float
+    divergence_low: float
+    divergence_high: float
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """In the order of the table's columns."""
+        return tuple(vars(self).values())
+
+
+ESTIMATE_COLUMNS = [field.name for field in fields(Estimate)]
+
+
+def estimate(
+    nll: Values, divergence: Values, base: Values | None = None, windows: Sequence[int] | None = None
+) -> Estimate:
+    """What is known of a program from its values on all windows, or on some, each (windows,).
+
+    On all windows perplexity is exp of the mean nll, and its interval exp of that of the mean (Student's t over
+    windows). On fewer it is the base perplexity on all windows times exp of the mean difference of nll to the base on
+    these: texts differ in difficulty by far more than programs do, and this way cells that rest on different windows
+    can be compared. With b the base's nll, d the difference, n of N windows, the variance of that estimate is
+    Var(b + d)/N + Var(d)(1/n - 1/N), which on all windows is Var(nll)/N. Divergence is the mean over the windows.
+
+    Args:
+        base: the unedited model's nll on all windows; not needed if the values are on all of them.
+        windows: which ones the values belong to.
+    """
+    if base is None or windows is None or len(nll) == len(base):
+        value, (low, high) = perplexity(nll), interval(nll)
+    else:
+        difference = nll - base[list(windows)]
+        value, (low, high) = perplexity(base.mean() + difference), _interval_on_some(nll, difference, base)
+    divergence_low, divergence_high = interval(divergence)
+    known = math.isfinite(divergence_high)
+    return Estimate(
+        value,
+        _exp(low) if math.isfinite(low) else math.nan,
+        _exp(high) if math.isfinite(high) else math.nan,
+        mean_divergence(divergence),
+        max(0.0, divergence_low) if known else math.nan,
+        max(0.0, divergence_high) if known else math.nan,
+    )
+
+
+def _interval_on_some(nll: Values, difference: Values, base: Values) -> tuple[float, float]:
+    count, of_all = len(nll), len(base)
+    if count < 2 or not np.isfinite(nll).all():
+        return interval(nll)
+    variance = np.var(nll, ddof=1) / of_all + np.var(difference, ddof=1) * (1 / count - 1 / of_all)
+    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, count - 1)) * math.sqrt(variance)
+    mean = float(base.mean() + difference.mean())
+    return mean - half, mean + half
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < 700 else math.inf

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,9 @@ def _spread(trials: Sequence[Any]) -> dict[int, float]:
 
 def _useful_range(profile: Sequence[float], trials: Sequence[float]) -> tuple[float, float]:
     """Limits that show the profile and the better half of the trials well; a few poor ones would squeeze the rest."""
-    low, middle = min([*profile, *trials]), sorted(trials)[len(trials) // 2]
-    high = max([*profile, low + 2 * (middle - low)])
+    shown, found = ([value for value in values if math.isfinite(value)] for values in (profile, trials))
+    low = min([*shown, *found])
+    middle = sorted(found)[len(found) // 2] if found else low
+    high = max([*shown, low + 2 * (middle - low)])
     room = 0.08 * (high - low) or 0.01
     return low - room, high + room

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from surgeon.analysis.measure import References, measure, windows_at_once
 from surgeon.analysis.sharing import share
-from surgeon.families import family_of
+from surgeon.memory import stay_below
+from surgeon.model import program_of, require_unedited
 from surgeon.program import Program
 from surgeon.quality.data import Windows
-from surgeon.quality.head import Quality
-from surgeon.quality.summary import interval, mean_divergence, perplexity
+from surgeon.quality.head import Quality, joined
+from surgeon.quality.summary import estimate
 from surgeon.search.study import Measure, Measured
 
 
@@ -23,6 +24,7 @@ def divergence_on(
     model: PreTrainedModel,
     windows: Windows,
     memory: int | None = None,
+    folder: Path | None = None,
     ran: Callable[[float], Any] = lambda _: None,
 ) -> Measure:
     """A measure for `PairStudy`; programs measured together share what they begin with in common.
@@ -30,15 +32,28 @@ def divergence_on(
     Args:
         model: unedited; it is left as it is.
         memory: a limit in bytes on the memory of the whole process.
+        folder: for hidden states that do not fit into it, where the model's weights are streamed.
         ran: called with the number of sublayers run, as they run.
+
+    Raises:
+        ValueError: if the model is an edited one.
     """
-    dense = Program.dense(model.config.num_hidden_layers, family_of(model.config).steps_per_layer)
+    require_unedited(model)
+    dense = program_of(model)
     references: References = {}
+    at_once = len(windows.ids)
+
+    def ran_some(amount: float) -> None:
+        ran(amount)
+        stay_below(memory)
 
     def measure_together(programs: list[Program]) -> dict[Program, Measured]:
-        at_once = windows_at_once(model, share([dense, *programs]), windows.ids, memory)
+        nonlocal at_once
+        # Never more than before: what is known of the original is known of windows that were run together.
+        at_once = min(at_once, windows_at_once(model, share([dense, *programs]), windows.ids, memory))
+        todo = model, windows.ids, dense, programs, at_once
         parts: dict[Program, list[Quality]] = defaultdict(list)
-        for part in measure(model, windows.ids, dense, programs, at_once, ran=ran, references=references):
+        for part in measure(*todo, ran=ran_some, references=references, memory=memory, folder=folder):
             parts[part.program].append(part.quality)
         return {program: _summary(parts[program], windows.predicted) for program in programs}
 
@@ -46,7 +61,5 @@ def divergence_on(
 
 
 def _summary(parts: list[Quality], tokens: int) -> Measured:
-    nll = torch.cat([part.nll for part in parts]).numpy()
-    divergence = torch.cat([part.divergence for part in parts]).numpy()
-    low, high = interval(divergence)
-    return Measured(perplexity(nll), mean_divergence(divergence), low, high, tokens)
+    found = estimate(*joined(parts))
+    return Measured(found.perplexity, found.divergence, found.divergence_low, found.divergence_high, tokens)

@@ -11,6 +11,7 @@ WINDOW = "window"  # the paper's: one contiguous stretch
 ADDITIVE = "additive"  # the choice whose pairs, each measured alone, do the least damage in sum
 NEIGHBOUR = "neighbour"  # the best choice so far with some pairs moved
 SAMPLED = "sampled"  # Optuna's sampler
+_WORST = 1e30
 
 
 def first_proposals(damage: Sequence[float], num_layers: int, count: int, limit: int) -> list[tuple[str, Pairs]]:
@@ -46,6 +47,6 @@ def _move(pairs: Pairs, damage: Sequence[float], moved: int, dice: random.Random
         free = [first for first in range(len(damage)) if all(abs(first - other) > 1 for other in kept)]
         if not free:
             return None
-        floor = max(min(damage), 1e-9)  # measured damage can be 0
-        kept += dice.choices(free, [1 / max(damage[first], floor) for first in free])
+        floor = max(min(damage), 1e-9)  # measured damage can be 0, or infinite
+        kept += dice.choices(free, [1 / min(max(damage[first], floor), _WORST) for first in free])
     return tuple(sorted(kept))

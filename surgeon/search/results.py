@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from surgeon.provenance import write_json, write_text
+from surgeon.provenance import write_json, write_table, write_text
 from surgeon.recipe import Expect, Recipe
 from surgeon.search.space import as_operation
 from surgeon.search.study import PairStudy, Trial
@@ -27,12 +28,13 @@ def write_recipe(path: Path, model: str, study: PairStudy, command: str) -> None
     """Write the best trial so far as a recipe, with what was measured in comments."""
     best, dense = study.best(), study.profile()[float(study.num_layers)]
     measured = best.measured
+    low, high = measured.divergence_low, measured.divergence_high
     lines = [
         f"# Found by: {command}",
         f"# The best of {len(study.finished())} trials: number {best.number}, {best.source}.",
         f"# On {measured.tokens:,} tokens:",
         f"# divergence {measured.divergence:.4g} nats per token,",
-        f"# its 95% interval {measured.divergence_low:.4g} to {measured.divergence_high:.4g},",
+        *([f"# its 95% interval {low:.4g} to {high:.4g},"] if math.isfinite(high) else []),
         f"# perplexity {measured.perplexity:.4g}; the original's is {dense.perplexity:.4g}.",
     ]
     write_text(path, "\n".join(lines) + "\n" + found_recipe(model, study, best).to_yaml())
@@ -59,7 +61,8 @@ def trials_table(study: PairStudy) -> pd.DataFrame:
 def write_results(folder: Path, model: str, study: PairStudy, record: dict[str, Any]) -> None:
     """Write the recipe, the table and the provenance; each file is whole at any time."""
     write_recipe(folder / RECIPE_FILE, model, study, str(record["command"]))
-    write_text(folder / TRIALS_FILE, trials_table(study).to_csv(index=False, float_format="%.9g"))
+    write_table(folder / TRIALS_FILE, trials_table(study), missing="")
     best = study.best()
-    found = {"trial": best.number, "program": str(study.program(best.pairs)), **vars(best.measured)}
+    numbers = {name: value if math.isfinite(value) else None for name, value in vars(best.measured).items()}
+    found = {"trial": best.number, "program": str(study.program(best.pairs)), **numbers}
     write_json(folder / RECORD_FILE, record | {"trials": len(study.finished()), "best": found})

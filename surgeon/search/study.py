@@ -25,7 +25,7 @@ STUDY_FILE = "study.db"
 
 @dataclass(frozen=True)
 class Measured:
-    """How well a program predicts; divergence and its 95% interval in nats per token."""
+    """How well a program predicts; divergence and its 95% interval (NaN: not known) in nats per token."""
 
     perplexity: float
     divergence: float

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from surgeon.analysis.tables import Base, estimate
+from surgeon.analysis.tables import Base
+from surgeon.quality.summary import estimate
 
 GENERATOR = np.random.default_rng(0)
 BASE = GENERATOR.normal(2.5, 0.6, 40)  # windows differ by far more than programs do
@@ -26,6 +27,10 @@ def test_on_all_windows() -> None:
     assert found.divergence == pytest.approx(statistics.fmean(DIVERGENCE))
     low, high = stats.ttest_1samp(DIVERGENCE, 0).confidence_interval(0.95)
     assert (found.divergence_low, found.divergence_high) == pytest.approx((low, high))
+
+
+def test_all_windows_need_no_base() -> None:
+    assert estimate(NLL, DIVERGENCE) == estimate(NLL, DIVERGENCE, BASE, EVERYTHING)
 
 
 def test_on_some_windows_the_base_makes_them_comparable() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from contextlib import nullcontext
 from pathlib import Path
 
 import matplotlib.image
@@ -10,6 +12,8 @@ from matplotlib.figure import Figure
 
 from surgeon.report.depth import draw_quality_against_depth
 from surgeon.search.study import Measured, Trial
+
+INFINITE = Measured(math.inf, math.inf, math.nan, math.nan, 100)
 
 
 def measured(divergence: float) -> Measured:
@@ -36,3 +40,17 @@ def test_poor_trials_do_not_squeeze_the_others(tmp_path: Path, monkeypatch: pyte
         assert "lie above" in axes.texts[0].get_text()
     assert "divergence" in figures[0].axes[1].get_ylabel()
     assert [p.name for p in tmp_path.iterdir()] == ["depth.png"]
+
+
+@pytest.mark.parametrize("finite", [0, 1, 2])
+def test_infinite_trials_lie_above(finite: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts: list[str] = []
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *_, **__: texts.extend(t.get_text() for t in self.axes[0].texts)
+    )
+    monkeypatch.setattr("surgeon.report.depth.whole_file", nullcontext)
+    trials = [Trial(i, "window", (i,), measured(0.01 * (1 + i))) for i in range(finite)]
+    trials += [Trial(i, "window", (i,), INFINITE) for i in range(finite, 4)]
+    profile = {4.0: measured(0.0), 3.0: INFINITE}
+    draw_quality_against_depth(tmp_path / "depth.png", profile, trials, trials[0], 3.0, "a title")
+    assert texts == [f"{4 - finite} of 4 trials lie above"]

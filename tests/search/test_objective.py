@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
+import pytest
 import torch
 from torch.nn import functional
 
 from surgeon.model import edit, restore
 from surgeon.program import Program
 from surgeon.quality.data import Windows
+from surgeon.search import objective
 from surgeon.search.objective import divergence_on
 from surgeon.search.space import pairs_program
 from tests.models import tiny_model
@@ -40,6 +45,34 @@ def test_divergence_and_perplexity_equal_those_of_full_logits() -> None:
     other = pairs_program((2,), 4)
     assert measure([other])[other].divergence > 0
     assert sum(ran) == 14 + 8  # not the original again
+
+
+def test_one_window_has_no_interval() -> None:
+    paired = pairs_program((1,), 4)
+    found = divergence_on(tiny_model("llama"), Windows(IDS[:1], "ids", "digest"))([paired])[paired]
+    assert found.divergence > 0
+    assert math.isnan(found.divergence_low)
+    assert math.isnan(found.divergence_high)
+
+
+def test_an_edited_model_is_refused() -> None:
+    model: Any = edit(tiny_model("llama"), "A0 F0 A2 F2")
+    with pytest.raises(ValueError, match="edited program"):
+        divergence_on(model, Windows(IDS, "ids", "digest"))
+
+
+def test_windows_are_run_together_as_the_first_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the original would be run again, and kept twice, whenever memory leaves room for more."""
+    room = iter([2, 3, 1])
+    monkeypatch.setattr(objective, "windows_at_once", lambda *_: next(room))
+    ran: list[float] = []
+    measure = divergence_on(tiny_model("llama"), Windows(IDS, "ids", "digest"), ran=ran.append)
+    costs = []
+    for first in (1, 2, 0):
+        ran.clear()
+        measure([pairs_program((first,), 4)])
+        costs.append(sum(ran))
+    assert costs == pytest.approx([14, 8, 8 + 8 * 2 / 3])  # the third time, two of the windows had been together
 
 
 def test_the_original_is_at_no_distance_from_itself() -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import math
 from itertools import combinations, pairwise
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from surgeon.program import Program
+from surgeon.recipe import read_recipe
 from surgeon.search.proposals import neighbour
+from surgeon.search.results import write_results
 from surgeon.search.space import best_pairs, contiguous_windows, pairs_program
 from surgeon.search.study import Measured, PairStudy
 
@@ -66,6 +71,31 @@ def test_stopped_anywhere_it_goes_on_to_the_same_result(tmp_path: Path) -> None:
     last = make(tmp_path / "stopped")
     list(last.run(20))
     assert rows(last) == rows(whole)
+
+
+@pytest.mark.parametrize("finite", [(), (3, 6, 8), tuple(range(LAYERS - 1))[2:]], ids=["none", "three", "most"])
+def test_programs_that_overflow_are_infinitely_bad(finite: tuple[int, ...], tmp_path: Path) -> None:
+    def overflowing(programs: list[Program]) -> dict[Program, Measured]:
+        found = measure(programs)
+        for program in programs:
+            if any(f"[A{k} A{k + 1}]" in str(program) for k in range(LAYERS - 1) if k not in finite):
+                found[program] = Measured(math.inf, math.inf, math.nan, math.nan, 100)
+        return found
+
+    studies = [PairStudy(tmp_path, LAYERS, 2, COUNT, 0, overflowing, {}) for _ in range(2)]
+    list(studies[0].run(10))
+    list(studies[1].run(16))
+    best = studies[1].best()
+    assert math.isfinite(best.measured.divergence) == bool(finite)
+    assert set(best.pairs) <= set(finite) or not finite
+    write_results(tmp_path, "model", studies[1], {"command": "surgeon search"})
+    table = pd.read_csv(tmp_path / "trials.csv")
+    assert (table["divergence"].isin([math.inf]) == table["divergence_low"].isna()).all()
+    record = json.loads((tmp_path / "search.json").read_text(), parse_constant=pytest.fail)  # no Infinity, no NaN
+    assert record["best"]["divergence"] == (best.measured.divergence if finite else None)
+    recipe = (tmp_path / "recipe.yaml").read_text()
+    assert ("divergence inf nats" in recipe) == ("95% interval" not in recipe) == (not finite)
+    assert read_recipe(tmp_path / "recipe.yaml").program(LAYERS) == studies[1].program(best.pairs)
 
 
 def test_other_seeds_search_elsewhere(tmp_path: Path) -> None:
