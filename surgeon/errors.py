@@ -13,6 +13,18 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
 
 
+def shown(value: object, most: int = 40) -> str:
+    """A value as an error message shows it; what is too long loses its end."""
+    text = repr(value)
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of another library says, in one line; its kind if it says nothing."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "std::bad_alloc")
 
 

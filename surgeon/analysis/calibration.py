@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import replace
 
 from surgeon.checkpoint.load import read_config
 from surgeon.checkpoint.read import Checkpoint, locate
-from surgeon.quality.data import Windows, load_windows, window_for
+from surgeon.quality.data import Windows, digest_of, load_windows, window_for
 from surgeon.runtime.text import open_tokenizer
 
 
@@ -48,7 +47,6 @@ def load_calibration(
             f"{data} has {both.ids.numel()} tokens in whole windows, and all of them are measured: none are left to "
             "calibrate on; lower --tokens, or give other text with --calibration"
         )
-    digest = hashlib.sha256(repr(tuple(ids.shape)).encode() + ids.contiguous().numpy().tobytes()).hexdigest()
     fewer = f"{ids.numel()} tokens are left to calibrate on, fewer than the {wanted} asked for: all are used"
     notes = (fewer,) if len(ids) < wanted // size else ()
-    return replace(both, ids=ids, digest=digest, notes=notes)
+    return replace(both, ids=ids, digest=digest_of(ids), notes=notes)

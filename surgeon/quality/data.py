@@ -99,8 +99,12 @@ def load_windows(
     if not apart:
         notes += _read_as_text(tokenizer.decode(ids), data)
     tensor = torch.tensor(ids, dtype=torch.long).view(-1, window)
-    digest = hashlib.sha256(repr(tuple(tensor.shape)).encode() + tensor.numpy().tobytes()).hexdigest()
-    return Windows(tensor, data, digest, separator, tuple(notes))
+    return Windows(tensor, data, digest_of(tensor), separator, tuple(notes))
+
+
+def digest_of(ids: Tensor) -> str:
+    """SHA-256 of token ids and their shape."""
+    return hashlib.sha256(repr(tuple(ids.shape)).encode() + ids.contiguous().numpy().tobytes()).hexdigest()
 
 
 def window_for(config: Any, window: int | None) -> int:

@@ -16,6 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from surgeon.errors import first_line, shown
 from surgeon.quality.offline import without_retries
 
 DEMO = "demo"
@@ -240,7 +241,7 @@ def _parquet_rows(path: Path, column: str | None) -> Iterator[str]:
                 row += 1
                 yield _checked(value, f"{path}: row {row}", column)
     except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{path} is damaged or no parquet file ({_first_line(error)}); copy it again") from error
+        raise ValueError(f"{path} is damaged or no parquet file ({first_line(error)}); copy it again") from error
 
 
 def _holds_text(kind: Any) -> bool:
@@ -271,9 +272,8 @@ def choose_column(source: str, with_text: list[str], how: str = "{source}:{colum
 
 def _checked(value: Any, where: str, column: str) -> str:
     if not isinstance(value, str):
-        shown = "null" if value is None else repr(value)
-        shown = shown if len(shown) <= 40 else shown[:37] + "..."
-        raise ValueError(f"{where}: column {column!r} should hold text, not {shown}")
+        found = "null" if value is None else shown(value)
+        raise ValueError(f"{where}: column {column!r} should hold text, not {found}")
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -293,7 +293,7 @@ def _dataset_rows(data: str) -> Iterator[str]:
             first = next(iter(rows))
     except Exception as error:  # whatever fails inside `datasets`, the way out is the same
         raise FileNotFoundError(
-            f"{data} is no file here and could not be read as a dataset ({_first_line(error)}); give a local text, "
+            f"{data} is no file here and could not be read as a dataset ({first_line(error)}); give a local text, "
             ".jsonl or .parquet file with --data, or name:config:split of a dataset that can be reached"
         ) from error
     if column and column not in first:
@@ -301,8 +301,3 @@ def _dataset_rows(data: str) -> Iterator[str]:
     with_text = [key for key, value in first.items() if isinstance(value, str)]
     chosen = column or choose_column(f"dataset {name}", with_text, f"{name}:{config}:{split}:{{column}}")
     return (_checked(row[chosen], f"{name}: row {number}", chosen) for number, row in enumerate(rows, start=1))
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__

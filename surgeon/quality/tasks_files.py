@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from surgeon.errors import shown
 from surgeon.quality.sources import read_json_lines
 
 Row = dict[str, Any]
@@ -70,7 +71,7 @@ def _number(row: Row, where: str) -> Row:
     answer = _text({"answer": answer}, "answer", where).strip()
     if not _NUMBER.fullmatch(answer):
         raise ValueError(
-            f"{where}: the answer {_show(answer)} is no number; rows with context and answer are scored on the last "
+            f"{where}: the answer {shown(answer)} is no number; rows with context and answer are scored on the last "
             "number written (for other answers give query, choices and gold)"
         )
     prompt = f"{_QUESTION} {_text(row, 'context', where).strip()}\n{_ANSWER}"
@@ -231,24 +232,19 @@ def _question(query: str) -> str:
 def _text(row: Row, key: str, where: str) -> str:
     value = row[key]
     if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{where}: {key} must be text with something in it, not {_show(value)}")
+        raise ValueError(f"{where}: {key} must be text with something in it, not {shown(value)}")
     return value
 
 
 def _texts(row: Row, key: str, where: str) -> list[str]:
     value = row[key]
     if not isinstance(value, list) or len(value) < 2:
-        raise ValueError(f"{where}: {key} must be a list of at least two texts, not {_show(value)}")
+        raise ValueError(f"{where}: {key} must be a list of at least two texts, not {shown(value)}")
     return [_text({key: text}, key, where) for text in value]
 
 
 def _gold(row: Row, choices: list[str], where: str) -> int:
     gold = row["gold"]
     if not isinstance(gold, int) or isinstance(gold, bool) or not 0 <= gold < len(choices):
-        raise ValueError(f"{where}: gold must be the right one's number, 0 to {len(choices) - 1}, not {_show(gold)}")
+        raise ValueError(f"{where}: gold must be the right one's number, 0 to {len(choices) - 1}, not {shown(gold)}")
     return gold
-
-
-def _show(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."

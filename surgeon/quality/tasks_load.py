@@ -18,7 +18,7 @@ from lm_eval.api.group import Group
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 
-from surgeon.errors import did_you_mean
+from surgeon.errors import did_you_mean, first_line
 from surgeon.progress import progress
 from surgeon.quality.offline import without_retries
 from surgeon.quality.tasks_files import MOST_NEW_TOKENS, SUFFIX, file_task
@@ -304,5 +304,4 @@ def _check_task(task: Any, positions: int) -> None:
 
 
 def _brief(error: BaseException) -> str:
-    text = str(error).strip().strip("\"'")
-    return text.splitlines()[0][:200] if text else type(error).__name__
+    return first_line(error).strip("\"'")[:200]

@@ -12,6 +12,7 @@ import torch
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs
 
+from surgeon.errors import shown
 from surgeon.journal import Journal
 from surgeon.progress import Advance, progress
 
@@ -169,5 +170,4 @@ def _hash(value: Any) -> str:
 
 
 def _ending(texts: Any) -> str:
-    shown = repr(texts[1]) if texts is not None else "a text"
-    return f"the text to be scored {shown if len(shown) <= 40 else shown[:37] + '...'}"
+    return f"the text to be scored {shown(texts[1]) if texts is not None else 'a text'}"
