@@ -20,7 +20,7 @@ GROUPS = [
     ["execute", "weights", "model", "operations", "recipe"],
     ["analysis", "quality", "heal", "checkpoint", "runtime", "cost"],
     ["search"],
-    ["report", "cli"],
+    ["report", "server", "cli"],
 ]
 LEVELS = {name: level for level, group in enumerate(GROUPS) for name in group}
 HEAVY = {"torch", "transformers", "pandas", "matplotlib", "optuna", "numpy", "datasets", "lm_eval", "yaml"}

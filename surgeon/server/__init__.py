@@ -1,0 +1,15 @@
+"""The OpenAI API over HTTP: `surgeon serve`.
+
+From a request to its answer: `gate` counts it and asks for the key, `bodies` says what it may have, `texts` makes token
+ids of it, `choices` gives them to the service and merges what comes back, `formats` and `answers` put that into
+OpenAI's words, whole or as a stream. `app` ties these to their paths, and `run` begins and ends the process.
+"""
+
+try:
+    import fastapi  # noqa: F401
+    import prometheus_client  # noqa: F401
+    import uvicorn  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        f"serving needs {error.name or error}, which is not installed; run: pip install 'surgeon[serve]'"
+    ) from error

@@ -1,0 +1,178 @@
+"""From a checked body to its answer, and what happens when the client hangs up before that."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from surgeon.runtime.request import Event, Sampling
+from surgeon.server.bodies import DEFAULT_NEW_TOKENS, Body, ChatBody, CompletionBody
+from surgeon.server.choices import Choices
+from surgeon.server.errors import GONE, ApiError, invalid
+from surgeon.server.formats import Answer, ChatFormat, CompletionFormat, Format, usage_of
+from surgeon.server.gate import note_outcome
+from surgeon.server.state import State
+from surgeon.server.texts import Prompt
+
+Arrived = list[tuple[int, Event]]
+Result = TypeVar("Result")
+
+
+class ClientGone(Exception):
+    """The client has closed its connection."""
+
+
+async def complete(request: Request, state: State, body: CompletionBody) -> Response:
+    """Answer /v1/completions.
+
+    Raises:
+        ApiError: for whatever the client should be told.
+    """
+    body.check()
+    prompts = await asyncio.to_thread(state.texts.prompts, body.prompt)
+    style = CompletionFormat(state.model, state.texts, body.logprobs is not None, bool(body.echo))
+    return await _answer(request, state, body, prompts, style, DEFAULT_NEW_TOKENS, body.logprobs)
+
+
+async def chat(request: Request, state: State, body: ChatBody) -> Response:
+    """Answer /v1/chat/completions.
+
+    Raises:
+        ApiError: for whatever the client should be told.
+    """
+    body.check()
+    prompt = await asyncio.to_thread(state.texts.chat, body.messages)
+    style = ChatFormat(state.model, state.texts, bool(body.logprobs))
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return await _answer(request, state, body, [prompt], style, None, logprobs)
+
+
+async def _answer(
+    request: Request,
+    state: State,
+    body: Body,
+    prompts: list[Prompt],
+    style: Format,
+    default: int | None,
+    logprobs: int | None,
+) -> Response:
+    wanted = len(prompts) * body.choices
+    if wanted > state.capacity:
+        reason = f"prompts times n are {wanted} answers; this server takes {state.capacity} at a time at most"
+        raise invalid(reason, "n" if body.choices > 1 else body.prompt_field)
+    answers, asks = [], []
+    for prompt in prompts:
+        sampling = body.sampling(len(prompt.tokens), state.service.max_tokens, default, logprobs)
+        for number in range(body.choices):
+            answers.append(Answer(prompt))
+            asks.append((prompt.tokens, _seeded(sampling, number)))
+    choices = Choices(state, body.prompt_field)
+    await choices.submit(asks)
+    try:
+        # Only now is it known whether there will be an answer, so only now can a stream have its status.
+        first = await _unless_gone(request, choices.next())
+        if body.stream:
+            chunks = _chunks(request.scope, choices, answers, style, body, first)
+            return _EventStream(chunks, choices)
+        await _unless_gone(request, _collect(choices, answers, first))
+    except ClientGone:
+        choices.close()
+        return Response(status_code=GONE)
+    except BaseException:
+        choices.close()
+        raise
+    return JSONResponse(style.whole(answers, usage_of(answers, body.choices)))
+
+
+def _seeded(sampling: Sampling, number: int) -> Sampling:
+    """The choices of a prompt differ, and the first is what it would be alone."""
+    if sampling.seed is None or not number:
+        return sampling
+    return replace(sampling, seed=(sampling.seed + number) % (1 << 63))
+
+
+async def _collect(choices: Choices, answers: list[Answer], arrived: Arrived) -> None:
+    while True:
+        for choice, event in arrived:
+            answers[choice].add(event)
+        if not choices.open:
+            return
+        arrived = await choices.next()
+
+
+async def _chunks(
+    scope: Scope, choices: Choices, answers: list[Answer], style: Format, body: Body, arrived: Arrived
+) -> AsyncIterator[bytes]:
+    """The events of a stream; what has arrived together is sent together."""
+    more = {"usage": None} if body.wants_usage else {}
+    try:
+        while True:
+            found: list[bytes] = []
+            for choice, event in arrived:
+                answers[choice].add(event)
+                pieces = style.pieces(choice, answers[choice], event)
+                found.extend(_line(style.chunk([piece], **more)) for piece in pieces)
+            if found:
+                yield b"".join(found)
+            if not choices.open:
+                break
+            arrived = await choices.next()
+    except ApiError as error:  # too late for its status
+        note_outcome(scope, error.status)
+        yield _line(error.body())
+        return
+    if body.wants_usage:
+        yield _line(style.chunk([], usage=usage_of(answers, body.choices)))
+    yield b"data: [DONE]\n\n"
+
+
+def _line(data: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+class _EventStream(StreamingResponse):
+    """A stream whose requests are cancelled if it ends before them, in whatever way."""
+
+    def __init__(self, chunks: AsyncIterator[bytes], choices: Choices) -> None:
+        super().__init__(chunks, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self.choices = choices
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            if self.choices.open:
+                note_outcome(scope, GONE)
+                self.choices.close()
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """Wait for some work, but no longer than the client does.
+
+    Raises:
+        ClientGone: if it has hung up; the work is cancelled.
+    """
+    task, gone = asyncio.create_task(work), asyncio.create_task(_hang_up(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        for each in (task, gone):
+            each.cancel()
+            with suppress(asyncio.CancelledError, ApiError):
+                await each
+
+
+async def _hang_up(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,191 @@
+"""What a request may say: the fields of OpenAI's API that are followed, those left aside, and those refused.
+
+Types are strict ("1" is no number). A field that changes nothing about the answer is ignored, one that would change it
+and is not supported is refused, and so is one that nobody knows, which is mostly a misspelt one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict
+
+from surgeon.errors import did_you_mean
+from surgeon.runtime.request import Sampling
+from surgeon.server.errors import invalid, shown
+
+DEFAULT_NEW_TOKENS = 16  # of a completion, as OpenAI has it; a chat goes on as long as there is room
+MOST_CHOICES = 128
+
+IGNORED = {
+    "metadata",
+    "parallel_tool_calls",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "user",
+}
+# Fields that are not supported, and the values with which they ask for nothing.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "guided_json": (),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+    "prediction": (),
+    "presence_penalty": (0,),
+    "prompt_logprobs": (),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": (),
+    "web_search_options": (),
+}
+
+
+class StreamOptions(BaseModel):
+    """What a stream has besides the text."""
+
+    model_config = ConfigDict(strict=True)
+
+    include_usage: bool | None = None
+
+
+class Body(BaseModel):
+    """The fields that both kinds of requests have; null is the same as nothing."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    prompt_field: ClassVar[str] = "prompt"
+    logprobs_field: ClassVar[str] = "logprobs"
+
+    model: str | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    stop: str | list[str] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    def check(self) -> None:
+        """Refuse fields that would matter and are not followed.
+
+        Raises:
+            ApiError: with the field and what to do.
+        """
+        for name, value in (self.model_extra or {}).items():
+            if value is None or name in IGNORED:
+                continue
+            if name not in UNSUPPORTED:
+                raise invalid(f"there is no field {shown(name)}; {did_you_mean(name, type(self).model_fields)}", name)
+            if value not in UNSUPPORTED[name]:
+                raise invalid(f"{name} is not supported; leave it out (it is {shown(value)})", name)
+        if self.stream_options is not None and not self.stream:
+            raise invalid("stream_options needs stream to be true", "stream_options")
+        if not 1 <= self.choices <= MOST_CHOICES:
+            raise invalid(f"n must be in 1..{MOST_CHOICES}, not {self.n}", "n")
+
+    @property
+    def choices(self) -> int:
+        """How many answers each prompt gets."""
+        return 1 if self.n is None else self.n
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether the last chunk of a stream counts the tokens."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def sampling(self, prompt: int, room: int, default: int | None, logprobs: int | None) -> Sampling:
+        """How to answer a prompt.
+
+        Args:
+            prompt: how many tokens it has.
+            room: how many tokens prompt and answer may have together.
+            default: how many to add if the request does not say; None for as many as there is room for.
+            logprobs: as `Sampling` has it.
+
+        Raises:
+            ApiError: if it is too long, or a parameter is out of its range.
+        """
+        if prompt >= room:
+            raise invalid(
+                f"the prompt has {prompt} tokens; at most {room - 1} leave room for an answer", self.prompt_field
+            )
+        given: dict[str, Any] = {
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "top_p": self.top_p,
+            "top_k": 0 if self.top_k == -1 else self.top_k,  # other servers take -1 for all of them
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "seed": self.seed,
+            "stop": (self.stop,) if isinstance(self.stop, str) else None if self.stop is None else tuple(self.stop),
+            "ignore_end": self.ignore_eos,
+            "max_new_tokens": self._new_tokens(prompt, room, default),
+            "logprobs": logprobs,
+        }
+        try:
+            return Sampling(**{name: value for name, value in given.items() if value is not None})
+        except ValueError as error:
+            name, _, rest = str(error).partition(" ")
+            name = self.logprobs_field if name == "logprobs" else name
+            raise invalid(f"{name} {rest}", name) from None
+
+    def _new_tokens(self, prompt: int, room: int, default: int | None) -> int:
+        name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        asked = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        if asked is None:
+            return room - prompt if default is None else min(default, room - prompt)
+        if self.max_tokens not in (None, asked):
+            raise invalid(f"max_tokens is {self.max_tokens} and max_completion_tokens {asked}; give one of them", name)
+        if asked < 1:
+            raise invalid(f"{name} must be at least 1, not {asked}", name)
+        if prompt + asked > room:
+            raise invalid(
+                f"{name} is {asked} and the prompt has {prompt} tokens; together they may be {room} at most", name
+            )
+        return asked
+
+
+class CompletionBody(Body):
+    """The body of /v1/completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    echo: bool | None = None
+    logprobs: int | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.echo and self.logprobs is not None:
+            raise invalid(
+                "logprobs cannot be given for the prompt's own tokens; leave out echo or logprobs", "logprobs"
+            )
+
+
+class ChatBody(Body):
+    """The body of /v1/chat/completions."""
+
+    prompt_field: ClassVar[str] = "messages"
+    logprobs_field: ClassVar[str] = "top_logprobs"
+
+    messages: list[dict[str, Any]]
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs and not self.logprobs:
+            raise invalid("top_logprobs needs logprobs to be true", "top_logprobs")

@@ -1,0 +1,115 @@
+"""Errors as OpenAI's clients expect them: `{"error": {"message", "type", "param", "code"}}` and a status."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+RETRY_SECONDS = 1
+MOST_SHOWN = 60  # characters of a client's value in a message
+GONE = 499  # the client hung up; nobody reads this status, it is only counted
+
+# What pydantic says of a field that takes several types is a list of what each of them lacks.
+_KINDS = {
+    "prompt": "a text, a list of texts, a list of token ids, or a list of such lists",
+    "stop": "a text or a list of texts",
+    "stream_options": 'an object such as {"include_usage": true}',
+    "messages": 'a list of messages such as {"role": "user", "content": "Hello"}',
+}
+
+
+class ApiError(Exception):
+    """An answer that is an error.
+
+    Attributes:
+        status: of HTTP.
+        param: the field at fault.
+        kind: what OpenAI's format calls the type.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        kind: str = "invalid_request_error",
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.kind = kind
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        """The answer's JSON."""
+        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        """The whole answer."""
+        return JSONResponse(self.body(), self.status, self.headers)
+
+
+def invalid(message: str, param: str | None = None) -> ApiError:
+    """400: the client can mend it."""
+    return ApiError(400, message, param)
+
+
+def full(message: str) -> ApiError:
+    """429: as many requests are open as the service takes."""
+    return ApiError(
+        429, message, kind="rate_limit_error", code="queue_full", headers={"Retry-After": str(RETRY_SECONDS)}
+    )
+
+
+def too_large(most: int) -> ApiError:
+    """413: a body nobody wants to read."""
+    return ApiError(413, f"the body is larger than {most >> 20} MB")
+
+
+def unavailable(message: str, code: str) -> ApiError:
+    """503: this server answers no more requests."""
+    return ApiError(503, message, kind="server_error", code=code)
+
+
+def draining() -> ApiError:
+    """503 while the last requests are finished."""
+    return unavailable("the server is ending and takes no more requests", "draining")
+
+
+def failed(reason: Exception) -> ApiError:
+    """503 after a rank has failed."""
+    return unavailable(f"the server has failed: {reason}", "rank_failed")
+
+
+def internal() -> ApiError:
+    """500: a defect; the log has the details, and the client need not know them."""
+    return ApiError(500, "internal error; the server's log has the details", kind="server_error")
+
+
+def shown(value: Any) -> str:
+    """A client's value, short enough for a message."""
+    text = repr(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 3]}..."
+
+
+def explain(errors: Sequence[Any]) -> ApiError:
+    """The first of pydantic's complaints about a body, in a sentence that names field and value."""
+    error = errors[0]
+    kind, (_, *path), value = error["type"], error["loc"], error.get("input")
+    if kind == "json_invalid":
+        return invalid(f"the body is not valid JSON: {error['ctx']['error']} (at character {path[0]})")
+    if not path:
+        return invalid("the body must be a JSON object, sent with Content-Type: application/json")
+    field = str(path[0])
+    name = ".".join(map(str, path))
+    if kind == "missing":
+        return invalid(f"{name} is missing", field)
+    if field in _KINDS:
+        return invalid(f"{field} must be {_KINDS[field]}, not {shown(value)}", field)
+    wanted = str(error["msg"]).removeprefix("Input should be ").removeprefix("a valid ")
+    return invalid(f"{name} must be a valid {wanted}, not {shown(value)}", field)

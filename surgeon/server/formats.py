@@ -1,0 +1,191 @@
+"""Answers in OpenAI's words: completions and chats, whole or in the chunks of a stream."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from surgeon.runtime.request import Event, FinishReason, TokenLogprob, Usage
+from surgeon.server.texts import UNFINISHED, Prompt, Texts
+
+LEAST_LOGPROB = -9999.0
+
+
+@dataclass
+class Answer:
+    """What one choice has brought so far.
+
+    Attributes:
+        offset: characters of the tokens whose log-probabilities have been reported.
+        begun: whether a stream has sent anything of it.
+    """
+
+    prompt: Prompt
+    text: str = ""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    offset: int = 0
+    begun: bool = False
+
+    def add(self, event: Event) -> None:
+        """Take in what is new."""
+        self.text += event.text
+        self.logprobs.extend(event.logprobs)
+        self.finish_reason = event.finish_reason
+        self.usage = event.usage
+
+
+class Format(ABC):
+    """One HTTP request's answer.
+
+    Attributes:
+        wants_logprobs: whether log-probabilities are part of it.
+    """
+
+    prefix: ClassVar[str]
+    whole_object: ClassVar[str]
+    chunk_object: ClassVar[str]
+
+    def __init__(self, model: str, texts: Texts, wants_logprobs: bool) -> None:
+        self.texts = texts
+        self.wants_logprobs = wants_logprobs
+        self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+
+    def whole(self, answers: Sequence[Answer], usage: dict[str, Any]) -> dict[str, Any]:
+        """Everything at once."""
+        choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
+        return {**self._head, "object": self.whole_object, "choices": choices, "usage": usage}
+
+    def chunk(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        """A part of a stream."""
+        return {**self._head, "object": self.chunk_object, "choices": choices, **more}
+
+    @abstractmethod
+    def _choice(self, index: int, answer: Answer) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def pieces(self, index: int, answer: Answer, event: Event) -> list[dict[str, Any]]:
+        """What an event adds to a choice, as the choices of chunks; none if there is nothing to show yet."""
+
+
+class CompletionFormat(Format):
+    """Of /v1/completions."""
+
+    prefix = "cmpl"
+    whole_object = chunk_object = "text_completion"
+
+    def __init__(self, model: str, texts: Texts, wants_logprobs: bool, echo: bool) -> None:
+        super().__init__(model, texts, wants_logprobs)
+        self.echo = echo
+
+    def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
+        text = self._echoed(answer) + answer.text
+        logprobs = self._logprobs(answer, answer.logprobs)
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": answer.finish_reason}
+
+    def pieces(self, index: int, answer: Answer, event: Event) -> list[dict[str, Any]]:
+        text = event.text if answer.begun else self._echoed(answer) + event.text
+        if not (text or event.logprobs or event.finish_reason):
+            return []
+        answer.begun = True
+        logprobs = self._logprobs(answer, event.logprobs)
+        return [{"index": index, "text": text, "logprobs": logprobs, "finish_reason": event.finish_reason}]
+
+    def _echoed(self, answer: Answer) -> str:
+        prompt = answer.prompt
+        if not self.echo:
+            return ""
+        return self.texts.decode(prompt.tokens) if prompt.text is None else prompt.text
+
+    def _logprobs(self, answer: Answer, found: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        if not self.wants_logprobs:
+            return None
+        tokens = [self.texts.piece(one.token) for one in found]
+        offsets = []
+        for token in tokens:
+            offsets.append(answer.offset)
+            answer.offset += len(token)
+        return {
+            "tokens": tokens,
+            "token_logprobs": [_finite(one.logprob) for one in found],
+            "top_logprobs": [self._top(one) for one in found],
+            "text_offset": offsets,
+        }
+
+    def _top(self, one: TokenLogprob) -> dict[str, float]:
+        """By text, the chosen token among them; of tokens with the same text (parts of characters) the likeliest."""
+        top: dict[str, float] = {}
+        for token, logprob in (*one.top, (one.token, one.logprob)):
+            top.setdefault(self.texts.piece(token), _finite(logprob))
+        return top
+
+
+class ChatFormat(Format):
+    """Of /v1/chat/completions."""
+
+    prefix = "chatcmpl"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": answer.text, "refusal": None},
+            "logprobs": self._logprobs(answer.logprobs),
+            "finish_reason": answer.finish_reason,
+        }
+
+    def pieces(self, index: int, answer: Answer, event: Event) -> list[dict[str, Any]]:
+        found = []
+        if not answer.begun:
+            found.append(self._delta(index, {"role": "assistant", "content": ""}))
+            answer.begun = True
+        if event.text or event.logprobs:
+            found.append(self._delta(index, {"content": event.text}, self._logprobs(event.logprobs)))
+        if event.finish_reason:
+            found.append(self._delta(index, {}) | {"finish_reason": event.finish_reason})
+        return found
+
+    def _delta(self, index: int, delta: dict[str, str], logprobs: Any = None) -> dict[str, Any]:
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+
+    def _logprobs(self, found: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        if not self.wants_logprobs:
+            return None
+        content = [
+            self._token(one.token, one.logprob) | {"top_logprobs": [self._token(*top) for top in one.top]}
+            for one in found
+        ]
+        return {"content": content, "refusal": None}
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self.texts.piece(token)
+        part = UNFINISHED in text  # of a character, whose bytes a tokenizer does not tell
+        return {"token": text, "logprob": _finite(logprob), "bytes": None if part else list(text.encode())}
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinity."""
+    return max(logprob, LEAST_LOGPROB)
+
+
+def usage_of(answers: Sequence[Answer], each: int) -> dict[str, Any]:
+    """OpenAI's count of tokens: every prompt once, every answer.
+
+    Args:
+        each: how many answers a prompt has; they lie side by side.
+    """
+    prompt = sum(len(answer.prompt.tokens) for answer in answers[::each])
+    cached = sum(answer.usage.cached for answer in answers[::each] if answer.usage)
+    new = sum(answer.usage.new for answer in answers if answer.usage)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": new,
+        "total_tokens": prompt + new,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }

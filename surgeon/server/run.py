@@ -1,0 +1,150 @@
+"""The server's process: its port, its signals, and how it ends.
+
+It goes on until SIGTERM, which lets running requests finish, or until a rank fails, or SIGINT or a second SIGTERM,
+which end it at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
+
+import uvicorn
+
+from surgeon.server.app import make_app
+from surgeon.server.state import State
+
+WRITE_SECONDS = 10  # for clients to read their answers to the end, once all are computed
+FAILED_SECONDS = 3  # the same after a failure; their answers are errors
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Take a port without listening to it yet, so that clients are refused until the model is there.
+
+    Args:
+        port: 0 takes any that is free.
+
+    Raises:
+        ValueError: if the port is taken, or may not be had.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, protocol)
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise ValueError(f"there is no address {host!r} on this machine ({error}); see --host") from error
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        raise ValueError(_why_not(error, host, port)) from error
+    return bound
+
+
+def _why_not(error: OSError, host: str, port: int) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"port {port} of {host} is in use by another program; choose another with --port (0 takes any)"
+    if error.errno == errno.EACCES:
+        return f"port {port} may not be taken by this user; choose one above 1023 with --port"
+    return f"port {port} of {host} cannot be taken: {error.strerror}; see --host and --port"
+
+
+def url_of(bound: socket.socket) -> str:
+    """Where clients find the API."""
+    host, port = bound.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's, with surgeon's ways of ending."""
+
+    def __init__(self, config: uvicorn.Config, state: State, started: Callable[[], None]) -> None:
+        super().__init__(config)
+        self.state = state
+        self.announce = started
+        self.killed_by: int | None = None
+        self._drained = threading.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.announce()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Called for every SIGTERM and SIGINT."""
+        del frame
+        if sig == signal.SIGTERM and not self.state.draining:
+            self.state.draining = True
+            threading.Thread(target=self._drain, daemon=True).start()
+            return
+        self.killed_by = sig
+        self.should_exit = self.force_exit = True
+        self._wait_at_most(0)
+
+    def _drain(self) -> None:
+        stats = self.state.service.stats()
+        _say(f"ending; {stats.running + stats.waiting} requests are finished first")
+        with suppress(ValueError, OSError):  # a failure of the service, which is looked at in any case
+            self.state.service.drain()
+        self._drained.set()
+
+    def _wait_at_most(self, seconds: int) -> None:
+        """When the server shuts down, for answers that are being written."""
+        self.config.timeout_graceful_shutdown = seconds
+        if not seconds:
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL + 1)  # what is cut off is meant to be
+
+    async def on_tick(self, counter: int) -> bool:
+        if self.state.service.failure is not None:
+            self._wait_at_most(FAILED_SECONDS)
+            self.should_exit = True
+        elif self._drained.is_set():
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+
+def run(state: State, bound: socket.socket, started: Callable[[], None]) -> None:
+    """Answer requests until the process is told to end.
+
+    Args:
+        bound: from `bind`.
+        started: called when the first request can be answered.
+
+    Raises:
+        RankFailed: if a rank has failed.
+        KeyboardInterrupt: at SIGINT.
+        InterruptedError: at a second SIGTERM.
+        ValueError: if another program listens to the port since.
+    """
+    config = uvicorn.Config(
+        make_app(state),
+        lifespan="off",
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=WRITE_SECONDS,
+    )
+    server = _Server(config, state, started)
+    try:
+        server.run(sockets=[bound])
+    except OSError as error:
+        host, port = bound.getsockname()[:2]
+        raise ValueError(_why_not(error, host, port)) from error
+    if state.service.failure is not None:
+        raise state.service.failure
+    if server.killed_by == signal.SIGINT:
+        raise KeyboardInterrupt
+    if server.killed_by is not None:
+        raise InterruptedError("ended by a second SIGTERM; requests that were running are lost")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,35 @@
+"""What all requests share."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from surgeon.runtime.service import Service
+from surgeon.server.meters import Meters
+from surgeon.server.texts import Texts
+
+
+@dataclass
+class State:
+    """A running server.
+
+    Attributes:
+        model: the name it is served under.
+        capacity: how many requests the service takes at a time, those that wait among them.
+        key: what clients have to send; None if anybody may use the model.
+        draining: whether no more requests are taken, because the process is ending.
+        created: seconds since 1970.
+    """
+
+    service: Service
+    texts: Texts
+    model: str
+    capacity: int
+    key: str | None = None
+    draining: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+    meters: Meters = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.meters = Meters(self.service)

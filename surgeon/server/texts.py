@@ -1,0 +1,123 @@
+"""Token ids of prompts and chats, and the text of single tokens."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import TemplateError
+
+from surgeon.server.errors import ApiError, invalid, shown
+
+UNFINISHED = "\ufffd"  # what a token decodes to that holds a part of a character
+ANCHOR = "a"  # tokens are decoded behind this one, because tokenizers write a text's first token differently
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text to go on from.
+
+    Attributes:
+        text: as it was given; None if it was given as token ids or messages.
+    """
+
+    tokens: list[int]
+    text: str | None = None
+
+
+class Texts:
+    """A tokenizer that several threads may use."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._lock = threading.Lock()  # a tokenizer fails if two threads set its padding at the same time
+        self._anchor: list[int] = tokenizer(ANCHOR, add_special_tokens=False).input_ids
+        self._pieces: dict[int, str] = {}
+
+    def prompts(self, given: str | list[str] | list[int] | list[list[int]]) -> list[Prompt]:
+        """The prompts of a completion: one or several, as texts or as token ids.
+
+        Raises:
+            ApiError: if one of them has no tokens, or is not text.
+        """
+        several: list[Any] = given if isinstance(given, list) and not _are_tokens(given) else [given]
+        return [self._prompt(one) for one in several]
+
+    def _prompt(self, given: str | list[int]) -> Prompt:
+        if isinstance(given, str):
+            _check_text(given, "prompt")
+            with self._lock:
+                prompt = Prompt(self.tokenizer(given).input_ids, given)
+        else:
+            prompt = Prompt(given)
+        if not prompt.tokens:
+            raise invalid("prompt is empty: it has no tokens; give at least one", "prompt")
+        return prompt
+
+    def chat(self, messages: list[dict[str, Any]]) -> Prompt:
+        """The messages in the model's own chat template, up to where its answer begins.
+
+        Raises:
+            ApiError: if the model has no template, or it does not take these messages.
+        """
+        if not self.tokenizer.chat_template:
+            raise invalid("this model has no chat template (it is no chat model); use /v1/completions", "messages")
+        if not messages:
+            raise invalid("messages is empty; give at least one message", "messages")
+        plain = [_plain(message, f"messages.{number}") for number, message in enumerate(messages)]
+        try:
+            with self._lock:
+                tokens = self.tokenizer.apply_chat_template(plain, add_generation_prompt=True, return_dict=False)
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            raise invalid(f"the model's chat template does not take these messages: {error}", "messages") from error
+        return Prompt(tokens)
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text of some tokens from the beginning of a text on."""
+        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    def piece(self, token: int) -> str:
+        """The text of one token inside a text; a part of a character is a replacement character."""
+        if token not in self._pieces:
+            before, after = (
+                self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+                for tokens in (self._anchor, [*self._anchor, token])
+            )
+            self._pieces[token] = after[len(before) :]
+        return self._pieces[token]
+
+
+def _are_tokens(given: list[Any]) -> bool:
+    return not given or isinstance(given[0], int)
+
+
+def _plain(message: dict[str, Any], name: str) -> dict[str, Any]:
+    """A message whose content is one text, whether it came so or in parts."""
+    if not isinstance(message.get("role"), str):
+        raise invalid(f'{name}.role must be a text such as "user", not {shown(message.get("role"))}', "messages")
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "".join(_part(part, f"{name}.content.{number}") for number, part in enumerate(content))
+    if not isinstance(content, str):
+        raise invalid(f"{name}.content must be a text or a list of parts, not {shown(content)}", "messages")
+    _check_text(content, "messages")
+    return message | {"content": content}
+
+
+def _part(part: Any, name: str) -> str:
+    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    raise invalid(f'{name} must be {{"type": "text", "text": ...}}, not {shown(part)}', "messages")
+
+
+def _check_text(text: str, name: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise _no_text(name, error.start) from None
+
+
+def _no_text(name: str, place: int) -> ApiError:
+    return invalid(f"{name} is not text in UTF-8 (a lone surrogate at character {place})", name)
