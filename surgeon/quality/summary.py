@@ -38,10 +38,16 @@ def interval(values: Values) -> tuple[float, float]:
     return float(low), float(high)
 
 
+def known_interval(values: Values) -> tuple[float, float] | None:
+    """The same, or None where it cannot be told."""
+    low, high = interval(values)
+    return (low, high) if math.isfinite(high) else None
+
+
 def perplexity_interval(nll: Values) -> tuple[float, float] | None:
     """The 95% interval of the perplexity, if it can be told."""
-    low, high = interval(nll)
-    return (_exp(low), _exp(high)) if math.isfinite(high) else None
+    ends = known_interval(nll)
+    return None if ends is None else (_exp(ends[0]), _exp(ends[1]))
 
 
 @dataclass(frozen=True)

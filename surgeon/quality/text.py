@@ -13,14 +13,14 @@ from transformers import PreTrainedModel
 
 from surgeon.progress import progress
 from surgeon.quality.head import Quality
-from surgeon.quality.summary import interval, mean_divergence, perplexity
+from surgeon.quality.summary import known_interval, mean_divergence, perplexity, perplexity_interval
 
 Logits = Callable[[Tensor], Tensor]  # token ids, (windows, tokens), to logits, (windows, tokens, vocabulary)
 
 
 @dataclass(frozen=True)
 class TextQuality:
-    """Numbers of one model on a text, each with its 95% interval over windows.
+    """Numbers of one model on a text, each with its 95% interval over windows; None where that cannot be told.
 
     Attributes:
         divergence: KL(original || model) in nats per token; None where there is nothing to compare with.
@@ -28,23 +28,25 @@ class TextQuality:
     """
 
     perplexity: float
-    perplexity_interval: tuple[float, float]
+    perplexity_interval: tuple[float, float] | None
     divergence: float | None
     divergence_interval: tuple[float, float] | None
     tokens: int
 
     def line(self) -> str:
         """For people, in one line."""
-        low, high = self.perplexity_interval
-        text = f"perplexity {self.perplexity:.4g} ({low:.4g} to {high:.4g})"
-        if self.divergence is not None and self.divergence_interval is not None:
-            low, high = self.divergence_interval
-            text += f", divergence {self.divergence:.3g} ({low:.3g} to {high:.3g})"
+        text = f"perplexity {self.perplexity:.4g}{_in_brackets(self.perplexity_interval, 4)}"
+        if self.divergence is not None:
+            text += f", divergence {self.divergence:.3g}{_in_brackets(self.divergence_interval, 3)}"
         return f"{text} over {self.tokens:,} tokens"
 
     def to_json(self) -> dict[str, object]:
         """As JSON values."""
         return asdict(self)
+
+
+def _in_brackets(ends: tuple[float, float] | None, digits: int) -> str:
+    return "" if ends is None else f" ({ends[0]:.{digits}g} to {ends[1]:.{digits}g})"
 
 
 def logits_of(model: PreTrainedModel) -> Logits:
@@ -77,13 +79,12 @@ def text_quality(model: Logits, ids: Tensor, original: Logits | None = None) -> 
     if not np.isfinite(nll).all():
         where = int(np.flatnonzero(~np.isfinite(nll))[0])
         raise ValueError(f"the model's predictions are not finite in window {where}; are its weights damaged?")
-    low, high = interval(nll)
     tokens = ids.shape[0] * (ids.shape[1] - 1)
-    bounds = float(np.exp(low)), float(np.exp(high))
+    found = perplexity(nll), perplexity_interval(nll)
     if original is None:
-        return TextQuality(perplexity(nll), bounds, None, None, tokens)
+        return TextQuality(*found, None, None, tokens)
     divergence = np.array([float(part.divergence) for part in parts])
-    return TextQuality(perplexity(nll), bounds, mean_divergence(divergence), interval(divergence), tokens)
+    return TextQuality(*found, mean_divergence(divergence), known_interval(divergence), tokens)
 
 
 def _window(model: Logits, window: Tensor, original: Logits | None) -> Quality:

@@ -47,6 +47,12 @@ def test_without_an_original_there_is_no_divergence() -> None:
     assert "divergence" not in found.line()
 
 
+def test_one_window_has_no_interval() -> None:
+    found = text_quality(logits_of(tiny_model("llama", 1)), IDS[:1], logits_of(tiny_model("llama", 1, seed=1)))
+    assert (found.perplexity_interval, found.divergence_interval) == (None, None)
+    assert found.line() == f"perplexity {found.perplexity:.4g}, divergence {found.divergence:.3g} over 8 tokens"
+
+
 def test_other_vocabularies_and_broken_models_are_refused() -> None:
     model, other = tiny_model("llama", 1), tiny_model("llama", 1, vocab_size=100)
     with pytest.raises(ValueError, match="vocabularies of 100 and 97 tokens"):
