@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from surgeon.cli.options import ProgramOption
+
 if TYPE_CHECKING:
     from surgeon.runtime.collectives import Counts
     from surgeon.runtime.generate import Generation
@@ -18,10 +20,7 @@ def generate(
     prompt: Annotated[str, typer.Option(help="The text to go on from.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="How many tokens to add at most.")] = 64,
     tp: Annotated[int, typer.Option(min=1, help="How many tensor-parallel ranks to run on.")] = 1,
-    program: Annotated[
-        str | None,
-        typer.Option(help='Run this program instead of the checkpoint\'s own, e.g. "A0 F0 [A1 A2] [F1 F2]".'),
-    ] = None,
+    program: ProgramOption = None,
     device: Annotated[
         str, typer.Option(help="cpu, cuda (one GPU per rank), or auto: cuda where there are enough.")
     ] = "auto",
@@ -50,7 +49,13 @@ def generate(
     with Ranks(tp, chosen, way) as ranks:
         ranks.call(load, plan)
         result = generate_tokens(
-            ranks, plan, [tokens], max_new_tokens, notify=lambda newest: _write(text.add(newest[0]))
+            ranks,
+            plan,
+            [tokens],
+            max_new_tokens,
+            notify=lambda newest: _write(
+                "".join(text.add(output.token) for output in newest if output.token is not None)
+            ),
         )
     _write(text.rest() + "\n")
     print(describe(result, plan, f"{chosen}, {way}"), file=sys.stderr)
@@ -72,8 +77,8 @@ def describe(result: Generation, plan: Plan, place: str) -> str:
     lines = [
         f"ranks    {result.ranks} ({place}, {str(plan.dtype).removeprefix('torch.')})",
         f"program  effective depth {depth:g} of {plan.layers} layers",
-        f"prefill  {first.prompt_tokens} tokens at {result.prefill_rate:.1f} tokens/s",
-        f"decode   {first.new_tokens} tokens at {rate}",
+        f"prefill  {first.prefill.tokens} tokens at {result.prefill_rate:.1f} tokens/s",
+        f"decode   {sum(map(len, result.tokens))} tokens at {rate}",
         f"sync     {_calls(layers)} per token, {agrees}; {layers.bytes} bytes per token and rank",
         f"vocab    {_calls(vocabulary)} per token; {vocabulary.bytes} bytes per token and rank",
     ]

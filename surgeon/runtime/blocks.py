@@ -26,6 +26,11 @@ _ROOT = 0  # what comes before a sequence's first block
 _EVICTED_SHARE = 8  # one in so many known blocks goes at a time, because single ones would scatter a sequence
 
 
+def blocks_for(tokens: int, block_tokens: int = BLOCK_TOKENS) -> int:
+    """How many blocks hold so many tokens."""
+    return -(-tokens // block_tokens)
+
+
 class BlockTable:
     """The blocks of one sequence, in the order of its tokens.
 
@@ -138,7 +143,7 @@ class BlockPool:
 
     def blocks_for(self, tokens: int) -> int:
         """How many blocks hold so many tokens."""
-        return -(-tokens // self.block_tokens)
+        return blocks_for(tokens, self.block_tokens)
 
     def match(self, tokens: Sequence[int]) -> list[int]:
         """Known blocks that begin a sequence like this one; at least its last token is left to compute."""

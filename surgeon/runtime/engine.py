@@ -1,10 +1,15 @@
-"""One rank's share of a model: it runs the program with the one executor, and decodes greedily."""
+"""One rank's share of a model: it runs the program with the one executor, for many sequences in one pass.
+
+A pass is a list of rows, each the next tokens of one sequence: one token of a text that is being continued, or a chunk
+of a prompt. Ranks keep nothing about sequences but their keys and values; which rows a pass has is decided on rank 0
+and sent to the others (worker.py).
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -13,52 +18,39 @@ from torch import Tensor
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.execute import Branch, Machine, Pending, run
 from surgeon.program import ATTENTION, Fork, Program, Step
+from surgeon.runtime.blocks import blocks_for
 from surgeon.runtime.collectives import Collectives, Counts
-from surgeon.runtime.kv_cache import KVCache, causal_mask
 from surgeon.runtime.layers import Attention, FeedForward, Norm, Pass, rotation
+from surgeon.runtime.paged_cache import Index, Layout, PagedCache
 from surgeon.runtime.placement import Group, Work, fork_share, groups_within, rank_work
 from surgeon.runtime.plan import Plan
+from surgeon.runtime.scheduler import Row, Wanted
 from surgeon.runtime.sharding import Source
 
 
-@dataclass(frozen=True)
+@dataclass
 class Phase:
-    """What some forward passes cost, as one rank measured it.
+    """What forward passes of one kind have cost, as one rank measured it.
 
     Attributes:
-        passes: how many there were.
+        tokens: that went through them.
         layers: collectives of the program's steps and forks.
         vocabulary: collectives of the embedding and the output head.
     """
 
-    seconds: float
-    passes: int
-    layers: Counts
-    vocabulary: Counts
+    seconds: float = 0.0
+    passes: int = 0
+    tokens: int = 0
+    layers: Counts = field(default_factory=Counts)
+    vocabulary: Counts = field(default_factory=Counts)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Figures:
-    """What one generation cost: the prompt's pass, which gives the first new token, and one for each token after it."""
+    """What passes have cost: those with tokens of prompts, and those that add one token to each sequence."""
 
-    prompt_tokens: int
-    new_tokens: int
-    prefill: Phase
-    decode: Phase
-
-
-class Meter:
-    """Measures the passes of an engine from when it is made."""
-
-    def __init__(self, engine: RankEngine) -> None:
-        self.engine = engine
-        self.began = time.perf_counter()
-        self.layers, self.vocabulary = engine.layers.copy(), engine.vocabulary.copy()
-
-    def read(self, passes: int) -> Phase:
-        """What has been spent so far."""
-        seconds = time.perf_counter() - self.began
-        return Phase(seconds, passes, self.engine.layers - self.layers, self.engine.vocabulary - self.vocabulary)
+    prefill: Phase = field(default_factory=Phase)
+    decode: Phase = field(default_factory=Phase)
 
 
 class RankEngine:
@@ -67,15 +59,13 @@ class RankEngine:
     Every rank builds one from the same plan, and all of them then call the same methods in the same order.
 
     Attributes:
-        layers: counts the collectives of the program's steps and forks as they start.
-        vocabulary: counts those of the embedding and the output head.
+        figures: what all passes so far have cost; may be replaced.
     """
 
     def __init__(self, plan: Plan, collectives: Collectives, device: torch.device) -> None:
         self.plan = plan
         self.collectives = collectives
-        self.layers = Counts()
-        self.vocabulary = Counts()
+        self.figures = Figures()
         self.device = device
         self.program = Program.parse(plan.program)
         self.rank = collectives.rank
@@ -83,9 +73,12 @@ class RankEngine:
         for group in groups_within(self.program, plan.ranks):
             self.groups[group] = collectives.subgroup(group)
         self.work = rank_work(self.program, self.rank, plan.ranks)
+        self.counts = self.figures.prefill
+        self._since: float | None = None
         source = Source(Checkpoint(plan.folder), plan.family, plan.head_dim)
         self._load_layers(source)
         self._load_ends(source)
+        self._angles = self._turn(0)
 
     def _load_layers(self, source: Source) -> None:
         self.sublayers: dict[object, Attention | FeedForward] = {}
@@ -115,97 +108,125 @@ class RankEngine:
         paths = [path for path in (f"{norm}.weight", f"{norm}.bias") if path in source]
         self.final_norm = Norm({path: read(path) for path in paths}, norm, plan)
 
-    def new_cache(self, batch: int) -> KVCache:
-        """An empty cache for a batch of texts of up to the plan's number of tokens."""
+    def new_cache(self, blocks: int) -> PagedCache:
+        """An empty cache for the attentions of this rank's work."""
         parts = [part for work in self.work for part in work.parts if part.slot is not None]
         attentions = [self.sublayers[part.sublayer] for part in sorted(parts, key=lambda part: part.slot or 0)]
         kv_heads = [made.kv_heads for made in attentions if isinstance(made, Attention)]
-        return KVCache(kv_heads, batch, self.plan.max_tokens, self.plan.head_dim, self.embedding)
+        return PagedCache(kv_heads, blocks, self.plan.head_dim, self.embedding)
 
-    def forward(self, tokens: Tensor, cache: KVCache) -> Tensor:
-        """The normed stream after the program, (batch, tokens) to (batch, tokens, hidden); extends the cache."""
-        count = tokens.shape[1]
-        stream = self._embed(tokens, cache.length)
-        rotary = self.plan.rotary
-        shared = Pass(
-            cache,
-            None if rotary is None else rotation(rotary, cache.length, count, stream),
-            causal_mask(count, cache.length, self.device),
-        )
-        stream = run(self.program, stream, RankMachine(self, shared, self.collectives.group, iter(self.work)))
-        cache.advance(count)
-        return self.final_norm(stream)
+    @torch.inference_mode()
+    def step(self, rows: Sequence[Row], cache: PagedCache) -> tuple[list[int], Tensor | None]:
+        """One forward pass, which extends the cache.
 
-    def _embed(self, tokens: Tensor, first: int) -> Tensor:
+        Returns:
+            The most likely next token of every row that wants it, and the logits, (rows, vocabulary), of those that
+            want logits; the same on every rank.
+        """
+        began = self._since or time.perf_counter()
+        decodes = all(row.start and len(row.tokens) == 1 for row in rows)
+        self.counts = self.figures.decode if decodes else self.figures.prefill
+        layout = Layout(rows, cache)
+        stream = self._forward(rows, layout)
+        results = self._results(stream, layout, [row.wanted for row in rows])
+        self._since = time.perf_counter()
+        self.counts.seconds += self._since - began
+        self.counts.passes += 1
+        self.counts.tokens += len(stream)
+        return results
+
+    def pause(self) -> None:
+        """Say that there is nothing to do, so that waiting is not counted as a pass's time."""
+        self._since = None
+
+    @torch.inference_mode()
+    def logits(self, rows: Sequence[Row], cache: PagedCache) -> Tensor:
+        """One forward pass; logits of all its tokens, (tokens, vocabulary), on every rank."""
+        self.counts = self.figures.prefill
+        return self._gather(self._own_logits(self._forward(rows, Layout(rows, cache))))
+
+    def text_logits(self, tokens: list[int]) -> Tensor:
+        """Logits of one text, (tokens, vocabulary), on every rank, with a cache of its own."""
+        blocks = blocks_for(len(tokens))
+        return self.logits([Row(0, tokens, [(0, blocks)], Wanted.NOTHING)], self.new_cache(blocks))
+
+    def greedy(self, prompt: list[int], new_tokens: int) -> list[int]:
+        """Continue one text with the most likely tokens, the same on every rank: without a scheduler or rank 0."""
+        found: list[int] = []
+        blocks = blocks_for(len(prompt) + new_tokens)
+        cache, start, newest = self.new_cache(blocks), 0, prompt
+        while len(found) < new_tokens:
+            best, _ = self.step([Row(start, newest, [(0, blocks)], Wanted.BEST)], cache)
+            start, newest = start + len(newest), best
+            found += best
+        return found
+
+    def _forward(self, rows: Sequence[Row], layout: Layout) -> Tensor:
+        """The stream after the program, (tokens, hidden)."""
+        tokens = torch.tensor([token for row in rows for token in row.tokens], dtype=torch.long, device=self.device)
+        stream = self._embed(tokens, layout.positions)
+        turned = None
+        if self._angles is not None:
+            longest = max(row.start + len(row.tokens) for row in rows)
+            if longest > len(self._angles[0]):
+                self._angles = self._turn(2 * longest)
+            assert self._angles is not None
+            turned = self._angles[0][layout.positions], self._angles[1][layout.positions]
+        machine = RankMachine(self, Pass(layout.attend, turned), self.collectives.group, iter(self.work))
+        return run(self.program, stream, machine)
+
+    def _turn(self, tokens: int) -> tuple[Tensor, Tensor] | None:
+        """Rotary angles of the first so many positions."""
+        return None if self.plan.rotary is None else rotation(self.plan.rotary, 0, tokens, self.embedding)
+
+    def _embed(self, tokens: Tensor, positions: Index) -> Tensor:
         """Each rank looks up the tokens among its own rows; the others' give zero."""
         own = tokens - self.first_row
         outside = (own < 0) | (own >= len(self.embedding))
         looked_up = F.embedding(own.masked_fill(outside, 0), self.embedding) if len(self.embedding) else None
         if looked_up is None:
             looked_up = self.embedding.new_zeros(*tokens.shape, self.plan.hidden)
-        stream = self.collectives.exact.all_reduce(looked_up.masked_fill(outside[..., None], 0), self.vocabulary)()
+        looked_up = looked_up.masked_fill(outside[..., None], 0)
+        stream = self.collectives.exact.all_reduce(looked_up, self.counts.vocabulary)()
         if self.positions is None:
             return stream
-        offset = first + self.plan.family.position_offset
-        return stream + self.positions[offset : offset + tokens.shape[1]]
+        return stream + self.positions[self.plan.family.position_offset :][positions]
 
-    def _own_logits(self, normed: Tensor) -> Tensor:
-        return F.linear(normed, self.head, self.head_bias)
+    def _results(self, stream: Tensor, layout: Layout, wanted: list[Wanted]) -> tuple[list[int], Tensor | None]:
+        """What the rows want of their last tokens; only these go through the head."""
+        last = [at for at, want in zip(layout.last, wanted, strict=True) if want]
+        if not last:
+            return [], None
+        own = self._own_logits(stream if len(last) == len(stream) else stream[last])
+        wanted = [want for want in wanted if want]
+        best = [at for at, want in enumerate(wanted) if want == Wanted.BEST]
+        if len(best) == len(wanted):
+            return self._best(own), None
+        full = [at for at, want in enumerate(wanted) if want == Wanted.LOGITS]
+        return (self._best(own[best]) if best else []), self._gather(own[full])
 
-    def logits(self, tokens: Tensor, cache: KVCache) -> Tensor:
-        """Logits over the whole vocabulary for new tokens, (batch, tokens, vocabulary), on every rank."""
-        own = self._own_logits(self.forward(tokens, cache))
+    def _own_logits(self, stream: Tensor) -> Tensor:
+        return F.linear(self.final_norm(stream), self.head, self.head_bias)
+
+    def _gather(self, own: Tensor) -> Tensor:
+        """Logits over the whole vocabulary, (tokens, vocabulary), from each rank's own rows."""
         padded = F.pad(own, (0, self.rows - own.shape[-1]))
-        gathered = self.collectives.all_gather(padded, self.vocabulary)
+        gathered = self.collectives.all_gather(padded, self.counts.vocabulary)
         return torch.cat(list(gathered), -1)[..., : self.plan.vocabulary]
 
-    def best_token(self, tokens: Tensor, cache: KVCache) -> Tensor:
-        """The most likely next token of each text, (batch,), the same on every rank."""
-        own = self._own_logits(self.forward(tokens, cache)[:, -1])
-        best, at = (
-            own.max(-1) if own.shape[-1] else (own.new_full(own.shape[:1], -torch.inf), tokens.new_zeros(len(own)))
-        )
+    def _best(self, own: Tensor) -> list[int]:
+        """The most likely token of each, from each rank's own logits."""
+        if own.shape[-1]:
+            best, at = own.max(-1)
+        else:  # the vocabulary has fewer rows than there are ranks
+            best, at = own.new_full(own.shape[:1], -torch.inf), torch.zeros(len(own), dtype=torch.long)
         # Two float64 numbers per text instead of a vocabulary; a token id is exact in them.
         candidates = self.collectives.all_gather(
-            torch.stack([best.double(), (at + self.first_row).double()], -1), self.vocabulary
+            torch.stack([best.double(), (at.to(best.device) + self.first_row).double()], -1), self.counts.vocabulary
         )
         winner = candidates[..., 0].argmax(0)
-        return candidates[..., 1].gather(0, winner[None])[0].long()
-
-    @torch.inference_mode()
-    def generate(
-        self, prompt: Tensor, new_tokens: int, stop: bool = True, notify: Callable[[list[int]], None] | None = None
-    ) -> tuple[Tensor, Figures]:
-        """Decode greedily.
-
-        Args:
-            prompt: token ids, (batch, tokens).
-            new_tokens: how many to add at most.
-            stop: end when every text has had an end token (what a text has after its own is to be ignored).
-            notify: called with the newest token of every text.
-
-        Returns:
-            The new tokens, (batch, up to new_tokens), and what they cost.
-        """
-        cache = self.new_cache(len(prompt))
-        ends = torch.tensor(self.plan.ends, dtype=torch.long, device=self.device)
-        ended = torch.zeros(len(prompt), dtype=torch.bool, device=self.device)
-        found: list[Tensor] = []
-        newest, meter, prefill = prompt, Meter(self), None
-        while len(found) < new_tokens:
-            token = self.best_token(newest, cache)
-            found.append(token)
-            newest = token[:, None]
-            if notify is not None:
-                notify(token.tolist())
-            ended |= torch.isin(token, ends)
-            all_ended = bool(ended.all())  # waits for the device, so that the times below are right
-            if prefill is None:
-                prefill, meter = meter.read(1), Meter(self)
-            if stop and all_ended:
-                break
-        assert prefill is not None
-        return torch.stack(found, 1).cpu(), Figures(prompt.shape[1], len(found), prefill, meter.read(len(found) - 1))
+        found: list[int] = candidates[..., 1].gather(0, winner[None])[0].long().tolist()
+        return found
 
 
 class RankMachine(Machine):
@@ -239,7 +260,7 @@ class RankMachine(Machine):
             return lambda: output
         if self.counted_elsewhere:
             output, self.counted_elsewhere = torch.zeros_like(output), False
-        return self.engine.groups[self.group].all_reduce(output, self.engine.layers)
+        return self.engine.groups[self.group].all_reduce(output, self.engine.counts.layers)
 
     def assign(self, fork: Fork) -> Iterable[tuple[Branch, Machine]]:
         branches, group = fork_share(fork, self.engine.rank, self.group)

@@ -1,4 +1,7 @@
-"""Generation from a checkpoint on several ranks, from one function call."""
+"""Generation from a checkpoint on several ranks, from one function call: for benchmarks and tests.
+
+What serves requests as they come is service.py; both run the same passes on the ranks.
+"""
 
 from __future__ import annotations
 
@@ -6,37 +9,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from surgeon.program import Program
+from surgeon.runtime.blocks import blocks_for
 from surgeon.runtime.collectives import Counts
-from surgeon.runtime.engine import Figures, Phase, RankEngine
+from surgeon.runtime.engine import Figures, Phase
 from surgeon.runtime.launch import Ranks
 from surgeon.runtime.plan import Plan
-from surgeon.runtime.rank import Rank
+from surgeon.runtime.request import Request, Sampling
+from surgeon.runtime.scheduler import Limits, Output, check_length
+from surgeon.runtime.worker import ENGINE, complete, load, unload
 
-ENGINE = "engine"  # the name under which a rank keeps the engine of a single model
-
-
-def load(rank: Rank, plan: Plan, name: str = ENGINE) -> None:
-    """Runs on a rank: load its slices of a model, and keep the engine under a name."""
-    rank.kept[name] = RankEngine(plan, rank.collectives, rank.device)
-
-
-def unload(rank: Rank, name: str = ENGINE) -> None:
-    """Runs on a rank: forget an engine."""
-    del rank.kept[name]
-
-
-def generate_on_rank(
-    rank: Rank, tokens: list[list[int]], new_tokens: int, stop: bool = True, name: str = ENGINE
-) -> tuple[list[list[int]], Figures]:
-    """Runs on a rank: decode greedily; rank 0 sends every new token as it comes."""
-    engine: RankEngine = rank.kept[name]
-    notify = rank.notify if rank.rank == 0 else None
-    prompt = torch.tensor(tokens, dtype=torch.long, device=rank.device)
-    found, figures = engine.generate(prompt, new_tokens, stop, notify)
-    return found.tolist(), figures
+__all__ = ["ENGINE", "Generation", "generate", "load", "unload"]
 
 
 @dataclass(frozen=True)
@@ -58,28 +41,32 @@ class Generation:
     @property
     def prefill_rate(self) -> float:
         """Prompt tokens per second, over the whole batch."""
-        first = self.figures[0]
-        return first.prompt_tokens * len(self.tokens) / first.prefill.seconds
+        first = self.figures[0].prefill
+        return first.tokens / first.seconds
 
     @property
     def decode_rate(self) -> float | None:
         """New tokens per second after the first, over the whole batch; None if there was only the prefill's."""
         decode = self.figures[0].decode
-        return decode.passes * len(self.tokens) / decode.seconds if decode.passes else None
+        return decode.tokens / decode.seconds if decode.passes else None
 
     def layers_per_pass(self) -> Counts:
         """Collectives and bytes of one pass through the program, on the rank that has the most of them."""
-        return self._per_pass(lambda phase: phase.layers)
+        return per_pass(self.figures, lambda phase: phase.layers)
 
     def vocabulary_per_pass(self) -> Counts:
         """Collectives and bytes of the embedding and the head in one pass."""
-        return self._per_pass(lambda phase: phase.vocabulary)
+        return per_pass(self.figures, lambda phase: phase.vocabulary)
 
-    def _per_pass(self, counts: Callable[[Phase], Counts]) -> Counts:
-        """Of a decoding pass, if there was one (a prefill sends more bytes, for all the prompt's tokens)."""
-        phases = [figures.decode if figures.decode.passes else figures.prefill for figures in self.figures]
-        each = [counts(phase) // phase.passes for phase in phases]
-        return max(each, key=lambda count: (count.all_reduces + count.all_gathers, count.bytes))
+
+def per_pass(figures: list[Figures], counts: Callable[[Phase], Counts]) -> Counts:
+    """Collectives and bytes of one pass, on the rank that has the most of them.
+
+    Of a decoding pass, if there was one (a prefill sends more bytes, for all the prompt's tokens).
+    """
+    phases = [each.decode if each.decode.passes else each.prefill for each in figures]
+    found = [counts(phase) // phase.passes for phase in phases]
+    return max(found, key=lambda count: (count.all_reduces + count.all_gathers, count.bytes))
 
 
 def generate(
@@ -89,38 +76,35 @@ def generate(
     new_tokens: int,
     stop: bool = True,
     name: str = ENGINE,
-    notify: Callable[[list[int]], Any] | None = None,
+    notify: Callable[[list[Output]], Any] | None = None,
 ) -> Generation:
-    """Decode greedily on ranks that have loaded the plan's model.
+    """Decode greedily on ranks that have loaded the plan's model, all texts at the same time.
 
     Args:
-        tokens: token ids of texts of equal length.
+        tokens: token ids of texts of any lengths.
         new_tokens: how many to add at most to each.
         stop: whether end tokens end a text.
         name: of the engine.
-        notify: called with the newest token of every text.
+        notify: called with what each pass brings.
 
     Raises:
-        ValueError: if there are no tokens, or texts differ in length, or are longer than planned, or the ranks are not
-            connected.
+        ValueError: if there are no tokens, or texts are longer than planned, or the ranks are not connected.
         RankFailed: if a rank fails.
     """
     if ranks.collectives == "none":
         raise ValueError("ranks that are not connected (collectives none) compute wrong tokens; use auto")
-    lengths = {len(text) for text in tokens}
-    if len(lengths) != 1 or 0 in lengths:
-        raise ValueError(f"prompts must have one and the same number of tokens, at least 1, not {sorted(lengths)}")
-    if new_tokens < 1:
-        raise ValueError(f"the number of new tokens must be at least 1, not {new_tokens}")
-    if max(lengths) + new_tokens > plan.max_tokens:
-        raise ValueError(f"{max(lengths)} and {new_tokens} tokens are more than the planned {plan.max_tokens}")
+    sampling = Sampling(max_new_tokens=new_tokens, ignore_end=not stop)
+    requests = [Request(number, tuple(text), sampling) for number, text in enumerate(tokens)]
     if any(not 0 <= token < plan.vocabulary for text in tokens for token in text):
         raise ValueError(f"token ids must lie in 0..{plan.vocabulary - 1}, the model's vocabulary")
-    answers = ranks.call(generate_on_rank, tokens, new_tokens, stop, name, notify=notify)
-    found = [text if not stop else _until_end(text, plan.ends) for text in answers[0][0]]
+    batch = len(tokens)
+    limits = Limits(max_batch=batch, max_tokens=plan.max_tokens, pass_tokens=max(512, batch), ends=plan.ends)
+    blocks = sum(blocks_for(len(text) + new_tokens) for text in tokens)
+    for request in requests:
+        check_length(request, plan.max_tokens)
+    answers = ranks.call(complete, requests, blocks, limits, name, notify=notify)
+    found: list[list[int]] = [[] for _ in tokens]
+    for output in answers[0][0]:
+        if output.token is not None:
+            found[output.request].append(output.token)
     return Generation(found, [figures for _, figures in answers], Program.parse(plan.program), plan.ranks)
-
-
-def _until_end(tokens: list[int], ends: tuple[int, ...]) -> list[int]:
-    first = next((i for i, token in enumerate(tokens) if token in ends), len(tokens) - 1)
-    return tokens[: first + 1]

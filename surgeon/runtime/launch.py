@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -69,9 +69,11 @@ class Ranks:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
         self._lifelines: list[Connection] = []
+        pipes = [os.pipe() for _ in range(ranks - 1)]  # from rank 0 to each of the others
+        ends = [tuple(writer for _, writer in pipes), *((reader,) for reader, _ in pipes)]
         try:
             for rank in range(ranks):
-                self._start(rank, ranks, memory)
+                self._start(rank, ranks, ends[rank] if memory is None else (memory, *ends[rank]))
             for rank, connection in enumerate(self._connections):
                 settings = Settings(
                     rank=rank,
@@ -81,6 +83,7 @@ class Ranks:
                     memory=memory,
                     rendezvous=Path(self._folder.name) / "rendezvous",
                     threads=threads_per_rank(ranks),
+                    pipes=ends[rank],
                     link=link,
                     compression=compression,
                 )
@@ -90,16 +93,16 @@ class Ranks:
             self.close()
             raise
         finally:
-            if memory is not None:
-                os.close(memory)
+            for descriptor in [end for pipe in pipes for end in pipe] + ([] if memory is None else [memory]):
+                os.close(descriptor)
 
-    def _start(self, rank: int, ranks: int, memory: int | None) -> None:
+    def _start(self, rank: int, ranks: int, shared: Sequence[int]) -> None:
         ours, theirs = Pipe()
         # Nothing is sent through this one: that it closes tells a rank that this process has gone.
         lifeline, far_end = Pipe()
         threads = str(threads_per_rank(ranks))
         search_path = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
-        descriptors = [theirs.fileno(), far_end.fileno()] + ([] if memory is None else [memory])
+        descriptors = [theirs.fileno(), far_end.fileno(), *shared]
         environment = os.environ | {"PYTHONPATH": search_path, "OMP_NUM_THREADS": threads}
         command = [
             sys.executable,
@@ -153,6 +156,20 @@ class Ranks:
         except BaseException:
             self.close()
             raise
+
+    def post(self, rank: int, message: Any) -> None:
+        """Send something to a rank that is in a call; it comes to the rank's `inbox`. From one thread at a time.
+
+        Raises:
+            OSError: if the rank is gone; the call says why.
+        """
+        self._connections[rank].send_bytes(pickle.dumps(message))
+
+    def kill(self) -> None:
+        """End every rank's process; a call in another thread then fails, and cleans up."""
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()  # they hold nothing that would be lost
 
     def _send(self, rank: int, connection: Connection, message: Any) -> None:
         try:
@@ -228,9 +245,7 @@ class Ranks:
 
     def close(self) -> None:
         """End every rank and wait until it has gone."""
-        for process in self._processes:
-            if process.poll() is None:
-                process.kill()  # they hold nothing that would be lost
+        self.kill()
         for process in self._processes:
             process.wait()
         for connection in (*self._connections, *self._lifelines):

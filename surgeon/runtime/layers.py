@@ -1,6 +1,7 @@
 """The arithmetic of one slice of a sublayer, of the embedding and of the head, in plain PyTorch.
 
-Shapes: B batch, T new tokens, D head_dim, H heads and K KV heads of the slice, h the stream's width.
+Shapes: T tokens of a pass, of all its sequences one after another, D head_dim, H heads and K KV heads of the slice, h
+the stream's width.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surgeon.families import SublayerSpec
-from surgeon.runtime.kv_cache import KVCache
 from surgeon.runtime.plan import Plan, Rotary
 from surgeon.weights import Tensors
 
@@ -41,19 +41,22 @@ def activation(name: str) -> Activation:
     return function
 
 
+# Puts new keys and values, (T, K, D), into a slot of the cache; queries (T, H, D) to attended values (T, H * D). The
+# last argument is what products of queries and keys are multiplied by, None for 1 / sqrt(D).
+Attend = Callable[[int, Tensor, Tensor, Tensor, float | None], Tensor]
+
+
 @dataclass
 class Pass:
     """What all attentions share in one forward pass.
 
     Attributes:
-        cache: keys and values so far; extended by each attention.
+        attend: over the sequences of the pass.
         rotation: cosine and signed sine, (T, 1, up to D) each, or None without rotary positions.
-        mask: as `causal_mask` makes it.
     """
 
-    cache: KVCache
+    attend: Attend
     rotation: tuple[Tensor, Tensor] | None
-    mask: Tensor | None
 
 
 class Norm:
@@ -106,39 +109,16 @@ class Attention:
             self.head_gain = torch.cat([q_gain.expand(self.heads, -1), k_gain.expand(self.kv_heads, -1)])
 
     def __call__(self, stream: Tensor, slot: int, forward: Pass) -> Tensor:
-        """(B, T, h) to (B, T, h)."""
-        batch, tokens, _ = stream.shape
+        """(T, h) to (T, h)."""
         turned = self.heads + self.kv_heads
-        qkv = self.qkv(self.norm(stream)).view(batch, tokens, turned + self.kv_heads, self.head_dim)
-        queries_keys, values = qkv[:, :, :turned], qkv[:, :, turned:]
+        qkv = self.qkv(self.norm(stream)).view(len(stream), turned + self.kv_heads, self.head_dim)
+        queries_keys, values = qkv[:, :turned], qkv[:, turned:]
         if self.head_gain is not None:
             queries_keys = F.rms_norm(queries_keys, (self.head_dim,), None, self.epsilon) * self.head_gain
         if forward.rotation is not None:
             queries_keys = rotate(queries_keys, *forward.rotation)
-        queries, keys = queries_keys[:, :, : self.heads], queries_keys[:, :, self.heads :]
-        all_keys, all_values = forward.cache.extend(slot, keys.transpose(1, 2), values.transpose(1, 2))
-        return self.o(self._attend(queries, all_keys, all_values, forward.mask))
-
-    def _attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """Queries (B, T, H, D), keys and values (B, K, length, D) to (B, T, H * D)."""
-        batch, tokens = queries.shape[:2]
-        grouped = self.heads // self.kv_heads
-        if tokens == 1:
-            # The heads of one KV group are like several tokens that may look at everything: no copies of keys.
-            attended = F.scaled_dot_product_attention(
-                queries.view(batch, self.kv_heads, grouped, self.head_dim), keys, values, scale=self.scale
-            )
-        else:
-            attended = F.scaled_dot_product_attention(
-                queries.transpose(1, 2),
-                keys,
-                values,
-                attn_mask=mask,
-                is_causal=mask is None,
-                scale=self.scale,
-                enable_gqa=grouped > 1,
-            ).transpose(1, 2)
-        return attended.reshape(batch, tokens, self.heads * self.head_dim)
+        queries, keys = queries_keys[:, : self.heads], queries_keys[:, self.heads :]
+        return self.o(forward.attend(slot, queries, keys, values, self.scale))
 
 
 class FeedForward:
@@ -152,7 +132,7 @@ class FeedForward:
         self.activation = activation(plan.activation)
 
     def __call__(self, stream: Tensor) -> Tensor:
-        """(B, T, h) to (B, T, h)."""
+        """(T, h) to (T, h)."""
         wide = self.up(self.norm(stream))
         if self.gated:
             gate, up = wide.chunk(2, dim=-1)
@@ -161,7 +141,7 @@ class FeedForward:
 
 
 def rotate(x: Tensor, cosine: Tensor, signed_sine: Tensor) -> Tensor:
-    """Turn pairs of features (i, i + R/2) of (B, T, heads, D); the sine's first half is negated beforehand.
+    """Turn pairs of features (i, i + R/2) of (T, heads, D); the sine's first half is negated beforehand.
 
     R is the width of the angles, up to D; features beyond it have no position.
     """

@@ -13,13 +13,16 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
 
+from surgeon.runtime.channel import Receiver, Sender
 from surgeon.runtime.collectives import Alone, Collectives, TorchCollectives, Unconnected
 from surgeon.runtime.compress import Compressed, Compression
 from surgeon.runtime.link import EmulatedLink, Link
@@ -35,6 +38,7 @@ class Settings:
         memory: for "shm", the file descriptor of the memory they share.
         rendezvous: a file that does not exist yet, where ranks meet.
         threads: how many threads a rank computes with.
+        pipes: for rank 0, the descriptors of its pipes to the others; for each other rank, that of its end.
         link: what to emulate between ranks.
         compression: how reductions of the program's steps are sent, if not exactly.
     """
@@ -46,6 +50,7 @@ class Settings:
     memory: int | None
     rendezvous: Path
     threads: int
+    pipes: tuple[int, ...]
     link: Link | None = None
     compression: Compression | None = None
 
@@ -73,6 +78,8 @@ class Rank:
     Attributes:
         collectives: the connection to all ranks.
         kept: a place for what later functions need again, such as engines.
+        sender: on rank 0, what it tells all other ranks.
+        receiver: on the other ranks, what they are told.
     """
 
     def __init__(self, settings: Settings, connection: Connection) -> None:
@@ -81,6 +88,10 @@ class Rank:
         self.device = torch.device(settings.device)
         self.kept: dict[str, Any] = {}
         self._connection = connection
+        if settings.rank == 0:
+            self.sender = Sender(settings.pipes)
+        else:
+            self.receiver = Receiver(settings.pipes[0])
         torch.set_num_threads(settings.threads)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -109,6 +120,18 @@ class Rank:
     def notify(self, value: Any) -> None:
         """Send a value to the starting process at once."""
         self._connection.send_bytes(pickle.dumps(("note", value)))
+
+    def inbox(self) -> SimpleQueue[Any]:
+        """What the starting process posts from now on; the function that asks for it is the last one of this rank."""
+        messages: SimpleQueue[Any] = SimpleQueue()
+
+        def read() -> None:
+            with suppress(EOFError):  # the lifeline ends this process then
+                while True:
+                    messages.put(pickle.loads(self._connection.recv_bytes()))
+
+        threading.Thread(target=read, daemon=True).start()
+        return messages
 
 
 def serve(connection: Connection) -> None:

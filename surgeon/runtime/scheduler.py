@@ -172,7 +172,7 @@ class Scheduler:
         limits = self.limits
         if len(self.waiting) + len(self.running) >= limits.max_batch + limits.max_waiting:
             raise QueueFull(f"{limits.max_batch + limits.max_waiting} requests are open already; try again later")
-        check_length(request, limits.max_tokens, self.pool)
+        check_length(request, min(limits.max_tokens, self.pool.blocks * self.pool.block_tokens))
         last = len(request.prompt) + request.sampling.max_new_tokens
         wanted = Wanted.BEST if request.sampling.greedy else Wanted.LOGITS
         self.waiting.append(Sequence(request, list(request.prompt), wanted, last))
@@ -286,16 +286,18 @@ class Scheduler:
         return Output(sequence.request.id, token, logprob, reason, sequence.cached or 0)
 
 
-def check_length(request: Request, max_tokens: int, pool: BlockPool) -> None:
+def check_length(request: Request, room: int) -> None:
     """Refuse a request that could not even run alone.
 
+    Args:
+        room: how many tokens prompt and output may have together.
+
     Raises:
-        ValueError: if it is too long for the model or the cache.
+        ValueError: if it has more, or an empty prompt.
     """
     prompt, new = len(request.prompt), request.sampling.max_new_tokens
     if not prompt:
-        raise ValueError("the prompt has no tokens; give at least one")
-    room = min(max_tokens, pool.blocks * pool.block_tokens)
+        raise ValueError("the prompt is empty: it has no tokens; give at least one")
     if prompt + new > room:
-        least = "shorten the prompt" if prompt >= room else f"ask for at most {room - prompt} new ones"
-        raise ValueError(f"{prompt} tokens of the prompt and {new} new ones are more than the {room} that fit; {least}")
+        mend = "shorten the prompt" if prompt >= room else f"ask for at most {room - prompt} new ones"
+        raise ValueError(f"{prompt} tokens of the prompt and {new} new ones are more than the {room} that fit; {mend}")

@@ -5,27 +5,41 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from surgeon.runtime.blocks import blocks_for
 from surgeon.runtime.collectives import Collectives, Counts
 from surgeon.runtime.engine import RankEngine
 from surgeon.runtime.plan import Plan
 from surgeon.runtime.rank import Rank
+from surgeon.runtime.scheduler import Row, Wanted
 
 
 def logits_in_chunks(rank: Rank, plan: Plan, chunks: list[Tensor]) -> tuple[Tensor, list[Counts], Counts]:
-    """All logits of a text given in several chunks, the layers' collectives by chunk, the vocabulary's of all."""
+    """All logits of some texts given in several chunks, the layers' collectives by chunk, the vocabulary's of all."""
     engine = RankEngine(plan, rank.collectives, rank.device)
-    cache = engine.new_cache(len(chunks[0]))
-    logits, counts = [], []
-    with torch.inference_mode():
-        for chunk in chunks:
-            before = engine.layers.copy()
-            logits.append(engine.logits(chunk, cache))
-            counts.append(engine.layers - before)
-    return torch.cat(logits, 1), counts, engine.vocabulary
+    prefill, found, counts = engine.figures.prefill, [], []
+    for logits in chunked_logits(engine, chunks):
+        found.append(logits)
+        counts.append(prefill.layers)
+        prefill.layers = Counts()
+    return torch.cat(found, 1), counts, prefill.vocabulary
+
+
+def chunked_logits(engine: RankEngine, chunks: list[Tensor]) -> Iterator[Tensor]:
+    """Logits (texts, tokens, vocabulary) of some texts of one length, by chunk."""
+    texts, start = len(chunks[0]), 0
+    blocks = blocks_for(sum(chunk.shape[1] for chunk in chunks))
+    cache = engine.new_cache(texts * blocks)
+    for chunk in chunks:
+        rows = [
+            Row(start, tokens.tolist(), [(text * blocks, blocks)], Wanted.NOTHING) for text, tokens in enumerate(chunk)
+        ]
+        yield engine.logits(rows, cache).unflatten(0, chunk.shape)
+        start += chunk.shape[1]
 
 
 def sums_in_flight(rank: Rank, sizes: list[int], dtype: torch.dtype, depth: int) -> list[Tensor]:

@@ -21,6 +21,7 @@ from surgeon.runtime.layers import rotation
 from surgeon.runtime.plan import Rotary
 from surgeon.runtime.prepare import make_plan
 from tests.models import save_checkpoint
+from tests.runtime.on_ranks import chunked_logits
 
 TOLERANCE = 1e-4
 IDS = torch.randint(2, 97, (2, 24), generator=torch.Generator().manual_seed(5))
@@ -46,9 +47,8 @@ def engine_of(folder: Path, program: str | None = None, max_tokens: int = 64) ->
 
 def error_of(engine: RankEngine, model: Any, split: int = 9) -> float:
     """The largest difference of logits, relative to the largest one, when the text is given in two parts."""
+    found = torch.cat(list(chunked_logits(engine, [IDS[:, :split], IDS[:, split:]])), 1)
     with torch.inference_mode():
-        cache = engine.new_cache(len(IDS))
-        found = torch.cat([engine.logits(part, cache) for part in (IDS[:, :split], IDS[:, split:])], 1)
         expected: Tensor = model(input_ids=IDS, use_cache=False).logits
     return float((found - expected).abs().max() / expected.abs().max())
 
@@ -130,31 +130,6 @@ def test_exported_checkpoints(program: str, form: str, tmp_path: Path) -> None:
     write_export(plan, tmp_path / form)
     expected = surgeon.edit(surgeon.load(folder), program)
     assert error_of(engine_of(tmp_path / form), expected) < TOLERANCE
-
-
-def test_greedy_tokens_are_those_of_transformers(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
-    model = tiny_model("llama")
-    model.save_pretrained(tmp_path)
-    engine = engine_of(tmp_path)
-    expected = model.generate(IDS, max_new_tokens=20, do_sample=False, eos_token_id=None)[:, IDS.shape[1] :]
-    heard: list[list[int]] = []
-    found, figures = engine.generate(IDS, 20, stop=False, notify=heard.append)
-    assert torch.equal(found, expected)
-    assert torch.equal(torch.tensor(heard).T, expected)
-    assert (figures.prompt_tokens, figures.new_tokens, figures.prefill.passes, figures.decode.passes) == (24, 20, 1, 19)
-
-
-def test_generation_ends_when_every_text_has_ended(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
-    tiny_model("llama").save_pretrained(tmp_path)
-    engine = engine_of(tmp_path)
-    free, _ = engine.generate(IDS, 20, stop=False)
-    ends = int(free[0, 3]), int(free[1, 11])
-    last = max(next(i for i, token in enumerate(text) if token in ends) for text in free.tolist())
-    assert last < 19
-    stopping = RankEngine(replace(engine.plan, ends=ends), Alone(), torch.device("cpu"))
-    stopped, figures = stopping.generate(IDS, 20)
-    assert torch.equal(stopped, free[:, : last + 1])
-    assert figures.new_tokens == last + 1
 
 
 def test_rotation_angles() -> None:

@@ -16,6 +16,7 @@ from surgeon.program import Program
 from surgeon.runtime.generate import generate, load, unload
 from surgeon.runtime.launch import Ranks
 from surgeon.runtime.prepare import SUPPORTED, make_plan
+from surgeon.runtime.scheduler import Output
 from tests.models import VOCABULARY, tiny_model
 from tests.runtime.on_ranks import logits_in_chunks
 
@@ -129,10 +130,10 @@ def test_greedy_tokens(vocabulary: int, ranks: Ranks, tmp_path: Path) -> None:
     wanted = model.generate(prompts, max_new_tokens=16, do_sample=False, eos_token_id=None)[:, prompts.shape[1] :]
     plan = make_plan(tmp_path, len(ranks.pids), prompts.shape[1] + 16)
     ranks.call(load, plan)
-    heard: list[list[int]] = []
+    heard: list[list[Output]] = []
     result = generate(ranks, plan, prompts.tolist(), 16, stop=False, notify=heard.append)
     assert result.tokens == wanted.tolist()
-    assert [list(text) for text in zip(*heard, strict=True)] == wanted.tolist()
+    assert [[output.token for output in text] for text in zip(*heard, strict=True)] == wanted.tolist()
     assert result.decode_rate is not None
     assert result.layers_per_pass().all_reduces == result.program.sync_points(len(ranks.pids))
     ranks.call(unload)
@@ -141,11 +142,10 @@ def test_greedy_tokens(vocabulary: int, ranks: Ranks, tmp_path: Path) -> None:
 def test_what_generation_refuses(ranks: Ranks, checkpoints: Checkpoints) -> None:
     plan = make_plan(checkpoints["llama"], len(ranks.pids), 20)
     for tokens, new_tokens, message in [
-        ([[]], 4, "one and the same number of tokens, at least 1"),
-        ([[1, 2], [1]], 4, r"not \[1, 2\]"),
+        ([[]], 4, "the prompt is empty"),
         ([[1, VOCABULARY]], 4, f"token ids must lie in 0..{VOCABULARY - 1}"),
         ([[1, 2]], 0, "at least 1, not 0"),
-        ([[1, 2]], 19, "2 and 19 tokens are more than the planned 20"),
+        ([[1, 2]], 19, "2 tokens of the prompt and 19 new ones are more than the 20 that fit"),
     ]:
         with pytest.raises(ValueError, match=message):
             generate(ranks, plan, tokens, new_tokens)

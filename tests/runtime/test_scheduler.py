@@ -228,7 +228,7 @@ def test_ends() -> None:
 def test_refusals() -> None:
     scheduler = Machine(blocks=4, max_batch=1, max_waiting=1).scheduler
     for request, message in [
-        (ask(0, [], 1), "the prompt has no tokens"),
+        (ask(0, [], 1), "the prompt is empty"),
         (ask(0, [1] * 10, 7), "10 tokens of the prompt and 7 new ones are more than the 16 that fit; .* at most 6 new"),
         (ask(0, [1] * 16, 1), "more than the 16 that fit; shorten the prompt"),
     ]:

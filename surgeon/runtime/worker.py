@@ -1,0 +1,190 @@
+"""What ranks do while a model answers requests: rank 0 decides what each pass computes, and all compute it together.
+
+Rank 0 has the scheduler. Before every pass it looks whether the starting process has sent something, plans, and sends
+the rows to the other ranks, which know nothing but those. Tokens are chosen on rank 0 and go to the others as part of
+the next rows. What each pass brings for the requests is sent to the starting process in one message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from surgeon.runtime.blocks import BlockPool
+from surgeon.runtime.channel import Sender
+from surgeon.runtime.engine import Figures, RankEngine
+from surgeon.runtime.paged_cache import PagedCache
+from surgeon.runtime.plan import Plan
+from surgeon.runtime.rank import Rank
+from surgeon.runtime.request import Request, TokenLogprob
+from surgeon.runtime.sampling import Sampler
+from surgeon.runtime.scheduler import Limits, Output, Scheduler, Share, Tally, Wanted
+
+ENGINE = "engine"  # the name under which a rank keeps the engine of a single model
+
+
+class Cancel(NamedTuple):
+    """To rank 0: end a request."""
+
+    request: int
+
+
+class Report(NamedTuple):
+    """To every rank: send an `Account`."""
+
+    ticket: int
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is open on the ranks, and what they have done.
+
+    Attributes:
+        used: blocks in use.
+        idle: blocks in nobody's use that a later request may share.
+    """
+
+    running: int
+    waiting: int
+    blocks: int
+    used: int
+    idle: int
+    tally: Tally
+
+
+@dataclass(frozen=True)
+class Account:
+    """From a rank: what its passes have cost; rank 0 adds what is open."""
+
+    ticket: int
+    rank: int
+    figures: Figures
+    load: Load | None = None
+
+
+def load(rank: Rank, plan: Plan, name: str = ENGINE) -> None:
+    """Runs on a rank: load its slices of a model, and keep the engine under a name."""
+    rank.kept[name] = RankEngine(plan, rank.collectives, rank.device)
+
+
+def unload(rank: Rank, name: str = ENGINE) -> None:
+    """Runs on a rank: forget an engine."""
+    del rank.kept[name]
+
+
+def complete(
+    rank: Rank, requests: list[Request], blocks: int, limits: Limits, name: str = ENGINE
+) -> tuple[list[Output], Figures]:
+    """Runs on a rank: work on some requests until all have ended; rank 0 sends what passes bring, and returns all."""
+    engine: RankEngine = rank.kept[name]
+    engine.figures = Figures()
+    engine.pause()
+    cache = engine.new_cache(blocks)
+    if rank.rank:
+        follow(rank, engine, cache)
+        return [], engine.figures
+    leader = Leader(engine, cache, blocks, limits, rank.sender)
+    for request in requests:
+        leader.submit(request)
+    outputs: list[Output] = []
+    while not leader.scheduler.idle:
+        outputs += (newest := leader.step())
+        rank.notify(newest)
+    rank.sender.send(None)
+    return outputs, engine.figures
+
+
+def serve(rank: Rank, blocks: int, limits: Limits, name: str = ENGINE) -> None:
+    """Runs on a rank, for ever: work on the requests that the starting process sends."""
+    engine: RankEngine = rank.kept[name]
+    cache = engine.new_cache(blocks)
+    if rank.rank:
+        follow(rank, engine, cache)
+        return
+    leader, inbox = Leader(engine, cache, blocks, limits, rank.sender), rank.inbox()
+    while True:
+        if leader.scheduler.idle:
+            engine.pause()
+            _obey(rank, leader, inbox.get())
+        while not inbox.empty():
+            _obey(rank, leader, inbox.get())
+        if not leader.scheduler.idle and (outputs := leader.step()):
+            rank.notify(outputs)
+
+
+def _obey(rank: Rank, leader: Leader, message: Request | Cancel | Report) -> None:
+    if isinstance(message, Request):
+        leader.submit(message)
+    elif isinstance(message, Cancel):
+        if output := leader.cancel(message.request):
+            rank.notify([output])
+    else:
+        rank.sender.send(message)
+        rank.notify(Account(message.ticket, rank.rank, leader.engine.figures, leader.load()))
+
+
+def follow(rank: Rank, engine: RankEngine, cache: PagedCache) -> None:
+    """What all ranks but the first do: compute the rows they are sent, until there is nothing more."""
+    while (message := rank.receiver.receive()) is not None:
+        if isinstance(message, Report):
+            rank.notify(Account(message.ticket, rank.rank, engine.figures))
+        else:
+            engine.step(message, cache)
+            engine.pause()  # only rank 0 knows what is a wait for work
+
+
+class Leader:
+    """Rank 0's side of the work on some requests."""
+
+    def __init__(self, engine: RankEngine, cache: PagedCache, blocks: int, limits: Limits, sender: Sender) -> None:
+        self.engine = engine
+        self.cache = cache
+        self.scheduler = Scheduler(BlockPool(blocks), limits)
+        self._sender = sender
+        self._samplers: dict[int, Sampler] = {}  # of the requests for which the likeliest token is not enough
+
+    def submit(self, request: Request) -> None:
+        """Take a request, as `Scheduler.submit` does."""
+        self.scheduler.submit(request)
+        if not request.sampling.greedy:
+            self._samplers[request.id] = Sampler(request, self.engine.plan.vocabulary, self.engine.device)
+
+    def cancel(self, request: int) -> Output | None:
+        """End a request; None if it is not open."""
+        self._samplers.pop(request, None)
+        return self.scheduler.cancel(request)
+
+    def step(self) -> list[Output]:
+        """One pass on all ranks, and what it brings."""
+        shares = self.scheduler.plan()
+        rows = [share.row() for share in shares]
+        self._sender.send(rows)
+        outputs = self.scheduler.advance(shares, self._choose(shares, *self.engine.step(rows, self.cache)))
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._samplers.pop(output.request, None)
+        return outputs
+
+    def _choose(self, shares: Iterable[Share], best: list[int], logits: Any) -> list[tuple[int, TokenLogprob | None]]:
+        """The next token of every share that completes its sequence."""
+        likeliest, given = iter(best), iter(() if logits is None else logits)
+        chosen: list[tuple[int, TokenLogprob | None]] = []
+        for share in shares:
+            if share.completes and share.sequence.wanted == Wanted.BEST:
+                chosen.append((next(likeliest), None))
+            elif share.completes:
+                chosen.append(self._samplers[share.sequence.request.id].choose(next(given)))
+        return chosen
+
+    def load(self) -> Load:
+        """What is open now."""
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        return Load(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            blocks=pool.blocks,
+            used=pool.blocks - pool.free,
+            idle=pool.idle,
+            tally=replace(scheduler.tally),
+        )
