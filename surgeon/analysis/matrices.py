@@ -107,7 +107,10 @@ class Matrices:
                 kind = type(module).__name__
                 raise ValueError(f"{matrix} is a {kind}, not a plain linear module; load the model without it")
             if self._weight(matrix).is_meta:
-                raise ValueError(f"{matrix} is not in memory (offloaded); load the model without offloading")
+                raise ValueError(
+                    f"{matrix} is not in memory, where its weights have to be; load the model without offloading, on a "
+                    "machine with more memory"
+                )
             if not self.read(matrix).isfinite().all():
                 raise ValueError(f"{matrix} holds NaN or infinity; fetch or convert the checkpoint again")
 

@@ -80,6 +80,7 @@ def sensitivity(
     weights_hash: str,
     power: PowerIteration | None = None,
     jacobian_windows: int = DEFAULT_WINDOWS,
+    memory: int | None = None,
     record: dict[str, Any] | None = None,
 ) -> Sensitivity:
     """Measure all pairs of neighbouring layers, and write `sensitivity.csv` and `sensitivity.json`.
@@ -89,11 +90,12 @@ def sensitivity(
     Args:
         power: how operator norms are found.
         jacobian_windows: on how many windows, spread over all of them.
+        memory: a limit in bytes on the memory of the whole process; Jacobians take one window, whatever it is.
         record: provenance to begin `sensitivity.json` with.
 
     Raises:
         ValueError: if the model is an edited one, has only one layer, its streams are not finite (naming the
-            sublayer), or the folder holds results of something else.
+            sublayer), the folder holds results of something else, or the memory limit is too small.
         OSError: if the folder cannot be written to.
     """
     require_unedited(model)
@@ -113,7 +115,7 @@ def sensitivity(
         "seed": power.seed,
     }
     with SensitivityJournal(folder, identity, len(windows.ids)) as journal:
-        damage = _Damage(model, windows, journal)
+        damage = _Damage(model, windows, journal, memory)
         damage.measure_missing()
         local = _Local(model, windows, chosen, power, journal)
         local.compute_missing()
@@ -230,8 +232,10 @@ def _line(
 class _Damage:
     """What each pair in parallel does to the model's predictions, on all windows."""
 
-    def __init__(self, model: PreTrainedModel, windows: Windows, journal: SensitivityJournal) -> None:
-        self.model, self.ids, self.journal = model, windows.ids, journal
+    def __init__(
+        self, model: PreTrainedModel, windows: Windows, journal: SensitivityJournal, memory: int | None
+    ) -> None:
+        self.model, self.ids, self.journal, self.memory = model, windows.ids, journal, memory
         self.everything = range(len(windows.ids))
         self.dense = program_of(model)
         num_pairs = model.config.num_hidden_layers - 1
@@ -239,11 +243,12 @@ class _Damage:
 
     def measure_missing(self) -> None:
         plan, is_done = share([self.dense, *self.programs]), self.journal.is_done
-        at_once = windows_at_once(self.model, plan, self.ids)
+        at_once = windows_at_once(self.model, plan, self.ids, self.memory)
         done = sum(plan.sublayers[p] for p in self.programs if is_done(p, self.everything))
         with progress("damage", plan.total_sublayers, "sublayers", done) as ran:
             todo = self.model, self.ids, self.dense, self.programs, at_once, is_done, ran
-            self.journal.add_new(measure(*todo, folder=self.journal.folder), self.everything)
+            measured = measure(*todo, memory=self.memory, folder=self.journal.folder)
+            self.journal.add_new(measured, self.everything)
 
     def columns(self, first: int) -> dict[str, float]:
         """The measured columns of a pair."""

@@ -30,6 +30,7 @@ class Subject:
         name: the model as the user named it.
         folder: where it lies.
         weights_hash: which weights it has.
+        memory: the limit it was opened under, in bytes, which what measures it has to keep.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Subject:
     model: PreTrainedModel
     windows: Windows
     weights_hash: str
+    memory: int | None = None
 
     @property
     def label(self) -> str:
@@ -91,7 +93,7 @@ def open_subject(
     size = window_for(read_config(checkpoint), window)
     windows = load_windows(open_tokenizer(folder), data, size, tokens, separator)
     loaded = load_streamed(folder) if elsewhere else load_for_analysis(checkpoint, memory)
-    return Subject(model, folder, loaded, windows, checkpoint.weights_hash())
+    return Subject(model, folder, loaded, windows, checkpoint.weights_hash(), memory)
 
 
 def load_for_analysis(checkpoint: Checkpoint, memory: int | None = None, device: str | None = None) -> PreTrainedModel:

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from surgeon.cli.opening import warn
 from surgeon.cli.options import (
     DATA_HELP,
     DEFAULT_TOKENS,
+    ProgramOption,
     SeparatorOption,
     TokensOption,
     WindowOption,
@@ -80,12 +82,7 @@ def evaluate(
     log_samples: Annotated[
         bool, typer.Option("--log-samples", help="Write every row's prompts and answers, too (needs --output).")
     ] = False,
-    program: Annotated[
-        str | None,
-        typer.Option(
-            help='Run this program instead of the checkpoint\'s own, e.g. "A0 F0 [A1 A2] [F1 F2]".', show_default=False
-        ),
-    ] = None,
+    program: ProgramOption = None,
     seed: Annotated[
         int | None,
         typer.Option(help="Seed of the choice of few-shot examples. Default: lm-eval's own.", show_default=False),
@@ -136,8 +133,7 @@ def _on_text(
     from surgeon.provenance import write_json
     from surgeon.quality.text import logits_of, text_quality
 
-    for note in windows.notes:
-        print(f"warning: {note}", file=sys.stderr)
+    warn(windows.notes)
     loaded, program = candidate.load(device), candidate.program
     model, compared = logits_of(loaded), None
     if original is not None:

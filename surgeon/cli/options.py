@@ -46,6 +46,14 @@ SeparatorOption = Annotated[
         show_default=False,
     ),
 ]
+ProgramOption = Annotated[
+    str | None,
+    typer.Option(
+        "--program",
+        help='Run this program instead of the checkpoint\'s own, e.g. "A0 F0 [A1 A2] [F1 F2]".',
+        show_default=False,
+    ),
+]
 MemoryOption = Annotated[
     str | None,
     typer.Option(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from surgeon.cli.opening import open_measured, warn
 from surgeon.cli.options import (
     DEFAULT_TOKENS,
     DataOption,
@@ -16,6 +18,10 @@ from surgeon.cli.options import (
     TokensOption,
     WindowOption,
 )
+
+if TYPE_CHECKING:
+    from surgeon.analysis.scan import Scan
+    from surgeon.analysis.subject import Subject
 
 
 def scan(
@@ -99,17 +105,14 @@ def scan(
     from surgeon.analysis.cells import SCANNED, check_operations, select
     from surgeon.analysis.scan import scan as run_scan
     from surgeon.analysis.screen import rounds
-    from surgeon.analysis.subject import open_subject
     from surgeon.analysis.workers import Workers
     from surgeon.checkpoint.load import read_config
     from surgeon.checkpoint.read import Checkpoint, locate
-    from surgeon.memory import parse_size
     from surgeon.recipe import parse_range
     from surgeon.report.curves import draw_curves
     from surgeon.report.heatmap import draw_heatmaps
 
     operations = check_operations(operation or SCANNED)
-    limit = None if memory is None else parse_size(memory)
     # What is wrong with the options is said before a large model is loaded.
     selection = select(
         operations,
@@ -119,12 +122,11 @@ def scan(
         max_length=max_length,
         permutations=permutations,
     )
-    subject = open_subject(model, data, tokens, window, separator, limit, elsewhere=workers > 1)
-    for note in subject.windows.notes:
-        typer.echo(f"warning: {note}", err=True)
-    if screen and len(rounds(len(subject.windows.ids))) == 1:
-        few = f"{len(subject.windows.ids)} windows are too few to screen"
-        typer.echo(f"warning: {few}: every cell gets all of them; use a smaller --window or more --tokens", err=True)
+    subject = open_measured(model, data, tokens, window, separator, memory, elsewhere=workers > 1)
+    count = len(subject.windows.ids)
+    if screen and len(rounds(count)) == 1:
+        few = f"{count} windows are too few to screen: every cell gets all of them"
+        warn([f"{few}; use a smaller --window or more --tokens"])
     result = run_scan(
         subject.model,
         subject.windows,
@@ -133,19 +135,23 @@ def scan(
         weights_hash=subject.weights_hash,
         seed=seed,
         screened=screen,
-        memory=limit,
+        memory=subject.memory,
         batch=batch,
         workers=Workers(workers, subject.folder, batch) if workers > 1 else None,
         record=subject.provenance(seed=seed),
     )
-    pictures = draw_heatmaps(result.table, result.base_perplexity, output, subject.label)
-    pictures += draw_curves(result.table, result.base_perplexity, output, subject.label)
+    _say(result, subject, output, screen)
+    for draw in (draw_heatmaps, draw_curves):
+        for picture in draw(result.table, result.base_perplexity, output, subject.label):
+            typer.echo(str(picture))
+
+
+def _say(result: Scan, subject: Subject, output: Path, screened: bool) -> None:
+    """Print what was measured, a few lines."""
     ran, loop = result.record["sublayers_run"], result.record["sublayers_of_a_loop"]
     typer.echo(f"base perplexity {result.base_perplexity:.4g} over {subject.windows.predicted:,} predicted tokens")
     typer.echo(f"{len(result.table):,} cells in {output / 'cells.csv'}")
     typer.echo(f"sublayers run: {ran['total']:,}; a loop over cells would have run {loop['total']:,}")
-    if screen:
+    if screened:
         rests_on = result.table["tokens"].mean() / subject.windows.predicted
         typer.echo(f"screened: a cell rests on {rests_on:.0%} of the tokens on average")
-    for picture in pictures:
-        typer.echo(str(picture))

@@ -1,39 +1,50 @@
-"""The `search` command."""
+"""`surgeon search`: the best layers to run in pairs, for a wanted depth."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from surgeon.cli.opening import open_measured
+from surgeon.cli.options import (
+    DEFAULT_TOKENS,
+    DataOption,
+    MemoryOption,
+    ModelArgument,
+    OutputOption,
+    SeparatorOption,
+    TokensOption,
+    WindowOption,
+)
+
+if TYPE_CHECKING:
+    from surgeon.search.study import PairStudy
+
 
 def search(
-    model: Annotated[str, typer.Argument(help="A model folder, a hub name, or demo.")],
-    budget: Annotated[str, typer.Option(help="The effective depth to come down to, e.g. depth=12.")],
-    data: Annotated[str, typer.Option(help="A text file, a dataset's name (name:config:split), or demo.")],
-    output: Annotated[
-        Path, typer.Option("-o", "--output", help="Folder for the results; a search goes on where it was.")
+    model: ModelArgument,
+    budget: Annotated[
+        str,
+        typer.Option("--budget", help="The effective depth to come down to, e.g. depth=12.", show_default=False),
     ],
-    trials: Annotated[int, typer.Option(help="How many choices of pairs to try in all.", min=1)] = 60,
-    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
-    tokens: Annotated[int, typer.Option(help="Tokens to measure each choice on.")] = 8192,
-    window: Annotated[
-        int | None, typer.Option(help="Tokens in a window  [default: 512, or the model's positions]")
-    ] = None,
-    separator: Annotated[
-        str | None, typer.Option(help="What divides the text into documents, e.g. '<|endoftext|>'.")
-    ] = None,
-    memory: Annotated[str | None, typer.Option(help="Limit on the process's memory, e.g. 2GB.")] = None,
+    data: DataOption,
+    output: OutputOption,
+    trials: Annotated[int, typer.Option("--trials", help="How many choices of pairs to try in all.", min=1)] = 60,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of everything random.")] = 0,
+    tokens: TokensOption = DEFAULT_TOKENS,
+    window: WindowOption = None,
+    separator: SeparatorOption = None,
+    memory: MemoryOption = None,
 ) -> None:
     """Search for the best layers to run in pairs (LP) under a budget of depth.
 
     Tries the paper's contiguous windows first, then what single pairs suggest, then what Optuna's sampler proposes.
-    Writes recipe.yaml (for surgeon export), trials.csv, search.json and quality-against-depth.png.
+    Writes recipe.yaml (for surgeon export), trials.csv, search.json and quality-against-depth.png. Interrupted, the
+    same command goes on where it was; with more --trials it adds to them.
     """
-    from surgeon.analysis.subject import open_subject
     from surgeon.families import family_of
-    from surgeon.memory import parse_size
     from surgeon.progress import progress
     from surgeon.report.depth import draw_quality_against_depth
     from surgeon.search.budget import Budget
@@ -42,10 +53,7 @@ def search(
     from surgeon.search.study import PairStudy
 
     wanted = Budget.parse(budget)
-    limit = None if memory is None else parse_size(memory)
-    subject = open_subject(model, data, tokens, window, separator)
-    for note in subject.windows.notes:
-        typer.echo(f"warning: {note}", err=True)
+    subject = open_measured(model, data, tokens, window, separator, memory)
     num_layers = subject.model.config.num_hidden_layers
     study = PairStudy(
         output,
@@ -53,7 +61,7 @@ def search(
         family_of(subject.model.config).steps_per_layer,
         wanted.pairs_needed(num_layers),
         seed,
-        divergence_on(subject.model, subject.windows, limit),
+        divergence_on(subject.model, subject.windows, subject.memory, output),
         settings={"weights": subject.weights_hash, "data": subject.windows.digest, "budget": budget, "seed": seed},
     )
     record = subject.provenance(seed=seed, budget=budget)
@@ -62,18 +70,22 @@ def search(
             write_results(output, subject.reference, study, record)
             ran(1)
     write_results(output, subject.reference, study, record)
-    best, depth = study.best(), float(wanted.depth)
     draw_quality_against_depth(
         output / "quality-against-depth.png",
         study.profile(),
         study.finished(),
-        best,
-        depth,
+        study.best(),
+        float(wanted.depth),
         f"{subject.label}: the best {study.count} pairs, {len(study.finished())} trials",
     )
-    original = study.profile()[num_layers].perplexity
+    _say(study, wanted.depth, output)
+
+
+def _say(study: PairStudy, depth: int, output: Path) -> None:
+    """Print what was found, a few lines."""
+    best, original = study.best(), study.profile()[study.num_layers].perplexity
     typer.echo(f"program     {study.program(best.pairs)}")
-    typer.echo(f"depth       {depth:g} of {num_layers} layers")
+    typer.echo(f"depth       {depth:g} of {study.num_layers} layers")
     typer.echo(f"divergence  {best.measured.divergence:.4g} nats per token")
     typer.echo(f"perplexity  {best.measured.perplexity:.4g}; the original's is {original:.4g}")
     typer.echo(f"recipe      {output / 'recipe.yaml'}")

@@ -6,9 +6,11 @@ from typing import Annotated
 
 import typer
 
+from surgeon.cli.opening import open_measured, warn
 from surgeon.cli.options import (
     DEFAULT_TOKENS,
     DataOption,
+    MemoryOption,
     ModelArgument,
     OutputOption,
     SeparatorOption,
@@ -24,6 +26,7 @@ def sensitivity(
     tokens: TokensOption = DEFAULT_TOKENS,
     window: WindowOption = None,
     separator: SeparatorOption = None,
+    memory: MemoryOption = None,
     windows_for_jacobians: Annotated[
         int, typer.Option(min=1, help="Windows to compute Jacobians on, spread over the data.")
     ] = 4,
@@ -46,12 +49,9 @@ def sensitivity(
     """
     from surgeon.analysis.jacobian import PowerIteration
     from surgeon.analysis.sensitivity import sensitivity as measure_sensitivity
-    from surgeon.analysis.subject import open_subject
     from surgeon.report.sensitivity import draw_sensitivity, print_sensitivity
 
-    subject = open_subject(model, data, tokens, window, separator)
-    for note in subject.windows.notes:
-        typer.echo(f"warning: {note}", err=True)
+    subject = open_measured(model, data, tokens, window, separator, memory)
     found = measure_sensitivity(
         subject.model,
         subject.windows,
@@ -59,12 +59,13 @@ def sensitivity(
         weights_hash=subject.weights_hash,
         power=PowerIteration(iterations=iterations, seed=seed),
         jacobian_windows=windows_for_jacobians,
+        memory=subject.memory,
         record=subject.provenance(seed=seed),
     )
     draw_sensitivity(found.table, output / "sensitivity.png", subject.label)
     print_sensitivity(found.correlations, found.table, found.record["errors_within_bound"], found.record["errors"])
     slow = [f"{row.first}-{row.last}" for row in found.table.itertuples() if not row.converged]
     if slow:
-        typer.echo(f"warning: {iterations} iterations were too few for pairs {', '.join(slow)}", err=True)
+        warn([f"{iterations} iterations were too few for pairs {', '.join(slow)}"])
     for name in ("sensitivity.csv", "sensitivity.png"):
         typer.echo(str(output / name))

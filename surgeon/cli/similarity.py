@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from surgeon.cli.opening import open_measured
 from surgeon.cli.options import (
     DEFAULT_TOKENS,
     DataOption,
+    MemoryOption,
     ModelArgument,
     OutputOption,
     SeparatorOption,
@@ -31,6 +33,7 @@ def similarity(
     tokens: TokensOption = DEFAULT_TOKENS,
     window: WindowOption = None,
     separator: SeparatorOption = None,
+    memory: MemoryOption = None,
     scan: Annotated[
         Path | None,
         typer.Option(
@@ -60,20 +63,17 @@ def similarity(
     """
     from surgeon.analysis.proxies import read_pairs, read_scan
     from surgeon.analysis.similarity import similarity as measure_similarity
-    from surgeon.analysis.subject import open_subject
     from surgeon.report.similarity import draw_distances, draw_similarity
 
     if sensitivity is not None and scan is None:
         raise ValueError("--sensitivity is used with --scan only; add --scan and a folder made by surgeon scan")
-    subject = open_subject(model, data, tokens, window, separator)
-    for note in subject.windows.notes:
-        typer.echo(f"warning: {note}", err=True)
+    subject = open_measured(model, data, tokens, window, separator, memory)
     # What is wrong with the folders is said before any work begins.
     measured = None if scan is None else read_scan(scan, subject.weights_hash)
     pairs = None if sensitivity is None else read_pairs(sensitivity, subject.weights_hash)
     inputs = {"scan": measured and measured.source, "sensitivity": sensitivity and str(sensitivity)}
     record = subject.provenance(**{name: value for name, value in inputs.items() if value})
-    found = measure_similarity(subject.model, subject.windows, output, record)
+    found = measure_similarity(subject.model, subject.windows, output, record, subject.memory)
     draw_similarity(found.layers, output / "similarity.png", subject.label)
     draw_distances(found.distances, output / "distances.png", subject.label)
     if measured is not None:

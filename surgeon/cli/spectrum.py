@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from surgeon.cli.opening import open_measured, warn
 from surgeon.cli.options import (
     DEFAULT_TOKENS,
     DataOption,
@@ -78,7 +79,6 @@ def spectrum(
     from surgeon.analysis.spectrum import request
     from surgeon.analysis.spectrum import spectrum as find_spectrum
     from surgeon.analysis.spectrum_tables import notes_on
-    from surgeon.analysis.subject import open_subject
     from surgeon.checkpoint.load import read_config
     from surgeon.checkpoint.read import Checkpoint, locate
     from surgeon.recipe import parse_range
@@ -93,9 +93,8 @@ def spectrum(
         method=method,
     )
     whitening = load_calibration(model, data, tokens, calibration_tokens, window, separator, calibration)
-    subject = open_subject(model, data, tokens, window, separator)
-    for note in (*subject.windows.notes, *whitening.notes):
-        typer.echo(f"warning: {note}", err=True)
+    subject = open_measured(model, data, tokens, window, separator)
+    warn(whitening.notes)
     record = subject.provenance(
         calibration=whitening.source, calibration_hash=whitening.digest, calibration_tokens=whitening.ids.numel()
     )
@@ -108,8 +107,7 @@ def spectrum(
         weights_hash=subject.weights_hash,
         record=record,
     )
-    for note in notes_on(found.matrices):
-        typer.echo(f"warning: {note}", err=True)
+    warn(notes_on(found.matrices))
     pictures = draw_spectrum(found, wanted.ranks, output, subject.label)
     base = found.record["base_perplexity"]
     typer.echo(f"base perplexity {base:.4g} over {subject.windows.predicted:,} predicted tokens\n")

@@ -7,10 +7,16 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
+from surgeon.analysis import subject
 from surgeon.cli.app import main
+from surgeon.cli.options import DATA_HELP
 from surgeon.program import Program
+from surgeon.quality.head import OutputHead, Quality, Reference
 from surgeon.recipe import read_recipe
+from tests.models import save_checkpoint
 
 SIZES = ["--tokens", "256", "--window", "64", "--trials", "6"]
 
@@ -75,3 +81,68 @@ def test_budgets_that_make_no_sense(
     assert code == 1
     assert capsys.readouterr().err.endswith(said)
     assert not output.exists()
+
+
+def test_a_limit_of_memory_and_what_goes_wrong_is_said_as_in_a_scan(
+    tiny_checkpoint: Path,
+    tiny_text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert search(tiny_checkpoint, tiny_text, tmp_path / "whole") == 0
+    with monkeypatch.context() as context:
+        context.setattr(subject, "available_bytes", lambda *_: 0)
+        assert search(tiny_checkpoint, tiny_text, tmp_path / "streamed", "--memory", "100GB") == 0
+        assert "they are read layer by layer" in capsys.readouterr().err
+    whole, streamed = (pd.read_csv(tmp_path / name / "trials.csv") for name in ("whole", "streamed"))
+    pd.testing.assert_frame_equal(whole, streamed, rtol=1e-4)
+    for limit, message in (("lots", "write e.g. 512MB or 2GB"), ("1MB", "use --memory")):
+        assert search(tiny_checkpoint, tiny_text, tmp_path / "other", "--memory", limit) == 1
+        assert message in capsys.readouterr().err
+    path = tiny_checkpoint / "model.safetensors"
+    weights = load_file(path)
+    weights["model.layers.2.mlp.up_proj.weight"][0, 0] = torch.nan
+    save_file(weights, path, metadata={"format": "pt"})
+    assert search(tiny_checkpoint, tiny_text, tmp_path / "broken") == 1
+    assert "not finite: NaN or infinity appears first in F2; check that layer's weights" in capsys.readouterr().err
+
+
+def test_out_of_memory_in_a_trial(
+    tiny_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fewer windows together, with a warning; with one alone the command ends, and goes on when it is given again."""
+    model, more = save_checkpoint(tmp_path / "model", num_layers=6), ("--budget", "depth=4")
+    assert search(model, tiny_text, tmp_path / "whole", *more) == 0
+    compare, room, left = OutputHead.compare, 2, 10**6
+
+    def small(self: OutputHead, stream: torch.Tensor, reference: Reference) -> Quality:
+        nonlocal left
+        left -= 1
+        if len(stream) > (room if left >= 0 else 0):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return compare(self, stream, reference)
+
+    monkeypatch.setattr(OutputHead, "compare", small)
+    assert search(model, tiny_text, tmp_path / "halved", *more) == 0
+    assert "warning: out of memory with 4 windows together; going on with 2" in capsys.readouterr().err
+    room, left = 4, 12
+    assert search(model, tiny_text, tmp_path / "ended", *more) == 1
+    assert "error: out of memory (CUDA out of memory); use a smaller model" in capsys.readouterr().err
+    done = len(pd.read_csv(tmp_path / "ended" / "trials.csv"))
+    assert 0 < done < 6
+    left = 10**6
+    assert search(model, tiny_text, tmp_path / "ended", *more) == 0
+    whole, *others = (pd.read_csv(tmp_path / name / "trials.csv") for name in ("whole", "halved", "ended"))
+    for table in others:
+        pd.testing.assert_frame_equal(table.drop(columns="trial"), whole.drop(columns="trial"), rtol=1e-4)
+
+
+def test_help_has_the_words_of_the_other_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for command in ("scan", "search"):
+        assert main([command, "--help"]) == 0
+        texts.append(" ".join(capsys.readouterr().out.split()))
+    for words in (DATA_HELP, "Tokens in a window. Default: 512", "The most memory the process may take"):
+        assert all(words in text for text in texts)
+    assert "depth=12" in texts[1]

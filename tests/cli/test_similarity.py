@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 import torch
 
+from surgeon.analysis import subject
 from surgeon.cli.app import main
 from tests.models import save_checkpoint
 
@@ -54,9 +55,7 @@ def test_what_predicts_a_scan(run: Run, tmp_path: Path) -> None:
     assert set(table["operation"]) == set(operations)
     assert {"length", "cka_mlp_debiased", "angular_distance", "relative_bound"} <= set(table["proxy"])
     shown = table[
-        (table["operation"] == "merge")
-        & (table["damage"] == "divergence")
-        & ~table["proxy"].str.contains("debiased")
+        (table["operation"] == "merge") & (table["damage"] == "divergence") & ~table["proxy"].str.contains("debiased")
     ]
     assert "What predicts the divergence of a stretch best: Spearman's rho" in out
     (merge,) = [line.split() for line in out.splitlines() if line.startswith("merge")]
@@ -88,6 +87,35 @@ def test_bad_input(run: Run, tmp_path: Path) -> None:
         assert (code, out) == (1, "")
         assert message in err
         assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("command", "tables", "more"),
+    [
+        ("similarity", ("similarity.csv", "distances.csv"), ()),
+        ("sensitivity", ("sensitivity.csv",), ("--windows-for-jacobians", "1")),
+    ],
+)
+def test_weights_read_layer_by_layer_give_the_same_tables(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, tables: tuple[str, ...], more: tuple[str]
+) -> None:
+    assert run(command, "whole", *more)[0] == 0
+    monkeypatch.setattr(subject, "available_bytes", lambda *_: 0)
+    code, _, err = run(command, "streamed", "--memory", "100GB", *more)
+    assert code == 0, err
+    assert "they are read layer by layer" in err
+    for name in tables:
+        whole, streamed = (pd.read_csv(tmp_path / folder / name) for folder in ("whole", "streamed"))
+        pd.testing.assert_frame_equal(whole, streamed, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("command", ["similarity", "sensitivity"])
+def test_too_small_a_limit_of_memory(run: Run, tmp_path: Path, command: str) -> None:
+    for limit, message in (("lots", "write e.g. 512MB or 2GB"), ("1MB", "use --memory")):
+        code, out, err = run(command, "out", "--memory", limit)
+        assert (code, out) == (1, "")
+        assert message in err
+        assert not list((tmp_path / "out").glob("*.csv"))
 
 
 def test_a_layer_that_is_not_finite_is_named(run: Run, tiny_checkpoint: Path) -> None:
