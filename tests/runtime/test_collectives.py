@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from surgeon.runtime.collectives import Alone, Counts
+from surgeon.runtime.collectives import ENVIRONMENT, Alone, Counts, TorchCollectives
+from surgeon.runtime.generate import generate
 from surgeon.runtime.launch import Ranks, choose_collectives, choose_device
+from surgeon.runtime.prepare import make_plan
 from surgeon.runtime.shared_memory import SLOT_BYTES, SLOTS
-from tests.runtime import on_ranks
+from tests.runtime import on_collectives, on_ranks
+
+REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module", params=[("gloo", 2), ("shm", 2), ("shm", 5)], ids=lambda pair: f"{pair[0]}{pair[1]}")
@@ -25,7 +35,7 @@ def expected_sum(number: int, size: int, dtype: torch.dtype) -> Tensor:
     return torch.stack([on_ranks.part(rank, size, torch.float64) for rank in range(number)]).sum(0).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64])
 def test_sums_of_any_size(ranks: Ranks, dtype: torch.dtype) -> None:
     number = len(ranks.pids)
     sizes = [1, 7, 4096, SLOT_BYTES // 4, SLOT_BYTES // 2 + 3, 3]
@@ -71,10 +81,85 @@ def test_one_rank_sends_and_counts_nothing() -> None:
     assert counts == Counts()
 
 
+def test_ranks_that_are_not_connected_add_nothing_up(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    plan = make_plan(tmp_path, 2, 8)
+    with Ranks(2, collectives="none") as unconnected:
+        for rank, (total, gathered, counts) in enumerate(unconnected.call(on_collectives.unconnected)):
+            assert torch.equal(total, torch.tensor([float(rank)]))
+            assert torch.equal(gathered, torch.full((2, 1), float(rank)))
+            assert counts == Counts()
+        # A whole model runs all the same, and says nothing of worth: generation refuses it.
+        (first, _, vocabulary), (second, _, _) = unconnected.call(
+            on_ranks.logits_in_chunks, plan, [torch.ones(1, 4).long()]
+        )
+        assert first.shape == second.shape == (1, 4, 97)
+        assert not torch.equal(first, second)
+        assert vocabulary == Counts()
+        with pytest.raises(ValueError, match="collectives none"):
+            generate(unconnected, plan, [[1, 2]], 4)
+
+
+FROM_ENVIRONMENT = """
+import sys
+import torch
+from surgeon.runtime.collectives import Counts, TorchCollectives
+from surgeon.runtime.engine import RankEngine
+from surgeon.runtime.prepare import make_plan
+
+collectives = TorchCollectives.from_environment("gloo")
+ranks = len(collectives.group)
+total = collectives.all_reduce(torch.tensor([10.0 ** collectives.rank]), Counts())()
+engine = RankEngine(make_plan(sys.argv[1], ranks, 16), collectives, torch.device("cpu"))
+print(collectives.rank, int(total), *engine.greedy([5, 6, 7], 8))
+"""
+
+
+def test_ranks_that_meet_where_the_environment_says(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    command = [sys.executable, "-c", FROM_ENVIRONMENT, str(tmp_path)]
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True, "cwd": REPOSITORY}
+    processes = [subprocess.Popen(command, env=environment | {"RANK": str(rank)}, **options) for rank in range(2)]
+    try:
+        outputs = [process.communicate(timeout=120)[0].split() for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    ids = torch.tensor([[5, 6, 7]])
+    expected = model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None)[0, 3:].tolist()
+    assert outputs == [[str(rank), "11", *map(str, expected)] for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({}, "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set.*torchrun"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}, "^MASTER_PORT not set"),
+        ({"RANK": "one", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}, "must be numbers .*'one'"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}, r"RANK must lie in 0\.\.1.*not 2"),
+    ],
+)
+def test_environments_that_say_too_little(
+    variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=message):
+        TorchCollectives.from_environment("gloo")
+
+
 def test_choosing_collectives_and_devices() -> None:
     assert choose_collectives("auto", "cpu") == "shm"
     assert choose_collectives("auto", "cuda") == "nccl"
     assert choose_collectives("gloo", "cpu") == "gloo"
+    assert choose_collectives("none", "cpu") == choose_collectives("none", "cuda") == "none"
     with pytest.raises(ValueError, match="nccl does not connect ranks on a cpu device; use shm or gloo"):
         choose_collectives("nccl", "cpu")
     with pytest.raises(ValueError, match="'glo'.*did you mean 'gloo'"):

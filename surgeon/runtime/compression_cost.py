@@ -1,0 +1,132 @@
+"""What sending activations as integers does to a model's predictions, measured on the ranks themselves."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from surgeon.quality.summary import interval, mean_divergence, perplexity
+from surgeon.runtime.compress import Compressed, Compression
+from surgeon.runtime.engine import Figures, RankEngine
+from surgeon.runtime.launch import Ranks
+from surgeon.runtime.plan import Plan
+from surgeon.runtime.rank import Rank
+
+ROWS = 64  # tokens whose predictions are compared at a time, in float64
+
+
+@dataclass(frozen=True)
+class CompressionCost:
+    """Predictions of the same weights and program with exact and with compressed reductions.
+
+    Attributes:
+        kind: of compression.
+        divergences: KL(exact || compressed) over the full vocabulary, the mean over a window's predictions, nats, by
+            window.
+        exact_nll, compressed_nll: negative log-likelihood of the text, likewise.
+        exact_bytes, compressed_bytes: that the rank which sends most sends in the reductions of the program's steps,
+            over all windows (operands, as the runtime counts them).
+    """
+
+    kind: Compression
+    divergences: NDArray[np.float64]
+    exact_nll: NDArray[np.float64]
+    compressed_nll: NDArray[np.float64]
+    exact_bytes: int
+    compressed_bytes: int
+
+    @property
+    def divergence(self) -> float:
+        """The mean over windows, nats per token."""
+        return mean_divergence(self.divergences)
+
+    @property
+    def divergence_interval(self) -> tuple[float, float]:
+        """The 95% interval of that mean."""
+        return interval(self.divergences)
+
+    @property
+    def perplexities(self) -> tuple[float, float]:
+        """Exact and compressed."""
+        return perplexity(self.exact_nll), perplexity(self.compressed_nll)
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """What one rank found, by window; the numbers are the same on every rank, the bytes need not be."""
+
+    divergences: list[float]
+    exact_nll: list[float]
+    compressed_nll: list[float]
+    exact_bytes: int
+    compressed_bytes: int
+
+
+def measure_compression(ranks: Ranks, plan: Plan, windows: list[list[int]], kind: Compression) -> CompressionCost:
+    """Run windows of a text on ranks twice, with exact and with compressed reductions, and compare.
+
+    Args:
+        plan: the model and the program; for windows of up to its `max_tokens`.
+        windows: token ids; every token of a window but the first is predicted.
+
+    Raises:
+        ValueError: if there is one rank only, or the windows do not fit the plan.
+        RankFailed: if a rank fails.
+    """
+    if plan.ranks == 1 or ranks.collectives == "none":
+        raise ValueError("nothing is sent here that could be compressed; use 2 ranks or more, which are connected")
+    if not windows or any(not 2 <= len(window) <= plan.max_tokens for window in windows):
+        raise ValueError(f"there must be windows, each of 2 to {plan.max_tokens} tokens")
+    if any(not 0 <= token < plan.vocabulary for window in windows for token in window):
+        raise ValueError(f"token ids must lie in 0..{plan.vocabulary - 1}, the model's vocabulary")
+    found: list[_Comparison] = ranks.call(compare_on_rank, plan, windows, kind)
+    return CompressionCost(
+        kind,
+        np.array(found[0].divergences),
+        np.array(found[0].exact_nll),
+        np.array(found[0].compressed_nll),
+        max(comparison.exact_bytes for comparison in found),
+        max(comparison.compressed_bytes for comparison in found),
+    )
+
+
+@torch.inference_mode()
+def compare_on_rank(rank: Rank, plan: Plan, windows: list[list[int]], kind: Compression) -> _Comparison:
+    """Runs on a rank: load the model once, and run every window both ways."""
+    exact = RankEngine(plan, rank.collectives.exact, rank.device)
+    compressed = _compressed(exact, kind)
+    divergences, exact_nll, compressed_nll = [], [], []
+    for window in windows:
+        tokens = torch.tensor([window], dtype=torch.long, device=rank.device)
+        # The last token's prediction has no token to be compared with.
+        first, second = (engine.text_logits(window)[:-1] for engine in (exact, compressed))
+        divergence, nlls = _compare(first, second, tokens[0, 1:])
+        divergences.append(divergence)
+        exact_nll.append(nlls[0])
+        compressed_nll.append(nlls[1])
+    sent = (engine.figures.prefill.layers.bytes for engine in (exact, compressed))
+    return _Comparison(divergences, exact_nll, compressed_nll, *sent)
+
+
+def _compressed(engine: RankEngine, kind: Compression) -> RankEngine:
+    """The same weights, with reductions of the program's steps that are compressed and counted apart."""
+    other = copy.copy(engine)
+    other.groups = {group: Compressed(exact, kind) for group, exact in engine.groups.items()}
+    other.figures = Figures()
+    return other
+
+
+def _compare(exact: Tensor, changed: Tensor, targets: Tensor) -> tuple[float, tuple[float, float]]:
+    """The mean divergence of predictions, (tokens, vocabulary), and each one's negative log-likelihood."""
+    divergence, nll = 0.0, [0.0, 0.0]
+    for rows in torch.arange(len(targets)).split(ROWS):
+        both = [logits[rows].double().log_softmax(-1) for logits in (exact, changed)]
+        divergence += float((both[0].exp() * (both[0] - both[1])).sum())
+        for index, log_p in enumerate(both):
+            nll[index] -= float(log_p.gather(-1, targets[rows, None]).sum())
+    return divergence / len(targets), (nll[0] / len(targets), nll[1] / len(targets))
