@@ -33,13 +33,13 @@ MOST_SUGGESTED = 64  # where numbers of ranks that would do are listed
 
 
 def make_plan(
-    path_or_name: str | Path, ranks: int, max_tokens: int, program: str | None = None, device: str = "cpu"
+    path_or_name: str | Path, ranks: int, max_tokens: int | None, program: str | None = None, device: str = "cpu"
 ) -> Plan:
     """Check that a checkpoint's program can run on this many ranks with texts this long, and gather what they need.
 
     Args:
         path_or_name: a checkpoint folder (edited by surgeon or not) or a hub name.
-        max_tokens: tokens of prompt and output together.
+        max_tokens: tokens of prompt and output together; None for as many as the model takes.
         program: run this one instead of the checkpoint's own.
         device: "cpu" or "cuda"; 16-bit weights are computed in float32 on a CPU.
 
@@ -67,6 +67,8 @@ def make_plan(
     check_layers(parsed, layers)
     _check_shapes(parsed, source, config)
     _check_division(parsed, source, ranks)
+    if max_tokens is None:
+        max_tokens = _most_tokens(config, family, source, parsed)
     _check_length(config, family, source, parsed, max_tokens)
     vocabulary, hidden = source.shape(f"{family.embedding}.weight")
     return Plan(
@@ -175,9 +177,7 @@ def _either(numbers: list[str]) -> str:
 
 
 def _check_length(config: Any, family: Family, source: Source, program: Program, max_tokens: int) -> None:
-    positions = int(config.max_position_embeddings)
-    if family.position_embedding is not None:
-        positions = source.shape(f"{family.position_embedding}.weight")[0] - family.position_offset
+    positions = _positions(config, family, source)
     if max_tokens > positions:
         raise ValueError(
             f"prompt and output together are {max_tokens} tokens, and the model has {positions} positions; "
@@ -189,6 +189,25 @@ def _check_length(config: Any, family: Family, source: Source, program: Program,
             f"attention looks back {window} tokens in this model, and sliding windows are not supported; "
             f"keep prompt and output together within {window} tokens (now {max_tokens})"
         )
+
+
+def _most_tokens(config: Any, family: Family, source: Source, program: Program) -> int:
+    """The longest text that is not refused."""
+    limits = _positions(config, family, source), _window(config, program), _unchanged(config) if family.rotary else None
+    return min(limit for limit in limits if limit is not None)
+
+
+def _positions(config: Any, family: Family, source: Source) -> int:
+    if family.position_embedding is None:
+        return int(config.max_position_embeddings)
+    return source.shape(f"{family.position_embedding}.weight")[0] - family.position_offset
+
+
+def _unchanged(config: Any) -> int | None:
+    """Up to how many tokens rotary positions do not depend on the text's length, if they do beyond."""
+    rope = config.rope_parameters
+    first = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+    return int(first) if rope["rope_type"] in ("dynamic", "longrope") else None
 
 
 def _window(config: Any, program: Program) -> int | None:
@@ -207,11 +226,10 @@ def _attention_scale(config: Any) -> float | None:
 
 
 def _rotary(config: Any, family: Family, max_tokens: int) -> Rotary:
-    kind = config.rope_parameters["rope_type"]
-    first = config.rope_parameters.get("original_max_position_embeddings") or config.max_position_embeddings
-    if kind in ("dynamic", "longrope") and max_tokens > first:
+    first = _unchanged(config)
+    if first is not None and max_tokens > first:
         raise ValueError(
-            f"{kind} rotary positions change beyond {first} tokens, which is not supported; "
+            f"{config.rope_parameters['rope_type']} rotary positions change beyond {first} tokens, which is not supported; "
             f"keep prompt and output together within {first} tokens (now {max_tokens})"
         )
     # The class is the same in all families but for a part of the features, which Llama's takes no notice of.

@@ -95,7 +95,7 @@ def test_pairs_of_whole_layers_fit_where_slices_do_not(saved: Callable[..., Path
 @pytest.mark.parametrize("family", ["llama", "opt"])
 def test_texts_longer_than_the_models_positions(saved: Callable[..., Path], family: str) -> None:
     folder = saved(family, max_position_embeddings=32)
-    assert make_plan(folder, 1, 32).max_tokens == 32
+    assert make_plan(folder, 1, 32).max_tokens == make_plan(folder, 1, None).max_tokens == 32
     with pytest.raises(ValueError, match="together are 33 tokens, and the model has 32 positions"):
         make_plan(folder, 1, 33)
 
@@ -103,8 +103,9 @@ def test_texts_longer_than_the_models_positions(saved: Callable[..., Path], fami
 def test_sliding_windows(saved: Callable[..., Path]) -> None:
     types = ["full_attention", "sliding_attention", "full_attention", "full_attention"]
     folder = saved("qwen3", use_sliding_window=True, sliding_window=16, layer_types=types)
-    assert make_plan(folder, 1, 16).max_tokens == 16
+    assert make_plan(folder, 1, 16).max_tokens == make_plan(folder, 1, None).max_tokens == 16
     assert make_plan(folder, 1, 99, "A0 F0 A2 F2").max_tokens == 99
+    assert make_plan(folder, 1, None, "A0 F0 A2 F2").max_tokens == 128
     with pytest.raises(ValueError, match=r"looks back 16 tokens.*\(now 17\)"):
         make_plan(folder, 1, 17)
 
@@ -121,6 +122,7 @@ def test_rotary_positions_that_change_with_the_length(saved: Callable[..., Path]
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 16}
     folder = saved(rope_parameters=rope)
     assert make_plan(folder, 1, 16).rotary is not None
+    assert make_plan(folder, 1, None).max_tokens == 16
     with pytest.raises(ValueError, match="dynamic rotary positions change beyond 16 tokens"):
         make_plan(folder, 1, 17)
 
