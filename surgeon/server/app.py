@@ -61,7 +61,7 @@ def _add_views(app: FastAPI, state: State) -> None:
         return JSONResponse({"status": "draining"}, 503) if state.draining else JSONResponse({"status": "ok"})
 
     @app.get("/metrics", response_model=None)
-    async def metrics() -> Response:
+    def metrics() -> Response:  # in a thread: the ranks may be asked
         return Response(state.meters.text(), media_type=CONTENT_TYPE_LATEST)
 
 

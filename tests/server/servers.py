@@ -1,0 +1,140 @@
+"""Servers as users start them: a process of their own, on a free port."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import psutil
+
+from tests.models import save_checkpoint, tiny_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+START_SECONDS = 120
+COMMAND = [sys.executable, "-c", "from surgeon.cli.app import main; raise SystemExit(main())", "serve"]
+POSITIONS = 8192  # so that a request can be made to last
+# Writes the roles as text, refuses any it does not know, and begins like the tokenizer does.
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{% if message.role not in ('system', 'user', 'assistant') %}"
+    "{{ raise_exception('roles are system, user and assistant') }}{% endif %}"
+    "[{{ message.role }}] {{ message.content }} {% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+
+
+def chat_checkpoint(folder: Path) -> Path:
+    """A tiny Llama with a chat template and many positions."""
+    save_checkpoint(folder, max_position_embeddings=POSITIONS)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+class Server:
+    """`surgeon serve` as a process.
+
+    Attributes:
+        url: where it answers, once it does.
+        lines: what it has written to standard error.
+    """
+
+    def __init__(self, *arguments: str, key: str | None = None) -> None:
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        environment.pop("SURGEON_API_KEY", None)
+        if key is not None:
+            environment["SURGEON_API_KEY"] = key
+        self.process = subprocess.Popen(
+            [*COMMAND, *arguments], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+        self.lines: list[str] = []
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+        self.url = ""
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line.rstrip("\n"))
+            self._lines.put(line)
+        self._lines.put(None)
+
+    def wait_until_serving(self) -> Server:
+        """Raises AssertionError with what it wrote if it ends first."""
+        deadline = time.monotonic() + START_SECONDS
+        while not self.url:
+            line = self._lines.get(timeout=deadline - time.monotonic())
+            assert line is not None, "\n".join(self.lines)
+            if line.startswith("serving "):
+                self.url = line.split()[3].removesuffix("/v1")
+        return self
+
+    def wait_until_ended(self, seconds: float) -> int:
+        """The exit code."""
+        code = self.process.wait(seconds)
+        while self._lines.get(timeout=5) is not None:
+            pass
+        return code
+
+    def ranks(self) -> list[psutil.Process]:
+        """The processes of its ranks, by rank."""
+        children = psutil.Process(self.process.pid).children()
+        return sorted((child for child in children if "surgeon.runtime" in child.cmdline()), key=lambda rank: rank.pid)
+
+    def send(self, sig: signal.Signals) -> None:
+        """Send it a signal."""
+        self.process.send_signal(sig)
+
+    def close(self) -> None:
+        """End it, however it is."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+    def post(self, path: str, **fields: Any) -> httpx2.Response:
+        """Send a request with a JSON body."""
+        return httpx2.post(f"{self.url}{path}", json=fields, timeout=60)
+
+    def open_request(self, path: str, fields: dict[str, Any]) -> socket.socket:
+        """Send a request and leave the answer to come; closing the connection is going away."""
+        body = json.dumps(fields).encode()
+        host, _, port = self.url.removeprefix("http://").partition(":")
+        connection = socket.create_connection((host, int(port)), timeout=60)
+        head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        connection.sendall(head.encode() + b"\r\n\r\n" + body)
+        return connection
+
+    def metrics(self) -> dict[str, float]:
+        """What /metrics shows, by name and labels."""
+        text = httpx2.get(f"{self.url}/metrics").text
+        pairs = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
+        return {name: float(value) for name, _, value in pairs}
+
+    def wait_for(self, condition: Callable[[dict[str, float]], bool], seconds: float = 10) -> dict[str, float]:
+        """The first metrics of which something is true."""
+        deadline = time.monotonic() + seconds
+        while not condition(found := self.metrics()):
+            assert time.monotonic() < deadline, found
+            time.sleep(0.02)
+        return found
+
+
+@contextmanager
+def serving(*arguments: str, key: str | None = None) -> Iterator[Server]:
+    """A server that answers; killed at the end if it still runs."""
+    server = Server(*arguments, "--port", "0", key=key)
+    try:
+        yield server.wait_until_serving()
+    finally:
+        server.close()

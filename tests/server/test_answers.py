@@ -1,0 +1,286 @@
+"""Endpoints and parameters, asked for with OpenAI's own client, against `transformers` in this process."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx2
+import openai
+import pytest
+from openai import OpenAI
+
+import surgeon
+from tests.models import tiny_tokenizer
+from tests.server.servers import TEMPLATE
+
+if TYPE_CHECKING:
+    from tests.server.servers import Server
+
+PROMPT = "The quick brown fox"
+NEW = 24
+GREEDY: dict[str, Any] = {"model": "tiny-chat", "temperature": 0, "max_tokens": NEW}
+IGNORE_END = {"ignore_eos": True}
+
+
+@pytest.fixture(scope="session")
+def reference(chat_model: Path) -> Any:
+    """The model on one device."""
+    return surgeon.load(chat_model)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def greedy_tokens(reference: Any, tokens: list[int], new: int = NEW) -> list[int]:
+    """What `transformers` adds, end tokens or not."""
+    import torch
+
+    sampled = reference.generate(
+        torch.tensor([tokens]), do_sample=False, max_new_tokens=new, min_new_tokens=new, eos_token_id=None
+    )
+    return sampled[0, len(tokens) :].tolist()
+
+
+def text_of(tokenizer: Any, prompt: list[int], new: list[int]) -> str:
+    """What new tokens add to the text of a prompt."""
+    before = tokenizer.decode(prompt, skip_special_tokens=True)
+    return tokenizer.decode(prompt + new, skip_special_tokens=True)[len(before) :]
+
+
+def streamed(chunks: Any) -> tuple[str, list[Any]]:
+    """The text of a completion's stream, and its chunks."""
+    found = list(chunks)
+    return "".join(choice.text for chunk in found for choice in chunk.choices), found
+
+
+def test_the_only_model_is_listed(client: OpenAI) -> None:
+    assert [card.id for card in client.models.list()] == ["tiny-chat"]
+    assert client.models.retrieve("tiny-chat").owned_by == "surgeon"
+    with pytest.raises(openai.NotFoundError, match="there is no model 'tiny-chad' here; did you mean 'tiny-chat'"):
+        client.models.retrieve("tiny-chad")
+
+
+def test_whole_and_streamed_are_what_the_model_says(client: OpenAI, reference: Any, tokenizer: Any) -> None:
+    tokens = tokenizer(PROMPT).input_ids
+    expected = text_of(tokenizer, tokens, greedy_tokens(reference, tokens))
+    whole = client.completions.create(prompt=PROMPT, **GREEDY, extra_body=IGNORE_END)
+    assert whole.choices[0].text == expected
+    assert whole.choices[0].finish_reason == "length"
+    assert whole.usage is not None
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (len(tokens), NEW)
+    assert whole.usage.total_tokens == len(tokens) + NEW
+    text, chunks = streamed(client.completions.create(prompt=PROMPT, **GREEDY, stream=True, extra_body=IGNORE_END))
+    assert text == expected
+    assert len(chunks) > 3
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+
+
+def test_offline_service_says_the_same(client: OpenAI, chat_model: Path, tokenizer: Any) -> None:
+    from surgeon.runtime.request import Sampling
+    from surgeon.runtime.service import Service
+
+    wanted = Sampling(
+        temperature=0.9, top_k=20, top_p=0.95, min_p=0.01, repetition_penalty=1.1, seed=7, max_new_tokens=NEW
+    )
+    with Service(chat_model, ranks=2, tokenizer=tokenizer) as service:
+        offline = "".join(event.text for event in service.submit(tokenizer(PROMPT).input_ids, wanted))
+    asked: dict[str, Any] = {**GREEDY, "temperature": 0.9, "top_p": 0.95, "seed": 7}
+    extra = {"top_k": 20, "min_p": 0.01, "repetition_penalty": 1.1}
+    assert client.completions.create(prompt=PROMPT, **asked, extra_body=extra).choices[0].text == offline
+    text, _ = streamed(client.completions.create(prompt=PROMPT, **asked, stream=True, extra_body=extra))
+    assert text == offline
+
+
+@pytest.mark.parametrize("change", [{"top_p": 0.05}, {"top_k": 1}, {"min_p": 1.0}], ids=str)
+def test_filters_that_leave_one_token_are_greedy(server: Server, change: dict[str, Any]) -> None:
+    greedy = server.post("/v1/completions", prompt=PROMPT, temperature=0, max_tokens=NEW).json()
+    filtered = server.post("/v1/completions", prompt=PROMPT, temperature=0.7, max_tokens=NEW, **change).json()
+    free = server.post("/v1/completions", prompt=PROMPT, temperature=5, max_tokens=NEW, seed=1).json()
+    texts = [answer["choices"][0]["text"] for answer in (greedy, filtered, free)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_seeds_repeat_and_differ(client: OpenAI) -> None:
+    def text(seed: int) -> str:
+        return client.completions.create(prompt=PROMPT, model="tiny-chat", seed=seed, max_tokens=NEW).choices[0].text
+
+    assert text(1) == text(1) != text(2)
+
+
+def test_several_prompts_and_choices(client: OpenAI, tokenizer: Any) -> None:
+    prompts = [PROMPT, "lazy dog"]
+    asked: dict[str, Any] = {"model": "tiny-chat", "seed": 3, "max_tokens": 8}
+    found = client.completions.create(prompt=prompts, n=2, **asked)
+    assert [choice.index for choice in found.choices] == [0, 1, 2, 3]
+    for place, prompt in enumerate(prompts):
+        alone = client.completions.create(prompt=prompt, **asked).choices[0].text
+        assert found.choices[2 * place].text == alone != found.choices[2 * place + 1].text
+    assert found.usage is not None
+    assert found.usage.prompt_tokens == sum(len(tokenizer(prompt).input_ids) for prompt in prompts)
+    texts = [""] * 4
+    for chunk in client.completions.create(prompt=prompts, n=2, stream=True, **asked):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == [choice.text for choice in found.choices]
+
+
+def test_token_ids_and_echo(client: OpenAI, tokenizer: Any) -> None:
+    tokens = tokenizer(PROMPT).input_ids
+    as_text = client.completions.create(prompt=PROMPT, **GREEDY).choices[0].text
+    for prompt in (PROMPT, tokens, [tokens]):
+        found = client.completions.create(prompt=prompt, echo=True, **GREEDY)
+        assert found.choices[0].text == PROMPT + as_text
+        assert (
+            streamed(client.completions.create(prompt=prompt, echo=True, stream=True, **GREEDY))[0] == PROMPT + as_text
+        )
+
+
+def test_stop_texts(client: OpenAI) -> None:
+    whole = client.completions.create(prompt=PROMPT, **GREEDY, extra_body=IGNORE_END).choices[0].text
+    stop = whole[len(whole) // 2 :][:2]
+    before = whole[: whole.index(stop)]
+    for given in (stop, ["never written", stop]):
+        found = client.completions.create(prompt=PROMPT, stop=given, **GREEDY, extra_body=IGNORE_END)
+        assert (found.choices[0].text, found.choices[0].finish_reason) == (before, "stop")
+        text, chunks = streamed(
+            client.completions.create(prompt=PROMPT, stop=given, stream=True, **GREEDY, extra_body=IGNORE_END)
+        )
+        assert (text, chunks[-1].choices[0].finish_reason) == (before, "stop")
+
+
+def test_end_tokens_end_unless_ignored(client: OpenAI, tokenizer: Any) -> None:
+    """A penalty below 1 that favours tokens of the prompt makes the end token come, whatever the model thinks."""
+    prompt = [*tokenizer(PROMPT).input_ids, tokenizer.eos_token_id]
+    asked: dict[str, Any] = {**GREEDY, "max_tokens": 200, "temperature": 5, "seed": 1}
+    ended = client.completions.create(prompt=prompt, **asked)
+    assert ended.choices[0].finish_reason == "stop"
+    assert ended.usage is not None
+    assert ended.usage.completion_tokens < 200
+    going_on = client.completions.create(prompt=prompt, **asked, extra_body=IGNORE_END)
+    assert going_on.choices[0].finish_reason == "length"
+    assert going_on.choices[0].text.startswith(ended.choices[0].text)
+
+
+def test_logprobs_are_the_models(client: OpenAI, reference: Any, tokenizer: Any) -> None:
+    import torch
+
+    tokens = tokenizer(PROMPT).input_ids
+    new = greedy_tokens(reference, tokens, 6)
+    with torch.no_grad():
+        logits = reference(torch.tensor([tokens + new])).logits[0, len(tokens) - 1 : -1]
+    expected = logits.double().log_softmax(-1)
+    best = expected.topk(3)
+    asked: dict[str, Any] = {**GREEDY, "max_tokens": 6}
+    found = client.completions.create(prompt=PROMPT, logprobs=3, **asked, extra_body=IGNORE_END).choices[0].logprobs
+    assert found is not None
+    chosen = [expected[place, token].item() for place, token in enumerate(new)]
+    assert found.token_logprobs == pytest.approx(chosen, abs=1e-4)
+    assert found.top_logprobs is not None
+    for place, top in enumerate(found.top_logprobs):
+        assert sorted(top.values(), reverse=True)[:1] == pytest.approx(best.values[place, :1].tolist(), abs=1e-4)
+        assert top[found.tokens[place]] == pytest.approx(chosen[place], abs=1e-4)
+    pieces = [
+        chunk.choices[0].logprobs
+        for chunk in client.completions.create(prompt=PROMPT, logprobs=3, stream=True, **asked, extra_body=IGNORE_END)
+    ]
+    assert [value for piece in pieces for value in piece.token_logprobs] == found.token_logprobs
+    assert [value for piece in pieces for value in piece.text_offset] == found.text_offset
+
+
+def chat_text(chunks: list[Any]) -> str:
+    return "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+
+
+def test_chat_uses_the_models_template(client: OpenAI, reference: Any, tokenizer: Any) -> None:
+    messages: Any = [{"role": "system", "content": "Be quick."}, {"role": "user", "content": "Who jumps?"}]
+    tokens = tokenizer("[system] Be quick. [user] Who jumps? [assistant] ").input_ids
+    expected = text_of(tokenizer, tokens, greedy_tokens(reference, tokens))
+    asked: dict[str, Any] = {
+        "model": "tiny-chat",
+        "temperature": 0,
+        "max_completion_tokens": NEW,
+        "extra_body": IGNORE_END,
+    }
+    whole = client.chat.completions.create(messages=messages, **asked)
+    assert (whole.choices[0].message.role, whole.choices[0].message.content) == ("assistant", expected)
+    assert whole.usage is not None
+    assert whole.usage.prompt_tokens == len(tokens)
+    chunks = list(client.chat.completions.create(messages=messages, stream=True, **asked))
+    assert chat_text(chunks) == expected
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].choices[0].finish_reason == "length"
+    parts = [{"type": "text", "text": "Who "}, {"type": "text", "text": "jumps?"}]
+    in_parts = client.chat.completions.create(messages=[messages[0], {"role": "user", "content": parts}], **asked)
+    assert in_parts.choices[0].message.content == expected
+
+
+def test_chat_logprobs_and_usage(client: OpenAI) -> None:
+    asked: dict[str, Any] = {
+        "model": "tiny-chat",
+        "messages": [{"role": "user", "content": "Who jumps?"}],
+        "temperature": 0,
+        "max_tokens": 5,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "n": 2,
+        "extra_body": IGNORE_END,
+    }
+    whole = client.chat.completions.create(**asked)
+    assert whole.choices[0].message.content == whole.choices[1].message.content
+    logprobs = whole.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert len(logprobs.content) == 5
+    for token in logprobs.content:
+        assert token.logprob == token.top_logprobs[0].logprob > token.top_logprobs[1].logprob
+        assert math.exp(token.logprob) <= 1
+    chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert whole.usage is not None
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == 10
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+def test_a_chat_goes_on_until_there_is_no_room(server: Server) -> None:
+    long = "dog " * 2100
+    counted = server.post("/v1/completions", prompt=long, max_tokens=1).json()["usage"]["prompt_tokens"]
+    assert counted > 4000
+    body = {"messages": [{"role": "user", "content": "dog " * 1365}], "temperature": 0, "ignore_eos": True}
+    answer = server.post("/v1/chat/completions", **body).json()
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"]["total_tokens"] == 8192
+
+
+def test_begun_prompts_are_shared(server: Server) -> None:
+    before = server.metrics()
+    prompt = "a fox that nobody has seen before " * 4
+    first, second = (server.post("/v1/completions", prompt=prompt, max_tokens=2).json()["usage"] for _ in range(2))
+    assert first["prompt_tokens_details"]["cached_tokens"] < 16
+    assert second["prompt_tokens_details"]["cached_tokens"] == (second["prompt_tokens"] - 1) // 16 * 16
+    after = server.metrics()
+    assert after["surgeon_cached_tokens_total"] > before["surgeon_cached_tokens_total"]
+
+
+def test_metrics_count(server: Server, tokenizer: Any) -> None:
+    before = server.metrics()
+    assert httpx2.get(f"{server.url}/health").json() == {"status": "ok"}
+    server.post("/v1/completions", prompt=PROMPT, temperature=0, max_tokens=10, ignore_eos=True)
+    after = server.wait_for(lambda found: found["surgeon_running"] == 0)
+    grown = {name: after[name] - before.get(name, 0) for name in after}
+    assert grown['surgeon_http_requests_total{path="/v1/completions",status="200"}'] == 1
+    assert grown["surgeon_new_tokens_total"] == 10
+    assert grown["surgeon_prompt_tokens_total"] == len(tokenizer(PROMPT).input_ids)
+    assert grown["surgeon_passes_total"] == 10
+    # Four layers of attention and feed-forward, and the embedding, in every pass.
+    assert grown['surgeon_collectives_total{kind="all_reduce"}'] >= 10 * 8
+    assert grown["surgeon_collective_bytes_total"] > 0
+    for name in ("queue", "time_to_first_token", "time_per_output_token"):
+        assert grown[f"surgeon_{name}_seconds_count"] == 1
+    assert after["surgeon_used_blocks"] == 0
+    assert after["surgeon_up"] == 1
