@@ -18,6 +18,7 @@ every window as far as first order does.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,14 +26,13 @@ from torch import Tensor
 from surgeon.analysis.jacobian import OperatorNorm, PowerIteration, push
 from surgeon.analysis.walk import LayerPass, Walk
 
+_JACOBIANS = ("attention_jacobian", "mlp_jacobian", "next_mlp_jacobian")
 TERMS = (
     "stream_norm",
     "update_norm",
     "attention_norm",
     "mlp_norm",
-    "attention_jacobian",
-    "mlp_jacobian",
-    "next_mlp_jacobian",
+    *_JACOBIANS,
     "attention_shift",
     "mlp_shift",
     "next_mlp_shift",
@@ -72,18 +72,16 @@ def pair_terms(walk: Walk, first: int, passed: LayerPass, power: PowerIteration)
     attention_at_x = walk.attention(following, x)
     shared = x if walk.reads_same else passed.middle + attention_at_x  # what the feed-forwards of the LP pair read
 
-    def attention(stream: Tensor) -> Tensor:
-        return walk.attention(following, stream)
-
-    def mlp(stream: Tensor) -> Tensor:
-        return walk.mlp(first, stream)
-
-    def next_mlp(stream: Tensor) -> Tensor:
-        return walk.mlp(following, stream)
-
-    attention_jacobian = power.norm(attention, x)
-    mlp_jacobian = power.norm(mlp, passed.middle, by_token=True)
-    next_mlp_jacobian = power.norm(next_mlp, shared, by_token=True)
+    attention, mlp, next_mlp = (
+        partial(walk.attention, following),
+        partial(walk.mlp, first),
+        partial(walk.mlp, following),
+    )
+    norms = [
+        power.norm(attention, x),
+        power.norm(mlp, passed.middle, by_token=True),
+        power.norm(next_mlp, shared, by_token=True),
+    ]
     # To first order; each difference is "in sequence" minus "in parallel".
     attention_change = push(attention, x, update)
     mlp_change = -push(mlp, passed.middle, shared - passed.middle)
@@ -92,28 +90,23 @@ def pair_terms(walk: Walk, first: int, passed: LayerPass, power: PowerIteration)
     # Added up from differences between outputs: a difference between streams would lose digits.
     error = (in_sequence.attention - attention_at_x) + (passed.mlp - mlp(shared))
     error = error + (in_sequence.mlp - next_mlp(shared))
+    sizes = {"update_norm": _norm(update), "attention_norm": _norm(attention_at_x), "mlp_norm": _norm(passed.mlp)}
+    jacobians = dict(zip(_JACOBIANS, (norm.value for norm in norms), strict=True))
+    shifts = _shifts(sizes, jacobians, walk.reads_same)
+    values = {"stream_norm": _norm(in_sequence.after), **sizes, **jacobians, **shifts}
+    values |= {"bound": sum(shifts.values()), "first_order": _norm(first_order), "error": _norm(error)}
+    return PairTerms(values, norms)
 
-    attention_shift = attention_jacobian.value * _norm(update)
-    reach = _norm(update) if walk.reads_same else _norm(passed.mlp) + attention_shift
-    shifts = {
+
+def _shifts(sizes: dict[str, float], jacobians: dict[str, float], reads_same: bool) -> dict[str, float]:
+    """The three terms of the bound in equation 12."""
+    attention_shift = jacobians["attention_jacobian"] * sizes["update_norm"]
+    reach = sizes["update_norm"] if reads_same else sizes["mlp_norm"] + attention_shift
+    return {
         "attention_shift": attention_shift,
-        "mlp_shift": 0.0 if walk.reads_same else mlp_jacobian.value * _norm(attention_at_x),
-        "next_mlp_shift": next_mlp_jacobian.value * reach,
+        "mlp_shift": 0.0 if reads_same else jacobians["mlp_jacobian"] * sizes["attention_norm"],
+        "next_mlp_shift": jacobians["next_mlp_jacobian"] * reach,
     }
-    values = {
-        "stream_norm": _norm(in_sequence.after),
-        "update_norm": _norm(update),
-        "attention_norm": _norm(attention_at_x),
-        "mlp_norm": _norm(passed.mlp),
-        "attention_jacobian": attention_jacobian.value,
-        "mlp_jacobian": mlp_jacobian.value,
-        "next_mlp_jacobian": next_mlp_jacobian.value,
-        **shifts,
-        "bound": sum(shifts.values()),
-        "first_order": _norm(first_order),
-        "error": _norm(error),
-    }
-    return PairTerms(values, [attention_jacobian, mlp_jacobian, next_mlp_jacobian])
 
 
 def layer_norm(walk: Walk, layer: int, stream: Tensor, power: PowerIteration) -> OperatorNorm:
