@@ -172,8 +172,12 @@ class RankEngine:
                 self._angles = self._turn(2 * longest)
             assert self._angles is not None
             turned = self._angles[0][layout.positions], self._angles[1][layout.positions]
-        machine = RankMachine(self, Pass(layout.attend, turned), self.collectives.group, iter(self.work))
+        machine = self.machine(Pass(layout.attend, turned), self.collectives.group, iter(self.work))
         return run(self.program, stream, machine)
+
+    def machine(self, shared: Pass, group: Group, work: Iterator[Work]) -> RankMachine:
+        """What runs steps on a group of ranks."""
+        return RankMachine(self, shared, group, work)
 
     def _turn(self, tokens: int) -> tuple[Tensor, Tensor] | None:
         """Rotary angles of the first so many positions."""
@@ -264,7 +268,7 @@ class RankMachine(Machine):
 
     def assign(self, fork: Fork) -> Iterable[tuple[Branch, Machine]]:
         branches, group = fork_share(fork, self.engine.rank, self.group)
-        machine = RankMachine(self.engine, self.shared, group, self.work)
+        machine = self.engine.machine(self.shared, group, self.work)
         # A group of several ranks has its branch's output on each of them; only the first adds it to the fork's sum.
         self.counted_elsewhere = group.index(self.engine.rank) > 0
         return [(branch, machine) for branch in branches]
