@@ -54,7 +54,7 @@ def generate(
             [tokens],
             max_new_tokens,
             notify=lambda newest: _write(
-                "".join(text.add(output.token) for output in newest if output.token is not None)
+                "".join(text.add(output.token) for output in newest.outputs if output.token is not None)
             ),
         )
     _write(text.rest() + "\n")

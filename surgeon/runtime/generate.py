@@ -16,8 +16,8 @@ from surgeon.runtime.engine import Figures, Phase
 from surgeon.runtime.launch import Ranks
 from surgeon.runtime.plan import Plan
 from surgeon.runtime.request import Request, Sampling
-from surgeon.runtime.scheduler import Limits, Output, check_length
-from surgeon.runtime.worker import ENGINE, complete, load, unload
+from surgeon.runtime.scheduler import Limits, check_length
+from surgeon.runtime.worker import ENGINE, Progress, complete, load, unload
 
 __all__ = ["ENGINE", "Generation", "generate", "load", "unload"]
 
@@ -76,7 +76,7 @@ def generate(
     new_tokens: int,
     stop: bool = True,
     name: str = ENGINE,
-    notify: Callable[[list[Output]], Any] | None = None,
+    notify: Callable[[Progress], Any] | None = None,
 ) -> Generation:
     """Decode greedily on ranks that have loaded the plan's model, all texts at the same time.
 

@@ -228,8 +228,9 @@ def _attention_scale(config: Any) -> float | None:
 def _rotary(config: Any, family: Family, max_tokens: int) -> Rotary:
     first = _unchanged(config)
     if first is not None and max_tokens > first:
+        kind = config.rope_parameters["rope_type"]
         raise ValueError(
-            f"{config.rope_parameters['rope_type']} rotary positions change beyond {first} tokens, which is not supported; "
+            f"{kind} rotary positions change beyond {first} tokens, which is not supported; "
             f"keep prompt and output together within {first} tokens (now {max_tokens})"
         )
     # The class is the same in all families but for a part of the features, which Llama's takes no notice of.

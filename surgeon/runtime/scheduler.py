@@ -18,6 +18,7 @@ No tensors here.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
@@ -59,6 +60,7 @@ class Output(NamedTuple):
         token: the new one, if any.
         finish_reason: if this was the last.
         cached: tokens of the prompt that were not computed.
+        admitted: when the request was first let in, by the machine's monotonic clock; None if it never was.
     """
 
     request: int
@@ -66,6 +68,7 @@ class Output(NamedTuple):
     logprob: TokenLogprob | None
     finish_reason: FinishReason | None
     cached: int
+    admitted: float | None
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,8 @@ class Sequence:
         tokens: prompt and output so far.
         computed: how many of them are in the cache.
         table: its blocks, while it runs.
-        cached: tokens of the prompt that were not computed when it was first let in; None before.
+        cached: tokens of the prompt that were not computed when it was first let in.
+        admitted: when that was.
     """
 
     request: Request
@@ -109,7 +113,8 @@ class Sequence:
     last: int
     computed: int = 0
     table: BlockTable = field(default_factory=BlockTable)
-    cached: int | None = None
+    cached: int = 0
+    admitted: float | None = None
 
 
 class Share(NamedTuple):
@@ -241,8 +246,8 @@ class Scheduler:
             self._refused_at = pool.releases
             return False
         sequence.table, sequence.computed = table, len(shared) * pool.block_tokens
-        if sequence.cached is None:
-            sequence.cached = sequence.computed
+        if sequence.admitted is None:
+            sequence.admitted, sequence.cached = time.monotonic(), sequence.computed
             self.tally.prompt_tokens += len(sequence.tokens)
             self.tally.cached_tokens += sequence.computed
         self.running.append(self.waiting.popleft())
@@ -274,7 +279,7 @@ class Scheduler:
         elif len(sequence.tokens) == sequence.last:
             reason = "length"
         if reason is None:
-            return Output(sequence.request.id, token, logprob, None, sequence.cached or 0)
+            return Output(sequence.request.id, token, logprob, None, sequence.cached, sequence.admitted)
         self.running.remove(sequence)
         return self._finish(sequence, token, logprob, reason)
 
@@ -283,7 +288,7 @@ class Scheduler:
     ) -> Output:
         self.pool.close(sequence.table)
         self.tally.finished += 1
-        return Output(sequence.request.id, token, logprob, reason, sequence.cached or 0)
+        return Output(sequence.request.id, token, logprob, reason, sequence.cached, sequence.admitted)
 
 
 def check_length(request: Request, room: int) -> None:

@@ -5,66 +5,108 @@
         for event in stream:
             print(event.text, end="")
 
-The ranks are processes of their own. Requests go to rank 0, whose scheduler decides what every forward pass computes;
-events come back and are turned into text here, away from the ranks. A thread of this process passes them on.
+The ranks are processes of their own. Requests go to rank 0, whose scheduler decides what every forward pass computes
+(scheduler.py, worker.py). What comes back is turned into text and looked through for stop texts here, so that the
+ranks need not wait for it; by the time a stop text is found they may be a pass ahead, whose tokens are dropped. One
+thread of this process receives from the ranks, notices when one of them ends, and passes everything on.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+import secrets
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
 from types import TracebackType
+from typing import Any
 
-from surgeon.runtime.request import Event, Sampling, Stats
+from surgeon.runtime.blocks import BLOCK_TOKENS
+from surgeon.runtime.engine import Figures
+from surgeon.runtime.footprint import choose_blocks
+from surgeon.runtime.launch import Ranks, choose_collectives, choose_device
+from surgeon.runtime.prepare import make_plan
+from surgeon.runtime.request import QueueFull, Request, Sampling, Stats
+from surgeon.runtime.scheduler import Limits, Output, check_length
+from surgeon.runtime.stream import Listener, OpenRequest, Stream
+from surgeon.runtime.worker import Account, Cancel, Progress, Report, load, serve
 
-Listener = Callable[[Event | Exception], None]
-
-
-class Stream(ABC):
-    """The events of one request, as they come; for one consumer, of one of these kinds.
-
-    - `for event in stream` waits for each event. It ends after the one with a finish reason.
-    - `async for event in stream` does the same in an event loop, without blocking it.
-    - `stream.listen(function)` has every event given to a function, on the service's own thread.
-
-    Whatever makes the request fail (`RankFailed` if a rank does) is raised to the first two and given to the third.
-
-    Attributes:
-        id: the request's.
-    """
-
-    id: int
-
-    @abstractmethod
-    def __iter__(self) -> Iterator[Event]: ...
-
-    @abstractmethod
-    def __aiter__(self) -> AsyncIterator[Event]: ...
-
-    @abstractmethod
-    def listen(self, listener: Listener) -> None:
-        """Give the events, from the first one on, to a function; the last is an error or has a finish reason."""
+__all__ = ["Listener", "Service", "Stream"]
 
 
-class Service(ABC):
+class Service:
     """Ranks that run one model, and the requests they work on. All methods may be called from any thread.
 
-    The constructor will be
-        Service(model: str | Path, *, ranks: int = 1, device: str = "auto", collectives: str = "auto",
-                program: str | None = None, tokenizer: Any = None, max_batch: int = 8, max_tokens: int | None = None,
-                blocks: int | None = None, memory: int | None = None, max_waiting: int = 64)
-
     Attributes:
+        plan: the model and its program.
+        collectives: how the ranks are connected.
+        device: "cpu" or "cuda".
+        blocks: of the cache, each for `BLOCK_TOKENS` tokens.
         max_tokens: the most that prompt and output of a request may have together: what the model and the whole
             cache have room for.
         failure: why the ranks have ended (`RankFailed`), noticed within seconds also while no request is open; None
             while they run.
     """
 
-    max_tokens: int
-    failure: Exception | None
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        ranks: int = 1,
+        device: str = "auto",
+        collectives: str = "auto",
+        program: str | None = None,
+        tokenizer: Any = None,
+        max_batch: int = 8,
+        max_tokens: int | None = None,
+        blocks: int | None = None,
+        memory: int | None = None,
+        max_waiting: int = 64,
+    ) -> None:
+        """Check everything that can be checked, then start ranks and load the model.
 
-    @abstractmethod
+        Args:
+            model: a checkpoint folder (edited by surgeon or not) or a hub name.
+            device: "cpu", "cuda" (a GPU for each rank) or "auto".
+            collectives: as `choose_collectives` takes it.
+            program: run this one instead of the checkpoint's own.
+            tokenizer: a tokenizer of `transformers`; without one events have no text.
+            max_batch: how many requests are computed together.
+            max_tokens: the most that prompt and output of a request may have together; what the model takes if None.
+            blocks: of the cache; if None, as many as `max_batch` of the longest requests need, as far as they fit.
+            memory: bytes that weights and cache may take, of all ranks together (of each on GPUs); most of what is
+                free if None.
+            max_waiting: requests that may be open beyond `max_batch`.
+
+        Raises:
+            FileNotFoundError: if there is no such model.
+            ValueError: if it cannot run so, or not within the memory; nothing has been started then.
+            RankFailed: if a rank fails.
+        """
+        self.device = choose_device(device, ranks)
+        self.collectives = choose_collectives(collectives, self.device)
+        if self.collectives == "none":
+            raise ValueError("ranks that are not connected (collectives none) compute wrong tokens; use auto")
+        self.plan = make_plan(model, ranks, max_tokens, program, self.device)
+        self.blocks = choose_blocks(self.plan, self.device, max_batch, blocks, memory)
+        self.max_tokens = min(self.plan.max_tokens, self.blocks * BLOCK_TOKENS)
+        limits = Limits(max_batch, self.max_tokens, max_waiting, max(512, max_batch), self.plan.ends)
+        self.failure: Exception | None = None
+        self._tokenizer = tokenizer
+        self._most_open = max_batch + max_waiting
+        self._open: dict[int, OpenRequest] = {}
+        self._numbers = count()
+        self._progress = Progress([], (0, 0, self.blocks, self.blocks))
+        self._accounts: dict[int, dict[int, Figures]] = {}
+        self._closed = self._draining = False
+        self._changed = threading.Condition(threading.RLock())
+        self._ranks = Ranks(ranks, self.device, self.collectives)
+        self._ranks.call(load, self.plan)
+        self._thread = threading.Thread(target=self._receive, args=(limits,), name="surgeon-service", daemon=True)
+        self._thread.start()
+
     def submit(self, prompt: Sequence[int], sampling: Sampling | None = None) -> Stream:
         """Ask for a continuation; it starts as soon as there is room for it.
 
@@ -78,22 +120,121 @@ class Service(ABC):
                 the service has no tokenizer, or if the service does not take requests any more.
             RankFailed: if a rank has failed.
         """
+        sampling = sampling or Sampling()
+        if sampling.seed is None and not sampling.greedy:
+            sampling = replace(sampling, seed=secrets.randbits(63))
+        request = Request(next(self._numbers), tuple(map(int, prompt)), sampling)
+        self._check(request)
+        opened = OpenRequest(request, self._tokenizer)
+        with self._changed:
+            if self.failure is not None:
+                raise self.failure
+            if self._closed or self._draining:
+                raise ValueError("the service is ending and takes no more requests")
+            if len(self._open) >= self._most_open:
+                raise QueueFull(f"{self._most_open} requests are open already; try again later")
+            self._open[request.id] = opened
+            self._post(request)
+        return opened.stream
 
-    @abstractmethod
+    def _check(self, request: Request) -> None:
+        check_length(request, self.max_tokens)
+        if any(not 0 <= token < self.plan.vocabulary for token in request.prompt):
+            raise ValueError(f"token ids must lie in 0..{self.plan.vocabulary - 1}, the model's vocabulary")
+        if request.sampling.stop and self._tokenizer is None:
+            raise ValueError("stop texts cannot be found without a tokenizer; give the service one")
+
     def cancel(self, request: int) -> bool:
         """End a request; its stream ends with "cancelled". False if it has ended already."""
+        with self._changed:
+            if request not in self._open:
+                return False
+            self._post(Cancel(request))
+            return True
 
-    @abstractmethod
     def stats(self) -> Stats:
         """What the service is doing, as of the last pass or cancellation; answers at once, also after a failure."""
+        return Stats(*self._progress.stats)
 
-    @abstractmethod
+    def figures(self) -> list[Figures]:
+        """What passes have cost so far, by rank; asks the ranks, so it takes up to the duration of a pass.
+
+        Raises:
+            RankFailed: if a rank has failed.
+            ValueError: if the service is closed.
+        """
+        ticket, ranks = next(self._numbers), self.plan.ranks
+        with self._changed:
+            accounts: dict[int, Figures] = {}
+            self._accounts[ticket] = accounts
+            self._post(Report(ticket))
+            self._changed.wait_for(lambda: len(accounts) == ranks or self._over)
+            del self._accounts[ticket]
+            if len(accounts) < ranks:
+                raise self.failure or ValueError("the service is closed")
+        return [accounts[rank] for rank in range(ranks)]
+
     def drain(self, timeout: float | None = None) -> bool:
         """Take no more requests, and wait until those open have ended; False if they have not within the seconds."""
+        with self._changed:
+            self._draining = True
+            return self._changed.wait_for(lambda: not self._open, timeout)
 
-    @abstractmethod
     def close(self) -> None:
         """Cancel what is open and end the ranks."""
+        with self._changed:
+            self._closed = True
+        self._ranks.kill()
+        self._thread.join()
+        self._ranks.close()
+
+    @property
+    def _over(self) -> bool:
+        return self._closed or self.failure is not None
+
+    def _post(self, message: Request | Cancel | Report) -> None:
+        """Send to rank 0. If it is gone, the other thread finds out why, and tells all who wait."""
+        with suppress(OSError):
+            self._ranks.post(0, message)
+
+    def _receive(self, limits: Limits) -> None:
+        """The thread's work: pass on what the ranks send, until they end."""
+        failure: Exception | None = None
+        try:
+            self._ranks.call(serve, self.blocks, limits, notify=self._hear)
+        except Exception as error:  # noqa: BLE001 - everybody who waits is told
+            failure = error
+        with self._changed:
+            if not self._closed:
+                self.failure = failure
+            left, self._open = list(self._open.values()), {}
+            self._changed.notify_all()
+        for opened in left:
+            opened.stream.put(self.failure or opened.cancelled())
+
+    def _hear(self, message: Progress | Account) -> None:
+        if isinstance(message, Account):
+            with self._changed:
+                if message.ticket in self._accounts:
+                    self._accounts[message.ticket][message.rank] = message.figures
+                self._changed.notify_all()
+            return
+        self._progress = message
+        for output in message.outputs:
+            self._tell(output)
+
+    def _tell(self, output: Output) -> None:
+        opened = self._open.get(output.request)
+        if opened is None:  # a stop text has ended it already
+            return
+        event = opened.event(output)
+        if event.finish_reason is not None:
+            with self._changed:
+                del self._open[output.request]
+                if output.finish_reason is None:
+                    self._post(Cancel(output.request))
+                self._changed.notify_all()
+        opened.stream.put(event)
 
     def __enter__(self) -> Service:
         return self

@@ -8,7 +8,6 @@ the next rows. What each pass brings for the requests is sent to the starting pr
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from surgeon.runtime.blocks import BlockPool
@@ -19,7 +18,7 @@ from surgeon.runtime.plan import Plan
 from surgeon.runtime.rank import Rank
 from surgeon.runtime.request import Request, TokenLogprob
 from surgeon.runtime.sampling import Sampler
-from surgeon.runtime.scheduler import Limits, Output, Scheduler, Share, Tally, Wanted
+from surgeon.runtime.scheduler import Limits, Output, Scheduler, Share, Wanted
 
 ENGINE = "engine"  # the name under which a rank keeps the engine of a single model
 
@@ -36,31 +35,23 @@ class Report(NamedTuple):
     ticket: int
 
 
-@dataclass(frozen=True)
-class Load:
-    """What is open on the ranks, and what they have done.
+class Progress(NamedTuple):
+    """From rank 0, after every pass and cancellation.
 
     Attributes:
-        used: blocks in use.
-        idle: blocks in nobody's use that a later request may share.
+        stats: the fields of `Stats`, in their order.
     """
 
-    running: int
-    waiting: int
-    blocks: int
-    used: int
-    idle: int
-    tally: Tally
+    outputs: list[Output]
+    stats: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Account:
-    """From a rank: what its passes have cost; rank 0 adds what is open."""
+class Account(NamedTuple):
+    """From a rank: what its passes have cost."""
 
     ticket: int
     rank: int
     figures: Figures
-    load: Load | None = None
 
 
 def load(rank: Rank, plan: Plan, name: str = ENGINE) -> None:
@@ -90,7 +81,7 @@ def complete(
     outputs: list[Output] = []
     while not leader.scheduler.idle:
         outputs += (newest := leader.step())
-        rank.notify(newest)
+        rank.notify(leader.progress(newest))
     rank.sender.send(None)
     return outputs, engine.figures
 
@@ -109,8 +100,8 @@ def serve(rank: Rank, blocks: int, limits: Limits, name: str = ENGINE) -> None:
             _obey(rank, leader, inbox.get())
         while not inbox.empty():
             _obey(rank, leader, inbox.get())
-        if not leader.scheduler.idle and (outputs := leader.step()):
-            rank.notify(outputs)
+        if not leader.scheduler.idle:
+            rank.notify(leader.progress(leader.step()))
 
 
 def _obey(rank: Rank, leader: Leader, message: Request | Cancel | Report) -> None:
@@ -118,10 +109,10 @@ def _obey(rank: Rank, leader: Leader, message: Request | Cancel | Report) -> Non
         leader.submit(message)
     elif isinstance(message, Cancel):
         if output := leader.cancel(message.request):
-            rank.notify([output])
+            rank.notify(leader.progress([output]))
     else:
         rank.sender.send(message)
-        rank.notify(Account(message.ticket, rank.rank, leader.engine.figures, leader.load()))
+        rank.notify(Account(message.ticket, rank.rank, leader.engine.figures))
 
 
 def follow(rank: Rank, engine: RankEngine, cache: PagedCache) -> None:
@@ -177,14 +168,26 @@ class Leader:
                 chosen.append(self._samplers[share.sequence.request.id].choose(next(given)))
         return chosen
 
-    def load(self) -> Load:
-        """What is open now."""
-        scheduler, pool = self.scheduler, self.scheduler.pool
-        return Load(
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
-            blocks=pool.blocks,
-            used=pool.blocks - pool.free,
-            idle=pool.idle,
-            tally=replace(scheduler.tally),
+    def progress(self, outputs: list[Output]) -> Progress:
+        """What the starting process is told."""
+        scheduler, pool, tally = self.scheduler, self.scheduler.pool, self.scheduler.tally
+        phases = self.engine.figures.prefill, self.engine.figures.decode
+        counts = [count for phase in phases for count in (phase.layers, phase.vocabulary)]
+        return Progress(
+            outputs,
+            (
+                len(scheduler.running),
+                len(scheduler.waiting),
+                pool.blocks,
+                pool.free,
+                tally.prompt_tokens,
+                tally.cached_tokens,
+                tally.new_tokens,
+                tally.finished,
+                tally.preempted,
+                sum(phase.passes for phase in phases),
+                sum(count.all_reduces for count in counts),
+                sum(count.all_gathers for count in counts),
+                sum(count.bytes for count in counts),
+            ),
         )

@@ -16,7 +16,7 @@ from surgeon.program import Program
 from surgeon.runtime.generate import generate, load, unload
 from surgeon.runtime.launch import Ranks
 from surgeon.runtime.prepare import SUPPORTED, make_plan
-from surgeon.runtime.scheduler import Output
+from surgeon.runtime.worker import Progress
 from tests.models import VOCABULARY, tiny_model
 from tests.runtime.on_ranks import logits_in_chunks
 
@@ -130,10 +130,11 @@ def test_greedy_tokens(vocabulary: int, ranks: Ranks, tmp_path: Path) -> None:
     wanted = model.generate(prompts, max_new_tokens=16, do_sample=False, eos_token_id=None)[:, prompts.shape[1] :]
     plan = make_plan(tmp_path, len(ranks.pids), prompts.shape[1] + 16)
     ranks.call(load, plan)
-    heard: list[list[Output]] = []
+    heard: list[Progress] = []
     result = generate(ranks, plan, prompts.tolist(), 16, stop=False, notify=heard.append)
     assert result.tokens == wanted.tolist()
-    assert [[output.token for output in text] for text in zip(*heard, strict=True)] == wanted.tolist()
+    by_text = zip(*(progress.outputs for progress in heard), strict=True)
+    assert [[output.token for output in text] for text in by_text] == wanted.tolist()
     assert result.decode_rate is not None
     assert result.layers_per_pass().all_reduces == result.program.sync_points(len(ranks.pids))
     ranks.call(unload)

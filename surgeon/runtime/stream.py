@@ -1,0 +1,132 @@
+"""The client's side of one request: its events for whoever waits for them, and the text that its tokens make."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Any
+
+from surgeon.runtime.request import Event, Request, Usage
+from surgeon.runtime.scheduler import Output
+from surgeon.runtime.text import Continuation, StopTexts
+
+_LOG = logging.getLogger(__name__)
+
+Listener = Callable[[Event | Exception], None]
+
+
+class Stream:
+    """The events of one request, as they come; for one consumer, of one of these kinds.
+
+    - `for event in stream` waits for each event. It ends after the one with a finish reason.
+    - `async for event in stream` does the same in an event loop, without blocking it.
+    - `stream.listen(function)` has every event given to a function, on the service's own thread.
+
+    Whatever makes the request fail (`RankFailed` if a rank does) is raised to the first two and given to the third.
+
+    Attributes:
+        id: the request's.
+    """
+
+    def __init__(self, request: int) -> None:
+        self.id = request
+        self._lock = threading.Lock()
+        self._events: SimpleQueue[Event | Exception] = SimpleQueue()
+        self._listener: Listener | None = None
+        self._over = False
+
+    def __iter__(self) -> Iterator[Event]:
+        while not self._over:
+            yield self._read(self._events.get())
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        loop, arrived = asyncio.get_running_loop(), asyncio.Queue[Event | Exception]()
+
+        def put(event: Event | Exception) -> None:
+            with suppress(RuntimeError):  # the loop has closed
+                loop.call_soon_threadsafe(arrived.put_nowait, event)
+
+        if not self._over:
+            self.listen(put)
+        while not self._over:
+            yield self._read(await arrived.get())
+
+    def _read(self, event: Event | Exception) -> Event:
+        if isinstance(event, Exception):
+            self._over = True
+            raise event
+        self._over = event.finish_reason is not None
+        return event
+
+    def listen(self, listener: Listener) -> None:
+        """Give the events, from the first one on, to a function; the last is an error or has a finish reason."""
+        with self._lock:
+            self._listener = listener
+            while not self._events.empty():
+                self._give(listener, self._events.get())
+
+    def put(self, event: Event | Exception) -> None:
+        """Have one more event; for the service."""
+        with self._lock:
+            if self._listener is None:
+                self._events.put(event)
+            else:
+                self._give(self._listener, event)
+
+    def _give(self, listener: Listener, event: Event | Exception) -> None:
+        try:
+            listener(event)
+        except Exception:  # noqa: BLE001 - of one client; the thread works for all
+            _LOG.exception("what listens to request %d has failed", self.id)
+
+
+class OpenRequest:
+    """What the service knows of a request until it has ended.
+
+    Attributes:
+        stream: where its events go.
+    """
+
+    def __init__(self, request: Request, tokenizer: Any) -> None:
+        self.stream = Stream(request.id)
+        self._request = request
+        self._submitted = time.monotonic()
+        self._text = None if tokenizer is None else Continuation(tokenizer, request.prompt)
+        self._stops = StopTexts(request.sampling.stop)
+        self._new = 0
+        self._cached = 0
+
+    def event(self, output: Output) -> Event:
+        """What the client is told of something that came from the ranks."""
+        token, reason = output.token, output.finish_reason
+        self._new += token is not None
+        self._cached = output.cached
+        text = self._shown(token, reason is not None)
+        return Event(
+            request=self._request.id,
+            tokens=() if token is None else (token,),
+            text=text,
+            logprobs=() if output.logprob is None else (output.logprob,),
+            finish_reason="stop" if self._stops.found else reason,
+            usage=self._usage(),
+            queue_seconds=0.0 if output.admitted is None else max(0.0, output.admitted - self._submitted),
+        )
+
+    def cancelled(self) -> Event:
+        """The last event of a request that nothing more will come for."""
+        return Event(self._request.id, (), self._shown(None, True), (), "cancelled", self._usage())
+
+    def _shown(self, token: int | None, last: bool) -> str:
+        if self._text is None:
+            return ""
+        text = "" if token is None else self._text.add(token)
+        shown = self._stops.add(text + self._text.rest() if last else text)
+        return shown + self._stops.rest() if last else shown
+
+    def _usage(self) -> Usage:
+        return Usage(len(self._request.prompt), self._cached, self._new)
