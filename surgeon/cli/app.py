@@ -23,6 +23,7 @@ from surgeon.cli.report import report
 from surgeon.cli.scan import scan
 from surgeon.cli.search import search
 from surgeon.cli.sensitivity import sensitivity
+from surgeon.cli.serve import serve
 from surgeon.cli.similarity import similarity
 from surgeon.cli.spectrum import spectrum
 
@@ -36,6 +37,7 @@ COMMANDS = (
     (export, "Write the changed model as a checkpoint."),
     (evaluate, "Measure accuracy on tasks with lm-eval."),
     (generate, "Continue a text, on one or several ranks."),
+    (serve, "Answer requests as OpenAI's API does, on one or several ranks."),
     (report, "Put what was measured into one HTML page."),
     (demo, "All of this on a small model that ships with surgeon."),
 )

@@ -154,16 +154,17 @@ def test_stop_texts(client: OpenAI) -> None:
 
 
 def test_end_tokens_end_unless_ignored(client: OpenAI, tokenizer: Any) -> None:
-    """A penalty below 1 that favours tokens of the prompt makes the end token come, whatever the model thinks."""
+    """A penalty near 0 makes tokens of the prompt, the end token among them, far likelier than all others."""
     prompt = [*tokenizer(PROMPT).input_ids, tokenizer.eos_token_id]
-    asked: dict[str, Any] = {**GREEDY, "max_tokens": 200, "temperature": 5, "seed": 1}
-    ended = client.completions.create(prompt=prompt, **asked)
+    extra = {"repetition_penalty": 0.1}
+    ended = client.completions.create(prompt=prompt, **GREEDY, extra_body=extra)
     assert ended.choices[0].finish_reason == "stop"
     assert ended.usage is not None
-    assert ended.usage.completion_tokens < 200
-    going_on = client.completions.create(prompt=prompt, **asked, extra_body=IGNORE_END)
+    assert ended.usage.completion_tokens < NEW
+    going_on = client.completions.create(prompt=prompt, **GREEDY, extra_body=extra | IGNORE_END)
     assert going_on.choices[0].finish_reason == "length"
-    assert going_on.choices[0].text.startswith(ended.choices[0].text)
+    assert going_on.usage is not None
+    assert going_on.usage.completion_tokens == NEW
 
 
 def test_logprobs_are_the_models(client: OpenAI, reference: Any, tokenizer: Any) -> None:
@@ -245,16 +246,6 @@ def test_chat_logprobs_and_usage(client: OpenAI) -> None:
     assert whole.usage is not None
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == 10
     assert all(chunk.usage is None for chunk in chunks[:-1])
-
-
-def test_a_chat_goes_on_until_there_is_no_room(server: Server) -> None:
-    long = "dog " * 2100
-    counted = server.post("/v1/completions", prompt=long, max_tokens=1).json()["usage"]["prompt_tokens"]
-    assert counted > 4000
-    body = {"messages": [{"role": "user", "content": "dog " * 1365}], "temperature": 0, "ignore_eos": True}
-    answer = server.post("/v1/chat/completions", **body).json()
-    assert answer["choices"][0]["finish_reason"] == "length"
-    assert answer["usage"]["total_tokens"] == 8192
 
 
 def test_begun_prompts_are_shared(server: Server) -> None:

@@ -1,0 +1,119 @@
+"""`surgeon serve`: the OpenAI API for a checkpoint, on one rank or several."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+def serve(
+    model: Annotated[str, typer.Argument(metavar="DIR", help="A checkpoint folder, edited or not, or a hub name.")],
+    tp: Annotated[int, typer.Option(min=1, help="How many tensor-parallel ranks to run on.")] = 1,
+    host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 takes any that is free.")] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="SURGEON_API_KEY",
+            help="What clients have to send; better set in the environment, where other users do not see it.",
+            show_default=False,
+            show_envvar=True,
+        ),
+    ] = None,
+    served_model_name: Annotated[
+        str | None,
+        typer.Option(help="What clients call the model. Default: the folder's name.", show_default=False),
+    ] = None,
+    max_batch: Annotated[int, typer.Option(min=1, help="Requests that are computed together.")] = 8,
+    max_waiting: Annotated[int, typer.Option(min=0, help="Requests that may wait; further ones are refused.")] = 64,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            help="Tokens that prompt and answer of a request may have together. Default: the model's positions.",
+            show_default=False,
+        ),
+    ] = None,
+    blocks: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Blocks of the cache, of 16 tokens each. Default: enough for --max-batch of the longest requests, if "
+            "the memory suffices.",
+            show_default=False,
+        ),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory for weights and cache, such as 512MB or 2GB: of all ranks together on a CPU, of each GPU. "
+            "Default: most of what is free.",
+            show_default=False,
+        ),
+    ] = None,
+    program: Annotated[
+        str | None,
+        typer.Option(help='Run this program instead of the checkpoint\'s own, e.g. "A0 F0 [A1 A2] [F1 F2]".'),
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="cpu, cuda (one GPU per rank), or auto: cuda where there are enough.")
+    ] = "auto",
+    collectives: Annotated[
+        str,
+        typer.Option(help="shm (shared memory, CPU ranks of one machine), gloo, nccl, or auto: the fastest that fits."),
+    ] = "auto",
+) -> None:
+    """Serve a model with OpenAI's API, on one or more ranks, until SIGTERM or Ctrl-C.
+
+    /v1/completions and /v1/chat/completions answer whole or as a stream; /v1/models names the model; /health and
+    /metrics (for Prometheus) need no key. Requests are computed together as they come, with a temperature of 1 unless
+    they say otherwise. SIGTERM finishes those that are open and takes no more; Ctrl-C, or a second SIGTERM, ends at
+    once.
+
+    Try it: curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json'
+    -d '{"prompt": "import os", "max_tokens": 20}'
+    """
+    import warnings
+
+    import surgeon.server  # noqa: F401 - first, because it says at once if a package is missing
+    from surgeon.memory import parse_size
+    from surgeon.runtime.service import Service
+    from surgeon.runtime.text import open_tokenizer
+    from surgeon.server.run import bind, run, url_of
+    from surgeon.server.state import State
+    from surgeon.server.texts import Texts
+
+    if api_key is not None and not api_key.strip():
+        raise ValueError("the API key is empty; give one, or leave --api-key and SURGEON_API_KEY out")
+    limit = None if memory is None else parse_size(memory)
+    tokenizer = open_tokenizer(model)
+    with bind(host, port) as bound:
+        if api_key is None and host not in LOOPBACK:
+            warnings.warn(f"whoever reaches {host} can use the model; set --api-key or SURGEON_API_KEY", stacklevel=1)
+        with Service(
+            model,
+            ranks=tp,
+            device=device,
+            collectives=collectives,
+            program=program,
+            tokenizer=tokenizer,
+            max_batch=max_batch,
+            max_tokens=max_tokens,
+            blocks=blocks,
+            memory=limit,
+            max_waiting=max_waiting,
+        ) as service:
+            name = served_model_name or name_of(model)
+            state = State(service, Texts(tokenizer), name, max_batch + max_waiting, api_key)
+            run(state, bound, lambda: print(f"serving {name} at {url_of(bound)}", file=sys.stderr, flush=True))
+
+
+def name_of(model: str) -> str:
+    """What a model is called if nobody says: a folder's own name, a hub name as it is."""
+    from pathlib import Path
+
+    return Path(model).resolve().name if Path(model).is_dir() else model
