@@ -1,0 +1,303 @@
+"""Where the time of forward passes goes, on every rank: in computing, or in waiting for other ranks.
+
+A `TimedEngine` computes what a `RankEngine` does, and notes when each step was computed and when each collective was
+started and waited for. Times are the machine's monotonic clock in seconds, so that those of its ranks can be compared.
+They are what the process sees, which is what happens on a CPU; a GPU goes on while its process waits, so there only
+the times of whole passes mean something.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from surgeon.execute import Branch, Machine, Pending
+from surgeon.program import Fork, Step
+from surgeon.runtime.collectives import Collectives, Counts, Unconnected
+from surgeon.runtime.engine import Figures, RankEngine, RankMachine
+from surgeon.runtime.layers import Pass
+from surgeon.runtime.paged_cache import PagedCache
+from surgeon.runtime.placement import Group, Work
+from surgeon.runtime.plan import Plan
+from surgeon.runtime.rank import Rank
+from surgeon.runtime.request import Request
+from surgeon.runtime.scheduler import Limits, Row
+from surgeon.runtime.worker import complete
+
+now = time.perf_counter  # one clock for all processes of a machine on Linux
+
+EMBEDDING, HEAD, JOIN = "embedding", "head", "join"
+
+
+@dataclass(slots=True)
+class Computation:
+    """One step on one rank."""
+
+    step: Step
+    began: float
+    ended: float
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One collective on one rank.
+
+    Attributes:
+        what: the step whose output it sums, or the fork's join, the embedding, the head.
+        group: the ranks in it.
+        vocabulary: whether it is one of the embedding or the head.
+        gather: whether it is an all-gather.
+        bytes: of this rank's operand, as sent.
+        began: when it was started.
+        started: when starting it was done, and the rank could go on.
+        waited: when the rank came back for its result.
+        ended: when it had it.
+    """
+
+    what: Step | str
+    group: Group
+    vocabulary: bool
+    gather: bool
+    bytes: int
+    began: float
+    started: float
+    waited: float = 0.0
+    ended: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """What it has kept this rank from computing."""
+        return self.started - self.began + self.ended - self.waited
+
+
+@dataclass(slots=True)
+class PassTiming:
+    """One forward pass on one rank.
+
+    Attributes:
+        decode: whether it added one token to each text.
+        tokens: that went through it.
+        began: when the rank turned to it; on rank 0 this is the end of the pass before.
+        waiting: seconds in collectives, starting them included; None where that cannot be told.
+        steps: seconds of each step's computation, in the order of the rank's work.
+        layers: collectives of the program's steps and forks.
+        vocabulary: collectives of the embedding and the output head.
+    """
+
+    decode: bool
+    tokens: int
+    began: float
+    ended: float
+    waiting: float | None
+    steps: list[float]
+    layers: Counts
+    vocabulary: Counts
+    computations: list[Computation] = field(default_factory=list)
+    exchanges: list[Exchange] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        """From beginning to end."""
+        return self.ended - self.began
+
+
+@dataclass
+class Run:
+    """What one rank measured while some texts were continued.
+
+    Attributes:
+        began: when the rank was asked to.
+    """
+
+    began: float
+    passes: list[PassTiming]
+
+
+class Recorder:
+    """Collects what happens in a pass.
+
+    Attributes:
+        figures: of the engine, which tell collectives of the vocabulary from others.
+        what: being computed.
+        events: whether each pass keeps its computations and exchanges.
+    """
+
+    def __init__(self, figures: Figures, on_gpu: bool) -> None:
+        self.figures = figures
+        self.on_gpu = on_gpu
+        self.what: Step | str = EMBEDDING
+        self.events = False
+        self.computations: list[Computation] = []
+        self.exchanges: list[Exchange] = []
+        self.passes: list[PassTiming] = []
+
+    def close(self, decode: bool, tokens: int, began: float) -> None:
+        """End a pass."""
+        waiting = sum(exchange.seconds for exchange in self.exchanges)
+        timing = PassTiming(
+            decode=decode,
+            tokens=tokens,
+            began=began,
+            ended=now(),
+            waiting=None if self.on_gpu else waiting,
+            steps=[one.ended - one.began for one in self.computations],
+            layers=_count(exchange for exchange in self.exchanges if not exchange.vocabulary),
+            vocabulary=_count(exchange for exchange in self.exchanges if exchange.vocabulary),
+        )
+        if self.events:
+            timing.computations, timing.exchanges = self.computations, self.exchanges
+        self.passes.append(timing)
+        self.computations, self.exchanges, self.what = [], [], EMBEDDING
+
+    def is_vocabulary(self, counts: Counts) -> bool:
+        """Whether what is counted here belongs to the embedding or the head."""
+        return counts is self.figures.prefill.vocabulary or counts is self.figures.decode.vocabulary
+
+
+def _count(exchanges: Iterator[Exchange]) -> Counts:
+    counts = Counts()
+    for exchange in exchanges:
+        counts.all_gathers += exchange.gather
+        counts.all_reduces += not exchange.gather
+        counts.bytes += exchange.bytes
+    return counts
+
+
+class TimedCollectives(Collectives):
+    """Other collectives, whose every call is noted."""
+
+    def __init__(self, inner: Collectives, recorder: Recorder) -> None:
+        super().__init__(inner.rank, inner.group)
+        self.inner = inner
+        self.recorder = recorder
+
+    @property
+    def exact(self) -> Collectives:
+        """The same ranks, but nothing that is sent loses precision."""
+        return TimedCollectives(self.inner.exact, self.recorder)
+
+    def all_reduce(self, tensor: Tensor, counts: Counts) -> Callable[[], Tensor]:
+        """Start summing a tensor over the group; waiting on the result gives the sum."""
+        return self._timed(self.inner.all_reduce, tensor, counts)
+
+    def start_all_gather(self, tensor: Tensor, counts: Counts) -> Callable[[], Tensor]:
+        """The group's tensors, only started; waiting on the result gives the joined tensors."""
+        return self._timed(self.inner.start_all_gather, tensor, counts, HEAD)
+
+    def _timed(
+        self,
+        start: Callable[[Tensor, Counts], Callable[[], Tensor]],
+        tensor: Tensor,
+        counts: Counts,
+        vocabulary_name: str = EMBEDDING,
+    ) -> Callable[[], Tensor]:
+        recorder = self.recorder
+        gathers, sent = counts.all_gathers, counts.bytes
+        began = now()
+        wait = start(tensor, counts)
+        started = now()
+        if counts.bytes == sent:
+            return wait
+        vocabulary = recorder.is_vocabulary(counts)
+        exchange = Exchange(
+            what=vocabulary_name if vocabulary else recorder.what,
+            group=self.group,
+            vocabulary=vocabulary,
+            gather=counts.all_gathers > gathers,
+            bytes=counts.bytes - sent,
+            began=began,
+            started=started,
+        )
+        recorder.exchanges.append(exchange)
+
+        def timed_wait() -> Tensor:
+            exchange.waited = now()
+            result = wait()
+            exchange.ended = now()
+            return result
+
+        return timed_wait
+
+    def _connect(self, group: Group) -> Collectives:
+        return TimedCollectives(self.inner.subgroup(group), self.recorder)
+
+    def _all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
+        return self.inner._all_reduce(tensor)
+
+    def _all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
+        return self.inner._all_gather(tensor)
+
+
+class TimedEngine(RankEngine):
+    """A rank's engine that notes where its passes' time goes."""
+
+    def __init__(self, plan: Plan, rank: Rank, collectives: Collectives) -> None:
+        self.recorder = Recorder(Figures(), rank.device.type == "cuda")
+        super().__init__(plan, TimedCollectives(collectives, self.recorder), rank.device)
+
+    def step(self, rows: Sequence[Row], cache: PagedCache) -> tuple[list[int], Tensor | None]:
+        """One forward pass, which extends the cache."""
+        began = self._since or now()
+        self.recorder.figures = self.figures
+        results = super().step(rows, cache)
+        decode = self.counts is self.figures.decode
+        self.recorder.close(decode, sum(len(row.tokens) for row in rows), began)
+        return results
+
+    def machine(self, shared: Pass, group: Group, work: Iterator[Work]) -> RankMachine:
+        """What runs steps on a group of ranks."""
+        return TimedMachine(self, shared, group, work, self.recorder)
+
+
+class TimedMachine(RankMachine):
+    """One pass on one rank, whose every step is noted."""
+
+    def __init__(
+        self, engine: RankEngine, shared: Pass, group: Group, work: Iterator[Work], recorder: Recorder
+    ) -> None:
+        super().__init__(engine, shared, group, work)
+        self.recorder = recorder
+        self.joins = False
+
+    def compute(self, step: Step, stream: Tensor) -> Tensor:
+        self.recorder.what = step
+        began = now()
+        output = super().compute(step, stream)
+        self.recorder.computations.append(Computation(step, began, now()))
+        return output
+
+    def reduce(self, output: Tensor) -> Pending:
+        if self.joins:
+            self.recorder.what, self.joins = JOIN, False
+        return super().reduce(output)
+
+    def assign(self, fork: Fork) -> list[tuple[Branch, Machine]]:
+        self.joins = True
+        return list(super().assign(fork))
+
+
+def load_timed(rank: Rank, plan: Plan, name: str, connected: bool = True) -> None:
+    """Runs on a rank: load its slices of a model, and keep the timed engine under a name.
+
+    Args:
+        connected: whether ranks wait for each other and add up what they compute; without, what they compute is wrong.
+    """
+    apart = Unconnected(rank.rank, tuple(range(rank.settings.ranks)))
+    rank.kept[name] = TimedEngine(plan, rank, rank.collectives if connected or rank.settings.ranks == 1 else apart)
+
+
+def run_timed(rank: Rank, requests: list[Request], blocks: int, limits: Limits, name: str, events: bool = False) -> Run:
+    """Runs on a rank: continue texts until all have ended, and say where the time went.
+
+    Args:
+        events: whether to return every computation and exchange of every pass.
+    """
+    engine: TimedEngine = rank.kept[name]
+    recorder = engine.recorder
+    recorder.passes, recorder.events = [], events
+    began = now()
+    complete(rank, requests, blocks, limits, name)
+    return Run(began, recorder.passes)
