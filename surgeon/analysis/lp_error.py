@@ -72,11 +72,8 @@ def pair_terms(walk: Walk, first: int, passed: LayerPass, power: PowerIteration)
     attention_at_x = walk.attention(following, x)
     shared = x if walk.reads_same else passed.middle + attention_at_x  # what the feed-forwards of the LP pair read
 
-    attention, mlp, next_mlp = (
-        partial(walk.attention, following),
-        partial(walk.mlp, first),
-        partial(walk.mlp, following),
-    )
+    attention = partial(walk.attention, following)
+    mlp, next_mlp = partial(walk.mlp, first), partial(walk.mlp, following)
     norms = [
         power.norm(attention, x),
         power.norm(mlp, passed.middle, by_token=True),

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import signal
 import statistics
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,35 +14,17 @@ import torch
 from torch.nn import functional
 
 import surgeon
-from surgeon.analysis import scan as scan_module
-from surgeon.analysis.cells import HEATMAPS, SCANNED, permutation_seeds, scan_cells, select
-from surgeon.analysis.measure import measure
-from surgeon.analysis.scan import Scan, scan
-from surgeon.analysis.scan_journal import JOURNAL
+from surgeon.analysis.cells import HEATMAPS, SCANNED, permutation_seeds, scan_cells
 from surgeon.analysis.tables import COLUMNS, PERMUTATION_COLUMNS
 from surgeon.families import family_of
 from surgeon.operations import permutation
 from surgeon.program import Program
 from surgeon.quality.data import Windows
-from tests.models import VOCABULARY, save_checkpoint, tiny_model
+from tests.analysis.scanning import LAYERS, plain_nll, run
+from tests.models import tiny_model
 from tests.reference import Reference
 
-LAYERS = 4
 WINDOWS, TOKENS = 5, 12
-
-
-@pytest.fixture
-def windows() -> Windows:
-    ids = torch.randint(VOCABULARY, (WINDOWS, TOKENS), generator=torch.Generator().manual_seed(5))
-    return Windows(ids, "random", "digest")
-
-
-def run(folder: Path, windows: Windows, model: Any = None, operations: list[str] | None = None, **options: Any) -> Scan:
-    """A scan; options that say which cells are taken out for `select`."""
-    options = {"weights_hash": "weights"} | options
-    wanted = {name: options.pop(name) for name in ("layers", "every", "max_length", "permutations") if name in options}
-    model = model or tiny_model("llama", LAYERS)
-    return scan(model, windows, folder, select(operations or SCANNED, LAYERS, **wanted), **options)
 
 
 def plain_loop(model: Any, ids: torch.Tensor, program: Program) -> tuple[float, float]:
@@ -69,14 +45,8 @@ def plain_loop(model: Any, ids: torch.Tensor, program: Program) -> tuple[float, 
 
 
 def nll_of(program: Program | None, ids: torch.Tensor) -> list[float]:
-    """Mean negative log-likelihood of each window, from the full logits of an edited model."""
-    model = tiny_model("llama", LAYERS)
-    if program is not None:
-        surgeon.edit(model, program)
-    with torch.no_grad():
-        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
-    nll = functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
-    return [float(value) for value in nll.double().mean(-1)]
+    """Mean negative log-likelihood of each window under a program, or the unedited one."""
+    return plain_nll(tiny_model("llama", LAYERS), ids, program or Program.dense(LAYERS))
 
 
 def t_interval(nll: list[float]) -> list[float]:
@@ -173,49 +143,6 @@ def test_a_cell_of_shuffle_is_the_mean_over_its_permutations(windows: Windows, t
     assert row["divergence"] == pytest.approx(orders.loc[(0, 3), "divergence"].mean(), rel=1e-6)
 
 
-def test_more_permutations_are_added_to_a_folder(windows: Windows, tmp_path: Path) -> None:
-    folder = tmp_path / "both"
-    run(folder, windows, operations=["shuffle"])
-    more = run(folder, windows, operations=["shuffle"], permutations=3)
-    orders = pd.read_csv(folder / "permutations.csv")
-    lines = [json.loads(line) for line in (folder / JOURNAL).read_text().splitlines()]
-    measured = [line["program"] for line in lines if "program" in line]
-    different = {
-        " ".join(f"A{k} F{k}" for k in [*range(first), *map(int, order.split()), *range(last + 1, LAYERS)])
-        for first, last, order in orders[["first", "last", "order"]].itertuples(index=False)
-    }
-    assert sorted(measured) == sorted(different), "each order once, those of the first run not again"
-    at_once = run(tmp_path / "at-once", windows, operations=["shuffle"], permutations=3)
-    pd.testing.assert_frame_equal(more.table, at_once.table, rtol=1e-6, atol=1e-6)
-    again = run(folder, windows, operations=["prune"], permutations=1)
-    assert again.record["permutations"] == 3, "what was finer stays finer"
-    shuffled = again.table[again.table["operation"] == "shuffle"]
-    pd.testing.assert_frame_equal(shuffled, at_once.table, rtol=1e-6, atol=1e-6)
-
-
-def test_cells_are_added_to_a_folder(windows: Windows, tmp_path: Path) -> None:
-    run(tmp_path, windows, operations=["prune"], layers=range(0, 2))
-    run(tmp_path, windows, operations=["prune", "lp"], layers=range(2, 4))
-    grid = run(tmp_path, windows, operations=["lp"], every=2)
-    found = list(grid.table[["operation", "first", "last"]].itertuples(index=False, name=None))
-    expected = [("prune", 0, 0), ("prune", 0, 1), ("prune", 1, 1), ("prune", 2, 2), ("prune", 2, 3), ("prune", 3, 3)]
-    expected += [("lp", 0, 1), ("lp", 0, 3), ("lp", 2, 2), ("lp", 2, 3), ("lp", 3, 3)]
-    assert found == expected
-    assert [earlier["layers"] for earlier in grid.record["earlier"]] == ["0:2", "2:4"]
-    assert (grid.record["layers"], grid.record["every"]) == ("0:4", 2)
-    assert grid.record["operations"] == ["prune", "lp"]
-
-
-def test_what_an_interrupted_scan_was_asked_for_is_not_asked_for_again(
-    windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(scan_module, "measure", stopping(3))
-    with pytest.raises(Stopped):
-        run(tmp_path, windows)
-    monkeypatch.undo()
-    assert len(run(tmp_path, windows, operations=["prune"], every=2).table) == 3
-
-
 def test_the_count_of_sublayers_is_what_ran(windows: Windows, tmp_path: Path) -> None:
     model = tiny_model("llama", LAYERS)
     calls = []
@@ -231,113 +158,6 @@ def test_the_count_of_sublayers_is_what_ran(windows: Windows, tmp_path: Path) ->
 def test_windows_in_parts_give_the_same_numbers(batch: int, windows: Windows, tmp_path: Path) -> None:
     whole, parts = run(tmp_path / "whole", windows).table, run(tmp_path / "parts", windows, batch=batch).table
     pd.testing.assert_frame_equal(whole, parts, rtol=1e-6, atol=1e-6)
-
-
-class Stopped(Exception):
-    pass
-
-
-def stopping(after: int) -> Any:
-    def stop(*arguments: Any, **options: Any) -> Iterator[Any]:
-        for count, measured in enumerate(measure(*arguments, **options)):
-            if count == after:
-                raise Stopped
-            yield measured
-
-    return stop
-
-
-@pytest.mark.parametrize("stops", [[0], [1], [17], [40, 10, 3], [20, 20, 20, 20]])
-def test_interrupted_and_resumed(
-    stops: list[int], windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run(tmp_path / "at-once", windows, batch=2)
-    for after in stops:
-        monkeypatch.setattr(scan_module, "measure", stopping(after))
-        with pytest.raises(Stopped):
-            run(tmp_path / "stopped", windows, batch=2)
-        monkeypatch.undo()
-        with (tmp_path / "stopped" / JOURNAL).open("a") as journal:
-            journal.write('{"program":"A0 F0","sta')  # a kill while a line is written
-    result = run(tmp_path / "stopped", windows, batch=2)
-    for name in ("cells.csv", "scan.json"):
-        assert (tmp_path / "at-once" / name).read_bytes() == (tmp_path / "stopped" / name).read_bytes()
-    assert len(result.table) == 50
-
-
-def test_a_finished_scan_runs_nothing_again(windows: Windows, tmp_path: Path) -> None:
-    run(tmp_path, windows)
-    before = (tmp_path / "cells.csv").read_bytes(), (tmp_path / JOURNAL).read_bytes()
-    model = tiny_model("llama", LAYERS)
-    for layer in model.model.layers:
-        layer.register_forward_hook(lambda *_: pytest.fail("a layer ran"))
-        layer.mlp.register_forward_hook(lambda *_: pytest.fail("a layer ran"))
-    run(tmp_path, windows, model)
-    assert before == ((tmp_path / "cells.csv").read_bytes(), (tmp_path / JOURNAL).read_bytes())
-
-
-def test_operations_can_be_added_to_a_folder(windows: Windows, tmp_path: Path) -> None:
-    run(tmp_path / "both", windows, operations=["prune", "parallel"])
-    run(tmp_path / "one-by-one", windows, operations=["parallel"])
-    run(tmp_path / "one-by-one", windows, operations=["prune"])
-    both, added = (pd.read_csv(tmp_path / name / "cells.csv") for name in ("both", "one-by-one"))
-    pd.testing.assert_frame_equal(both, added, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"weights_hash": "other"}, "another model .*weights, now other"),
-        ({"seed": 1}, "another seed: 0, now 1"),
-        (
-            {"windows": Windows(torch.zeros(WINDOWS, TOKENS + 1, dtype=torch.long), "", "digest")},
-            f"another window size: {TOKENS}, now {TOKENS + 1}",
-        ),
-        (
-            {"windows": Windows(torch.zeros(WINDOWS, TOKENS, dtype=torch.long), "", "else")},
-            "another text .*digest, now else",
-        ),
-    ],
-)
-def test_a_folder_of_another_scan_is_refused(
-    change: dict[str, Any], message: str, windows: Windows, tmp_path: Path
-) -> None:
-    run(tmp_path, windows, operations=["prune"])
-    before = (tmp_path / "cells.csv").read_bytes()
-    with pytest.raises(ValueError, match=message):
-        run(tmp_path, **({"windows": windows} | change))
-    assert (tmp_path / "cells.csv").read_bytes() == before
-
-
-def test_a_damaged_journal_is_said_to_be(windows: Windows, tmp_path: Path) -> None:
-    run(tmp_path, windows, operations=["prune"])
-    journal = tmp_path / JOURNAL
-    lines = journal.read_text().splitlines()
-    beyond = '{"program": "A0", "windows": [99], "nll": [0], "divergence": [0]}'
-    for damage in ("not json", "[]", '{"other": 1}', beyond):
-        journal.write_text("\n".join([*lines[:3], damage, *lines[3:]]) + "\n")
-        with pytest.raises(ValueError, match="damaged in line 4; delete the file to begin again"):
-            run(tmp_path, windows)
-
-
-def test_two_scans_do_not_write_to_one_folder(
-    windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def second(*_: Any, **__: Any) -> Any:
-        monkeypatch.undo()
-        with pytest.raises(OSError, match="another scan is writing"):
-            run(tmp_path, windows)
-        raise Stopped
-
-    monkeypatch.setattr(scan_module, "measure", second)
-    with pytest.raises(Stopped):
-        run(tmp_path, windows)
-
-
-def test_an_output_folder_that_is_a_file(windows: Windows, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="file"):
-        run(tmp_path / "file", windows)
 
 
 def test_a_model_that_is_no_good_itself_is_refused(windows: Windows, tmp_path: Path) -> None:
@@ -374,51 +194,3 @@ def test_an_edited_model_is_refused(windows: Windows, tmp_path: Path) -> None:
     model = surgeon.edit(tiny_model("llama", LAYERS), "A0 F0 [A1 A2] [F1 F2] A3 F3")
     with pytest.raises(ValueError, match="edited program"):
         run(tmp_path, windows, model)
-
-
-KILLED = """
-import sys, time
-from surgeon.analysis.scan_journal import ScanJournal
-slow = ScanJournal.add
-def add(self, *measured):
-    slow(self, *measured)
-    time.sleep(0.02)
-ScanJournal.add = add
-from surgeon.cli.app import main
-raise SystemExit(main(sys.argv[1:]))
-"""
-
-
-def test_killed_and_started_again(tmp_path: Path, tiny_text: Path) -> None:
-    model = save_checkpoint(tmp_path / "model", num_layers=3)
-    arguments = [
-        "scan",
-        str(model),
-        "--data",
-        str(tiny_text),
-        "--window",
-        "16",
-        "--tokens",
-        "128",
-        "--batch",
-        "2",
-        "--screen",
-    ]
-    command = [sys.executable, "-c", KILLED, *arguments]
-    environment = os.environ | {"PYTHONPATH": str(Path(surgeon.__file__).parents[1])}
-    folder = tmp_path / "killed"
-    child = subprocess.Popen([*command, "-o", str(folder)], env=environment, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while not (folder / JOURNAL).exists() or (folder / JOURNAL).read_bytes().count(b"\n") < 20:
-        assert child.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    child.send_signal(signal.SIGKILL)
-    child.wait()
-    assert not (folder / "cells.csv").exists()
-    whole = subprocess.run([*command, "-o", str(folder)], env=environment, capture_output=True, text=True, check=True)
-    assert "sublayers run" in whole.stdout
-    from surgeon.cli.app import main
-
-    assert main([*arguments, "-o", str(tmp_path / "whole")]) == 0
-    assert (folder / "cells.csv").read_bytes() == (tmp_path / "whole" / "cells.csv").read_bytes()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,17 +13,15 @@ import pandas as pd
 import pytest
 import torch
 from scipy import stats
-from torch.nn import functional
 
-import surgeon
 from surgeon.analysis import scan as scan_module
 from surgeon.analysis.cells import scan_cells, select
-from surgeon.analysis.measure import measure
 from surgeon.analysis.scan import Scan, scan
 from surgeon.analysis.scan_journal import JOURNAL
 from surgeon.analysis.screen import HOPELESS, LARGEST_ERROR, SHARE_OF_DAMAGE, is_settled, rounds, spread
 from surgeon.program import Program
 from surgeon.quality.data import Windows
+from tests.analysis.scanning import Stopped, plain_nll, stopping
 from tests.models import VOCABULARY, tiny_model
 
 LAYERS, WINDOWS, TOKENS = 4, 20, 64
@@ -110,16 +107,6 @@ def run(folder: Path, windows: Windows, model: Any, screened: bool = True, **opt
     return scan(model, windows, folder, selection, weights_hash="weights", screened=screened, **options)
 
 
-def plain_nll(model: Any, ids: torch.Tensor, program: Program) -> np.ndarray:
-    """Mean negative log-likelihood of every window, from an edited model's logits."""
-    surgeon.edit(model, program)
-    with torch.no_grad():
-        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
-    surgeon.restore(model)
-    nll = functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
-    return nll.double().mean(-1).numpy()
-
-
 def expected_windows(nll: np.ndarray, base: np.ndarray) -> list[int]:
     """The rule once more, by the textbook, on everything known at once."""
     taken: list[int] = []
@@ -134,14 +121,14 @@ def expected_windows(nll: np.ndarray, base: np.ndarray) -> list[int]:
 
 def test_a_screened_scan_against_a_plain_loop(windows: Windows, model: Any, tmp_path: Path) -> None:
     result = run(tmp_path, windows, model)
-    base = plain_nll(model, windows.ids, Program.dense(LAYERS))
+    base = np.array(plain_nll(model, windows.ids, Program.dense(LAYERS)))
     assert result.base_perplexity == pytest.approx(math.exp(base.mean()), rel=1e-5)
     counts = set()
     cells = [cell for cell in scan_cells(OPERATIONS, LAYERS, 0) if cell.program.nodes]
     table = result.table.set_index(["operation", "first", "last"])
     for cell in cells:
         row = table.loc[(cell.operation, cell.first, cell.last)]
-        nll = plain_nll(model, windows.ids, cell.program)
+        nll = np.array(plain_nll(model, windows.ids, cell.program))
         taken = expected_windows(nll, base) if (nll != base).any() else list(range(WINDOWS))
         assert row["tokens"] == len(taken) * (TOKENS - 1), cell
         expected = math.exp(base.mean() + (nll - base)[taken].mean())
@@ -183,25 +170,6 @@ def test_screened_numbers_keep_the_order_of_full_ones(windows: Windows, model: A
     whole = screened.table["tokens"] == WINDOWS * (TOKENS - 1)
     numbers = [name for name in full.table.columns if name != "sublayers_run"]
     pd.testing.assert_frame_equal(full.table[whole][numbers], screened.table[whole][numbers], rtol=1e-6, atol=1e-6)
-
-
-class Stopped(Exception):
-    pass
-
-
-def stopping(after: int) -> Any:
-    """A `measure` that is killed after some numbers, over all the rounds."""
-    count = 0
-
-    def stop(*arguments: Any, **options: Any) -> Iterator[Any]:
-        nonlocal count
-        for measured in measure(*arguments, **options):
-            if count == after:
-                raise Stopped
-            count += 1
-            yield measured
-
-    return stop
 
 
 @pytest.mark.parametrize("stops", [[0], [30], [70], [20, 60, 1, 40]])

@@ -22,7 +22,8 @@ from surgeon.analysis.sensitivity import JOURNAL, Sensitivity, SensitivityJourna
 from surgeon.analysis.walk import Walk
 from surgeon.quality.data import Windows
 from tests.analysis.test_jacobian import dense_jacobian
-from tests.models import VOCABULARY, tiny_model
+from tests.analysis.texts import random_windows
+from tests.models import tiny_model
 from tests.reference import Reference
 
 LAYERS, WINDOWS, TOKENS = 4, 5, 6
@@ -36,8 +37,7 @@ class Stopped(Exception):
 
 @pytest.fixture
 def windows() -> Windows:
-    ids = torch.randint(VOCABULARY, (WINDOWS, TOKENS), generator=torch.Generator().manual_seed(5))
-    return Windows(ids, "random", "digest")
+    return random_windows(WINDOWS, TOKENS)
 
 
 def run(folder: Path, windows: Windows, model: Any = None, **options: Any) -> Sensitivity:

@@ -20,17 +20,11 @@ from surgeon.checkpoint.load import load
 from surgeon.checkpoint.streamed import StreamedLayers, load_streamed
 from surgeon.quality.data import Windows
 from tests.analysis.test_cka import biased_hsic, by_kernels, unbiased_hsic
-from tests.models import VOCABULARY, save_checkpoint, tiny_model
+from tests.models import save_checkpoint, tiny_model
 from tests.reference import Reference
 
 LAYERS, WINDOWS, TOKENS = 3, 5, 12
 FAMILIES = ("llama", "opt", "gpt_neox")
-
-
-@pytest.fixture
-def windows() -> Windows:
-    ids = torch.randint(VOCABULARY, (WINDOWS, TOKENS), generator=torch.Generator().manual_seed(5))
-    return Windows(ids, "random", "digest")
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,57 @@
+"""Scans of tiny models, as the tests of scans run them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+import surgeon
+from surgeon.analysis.cells import SCANNED, select
+from surgeon.analysis.measure import measure
+from surgeon.analysis.scan import Scan, scan
+from surgeon.program import Program
+from surgeon.quality.data import Windows
+from tests.models import tiny_model
+
+LAYERS = 4
+
+
+def run(folder: Path, windows: Windows, model: Any = None, operations: list[str] | None = None, **options: Any) -> Scan:
+    """A scan; options that say which cells are taken out for `select`."""
+    options = {"weights_hash": "weights"} | options
+    wanted = {name: options.pop(name) for name in ("layers", "every", "max_length", "permutations") if name in options}
+    model = model or tiny_model("llama", LAYERS)
+    return scan(model, windows, folder, select(operations or SCANNED, LAYERS, **wanted), **options)
+
+
+def plain_nll(model: Any, ids: torch.Tensor, program: Program) -> list[float]:
+    """Mean negative log-likelihood of each window, from the full logits of an edited model."""
+    surgeon.edit(model, program)
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+    surgeon.restore(model)
+    nll = functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
+    return [float(value) for value in nll.double().mean(-1)]
+
+
+class Stopped(Exception):
+    pass
+
+
+def stopping(after: int) -> Any:
+    """A `measure` that is killed after some numbers, over all the times it is called."""
+    count = 0
+
+    def stop(*arguments: Any, **options: Any) -> Iterator[Any]:
+        nonlocal count
+        for measured in measure(*arguments, **options):
+            if count == after:
+                raise Stopped
+            count += 1
+            yield measured
+
+    return stop
