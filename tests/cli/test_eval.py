@@ -6,15 +6,12 @@ import hashlib
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from surgeon.cli.app import main
-
-Run = Callable[..., tuple[int, str, str]]
+from tests.cli.conftest import Run
 
 ANSWERS = ["jumps over", "sleeping", "it"]
 CHOICES = [
@@ -30,15 +27,9 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 @pytest.fixture
-def run(tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run the command on a tiny model with more arguments; returns exit code, output and errors."""
-
-    def run_main(*arguments: object, model: object = None) -> tuple[int, str, str]:
-        code = main(["eval", str(model or tiny_checkpoint), *map(str, arguments)])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run_main
+def run(surgeon_says: Run, tiny_checkpoint: Path) -> Run:
+    """Runs the command on a tiny model, with more arguments."""
+    return lambda *arguments, model=tiny_checkpoint: surgeon_says("eval", model, *arguments)
 
 
 @pytest.fixture

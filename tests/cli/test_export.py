@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 import surgeon
-from surgeon.cli.app import main
+from tests.cli.conftest import Run
 from tests.models import VOCABULARY
-
-Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run a command line; returns exit code, standard output and standard error."""
-
-    def run_main(*arguments: object) -> tuple[int, str, str]:
-        code = main(["export", *map(str, arguments)])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run_main
+def run(surgeon_says: Run) -> Run:
+    """Runs the command."""
+    return partial(surgeon_says, "export")
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -11,8 +12,7 @@ import pytest
 from surgeon.analysis import subject
 from surgeon.analysis.cells import HEATMAPS
 from surgeon.cli.app import main
-
-Result = tuple[int, str, str]
+from tests.cli.conftest import Run
 
 
 def errors_in(err: str) -> int:
@@ -21,19 +21,12 @@ def errors_in(err: str) -> int:
 
 
 @pytest.fixture
-def scan(tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
-    """Runs the command on a tiny model and text, with more arguments; returns exit code, output and errors."""
-
-    def run(*arguments: str, model: str | None = None, data: str | None = None) -> Result:
-        command = ["scan", model or str(tiny_checkpoint), "--data", data or str(tiny_text), "-o", str(tmp_path / "out")]
-        code = main([*command, "--window", "32", "--tokens", "128", *arguments])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
+def scan(on_tiny_text: Run) -> Run:
+    """Runs the command, with more arguments."""
+    return partial(on_tiny_text, "scan", "--window", "32", "--tokens", "128")
 
 
-def test_all_heatmaps(scan, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_all_heatmaps(scan: Run, tmp_path: Path) -> None:
     code, out, err = scan("--seed", "4")
     assert code == 0, err
     folder = tmp_path / "out"
@@ -52,7 +45,7 @@ def test_all_heatmaps(scan, tmp_path: Path) -> None:  # type: ignore[no-untyped-
     assert "scan: done" in err
 
 
-def test_every_operation(scan, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_every_operation(scan: Run, tmp_path: Path) -> None:
     code, out, err = scan("--operation", "all", "--permutations", "2", "--every", "2")
     assert code == 0, err
     table = pd.read_csv(tmp_path / "out" / "cells.csv")
@@ -63,7 +56,7 @@ def test_every_operation(scan, tmp_path: Path) -> None:  # type: ignore[no-untyp
     assert out.splitlines()[-3:] == [str(tmp_path / "out" / name) for name in names]
 
 
-def test_a_part_of_the_stretches(scan, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_part_of_the_stretches(scan: Run, tmp_path: Path) -> None:
     code, _, err = scan("--operation", "lp", "--layers", "1:4", "--max-length", "2")
     assert code == 0, err
     table = pd.read_csv(tmp_path / "out" / "cells.csv")
@@ -72,7 +65,7 @@ def test_a_part_of_the_stretches(scan, tmp_path: Path) -> None:  # type: ignore[
     assert (record["layers"], record["max_length"], record["every"]) == ("1:4", 2, 1)
 
 
-def test_screened(scan, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_screened(scan: Run, tmp_path: Path) -> None:
     code, out, err = scan("--operation", "prune", "--screen", "--window", "8")
     assert code == 0, err
     tokens = pd.read_csv(tmp_path / "out" / "cells.csv")["tokens"]
@@ -81,14 +74,14 @@ def test_screened(scan, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     assert json.loads((tmp_path / "out" / "scan.json").read_text())["screen"]["hopeless_beyond"] == 10
 
 
-def test_too_few_windows_to_screen(scan, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_too_few_windows_to_screen(scan: Run, tmp_path: Path) -> None:
     code, _, err = scan("--operation", "prune", "--screen")
     assert code == 0, err
     assert "warning: 4 windows are too few to screen" in err
     assert (pd.read_csv(tmp_path / "out" / "cells.csv")["tokens"] == 4 * 31).all()
 
 
-def test_workers_with_nothing_but_the_unedited_model_to_run(scan, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_workers_with_nothing_but_the_unedited_model_to_run(scan: Run, tmp_path: Path) -> None:
     code, _, err = scan("--operation", "shuffle", "--layers", "0:1", "--workers", "2", "--screen", "--window", "8")
     assert code == 0, err
     table = pd.read_csv(tmp_path / "out" / "cells.csv")
@@ -104,13 +97,15 @@ def test_help_says_what_the_options_do(capsys: pytest.CaptureFixture[str]) -> No
     assert "4:30 is layers 4 to 29" in text
 
 
-def test_some_heatmaps_and_a_limit_of_memory(scan, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_some_heatmaps_and_a_limit_of_memory(scan: Run, tmp_path: Path) -> None:
     code, _, err = scan("--operation", "prune", "--operation", "parallel", "--memory", "100GB", "--batch", "1")
     assert code == 0, err
     assert pd.read_csv(tmp_path / "out" / "cells.csv")["operation"].unique().tolist() == ["prune", "parallel"]
 
 
-def test_workers_and_weights_read_layer_by_layer_give_the_same_table(scan, tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_workers_and_weights_read_layer_by_layer_give_the_same_table(
+    scan: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Three ways to run one scan: in this process, in two others, and with no room for the model's weights."""
     tables = []
     for name, more in (("here", ()), ("workers", ("--workers", "2")), ("streamed", ())):
@@ -124,7 +119,7 @@ def test_workers_and_weights_read_layer_by_layer_give_the_same_table(scan, tmp_p
         pd.testing.assert_frame_equal(table, tables[0], rtol=1e-5)
 
 
-def test_a_warning_about_a_separator(scan, tiny_text: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_warning_about_a_separator(scan: Run, tiny_text: Path) -> None:
     tiny_text.write_text(tiny_text.read_text().replace("\n", "<|endoftext|>"))
     code, _, err = scan("--operation", "prune")
     assert code == 0
@@ -155,7 +150,7 @@ def test_a_warning_about_a_separator(scan, tiny_text: Path) -> None:  # type: ig
         (("--permutations", "0"), "--permutations must be at least 1, not 0"),
     ],
 )
-def test_bad_options(scan, tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:  # type: ignore[no-untyped-def]
+def test_bad_options(scan: Run, tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
     code, out, err = scan(*arguments)
     assert (code, out) == (1, "")
     assert message in err
@@ -163,7 +158,7 @@ def test_bad_options(scan, tmp_path: Path, arguments: tuple[str, ...], message: 
     assert not (tmp_path / "out" / "cells.csv").exists()
 
 
-def test_bad_data(scan, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_bad_data(scan: Run, tmp_path: Path) -> None:
     short = tmp_path / "short.txt"
     short.write_text("The quick brown fox")
     empty = tmp_path / "empty.txt"
@@ -180,7 +175,7 @@ def test_bad_data(scan, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
         assert errors_in(err) == 1
 
 
-def test_bad_models(scan, tiny_checkpoint: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_bad_models(scan: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:
     weights = tiny_checkpoint / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     code, _, err = scan()
@@ -191,7 +186,7 @@ def test_bad_models(scan, tiny_checkpoint: Path, tmp_path: Path) -> None:  # typ
     assert "has no config.json" in err
 
 
-def test_a_model_without_a_tokenizer(scan, tiny_checkpoint: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_model_without_a_tokenizer(scan: Run, tiny_checkpoint: Path) -> None:
     for path in tiny_checkpoint.glob("tokenizer*"):
         path.unlink()
     code, _, err = scan()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
@@ -11,24 +10,15 @@ import pytest
 import torch
 
 from surgeon.analysis import subject
-from surgeon.cli.app import main
+from tests.cli.conftest import Run
 from tests.models import save_checkpoint
-
-Result = tuple[int, str, str]
-Run = Callable[..., Result]
 
 
 @pytest.fixture
-def run(tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a command on a tiny model and text, with more arguments; returns exit code, output and errors."""
-
-    def command(name: str, folder: str, *arguments: str, model: str | None = None) -> Result:
-        wanted = [name, model or str(tiny_checkpoint), "--data", str(tiny_text), "-o", str(tmp_path / folder)]
-        code = main([*wanted, "--window", "16", "--tokens", "64", *arguments])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return command
+def run(on_tiny_text: Run) -> Run:
+    """Runs a command, into a folder, with more arguments."""
+    sizes = ("--window", "16", "--tokens", "64")
+    return lambda name, folder, *arguments, **more: on_tiny_text(name, *sizes, *arguments, folder=folder, **more)
 
 
 def test_tables_and_pictures(run: Run, tmp_path: Path) -> None:

@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
-from surgeon.cli.app import main
-
-Result = tuple[int, str, str]
+from tests.cli.conftest import Run
 
 
 @pytest.fixture
-def spectrum(tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
-    """Runs the command on a tiny model and text, with more arguments; returns exit code, output and errors."""
-
-    def run(*arguments: str) -> Result:
-        command = ["spectrum", str(tiny_checkpoint), "--data", str(tiny_text), "-o", str(tmp_path / "out")]
-        sizes = ["--window", "32", "--tokens", "128", "--calibration-tokens", "320"]
-        code = main([*command, *sizes, *arguments])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
+def spectrum(on_tiny_text: Run) -> Run:
+    """Runs the command, with more arguments."""
+    return partial(on_tiny_text, "spectrum", "--window", "32", "--tokens", "128", "--calibration-tokens", "320")
 
 
-def test_everything(spectrum, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_everything(spectrum: Run, tmp_path: Path) -> None:
     code, out, err = spectrum("--ranks", "1/4,3")
     assert code == 0, err
     folder = tmp_path / "out"
@@ -47,7 +38,7 @@ def test_everything(spectrum, tmp_path: Path) -> None:  # type: ignore[no-untype
     assert "spectrum: done" in err
 
 
-def test_some_matrices_without_damage(spectrum, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_some_matrices_without_damage(spectrum: Run, tmp_path: Path) -> None:
     code, out, err = spectrum("--no-damage", "--layers", "1:3", "--weights", "down,q", "--calibration-tokens", "32")
     assert code == 0, err
     assert "divergence" not in out
@@ -75,7 +66,7 @@ def test_some_matrices_without_damage(spectrum, tmp_path: Path) -> None:  # type
         (("--tokens", "100000"), "none are left to calibrate on; lower --tokens, or give other text with --c"),
     ],
 )  # fmt: skip
-def test_bad_options(spectrum, tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:  # type: ignore[no-untyped-def]
+def test_bad_options(spectrum: Run, tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
     code, out, err = spectrum(*arguments)
     assert (code, out) == (1, "")
     assert message in err
@@ -83,7 +74,7 @@ def test_bad_options(spectrum, tmp_path: Path, arguments: tuple[str, ...], messa
     assert not (tmp_path / "out" / "spectrum.csv").exists()
 
 
-def test_a_folder_of_another_text(spectrum) -> None:  # type: ignore[no-untyped-def]
+def test_a_folder_of_another_text(spectrum: Run) -> None:
     assert spectrum("--no-damage", "--weights", "q")[0] == 0
     code, _, err = spectrum("--no-damage", "--weights", "q", "--tokens", "96")
     assert code == 1
