@@ -85,6 +85,7 @@ class SharedMemoryCollectives(Collectives):
         self.views: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
 
     def _connect(self, group: Group) -> Collectives:
+        assert len(self.group) == self.ranks, "only the group of all ranks knows which regions are taken"
         region, self.regions_used = self.regions_used, self.regions_used + 1
         return SharedMemoryCollectives(self.rank, group, self.descriptor, self.ranks, region)
 
