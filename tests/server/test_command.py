@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -47,6 +49,32 @@ def test_help_names_every_option(capsys: pytest.CaptureFixture[str], monkeypatch
 def test_wrong_options(arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", *arguments]) == 1
     assert capsys.readouterr().err.startswith(line)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What a server says that cannot begin; it is one line, and nothing was loaded for it."""
+    assert main(["serve", *arguments]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1, lines
+    return lines[0].removeprefix("error: ")
+
+
+def test_a_taken_port(chat_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        line = refusal(capsys, str(chat_model), "--port", port)
+    assert line == f"port {port} of 127.0.0.1 is in use by another program; choose another with --port (0 takes any)"
+
+
+def test_what_ranks_cannot_run(chat_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tests.models import save_checkpoint
+
+    gemma = save_checkpoint(tmp_path / "gemma", "gemma2")
+    assert refusal(capsys, str(gemma), "--port", "0").startswith("ranks do not run Gemma2")
+    assert refusal(capsys, str(chat_model), "--port", "0", "--tp", "3").startswith("3 ranks cannot share this model")
+    assert "200KB" in refusal(capsys, str(chat_model), "--port", "0", "--memory", "200KB")
+    line = refusal(capsys, str(chat_model), "--port", "0", "--program", "A0 F0 A9")
+    assert "A9" in line or "layer 9" in line
 
 
 def test_a_missing_extra_names_the_command_that_installs_it() -> None:

@@ -1,4 +1,4 @@
-"""How a server ends: told to, by a rank's death, or before it has begun."""
+"""How a server ends: told to, or by a rank's death."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from typing import Any
 
 import httpx2
 
-from tests.models import save_checkpoint
-from tests.server.servers import Server, serving
+from tests.server.servers import serving
 
 COMPLETIONS = "/v1/completions"
-LONG: dict[str, Any] = {"prompt": "The quick brown fox", "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
+LONG: dict[str, Any] = {"prompt": "The quick brown fox", "max_tokens": 800, "ignore_eos": True, "temperature": 0}
 KEY = "a key with spaces"
 
 
@@ -54,7 +53,7 @@ def test_sigterm_lets_running_requests_finish(chat_model: Path) -> None:
         assert httpx2.get(f"{server.url}/health").status_code == 503
         for thread in threads:
             thread.join()
-        assert [answer.json()["usage"]["completion_tokens"] for answer in answers] == [1500, 1500]
+        assert [answer.json()["usage"]["completion_tokens"] for answer in answers] == [800, 800]
         assert server.wait_until_ended(10) == 0
         assert server.lines[-1] == "ending; 2 requests are finished first"
         assert answers[0].json()["choices"][0]["text"] == answers[1].json()["choices"][0]["text"]
@@ -66,7 +65,7 @@ def test_a_second_sigterm_ends_at_once(chat_model: Path) -> None:
         with server.open_request(COMPLETIONS, LONG | {"max_tokens": 8000}):
             server.wait_for(lambda found: found["surgeon_running"] == 1)
             server.send(signal.SIGTERM)
-            server.wait_for(lambda found: found["surgeon_running"] == 1, 0.1)
+            server.wait_for(lambda _: httpx2.get(f"{server.url}/health").status_code == 503)
             server.send(signal.SIGTERM)
             assert server.wait_until_ended(5) == 1
         assert server.lines[-1] == "error: ended by a second SIGTERM; requests that were running are lost"
@@ -95,26 +94,3 @@ def test_a_killed_rank_fails_every_request_and_the_server(chat_model: Path) -> N
         assert b'"code":"rank_failed"' in answer
         assert b"rank 1" in answer
         assert b"[DONE]" not in answer
-
-
-def fails(*arguments: str) -> str:
-    """The one line that a server writes which cannot begin."""
-    server = Server(*arguments)
-    try:
-        assert server.wait_until_ended(60) == 1
-    finally:
-        server.close()
-    assert len(server.lines) == 1, server.lines
-    return server.lines[0]
-
-
-def test_what_cannot_be_served_is_said_in_one_line(chat_model: Path, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        assert fails(str(chat_model), "--port", port) == (
-            f"error: port {port} of 127.0.0.1 is in use by another program; choose another with --port (0 takes any)"
-        )
-    gemma = save_checkpoint(tmp_path / "gemma", "gemma2")
-    assert "ranks do not run Gemma2" in fails(str(gemma), "--port", "0")
-    little = fails(str(chat_model), "--port", "0", "--memory", "1MB")
-    assert "memory" in little or "1MB" in little
