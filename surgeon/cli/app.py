@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from surgeon import __version__
+from surgeon.cli.bench import bench
 from surgeon.cli.demo import demo
 from surgeon.cli.evaluate import evaluate
 from surgeon.cli.export import export
@@ -38,6 +39,7 @@ COMMANDS = (
     (evaluate, "Measure accuracy on tasks with lm-eval."),
     (generate, "Continue a text, on one or several ranks."),
     (serve, "Answer requests as OpenAI's API does, on one or several ranks."),
+    (bench, "Measure how fast programs run on ranks, one against another."),
     (report, "Put what was measured into one HTML page."),
     (demo, "All of this on a small model that ships with surgeon."),
 )

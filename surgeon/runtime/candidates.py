@@ -17,7 +17,7 @@ from surgeon.runtime.variants import UPPER_BOUND, is_variant, middle_layers, var
 
 RECIPES = (".yaml", ".yml")
 _PROGRAM = re.compile(r"\s*(>|\[|\{|[AF]\d)")
-_LONGEST_NAME = 24
+_LONGEST_NAME = 18  # so that tables fit a terminal
 
 
 @dataclass(frozen=True)
@@ -100,5 +100,6 @@ def _apart(candidates: list[Candidate]) -> list[Candidate]:
     found = []
     for candidate in candidates:
         number = seen[candidate.name] = seen.get(candidate.name, 0) + 1
-        found.append(candidate if number == 1 else replace(candidate, name=f"{candidate.name} ({number})"))
+        suffix = f" ({number})" if number > 1 else ""
+        found.append(replace(candidate, name=candidate.name[: _LONGEST_NAME - len(suffix)] + suffix))
     return found

@@ -1,0 +1,185 @@
+"""`surgeon bench`: what programs cost on ranks, against each other."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from surgeon.cli.options import ProgramOption
+
+if TYPE_CHECKING:
+    from surgeon.runtime.bench import Candidate, Load, Result
+    from surgeon.runtime.link import Link
+
+
+def bench(
+    model: Annotated[
+        str, typer.Argument(metavar="DIR", help="A checkpoint folder, a hub name, demo, or a recipe (.yaml).")
+    ],
+    compare: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Measure this too, in turns, and compare; may be repeated. A checkpoint, a recipe, a program such as "
+            '"A0 F0 [A1 A2] [F1 F2]", or a variant of the model: dense, lp, ladder, ladder-over-lp, fused (attention '
+            "and MLP side by side), tracks:D (tracks that meet every D layers), desync, upper-bound (without any "
+            "communication: wrong results, and the best time there can be).",
+            show_default=False,
+        ),
+    ] = None,
+    layers: Annotated[
+        str | None,
+        typer.Option(
+            help="The layers that variants change, e.g. 4:30 (4 to 29). Default: all but the first and last two.",
+            show_default=False,
+        ),
+    ] = None,
+    program: ProgramOption = None,
+    tp: Annotated[int, typer.Option(min=1, help="How many tensor-parallel ranks to run on.")] = 2,
+    batch: Annotated[str, typer.Option(help="How many texts are computed together; several as 1,8.")] = "1",
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt; they are random.")] = 64,
+    new: Annotated[int, typer.Option(min=1, help="Tokens to add to each.")] = 32,
+    rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured.")] = 5,
+    seed: Annotated[int, typer.Option(help="Of the random tokens.")] = 0,
+    device: Annotated[
+        str, typer.Option(help="cpu, cuda (one GPU per rank), or auto: cuda where there are enough.")
+    ] = "auto",
+    collectives: Annotated[
+        str, typer.Option(help="shm, gloo, nccl, auto: the fastest that fits, or none: see upper-bound.")
+    ] = "auto",
+    link_delay: Annotated[
+        str | None,
+        typer.Option(
+            help="Emulate a link: what each collective takes at least, e.g. 1ms or 200us.", show_default=False
+        ),
+    ] = None,
+    link_bandwidth: Annotated[
+        str | None,
+        typer.Option(help="Emulate a link: bytes per second that a rank can send, e.g. 1GB.", show_default=False),
+    ] = None,
+    compression: Annotated[
+        str | None,
+        typer.Option(help="Send the reductions of the program's steps as int8 or int4.", show_default=False),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write a timeline of every program's prefill and one decoding pass, for chrome://tracing or Perfetto.",
+            show_default=False,
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Folder for bench.csv, bench.json and bench.png.", show_default=False),
+    ] = None,
+) -> None:
+    """Measure how fast programs run on ranks, and where the time of a pass goes.
+
+    Everything is loaded by the same ranks and measured in turns; a ratio is the median over the rounds of the one
+    taken in each. First token: from being asked until every text has one. Per token: a decoding pass. Tokens/s: new
+    tokens of all texts, from being asked to the last. Waiting: time in collectives; "32+2" are 32 of the program's
+    steps and 2 of embedding and head. Bytes are those of the program's steps, of one rank.
+    """
+    from surgeon.progress import progress
+    from surgeon.report.bench import bench_table, describe_bench
+    from surgeon.runtime.bench import Load, load_candidates, measure
+    from surgeon.runtime.candidates import Needs, open_candidates
+    from surgeon.runtime.compress import Compression
+    from surgeon.runtime.launch import Ranks, check_sending, choose_collectives, choose_device
+
+    loads = [Load(size, prompt, new, seed) for size in _batches(batch)]
+    stretch = _stretch(layers)
+    link = _link(link_delay, link_bandwidth)
+    chosen = choose_device(device, tp)
+    way = choose_collectives(collectives, chosen)
+    check_sending(way, chosen, link, compression)
+    candidates = open_candidates(model, compare or [], Needs(tp, prompt + new, chosen), program, stretch)
+    _make_room(output, trace)
+    with Ranks(tp, chosen, way, link, cast(Compression | None, compression)) as ranks:
+        load_candidates(ranks, candidates)
+        with progress("bench", rounds * len(loads) * len(candidates), "runs") as advance:
+            results = measure(ranks, candidates, loads, rounds, advance)
+        if trace is not None:
+            _write_trace(trace, ranks, candidates, loads[0], way, link)
+    table = bench_table(results)
+    place = f"{tp} {'rank' if tp == 1 else 'ranks'} ({chosen}, {way}{_wires(link_delay, link_bandwidth, compression)})"
+    heading = f"{place}, prompt {prompt}, {new} new, {rounds} {'round' if rounds == 1 else 'rounds'}"
+    typer.echo(f"{heading}\n\n{describe_bench(table)}")
+    if output is not None:
+        _write(output, model, results, {"seed": seed, "place": place, "rounds": rounds}, heading)
+
+
+def _batches(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise ValueError(f"--batch {text!r} is no list of batch sizes; write e.g. 1,8")
+    return list(dict.fromkeys(map(int, parts)))
+
+
+def _stretch(layers: str | None) -> range | None:
+    from surgeon.recipe import parse_range
+
+    return None if layers is None else parse_range(layers)
+
+
+def _link(delay: str | None, bandwidth: str | None) -> Link | None:
+    import math
+
+    from surgeon.memory import parse_size
+    from surgeon.runtime.link import Link
+
+    if delay is None and bandwidth is None:
+        return None
+    seconds = 0.0 if delay is None else _seconds(delay)
+    return Link(seconds, math.inf if bandwidth is None else parse_size(bandwidth.removesuffix("/s")))
+
+
+def _seconds(text: str) -> float:
+    import re
+
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|ms|us)\s*", text)
+    if match is None:
+        raise ValueError(f"{text!r} is no delay; write e.g. 1ms, 200us or 0.5s")
+    return float(match[1]) / {"s": 1, "ms": 1_000, "us": 1_000_000}[match[2]]
+
+
+def _wires(delay: str | None, bandwidth: str | None, compression: str | None) -> str:
+    words = {"link of {}": delay, "{}/s": bandwidth and bandwidth.removesuffix("/s"), "{}": compression}
+    return "".join(f", {word.format(value)}" for word, value in words.items() if value)
+
+
+def _make_room(output: Path | None, trace: Path | None) -> None:
+    """Say what is wrong with where to write before anything is measured."""
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+    if trace is not None and (trace.is_dir() or not trace.absolute().parent.is_dir()):
+        raise ValueError(f"--trace {trace} must be a file in a folder that exists")
+
+
+def _write_trace(path: Path, ranks: Any, candidates: list[Candidate], load: Load, way: str, link: Link | None) -> None:
+    import json
+
+    from surgeon.provenance import write_text
+    from surgeon.runtime.bench import shared_vocabulary
+    from surgeon.runtime.bench import trace as run_traced
+    from surgeon.runtime.trace import Wires, chrome_trace
+
+    runs = run_traced(ranks, candidates, load, shared_vocabulary(candidates))
+    write_text(path, json.dumps(chrome_trace(runs, Wires(way == "shm", link))) + "\n")
+    print(f"{path}: open it in chrome://tracing or https://ui.perfetto.dev", file=sys.stderr)
+
+
+def _write(folder: Path, model: str, results: list[Result], settings: dict[str, Any], heading: str) -> None:
+    from surgeon.checkpoint.read import Checkpoint
+    from surgeon.provenance import provenance, write_json, write_table
+    from surgeon.report.bench import bench_record, bench_table, draw_bench
+
+    table = bench_table(results)
+    weights_hash = Checkpoint(results[0].candidate.plan.folder).weights_hash()
+    record = provenance(model, weights_hash, **settings, results=bench_record(results))
+    write_table(folder / "bench.csv", table)
+    write_json(folder / "bench.json", record)
+    draw_bench(table, folder / "bench.png", heading)
+    print(f"{folder}: bench.csv, bench.json, bench.png", file=sys.stderr)
