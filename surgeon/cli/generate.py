@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from surgeon.cli.options import ProgramOption
+from surgeon.cli.options import (
+    CheckpointArgument,
+    CollectivesOption,
+    ProgramOption,
+    RanksDeviceOption,
+    RanksOption,
+)
 
 if TYPE_CHECKING:
     from surgeon.runtime.collectives import Counts
@@ -16,18 +22,13 @@ if TYPE_CHECKING:
 
 
 def generate(
-    model: Annotated[str, typer.Argument(metavar="DIR", help="A checkpoint folder, edited or not, or a hub name.")],
+    model: CheckpointArgument,
     prompt: Annotated[str, typer.Option(help="The text to go on from.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="How many tokens to add at most.")] = 64,
-    tp: Annotated[int, typer.Option(min=1, help="How many tensor-parallel ranks to run on.")] = 1,
+    tp: RanksOption = 1,
     program: ProgramOption = None,
-    device: Annotated[
-        str, typer.Option(help="cpu, cuda (one GPU per rank), or auto: cuda where there are enough.")
-    ] = "auto",
-    collectives: Annotated[
-        str,
-        typer.Option(help="shm (shared memory, CPU ranks of one machine), gloo, nccl, or auto: the fastest that fits."),
-    ] = "auto",
+    device: RanksDeviceOption = "auto",
+    collectives: CollectivesOption = "auto",
 ) -> None:
     """Continue a text greedily on one or more ranks; the text goes to stdout, figures to stderr.
 

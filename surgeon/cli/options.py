@@ -62,3 +62,19 @@ MemoryOption = Annotated[
         show_default=False,
     ),
 ]
+
+# Of what runs on ranks.
+CheckpointArgument = Annotated[
+    str, typer.Argument(metavar="DIR", help="A checkpoint folder, edited or not, or a hub name.", show_default=False)
+]
+RanksOption = Annotated[int, typer.Option("--tp", min=1, help="How many tensor-parallel ranks to run on.")]
+RanksDeviceOption = Annotated[
+    str, typer.Option("--device", help="cpu, cuda (one GPU per rank), or auto: cuda where there are enough.")
+]
+CollectivesOption = Annotated[
+    str,
+    typer.Option(
+        "--collectives",
+        help="shm (shared memory, CPU ranks of one machine), gloo, nccl, or auto: the fastest that fits.",
+    ),
+]

@@ -7,12 +7,20 @@ from typing import Annotated
 
 import typer
 
+from surgeon.cli.options import (
+    CheckpointArgument,
+    CollectivesOption,
+    ProgramOption,
+    RanksDeviceOption,
+    RanksOption,
+)
+
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def serve(
-    model: Annotated[str, typer.Argument(metavar="DIR", help="A checkpoint folder, edited or not, or a hub name.")],
-    tp: Annotated[int, typer.Option(min=1, help="How many tensor-parallel ranks to run on.")] = 1,
+    model: CheckpointArgument,
+    tp: RanksOption = 1,
     host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 takes any that is free.")] = 8000,
     api_key: Annotated[
@@ -55,17 +63,9 @@ def serve(
             show_default=False,
         ),
     ] = None,
-    program: Annotated[
-        str | None,
-        typer.Option(help='Run this program instead of the checkpoint\'s own, e.g. "A0 F0 [A1 A2] [F1 F2]".'),
-    ] = None,
-    device: Annotated[
-        str, typer.Option(help="cpu, cuda (one GPU per rank), or auto: cuda where there are enough.")
-    ] = "auto",
-    collectives: Annotated[
-        str,
-        typer.Option(help="shm (shared memory, CPU ranks of one machine), gloo, nccl, or auto: the fastest that fits."),
-    ] = "auto",
+    program: ProgramOption = None,
+    device: RanksDeviceOption = "auto",
+    collectives: CollectivesOption = "auto",
 ) -> None:
     """Serve a model with OpenAI's API, on one or more ranks, until SIGTERM or Ctrl-C.
 
