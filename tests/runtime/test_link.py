@@ -140,18 +140,22 @@ def test_waiting_costs_little_processor_time() -> None:
 
 
 def test_ranks_really_compute_while_transfers_are_under_way() -> None:
-    delay, rounds = 0.05, 8
+    delay, rounds = 0.05, 6
     with Ranks(2, collectives="shm", link=Link(delay=delay)) as ranks:
-        waiting = max(ranks.call(on_collectives.seconds_of_sums, rounds, 0.0))
-        overlapped = max(ranks.call(on_collectives.seconds_of_sums, rounds, delay))
-    assert rounds * delay <= waiting < 1.9 * rounds * delay
+        waiting = fastest(ranks, rounds, 0.0)
+        overlapped = fastest(ranks, rounds, delay)
+    assert rounds * delay <= waiting < 1.6 * rounds * delay
     assert rounds * delay <= overlapped < 1.6 * rounds * delay  # one after the other they would take twice the delay
+
+
+def fastest(ranks: Ranks, *arguments: float) -> float:
+    """Of some tries, because other processes may hold them up; seconds of the slower rank."""
+    return min(max(ranks.call(on_collectives.seconds_of_sums, *arguments)) for _ in range(4))
 
 
 def test_bandwidth_counts_bytes_on_ranks() -> None:
     with Ranks(2, collectives="shm", link=Link(bandwidth=4 * 4096 / 0.02)) as ranks:  # a sum of 4096 floats in 20 ms
-        seconds = max(ranks.call(on_collectives.seconds_of_sums, 10, 0.0, 4096))
-    assert 0.2 <= seconds < 0.5
+        assert 0.2 <= fastest(ranks, 10, 0.0, 4096) < 0.35
 
 
 def test_links_that_cannot_be() -> None:
