@@ -134,14 +134,14 @@ class Recorder:
         self.exchanges: list[Exchange] = []
         self.passes: list[PassTiming] = []
 
-    def close(self, decode: bool, tokens: int, began: float) -> None:
+    def close(self, decode: bool, tokens: int, began: float, ended: float) -> None:
         """End a pass."""
         waiting = sum(exchange.seconds for exchange in self.exchanges)
         timing = PassTiming(
             decode=decode,
             tokens=tokens,
             began=began,
-            ended=now(),
+            ended=ended,
             waiting=None if self.on_gpu else waiting,
             steps=[one.ended - one.began for one in self.computations],
             layers=_count(exchange for exchange in self.exchanges if not exchange.vocabulary),
@@ -244,7 +244,7 @@ class TimedEngine(RankEngine):
         self.recorder.figures = self.figures
         results = super().step(rows, cache)
         decode = self.counts is self.figures.decode
-        self.recorder.close(decode, sum(len(row.tokens) for row in rows), began)
+        self.recorder.close(decode, sum(len(row.tokens) for row in rows), began, self._since or now())
         return results
 
     def machine(self, shared: Pass, group: Group, work: Iterator[Work]) -> RankMachine:
