@@ -97,8 +97,8 @@ def test_modeling_files_need_torch_and_transformers_only(form: str) -> None:
     assert not any(isinstance(node, ast.ImportFrom) and node.level for node in ast.walk(tree))
 
 
-def test_the_program_form_covers_every_family_as_surgeon_describes_it() -> None:
-    assert set(PROGRAM.names) == set(shipped.FAMILIES) == set(FAMILIES)
+def test_the_program_form_describes_its_families_as_surgeon_does() -> None:
+    assert set(PROGRAM.names) == set(shipped.FAMILIES) <= set(FAMILIES)
     assert set(FUSED.names) <= set(FAMILIES)
     for model_type, own in shipped.FAMILIES.items():
         family = FAMILIES[model_type]
