@@ -26,13 +26,17 @@ class PagedCache:
     """Room for keys and values of every attention of one rank's work.
 
     Attributes:
-        slots: keys and values of each attention, (K, places, D); a place holds one token.
+        kv_heads: of each attention.
+        keys: of all attentions, one after another, (1, sum of K, places, D); a place holds one token.
+        values: the same.
+        slots: keys and values of each attention, (K, places, D).
     """
 
     def __init__(self, kv_heads: list[int], blocks: int, head_dim: int, like: Tensor) -> None:
         self.kv_heads = kv_heads
+        self.device = like.device
         shape = 1, sum(kv_heads), blocks * BLOCK_TOKENS, head_dim
-        self.keys, self.values = like.new_empty(shape), like.new_empty(shape)  # of all slots, one after the other
+        self.keys, self.values = like.new_empty(shape), like.new_empty(shape)
         self.slots = list(zip(self.keys[0].split(kv_heads), self.values[0].split(kv_heads), strict=True))
 
     @property
@@ -51,84 +55,107 @@ class Layout:
 
     def __init__(self, rows: Sequence[Row], cache: PagedCache) -> None:
         self.cache = cache
-        device = cache.keys.device
-        self.spans: list[_Span] = []
+        self.last: list[int] = []
+        self._parts: list[_Singles | _Chunk] = []
         positions, places, first = [], [], 0
         for row in rows:
             end = row.start + len(row.tokens)
             positions.append(slice(row.start, end))
             places += stretches(row.runs, row.start, end)
-            self.spans.append(_Span(slice(first, first + len(row.tokens)), row, cache))
+            if len(row.tokens) > 1:
+                self._parts.append(_Chunk(first, row, cache))
+            elif self._parts and isinstance(self._parts[-1], _Singles):
+                self._parts[-1].add(row)
+            else:
+                self._parts.append(_Singles(first, row, cache))
             first += len(row.tokens)
-        self.positions = as_index(positions, device)
-        self.places = as_index(places, device)
-        self.last = [span.tokens.stop - 1 for span in self.spans]
+            self.last.append(first - 1)
+        self.positions = as_index(positions, cache.device)
+        self.places = as_index(places, cache.device)
 
     def attend(self, slot: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:
         """Put new keys and values, (T, K, D), into a slot; queries (T, H, D) to attended values (T, H * D)."""
         cached_keys, cached_values = self.cache.slots[slot]
         cached_keys[:, self.places] = keys.transpose(0, 1)
         cached_values[:, self.places] = values.transpose(0, 1)
-        attended = [span.attend(slot, queries, keys, values, scale) for span in self.spans]
+        attended = [part.attend(slot, queries, keys, values, scale) for part in self._parts]
         return attended[0] if len(attended) == 1 else torch.cat(attended)
 
 
-class _Span:
-    """One sequence's share of a pass.
+class _Singles:
+    """Rows of a pass, one after another, that have one token each: texts that are being continued."""
 
-    Attributes:
-        tokens: which of the pass's tokens these are.
-    """
+    def __init__(self, first: int, row: Row, cache: PagedCache) -> None:
+        self._first = first
+        self._sequences = [_Cached(row, cache)]
+        self._cache = cache
 
-    def __init__(self, tokens: slice, row: Row, cache: PagedCache) -> None:
-        self.tokens = tokens
-        self._slots = cache.slots
+    def add(self, row: Row) -> None:
+        """Take in the row behind."""
+        self._sequences.append(_Cached(row, self._cache))
+
+    def attend(self, slot: int, queries: Tensor, keys: Tensor, _: Tensor, scale: float | None) -> Tensor:
+        """Attended values of these rows, (rows, H * D), given queries, keys and values of the whole pass."""
+        heads, head_dim, kv_heads, count = queries.shape[1], queries.shape[2], keys.shape[1], len(self._sequences)
+        own = queries[self._first : self._first + count]
+        # The heads of one KV group are like several tokens that may look at everything: no copies of keys.
+        grouped = own.view(count, 1, kv_heads, heads // kv_heads, head_dim).unbind()
+        attended = [
+            F.scaled_dot_product_attention(query, *sequence.read(slot), scale=scale)
+            for query, sequence in zip(grouped, self._sequences, strict=True)
+        ]
+        together = attended[0] if count == 1 else torch.cat(attended)
+        return together.reshape(count, heads * head_dim)
+
+
+class _Chunk:
+    """A row of several tokens: a prompt, or a part of one."""
+
+    def __init__(self, first: int, row: Row, cache: PagedCache) -> None:
+        count, end = len(row.tokens), row.start + len(row.tokens)
+        self._own = slice(first, first + count)
+        self._cached: _Cached | None = None
         self._mask: Tensor | None = None
-        self._views: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None
-        self._index: Tensor | None = None
-        count, device = len(row.tokens), cache.keys.device
-        end = row.start + count
-        if row.start == 0 and count > 1:
-            return  # nothing is read but what the pass itself brings
-        if count > 1:
-            self._mask = torch.ones(count, end, dtype=torch.bool, device=device).tril(row.start)
-        places = as_index(stretches(row.runs, 0, end), device)
-        if isinstance(places, slice):
-            views = cache.keys[:, :, places], cache.values[:, :, places]
-            self._views = views[0].split(cache.kv_heads, 1), views[1].split(cache.kv_heads, 1)
-        else:
-            self._index = places
+        if row.start:  # otherwise all that is read comes with the pass itself
+            self._cached = _Cached(row, cache)
+            self._mask = torch.ones(count, end, dtype=torch.bool, device=cache.device).tril(row.start)
 
     def attend(self, slot: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:
-        """Attended values of the own tokens, (tokens, H * D), given those of the whole pass."""
-        _, heads, head_dim = queries.shape
-        kv_heads = keys.shape[1]
-        all_keys, all_values = self._read(slot, keys, values)
-        own = queries[self.tokens]
-        if len(own) == 1:
-            # The heads of one KV group are like several tokens that may look at everything: no copies of keys.
-            grouped = own.view(1, kv_heads, heads // kv_heads, head_dim)
-            attended = F.scaled_dot_product_attention(grouped, all_keys, all_values, scale=scale)
+        """Attended values of this row, (tokens, H * D), given queries, keys and values of the whole pass."""
+        own = self._own
+        if self._cached is None:
+            all_keys, all_values = keys[own].transpose(0, 1)[None], values[own].transpose(0, 1)[None]
         else:
-            attended = F.scaled_dot_product_attention(
-                own.transpose(0, 1)[None],
-                all_keys,
-                all_values,
-                attn_mask=self._mask,
-                is_causal=self._mask is None,
-                scale=scale,
-                enable_gqa=heads > kv_heads,
-            ).transpose(1, 2)
-        return attended.reshape(len(own), heads * head_dim)
+            all_keys, all_values = self._cached.read(slot)
+        attended = F.scaled_dot_product_attention(
+            queries[own].transpose(0, 1)[None],
+            all_keys,
+            all_values,
+            attn_mask=self._mask,
+            is_causal=self._mask is None,
+            scale=scale,
+            enable_gqa=queries.shape[1] > keys.shape[1],
+        )
+        return attended.transpose(1, 2).flatten(2)[0]
 
-    def _read(self, slot: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of the whole sequence, (1, K, N, D) each."""
-        if self._views is not None:
-            return self._views[0][slot], self._views[1][slot]
-        if self._index is not None:
-            cached_keys, cached_values = self._slots[slot]
-            return cached_keys.index_select(1, self._index)[None], cached_values.index_select(1, self._index)[None]
-        return keys[self.tokens].transpose(0, 1)[None], values[self.tokens].transpose(0, 1)[None]
+
+class _Cached:
+    """The keys and values of one sequence up to the end of its row."""
+
+    def __init__(self, row: Row, cache: PagedCache) -> None:
+        self._slots = cache.slots
+        places = as_index(stretches(row.runs, 0, row.start + len(row.tokens)), cache.device)
+        self._index = None if isinstance(places, slice) else places
+        if isinstance(places, slice):
+            self._keys = cache.keys[:, :, places].split_with_sizes(cache.kv_heads, 1)
+            self._values = cache.values[:, :, places].split_with_sizes(cache.kv_heads, 1)
+
+    def read(self, slot: int) -> tuple[Tensor, Tensor]:
+        """Those of a slot, (1, K, N, D) each: views where the sequence lies in one run, copies otherwise."""
+        if self._index is None:
+            return self._keys[slot], self._values[slot]
+        keys, values = self._slots[slot]
+        return keys.index_select(1, self._index)[None], values.index_select(1, self._index)[None]
 
 
 def stretches(runs: Sequence[Run], first: int, end: int) -> list[slice]:
