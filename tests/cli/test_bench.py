@@ -1,0 +1,87 @@
+"""`surgeon bench` from the command line: tables on stdout, files, a trace, clear refusals before anything starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from matplotlib.image import imread
+
+from surgeon.cli.app import main
+
+SMALL = ["--prompt", "4", "--new", "3", "--rounds", "2"]
+
+
+def test_tables_files_and_trace(tiny_checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder, trace = tmp_path / "results", tmp_path / "trace.json"
+    compared = ["--compare", "lp", "--compare", "upper-bound", "--layers", "1:3", "--batch", "1,2"]
+    options = ["--link-delay", "1ms", "--link-bandwidth", "1GB", "-o", str(folder), "--trace", str(trace)]
+    assert main(["bench", str(tiny_checkpoint), *compared, *options, *SMALL]) == 0
+    out = capfd.readouterr().out
+    assert out.startswith("2 ranks (cpu, shm, link of 1ms, 1GB/s), prompt 4, 3 new, 2 rounds\n")
+    assert max(map(len, out.splitlines())) <= 80
+    table = pd.read_csv(folder / "bench.csv")
+    assert list(zip(table["program"], table["batch"], strict=True)) == [
+        (name, batch) for batch in (1, 2) for name in ("tiny-llama", "lp", "upper-bound")
+    ]
+    assert list(table["sync_points"]) == list(table["decode_all_reduces"]) == 2 * [8, 6, 0]
+    assert (table["per_token_speedup"].iloc[[0, 3]] == 1).all()
+    waited = table["decode_waiting_ms"]
+    assert (waited.iloc[[0, 3]] > 10 * 0.9).all()  # 8 reductions, the embedding's and the head's
+    assert (waited.iloc[[2, 5]] == 0).all()
+    record = json.loads((folder / "bench.json").read_text())
+    assert record["model"] == str(tiny_checkpoint)
+    assert [len(one["rounds"]) for one in record["results"]] == 6 * [2]
+    assert record["results"][1]["text"] == "A0 F0 [A1 A2] [F1 F2] A3 F3"
+    assert imread(folder / "bench.png").std() > 0.1
+    events = json.loads(trace.read_text())["traceEvents"]
+    processes = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert processes == [f"{name}, rank {rank}" for name in ("tiny-llama", "lp", "upper-bound") for rank in (0, 1)]
+
+
+def test_one_rank_without_communication(tiny_checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", str(tiny_checkpoint), "--tp", "1", "--program", "A0 F0", *SMALL]) == 0
+    out = capfd.readouterr().out
+    assert out.startswith("1 rank (cpu, shm), prompt 4")
+    assert "0+0" in out
+    assert "Times as fast" not in out
+
+
+def test_ranks_that_are_not_connected(tiny_checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", str(tiny_checkpoint), "--collectives", "none", *SMALL]) == 0
+    assert "2 ranks (cpu, none)" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--batch", "1,x"], "--batch '1,x' is no list of batch sizes; write e.g. 1,8"),
+        (["--batch", "0"], "--batch '0' is no list of batch sizes"),
+        (["--link-delay", "1"], "'1' is no delay; write e.g. 1ms, 200us or 0.5s"),
+        (["--link-bandwidth", "fast"], "'fast' is no amount of memory"),
+        (["--layers", "3"], "layers '3' are no range"),
+        (["--compression", "int7"], "there is no compression 'int7'; did you mean 'int"),
+        (["--collectives", "none", "--link-delay", "1ms"], "collectives none send nothing"),
+        (["--compare", "ladders"], "there is no model folder ladders"),
+        (["--compare", "lp"], "the model has 4 layers, and variants leave the first and last 2 alone"),
+        (["--prompt", "2000"], "shorten the prompt or ask for fewer tokens"),
+        (["--trace", "."], "--trace . must be a file in a folder that exists"),
+        (["--tp", "3"], "3 ranks cannot share this model"),
+    ],
+)
+def test_what_is_refused(
+    options: list[str], message: str, tiny_checkpoint: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", str(tiny_checkpoint), *options]) == 1
+    err = capfd.readouterr().err
+    assert err.startswith("error: ")
+    assert message in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_delays() -> None:
+    from surgeon.cli.bench import _seconds
+
+    assert [_seconds(text) for text in ("1ms", "200us", "0.5s", " 2 ms ")] == [0.001, 0.0002, 0.5, 0.002]
