@@ -53,6 +53,7 @@ def test_wrong_options(arguments: list[str], line: str, capsys: pytest.CaptureFi
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """What a server says that cannot begin; it is one line, and nothing was loaded for it."""
+    capsys.readouterr()  # what making the model has written
     assert main(["serve", *arguments]) == 1
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1, lines
