@@ -52,7 +52,7 @@ def bench(
     link_delay: Annotated[
         str | None,
         typer.Option(
-            help="Emulate a link: what each collective takes at least, e.g. 1ms or 200us.", show_default=False
+            help="Emulate a link: how long a collective takes at least, e.g. 1ms or 200us.", show_default=False
         ),
     ] = None,
     link_bandwidth: Annotated[
@@ -96,7 +96,7 @@ def bench(
     way = choose_collectives(collectives, chosen)
     check_sending(way, chosen, link, compression)
     candidates = open_candidates(model, compare or [], Needs(tp, prompt + new, chosen), program, stretch)
-    _make_room(output, trace)
+    _check_files(output, trace, chosen)
     with Ranks(tp, chosen, way, link, cast(Compression | None, compression)) as ranks:
         load_candidates(ranks, candidates)
         with progress("bench", rounds * len(loads) * len(candidates), "runs") as advance:
@@ -150,8 +150,10 @@ def _wires(delay: str | None, bandwidth: str | None, compression: str | None) ->
     return "".join(f", {word.format(value)}" for word, value in words.items() if value)
 
 
-def _make_room(output: Path | None, trace: Path | None) -> None:
-    """Say what is wrong with where to write before anything is measured."""
+def _check_files(output: Path | None, trace: Path | None, device: str) -> None:
+    """Say what is wrong with what is to be written before anything is measured."""
+    if trace is not None and device != "cpu":
+        raise ValueError("--trace shows what processes do, and GPUs go on while theirs wait; use --device cpu")
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
     if trace is not None and (trace.is_dir() or not trace.absolute().parent.is_dir()):
