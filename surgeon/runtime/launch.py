@@ -310,9 +310,10 @@ def check_sending(collectives: str, device: str, link: Link | None, compression:
 
 
 def threads_per_rank(ranks: int) -> int:
-    """The cores this process may use, divided among the ranks."""
+    """The cores this process may use, divided among the ranks; no more than OMP_NUM_THREADS if that is set."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // ranks)
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    return max(1, min(cores // ranks, int(wanted) if wanted.isdecimal() else cores))
 
 
 def _noted(error: Failure, note: str) -> Failure:

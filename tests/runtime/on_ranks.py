@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,7 +16,9 @@ from surgeon.runtime.collectives import Collectives, Counts
 from surgeon.runtime.engine import RankEngine
 from surgeon.runtime.plan import Plan
 from surgeon.runtime.rank import Rank
-from surgeon.runtime.scheduler import Row, Wanted
+from surgeon.runtime.request import Request
+from surgeon.runtime.scheduler import Limits, Row, Tally, Wanted
+from surgeon.runtime.worker import ENGINE, Leader, follow
 
 
 def logits_in_chunks(rank: Rank, plan: Plan, chunks: list[Tensor]) -> tuple[Tensor, list[Counts], Counts]:
@@ -40,6 +43,38 @@ def chunked_logits(engine: RankEngine, chunks: list[Tensor]) -> Iterator[Tensor]
         ]
         yield engine.logits(rows, cache).unflatten(0, chunk.shape)
         start += chunk.shape[1]
+
+
+@dataclass
+class Completed:
+    """What a scheduler has done, and the tokens of its requests."""
+
+    tally: Tally
+    blocks: int
+    free: int
+    tokens: dict[int, list[int]]
+
+
+def complete_twice(
+    rank: Rank, first: list[Request], then: list[Request], blocks: int, limits: Limits
+) -> Completed | None:
+    """Work on some requests, and when they have ended on others, with the same cache."""
+    engine: RankEngine = rank.kept[ENGINE]
+    cache = engine.new_cache(blocks)
+    if rank.rank:
+        follow(rank, engine, cache)
+        return None
+    leader, tokens = Leader(engine, cache, blocks, limits, rank.sender), dict[int, list[int]]()
+    for requests in (first, then):
+        for request in requests:
+            leader.submit(request)
+        while not leader.scheduler.idle:
+            for output in leader.step():
+                assert output.token is not None
+                tokens.setdefault(output.request, []).append(output.token)
+    rank.sender.send(None)
+    pool = leader.scheduler.pool
+    return Completed(leader.scheduler.tally, pool.blocks, pool.free, tokens)
 
 
 def sums_in_flight(rank: Rank, sizes: list[int], dtype: torch.dtype, depth: int) -> list[Tensor]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from surgeon.runtime.launch import RankFailed, Ranks
+from surgeon.runtime.launch import RankFailed, Ranks, threads_per_rank
 from tests.runtime import on_ranks
 
 REPOSITORY = Path(__file__).parents[2]
@@ -75,6 +75,15 @@ def test_a_rank_killed_between_calls() -> None:
         os.kill(ranks.pids[0], signal.SIGKILL)
         with pytest.raises(RankFailed, match="rank 0 .* was ended by SIGKILL.*"):
             ranks.call(on_ranks.process_id)
+
+
+def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert [threads_per_rank(ranks) for ranks in (1, 5, 20)] == [12, 2, 1]
+    for value, threads in [("3", 3), ("64", 6), ("", 6), ("0", 1), ("many", 6)]:
+        monkeypatch.setenv("OMP_NUM_THREADS", value)
+        assert threads_per_rank(2) == threads
 
 
 STARTER = """
