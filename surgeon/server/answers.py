@@ -20,7 +20,7 @@ from surgeon.server.errors import GONE, ApiError, invalid
 from surgeon.server.formats import Answer, ChatFormat, CompletionFormat, Format, usage_of
 from surgeon.server.gate import note_outcome
 from surgeon.server.state import State
-from surgeon.server.texts import Prompt
+from surgeon.server.texts import Prompt, separate
 
 Arrived = list[tuple[int, Event]]
 Result = TypeVar("Result")
@@ -37,7 +37,9 @@ async def complete(request: Request, state: State, body: CompletionBody) -> Resp
         ApiError: for whatever the client should be told.
     """
     body.check()
-    prompts = await asyncio.to_thread(state.texts.prompts, body.prompt)
+    several = separate(body.prompt)
+    _check_number(state, body, len(several))
+    prompts = await asyncio.to_thread(lambda: [state.texts.prompt(one) for one in several])
     style = CompletionFormat(state.model, state.texts, body.logprobs is not None, bool(body.echo))
     return await _answer(request, state, body, prompts, style, DEFAULT_NEW_TOKENS, body.logprobs)
 
@@ -49,6 +51,7 @@ async def chat(request: Request, state: State, body: ChatBody) -> Response:
         ApiError: for whatever the client should be told.
     """
     body.check()
+    _check_number(state, body, 1)
     prompt = await asyncio.to_thread(state.texts.chat, body.messages)
     style = ChatFormat(state.model, state.texts, bool(body.logprobs))
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -64,10 +67,6 @@ async def _answer(
     default: int | None,
     logprobs: int | None,
 ) -> Response:
-    wanted = len(prompts) * body.choices
-    if wanted > state.capacity:
-        reason = f"prompts times n are {wanted} answers; this server takes {state.capacity} at a time at most"
-        raise invalid(reason, "n" if body.choices > 1 else body.prompt_field)
     answers, asks = [], []
     for prompt in prompts:
         sampling = body.sampling(len(prompt.tokens), state.service.max_tokens, default, logprobs)
@@ -90,6 +89,14 @@ async def _answer(
         choices.close()
         raise
     return JSONResponse(style.whole(answers, usage_of(answers, body.choices)))
+
+
+def _check_number(state: State, body: Body, prompts: int) -> None:
+    """Refuse what would be too much even for an empty queue, before any of it is looked at."""
+    wanted = prompts * body.choices
+    if wanted > state.capacity:
+        reason = f"prompts times n are {wanted} answers; this server takes {state.capacity} at a time at most"
+        raise invalid(reason, "n" if body.choices > 1 else body.prompt_field)
 
 
 def _seeded(sampling: Sampling, number: int) -> Sampling:

@@ -6,9 +6,9 @@ and is not supported is refused, and so is one that nobody knows, which is mostl
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from surgeon.errors import did_you_mean
 from surgeon.runtime.request import Sampling
@@ -51,6 +51,11 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 
 
+Item = TypeVar("Item")
+# A list that is left at its first wrong item: a complaint about each of millions would fill the memory.
+Several = Annotated[list[Item], Field(fail_fast=True)]
+
+
 class StreamOptions(BaseModel):
     """What a stream has besides the text."""
 
@@ -76,7 +81,7 @@ class Body(BaseModel):
     seed: int | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Several[str] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -163,7 +168,7 @@ class Body(BaseModel):
 class CompletionBody(Body):
     """The body of /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Several[str] | Several[int] | Several[Several[int]]
     echo: bool | None = None
     logprobs: int | None = None
 
@@ -181,7 +186,7 @@ class ChatBody(Body):
     prompt_field: ClassVar[str] = "messages"
     logprobs_field: ClassVar[str] = "top_logprobs"
 
-    messages: list[dict[str, Any]]
+    messages: Several[dict[str, Any]]
     logprobs: bool | None = None
     top_logprobs: int | None = None
 

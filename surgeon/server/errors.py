@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,9 @@ from starlette.responses import JSONResponse
 RETRY_SECONDS = 1
 MOST_SHOWN = 60  # characters of a client's value in a message
 GONE = 499  # the client hung up; nobody reads this status, it is only counted
+
+_SHORT = reprlib.Repr()  # writes only the first items of a list
+_SHORT.maxstring = _SHORT.maxother = MOST_SHOWN
 
 # What pydantic says of a field that takes several types is a list of what each of them lacks.
 _KINDS = {
@@ -93,7 +97,7 @@ def internal() -> ApiError:
 
 def shown(value: Any) -> str:
     """A client's value, short enough for a message."""
-    text = repr(value)
+    text = _SHORT.repr(value)
     return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 3]}..."
 
 

@@ -26,6 +26,11 @@ class Prompt:
     text: str | None = None
 
 
+def separate(given: str | list[str] | list[int] | list[list[int]]) -> list[Any]:
+    """The prompts of a completion, which may have one or several."""
+    return given if isinstance(given, list) and given and not isinstance(given[0], int) else [given]
+
+
 class Texts:
     """A tokenizer that several threads may use."""
 
@@ -35,16 +40,12 @@ class Texts:
         self._anchor: list[int] = tokenizer(ANCHOR, add_special_tokens=False).input_ids
         self._pieces: dict[int, str] = {}
 
-    def prompts(self, given: str | list[str] | list[int] | list[list[int]]) -> list[Prompt]:
-        """The prompts of a completion: one or several, as texts or as token ids.
+    def prompt(self, given: str | list[int]) -> Prompt:
+        """The prompt of a completion, as text or as token ids.
 
         Raises:
-            ApiError: if one of them has no tokens, or is not text.
+            ApiError: if it has no tokens, or is not text.
         """
-        several: list[Any] = given if isinstance(given, list) and not _are_tokens(given) else [given]
-        return [self._prompt(one) for one in several]
-
-    def _prompt(self, given: str | list[int]) -> Prompt:
         if isinstance(given, str):
             _check_text(given, "prompt")
             with self._lock:
@@ -87,10 +88,6 @@ class Texts:
             )
             self._pieces[token] = after[len(before) :]
         return self._pieces[token]
-
-
-def _are_tokens(given: list[Any]) -> bool:
-    return not given or isinstance(given[0], int)
 
 
 def _plain(message: dict[str, Any], name: str) -> dict[str, Any]:

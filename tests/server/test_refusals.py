@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx2
 import openai
+import psutil
 import pytest
 
 if TYPE_CHECKING:
@@ -94,6 +95,15 @@ def test_bad_bodies(server: Server, path: str, body: Any, param: str | None, mes
     error = answer.json()["error"]
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
     assert re.search(message, error["message"]), error["message"]
+
+
+@pytest.mark.parametrize("prompt", [[1.5] * 500_000, [[1.5]] * 500_000, ["a"] * 500_000], ids=["a", "b", "c"])
+def test_many_mistakes_are_one(server: Server, prompt: list[Any]) -> None:
+    rss = psutil.Process(server.process.pid).memory_info().rss
+    answer = server.post(COMPLETIONS, prompt=prompt)
+    assert answer.status_code == 400
+    assert len(answer.text) < 1000
+    assert psutil.Process(server.process.pid).memory_info().rss - rss < 300 << 20
 
 
 def test_fields_that_change_nothing_pass(server: Server) -> None:

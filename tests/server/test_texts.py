@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from surgeon.server.errors import ApiError
-from surgeon.server.texts import Texts
+from surgeon.server.texts import Prompt, Texts, separate
 from tests.models import tiny_tokenizer
 
 
@@ -28,6 +30,13 @@ def test_pieces_of_tokens_join_to_the_text() -> None:
 def test_prompts_keep_their_text() -> None:
     tokenizer = tiny_tokenizer()
     texts = Texts(tokenizer)
-    assert [prompt.text for prompt in texts.prompts(["a", "b"])] == ["a", "b"]
-    assert [prompt.tokens for prompt in texts.prompts([[5, 6], [7]])] == [[5, 6], [7]]
-    assert texts.prompts("dog")[0].tokens == tokenizer("dog").input_ids
+    assert texts.prompt([5, 6]) == Prompt([5, 6])
+    assert texts.prompt("dog") == Prompt(tokenizer("dog").input_ids, "dog")
+
+
+@pytest.mark.parametrize(
+    ("given", "several"),
+    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([5, 6], [[5, 6]]), ([[5], [6]], [[5], [6]]), ([], [[]])],
+)
+def test_one_prompt_or_several(given: Any, several: list[Any]) -> None:
+    assert separate(given) == several
