@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from fastapi import FastAPI
@@ -96,7 +95,7 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def defect(_: Request, error: Exception) -> Response:
-        logging.getLogger("surgeon").error("internal error: %s: %s", type(error).__name__, error)
+        del error  # uvicorn writes its traceback to standard error
         return internal().response()
 
 
