@@ -41,7 +41,7 @@ def footprint(plan: Plan) -> Footprint:
         parts = [part for work in rank_work(program, rank, plan.ranks) for part in work.parts]
         features = rows + sum(_features(source, sublayer) for sublayer in {part.sublayer for part in parts})
         weights.append(features * plan.hidden * plan.dtype.itemsize)
-        kv_heads = sum(_size(source, part.sublayer, "kv_heads") for part in parts if part.slot is not None)
+        kv_heads = sum(_kv_heads(source, part.sublayer) for part in parts if part.slot is not None)
         block.append(2 * kv_heads * plan.head_dim * BLOCK_TOKENS * plan.dtype.itemsize)
     return Footprint(tuple(weights), tuple(block))
 
@@ -50,6 +50,11 @@ def _features(source: Source, sublayer: Sublayer) -> int:
     """Rows and columns of all matrices of a slice, each as wide as the stream."""
     width = source.head_dim if sublayer.kind == ATTENTION else 1
     return sum(_size(source, sublayer, p.unit) * width for p in source.family.spec(sublayer.kind).projections)
+
+
+def _kv_heads(source: Source, sublayer: Sublayer) -> int:
+    (k,) = (p for p in source.family.spec(sublayer.kind).projections if p.role == "k")
+    return _size(source, sublayer, k.unit)
 
 
 def _size(source: Source, sublayer: Sublayer, unit: Unit) -> int:

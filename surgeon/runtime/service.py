@@ -100,12 +100,21 @@ class Service:
         self._numbers = count()
         self._progress = Progress([], (0, 0, self.blocks, self.blocks))
         self._accounts: dict[int, dict[int, Figures]] = {}
-        self._closed = self._draining = False
+        self._ready = self._draining = self._closed = False
         self._changed = threading.Condition(threading.RLock())
         self._ranks = Ranks(ranks, self.device, self.collectives)
         self._ranks.call(load, self.plan)
         self._thread = threading.Thread(target=self._receive, args=(limits,), name="surgeon-service", daemon=True)
         self._thread.start()
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or self.failure)
+        if self.failure is not None:
+            raise self.failure
+
+    @property
+    def pids(self) -> list[int]:
+        """The process ids of the ranks."""
+        return self._ranks.pids
 
     def submit(self, prompt: Sequence[int], sampling: Sampling | None = None) -> Stream:
         """Ask for a continuation; it starts as soon as there is room for it.
@@ -220,6 +229,10 @@ class Service:
                 self._changed.notify_all()
             return
         self._progress = message
+        if not self._ready:
+            with self._changed:
+                self._ready = True
+                self._changed.notify_all()
         for output in message.outputs:
             self._tell(output)
 

@@ -36,7 +36,7 @@ class Report(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """From rank 0, after every pass and cancellation.
+    """From rank 0, at the start and after every pass and cancellation.
 
     Attributes:
         stats: the fields of `Stats`, in their order.
@@ -94,6 +94,7 @@ def serve(rank: Rank, blocks: int, limits: Limits, name: str = ENGINE) -> None:
         follow(rank, engine, cache)
         return
     leader, inbox = Leader(engine, cache, blocks, limits, rank.sender), rank.inbox()
+    rank.notify(leader.progress([]))  # from here on, what is posted goes to the inbox
     while True:
         if leader.scheduler.idle:
             engine.pause()

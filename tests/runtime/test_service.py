@@ -1,0 +1,294 @@
+"""A service as its users see it: streams from any thread, stop texts, cancelling, failures that everybody hears of."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from surgeon.runtime.launch import RankFailed
+from surgeon.runtime.request import Event, QueueFull, Sampling, Stats
+from surgeon.runtime.service import Service, Stream
+from tests.models import save_checkpoint
+
+PROMPT = "The quick brown fox"
+NEW = 12
+GREEDY = Sampling(max_new_tokens=NEW, ignore_end=True)
+LONG = replace(GREEDY, max_new_tokens=100)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("service") / "tiny-llama")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Any:
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def prompt(tokenizer: Any) -> list[int]:
+    ids: list[int] = tokenizer(PROMPT).input_ids
+    return ids
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path, prompt: list[int]) -> list[int]:
+    """Tokens of `transformers`."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokens: list[int] = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, eos_token_id=None)[
+        0
+    ].tolist()
+    return tokens[len(prompt) :]
+
+
+@pytest.fixture(scope="module")
+def service(folder: Path, tokenizer: Any) -> Iterator[Service]:
+    with Service(folder, ranks=2, tokenizer=tokenizer, max_batch=3, max_waiting=5) as started:
+        yield started
+
+
+def read(stream: Stream) -> tuple[list[int], str, Event]:
+    """All tokens, all text, and the last event."""
+    events = list(stream)
+    assert [event.finish_reason is None for event in events] == [True] * (len(events) - 1) + [False]
+    assert {event.request for event in events} == {stream.id}
+    return [token for event in events for token in event.tokens], "".join(e.text for e in events), events[-1]
+
+
+def settled(service: Service, finished: int) -> bool:
+    """Wait until the ranks have finished so many requests and have nothing to do."""
+    deadline = time.monotonic() + 60
+    while service.stats().finished < finished and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return service.stats().running == service.stats().waiting == 0
+
+
+def test_tokens_text_and_usage(service: Service, tokenizer: Any, prompt: list[int], expected: list[int]) -> None:
+    tokens, text, last = read(service.submit(prompt, GREEDY))
+    assert tokens == expected
+    whole = tokenizer.decode(prompt + expected, skip_special_tokens=True)
+    assert text == whole.removeprefix(PROMPT)
+    assert (last.usage.prompt, last.usage.new, last.finish_reason) == (len(prompt), NEW, "length")
+    assert 0 < last.queue_seconds < 60
+
+
+def test_many_threads(service: Service, prompt: list[int], expected: list[int]) -> None:
+    found: SimpleQueue[tuple[list[int], str, Event]] = SimpleQueue()
+
+    def ask() -> None:
+        found.put(read(service.submit(prompt, GREEDY)))
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    results = [found.get(timeout=1) for _ in threads]
+    assert all(tokens == expected for tokens, _, _ in results)
+    assert len({text for _, text, _ in results}) == 1
+
+
+def test_in_an_event_loop(service: Service, prompt: list[int], expected: list[int]) -> None:
+    async def read_one() -> list[int]:
+        return [token async for event in service.submit(prompt, GREEDY) for token in event.tokens]
+
+    async def read_some() -> list[list[int]]:
+        return await asyncio.gather(*(read_one() for _ in range(4)))
+
+    assert asyncio.run(read_some()) == [expected] * 4
+
+
+def test_listening_late_misses_nothing_and_a_listener_that_fails_harms_nobody(
+    service: Service, prompt: list[int], expected: list[int]
+) -> None:
+    before = service.stats().finished
+    stream, failing = service.submit(prompt, GREEDY), service.submit(prompt, GREEDY)
+    heard: list[Event | Exception] = []
+
+    def fail(_: Event | Exception) -> None:
+        raise KeyError("a client's own mistake")
+
+    failing.listen(fail)
+    assert service.submit(prompt, GREEDY).id > stream.id
+    assert settled(service, before + 3)
+    stream.listen(heard.append)
+    assert [token for event in heard if isinstance(event, Event) for token in event.tokens] == expected
+    assert service.failure is None
+
+
+def test_stop_texts_end_a_request(service: Service, prompt: list[int]) -> None:
+    _, text, _ = read(service.submit(prompt, LONG))
+    stop = text[len(text) // 3 : len(text) // 3 + 4]
+    before, finished = text.partition(stop)[0], service.stats().finished
+    tokens, shown, last = read(service.submit(prompt, replace(LONG, stop=("never this", stop))))
+    assert shown == before
+    assert last.finish_reason == "stop"
+    assert last.usage.new == len(tokens) < 100
+    assert settled(service, finished + 1), "the ranks have been told"
+
+
+def test_sampling_is_the_same_for_the_same_seed(service: Service, prompt: list[int]) -> None:
+    sampling = replace(GREEDY, temperature=1.0, top_p=0.9, seed=7, logprobs=2)
+    (first, _, last), (second, _, _) = (read(service.submit(prompt, sampling)) for _ in range(2))
+    assert first == second
+    assert len(last.logprobs) == 1
+    assert len(last.logprobs[0].top) == 2
+    unseeded = [read(service.submit(prompt, replace(sampling, seed=None, top_p=1.0)))[0] for _ in range(3)]
+    assert len(set(map(tuple, unseeded))) > 1
+
+
+def test_cancelling(service: Service, prompt: list[int]) -> None:
+    streams = [service.submit(prompt, LONG) for _ in range(5)]  # three run, two wait
+    next(iter(streams[0]))
+    assert service.cancel(streams[0].id)
+    assert service.cancel(streams[4].id)
+    assert list(streams[0])[-1].finish_reason == "cancelled"
+    last = list(streams[4])
+    assert [event.finish_reason for event in last] == ["cancelled"]
+    assert last[0].usage.new == 0
+    assert not service.cancel(streams[0].id)
+    assert not service.cancel(10**6)
+    assert all(read(stream)[2].finish_reason == "length" for stream in streams[1:4])
+
+
+def test_the_queue_is_limited(service: Service, prompt: list[int]) -> None:
+    streams = [service.submit(prompt, LONG) for _ in range(8)]
+    with pytest.raises(QueueFull, match="8 requests are open already"):
+        service.submit(prompt, LONG)
+    for stream in streams:
+        service.cancel(stream.id)
+    assert {list(stream)[-1].finish_reason for stream in streams} == {"cancelled"}
+    assert read(service.submit(prompt, GREEDY))[2].finish_reason == "length"
+
+
+def test_statistics(folder: Path, prompt: list[int]) -> None:
+    with Service(folder, ranks=2, max_batch=2, blocks=20) as service:
+        assert service.stats() == Stats(blocks=20, free_blocks=20)
+        long = prompt * 4
+        for _ in range(2):
+            tokens, text, _ = read(service.submit(long, GREEDY))
+            assert text == ""
+        stats = service.stats()
+        shared = (len(long) - 1) // 16 * 16
+        assert (stats.prompt_tokens, stats.cached_tokens, stats.new_tokens) == (2 * len(long), shared, 2 * len(tokens))
+        assert (stats.running, stats.waiting, stats.finished, stats.free_blocks) == (0, 0, 2, 20)
+        assert stats.passes == 2 * NEW
+        assert stats.all_reduces == stats.passes * (8 + 1)  # of the four layers, and of the embedding
+        figures = service.figures()
+        assert [each.prefill.passes + each.decode.passes for each in figures] == [stats.passes] * 2
+        assert figures[0].decode.tokens == 2 * (NEW - 1)
+        assert figures[0].prefill.tokens == 2 * len(long) - shared
+
+
+def test_requests_that_are_refused(service: Service, folder: Path, prompt: list[int]) -> None:
+    for tokens, sampling, message in [
+        ([], GREEDY, "the prompt is empty"),
+        ([1, 300], GREEDY, r"token ids must lie in 0\.\.\d+, the model's vocabulary"),
+        ([1, -1], GREEDY, "token ids must lie in"),
+        ([1] * 100, replace(GREEDY, max_new_tokens=29), "100 tokens of the prompt and 29 new .* more than the 128"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            service.submit(tokens, sampling)
+    with Service(folder) as bare, pytest.raises(ValueError, match="stop texts cannot be found without a tokenizer"):
+        bare.submit(prompt, replace(GREEDY, stop=("a",)))
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_is_killed(who: int, folder: Path, prompt: list[int]) -> None:
+    with Service(folder, ranks=2, max_batch=2) as service:
+        streams = [service.submit(prompt, LONG) for _ in range(4)]
+        heard: SimpleQueue[Event | Exception] = SimpleQueue()
+        streams[3].listen(heard.put)
+        next(iter(streams[0]))
+        killed = service.pids[who]
+        os.kill(killed, signal.SIGKILL)
+        began = time.monotonic()
+        for stream in streams[:3]:
+            with pytest.raises(RankFailed, match=rf"rank {who} \(process {killed}\) was ended by SIGKILL"):
+                list(stream)
+        while isinstance(event := heard.get(timeout=60), Event):
+            assert event.finish_reason is None
+        assert isinstance(event, RankFailed)
+        assert time.monotonic() - began < 30
+        with pytest.raises(RankFailed):
+            service.submit(prompt, GREEDY)
+        with pytest.raises(RankFailed):
+            service.figures()
+        assert isinstance(service.failure, RankFailed)
+        assert service.drain(1)
+        assert service.stats().blocks > 0
+
+
+def test_a_rank_that_is_killed_while_nothing_is_asked(folder: Path) -> None:
+    with Service(folder, ranks=2) as service:
+        os.kill(service.pids[1], signal.SIGKILL)
+        deadline = time.monotonic() + 30
+        while service.failure is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert "rank 1" in str(service.failure)
+
+
+def test_draining_and_closing(folder: Path, prompt: list[int], expected: list[int]) -> None:
+    service = Service(folder, ranks=2)
+    stream, other = service.submit(prompt, GREEDY), service.submit(prompt, LONG)
+    assert not service.drain(0)
+    with pytest.raises(ValueError, match="takes no more requests"):
+        service.submit(prompt, GREEDY)
+    assert read(stream)[0] == expected
+    service.close()
+    assert list(other)[-1].finish_reason in ("cancelled", "length")
+    with pytest.raises(ValueError, match="takes no more requests"):
+        service.submit(prompt, GREEDY)
+    assert service.failure is None
+    assert service.drain(0)
+    service.close()
+
+
+def test_ranks_that_wait_use_no_processor(folder: Path, prompt: list[int]) -> None:
+    with Service(folder, ranks=2) as service:
+        read(service.submit(prompt, GREEDY))
+        time.sleep(0.2)
+
+        def ticks() -> int:
+            stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in service.pids]
+            return sum(int(fields[11]) + int(fields[12]) for fields in stats)
+
+        before = ticks()
+        time.sleep(1.0)
+        assert ticks() - before <= 5  # hundredths of a second, of both
+
+
+def test_memory_is_checked_before_anything_starts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
+    # 4 layers of 2 KV heads of 8 features in float32: 16 tokens take 8 KB.
+    with pytest.raises(ValueError, match="and 200 blocks of 8KB do not fit: 1MB are allowed; at most 103 blocks do"):
+        Service(folder, ranks=2, blocks=200, memory=1 << 20)
+    with pytest.raises(ValueError, match="the weights take 195KB and 100KB are allowed; give more memory"):
+        Service(folder, memory=100 << 10)
+    with pytest.raises(ValueError, match="max_batch must be at least 1, not 0"):
+        Service(folder, max_batch=0)
+    with pytest.raises(ValueError, match="collectives none"):
+        Service(folder, collectives="none")
+    with pytest.raises(ValueError, match="max_tokens must be at least 2"):
+        Service(folder, max_tokens=1)
+
+
+def test_a_cache_that_limits_the_length(folder: Path, prompt: list[int]) -> None:
+    with Service(folder, blocks=2) as service:
+        assert service.max_tokens == 32
+        with pytest.raises(ValueError, match="more than the 32 that fit"):
+            service.submit(prompt, LONG)
