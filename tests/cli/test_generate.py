@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -104,8 +105,10 @@ def children_of(pid: int) -> list[int]:
     ],
 )
 def test_ending_in_the_middle(target: str, name: str, code: int, message: str, tiny_checkpoint: Path) -> None:
-    arguments = ["generate", str(tiny_checkpoint), "--prompt", PROMPT, "--tp", "2", "--max-new-tokens", "110"]
-    # gloo, on purpose: its reductions take long enough for this to be the middle.
+    config = json.loads((tiny_checkpoint / "config.json").read_text())
+    (tiny_checkpoint / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
+    # So many tokens, and reductions as slow as gloo's, that this is the middle on a busy machine, too.
+    arguments = ["generate", str(tiny_checkpoint), "--prompt", PROMPT, "--tp", "2", "--max-new-tokens", "3000"]
     script = f"import sys; from surgeon.cli.app import main; sys.exit(main({[*arguments, '--collectives', 'gloo']}))"
     command = subprocess.Popen(
         [sys.executable, "-c", script], cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
