@@ -99,8 +99,8 @@ class RankEngine:
         self.first_row = min(self.rank * self.rows, plan.vocabulary)
         bounds = self.first_row, min(self.first_row + self.rows, plan.vocabulary)
         self.embedding = read(f"{family.embedding}.weight", bounds)
-        head = f"{family.head}.weight"
-        self.head = self.embedding if plan.tied else read(head, bounds)
+        head = self.embedding if plan.tied else read(f"{family.head}.weight", bounds)
+        self.head = head.t() if plan.tied else head.t().contiguous()  # layers.Linear says why
         bias = f"{family.head}.bias"
         self.head_bias = read(bias, bounds) if bias in source else None
         self.positions = read(f"{family.position_embedding}.weight") if family.position_embedding else None
@@ -210,7 +210,8 @@ class RankEngine:
         return (self._best(own[best]) if best else []), self._gather(own[full])
 
     def _own_logits(self, stream: Tensor) -> Tensor:
-        return F.linear(self.final_norm(stream), self.head, self.head_bias)
+        normed = self.final_norm(stream)
+        return normed @ self.head if self.head_bias is None else torch.addmm(self.head_bias, normed, self.head)
 
     def _gather(self, own: Tensor) -> Tensor:
         """Logits over the whole vocabulary, (tokens, vocabulary), from each rank's own rows."""
