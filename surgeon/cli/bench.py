@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from surgeon.cli.options import ProgramOption
+from surgeon.cli.options import (
+    CompressOption,
+    LinkBandwidthOption,
+    LinkDelayOption,
+    ProgramOption,
+    RanksDeviceOption,
+    RanksOption,
+)
+from surgeon.cli.sending import parse_sending
 
 if TYPE_CHECKING:
     from surgeon.runtime.bench import Candidate, Load, Result
@@ -37,32 +45,19 @@ def bench(
         ),
     ] = None,
     program: ProgramOption = None,
-    tp: Annotated[int, typer.Option(min=1, help="How many tensor-parallel ranks to run on.")] = 2,
+    tp: RanksOption = 2,
     batch: Annotated[str, typer.Option(help="How many texts are computed together; several as 1,8.")] = "1",
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt; they are random.")] = 64,
     new: Annotated[int, typer.Option(min=1, help="Tokens to add to each.")] = 32,
     rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured.")] = 5,
     seed: Annotated[int, typer.Option(help="Of the random tokens.")] = 0,
-    device: Annotated[
-        str, typer.Option(help="cpu, cuda (one GPU per rank), or auto: cuda where there are enough.")
-    ] = "auto",
+    device: RanksDeviceOption = "auto",
     collectives: Annotated[
         str, typer.Option(help="shm, gloo, nccl, auto: the fastest that fits, or none: see upper-bound.")
     ] = "auto",
-    link_delay: Annotated[
-        str | None,
-        typer.Option(
-            help="Emulate a link: how long a collective takes at least, e.g. 1ms or 200us.", show_default=False
-        ),
-    ] = None,
-    link_bandwidth: Annotated[
-        str | None,
-        typer.Option(help="Emulate a link: bytes per second that a rank can send, e.g. 1GB.", show_default=False),
-    ] = None,
-    compression: Annotated[
-        str | None,
-        typer.Option(help="Send the reductions of the program's steps as int8 or int4.", show_default=False),
-    ] = None,
+    link_delay: LinkDelayOption = None,
+    link_bandwidth: LinkBandwidthOption = None,
+    compress: CompressOption = None,
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -86,25 +81,24 @@ def bench(
     from surgeon.report.bench import bench_table, describe_bench
     from surgeon.runtime.bench import Load, load_candidates, measure
     from surgeon.runtime.candidates import Needs, open_candidates
-    from surgeon.runtime.compress import Compression
     from surgeon.runtime.launch import Ranks, check_sending, choose_collectives, choose_device
 
     loads = [Load(size, prompt, new, seed) for size in _batches(batch)]
     stretch = _stretch(layers)
-    link = _link(link_delay, link_bandwidth)
+    sending = parse_sending(tp, link_delay, link_bandwidth, compress)
     chosen = choose_device(device, tp)
     way = choose_collectives(collectives, chosen)
-    check_sending(way, chosen, link, compression)
+    check_sending(way, chosen, sending.link, sending.compression)
     candidates = open_candidates(model, compare or [], Needs(tp, prompt + new, chosen), program, stretch)
     _check_files(output, trace, chosen)
-    with Ranks(tp, chosen, way, link, cast(Compression | None, compression)) as ranks:
+    with Ranks(tp, chosen, way, sending.link, sending.compression) as ranks:
         load_candidates(ranks, candidates)
         with progress("bench", rounds * len(loads) * len(candidates), "runs") as advance:
             results = measure(ranks, candidates, loads, rounds, advance)
         if trace is not None:
-            _write_trace(trace, ranks, candidates, loads[0], way, link)
+            _write_trace(trace, ranks, candidates, loads[0], way, sending.link)
     table = bench_table(results)
-    place = f"{tp} {'rank' if tp == 1 else 'ranks'} ({chosen}, {way}{_wires(link_delay, link_bandwidth, compression)})"
+    place = f"{tp} {'rank' if tp == 1 else 'ranks'} ({chosen}, {way}{sending.words})"
     heading = f"{place}, prompt {prompt}, {new} new, {rounds} {'round' if rounds == 1 else 'rounds'}"
     typer.echo(f"{heading}\n\n{describe_bench(table)}")
     if output is not None:
@@ -122,32 +116,6 @@ def _stretch(layers: str | None) -> range | None:
     from surgeon.recipe import parse_range
 
     return None if layers is None else parse_range(layers)
-
-
-def _link(delay: str | None, bandwidth: str | None) -> Link | None:
-    import math
-
-    from surgeon.memory import parse_size
-    from surgeon.runtime.link import Link
-
-    if delay is None and bandwidth is None:
-        return None
-    seconds = 0.0 if delay is None else _seconds(delay)
-    return Link(seconds, math.inf if bandwidth is None else parse_size(bandwidth.removesuffix("/s")))
-
-
-def _seconds(text: str) -> float:
-    import re
-
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|ms|us)\s*", text)
-    if match is None:
-        raise ValueError(f"{text!r} is no delay; write e.g. 1ms, 200us or 0.5s")
-    return float(match[1]) / {"s": 1, "ms": 1_000, "us": 1_000_000}[match[2]]
-
-
-def _wires(delay: str | None, bandwidth: str | None, compression: str | None) -> str:
-    words = {"link of {}": delay, "{}/s": bandwidth and bandwidth.removesuffix("/s"), "{}": compression}
-    return "".join(f", {word.format(value)}" for word, value in words.items() if value)
 
 
 def _check_files(output: Path | None, trace: Path | None, device: str) -> None:

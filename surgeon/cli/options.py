@@ -78,3 +78,28 @@ CollectivesOption = Annotated[
         help="shm (shared memory, CPU ranks of one machine), gloo, nccl, or auto: the fastest that fits.",
     ),
 ]
+LinkDelayOption = Annotated[
+    str | None,
+    typer.Option(
+        "--link-delay",
+        help="Emulate a link between CPU ranks: how long a collective takes at least, e.g. 1ms or 200us.",
+        show_default=False,
+    ),
+]
+LinkBandwidthOption = Annotated[
+    str | None,
+    typer.Option(
+        "--link-bandwidth",
+        help="Emulate a link between CPU ranks: bytes per second that a rank can send, e.g. 1GB.",
+        show_default=False,
+    ),
+]
+CompressOption = Annotated[
+    str | None,
+    typer.Option(
+        "--compress",
+        metavar="[int8|int4]",
+        help="Send the reductions of the program's steps as int8 or int4, which changes results a little.",
+        show_default=False,
+    ),
+]

@@ -7,6 +7,7 @@ hides it, as on a real link; what is sent arrives by whatever the wrapped collec
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from surgeon.memory import parse_size
 from surgeon.runtime.collectives import Collectives
 from surgeon.runtime.placement import Group
 
@@ -37,6 +39,30 @@ class Link:
             raise ValueError(f"the delay of a link must be at least 0 seconds, not {self.delay:g}")
         if not self.bandwidth > 0:
             raise ValueError(f"the bandwidth of a link must be above 0 bytes per second, not {self.bandwidth:g}")
+
+
+def parse_link(delay: str | None, bandwidth: str | None) -> Link | None:
+    """The link that a user describes, such as "1ms" and "1GB" (per second; "1GB/s" will do, too); None if by nothing.
+
+    Raises:
+        ValueError: if either cannot be read.
+    """
+    if delay is None and bandwidth is None:
+        return None
+    seconds = 0.0 if delay is None else parse_seconds(delay)
+    return Link(seconds, math.inf if bandwidth is None else parse_size(bandwidth.removesuffix("/s")))
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds in a duration such as 1ms, 200us or 0.5s.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|ms|us)\s*", text)
+    if match is None:
+        raise ValueError(f"{text!r} is no delay; write e.g. 1ms, 200us or 0.5s")
+    return float(match[1]) / {"s": 1, "ms": 1_000, "us": 1_000_000}[match[2]]
 
 
 class Clock(Protocol):

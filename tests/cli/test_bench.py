@@ -62,7 +62,7 @@ def test_ranks_that_are_not_connected(tiny_checkpoint: Path, capfd: pytest.Captu
         (["--link-delay", "1"], "'1' is no delay; write e.g. 1ms, 200us or 0.5s"),
         (["--link-bandwidth", "fast"], "'fast' is no amount of memory"),
         (["--layers", "3"], "layers '3' are no range"),
-        (["--compression", "int7"], "there is no compression 'int7'; did you mean 'int"),
+        (["--compress", "int7"], "there is no compression 'int7'; did you mean 'int"),
         (["--collectives", "none", "--link-delay", "1ms"], "collectives none send nothing"),
         (["--compare", "ladders"], "there is no model folder ladders"),
         (["--compare", "lp"], "the model has 4 layers, and variants leave the first and last 2 alone"),
@@ -79,9 +79,3 @@ def test_what_is_refused(
     assert err.startswith("error: ")
     assert message in err
     assert len(err.strip().splitlines()) == 1
-
-
-def test_delays() -> None:
-    from surgeon.cli.bench import _seconds
-
-    assert [_seconds(text) for text in ("1ms", "200us", "0.5s", " 2 ms ")] == [0.001, 0.0002, 0.5, 0.002]

@@ -14,7 +14,7 @@ from surgeon.execute import Pending, run
 from surgeon.program import Fork, Program, Step
 from surgeon.runtime.collectives import Collectives, Counts
 from surgeon.runtime.launch import Ranks, check_sending
-from surgeon.runtime.link import SPIN_SECONDS, Clock, EmulatedLink, Link, SystemClock
+from surgeon.runtime.link import SPIN_SECONDS, Clock, EmulatedLink, Link, SystemClock, parse_link, parse_seconds
 from surgeon.runtime.placement import Group
 from tests.runtime import on_collectives
 
@@ -169,3 +169,11 @@ def test_links_that_cannot_be() -> None:
         check_sending("shm", "cpu", None, "in4")
     with pytest.raises(ValueError, match="collectives none send nothing"):
         check_sending("none", "cpu", Link(), None)
+
+
+def test_links_as_users_write_them() -> None:
+    assert [parse_seconds(text) for text in ("1ms", "200us", "0.5s", " 2 ms ")] == [0.001, 0.0002, 0.5, 0.002]
+    assert parse_link(None, None) is None
+    assert parse_link("1ms", None) == Link(0.001)
+    assert parse_link(None, "2KB/s") == Link(bandwidth=2048)
+    assert parse_link("200us", "1GB") == Link(0.0002, 1 << 30)
