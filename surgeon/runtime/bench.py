@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 
 import torch
@@ -70,7 +70,6 @@ class Split:
     Attributes:
         waiting: in collectives; NaN where that cannot be told.
         compute: everything else.
-        steps: of compute, what each step of the rank's work takes.
         layers: collectives of the program's steps and forks, of one pass.
         vocabulary: collectives of the embedding and the output head, of one pass.
     """
@@ -78,7 +77,6 @@ class Split:
     rank: int
     waiting: float
     compute: float
-    steps: tuple[float, ...]
     layers: Counts
     vocabulary: Counts
 
@@ -106,11 +104,17 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Result:
-    """One program at one batch size: a measurement for each round."""
+    """One program at one batch size.
+
+    Attributes:
+        rounds: a measurement for each.
+        runs: what each rank measured, for each round.
+    """
 
     candidate: Candidate
     load: Load
-    rounds: list[Measurement]
+    rounds: list[Measurement] = field(default_factory=list)
+    runs: list[list[Run]] = field(default_factory=list)
 
 
 def load_candidates(ranks: Ranks, candidates: Iterable[Candidate]) -> None:
@@ -142,13 +146,14 @@ def measure(
         advance: called with 1 after each run.
     """
     vocabulary = shared_vocabulary(candidates)
-    results = [Result(candidate, load, []) for load in loads for candidate in candidates]
+    results = [Result(candidate, load) for load in loads for candidate in candidates]
     for result in results:
         load = result.load
         run_once(ranks, result.candidate, Load(load.batch, load.prompt, min(WARM_UP_TOKENS, load.new)), vocabulary)
     for _ in range(rounds):
         for result in results:
             runs = run_once(ranks, result.candidate, result.load, vocabulary)
+            result.runs.append(runs)
             result.rounds.append(summarise(runs, result.load, result.candidate.connected))
             advance(1)
     return results
@@ -206,7 +211,6 @@ def _rank_split(rank: int, passes: list[PassTiming]) -> Split:
         rank=rank,
         waiting=waiting,
         compute=seconds - waiting,
-        steps=tuple(fmean(times) for times in zip(*(one.steps for one in passes), strict=True)),
         layers=passes[-1].layers,
         vocabulary=passes[-1].vocabulary,
     )

@@ -1,14 +1,15 @@
-"""What a forward pass should take, given what its steps take to compute and what the link costs.
+"""What forward passes should take, given what their steps took to compute and what a link costs.
 
-The program is run by the one executor on a clock instead of tensors, so that what a ladder hides, what a pair saves and
-where tracks meet follow from the same rules as when it is computed. With c seconds of computation per step and d per
-reduction, a dense program costs c + d per step, and a ladder's period is max(c, (c + d) / 2).
+The program is run by the one executor on clocks instead of tensors, one clock for each rank, so that what a ladder
+hides, what a pair saves and where tracks meet follow from the same rules as when it is computed. With c seconds of
+computation per step and d per reduction, a dense program costs c + d per step, and a ladder's period is
+max(c, (c + d) / 2).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -16,53 +17,79 @@ from torch import Tensor
 from surgeon.execute import Branch, Machine, Pending, run
 from surgeon.program import Fork, Program, Step
 from surgeon.runtime.placement import Group, fork_share
+from surgeon.runtime.timing import PassTiming, Run
 
 ENDS = 2  # the embedding's reduction and the gathering of the head's best tokens hide behind nothing
 
 
-def expected_seconds(
-    program: Program, ranks: int, rank: int, steps: Sequence[float], rest: float, delay: float
-) -> float:
-    """Seconds of one pass on one rank, if all ranks come to each collective at the same time.
+def expected_decode(program: Program, runs: Sequence[Run], delay: float) -> float:
+    """Seconds per decoding pass, the mean, if nothing but computation and the link took time.
 
     Args:
-        steps: seconds of computation of each step of the rank's work.
-        rest: seconds of computation of everything else: embedding, head, choosing tokens.
-        delay: seconds that a collective takes from being started.
+        runs: what each rank measured; what is taken from it is how long each rank computed, step by step.
+        delay: seconds that a collective takes from being started, if the others have started theirs by then.
     """
-    clock = _Clock()
-    run(program, torch.zeros(1), _SimulatedRank(clock, iter(steps), rank, tuple(range(ranks)), delay))
-    return clock.seconds + rest + (ENDS * delay if ranks > 1 else 0.0)
+    by_rank = [[one for one in timed.passes if one.decode] for timed in runs]
+    return fmean(
+        expected_seconds(program, [one.steps for one in ranks], [_rest(one) for one in ranks], delay)
+        for ranks in zip(*by_rank, strict=True)
+    )
 
 
-@dataclass
-class _Clock:
-    seconds: float = 0.0
+def _rest(one: PassTiming) -> float:
+    """What a pass computed outside the program's steps."""
+    return one.seconds - (one.waiting or 0.0) - sum(one.steps)
 
 
-class _SimulatedRank(Machine):
-    """A rank on which time passes and nothing else happens."""
+def expected_seconds(
+    program: Program, steps: Sequence[Sequence[float]], rest: Sequence[float], delay: float
+) -> float:
+    """Seconds of one pass.
 
-    def __init__(self, clock: _Clock, steps: Iterator[float], rank: int, group: Group, delay: float) -> None:
-        self.clock = clock
+    Args:
+        steps: of each rank, seconds of computation of each step of its work.
+        rest: of each rank, seconds of computation of everything else: embedding, head, choosing tokens.
+        delay: as above.
+    """
+    clocks = list(rest)
+    machine = _SimulatedRanks(clocks, [iter(each) for each in steps], tuple(range(len(clocks))), delay)
+    stream = torch.zeros(1)
+    machine.reduce(stream)()
+    run(program, stream, machine)
+    machine.reduce(stream)()
+    return max(clocks)
+
+
+class _SimulatedRanks(Machine):
+    """A group of ranks on which time passes and nothing else happens."""
+
+    def __init__(self, clocks: list[float], steps: list[Iterator[float]], group: Group, delay: float) -> None:
+        self.clocks = clocks
         self.steps = steps
-        self.rank = rank
         self.group = group
         self.delay = delay
 
     def compute(self, step: Step, stream: Tensor) -> Tensor:  # noqa: ARG002 - only its time matters
-        self.clock.seconds += next(self.steps)
+        for rank in self.group:
+            self.clocks[rank] += next(self.steps[rank])
         return stream
 
     def reduce(self, output: Tensor) -> Pending:
-        there = self.clock.seconds + (self.delay if len(self.group) > 1 else 0.0)
+        if len(self.group) == 1:
+            return lambda: output
+        started = [self.clocks[rank] for rank in self.group]
+        there = [max(max(started), own + self.delay) for own in started]
 
         def wait() -> Tensor:
-            self.clock.seconds = max(self.clock.seconds, there)
+            for rank, when in zip(self.group, there, strict=True):
+                self.clocks[rank] = max(self.clocks[rank], when)
             return output
 
         return wait
 
     def assign(self, fork: Fork) -> Iterable[tuple[Branch, Machine]]:
-        branches, group = fork_share(fork, self.rank, self.group)
-        return [(branch, _SimulatedRank(self.clock, self.steps, self.rank, group, self.delay)) for branch in branches]
+        shares = dict.fromkeys(fork_share(fork, rank, self.group) for rank in self.group)
+        for branches, group in shares:
+            machine = _SimulatedRanks(self.clocks, self.steps, group, self.delay)
+            for branch in branches:
+                yield branch, machine

@@ -36,7 +36,7 @@ PLAN = Plan(
 
 
 def measured(per_token: float, waiting: float, decodes: bool = True) -> Measurement:
-    split = Split(1, waiting, 0.25, (0.1,), Counts(4, 0, 2048), Counts(1, 1, 64))
+    split = Split(1, waiting, 0.25, Counts(4, 0, 2048), Counts(1, 1, 64))
     if not decodes:
         return Measurement(0.5, 0.4, 0.0, math.nan, 1 / per_token, split, None)
     return Measurement(per_token / 2, 0.4, 3 * per_token, per_token, 1 / per_token, split, split)
