@@ -40,6 +40,11 @@ class Counts:
             self.all_reduces - other.all_reduces, self.all_gathers - other.all_gathers, self.bytes - other.bytes
         )
 
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(
+            self.all_reduces + other.all_reduces, self.all_gathers + other.all_gathers, self.bytes + other.bytes
+        )
+
     def __floordiv__(self, passes: int) -> Counts:
         return Counts(self.all_reduces // passes, self.all_gathers // passes, self.bytes // passes)
 
@@ -93,6 +98,11 @@ class Collectives(ABC):
         """The same ranks, but nothing that is sent loses precision."""
         return self
 
+    @property
+    def capturable(self) -> bool:
+        """Whether a CUDA graph can hold these collectives: they wait on the device only, never in this process."""
+        return False
+
     def subgroup(self, group: Group) -> Collectives:
         """The connection to some ranks of this group only.
 
@@ -120,6 +130,10 @@ class Alone(Collectives):
     def __init__(self) -> None:
         super().__init__(0, (0,))
 
+    @property
+    def capturable(self) -> bool:
+        return True
+
     def _connect(self, group: Group) -> Collectives:
         raise AssertionError(f"one rank has no subgroup {group}")
 
@@ -136,6 +150,10 @@ class Unconnected(Collectives):
     It tells what communication costs: no way of connecting ranks is faster (the "upper bound" of Ladder Residual,
     table 2).
     """
+
+    @property
+    def capturable(self) -> bool:
+        return True
 
     def all_reduce(self, tensor: Tensor, counts: Counts) -> Callable[[], Tensor]:  # noqa: ARG002 - nothing is sent
         """This rank's own tensor."""
@@ -191,6 +209,10 @@ class TorchCollectives(Collectives):
             raise ValueError(f"RANK must lie in 0..{ranks - 1}, with WORLD_SIZE {ranks}, not {rank}")
         dist.init_process_group(backend, init_method="env://", timeout=TIMEOUT)
         return cls(rank, tuple(range(ranks)))
+
+    @property
+    def capturable(self) -> bool:
+        return bool(dist.get_backend(self.process_group) == "nccl")
 
     def _connect(self, group: Group) -> Collectives:
         return TorchCollectives(self.rank, group, dist.new_group(list(group)))

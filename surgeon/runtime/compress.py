@@ -131,6 +131,10 @@ class Compressed(Collectives):
         """What is wrapped."""
         return self.inner
 
+    @property
+    def capturable(self) -> bool:
+        return self.inner.capturable
+
     def all_reduce(self, tensor: Tensor, counts: Counts) -> Callable[[], Tensor]:
         """Start summing a tensor over the group, approximately; waiting on the result gives the sum."""
         if len(self.group) == 1 or not tensor.is_floating_point():
