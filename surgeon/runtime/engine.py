@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,9 @@ from surgeon.runtime.layers import Attention, FeedForward, Norm, Pass, rotation
 from surgeon.runtime.paged_cache import Index, Layout, PagedCache
 from surgeon.runtime.placement import Group, Work, fork_share, groups_within, rank_work
 from surgeon.runtime.plan import Plan
+from surgeon.runtime.request import TokenLogprob
 from surgeon.runtime.scheduler import Row, Wanted
+from surgeon.runtime.scoring import score
 from surgeon.runtime.sharding import Source
 
 
@@ -51,6 +54,23 @@ class Figures:
 
     prefill: Phase = field(default_factory=Phase)
     decode: Phase = field(default_factory=Phase)
+
+
+class Results(NamedTuple):
+    """What a pass brings; the same on every rank.
+
+    Attributes:
+        best: the most likely next token of every row that wants it.
+        logits: (rows, vocabulary), of those that want logits; None if none does.
+        scores: of every row with targets, how likely each of them is.
+    """
+
+    best: list[int]
+    logits: Tensor | None
+    scores: list[list[TokenLogprob]]
+
+
+SCORED_TOKENS = 64  # whose logits are computed at a time: those of a long prompt would fill the memory
 
 
 class RankEngine:
@@ -116,19 +136,14 @@ class RankEngine:
         return PagedCache(kv_heads, blocks, self.plan.head_dim, self.embedding)
 
     @torch.inference_mode()
-    def step(self, rows: Sequence[Row], cache: PagedCache) -> tuple[list[int], Tensor | None]:
-        """One forward pass, which extends the cache.
-
-        Returns:
-            The most likely next token of every row that wants it, and the logits, (rows, vocabulary), of those that
-            want logits; the same on every rank.
-        """
+    def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
+        """One forward pass, which extends the cache."""
         began = self._since or time.perf_counter()
         decodes = all(row.start and len(row.tokens) == 1 for row in rows)
         self.counts = self.figures.decode if decodes else self.figures.prefill
         layout = Layout(rows, cache)
         stream = self._forward(rows, layout)
-        results = self._results(stream, layout, [row.wanted for row in rows])
+        results = Results(*self._next(stream, layout, [row.wanted for row in rows]), self._scores(stream, rows))
         self._since = time.perf_counter()
         self.counts.seconds += self._since - began
         self.counts.passes += 1
@@ -156,7 +171,7 @@ class RankEngine:
         blocks = blocks_for(len(prompt) + new_tokens)
         cache, start, newest = self.new_cache(blocks), 0, prompt
         while len(found) < new_tokens:
-            best, _ = self.step([Row(start, newest, [(0, blocks)], Wanted.BEST)], cache)
+            best = self.step([Row(start, newest, [(0, blocks)], Wanted.BEST)], cache).best
             start, newest = start + len(newest), best
             found += best
         return found
@@ -196,7 +211,28 @@ class RankEngine:
             return stream
         return stream + self.positions[self.plan.family.position_offset :][positions]
 
-    def _results(self, stream: Tensor, layout: Layout, wanted: list[Wanted]) -> tuple[list[int], Tensor | None]:
+    def _scores(self, stream: Tensor, rows: Sequence[Row]) -> list[list[TokenLogprob]]:
+        """How likely the targets of rows are."""
+        found: list[list[TokenLogprob]] = []
+        start = 0
+        for row in rows:
+            if row.targets is not None:
+                first, tokens, top = row.targets
+                places = stream[start + first : start + first + len(tokens)].split(SCORED_TOKENS)
+                found.append([])
+                for number, part in enumerate(places):
+                    begin = number * SCORED_TOKENS
+                    found[-1] += self._score(part, tokens[begin : begin + SCORED_TOKENS], top)
+            start += len(row.tokens)
+        return found
+
+    def _score(self, stream: Tensor, targets: list[int], top: int) -> list[TokenLogprob]:
+        def all_gather(tensor: Tensor) -> Tensor:
+            return self.collectives.all_gather(tensor, self.counts.vocabulary)
+
+        return score(self._own_logits(stream), self.first_row, self.rows, targets, top, all_gather)
+
+    def _next(self, stream: Tensor, layout: Layout, wanted: list[Wanted]) -> tuple[list[int], Tensor | None]:
         """What the rows want of their last tokens; only these go through the head."""
         last = [at for at, want in zip(layout.last, wanted, strict=True) if want]
         if not last:

@@ -35,10 +35,12 @@ class Sampling:
         repetition_penalty: logits of tokens that prompt or output have are divided by it if positive, else multiplied
             (Keskar et al. 2019, CTRL, section 4.1; there over the output only).
         seed: the same seed gives the same tokens, whatever else runs at the time; None draws one.
-        max_new_tokens: how many to add at most.
+        max_new_tokens: how many to add at most; with 0 the prompt is computed and nothing added.
         stop: texts that end the output; they are not part of it.
         logprobs: report the log-probability of every chosen token and those of this many most likely ones; None
             reports none.
+        prompt_logprobs: the same for the prompt's tokens but the first; no part of the prompt is taken from the cache
+            then.
         ignore_end: go on after the model's own end tokens.
     """
 
@@ -51,6 +53,7 @@ class Sampling:
     max_new_tokens: int = 64
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     ignore_end: bool = False
 
     def __post_init__(self) -> None:
@@ -60,9 +63,9 @@ class Sampling:
         _check("min_p", self.min_p, 0 <= self.min_p <= 1, "in 0..1")
         _check("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0, "above 0 (1 is none)")
         _check("seed", self.seed, self.seed is None or abs(self.seed) < 1 << 64, "within 64 bits")
-        _check("max_new_tokens", self.max_new_tokens, self.max_new_tokens >= 1, "at least 1")
-        fits = self.logprobs is None or 0 <= self.logprobs <= MOST_LOGPROBS
-        _check("logprobs", self.logprobs, fits, f"in 0..{MOST_LOGPROBS}")
+        _check("max_new_tokens", self.max_new_tokens, self.max_new_tokens >= 0, "at least 0")
+        for name, number in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            _check(name, number, number is None or 0 <= number <= MOST_LOGPROBS, f"in 0..{MOST_LOGPROBS}")
         if isinstance(self.stop, str) or not all(self.stop) or len(self.stop) > MOST_STOPS:
             raise ValueError(f"stop must be up to {MOST_STOPS} texts, none of them empty, not {self.stop!r}")
 
@@ -133,6 +136,8 @@ class Event:
         finish_reason: in the last event "stop" (an end token or a stop text), "length" or "cancelled".
         usage: tokens so far.
         queue_seconds: from `submit` until the request was first let in; 0 if it was cancelled before.
+        prompt_logprobs: of the next tokens of the prompt, if asked for: of its second token first, and of all of them
+            by the time that the first new token comes.
     """
 
     request: int
@@ -142,6 +147,7 @@ class Event:
     finish_reason: FinishReason | None
     usage: Usage
     queue_seconds: float = 0.0
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,16 @@ Only rank 0 has a scheduler; the other ranks are sent the rows of each pass. A p
 2. the next chunk of every prompt that has been begun, as far as the budget of tokens goes;
 3. the first chunk of waiting requests, first come, first served: nobody is let past one that does not fit yet.
 
-A request is let in when there are free blocks for all its tokens so far and one more for every running sequence
-(so that they do not take each other's at once). What it will add later is not reserved: outputs mostly end before
-their limit. When a sequence needs a block and none is free, the youngest running one is preempted: it gives back its
+A request is let in when there are free blocks for all its tokens so far and one more for every running sequence that
+may need another one (so that they do not take each other's at once, which costs far more passes over prompts than
+blocks that wait for their owner). What else they will add is not reserved, because outputs mostly end before their
+limit. When a sequence needs a block and none is free, the youngest running one is preempted: it gives back its
 blocks, goes to the front of the queue, and is computed again later from prompt and output so far. What it gave back
 can be shared until it is overwritten, its own return included, so this often costs little. The oldest sequence is
 never preempted by others and no request is accepted that could not run alone, so all of them end.
+
+A request that asks how likely its prompt is shares no blocks until that is known: what they hold are keys and values,
+not predictions.
 
 No tensors here.
 """
@@ -32,9 +36,23 @@ from surgeon.runtime.request import FinishReason, QueueFull, Request, TokenLogpr
 class Wanted(IntEnum):
     """What a row's last token is to give."""
 
-    NOTHING = 0  # a prompt that goes on in a later pass
+    NOTHING = 0  # a prompt that goes on in a later pass, or is not to be continued
     BEST = 1  # the most likely next token
     LOGITS = 2  # logits of the whole vocabulary
+
+
+class Targets(NamedTuple):
+    """Tokens of the prompt of which a row is to say how likely they are.
+
+    Attributes:
+        first: the row's token that predicts the first of them.
+        tokens: those that follow it and the ones after it.
+        top: how many of the most likely tokens to report at each place.
+    """
+
+    first: int
+    tokens: list[int]
+    top: int
 
 
 class Row(NamedTuple):
@@ -45,12 +63,14 @@ class Row(NamedTuple):
         tokens: the next ones.
         runs: the sequence's blocks, with room for these tokens.
         wanted: of the last token.
+        targets: of the others, and of the last one too while the prompt goes on behind it; None if nobody asks.
     """
 
     start: int
     tokens: list[int]
     runs: list[Run]
     wanted: Wanted
+    targets: Targets | None = None
 
 
 class Output(NamedTuple):
@@ -61,6 +81,7 @@ class Output(NamedTuple):
         finish_reason: if this was the last.
         cached: tokens of the prompt that were not computed.
         admitted: when the request was first let in, by the machine's monotonic clock; None if it never was.
+        prompt_logprobs: of the next tokens of the prompt.
     """
 
     request: int
@@ -69,6 +90,7 @@ class Output(NamedTuple):
     finish_reason: FinishReason | None
     cached: int
     admitted: float | None
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -101,16 +123,20 @@ class Sequence:
 
     Attributes:
         tokens: prompt and output so far.
+        wanted: of a pass that completes them.
+        last: how many they are when the request ends at the latest. The last one is not computed.
         computed: how many of them are in the cache.
         table: its blocks, while it runs.
         cached: tokens of the prompt that were not computed when it was first let in.
         admitted: when that was.
+        unscored: the first token of the prompt whose log-probability is asked for and not known; None if there is none.
     """
 
     request: Request
     tokens: list[int]
     wanted: Wanted
     last: int
+    unscored: int | None
     computed: int = 0
     table: BlockTable = field(default_factory=BlockTable)
     cached: int = 0
@@ -125,14 +151,29 @@ class Share(NamedTuple):
 
     @property
     def completes(self) -> bool:
-        """Whether a new token comes out of it."""
+        """Whether all tokens so far are in the cache then."""
         return self.sequence.computed + self.tokens == len(self.sequence.tokens)
+
+    @property
+    def wanted(self) -> Wanted:
+        """Of the last token."""
+        return self.sequence.wanted if self.completes else Wanted.NOTHING
+
+    @property
+    def targets(self) -> Targets | None:
+        """What it tells of the prompt."""
+        sequence, prompt = self.sequence, self.sequence.request.prompt
+        top, begin = sequence.request.sampling.prompt_logprobs, sequence.unscored
+        tokens = () if begin is None else prompt[begin : sequence.computed + self.tokens + 1]
+        if begin is None or top is None or not tokens:
+            return None
+        return Targets(begin - 1 - sequence.computed, list(tokens), top)
 
     def row(self) -> Row:
         """What the ranks compute."""
         sequence, first = self.sequence, self.sequence.computed
-        wanted = sequence.wanted if self.completes else Wanted.NOTHING
-        return Row(first, sequence.tokens[first : first + self.tokens], sequence.table.runs, wanted)
+        tokens = sequence.tokens[first : first + self.tokens]
+        return Row(first, tokens, sequence.table.runs, self.wanted, self.targets)
 
 
 @dataclass
@@ -178,16 +219,14 @@ class Scheduler:
         if len(self.waiting) + len(self.running) >= limits.max_batch + limits.max_waiting:
             raise QueueFull(f"{limits.max_batch + limits.max_waiting} requests are open already; try again later")
         check_length(request, min(limits.max_tokens, self.pool.blocks * self.pool.block_tokens))
-        last = len(request.prompt) + request.sampling.max_new_tokens
-        wanted = Wanted.BEST if request.sampling.greedy else Wanted.LOGITS
-        self.waiting.append(Sequence(request, list(request.prompt), wanted, last))
+        self.waiting.append(_sequence(request))
 
     def cancel(self, request: int) -> Output | None:
         """End a request and free its blocks; None if it is not open."""
         for sequence in (*self.running, *self.waiting):
             if sequence.request.id == request:
                 (self.running if sequence in self.running else self.waiting).remove(sequence)
-                return self._finish(sequence, None, None, "cancelled")
+                return self._finish(sequence, "cancelled")
         return None
 
     def plan(self) -> list[Share]:
@@ -239,8 +278,10 @@ class Scheduler:
             return False
         sequence = self.waiting[0]
         shared = pool.match(sequence.tokens)
+        if sequence.unscored is not None:
+            del shared[(sequence.unscored - 1) // pool.block_tokens :]
         new = pool.blocks_for(len(sequence.tokens)) - len(shared)
-        spare = len(self.running)
+        spare = sum(pool.blocks_for(other.last - 1) > len(other.table.blocks) for other in self.running)
         table = pool.open(shared, new) if new + spare <= pool.free else None
         if table is None:
             self._refused_at = pool.releases
@@ -253,24 +294,42 @@ class Scheduler:
         self.running.append(self.waiting.popleft())
         return True
 
-    def advance(self, shares: Several[Share], chosen: Several[tuple[int, TokenLogprob | None]]) -> list[Output]:
+    def advance(
+        self,
+        shares: Several[Share],
+        chosen: Several[tuple[int, TokenLogprob | None]],
+        scores: Several[Several[TokenLogprob]] = (),
+    ) -> list[Output]:
         """Note that a pass has been computed.
 
         Args:
             shares: of the pass, as planned.
-            chosen: the next token of every share that completes its sequence, in their order, and how likely it was.
+            chosen: the next token of every share that wants one, in their order, and how likely it was.
+            scores: of every share with targets, how likely these are.
         """
         outputs: list[Output] = []
-        found = iter(chosen)
+        found, scored = iter(chosen), iter(scores)
         for share in shares:
-            sequence, completes = share.sequence, share.completes
+            sequence, wanted, completes = share.sequence, share.wanted, share.completes
+            prompt = tuple(next(scored)) if share.targets is not None else ()
             sequence.computed += share.tokens
             self.pool.learn(sequence.table, sequence.tokens, sequence.computed)
-            if completes:
-                outputs.append(self._append(sequence, *next(found)))
+            if prompt:
+                assert sequence.unscored is not None
+                further = sequence.unscored + len(prompt)
+                sequence.unscored = further if further < len(sequence.request.prompt) else None
+            if wanted:
+                outputs.append(self._append(sequence, *next(found), prompt))
+            elif completes:  # and nothing is to be added
+                self.running.remove(sequence)
+                outputs.append(self._finish(sequence, "length", prompt_logprobs=prompt))
+            elif prompt:
+                outputs.append(_output(sequence, None, prompt_logprobs=prompt))
         return outputs
 
-    def _append(self, sequence: Sequence, token: int, logprob: TokenLogprob | None) -> Output:
+    def _append(
+        self, sequence: Sequence, token: int, logprob: TokenLogprob | None, prompt: tuple[TokenLogprob, ...]
+    ) -> Output:
         sequence.tokens.append(token)
         self.tally.new_tokens += 1
         reason: FinishReason | None = None
@@ -279,16 +338,45 @@ class Scheduler:
         elif len(sequence.tokens) == sequence.last:
             reason = "length"
         if reason is None:
-            return Output(sequence.request.id, token, logprob, None, sequence.cached, sequence.admitted)
+            return _output(sequence, None, token, logprob, prompt)
         self.running.remove(sequence)
-        return self._finish(sequence, token, logprob, reason)
+        return self._finish(sequence, reason, token, logprob, prompt)
 
     def _finish(
-        self, sequence: Sequence, token: int | None, logprob: TokenLogprob | None, reason: FinishReason
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        token: int | None = None,
+        logprob: TokenLogprob | None = None,
+        prompt_logprobs: tuple[TokenLogprob, ...] = (),
     ) -> Output:
         self.pool.close(sequence.table)
         self.tally.finished += 1
-        return Output(sequence.request.id, token, logprob, reason, sequence.cached, sequence.admitted)
+        return _output(sequence, reason, token, logprob, prompt_logprobs)
+
+
+def _output(
+    sequence: Sequence,
+    reason: FinishReason | None,
+    token: int | None = None,
+    logprob: TokenLogprob | None = None,
+    prompt_logprobs: tuple[TokenLogprob, ...] = (),
+) -> Output:
+    return Output(sequence.request.id, token, logprob, reason, sequence.cached, sequence.admitted, prompt_logprobs)
+
+
+def _sequence(request: Request) -> Sequence:
+    """A request that has just come."""
+    prompt, sampling = list(request.prompt), request.sampling
+    wanted = Wanted.BEST if sampling.greedy else Wanted.LOGITS
+    scored = sampling.prompt_logprobs is not None and len(prompt) > 1
+    return Sequence(
+        request,
+        prompt,
+        wanted if sampling.max_new_tokens else Wanted.NOTHING,
+        last=len(prompt) + sampling.max_new_tokens,
+        unscored=1 if scored else None,
+    )
 
 
 def check_length(request: Request, room: int) -> None:

@@ -115,6 +115,7 @@ class OpenRequest:
             finish_reason="stop" if self._stops.found else reason,
             usage=self._usage(),
             queue_seconds=0.0 if output.admitted is None else max(0.0, output.admitted - self._submitted),
+            prompt_logprobs=output.prompt_logprobs,
         )
 
     def cancelled(self) -> Event:

@@ -17,7 +17,7 @@ from torch import Tensor
 from surgeon.execute import Branch, Machine, Pending
 from surgeon.program import Fork, Step
 from surgeon.runtime.collectives import Collectives, Counts, Unconnected
-from surgeon.runtime.engine import Figures, RankEngine, RankMachine
+from surgeon.runtime.engine import Figures, RankEngine, RankMachine, Results
 from surgeon.runtime.layers import Pass
 from surgeon.runtime.paged_cache import PagedCache
 from surgeon.runtime.placement import Group, Work
@@ -238,7 +238,7 @@ class TimedEngine(RankEngine):
         self.recorder = Recorder(Figures(), rank.device.type == "cuda")
         super().__init__(plan, TimedCollectives(collectives, self.recorder), rank.device)
 
-    def step(self, rows: Sequence[Row], cache: PagedCache) -> tuple[list[int], Tensor | None]:
+    def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
         """One forward pass, which extends the cache."""
         began = self._since or now()
         self.recorder.figures = self.figures

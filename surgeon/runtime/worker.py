@@ -152,20 +152,22 @@ class Leader:
         shares = self.scheduler.plan()
         rows = [share.row() for share in shares]
         self._sender.send(rows)
-        outputs = self.scheduler.advance(shares, self._choose(shares, *self.engine.step(rows, self.cache)))
+        results = self.engine.step(rows, self.cache)
+        chosen = self._choose(shares, results.best, results.logits)
+        outputs = self.scheduler.advance(shares, chosen, results.scores)
         for output in outputs:
             if output.finish_reason is not None:
                 self._samplers.pop(output.request, None)
         return outputs
 
     def _choose(self, shares: Iterable[Share], best: list[int], logits: Any) -> list[tuple[int, TokenLogprob | None]]:
-        """The next token of every share that completes its sequence."""
+        """The next token of every share that wants one."""
         likeliest, given = iter(best), iter(() if logits is None else logits)
         chosen: list[tuple[int, TokenLogprob | None]] = []
         for share in shares:
-            if share.completes and share.sequence.wanted == Wanted.BEST:
+            if share.wanted == Wanted.BEST:
                 chosen.append((next(likeliest), None))
-            elif share.completes:
+            elif share.wanted == Wanted.LOGITS:
                 chosen.append(self._samplers[share.sequence.request.id].choose(next(given)))
         return chosen
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from surgeon.runtime.blocks import BlockPool
-from surgeon.runtime.request import QueueFull, Request, Sampling
+from surgeon.runtime.request import QueueFull, Request, Sampling, TokenLogprob
 from surgeon.runtime.scheduler import Limits, Output, Scheduler, Share, Wanted
 
 END = 3
@@ -19,6 +19,11 @@ END = 3
 def next_token(tokens: list[int]) -> int:
     """What the pretended model goes on with: a function of everything before, which is END now and then."""
     return sum((place + 3) * token for place, token in enumerate(tokens)) % 11
+
+
+def pretended(before: list[int | None]) -> float:
+    """The log-probability of whatever follows these tokens."""
+    return -float(sum((place + 1) * (token or 0) for place, token in enumerate(before)))
 
 
 def continued(request: Request) -> list[int]:
@@ -31,8 +36,9 @@ def continued(request: Request) -> list[int]:
     return tokens[len(request.prompt) :]
 
 
-def ask(number: int, prompt: list[int], new: int, ignore_end: bool = True) -> Request:
-    return Request(number, tuple(prompt), Sampling(max_new_tokens=new, ignore_end=ignore_end))
+def ask(number: int, prompt: list[int], new: int, ignore_end: bool = True, scored: bool = False) -> Request:
+    sampling = Sampling(max_new_tokens=new, ignore_end=ignore_end, prompt_logprobs=0 if scored else None)
+    return Request(number, tuple(prompt), sampling)
 
 
 @dataclass
@@ -62,7 +68,7 @@ class Machine:
         shares = self.scheduler.plan()
         self.passes.append(shares)
         written: set[int] = set()
-        chosen = []
+        chosen, scores = [], []
         for share in shares:
             row = share.row()
             places, end = self.places(row.runs), row.start + len(row.tokens)
@@ -76,7 +82,17 @@ class Machine:
             if row.wanted != Wanted.NOTHING:
                 assert end == len(share.sequence.tokens)
                 chosen.append((next_token(share.sequence.tokens), None))
-        for output in self.scheduler.advance(shares, chosen):
+            if row.targets is not None:
+                predicted_by = [row.start + row.targets.first + number for number in range(len(row.targets.tokens))]
+                assert row.start <= predicted_by[0] <= predicted_by[-1] < end
+                assert row.targets.tokens == [share.sequence.tokens[place + 1] for place in predicted_by]
+                scores.append(
+                    [
+                        TokenLogprob(token, pretended(before[: place + 1]))
+                        for token, place in zip(row.targets.tokens, predicted_by, strict=True)
+                    ]
+                )
+        for output in self.scheduler.advance(shares, chosen, scores):
             self.outputs.setdefault(output.request, []).append(output)
         self.check(shares)
         return shares
@@ -99,6 +115,14 @@ class Machine:
 
     def tokens(self, number: int) -> list[int]:
         return [output.token for output in self.outputs[number] if output.token is not None]
+
+    def prompt_logprobs(self, number: int) -> list[TokenLogprob]:
+        return [logprob for output in self.outputs[number] for logprob in output.prompt_logprobs]
+
+
+def scores(prompt: list[int]) -> list[TokenLogprob]:
+    """What must come out for a prompt, computed alone."""
+    return [TokenLogprob(token, pretended(list(prompt[:place]))) for place, token in enumerate(prompt) if place]
 
 
 def test_prompts_in_chunks_beside_continuations() -> None:
@@ -176,6 +200,97 @@ def test_what_a_preempted_one_gave_back_it_shares_when_it_returns() -> None:
     assert computed < 2 * 21 + 18  # all tokens once, and of those given back not all again
 
 
+def test_texts_that_together_fit_exactly_run_together() -> None:
+    """No block is held back for a text that has all it will ever need."""
+    machine = Machine(blocks=12, max_batch=4, pass_tokens=64)
+    requests = [ask(number, [number + 1] * 5, 8) for number in range(4)]  # 12 tokens in the cache, 3 blocks each
+    for request in requests:
+        machine.scheduler.submit(request)
+    machine.step()
+    assert len(machine.scheduler.running) == 4
+    used = []
+    while not machine.scheduler.idle:
+        machine.step()
+        used.append(12 - machine.pool.free)
+    assert max(used) == 12
+    assert machine.scheduler.tally.preempted == 0
+    assert all(machine.tokens(request.id) == continued(request) for request in requests)
+
+
+def test_a_block_is_held_back_for_texts_that_will_need_it() -> None:
+    machine = Machine(blocks=4, max_batch=2)
+    machine.scheduler.submit(ask(0, [1] * 7, 5))  # 2 blocks now, 3 in the end
+    machine.scheduler.submit(ask(1, [2] * 7, 2))  # 2 blocks
+    machine.step()
+    assert [sequence.request.id for sequence in machine.scheduler.running] == [0]
+    machine.run()
+    assert machine.scheduler.tally.preempted == 0
+
+
+def test_more_texts_than_blocks_all_end_right() -> None:
+    """Twenty that together want several times the cache; at times they have all of it."""
+    machine = Machine(blocks=12, max_batch=8, pass_tokens=24)
+    requests = [ask(number, [number % 5 + 1] * (1 + number % 6), 8 + number % 9) for number in range(20)]
+    for request in requests:
+        machine.scheduler.submit(request)
+    free, batches = [], []
+    while not machine.scheduler.idle:
+        batches.append(len(machine.step()))
+        if machine.scheduler.waiting:
+            free.append(machine.pool.free)
+    assert max(batches) > 3
+    assert min(free) == 0
+    assert machine.pool.free == 12
+    for request in requests:
+        assert machine.tokens(request.id) == continued(request)
+
+
+def test_prompts_are_scored_in_chunks_and_nothing_twice() -> None:
+    machine = Machine(pass_tokens=8)
+    prompts = [list(range(1, 21)), [7], [5, 6, 7, 8, 9]]
+    for number, prompt in enumerate(prompts):
+        machine.scheduler.submit(ask(number, prompt, number, scored=True))
+    machine.run()
+    for number, prompt in enumerate(prompts):
+        assert machine.prompt_logprobs(number) == scores(prompt)
+        assert machine.tokens(number) == continued(ask(number, prompt, number))
+        assert machine.outputs[number][-1].finish_reason == "length"
+    assert machine.pool.free == machine.blocks
+
+
+def test_a_prompt_is_scored_anew_though_its_blocks_are_known() -> None:
+    machine = Machine(blocks=32)
+    prompt = list(range(1, 14))
+    for number, scored in enumerate([False, True, False]):
+        machine.scheduler.submit(ask(number, prompt, 1, scored=scored))
+        machine.run()
+    computed = [sum(share.tokens for shares in machine.passes[at : at + 1] for share in shares) for at in range(3)]
+    assert computed == [13, 13, 1]
+    assert machine.prompt_logprobs(1) == scores(prompt)
+    assert machine.prompt_logprobs(2) == []
+
+
+def test_a_prompt_whose_scoring_is_broken_off_goes_on_where_it_was() -> None:
+    """The younger one is preempted amid its prompt, and what it has told is not told again."""
+    machine = Machine(blocks=6, max_batch=2, pass_tokens=3)
+    machine.scheduler.submit(ask(0, [1] * 3, 12))
+    machine.scheduler.submit(ask(1, list(range(1, 16)), 3, scored=True))
+    while not machine.scheduler.tally.preempted:
+        machine.step()
+    assert 0 < len(machine.prompt_logprobs(1)) < 14
+    machine.run()
+    assert machine.prompt_logprobs(1) == scores(list(range(1, 16)))
+    assert machine.tokens(1) == continued(ask(1, list(range(1, 16)), 3))
+
+
+def test_nothing_to_add() -> None:
+    machine = Machine(pass_tokens=8)
+    machine.scheduler.submit(ask(0, [1] * 12, 0))
+    machine.run()
+    assert [(output.token, output.finish_reason) for output in machine.outputs[0]] == [(None, "length")]
+    assert machine.scheduler.tally.new_tokens == 0
+
+
 def test_prefixes_are_shared_between_requests() -> None:
     machine = Machine(blocks=32)
     prompt = list(range(13))
@@ -244,7 +359,8 @@ def test_refusals() -> None:
 
 jobs = st.tuples(
     st.lists(st.integers(0, 2), min_size=1, max_size=14),  # few different tokens, so that prefixes are often shared
-    st.integers(1, 12),
+    st.integers(0, 12),
+    st.booleans(),  # whether it is to be scored
     st.integers(0, 6),  # passes until the next one comes
     st.none() | st.integers(0, 8),  # passes until it is cancelled, if it is
 )
@@ -253,14 +369,14 @@ jobs = st.tuples(
 @settings(max_examples=100, deadline=None)
 @given(st.lists(jobs, min_size=1, max_size=9), st.integers(7, 12), st.integers(1, 4), st.integers(4, 20))
 def test_whatever_comes_everything_ends_right(
-    found: list[tuple[list[int], int, int, int | None]], blocks: int, max_batch: int, pass_tokens: int
+    found: list[tuple[list[int], int, bool, int, int | None]], blocks: int, max_batch: int, pass_tokens: int
 ) -> None:
     machine = Machine(blocks, 4, max_batch, pass_tokens)
     scheduler = machine.scheduler
-    requests = [ask(number, prompt, new) for number, (prompt, new, _, _) in enumerate(found)]
+    requests = [ask(number, prompt, new, scored=scored) for number, (prompt, new, scored, _, _) in enumerate(found)]
     actions: list[tuple[int, Callable[[], object]]] = []
     now = 0
-    for request, (_, _, pause, patience) in zip(requests, found, strict=True):
+    for request, (_, _, _, pause, patience) in zip(requests, found, strict=True):
         actions.append((now, lambda request=request: scheduler.submit(request)))
         if patience is not None:
             actions.append((now + patience, lambda request=request: scheduler.cancel(request.id)))
@@ -275,9 +391,10 @@ def test_whatever_comes_everything_ends_right(
         clock += 1
         assert clock < 3000
     assert machine.pool.free == blocks
-    for request, (_, _, _, patience) in zip(requests, found, strict=True):
+    for request, (prompt, _, scored, _, patience) in zip(requests, found, strict=True):
         if patience is None:
             assert machine.tokens(request.id) == continued(request)
+            assert machine.prompt_logprobs(request.id) == (scores(prompt) if scored else [])
             assert machine.outputs[request.id][-1].finish_reason == "length"
         elif request.id in machine.outputs:
             tokens = machine.tokens(request.id)
