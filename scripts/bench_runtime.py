@@ -255,7 +255,7 @@ def vllm_rates(model: Path, ranks: str, avx2: bool, options: argparse.Namespace)
         patches = folder_with(model.parent / "avx2", "sitecustomize.py", AVX2)
         environment["PYTHONPATH"] = str(patches)
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    found: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
+    found: dict[str, float] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
     return {int(batch): rate for batch, rate in found.items()}
 
 

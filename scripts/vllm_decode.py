@@ -3,7 +3,8 @@
     python vllm_decode.py MODEL RANKS PROMPT NEW ROUNDS BATCH [BATCH ...]
 
 The environment has VLLM_CPU_KVCACHE_SPACE=1 and, for two ranks, VLLM_CPU_OMP_THREADS_BIND="0|1". Random token ids,
-float32. The last line is JSON: new tokens per second after the first, the median over the rounds, by batch.
+float32. Among what vLLM prints is one line of JSON: new tokens per second after the first, the median over the rounds,
+by batch.
 """
 
 import json
