@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from surgeon.runtime.request import Event, Sampling
-from surgeon.server.bodies import DEFAULT_NEW_TOKENS, Body, ChatBody, CompletionBody
+from surgeon.server.bodies import Body, ChatBody, CompletionBody
 from surgeon.server.choices import Choices
 from surgeon.server.errors import GONE, ApiError, invalid
 from surgeon.server.formats import Answer, ChatFormat, CompletionFormat, Format, usage_of
@@ -39,9 +39,10 @@ async def complete(request: Request, state: State, body: CompletionBody) -> Resp
     body.check()
     several = separate(body.prompt)
     _check_number(state, body, len(several))
-    prompts = await asyncio.to_thread(lambda: [state.texts.prompt(one) for one in several])
+    scored = body.wanted_prompt_logprobs is not None
+    prompts = await asyncio.to_thread(lambda: [state.texts.prompt(one, with_offsets=scored) for one in several])
     style = CompletionFormat(state.model, state.texts, body.logprobs is not None, bool(body.echo))
-    return await _answer(request, state, body, prompts, style, DEFAULT_NEW_TOKENS, body.logprobs)
+    return await _answer(request, state, body, prompts, style)
 
 
 async def chat(request: Request, state: State, body: ChatBody) -> Response:
@@ -54,22 +55,13 @@ async def chat(request: Request, state: State, body: ChatBody) -> Response:
     _check_number(state, body, 1)
     prompt = await asyncio.to_thread(state.texts.chat, body.messages)
     style = ChatFormat(state.model, state.texts, bool(body.logprobs))
-    logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return await _answer(request, state, body, [prompt], style, None, logprobs)
+    return await _answer(request, state, body, [prompt], style)
 
 
-async def _answer(
-    request: Request,
-    state: State,
-    body: Body,
-    prompts: list[Prompt],
-    style: Format,
-    default: int | None,
-    logprobs: int | None,
-) -> Response:
+async def _answer(request: Request, state: State, body: Body, prompts: list[Prompt], style: Format) -> Response:
     answers, asks = [], []
     for prompt in prompts:
-        sampling = body.sampling(len(prompt.tokens), state.service.max_tokens, default, logprobs)
+        sampling = body.sampling(len(prompt.tokens), state.service.max_tokens)
         for number in range(body.choices):
             answers.append(Answer(prompt))
             asks.append((prompt.tokens, _seeded(sampling, number)))

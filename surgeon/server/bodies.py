@@ -14,7 +14,6 @@ from surgeon.errors import did_you_mean
 from surgeon.runtime.request import Sampling
 from surgeon.server.errors import invalid, shown
 
-DEFAULT_NEW_TOKENS = 16  # of a completion, as OpenAI has it; a chat goes on as long as there is room
 MOST_CHOICES = 128
 
 IGNORED = {
@@ -65,11 +64,18 @@ class StreamOptions(BaseModel):
 
 
 class Body(BaseModel):
-    """The fields that both kinds of requests have; null is the same as nothing."""
+    """The fields that both kinds of requests have; null is the same as nothing.
+
+    Attributes:
+        prompt_field: what errors about the prompt name.
+        logprobs_field: the same for how many log-probabilities are asked for.
+        default_new_tokens: how many to add if the request does not say; None for as many as there is room for.
+    """
 
     model_config = ConfigDict(strict=True, extra="allow")
     prompt_field: ClassVar[str] = "prompt"
     logprobs_field: ClassVar[str] = "logprobs"
+    default_new_tokens: ClassVar[int | None] = None
 
     model: str | None = None
     n: int | None = None
@@ -114,22 +120,31 @@ class Body(BaseModel):
         """Whether the last chunk of a stream counts the tokens."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    def sampling(self, prompt: int, room: int, default: int | None, logprobs: int | None) -> Sampling:
+    @property
+    def fewest_new_tokens(self) -> int:
+        """With how few tokens an answer says something."""
+        return 1
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """Of the answer's tokens, as `Sampling` has it."""
+        return None
+
+    @property
+    def wanted_prompt_logprobs(self) -> int | None:
+        """The same of the prompt's."""
+        return None
+
+    def sampling(self, prompt: int, room: int) -> Sampling:
         """How to answer a prompt.
 
         Args:
             prompt: how many tokens it has.
             room: how many tokens prompt and answer may have together.
-            default: how many to add if the request does not say; None for as many as there is room for.
-            logprobs: as `Sampling` has it.
 
         Raises:
             ApiError: if it is too long, or a parameter is out of its range.
         """
-        if prompt >= room:
-            raise invalid(
-                f"the prompt has {prompt} tokens; at most {room - 1} leave room for an answer", self.prompt_field
-            )
         given: dict[str, Any] = {
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "top_p": self.top_p,
@@ -139,25 +154,31 @@ class Body(BaseModel):
             "seed": self.seed,
             "stop": (self.stop,) if isinstance(self.stop, str) else None if self.stop is None else tuple(self.stop),
             "ignore_end": self.ignore_eos,
-            "max_new_tokens": self._new_tokens(prompt, room, default),
-            "logprobs": logprobs,
+            "max_new_tokens": self._new_tokens(prompt, room),
+            "logprobs": self.wanted_logprobs,
+            "prompt_logprobs": self.wanted_prompt_logprobs,
         }
         try:
             return Sampling(**{name: value for name, value in given.items() if value is not None})
         except ValueError as error:
             name, _, rest = str(error).partition(" ")
-            name = self.logprobs_field if name == "logprobs" else name
+            name = self.logprobs_field if name.endswith("logprobs") else name
             raise invalid(f"{name} {rest}", name) from None
 
-    def _new_tokens(self, prompt: int, room: int, default: int | None) -> int:
+    def _new_tokens(self, prompt: int, room: int) -> int:
         name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         asked = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        most = room if asked == 0 else room - 1
+        if prompt > most:
+            purpose = "fit" if asked == 0 else "leave room for an answer"
+            raise invalid(f"the prompt has {prompt} tokens; at most {most} {purpose}", self.prompt_field)
         if asked is None:
-            return room - prompt if default is None else min(default, room - prompt)
+            return room - prompt if self.default_new_tokens is None else min(self.default_new_tokens, room - prompt)
         if self.max_tokens not in (None, asked):
             raise invalid(f"max_tokens is {self.max_tokens} and max_completion_tokens {asked}; give one of them", name)
-        if asked < 1:
-            raise invalid(f"{name} must be at least 1, not {asked}", name)
+        if asked < self.fewest_new_tokens:
+            hint = "; with echo it may be 0" if asked == 0 and "echo" in type(self).model_fields else ""
+            raise invalid(f"{name} must be at least {self.fewest_new_tokens}, not {asked}{hint}", name)
         if prompt + asked > room:
             raise invalid(
                 f"{name} is {asked} and the prompt has {prompt} tokens; together they may be {room} at most", name
@@ -168,16 +189,23 @@ class Body(BaseModel):
 class CompletionBody(Body):
     """The body of /v1/completions."""
 
+    default_new_tokens: ClassVar[int | None] = 16  # as OpenAI has it
+
     prompt: str | Several[str] | Several[int] | Several[Several[int]]
     echo: bool | None = None
     logprobs: int | None = None
 
-    def check(self) -> None:
-        super().check()
-        if self.echo and self.logprobs is not None:
-            raise invalid(
-                "logprobs cannot be given for the prompt's own tokens; leave out echo or logprobs", "logprobs"
-            )
+    @property
+    def fewest_new_tokens(self) -> int:
+        return 0 if self.echo else 1
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def wanted_prompt_logprobs(self) -> int | None:
+        return self.logprobs if self.echo else None
 
 
 class ChatBody(Body):
@@ -189,6 +217,10 @@ class ChatBody(Body):
     messages: Several[dict[str, Any]]
     logprobs: bool | None = None
     top_logprobs: int | None = None
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     def check(self) -> None:
         super().check()

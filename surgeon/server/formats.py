@@ -27,6 +27,7 @@ class Answer:
     prompt: Prompt
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     offset: int = 0
@@ -36,6 +37,7 @@ class Answer:
         """Take in what is new."""
         self.text += event.text
         self.logprobs.extend(event.logprobs)
+        self.prompt_logprobs.extend(event.prompt_logprobs)
         self.finish_reason = event.finish_reason
         self.usage = event.usage
 
@@ -85,15 +87,17 @@ class CompletionFormat(Format):
 
     def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
         text = self._echoed(answer) + answer.text
-        logprobs = self._logprobs(answer, answer.logprobs)
+        logprobs = self._logprobs(answer, answer.logprobs, self.echo)
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": answer.finish_reason}
 
     def pieces(self, index: int, answer: Answer, event: Event) -> list[dict[str, Any]]:
-        text = event.text if answer.begun else self._echoed(answer) + event.text
+        if not (event.tokens or event.finish_reason):
+            return []  # the prompt is shown as a whole, once all of it has been scored
+        begins, answer.begun = not answer.begun, True
+        text = self._echoed(answer) + event.text if begins else event.text
         if not (text or event.logprobs or event.finish_reason):
             return []
-        answer.begun = True
-        logprobs = self._logprobs(answer, event.logprobs)
+        logprobs = self._logprobs(answer, event.logprobs, self.echo and begins)
         return [{"index": index, "text": text, "logprobs": logprobs, "finish_reason": event.finish_reason}]
 
     def _echoed(self, answer: Answer) -> str:
@@ -102,20 +106,28 @@ class CompletionFormat(Format):
             return ""
         return self.texts.decode(prompt.tokens) if prompt.text is None else prompt.text
 
-    def _logprobs(self, answer: Answer, found: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+    def _logprobs(self, answer: Answer, found: Sequence[TokenLogprob], with_prompt: bool) -> dict[str, Any] | None:
         if not self.wants_logprobs:
             return None
-        tokens = [self.texts.piece(one.token) for one in found]
-        offsets = []
-        for token in tokens:
-            offsets.append(answer.offset)
+        logprobs: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        if with_prompt:
+            self._add_prompt(logprobs, answer)
+        for one in found:
+            token = self.texts.piece(one.token)
+            logprobs["tokens"].append(token)
+            logprobs["token_logprobs"].append(_finite(one.logprob))
+            logprobs["top_logprobs"].append(self._top(one))
+            logprobs["text_offset"].append(answer.offset)
             answer.offset += len(token)
-        return {
-            "tokens": tokens,
-            "token_logprobs": [_finite(one.logprob) for one in found],
-            "top_logprobs": [self._top(one) for one in found],
-            "text_offset": offsets,
-        }
+        return logprobs
+
+    def _add_prompt(self, logprobs: dict[str, Any], answer: Answer) -> None:
+        """Put the prompt's tokens first; nothing predicts the first of them."""
+        logprobs["tokens"] += [self.texts.piece(token) for token in answer.prompt.tokens]
+        logprobs["token_logprobs"] += [None, *(_finite(one.logprob) for one in answer.prompt_logprobs)]
+        logprobs["top_logprobs"] += [None, *map(self._top, answer.prompt_logprobs)]
+        logprobs["text_offset"] += answer.prompt.offsets
+        answer.offset = len(self._echoed(answer))
 
     def _top(self, one: TokenLogprob) -> dict[str, float]:
         """By text, the chosen token among them; of tokens with the same text (parts of characters) the likeliest."""

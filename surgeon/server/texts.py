@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from jinja2 import TemplateError
 
+from surgeon.runtime.text import Continuation
 from surgeon.server.errors import ApiError, invalid, shown
 
 UNFINISHED = "\ufffd"  # what a token decodes to that holds a part of a character
@@ -20,10 +22,12 @@ class Prompt:
 
     Attributes:
         text: as it was given; None if it was given as token ids or messages.
+        offsets: where in the text each token begins, if that was asked for.
     """
 
     tokens: list[int]
     text: str | None = None
+    offsets: list[int] = field(default_factory=list)
 
 
 def separate(given: str | list[str] | list[int] | list[list[int]]) -> list[Any]:
@@ -40,7 +44,7 @@ class Texts:
         self._anchor: list[int] = tokenizer(ANCHOR, add_special_tokens=False).input_ids
         self._pieces: dict[int, str] = {}
 
-    def prompt(self, given: str | list[int]) -> Prompt:
+    def prompt(self, given: str | list[int], with_offsets: bool = False) -> Prompt:
         """The prompt of a completion, as text or as token ids.
 
         Raises:
@@ -49,12 +53,17 @@ class Texts:
         if isinstance(given, str):
             _check_text(given, "prompt")
             with self._lock:
-                prompt = Prompt(self.tokenizer(given).input_ids, given)
+                tokens, text = self.tokenizer(given).input_ids, given
         else:
-            prompt = Prompt(given)
-        if not prompt.tokens:
+            tokens, text = given, None
+        if not tokens:
             raise invalid("prompt is empty: it has no tokens; give at least one", "prompt")
-        return prompt
+        return Prompt(tokens, text, self._offsets(tokens) if with_offsets else [])
+
+    def _offsets(self, tokens: list[int]) -> list[int]:
+        """Where each token begins in the text of all of them; of special ones, which are no text, where they stand."""
+        text = Continuation(self.tokenizer, ())
+        return list(accumulate((len(text.add(token)) for token in tokens[:-1]), initial=0))
 
     def chat(self, messages: list[dict[str, Any]]) -> Prompt:
         """The messages in the model's own chat template, up to where its answer begins.

@@ -193,6 +193,67 @@ def test_logprobs_are_the_models(client: OpenAI, reference: Any, tokenizer: Any)
     assert [value for piece in pieces for value in piece.text_offset] == found.text_offset
 
 
+def test_echoed_prompts_are_scored(client: OpenAI, reference: Any, tokenizer: Any) -> None:
+    """As `transformers` does, whole and streamed, given as text and as token ids, with new tokens and without."""
+    import torch
+
+    tokens = tokenizer(PROMPT).input_ids
+    new = greedy_tokens(reference, tokens, 4)
+    with torch.no_grad():
+        expected = reference(torch.tensor([tokens + new])).logits[0, :-1].double().log_softmax(-1)
+    chosen = [expected[place, token].item() for place, token in enumerate((tokens + new)[1:])]
+    for prompt, added in ((PROMPT, 4), (tokens, 4), (tokens, 0)):
+        asked: dict[str, Any] = {**GREEDY, "max_tokens": added, "logprobs": 2, "echo": True, "extra_body": IGNORE_END}
+        found = client.completions.create(prompt=prompt, **asked)
+        choice, logprobs = found.choices[0], found.choices[0].logprobs
+        assert logprobs is not None
+        assert choice.text == PROMPT + text_of(tokenizer, tokens, new[:added])
+        assert choice.finish_reason == "length"
+        assert found.usage is not None
+        assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (len(tokens), added)
+        values = logprobs.token_logprobs
+        assert values is not None
+        assert values[0] is None
+        assert values[1:] == pytest.approx(chosen[: len(tokens) - 1 + added], abs=1e-4)
+        assert logprobs.top_logprobs is not None
+        assert logprobs.top_logprobs[0] is None
+        for place, (token, top) in enumerate(zip(logprobs.tokens[1:], logprobs.top_logprobs[1:], strict=True)):
+            assert max(top.values()) == pytest.approx(expected[place].max().item(), abs=1e-4)
+            assert top[token] == pytest.approx(chosen[place], abs=1e-4)
+        assert logprobs.tokens[0] == "<s>"
+        assert "".join(logprobs.tokens[1 : len(tokens)]) == PROMPT
+        # The first token, <s>, is no text.
+        assert logprobs.text_offset == [0, *(len("".join(logprobs.tokens[1:end])) for end in range(1, len(values)))]
+        chunks = list(client.completions.create(prompt=prompt, stream=True, **asked))
+        assert "".join(chunk.choices[0].text for chunk in chunks) == choice.text
+        pieces = [chunk.choices[0].logprobs for chunk in chunks]
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            assert [one for piece in pieces for one in getattr(piece, name)] == getattr(logprobs, name)
+
+
+def test_several_echoed_prompts_are_scored_apart(client: OpenAI, tokenizer: Any) -> None:
+    prompts = [tokenizer(text).input_ids for text in (PROMPT, "lazy dog", PROMPT + " jumps")]
+    asked: dict[str, Any] = {**GREEDY, "max_tokens": 1, "logprobs": 1, "echo": True}
+    together = client.completions.create(prompt=prompts, **asked).choices
+    for prompt, choice in zip(prompts, together, strict=True):
+        alone = client.completions.create(prompt=prompt, **asked).choices[0]
+        assert choice.logprobs is not None
+        assert alone.logprobs is not None
+        assert choice.logprobs.tokens == alone.logprobs.tokens
+        assert len(choice.logprobs.tokens) == len(prompt) + 1
+        values = [logprobs.token_logprobs for logprobs in (choice.logprobs, alone.logprobs)]
+        assert values[0] is not None
+        assert values[1] is not None
+        assert values[0][1:] == pytest.approx(values[1][1:], abs=1e-4)
+
+
+def test_echo_without_anything_else(client: OpenAI) -> None:
+    asked: dict[str, Any] = {**GREEDY, "max_tokens": 0, "echo": True}
+    found = client.completions.create(prompt=PROMPT, **asked).choices[0]
+    assert (found.text, found.finish_reason, found.logprobs) == (PROMPT, "length", None)
+    assert streamed(client.completions.create(prompt=PROMPT, stream=True, **asked))[0] == PROMPT
+
+
 def chat_text(chunks: list[Any]) -> str:
     return "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
 
