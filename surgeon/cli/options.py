@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from surgeon.cli.ranks import settle_ranks
+
 DEFAULT_TOKENS = 8192  # surgeon.quality.data.DEFAULT_TOKENS, which is not light
 
 DATA_HELP = (
@@ -67,7 +69,16 @@ MemoryOption = Annotated[
 CheckpointArgument = Annotated[
     str, typer.Argument(metavar="DIR", help="A checkpoint folder, edited or not, or a hub name.", show_default=False)
 ]
-RanksOption = Annotated[int, typer.Option("--tp", min=1, help="How many tensor-parallel ranks to run on.")]
+RanksOption = Annotated[
+    int,
+    typer.Option(
+        "--tp",
+        min=1,
+        callback=settle_ranks,
+        help="How many tensor-parallel ranks to run on. Started here; under torchrun its processes are the ranks, on "
+        "one machine or several, and --tp can be left out.",
+    ),
+]
 RanksDeviceOption = Annotated[
     str, typer.Option("--device", help="cpu, cuda (one GPU per rank), or auto: cuda where there are enough.")
 ]

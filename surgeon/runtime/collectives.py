@@ -6,25 +6,22 @@ and returns a function that waits for it, so that several can be in flight. `lin
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch does export them
 
 from surgeon.runtime.placement import Group
 
 # Longer than any prefill; a rank that dies is noticed by the process that started it long before.
 TIMEOUT = timedelta(minutes=10)
-
-# What torchrun, or whoever else starts processes on several machines, tells each of them.
-ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass
@@ -173,6 +170,22 @@ class Unconnected(Collectives):
         return lambda: tensor.expand(len(self.group), *tensor.shape)
 
 
+class StoreAddress(NamedTuple):
+    """A TCP store that is open already, on this machine or another.
+
+    Attributes:
+        prefix: of the keys that belong to these ranks.
+    """
+
+    host: str
+    port: int
+    prefix: str
+
+    def connect(self) -> PrefixStore:
+        """The store, as one of its clients sees it."""
+        return PrefixStore(self.prefix, TCPStore(self.host, self.port, timeout=TIMEOUT, wait_for_workers=False))
+
+
 class TorchCollectives(Collectives):
     """Collectives of `torch.distributed`: gloo, or NCCL on GPUs."""
 
@@ -181,33 +194,15 @@ class TorchCollectives(Collectives):
         self.process_group = process_group  # None is all ranks
 
     @classmethod
-    def connect(cls, backend: str, rank: int, ranks: int, rendezvous: Path) -> TorchCollectives:
-        """Meet the other ranks at a file that does not exist yet (a path is never taken, unlike a port)."""
-        dist.init_process_group(
-            backend, init_method=f"file://{rendezvous}", rank=rank, world_size=ranks, timeout=TIMEOUT
-        )
-        return cls(rank, tuple(range(ranks)))
-
-    @classmethod
-    def from_environment(cls, backend: str) -> TorchCollectives:
-        """Meet the other ranks, on this machine or others, where the environment says, as `torchrun` sets it.
+    def connect(cls, backend: str, rank: int, ranks: int, rendezvous: Path | StoreAddress) -> TorchCollectives:
+        """Meet the other ranks.
 
         Args:
             backend: "gloo", or "nccl" for GPUs (each process chooses its device before).
-
-        Raises:
-            ValueError: if a variable is missing, or a number is none.
+            rendezvous: on one machine a file that does not exist yet (a path is never taken, unlike a port).
         """
-        missing = [name for name in ENVIRONMENT if not os.environ.get(name)]
-        if missing:
-            raise ValueError(f"{', '.join(missing)} not set in the environment; start the processes with torchrun")
-        try:
-            rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        except ValueError as error:
-            raise ValueError(f"RANK and WORLD_SIZE must be numbers ({error})") from None
-        if not 0 <= rank < ranks:
-            raise ValueError(f"RANK must lie in 0..{ranks - 1}, with WORLD_SIZE {ranks}, not {rank}")
-        dist.init_process_group(backend, init_method="env://", timeout=TIMEOUT)
+        store = FileStore(str(rendezvous), ranks) if isinstance(rendezvous, Path) else rendezvous.connect()
+        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
         return cls(rank, tuple(range(ranks)))
 
     @property

@@ -1,44 +1,39 @@
-"""Starting ranks as processes, sending them functions to run, and ending all of them when one fails."""
+"""Starting ranks or gathering those of torchrun, sending them functions, and ending all of them when one fails."""
 
 from __future__ import annotations
 
 import os
 import pickle
-import signal
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
+from collections.abc import Callable
+from multiprocessing.connection import wait
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 
 import torch
 
 from surgeon.errors import did_you_mean
+from surgeon.runtime.collectives import StoreAddress
 from surgeon.runtime.compress import Compression
 from surgeon.runtime.link import Link
+from surgeon.runtime.meeting import meeting_at
+from surgeon.runtime.processes import JoinedRank, RankFailed, RankProcess, StartedRank, noted
 from surgeon.runtime.rank import RankError, Settings
 from surgeon.runtime.shared_memory import create_memory
+from surgeon.runtime.torchrun import Place, Seat, check_ranks, ranks_of_this_machine, read_place
+
+__all__ = ["RankFailed", "Ranks", "check_sending", "choose_collectives", "choose_device"]
 
 GRACE_SECONDS = 0.5  # how long to look for the rank that failed first, when another reports that it lost it
-
-END_SECONDS = 10.0  # how long a rank whose connection is closed may take to end
-
-Failure = TypeVar("Failure", bound=Exception)
-
-
-class RankFailed(ChildProcessError):
-    """A rank could not go on; the message names it, and a note has the rank's own traceback or log."""
 
 
 class Ranks:
     """A number of rank processes; a context manager that leaves none behind.
 
-    They need nothing but each other: no port, no environment, no file that outlives them.
+    They are child processes of this one, and need nothing but each other: no port, no environment, no file that
+    outlives them. Under torchrun only rank 0 is; the others are the processes of torchrun that have joined this one.
     """
 
     def __init__(
@@ -49,7 +44,7 @@ class Ranks:
         link: Link | None = None,
         compression: Compression | None = None,
     ) -> None:
-        """Start them.
+        """Start them, or wait until they have joined.
 
         Args:
             ranks: how many.
@@ -59,73 +54,68 @@ class Ranks:
             compression: send the reductions of the program's steps as integers of this many bits.
 
         Raises:
-            ValueError: if the collectives do not fit the device, or the link or compression do not fit them.
+            ValueError: if the collectives do not fit the device, or the link or compression do not fit them; if
+                torchrun has started another number of processes, or this is not the one with rank 0.
+            TimeoutError: if some of torchrun's processes do not join.
             RankFailed: if a rank cannot start.
         """
         self.collectives = choose_collectives(collectives, device)
         check_sending(self.collectives, device, link, compression)
-        memory = create_memory(ranks) if self.collectives == "shm" and ranks > 1 else None
+        self._failure: str | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="surgeon-ranks-")
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._connections: list[Connection] = []
-        self._lifelines: list[Connection] = []
-        pipes = [os.pipe() for _ in range(ranks - 1)]  # from rank 0 to each of the others
-        ends = [tuple(writer for _, writer in pipes), *((reader,) for reader, _ in pipes)]
+        self._processes: list[RankProcess] = []
+        place = read_place()
+        memory = create_memory(ranks) if self.collectives == "shm" and ranks > 1 else None
         try:
-            for rank in range(ranks):
-                self._start(rank, ranks, ends[rank] if memory is None else (memory, *ends[rank]))
-            for rank, connection in enumerate(self._connections):
+            rendezvous = self._start(ranks, memory) if place is None else self._gather(place, ranks)
+            for process in self._processes:
                 settings = Settings(
-                    rank=rank,
+                    rank=process.rank,
                     ranks=ranks,
-                    device=device if device == "cpu" else f"{device}:{rank}",
+                    seat=process.seat,
+                    device=device,
                     collectives=self.collectives,
+                    rendezvous=rendezvous,
                     memory=memory,
-                    rendezvous=Path(self._folder.name) / "rendezvous",
-                    threads=threads_per_rank(ranks),
-                    pipes=ends[rank],
                     link=link,
                     compression=compression,
                 )
-                self._send(rank, connection, settings)
+                self._send(process, settings)
             self._results(None)
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            self._close_after(error)
             raise
         finally:
-            for descriptor in [end for pipe in pipes for end in pipe] + ([] if memory is None else [memory]):
-                os.close(descriptor)
+            if memory is not None:
+                os.close(memory)
 
-    def _start(self, rank: int, ranks: int, shared: Sequence[int]) -> None:
-        ours, theirs = Pipe()
-        # Nothing is sent through this one: that it closes tells a rank that this process has gone.
-        lifeline, far_end = Pipe()
-        threads = str(threads_per_rank(ranks))
-        search_path = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
-        descriptors = [theirs.fileno(), far_end.fileno(), *shared]
-        environment = os.environ | {"PYTHONPATH": search_path, "OMP_NUM_THREADS": threads}
-        command = [
-            sys.executable,
-            "-P",  # not the current folder, in which anything may lie
-            "-m",
-            "surgeon.runtime",
-            str(theirs.fileno()),
-            str(far_end.fileno()),
-            self._folder.name,
-        ]
-        with (Path(self._folder.name) / f"rank{rank}").open("wb") as log, theirs, far_end:
-            process = subprocess.Popen(
-                command,
-                env=environment,
-                pass_fds=descriptors,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # Ctrl-C at a terminal reaches this process only, which then ends the ranks
-            )
-        self._processes.append(process)
-        self._connections.append(ours)
-        self._lifelines.append(lifeline)
+    def _start(self, ranks: int, memory: int | None) -> Path:
+        """Start all ranks as child processes; they meet at a file."""
+        folder = Path(self._folder.name)
+        pipes = [os.pipe() for _ in range(ranks - 1)]  # from rank 0 to each of the others
+        channels = [[writer for _, writer in pipes], *([reader] for reader, _ in pipes)]
+        try:
+            for rank, channel in enumerate(channels):
+                self._processes.append(StartedRank(rank, Seat(rank, ranks), folder, channel, memory))
+        finally:
+            for descriptor in [end for pipe in pipes for end in pipe]:
+                os.close(descriptor)
+        return folder / "rendezvous"
+
+    def _gather(self, place: Place, ranks: int) -> StoreAddress:
+        """Wait for the processes of torchrun, and start rank 0; they meet at a store."""
+        check_ranks(place, ranks)
+        if place.rank:
+            raise ValueError(f"this process has RANK {place.rank} of torchrun's, and only that with RANK 0 has ranks")
+        meeting = meeting_at(place)
+        guests = meeting.guests()
+        channel = [guest.channel.fileno() for guest in guests]
+        joined = [JoinedRank(guest) for guest in guests]
+        self._processes += joined
+        self._processes.insert(0, StartedRank(0, meeting.seat, Path(self._folder.name), channel))
+        for guest in guests:
+            guest.channel.close()  # it is rank 0's now
+        return meeting.store
 
     @property
     def pids(self) -> list[int]:
@@ -150,11 +140,11 @@ class Ranks:
         """
         message = function, arguments
         try:
-            for rank, connection in enumerate(self._connections):
-                self._send(rank, connection, message)
+            for process in self._processes:
+                self._send(process, message)
             return self._results(notify)
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            self._close_after(error)
             raise
 
     def post(self, rank: int, message: Any) -> None:
@@ -163,93 +153,65 @@ class Ranks:
         Raises:
             OSError: if the rank is gone; the call says why.
         """
-        self._connections[rank].send_bytes(pickle.dumps(message))
+        self._processes[rank].connection.send_bytes(pickle.dumps(message))
 
     def kill(self) -> None:
         """End every rank's process; a call in another thread then fails, and cleans up."""
         for process in self._processes:
-            if process.poll() is None:
-                process.kill()  # they hold nothing that would be lost
+            process.end(self._failure)
 
-    def _send(self, rank: int, connection: Connection, message: Any) -> None:
+    def _send(self, process: RankProcess, message: Any) -> None:
         try:
-            connection.send_bytes(pickle.dumps(message))
-        except BrokenPipeError:
-            raise self._failure(rank, None) from None
+            process.connection.send_bytes(pickle.dumps(message))
+        except OSError:
+            raise process.gone() from None
 
     def _results(self, notify: Callable[[Any], None] | None) -> list[Any]:
         results: dict[int, Any] = {}
-        while len(results) < len(self._connections):
-            waiting = [connection for rank, connection in enumerate(self._connections) if rank not in results]
-            for connection in wait(waiting):
-                assert isinstance(connection, Connection)
-                rank = self._connections.index(connection)
-                kind, value = self._receive(connection)
+        while len(results) < len(self._processes):
+            for process in _ready([process for process in self._processes if process.rank not in results], None):
+                kind, value = _receive(process)
                 if kind == "note" and notify is not None:
                     notify(value)
                 elif kind == "result":
-                    results[rank] = value
+                    results[process.rank] = value
                 elif kind == "error":
-                    raise self._failure(rank, value)
-        return [results[rank] for rank in range(len(self._connections))]
+                    raise self._explain(process, value)
+        return [results[rank] for rank in range(len(self._processes))]
 
-    def _receive(self, connection: Connection) -> tuple[str, Any]:
-        try:
-            kind, value = pickle.loads(connection.recv_bytes())
-            return kind, value
-        except (EOFError, ConnectionError):
-            return "error", None
-
-    def _failure(self, rank: int, error: RankError | None) -> Exception:
+    def _explain(self, process: RankProcess, error: RankError | None) -> Exception:
         """The error to raise, given the first one noticed: another rank may have failed before and caused it.
 
         Args:
             error: what the rank reported; None if it is gone.
         """
         if error is None:
-            return self._gone(rank)
-        errors = {rank: error}
+            return process.gone()
+        errors = {process.rank: error}
         deadline = time.monotonic() + GRACE_SECONDS
-        while (left := deadline - time.monotonic()) > 0 and len(errors) < len(self._connections):
-            others = [connection for number, connection in enumerate(self._connections) if number not in errors]
-            for connection in wait(others, left):
-                assert isinstance(connection, Connection)
-                number = self._connections.index(connection)
-                kind, value = self._receive(connection)
+        while (left := deadline - time.monotonic()) > 0 and len(errors) < len(self._processes):
+            for other in _ready([process for process in self._processes if process.rank not in errors], left):
+                kind, value = _receive(other)
                 if kind == "error" and value is None:
-                    return self._gone(number)
+                    return other.gone()
                 if kind == "error":
-                    errors[number] = value
-        rank, first = min(errors.items(), key=lambda item: item[1].time)
-        failure = ValueError(first.line) if first.mendable else RankFailed(f"rank {rank} failed: {first.line}")
-        return _noted(failure, first.trace)
+                    errors[other.rank] = value
+        first = min((self._processes[rank] for rank in errors), key=lambda other: errors[other.rank].time + other.lag)
+        error = errors[first.rank]
+        where = f"{first.name}: " if isinstance(first, JoinedRank) else ""  # it may be that machine's fault
+        failure = ValueError(where + error.line) if error.mendable else RankFailed(f"{first.name} failed: {error.line}")
+        return noted(failure, error.trace)
 
-    def _gone(self, rank: int) -> RankFailed:
-        """The error for a rank that ended without a word."""
-        process, log = self._processes[rank], self._log(rank)
-        try:
-            code = process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            return _noted(RankFailed(f"rank {rank} (process {process.pid}) has closed its connection"), log)
-        if code < 0:
-            name = signal.Signals(-code).name
-            likely = ", as the system does when memory runs out" if name == "SIGKILL" else ""
-            message = f"rank {rank} (process {process.pid}) was ended by {name}{likely}"
-        else:
-            last_line = log.strip().split("\n")[-1] or "it wrote nothing"
-            message = f"rank {rank} ended with exit code {code}: {last_line}"
-        return _noted(RankFailed(message), log)
-
-    def _log(self, rank: int) -> str:
-        return (Path(self._folder.name) / f"rank{rank}").read_text(errors="replace")
+    def _close_after(self, error: BaseException) -> None:
+        self._failure = self._failure or str(error) or type(error).__name__
+        self.close()
 
     def close(self) -> None:
         """End every rank and wait until it has gone."""
         self.kill()
         for process in self._processes:
             process.wait()
-        for connection in (*self._connections, *self._lifelines):
-            connection.close()
+            process.close()
         self._folder.cleanup()
 
     def __enter__(self) -> Ranks:
@@ -258,18 +220,21 @@ class Ranks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if error is None:
+            self.close()
+        else:
+            self._close_after(error)
 
 
 def choose_device(wanted: str, ranks: int) -> str:
-    """Say "cpu" or "cuda" for "cpu", "cuda" or "auto" (cuda if there is a GPU for every rank).
+    """Say "cpu" or "cuda" for "cpu", "cuda" or "auto" (cuda if there is a GPU for every rank of this machine).
 
     Raises:
         ValueError: if it is none of these, or there are too few GPUs for "cuda".
     """
     if wanted not in ("auto", "cpu", "cuda"):
         raise ValueError(f"there is no device {wanted!r}; {did_you_mean(wanted, ('auto', 'cpu', 'cuda'))}")
-    gpus = torch.cuda.device_count()
+    gpus, ranks = torch.cuda.device_count(), ranks_of_this_machine(ranks)
     if wanted == "cuda" and gpus < ranks:
         raise ValueError(f"{ranks} ranks need a GPU each, and there are {gpus}; use --device cpu or fewer ranks")
     return "cuda" if wanted == "cuda" or (wanted == "auto" and gpus >= ranks) else "cpu"
@@ -278,12 +243,17 @@ def choose_device(wanted: str, ranks: int) -> str:
 def choose_collectives(wanted: str, device: str) -> str:
     """How ranks talk: "shm" (CPU ranks of one machine), "gloo", "nccl" (GPUs); for "auto" the fastest that fits.
 
-    With "none" they do not: what they compute is wrong, and its speed tells what communication costs.
+    With "none" they do not: what they compute is wrong, and its speed tells what communication costs. Ranks of
+    torchrun's have no memory in common, also where they are on one machine: they inherit nothing from each other.
 
     Raises:
-        ValueError: if there is no such way, or it does not fit the device.
+        ValueError: if there is no such way, or it does not fit the device or torchrun.
     """
-    fitting = {"cpu": ("shm", "gloo"), "cuda": ("nccl", "gloo")}[device]
+    fitting: tuple[str, ...] = {"cpu": ("shm", "gloo"), "cuda": ("nccl", "gloo")}[device]
+    if read_place() is not None:
+        if wanted == "shm":
+            raise ValueError("shm connects only ranks that surgeon starts itself; under torchrun use gloo or auto")
+        fitting = tuple(way for way in fitting if way != "shm")
     if wanted == "auto":
         return fitting[0]
     if wanted in (*fitting, "none"):
@@ -309,14 +279,15 @@ def check_sending(collectives: str, device: str, link: Link | None, compression:
         raise ValueError("a link can be emulated between CPU ranks only (GPUs go on while a process waits); use cpu")
 
 
-def threads_per_rank(ranks: int) -> int:
-    """The cores this process may use, divided among the ranks; no more than OMP_NUM_THREADS if that is set."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    wanted = os.environ.get("OMP_NUM_THREADS", "")
-    return max(1, min(cores // ranks, int(wanted) if wanted.isdecimal() else cores))
+def _ready(processes: list[RankProcess], timeout: float | None) -> list[RankProcess]:
+    """Those that have sent something or are gone; waits until there is one, or the seconds are over."""
+    by_connection: dict[object, RankProcess] = {process.connection: process for process in processes}
+    return [by_connection[connection] for connection in wait([process.connection for process in processes], timeout)]
 
 
-def _noted(error: Failure, note: str) -> Failure:
-    if note.strip():
-        error.add_note(note)
-    return error
+def _receive(process: RankProcess) -> tuple[str, Any]:
+    try:
+        kind, value = pickle.loads(process.connection.recv_bytes())
+        return kind, value
+    except (EOFError, OSError):
+        return "error", None

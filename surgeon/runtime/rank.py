@@ -1,4 +1,4 @@
-"""What runs in the process of one rank, `python -m surgeon.runtime` (started by `launch.Ranks`, not by hand).
+"""What runs in the process of one rank, which `launch.Ranks` starts, or torchrun (joining.py).
 
 It connects to the other ranks, then runs the functions it is sent, one after the other, until its connection closes.
 """
@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -23,10 +23,11 @@ from typing import Any
 import torch
 
 from surgeon.runtime.channel import Receiver, Sender
-from surgeon.runtime.collectives import Alone, Collectives, TorchCollectives, Unconnected
+from surgeon.runtime.collectives import Alone, Collectives, StoreAddress, TorchCollectives, Unconnected
 from surgeon.runtime.compress import Compressed, Compression
 from surgeon.runtime.link import EmulatedLink, Link
 from surgeon.runtime.shared_memory import SharedMemoryCollectives
+from surgeon.runtime.torchrun import Seat
 
 
 @dataclass(frozen=True)
@@ -34,23 +35,21 @@ class Settings:
     """What a rank is told at its start.
 
     Attributes:
+        device: "cpu", or "cuda" for the GPU of its number on this machine.
         collectives: "shm", "gloo" or "nccl" of torch.distributed, or "none".
+        rendezvous: where ranks meet: on one machine a file that does not exist yet, else a store.
         memory: for "shm", the file descriptor of the memory they share.
-        rendezvous: a file that does not exist yet, where ranks meet.
-        threads: how many threads a rank computes with.
-        pipes: for rank 0, the descriptors of its pipes to the others; for each other rank, that of its end.
         link: what to emulate between ranks.
         compression: how reductions of the program's steps are sent, if not exactly.
     """
 
     rank: int
     ranks: int
+    seat: Seat
     device: str
     collectives: str
-    memory: int | None
-    rendezvous: Path
-    threads: int
-    pipes: tuple[int, ...]
+    rendezvous: Path | StoreAddress
+    memory: int | None = None
     link: Link | None = None
     compression: Compression | None = None
 
@@ -60,7 +59,7 @@ class RankError:
     """What a rank reports when it cannot go on.
 
     Attributes:
-        time: of the machine's monotonic clock, which tells a cause from its consequences on other ranks.
+        time: of its machine's monotonic clock, which tells a cause from its consequences on other ranks.
         mendable: whether it was a ValueError, whose message is for users.
         line: the message.
         trace: the traceback.
@@ -82,17 +81,26 @@ class Rank:
         receiver: on the other ranks, what they are told.
     """
 
-    def __init__(self, settings: Settings, connection: Connection) -> None:
+    def __init__(self, settings: Settings, connection: Connection, channel: Sequence[int]) -> None:
+        """Connect to the other ranks.
+
+        Args:
+            connection: to the starting process.
+            channel: the descriptors of rank 0's ends towards the others, or of this rank's one end.
+
+        Raises:
+            ValueError: if this machine has no GPU for it.
+        """
         self.settings = settings
         self.rank = settings.rank
-        self.device = torch.device(settings.device)
+        self.device = _device(settings)
         self.kept: dict[str, Any] = {}
         self._connection = connection
         if settings.rank == 0:
-            self.sender = Sender(settings.pipes)
+            self.sender = Sender(channel)
         else:
-            self.receiver = Receiver(settings.pipes[0])
-        torch.set_num_threads(settings.threads)
+            self.receiver = Receiver(channel[0])
+        torch.set_num_threads(threads_per_rank(settings.seat.local_ranks))
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self.collectives = self._connect()
@@ -115,6 +123,8 @@ class Rank:
         if settings.collectives == "shm":
             assert settings.memory is not None
             return SharedMemoryCollectives(rank, tuple(range(ranks)), settings.memory, ranks)
+        if settings.seat.interface is not None:  # gloo would take the one that the machine's own name stands for
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", settings.seat.interface)
         return TorchCollectives.connect(settings.collectives, rank, ranks, settings.rendezvous)
 
     def notify(self, value: Any) -> None:
@@ -134,10 +144,30 @@ class Rank:
         return messages
 
 
-def serve(connection: Connection) -> None:
-    """Connect, then answer calls until the other end closes."""
+def _device(settings: Settings) -> torch.device:
+    if settings.device == "cpu":
+        return torch.device("cpu")
+    number, gpus = settings.seat.local_rank, torch.cuda.device_count()
+    if number >= gpus:
+        raise ValueError(f"there is no GPU {number} for rank {settings.rank}, only {gpus} on its machine")
+    return torch.device(settings.device, number)
+
+
+def threads_per_rank(ranks: int) -> int:
+    """The cores this process may use, divided among the ranks; no more than OMP_NUM_THREADS if that is set.
+
+    Args:
+        ranks: of this machine.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    return max(1, min(cores // ranks, int(wanted) if wanted.isdecimal() else cores))
+
+
+def serve(connection: Connection, channel: Sequence[int]) -> None:
+    """Connect to the other ranks (`channel` as `Rank` takes it), then answer calls until the other end closes."""
     try:
-        rank = Rank(pickle.loads(connection.recv_bytes()), connection)
+        rank = Rank(pickle.loads(connection.recv_bytes()), connection, channel)
         connection.send_bytes(pickle.dumps(("result", None)))
         while True:
             function, arguments = pickle.loads(connection.recv_bytes())
@@ -161,7 +191,8 @@ def report(error: Exception, connection: Connection) -> None:
     known = isinstance(error, ValueError | OSError)
     line = first_line if known else f"{type(error).__name__}: {first_line}"
     message = RankError(time.monotonic(), isinstance(error, ValueError), line, traceback.format_exc())
-    connection.send_bytes(pickle.dumps(("error", message)))
+    with suppress(OSError):  # when the starting process has gone, too, nobody asks
+        connection.send_bytes(pickle.dumps(("error", message)))
 
 
 def end_with(lifeline: Connection, folder: str) -> None:
@@ -176,7 +207,8 @@ def end_with(lifeline: Connection, folder: str) -> None:
 
 
 def main() -> None:
-    """Be a rank; the command line has the descriptors of the connection and the lifeline, and the ranks' folder."""
-    commands, lifeline, folder = sys.argv[1:4]
-    end_with(Connection(int(lifeline)), folder)
-    serve(Connection(int(commands)))
+    """Be a rank; the command line has the ranks' folder, then descriptors: of commands, the lifeline, the channel."""
+    folder = sys.argv[1]
+    commands, lifeline, *channel = map(int, sys.argv[2:])
+    end_with(Connection(lifeline), folder)
+    serve(Connection(commands), channel)

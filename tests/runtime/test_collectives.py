@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,14 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgeon.runtime.collectives import ENVIRONMENT, Alone, Counts, TorchCollectives
+from surgeon.runtime.collectives import Alone, Counts
 from surgeon.runtime.generate import generate
 from surgeon.runtime.launch import Ranks, choose_collectives, choose_device
 from surgeon.runtime.prepare import make_plan
 from surgeon.runtime.shared_memory import SLOT_BYTES, SLOTS
 from tests.runtime import on_collectives, on_ranks
-
-REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module", params=[("gloo", 2), ("shm", 2), ("shm", 5)], ids=lambda pair: f"{pair[0]}{pair[1]}")
@@ -98,61 +92,6 @@ def test_ranks_that_are_not_connected_add_nothing_up(tiny_model: Callable[..., A
         assert vocabulary == Counts()
         with pytest.raises(ValueError, match="collectives none"):
             generate(unconnected, plan, [[1, 2]], 4)
-
-
-FROM_ENVIRONMENT = """
-import sys
-import torch
-from surgeon.runtime.collectives import Counts, TorchCollectives
-from surgeon.runtime.engine import RankEngine
-from surgeon.runtime.prepare import make_plan
-
-collectives = TorchCollectives.from_environment("gloo")
-ranks = len(collectives.group)
-total = collectives.all_reduce(torch.tensor([10.0 ** collectives.rank]), Counts())()
-engine = RankEngine(make_plan(sys.argv[1], ranks, 16), collectives, torch.device("cpu"))
-print(collectives.rank, int(total), *engine.greedy([5, 6, 7], 8))
-"""
-
-
-def test_ranks_that_meet_where_the_environment_says(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
-    model = tiny_model("llama")
-    model.save_pretrained(tmp_path)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    command = [sys.executable, "-c", FROM_ENVIRONMENT, str(tmp_path)]
-    options: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True, "cwd": REPOSITORY}
-    processes = [subprocess.Popen(command, env=environment | {"RANK": str(rank)}, **options) for rank in range(2)]
-    try:
-        outputs = [process.communicate(timeout=120)[0].split() for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    ids = torch.tensor([[5, 6, 7]])
-    expected = model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None)[0, 3:].tolist()
-    assert outputs == [[str(rank), "11", *map(str, expected)] for rank in range(2)]
-
-
-@pytest.mark.parametrize(
-    ("variables", "message"),
-    [
-        ({}, "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set.*torchrun"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}, "^MASTER_PORT not set"),
-        ({"RANK": "one", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}, "must be numbers .*'one'"),
-        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}, r"RANK must lie in 0\.\.1.*not 2"),
-    ],
-)
-def test_environments_that_say_too_little(
-    variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ENVIRONMENT:
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=message):
-        TorchCollectives.from_environment("gloo")
 
 
 def test_choosing_collectives_and_devices() -> None:

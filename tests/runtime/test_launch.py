@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from surgeon.runtime.launch import RankFailed, Ranks, threads_per_rank
+from surgeon.runtime.launch import RankFailed, Ranks
+from surgeon.runtime.rank import threads_per_rank
 from tests.runtime import on_ranks
 
 REPOSITORY = Path(__file__).parents[2]
