@@ -26,7 +26,9 @@ FAILED_SECONDS = 3  # the same after a failure; their answers are errors
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Take a port without listening to it yet, so that clients are refused until the model is there.
+    """Take a port and listen to it, so that nobody else can have it, however long the model takes to load.
+
+    Clients that come before `run` does are answered by it.
 
     Args:
         port: 0 takes any that is free.
@@ -42,6 +44,8 @@ def bind(host: str, port: int) -> socket.socket:
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind(address)
+        # Two sockets can be bound to a port that may be used again after a server's end; only one can listen to it.
+        bound.listen()
     except OSError as error:
         bound.close()
         raise ValueError(_why_not(error, host, port)) from error
@@ -120,7 +124,6 @@ def run(state: State, bound: socket.socket, started: Callable[[], None]) -> None
         RankFailed: if a rank has failed.
         KeyboardInterrupt: at SIGINT.
         InterruptedError: at a second SIGTERM.
-        ValueError: if another program listens to the port since.
     """
     config = uvicorn.Config(
         make_app(state),
@@ -133,11 +136,7 @@ def run(state: State, bound: socket.socket, started: Callable[[], None]) -> None
         timeout_graceful_shutdown=WRITE_SECONDS,
     )
     server = _Server(config, state, started)
-    try:
-        server.run(sockets=[bound])
-    except OSError as error:
-        host, port = bound.getsockname()[:2]
-        raise ValueError(_why_not(error, host, port)) from error
+    server.run(sockets=[bound])
     if state.service.failure is not None:
         raise state.service.failure
     if server.killed_by == signal.SIGINT:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from surgeon.cli.app import main
+from surgeon.server.run import bind
+from tests.server.servers import Server
 
 
 def test_help_names_every_option(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,6 +68,46 @@ def test_a_taken_port(chat_model: Path, capsys: pytest.CaptureFixture[str]) -> N
         port = str(taken.getsockname()[1])
         line = refusal(capsys, str(chat_model), "--port", port)
     assert line == f"port {port} of 127.0.0.1 is in use by another program; choose another with --port (0 takes any)"
+
+
+def test_a_port_is_taken_before_anybody_answers() -> None:
+    with bind("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(ValueError, match=f"port {port} of 127.0.0.1 is in use by another program"):
+            bind("127.0.0.1", port)
+        socket.create_connection(("127.0.0.1", port)).close()
+    bind("127.0.0.1", port).close()
+
+
+def test_of_two_servers_that_start_at_once_one_gives_way(chat_model: Path) -> None:
+    """And a client that comes before the model is there waits for it."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    both = [Server(str(chat_model), "--port", str(port)) for _ in range(2)]
+    try:
+        with connect_when_possible(port) as early:
+            early.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert early.recv(15) == b"HTTP/1.1 200 OK"
+        while all(server.process.poll() is None for server in both):
+            time.sleep(0.02)
+        loser, winner = sorted(both, key=lambda server: server.process.poll() is None)
+        assert loser.wait_until_ended(5) == 1
+        message = f"port {port} of 127.0.0.1 is in use by another program; choose another with --port (0 takes any)"
+        assert loser.lines == [f"error: {message}"]
+        assert winner.process.poll() is None
+    finally:
+        for server in both:
+            server.close()
+
+
+def connect_when_possible(port: int) -> socket.socket:
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port), timeout=60)
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
 
 
 def test_what_ranks_cannot_run(chat_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
