@@ -120,8 +120,12 @@ def _stretch(layers: str | None) -> range | None:
 
 def _check_files(output: Path | None, trace: Path | None, device: str) -> None:
     """Say what is wrong with what is to be written before anything is measured."""
+    from surgeon.runtime.torchrun import read_place
+
     if trace is not None and device != "cpu":
         raise ValueError("--trace shows what processes do, and GPUs go on while theirs wait; use --device cpu")
+    if trace is not None and read_place() is not None:
+        raise ValueError("--trace puts all ranks on one clock, and machines have one each; leave it out under torchrun")
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
     if trace is not None and (trace.is_dir() or not trace.absolute().parent.is_dir()):

@@ -14,6 +14,7 @@ from surgeon.runtime.blocks import BLOCK_TOKENS, blocks_for
 from surgeon.runtime.placement import rank_work
 from surgeon.runtime.plan import Plan
 from surgeon.runtime.sharding import Source, unit_bounds
+from surgeon.runtime.torchrun import ranks_of_this_machine
 
 
 @dataclass(frozen=True)
@@ -67,19 +68,21 @@ def choose_blocks(plan: Plan, device: str, max_batch: int, blocks: int | None, m
     """How many blocks the cache is to have.
 
     Args:
-        device: "cpu", where all ranks share the machine's memory, or "cuda", where each has its own.
+        device: "cpu", where all ranks of a machine share its memory, or "cuda", where each has its own. Of several
+            machines, this one is looked at, and the ranks of every other are taken to have as much.
         max_batch: where `blocks` is None, as many of the longest sequences have room if the memory does.
-        memory: what weights and cache may take, together or on each GPU; most of what is free if None.
+        memory: what weights and cache may take, on this machine together or on each GPU; most of what is free if None.
 
     Raises:
         ValueError: if there is not enough memory for the weights and the blocks; it says what would fit.
     """
-    sizes = footprint(plan)
+    sizes, here = footprint(plan), ranks_of_this_machine(plan.ranks)
     if device == "cpu":
-        weights, block, free = sum(sizes.weights), sum(sizes.block), free_bytes()
+        weights, block = (sum(sorted(each)[-here:]) for each in (sizes.weights, sizes.block))
+        free = free_bytes()
     else:
         weights, block = max(sizes.weights), max(sizes.block)
-        free = min(int(FREE_SHARE * torch.cuda.mem_get_info(rank)[0]) for rank in range(plan.ranks))
+        free = min(int(FREE_SHARE * torch.cuda.mem_get_info(rank)[0]) for rank in range(here))
     allowed = free if memory is None else memory
     fitting = (allowed - weights) // block if block else 1 << 30  # a program without attention has no cache
     limit = f"{show_size(allowed)} {'are free' if memory is None else 'are allowed'}"
