@@ -116,10 +116,7 @@ def slice_tensors(tensors: Tensors, spec: SublayerSpec, piece: tuple[int, int], 
     Raises:
         ValueError: if heads or neurons do not divide evenly, or the sublayer cannot be taken apart.
     """
-    if spec.post_norm is not None:
-        raise ValueError(
-            f"sublayers of {family.name} cannot be sliced: their output goes through a norm before it is added"
-        )
+    require_sliceable(spec, family)
     sliced = dict(tensors)
     for projection in {projection.path: projection for projection in spec.projections}.values():
         weight, bias = f"{projection.path}.weight", f"{projection.path}.bias"
@@ -130,6 +127,18 @@ def slice_tensors(tensors: Tensors, spec: SublayerSpec, piece: tuple[int, int], 
             elif piece[0]:
                 sliced[bias] = torch.zeros_like(tensors[bias])
     return sliced
+
+
+def require_sliceable(spec: SublayerSpec, family: Family) -> None:
+    """Refuse slices of a sublayer that would not add up to it.
+
+    Raises:
+        ValueError: if its output goes through a norm before it is added.
+    """
+    if spec.post_norm is not None:
+        raise ValueError(
+            f"sublayers of {family.name} cannot be sliced: their output goes through a norm before it is added"
+        )
 
 
 def derive_sublayer(

@@ -104,6 +104,10 @@ class Family:
         dropout: the config attribute with the dropout probability of sublayer outputs while training, if any.
         steps_per_layer: 2, or 1 where attention and MLP of a layer read the same stream (GPT-NeoX).
         softcap: the config attribute with the bound c of output logits that are c * tanh(logits / c), if any.
+        attention_softcap: the same for the scores of attentions.
+        window: the config attribute with how many tokens an attention looks at, itself the last of them, if any.
+        window_layers: the config attribute that says which layers have the window; all of them where there is none.
+        scaled_embedding: whether embeddings are multiplied by the square root of the stream's width (Gemma2).
         arguments: names of what the decoder hands a layer by position after the stream.
         returns_tuple: whether a layer returns its stream as the first item of a tuple.
         variant: the description of a model with this config, where it depends on more than the model type.
@@ -133,6 +137,10 @@ class Family:
     steps_per_layer: int = 2
     unit_offset: bool = False
     softcap: str | None = None
+    attention_softcap: str | None = None
+    window: str | None = None
+    window_layers: str | None = None
+    scaled_embedding: bool = False
     arguments: tuple[str, ...] = ()
     returns_tuple: bool = False
     variant: Callable[[Family, Any], Family] = lambda family, _: family

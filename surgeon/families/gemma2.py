@@ -22,4 +22,8 @@ GEMMA2 = replace(
     unit_offset=True,
     activation="hidden_activation",
     softcap="final_logit_softcapping",
+    attention_softcap="attn_logit_softcapping",
+    window="sliding_window",
+    window_layers="layer_types",
+    scaled_embedding=True,
 )

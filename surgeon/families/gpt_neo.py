@@ -44,6 +44,8 @@ GPT_NEO = Family(
     gated=False,
     rotary=False,
     position_embedding="transformer.wpe",
+    window="window_size",
+    window_layers="attention_layers",
     returns_tuple=True,
     follow=_follow,
 )

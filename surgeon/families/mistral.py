@@ -4,4 +4,4 @@ from dataclasses import replace
 
 from surgeon.families.llama import LLAMA
 
-MISTRAL = replace(LLAMA, name="Mistral", model_type="mistral")
+MISTRAL = replace(LLAMA, name="Mistral", model_type="mistral", window="sliding_window")

@@ -29,4 +29,5 @@ PHI3 = replace(
         ),
     ),
     dropout="resid_pdrop",
+    window="sliding_window",
 )

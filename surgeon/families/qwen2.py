@@ -4,4 +4,4 @@ from dataclasses import replace
 
 from surgeon.families.llama import LLAMA
 
-QWEN2 = replace(LLAMA, name="Qwen2", model_type="qwen2")
+QWEN2 = replace(LLAMA, name="Qwen2", model_type="qwen2", window="sliding_window", window_layers="layer_types")

@@ -9,4 +9,6 @@ QWEN3 = replace(
     name="Qwen3",
     model_type="qwen3",
     attention=replace(LLAMA.attention, head_norms=("self_attn.q_norm", "self_attn.k_norm")),
+    window="sliding_window",
+    window_layers="layer_types",
 )

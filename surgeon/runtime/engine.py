@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -18,12 +19,12 @@ from torch import Tensor
 
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.execute import Branch, Machine, Pending, run
-from surgeon.program import ATTENTION, Fork, Program, Step
+from surgeon.program import ATTENTION, Fork, Program, Step, Sublayer
 from surgeon.runtime.blocks import blocks_for
 from surgeon.runtime.collectives import Collectives, Counts
-from surgeon.runtime.layers import Attention, FeedForward, Norm, Pass, rotation
+from surgeon.runtime.layers import Attention, FeedForward, Norm, Pass, rotation, softcap
 from surgeon.runtime.paged_cache import Index, Layout, PagedCache
-from surgeon.runtime.placement import Group, Work, fork_share, groups_within, rank_work
+from surgeon.runtime.placement import Group, Part, Work, fork_share, groups_within, rank_work
 from surgeon.runtime.plan import Plan
 from surgeon.runtime.request import TokenLogprob
 from surgeon.runtime.scheduler import Row, Wanted
@@ -101,12 +102,24 @@ class RankEngine:
         self._angles = self._turn(0)
 
     def _load_layers(self, source: Source) -> None:
-        self.sublayers: dict[object, Attention | FeedForward] = {}
+        """The slices of this rank's work, and the norms behind the sublayers of every step it has a share in."""
+        plan = self.plan
+        self.sublayers: dict[Sublayer, Attention | FeedForward] = {}
         for sublayer in {part.sublayer for work in self.work for part in work.parts}:
-            tensors = source.sublayer(sublayer, self.plan.dtype)
+            tensors = source.sublayer(sublayer, plan.dtype)
             tensors = {name: tensor.to(self.device) for name, tensor in tensors.items()}
-            made = Attention if sublayer.kind == ATTENTION else FeedForward
-            self.sublayers[sublayer] = made(tensors, self.plan.family.spec(sublayer.kind), self.plan)
+            spec = plan.family.spec(sublayer.kind)
+            if sublayer.kind == ATTENTION:
+                # Of averaged layers the first one's, as everywhere.
+                window = plan.windows[sublayer.layers[0]] if plan.windows else None
+                self.sublayers[sublayer] = Attention(tensors, spec, plan, window)
+            else:
+                self.sublayers[sublayer] = FeedForward(tensors, spec, plan)
+        self.post_norms: dict[Sublayer, Norm] = {}
+        for sublayer in {sublayer for work in self.work for sublayer in work.step.sublayers}:
+            for name, gain in source.post_norm(sublayer, plan.dtype).items():
+                path = name.removesuffix(".weight")
+                self.post_norms[sublayer] = Norm({name: gain.to(self.device)}, path, plan)
 
     def _load_ends(self, source: Source) -> None:
         """This rank's rows of the embedding and of the head (the same ones where they are tied), and the final norm."""
@@ -207,6 +220,8 @@ class RankEngine:
             looked_up = self.embedding.new_zeros(*tokens.shape, self.plan.hidden)
         looked_up = looked_up.masked_fill(outside[..., None], 0)
         stream = self.collectives.exact.all_reduce(looked_up, self.counts.vocabulary)()
+        if self.plan.embedding_scale is not None:
+            stream = stream * stream.new_tensor(self.plan.embedding_scale)  # rounded to the dtype first
         if self.positions is None:
             return stream
         return stream + self.positions[self.plan.family.position_offset :][positions]
@@ -247,7 +262,8 @@ class RankEngine:
 
     def _own_logits(self, stream: Tensor) -> Tensor:
         normed = self.final_norm(stream)
-        return normed @ self.head if self.head_bias is None else torch.addmm(self.head_bias, normed, self.head)
+        logits = normed @ self.head if self.head_bias is None else torch.addmm(self.head_bias, normed, self.head)
+        return logits if self.plan.logit_softcap is None else softcap(logits, self.plan.logit_softcap)
 
     def _gather(self, own: Tensor) -> Tensor:
         """Logits over the whole vocabulary, (tokens, vocabulary), from each rank's own rows."""
@@ -271,7 +287,12 @@ class RankEngine:
 
 
 class RankMachine(Machine):
-    """One forward pass on one rank, seen from a group of ranks it belongs to."""
+    """One forward pass on one rank, seen from a group of ranks it belongs to.
+
+    A norm behind a sublayer (Gemma2) needs the sublayer's whole output. Where a rank computes whole sublayers it
+    applies the norm itself, and the step is reduced like any other. Where it computes slices, the parts of the step's
+    sublayers are reduced side by side, in one collective, and every rank then norms the sums and adds them.
+    """
 
     def __init__(self, engine: RankEngine, shared: Pass, group: Group, work: Iterator[Work]) -> None:
         self.engine = engine
@@ -279,29 +300,46 @@ class RankMachine(Machine):
         self.group = group
         self.work = work  # shared with the machines of forks: the executor comes to steps in this order
         self.counted_elsewhere = False
+        self.norms_due: list[Norm] = []  # of the output that is reduced next, by sublayer
 
     def compute(self, step: Step, stream: Tensor) -> Tensor:
         work = next(self.work)
         assert work.step == step, f"the executor is at {step}, the rank's work at {work.step}"
-        outputs = []
-        for part in work.parts:
-            made = self.engine.sublayers[part.sublayer]
-            if isinstance(made, Attention):
-                assert part.slot is not None
-                outputs.append(made(stream, part.slot, self.shared))
-            else:
-                outputs.append(made(stream))
-        total = outputs[0]
-        for output in outputs[1:]:
-            total = total + output
-        return total
+        outputs = [self._output(part, stream) for part in work.parts]
+        if self.engine.post_norms and not work.whole:
+            return self._side_by_side(work, outputs)
+        return reduce(torch.add, outputs)
+
+    def _output(self, part: Part, stream: Tensor) -> Tensor:
+        made = self.engine.sublayers[part.sublayer]
+        if isinstance(made, Attention):
+            assert part.slot is not None
+            output = made(stream, part.slot, self.shared)
+        else:
+            output = made(stream)
+        norm = self.engine.post_norms.get(part.sublayer)  # slices have none
+        return output if norm is None else norm(output)
+
+    def _side_by_side(self, work: Work, outputs: list[Tensor]) -> Tensor:
+        """This rank's parts of the outputs of all the step's sublayers, (sublayers, tokens, hidden)."""
+        self.norms_due = [self.engine.post_norms[sublayer] for sublayer in work.step.sublayers]
+        if len(self.norms_due) == 1:
+            return outputs[0][None]
+        stacked = outputs[0].new_zeros(len(self.norms_due), *outputs[0].shape)
+        for part, output in zip(work.parts, outputs, strict=True):
+            stacked[part.place] = output
+        return stacked
 
     def reduce(self, output: Tensor) -> Pending:
         if len(self.group) == 1:
             return lambda: output
         if self.counted_elsewhere:
             output, self.counted_elsewhere = torch.zeros_like(output), False
-        return self.engine.groups[self.group].all_reduce(output, self.engine.counts.layers)
+        wait = self.engine.groups[self.group].all_reduce(output, self.engine.counts.layers)
+        if not self.norms_due:
+            return wait
+        norms, self.norms_due = self.norms_due, []
+        return lambda: reduce(torch.add, (norm(total) for norm, total in zip(norms, wait(), strict=True)))
 
     def assign(self, fork: Fork) -> Iterable[tuple[Branch, Machine]]:
         branches, group = fork_share(fork, self.engine.rank, self.group)

@@ -41,9 +41,23 @@ def activation(name: str) -> Activation:
     return function
 
 
-# Puts new keys and values, (T, K, D), into a slot of the cache; queries (T, H, D) to attended values (T, H * D). The
-# last argument is what products of queries and keys are multiplied by, None for 1 / sqrt(D).
-Attend = Callable[[int, Tensor, Tensor, Tensor, float | None], Tensor]
+@dataclass(frozen=True)
+class Weighting:
+    """How an attention makes weights of the products of its queries and keys, besides the softmax.
+
+    Attributes:
+        scale: what products are multiplied by; None for 1 / sqrt(D).
+        window: how many tokens a token looks at, itself the last of them; None for all up to itself.
+        softcap: the bound c of scores that are c * tanh(score / c); None without one.
+    """
+
+    scale: float | None = None
+    window: int | None = None
+    softcap: float | None = None
+
+
+# Puts new keys and values, (T, K, D), into a slot of the cache; queries (T, H, D) to attended values (T, H * D).
+Attend = Callable[[int, Tensor, Tensor, Tensor, Weighting], Tensor]
 
 
 @dataclass
@@ -64,10 +78,12 @@ class Norm:
 
     def __init__(self, tensors: Tensors, path: str, plan: Plan) -> None:
         self.gain, self.shift = tensors[f"{path}.weight"], tensors.get(f"{path}.bias")
+        if plan.family.unit_offset:  # 1 + a small number would lose the small one's digits in 16 bits
+            self.gain = 1 + self.gain.to(torch.promote_types(self.gain.dtype, torch.float32))
         self.epsilon = plan.epsilon
         self.rms = plan.family.norm_kind == "rms"
         self.mean_of: tuple[Tensor, Tensor] | None = None
-        if self.rms and self.gain.device.type == "cpu" and self.gain.dtype == torch.float32:
+        if self.rms and self.gain.device.type == "cpu" and plan.dtype == torch.float32:
             width = len(self.gain)
             self.mean_of = self.gain.new_tensor(self.epsilon), self.gain.new_full((width,), 1 / width)
 
@@ -78,7 +94,7 @@ class Norm:
             epsilon, weights = self.mean_of
             return (x * torch.addmv(epsilon, x.square(), weights).rsqrt_().unsqueeze(-1)).mul_(self.gain)
         if self.rms:
-            return F.rms_norm(x, self.gain.shape, self.gain, self.epsilon)
+            return F.rms_norm(x.to(self.gain.dtype), self.gain.shape, self.gain, self.epsilon).to(x.dtype)
         return F.layer_norm(x, self.gain.shape, self.gain, self.shift, self.epsilon)
 
 
@@ -104,16 +120,19 @@ class Linear:
 
 
 class Attention:
-    """A slice of an attention sublayer, its norm inside; the output is the slice's part of the sum."""
+    """A slice of an attention sublayer, its norm inside; the output is the slice's part of the sum.
 
-    def __init__(self, tensors: Tensors, spec: SublayerSpec, plan: Plan) -> None:
+    A norm behind the sublayer (Gemma2) is not in it: it needs the whole sum.
+    """
+
+    def __init__(self, tensors: Tensors, spec: SublayerSpec, plan: Plan, window: int | None) -> None:
         self.norm = Norm(tensors, "norm", plan)
         self.qkv = Linear(tensors, ["q", "k", "v"])
         self.o = Linear(tensors, ["o"])
         self.head_dim = plan.head_dim
         self.heads = tensors["q.weight"].shape[0] // plan.head_dim
         self.kv_heads = tensors["k.weight"].shape[0] // plan.head_dim
-        self.scale = plan.attention_scale
+        self.weighting = Weighting(plan.attention_scale, window, plan.attention_softcap)
         self.epsilon = plan.epsilon
         self.head_gain: Tensor | None = None
         if spec.head_norms:
@@ -130,7 +149,7 @@ class Attention:
         if forward.rotation is not None:
             queries_keys = rotate(queries_keys, *forward.rotation)
         queries, keys = queries_keys[:, : self.heads], queries_keys[:, self.heads :]
-        return self.o(forward.attend(slot, queries, keys, values, self.scale))
+        return self.o(forward.attend(slot, queries, keys, values, self.weighting))
 
 
 class FeedForward:
@@ -170,3 +189,43 @@ def rotation(rotary: Rotary, first: int, tokens: int, like: Tensor) -> tuple[Ten
     angles = positions[:, None, None] * frequencies
     cosine, sine = angles.cos() * rotary.scale, angles.sin() * rotary.scale
     return torch.cat([cosine, cosine], -1).to(like.dtype), torch.cat([-sine, sine], -1).to(like.dtype)
+
+
+def attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    weighting: Weighting,
+    mask: Tensor | None = None,
+    causal: bool = False,
+) -> Tensor:
+    """Attended values, (1, H, Q, D), of queries (1, H, Q, D) over keys and values (1, K, N, D).
+
+    Args:
+        weighting: its window is in the mask, or in which keys are given.
+        mask: (Q, N), true where a query looks at a key; None for everywhere.
+        causal: in place of a mask: query i looks at keys 0 to i.
+    """
+    if weighting.softcap is None:
+        grouped = queries.shape[1] > keys.shape[1]
+        return F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, is_causal=causal, scale=weighting.scale, enable_gqa=grouped
+        )
+    kv_heads, head_dim = keys.shape[1], queries.shape[-1]
+    scale = head_dim**-0.5 if weighting.scale is None else weighting.scale
+    together = queries.unflatten(1, (kv_heads, -1)).flatten(2, 3)  # the heads of a KV group as if they were queries
+    scores = softcap((together @ keys.transpose(-1, -2)) * scale, weighting.softcap)
+    scores = scores.unflatten(2, (-1, queries.shape[2]))
+    if causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(values.dtype)
+    attended: Tensor = (weights.flatten(2, 3) @ values).unflatten(2, (-1, queries.shape[2])).flatten(1, 2)
+    return attended
+
+
+def softcap(numbers: Tensor, bound: float) -> Tensor:
+    """Numbers of any shape, pressed between -bound and bound (Gemma2): bound * tanh(numbers / bound)."""
+    capped: Tensor = (numbers / bound).tanh_().mul_(bound)
+    return capped

@@ -5,6 +5,9 @@ every token alike; attention goes through the sequences one by one. On a CPU tha
 length: a sequence in one run of blocks is read where it lies, as a view; for one in several runs they are gathered
 first, which costs about a fifth more time than a view (padding costs several times as much).
 
+An attention with a window reads the window's keys only: for one more token of a sequence a shorter view. Blocks that no
+window reaches any more stay with their sequence.
+
 Shapes: T tokens of the pass, D head_dim, H heads and K KV heads of a slice, N tokens of a sequence so far.
 """
 
@@ -13,10 +16,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from surgeon.runtime.blocks import BLOCK_TOKENS, Run
+from surgeon.runtime.layers import Weighting, attention
 from surgeon.runtime.scheduler import Row
 
 Index = slice | Tensor  # which of some places, in order
@@ -38,6 +41,11 @@ class PagedCache:
         shape = 1, sum(kv_heads), blocks * BLOCK_TOKENS, head_dim
         self.keys, self.values = like.new_empty(shape), like.new_empty(shape)
         self.slots = list(zip(self.keys[0].split(kv_heads), self.values[0].split(kv_heads), strict=True))
+
+    @property
+    def tokens(self) -> int:
+        """How many it has places for."""
+        return self.keys.shape[2]
 
     @property
     def nbytes(self) -> int:
@@ -73,12 +81,12 @@ class Layout:
         self.positions = as_index(positions, cache.device)
         self.places = as_index(places, cache.device)
 
-    def attend(self, slot: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:
+    def attend(self, slot: int, queries: Tensor, keys: Tensor, values: Tensor, weighting: Weighting) -> Tensor:
         """Put new keys and values, (T, K, D), into a slot; queries (T, H, D) to attended values (T, H * D)."""
         cached_keys, cached_values = self.cache.slots[slot]
         cached_keys[:, self.places] = keys.transpose(0, 1)
         cached_values[:, self.places] = values.transpose(0, 1)
-        attended = [part.attend(slot, queries, keys, values, scale) for part in self._parts]
+        attended = [part.attend(slot, queries, keys, values, weighting) for part in self._parts]
         return attended[0] if len(attended) == 1 else torch.cat(attended)
 
 
@@ -94,14 +102,14 @@ class _Singles:
         """Take in the row behind."""
         self._sequences.append(_Cached(row, self._cache))
 
-    def attend(self, slot: int, queries: Tensor, keys: Tensor, _: Tensor, scale: float | None) -> Tensor:
+    def attend(self, slot: int, queries: Tensor, keys: Tensor, _: Tensor, weighting: Weighting) -> Tensor:
         """Attended values of these rows, (rows, H * D), given queries, keys and values of the whole pass."""
         heads, head_dim, kv_heads, count = queries.shape[1], queries.shape[2], keys.shape[1], len(self._sequences)
         own = queries[self._first : self._first + count]
         # The heads of one KV group are like several tokens that may look at everything: no copies of keys.
         grouped = own.view(count, 1, kv_heads, heads // kv_heads, head_dim).unbind()
         attended = [
-            F.scaled_dot_product_attention(query, *sequence.read(slot), scale=scale)
+            attention(query, *sequence.read(slot, weighting.window), weighting)
             for query, sequence in zip(grouped, self._sequences, strict=True)
         ]
         together = attended[0] if count == 1 else torch.cat(attended)
@@ -112,50 +120,70 @@ class _Chunk:
     """A row of several tokens: a prompt, or a part of one."""
 
     def __init__(self, first: int, row: Row, cache: PagedCache) -> None:
-        count, end = len(row.tokens), row.start + len(row.tokens)
-        self._own = slice(first, first + count)
-        self._cached: _Cached | None = None
-        self._mask: Tensor | None = None
-        if row.start:  # otherwise all that is read comes with the pass itself
-            self._cached = _Cached(row, cache)
-            self._mask = torch.ones(count, end, dtype=torch.bool, device=cache.device).tril(row.start)
+        self._tokens = len(row.tokens)
+        self._end = row.start + self._tokens
+        self._own = slice(first, first + self._tokens)
+        self._device = cache.device
+        # Of a whole prompt, all that is read comes with the pass itself.
+        self._cached = _Cached(row, cache) if row.start else None
+        self._masks: dict[int | None, Tensor] = {}
 
-    def attend(self, slot: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:
+    def attend(self, slot: int, queries: Tensor, keys: Tensor, values: Tensor, weighting: Weighting) -> Tensor:
         """Attended values of this row, (tokens, H * D), given queries, keys and values of the whole pass."""
-        own = self._own
+        own, window = self._own, weighting.window
+        if window is not None and window >= self._end:
+            window = None
         if self._cached is None:
             all_keys, all_values = keys[own].transpose(0, 1)[None], values[own].transpose(0, 1)[None]
         else:
-            all_keys, all_values = self._cached.read(slot)
-        attended = F.scaled_dot_product_attention(
-            queries[own].transpose(0, 1)[None],
-            all_keys,
-            all_values,
-            attn_mask=self._mask,
-            is_causal=self._mask is None,
-            scale=scale,
-            enable_gqa=queries.shape[1] > keys.shape[1],
-        )
+            # The first of these tokens looks back the furthest.
+            all_keys, all_values = self._cached.read(slot, None if window is None else window + self._tokens - 1)
+        causal = self._cached is None and window is None
+        mask = None if causal else self._mask(all_keys.shape[2], window)
+        attended = attention(queries[own].transpose(0, 1)[None], all_keys, all_values, weighting, mask, causal)
         return attended.transpose(1, 2).flatten(2)[0]
+
+    def _mask(self, keys: int, window: int | None) -> Tensor:
+        """Which of the last so many tokens up to the row's end each token of the row looks at, (tokens, keys)."""
+        if window not in self._masks:
+            before = keys - self._tokens
+            seen = torch.ones(self._tokens, keys, dtype=torch.bool, device=self._device).tril(before)
+            self._masks[window] = seen if window is None else seen.triu(before - window + 1)
+        return self._masks[window]
 
 
 class _Cached:
     """The keys and values of one sequence up to the end of its row."""
 
     def __init__(self, row: Row, cache: PagedCache) -> None:
-        self._slots = cache.slots
-        places = as_index(stretches(row.runs, 0, row.start + len(row.tokens)), cache.device)
-        self._index = None if isinstance(places, slice) else places
-        if isinstance(places, slice):
-            self._keys = cache.keys[:, :, places].split_with_sizes(cache.kv_heads, 1)
-            self._values = cache.values[:, :, places].split_with_sizes(cache.kv_heads, 1)
+        self._row = row
+        self._end = row.start + len(row.tokens)
+        self._cache = cache
+        self._found: dict[int, tuple[Sequence[Tensor], Sequence[Tensor]] | Tensor] = {}
 
-    def read(self, slot: int) -> tuple[Tensor, Tensor]:
-        """Those of a slot, (1, K, N, D) each: views where the sequence lies in one run, copies otherwise."""
-        if self._index is None:
-            return self._keys[slot], self._values[slot]
-        keys, values = self._slots[slot]
-        return keys.index_select(1, self._index)[None], values.index_select(1, self._index)[None]
+    def read(self, slot: int, last: int | None) -> tuple[Tensor, Tensor]:
+        """Those of a slot, (1, K, N, D) each: views where they lie in one run of blocks, copies otherwise.
+
+        Args:
+            last: how many of them, from the end; None for all.
+        """
+        first = 0 if last is None else max(0, self._end - last)
+        found = self._found.get(first)
+        if found is None:
+            found = self._found[first] = self._find(first)
+        if isinstance(found, Tensor):
+            keys, values = self._cache.slots[slot]
+            return keys.index_select(1, found)[None], values.index_select(1, found)[None]
+        return found[0][slot], found[1][slot]
+
+    def _find(self, first: int) -> tuple[Sequence[Tensor], Sequence[Tensor]] | Tensor:
+        """Views of all slots' keys and values from a token on, or the places where they lie scattered."""
+        cache = self._cache
+        places = as_index(stretches(self._row.runs, first, self._end), cache.device)
+        if isinstance(places, Tensor):
+            return places
+        keys, values = cache.keys[:, :, places], cache.values[:, :, places]
+        return keys.split_with_sizes(cache.kv_heads, 1), values.split_with_sizes(cache.kv_heads, 1)
 
 
 def stretches(runs: Sequence[Run], first: int, end: int) -> list[slice]:

@@ -21,10 +21,12 @@ class Part:
 
     Attributes:
         sublayer: the slice of it that this rank computes.
+        place: which of the step's sublayers it is a share of.
         slot: for attentions, which cache slot of the rank it uses (an attention that occurs twice has two).
     """
 
     sublayer: Sublayer
+    place: int
     slot: int | None = None
 
 
@@ -34,6 +36,11 @@ class Work:
 
     step: Step
     parts: tuple[Part, ...]
+
+    @property
+    def whole(self) -> bool:
+        """Whether its parts are whole sublayers of the step; otherwise all of them are slices."""
+        return all(part.sublayer == self.step.sublayers[part.place] for part in self.parts)
 
 
 def rank_work(program: Program, rank: int, ranks: int) -> tuple[Work, ...]:
@@ -46,16 +53,16 @@ def rank_work(program: Program, rank: int, ranks: int) -> tuple[Work, ...]:
     slots = 0
     for step, group in _visits(program.nodes, rank, tuple(range(ranks))):
         parts = []
-        for sublayer in step_share(step, group.index(rank), len(group)):
+        for place, sublayer in step_share(step, group.index(rank), len(group)):
             attends = sublayer.kind == ATTENTION
-            parts.append(Part(sublayer, slots if attends else None))
+            parts.append(Part(sublayer, place, slots if attends else None))
             slots += attends
         work.append(Work(step, tuple(parts)))
     return tuple(work)
 
 
-def step_share(step: Step, member: int, members: int) -> tuple[Sublayer, ...]:
-    """The share of one member of a group of ranks in a step that the group computes together.
+def step_share(step: Step, member: int, members: int) -> tuple[tuple[int, Sublayer], ...]:
+    """The share of one member of a group of ranks in a step that the group computes together, with places in the step.
 
     Sublayers of one kind are placed whole: on groups of members, one sublayer each, where there are fewer of them
     (an LP pair on two ranks: one layer per rank; on four: two ranks per layer), or several per member. Where neither
@@ -66,11 +73,11 @@ def step_share(step: Step, member: int, members: int) -> tuple[Sublayer, ...]:
     if len({sublayer.kind for sublayer in sublayers}) == 1:
         if members % count == 0:
             each = members // count
-            return (_slice(sublayers[member // each], member % each, each),)
+            return ((member // each, _slice(sublayers[member // each], member % each, each)),)
         if count % members == 0:
             each = count // members
-            return sublayers[member * each : (member + 1) * each]
-    return tuple(_slice(sublayer, member, members) for sublayer in sublayers)
+            return tuple((place, sublayers[place]) for place in range(member * each, (member + 1) * each))
+    return tuple((place, _slice(sublayer, member, members)) for place, sublayer in enumerate(sublayers))
 
 
 def fork_share(fork: Fork, rank: int, group: Group) -> tuple[tuple[tuple[Node, ...], ...], Group]:

@@ -39,6 +39,10 @@ class Plan:
         ends: token ids that end a text.
         dtype: to compute in.
         attention_scale: what products of queries and keys are multiplied by; None for 1 / sqrt(head_dim).
+        attention_softcap: the bound of attention scores, if any.
+        windows: how many tokens each layer's attention looks at, the token's own among them; None for all.
+        embedding_scale: what embeddings are multiplied by, if anything.
+        logit_softcap: the bound of output logits, if any.
     """
 
     folder: Path
@@ -57,6 +61,10 @@ class Plan:
     ends: tuple[int, ...]
     dtype: torch.dtype
     attention_scale: float | None = None
+    attention_softcap: float | None = None
+    windows: tuple[int | None, ...] = ()
+    embedding_scale: float | None = None
+    logit_softcap: float | None = None
 
     @property
     def family(self) -> Family:

@@ -19,13 +19,14 @@ from surgeon.checkpoint.read import Checkpoint, locate, read_json
 from surgeon.errors import did_you_mean
 from surgeon.families import Family, family_named, family_of
 from surgeon.model import check_layers
-from surgeon.program import ATTENTION, Program
+from surgeon.program import Program
 from surgeon.runtime.placement import rank_work
 from surgeon.runtime.plan import Plan, Rotary
 from surgeon.runtime.sharding import Source, indivisible
+from surgeon.weights import require_sliceable
 
-# Families whose computation layers.py has. Gemma2's norms come after the sum over ranks, and it caps its scores.
-SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "phi3", "opt", "gpt2", "gpt_neo", "gpt_neox")
+# Families whose computation layers.py has: a new one may need more than its description says.
+SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "opt", "gpt2", "gpt_neo", "gpt_neox")
 PARTLY_ROTARY = ("phi3", "gpt_neox")  # only some features of a head may have positions
 LOCAL = ("sliding_attention", "local")  # what families call layers whose attention has a window
 MOST_RANKS = 1024  # of one machine
@@ -47,7 +48,7 @@ def make_plan(
         FileNotFoundError: if there is no such model or a file of it is missing.
         ValueError: if the architecture or something in its configuration is not supported, the program names what the
             model does not have, heads or neurons do not divide among the ranks (with the numbers of ranks that would
-            do), or the text is longer than the model's positions or attention window.
+            do), or the text is longer than the model's positions.
     """
     if not 1 <= ranks <= MOST_RANKS:
         raise ValueError(f"the number of ranks must lie in 1..{MOST_RANKS}, not {ranks}")
@@ -65,11 +66,13 @@ def make_plan(
     text = program or checkpoint.config.get(PROGRAM_KEY)
     parsed = Program.parse(text) if text else Program.dense(int(config.num_hidden_layers), family.steps_per_layer)
     check_layers(parsed, layers)
+    for sliced in (sublayer for sublayer in parsed.sublayers() if sublayer.piece is not None):
+        require_sliceable(family.spec(sliced.kind), family)
     _check_shapes(parsed, source, config)
     _check_division(parsed, source, ranks)
     if max_tokens is None:
-        max_tokens = _most_tokens(config, family, source, parsed)
-    _check_length(config, family, source, parsed, max_tokens)
+        max_tokens = _most_tokens(config, family, source)
+    _check_length(config, family, source, max_tokens)
     vocabulary, hidden = source.shape(f"{family.embedding}.weight")
     return Plan(
         folder=folder,
@@ -88,6 +91,10 @@ def make_plan(
         ends=_end_tokens(folder, config),
         dtype=compute_dtype(source.dtype(f"{family.embedding}.weight"), torch.device(device)),
         attention_scale=_attention_scale(config),
+        attention_softcap=_softcap(config, family.attention_softcap),
+        windows=_windows(config, family, layers),
+        embedding_scale=hidden**0.5 if family.scaled_embedding else None,
+        logit_softcap=_softcap(config, family.softcap),
     )
 
 
@@ -131,6 +138,8 @@ def _expected_shapes(program: Program, source: Source, config: Any) -> dict[str,
         for prefix in (f"{family.layers}.{layer}." for layer in sublayer.layers):
             shapes[f"{prefix}{spec.norm}.weight"] = (hidden,)
             shapes |= {f"{prefix}{norm}.weight": (source.head_dim,) for norm in spec.head_norms}
+            if spec.post_norm is not None:
+                shapes[f"{prefix}{spec.post_norm}.weight"] = (hidden,)
             for projection in spec.projections:
                 shape = (hidden, None) if projection.divided_dim else (None, hidden)
                 shapes[f"{prefix}{projection.path}.weight"] = shape
@@ -176,24 +185,18 @@ def _either(numbers: list[str]) -> str:
     return " or ".join([", ".join(numbers[:-1]), numbers[-1]] if len(numbers) > 1 else numbers) or "no number of ranks"
 
 
-def _check_length(config: Any, family: Family, source: Source, program: Program, max_tokens: int) -> None:
+def _check_length(config: Any, family: Family, source: Source, max_tokens: int) -> None:
     positions = _positions(config, family, source)
     if max_tokens > positions:
         raise ValueError(
             f"prompt and output together are {max_tokens} tokens, and the model has {positions} positions; "
             "shorten the prompt or ask for fewer tokens"
         )
-    window = _window(config, program)
-    if window is not None and max_tokens > window:
-        raise ValueError(
-            f"attention looks back {window} tokens in this model, and sliding windows are not supported; "
-            f"keep prompt and output together within {window} tokens (now {max_tokens})"
-        )
 
 
-def _most_tokens(config: Any, family: Family, source: Source, program: Program) -> int:
+def _most_tokens(config: Any, family: Family, source: Source) -> int:
     """The longest text that is not refused."""
-    limits = _positions(config, family, source), _window(config, program), _unchanged(config) if family.rotary else None
+    limits = _positions(config, family, source), _unchanged(config) if family.rotary else None
     return min(limit for limit in limits if limit is not None)
 
 
@@ -210,17 +213,42 @@ def _unchanged(config: Any) -> int | None:
     return int(first) if rope["rope_type"] in ("dynamic", "longrope") else None
 
 
-def _window(config: Any, program: Program) -> int | None:
-    """The shortest sliding window that an attention of the program has, if any."""
-    window = getattr(config, "sliding_window", None) or getattr(config, "window_size", None)
-    types = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
-    if window is None or types is None:
-        return window
-    layers = {layer for sublayer in program.sublayers() if sublayer.kind == ATTENTION for layer in sublayer.layers}
-    return window if any(types[layer] in LOCAL for layer in layers if layer < len(types)) else None
+def _windows(config: Any, family: Family, layers: int) -> tuple[int | None, ...]:
+    """How many tokens each layer's attention looks at; nothing if all of them look at everything.
+
+    Raises:
+        ValueError: if the configuration does not say which layers have a window, or it is below 1.
+    """
+    window = None if family.window is None else getattr(config, family.window)
+    if window is None:
+        return ()
+    if window < 1:
+        raise ValueError(f"{family.window} must be at least 1 token, not {window}")
+    if family.window_layers is None:
+        return (window,) * layers
+    kinds = getattr(config, family.window_layers)
+    if len(kinds) != layers:
+        raise ValueError(
+            f"{family.window_layers} in config.json has an entry for each of {len(kinds)} layers, and the checkpoint "
+            f"holds {layers}; attention windows need one for each"
+        )
+    windows = tuple(window if kind in LOCAL else None for kind in kinds)
+    return windows if any(windows) else ()
+
+
+def _softcap(config: Any, attribute: str | None) -> float | None:
+    """The bound of scores or logits that the configuration sets, if the family has one."""
+    bound = None if attribute is None else getattr(config, attribute)
+    if bound is None:
+        return None
+    if bound <= 0:
+        raise ValueError(f"{attribute} must be above 0, not {bound}")
+    return float(bound)
 
 
 def _attention_scale(config: Any) -> float | None:
+    if config.model_type == "gemma2":
+        return float(config.query_pre_attn_scalar**-0.5)
     unscaled = config.model_type == "gpt_neo" or not getattr(config, "scale_attn_weights", True)
     return 1.0 if unscaled else None
 

@@ -102,10 +102,18 @@ class Source:
 
         Returns:
             Weights (out_features, in_features) and biases of the projections by their roles ("q.weight"), and those of
-            the norms: "norm.weight", "q_norm.weight" and so on.
+            the norms before them: "norm.weight", "q_norm.weight" and so on.
         """
         slices = [self._layer_slice(sublayer, layer, dtype) for layer in sublayer.layers]
         return average(slices) if len(slices) > 1 else slices[0]
+
+    def post_norm(self, sublayer: Sublayer, dtype: torch.dtype) -> Tensors:
+        """The tensor of the norm behind a sublayer, "post_norm.weight"; nothing where the family has none."""
+        path = self.family.spec(sublayer.kind).post_norm
+        if path is None:
+            return {}
+        names = (f"{self.family.layers}.{layer}.{path}.weight" for layer in sublayer.layers)
+        return average({"post_norm.weight": self.tensor(name).to(dtype)} for name in names)
 
     def _layer_slice(self, sublayer: Sublayer, layer: int, dtype: torch.dtype) -> Tensors:
         spec, prefix = self.family.spec(sublayer.kind), f"{self.family.layers}.{layer}."

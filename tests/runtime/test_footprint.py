@@ -24,7 +24,8 @@ PROGRAMS = [
 
 def held(engine: RankEngine) -> int:
     """Bytes of the matrices, embedding and head of an engine."""
-    matrices = [engine.embedding] if engine.head is engine.embedding else [engine.embedding, engine.head]
+    shared = engine.head.untyped_storage().data_ptr() == engine.embedding.untyped_storage().data_ptr()
+    matrices = [engine.embedding] if shared else [engine.embedding, engine.head]
     if engine.positions is not None:
         matrices.append(engine.positions)
     for made in engine.sublayers.values():
@@ -34,11 +35,12 @@ def held(engine: RankEngine) -> int:
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gpt2", "phi3"])
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gpt2", "phi3", "gemma2"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_ranks_hold(family: str, program: str, ranks: int, tiny_model: Callable[..., Any], tmp_path: Path) -> None:
-    overrides = {"sliding_window": None} if family == "phi3" else {}
-    tiny_model(family, vocab_size=96, **overrides).save_pretrained(tmp_path)
+    if family == "gemma2" and "/" in program:
+        pytest.skip("its sublayers cannot be sliced")
+    tiny_model(family, vocab_size=96).save_pretrained(tmp_path)
     plan = make_plan(tmp_path, ranks, 32, program)
     foretold = footprint(plan)
     for rank in range(ranks):

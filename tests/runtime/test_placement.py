@@ -74,9 +74,10 @@ def test_the_members_shares_make_up_the_step(step: Step, members: int) -> None:
     fine = 840 * 6
     computed: dict[Sublayer, list[int]] = {}
     for member in range(members):
-        for sublayer in step_share(step, member, members):
+        for place, sublayer in step_share(step, member, members):
             index, count = sublayer.piece or (0, 1)
             whole = Sublayer(sublayer.kind, sublayer.layers)
+            assert (step.sublayers[place].kind, step.sublayers[place].layers) == (whole.kind, whole.layers)
             computed.setdefault(whole, []).extend(range(index * fine // count, (index + 1) * fine // count))
     wanted: dict[Sublayer, list[int]] = {}
     for sublayer in step.sublayers:

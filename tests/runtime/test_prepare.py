@@ -12,6 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from surgeon.families import FAMILIES
+from surgeon.operations import desync, tracks
+from surgeon.program import Program
+from surgeon.runtime import prepare
 from surgeon.runtime.prepare import make_plan
 
 
@@ -100,22 +103,73 @@ def test_texts_longer_than_the_models_positions(saved: Callable[..., Path], fami
         make_plan(folder, 1, 33)
 
 
-def test_sliding_windows(saved: Callable[..., Path]) -> None:
-    types = ["full_attention", "sliding_attention", "full_attention", "full_attention"]
-    folder = saved("qwen3", use_sliding_window=True, sliding_window=16, layer_types=types)
-    assert make_plan(folder, 1, 16).max_tokens == make_plan(folder, 1, None).max_tokens == 16
-    assert make_plan(folder, 1, 99, "A0 F0 A2 F2").max_tokens == 99
-    assert make_plan(folder, 1, None, "A0 F0 A2 F2").max_tokens == 128
-    with pytest.raises(ValueError, match=r"looks back 16 tokens.*\(now 17\)"):
-        make_plan(folder, 1, 17)
+@pytest.mark.parametrize(
+    ("family", "overrides", "windows"),
+    [
+        ("llama", {"sliding_window": 5}, ()),  # means nothing there
+        ("mistral", {"sliding_window": 16}, (16, 16, 16, 16)),
+        ("mistral", {"sliding_window": None}, ()),
+        ("phi3", {"sliding_window": 9}, (9, 9, 9, 9)),
+        ("qwen2", {"max_window_layers": 3}, (None, None, None, 5)),
+        ("qwen2", {"use_sliding_window": False}, ()),
+        (
+            "qwen3",
+            {
+                "use_sliding_window": True,
+                "sliding_window": 7,
+                "layer_types": ["full_attention", "sliding_attention"] * 2,
+            },
+            (None, 7, None, 7),
+        ),
+        ("gemma2", {"sliding_window": 16}, (16, None, 16, None)),
+        ("gpt_neo", {"window_size": 16}, (None, 16, None, 16)),
+    ],
+)
+def test_attention_windows(
+    saved: Callable[..., Path], family: str, overrides: dict[str, Any], windows: tuple[int | None, ...]
+) -> None:
+    folder = saved(family, **overrides)
+    assert make_plan(folder, 1, 99, "A3 F0 A2 F2").windows == windows
+    assert make_plan(folder, 1, None).max_tokens == 128
 
 
-def test_local_attentions(saved: Callable[..., Path]) -> None:
-    folder = saved("gpt_neo", window_size=16)  # in every other layer
-    assert make_plan(folder, 1, 16).max_tokens == 16
-    assert make_plan(folder, 1, 99, "A0 F0 F1 A2").max_tokens == 99
-    with pytest.raises(ValueError, match=r"looks back 16 tokens.*\(now 17\)"):
-        make_plan(folder, 1, 17)
+def test_windows_that_cannot_be(saved: Callable[..., Path]) -> None:
+    folder = saved("mistral", sliding_window=-4)
+    with pytest.raises(ValueError, match="sliding_window must be at least 1 token, not -4"):
+        make_plan(folder, 1, 20)
+    folder = saved("qwen2")
+    types = ["full_attention", "sliding_attention"]
+    change_config(folder, num_hidden_layers=2, layer_types=types, surgeon_program="A0 F0 >A3 >F3")
+    with pytest.raises(ValueError, match="layer_types in config.json has an entry for each of 2 layers, .* holds 4"):
+        make_plan(folder, 1, 20)
+
+
+def test_what_gemma2_adds(saved: Callable[..., Path]) -> None:
+    plan = make_plan(saved("gemma2"), 2, 20)
+    assert (plan.attention_softcap, plan.logit_softcap) == (2.0, 3.0)
+    assert plan.attention_scale == pytest.approx(24**-0.5)
+    assert plan.embedding_scale == pytest.approx(32**0.5)
+    plan = make_plan(saved("gemma2", attn_logit_softcapping=None, final_logit_softcapping=None), 2, 20)
+    assert (plan.attention_softcap, plan.logit_softcap) == (None, None)
+    with pytest.raises(ValueError, match="final_logit_softcapping must be above 0, not -1"):
+        make_plan(saved("gemma2", final_logit_softcapping=-1.0), 2, 20)
+    plan = make_plan(saved("llama"), 2, 20)
+    assert (plan.attention_softcap, plan.logit_softcap, plan.embedding_scale) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    "program", [tracks(Program.dense(4), range(4), count=2, depth=2), desync(Program.dense(4), range(4), count=2)]
+)
+def test_slices_of_sublayers_with_a_norm_behind_them(saved: Callable[..., Path], program: Program) -> None:
+    message = "sublayers of Gemma2 cannot be sliced: their output goes through a norm before it is added"
+    with pytest.raises(ValueError, match=message):
+        make_plan(saved("gemma2"), 2, 20, str(program))
+
+
+def test_a_family_that_is_not_known_to_run(saved: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "SUPPORTED", ("llama", "gpt_neox"))
+    with pytest.raises(ValueError, match=r"ranks do not run Gemma2 yet \(they run Llama, GPT-NeoX\)"):
+        make_plan(saved("gemma2"), 1, 20)
 
 
 def test_rotary_positions_that_change_with_the_length(saved: Callable[..., Path]) -> None:
@@ -160,13 +214,14 @@ def test_weights_that_do_not_fit(
         ("gpt_neox", "attention.query_key_value.weight", torch.ones(96, 31), r"\(96, 31\), .* asks for \(any, 32\)"),
         ("phi3", "self_attn.qkv_proj.weight", torch.ones(72, 32), "does not fit heads of 8 or the other projections"),
         ("phi3", "mlp.gate_up_proj.weight", torch.ones(95, 32), "or the other projections"),
+        ("gemma2", "post_attention_layernorm.weight", torch.ones(31), r"\(31,\), .* asks for \(32\)"),
         ("gpt2", "mlp.c_fc.weight", torch.ones(48, 32), r"\(48, 32\), .* asks for \(32, any\)|does not fit"),
     ],
 )
 def test_packed_weights_that_do_not_fit(
     saved: Callable[..., Path], family: str, name: str, tensor: torch.Tensor, message: str
 ) -> None:
-    folder = saved(family, **({"sliding_window": None} if family == "phi3" else {}))
+    folder = saved(family)
     layers = FAMILIES[family].layers
     change_weights(folder, f"{layers}.2.{name}", tensor)
     with pytest.raises(ValueError, match=message):
@@ -183,5 +238,3 @@ def test_other_things_that_cannot_run(saved: Callable[..., Path]) -> None:
         make_plan(folder, 1, 20)
     with pytest.raises(FileNotFoundError):
         make_plan(folder / "nowhere", 1, 20)
-    with pytest.raises(ValueError, match=r"ranks do not run Gemma2 yet \(they run Llama, .*GPT-NeoX\)"):
-        make_plan(saved("gemma2"), 1, 20)

@@ -30,6 +30,7 @@ def test_a_slice_of_an_attention(llama: tuple[Any, Source]) -> None:
     model, source = llama
     attention = model.model.layers[2].self_attn
     tensors = source.sublayer(sublayer("A2/2:1"), torch.float32)
+    assert source.post_norm(sublayer("A2"), torch.float32) == {}
     # 4 heads of 8 features over 2 KV heads: slice 1 has heads 2 and 3, which share KV head 1.
     assert torch.equal(tensors["q.weight"], attention.q_proj.weight[16:32])
     assert torch.equal(tensors["q.bias"], attention.q_proj.bias[16:32])
@@ -134,6 +135,17 @@ def test_packed_projections(
     output = model.get_parameter(prefix + reads[-1][0])
     assert torch.equal(tensors["o.weight"], (output.T if family == "gpt2" else output)[:, 16:32])
     assert "o.bias" not in tensors
+
+
+def test_norms_behind_sublayers(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+    model = tiny_model("gemma2")
+    model.save_pretrained(tmp_path)
+    source = Source(Checkpoint(tmp_path), FAMILIES["gemma2"], 16)
+    gains = [layer.post_feedforward_layernorm.weight for layer in model.model.layers]
+    assert torch.equal(source.post_norm(sublayer("F2"), torch.float32)["post_norm.weight"], gains[2])
+    averaged = source.post_norm(sublayer("F0~F3"), torch.float32)["post_norm.weight"]
+    assert torch.equal(averaged, (gains[0] + gains[3]) / 2)
+    assert "post_norm.weight" not in source.sublayer(sublayer("F2"), torch.float32)
 
 
 def test_sixteen_bit_weights_are_averaged_in_the_computing_dtype(
