@@ -57,7 +57,7 @@ def demo(
         "let it write, on two ranks",
         f"generate {_quoted(fused)} --prompt {shlex.quote(PROMPT)} --max-new-tokens {NEW_TOKENS} --tp {RANKS}",
     )
-    generate(str(fused), PROMPT, NEW_TOKENS, RANKS)
+    generate(str(fused), [PROMPT], max_new_tokens=NEW_TOKENS, tp=RANKS)
     print("\nhow fast is what, in comparison?", file=sys.stderr, flush=True)
     variants = _variants(found, recipe, fused, late)
     _print_table(variants, _measure(variants, tokens), _speeds(variants))

@@ -2,91 +2,198 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from typing import TYPE_CHECKING, Annotated
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from surgeon.cli.options import (
     CheckpointArgument,
     CollectivesOption,
+    CompressOption,
+    LinkBandwidthOption,
+    LinkDelayOption,
     ProgramOption,
     RanksDeviceOption,
     RanksOption,
 )
+from surgeon.cli.prompts import read_prompts
+from surgeon.cli.sending import parse_sending
 
 if TYPE_CHECKING:
-    from surgeon.runtime.collectives import Counts
-    from surgeon.runtime.generate import Generation
-    from surgeon.runtime.plan import Plan
+    from surgeon.runtime.request import Event, Sampling, Usage
+    from surgeon.runtime.service import Stream
+
+SHOWN_CHARACTERS = 60  # of a prompt, above its text
 
 
 def generate(
     model: CheckpointArgument,
-    prompt: Annotated[str, typer.Option(help="The text to go on from.")],
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="How many tokens to add at most.")] = 64,
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="A text to go on from; may be repeated.", show_default=False)
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help='A file of such texts: one on each line, or a .jsonl file (or .parquet) whose rows have a "prompt".',
+            show_default=False,
+        ),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="How many tokens to add to each at most.")] = 64,
+    temperature: Annotated[
+        float,
+        typer.Option(
+            help="0 takes the most likely token each time (greedy); the higher, the more often unlikely ones."
+        ),
+    ] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(help="Draw among the fewest most likely tokens that have this probability together.")
+    ] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Draw among this many of the most likely tokens; 0 is all.")] = 0,
+    min_p: Annotated[
+        float, typer.Option(help="Draw among tokens at least this times as likely as the most likely one.")
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1, tokens of prompt and text so far become less likely.")
+    ] = 1.0,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            help="The same seed draws the same text for a prompt, whatever other prompts there are and for any --tp. "
+            "Default: another one each time.",
+            show_default=False,
+        ),
+    ] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A text that ends what is written, and is no part of it; may be repeated.", show_default=False
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json",
+            help="Write a line of JSON for each prompt: prompt, text, finish_reason (stop or length), and tokens, the "
+            "ids of the new ones.",
+        ),
+    ] = False,
+    max_batch: Annotated[
+        int, typer.Option(min=1, help="Texts that are computed together; others follow as these end.")
+    ] = 32,
     tp: RanksOption = 1,
     program: ProgramOption = None,
     device: RanksDeviceOption = "auto",
     collectives: CollectivesOption = "auto",
+    link_delay: LinkDelayOption = None,
+    link_bandwidth: LinkBandwidthOption = None,
+    compress: CompressOption = None,
 ) -> None:
-    """Continue a text greedily on one or more ranks; the text goes to stdout, figures to stderr.
+    """Continue texts on one or more ranks; what they write goes to stdout, figures to stderr.
 
-    The ranks are started here, on this machine. Every rank loads its own slices of the weights only. The tokens are
-    the same for any number of ranks.
+    The text of one prompt is shown as it comes, those of several in the order of the prompts, each below a line with
+    the prompt's beginning. The ranks are started here, on this machine; every rank loads its own slices of the weights
+    only. The texts are the same for any number of ranks.
     """
-    from surgeon.runtime.generate import generate as generate_tokens
-    from surgeon.runtime.generate import load
-    from surgeon.runtime.launch import Ranks, choose_collectives, choose_device
-    from surgeon.runtime.prepare import make_plan
-    from surgeon.runtime.text import Continuation, encode, open_tokenizer
+    from surgeon.report.generation import describe_generation
+    from surgeon.runtime.request import Sampling
+    from surgeon.runtime.service import Service
+    from surgeon.runtime.text import open_tokenizer
 
-    chosen = choose_device(device, tp)
-    way = choose_collectives(collectives, chosen)
+    sampling = Sampling(
+        temperature, top_p, top_k, min_p, repetition_penalty, seed, max_new_tokens, stop=tuple(stop or ())
+    )
+    _warn_of_ignored(sampling)
+    sending = parse_sending(tp, link_delay, link_bandwidth, compress)
+    texts = read_prompts(prompt or [], prompts)
     tokenizer = open_tokenizer(model)
-    tokens = encode(tokenizer, prompt)
-    plan = make_plan(model, tp, len(tokens) + max_new_tokens, program, chosen)
-    text = Continuation(tokenizer, tokens)
-    with Ranks(tp, chosen, way) as ranks:
-        ranks.call(load, plan)
-        result = generate_tokens(
-            ranks,
-            plan,
-            [tokens],
-            max_new_tokens,
-            notify=lambda newest: _write(
-                "".join(text.add(output.token) for output in newest.outputs if output.token is not None)
-            ),
-        )
-    _write(text.rest() + "\n")
-    print(describe(result, plan, f"{chosen}, {way}"), file=sys.stderr)
+    tokens = [_encode(tokenizer, text, place if len(texts) > 1 else None) for place, text in texts.items()]
+    with Service(
+        model,
+        ranks=tp,
+        device=device,
+        collectives=collectives,
+        program=program,
+        tokenizer=tokenizer,
+        max_batch=min(max_batch, len(tokens)),
+        max_tokens=max(map(len, tokens)) + max_new_tokens,
+        max_waiting=len(tokens),
+        link=sending.link,
+        compression=sending.compression,
+    ) as service:
+        streams = [service.submit(ids, sampling) for ids in tokens]
+        usages = _write_all([*texts.values()], streams, as_json)
+        place = f"{service.device}, {service.collectives}{sending.words}"
+        figures = service.figures()
+    print(describe_generation(service.plan, figures, usages, place, sending.compression), file=sys.stderr)
+
+
+def _warn_of_ignored(sampling: Sampling) -> None:
+    if sampling.temperature:
+        return
+    given = {
+        "--top-p": sampling.top_p < 1,
+        "--top-k": sampling.top_k,
+        "--min-p": sampling.min_p,
+        "--seed": sampling.seed is not None,
+    }
+    if ignored := ", ".join(option for option, value in given.items() if value):
+        warnings.warn(f"{ignored}: of no effect without --temperature, which draws tokens", stacklevel=2)
+
+
+def _encode(tokenizer: Any, prompt: str, place: str | None) -> list[int]:
+    """The tokens of a prompt; an error says where it stands, if that is given."""
+    from surgeon.runtime.text import encode
+
+    try:
+        return encode(tokenizer, prompt)
+    except ValueError as error:
+        raise (error if place is None else ValueError(f"{place}: {error}")) from None
+
+
+def _write_all(prompts: list[str], streams: list[Stream], as_json: bool) -> list[Usage]:
+    """Write what comes for each prompt, in their order; returns how many tokens each took."""
+    if len(prompts) == 1 and not as_json:
+        return [_write_as_it_comes(streams[0])]
+    usages: list[Usage] = []
+    for number, (prompt, stream) in enumerate(zip(prompts, streams, strict=True), start=1):
+        events = list(stream)
+        heading = f"==> {number} of {len(prompts)}: {_beginning(prompt)} <==\n"
+        _write(_json_line(prompt, events) if as_json else f"{chr(10) if usages else ''}{heading}{_text_of(events)}\n")
+        usages.append(events[-1].usage)
+    return usages
+
+
+def _write_as_it_comes(stream: Stream) -> Usage:
+    for event in stream:
+        _write(event.text)
+    _write("\n")
+    return event.usage
+
+
+def _text_of(events: list[Event]) -> str:
+    return "".join(event.text for event in events)
+
+
+def _json_line(prompt: str, events: list[Event]) -> str:
+    record: dict[str, Any] = {
+        "prompt": prompt,
+        "text": _text_of(events),
+        "finish_reason": events[-1].finish_reason,
+        "tokens": [token for event in events for token in event.tokens],
+    }
+    return json.dumps(record) + "\n"
+
+
+def _beginning(prompt: str) -> str:
+    line = " ".join(prompt.split())
+    return line if len(line) <= SHOWN_CHARACTERS else line[: SHOWN_CHARACTERS - 3] + "..."
 
 
 def _write(piece: str) -> None:
     sys.stdout.write(piece)
     sys.stdout.flush()
-
-
-def describe(result: Generation, plan: Plan, place: str) -> str:
-    """The figures of a generation, a few lines of text."""
-    first = result.figures[0]
-    layers, vocabulary = result.layers_per_pass(), result.vocabulary_per_pass()
-    expected = result.program.sync_points(result.ranks)
-    agrees = "as the program has" if layers.all_reduces == expected else f"but the program has {expected}!"
-    depth = result.program.effective_depth(plan.family.steps_per_layer)
-    rate = f"{result.decode_rate:.1f} tokens/s" if result.decode_rate else "nothing after the first token"
-    lines = [
-        f"ranks    {result.ranks} ({place}, {str(plan.dtype).removeprefix('torch.')})",
-        f"program  effective depth {depth:g} of {plan.layers} layers",
-        f"prefill  {first.prefill.tokens} tokens at {result.prefill_rate:.1f} tokens/s",
-        f"decode   {sum(map(len, result.tokens))} tokens at {rate}",
-        f"sync     {_calls(layers)} per token, {agrees}; {layers.bytes} bytes per token and rank",
-        f"vocab    {_calls(vocabulary)} per token; {vocabulary.bytes} bytes per token and rank",
-    ]
-    return "\n".join(lines)
-
-
-def _calls(counts: Counts) -> str:
-    kinds = {"all-reduce": counts.all_reduces, "all-gather": counts.all_gathers}
-    words = [f"{count} {kind}{'' if count == 1 else 's'}" for kind, count in kinds.items() if count]
-    return " and ".join(words) or "0 all-reduces"

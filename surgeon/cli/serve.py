@@ -10,10 +10,14 @@ import typer
 from surgeon.cli.options import (
     CheckpointArgument,
     CollectivesOption,
+    CompressOption,
+    LinkBandwidthOption,
+    LinkDelayOption,
     ProgramOption,
     RanksDeviceOption,
     RanksOption,
 )
+from surgeon.cli.sending import parse_sending
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -66,6 +70,9 @@ def serve(
     program: ProgramOption = None,
     device: RanksDeviceOption = "auto",
     collectives: CollectivesOption = "auto",
+    link_delay: LinkDelayOption = None,
+    link_bandwidth: LinkBandwidthOption = None,
+    compress: CompressOption = None,
 ) -> None:
     """Serve a model with OpenAI's API, on one or more ranks, until SIGTERM or Ctrl-C.
 
@@ -90,6 +97,7 @@ def serve(
     if api_key is not None and not api_key.strip():
         raise ValueError("the API key is empty; give one, or leave --api-key and SURGEON_API_KEY out")
     limit = None if memory is None else parse_size(memory)
+    sending = parse_sending(tp, link_delay, link_bandwidth, compress)
     tokenizer = open_tokenizer(model)
     with bind(host, port) as bound:
         if api_key is None and host not in LOOPBACK:
@@ -106,6 +114,8 @@ def serve(
             blocks=blocks,
             memory=limit,
             max_waiting=max_waiting,
+            link=sending.link,
+            compression=sending.compression,
         ) as service:
             name = served_model_name or name_of(model)
             state = State(service, Texts(tokenizer), name, max_batch + max_waiting, api_key)

@@ -67,7 +67,7 @@ def documents(data: str, separator: str | None) -> Iterator[Text]:
 
         texts: Iterable[str] = demo_data()
         return _apart(texts, separator) if separator is not None else map(_whole, texts)
-    if path is not None and not _is_table(path):
+    if path is not None and not is_table(path):
         return _text_file(path, column, separator)
     rows = _dataset_rows(data) if path is None else read_table(path, column)
     return _apart(rows, separator) if separator is not None else map(_whole, _joined(rows))
@@ -82,7 +82,7 @@ def _file_and_column(data: str) -> tuple[Path | None, str | None]:
         return Path(name), column
     if Path(data).is_dir():
         raise ValueError(f"{data} is a folder; --data takes a file, a dataset's name, or demo")
-    name = name if colon and _is_table(Path(name)) else data
+    name = name if colon and is_table(Path(name)) else data
     if _looks_like_a_file(name):
         raise FileNotFoundError(f"there is no file {name}")
     return None, None
@@ -90,11 +90,12 @@ def _file_and_column(data: str) -> tuple[Path | None, str | None]:
 
 def _looks_like_a_file(name: str) -> bool:
     path = Path(name)
-    known = path.suffix in (".txt", ".md", ".py", ".gz") or _is_table(path)
+    known = path.suffix in (".txt", ".md", ".py", ".gz") or is_table(path)
     return known or name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
-def _is_table(path: Path) -> bool:
+def is_table(path: Path) -> bool:
+    """Whether a file's name says that it has rows and columns: what `read_table` reads."""
     return _format(path) in (*JSON_LINES, PARQUET)
 
 

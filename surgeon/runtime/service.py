@@ -24,9 +24,11 @@ from types import TracebackType
 from typing import Any
 
 from surgeon.runtime.blocks import BLOCK_TOKENS
+from surgeon.runtime.compress import Compression
 from surgeon.runtime.engine import Figures
 from surgeon.runtime.footprint import choose_blocks
-from surgeon.runtime.launch import Ranks, choose_collectives, choose_device
+from surgeon.runtime.launch import Ranks, check_sending, choose_collectives, choose_device
+from surgeon.runtime.link import Link
 from surgeon.runtime.prepare import make_plan
 from surgeon.runtime.request import QueueFull, Request, Sampling, Stats
 from surgeon.runtime.scheduler import Limits, Output, check_length
@@ -64,6 +66,8 @@ class Service:
         blocks: int | None = None,
         memory: int | None = None,
         max_waiting: int = 64,
+        link: Link | None = None,
+        compression: Compression | None = None,
     ) -> None:
         """Check everything that can be checked, then start ranks and load the model.
 
@@ -79,6 +83,8 @@ class Service:
             memory: bytes that weights and cache may take, of all ranks together (of each on GPUs); most of what is
                 free if None.
             max_waiting: requests that may be open beyond `max_batch`.
+            link: emulate one of this delay and bandwidth between the ranks.
+            compression: send the reductions of the program's steps as integers of this many bits.
 
         Raises:
             FileNotFoundError: if there is no such model.
@@ -88,7 +94,11 @@ class Service:
         self.device = choose_device(device, ranks)
         self.collectives = choose_collectives(collectives, self.device)
         if self.collectives == "none":
-            raise ValueError("ranks that are not connected (collectives none) compute wrong tokens; use auto")
+            raise ValueError(
+                "collectives none leave the ranks unconnected, and their text would be wrong; use auto (surgeon bench "
+                "measures with none)"
+            )
+        check_sending(self.collectives, self.device, link, compression)
         self.plan = make_plan(model, ranks, max_tokens, program, self.device)
         self.blocks = choose_blocks(self.plan, self.device, max_batch, blocks, memory)
         self.max_tokens = min(self.plan.max_tokens, self.blocks * BLOCK_TOKENS)
@@ -102,9 +112,17 @@ class Service:
         self._accounts: dict[int, dict[int, Figures]] = {}
         self._ready = self._draining = self._closed = False
         self._changed = threading.Condition(threading.RLock())
-        self._ranks = Ranks(ranks, self.device, self.collectives)
-        self._ranks.call(load, self.plan)
+        self._ranks = Ranks(ranks, self.device, self.collectives, link, compression)
         self._thread = threading.Thread(target=self._receive, args=(limits,), name="surgeon-service", daemon=True)
+        try:
+            self._start()
+        except BaseException:  # an interruption, too
+            self.close()
+            raise
+
+    def _start(self) -> None:
+        """Load the model and wait until the ranks listen."""
+        self._ranks.call(load, self.plan)
         self._thread.start()
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self.failure)
@@ -194,7 +212,8 @@ class Service:
         with self._changed:
             self._closed = True
         self._ranks.kill()
-        self._thread.join()
+        if self._thread.ident is not None:  # it has been started
+            self._thread.join()
         self._ranks.close()
 
     @property

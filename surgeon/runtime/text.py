@@ -44,7 +44,7 @@ def encode(tokenizer: Any, prompt: str) -> list[int]:
         raise ValueError(f"the prompt is not text in UTF-8 (at character {error.start})") from error
     tokens: list[int] = tokenizer(prompt).input_ids
     if not tokens:
-        raise ValueError("the prompt is empty: it has no tokens; give --prompt at least one character")
+        raise ValueError("the prompt is empty: it has no tokens; give at least one character")
     return tokens
 
 

@@ -1,4 +1,4 @@
-"""`surgeon generate` from the command line: the same text for any number of ranks, figures apart, clear refusals."""
+"""`surgeon generate` from the command line: the same texts for any number of ranks, figures apart, clear refusals."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,28 +21,41 @@ from surgeon.runtime.text import Continuation
 
 REPOSITORY = Path(__file__).parents[2]
 PROMPT = "The quick brown fox"
+PROMPTS = [PROMPT, "went on sleeping:", "the lazy dog, and the dog (who had", "  fox jumps"]
+NEW = 12
 
 
 def generate(model: Path, *more: str) -> int:
-    return main(["generate", str(model), "--prompt", PROMPT, "--max-new-tokens", "12", *more])
+    return main(["generate", str(model), "--prompt", PROMPT, "--max-new-tokens", str(NEW), *more])
+
+
+def continued(folder: Path, prompt: str, **options: Any) -> str:
+    """What `transformers` writes after a prompt."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.tensor([tokenizer(prompt).input_ids])
+    tokens = model.generate(ids, max_new_tokens=NEW, do_sample=False, **options)[0]
+    text: str = tokenizer.decode(tokens, skip_special_tokens=True)
+    return text.removeprefix(prompt)
 
 
 @pytest.fixture
-def expected(tiny_checkpoint: Path) -> str:
-    """What `transformers` writes after the prompt."""
-    tokenizer = AutoTokenizer.from_pretrained(tiny_checkpoint)
-    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint)
-    ids = torch.tensor([tokenizer(PROMPT).input_ids])
-    return tokenizer.decode(model.generate(ids, max_new_tokens=12, do_sample=False)[0], skip_special_tokens=True)
+def endless(tiny_checkpoint: Path) -> Path:
+    """A model whose texts do not end by themselves, with many positions."""
+    changes = {"config.json": {"eos_token_id": None, "max_position_embeddings": 4096}}
+    for name, changed in (changes | {"generation_config.json": {"eos_token_id": None}}).items():
+        file = tiny_checkpoint / name
+        file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+    return tiny_checkpoint
 
 
 @pytest.mark.parametrize("options", [["--tp", "1"], ["--tp", "2"], ["--tp", "4", "--collectives", "gloo"]])
 def test_text_on_stdout_and_figures_on_stderr(
-    options: list[str], tiny_checkpoint: Path, expected: str, capfd: pytest.CaptureFixture[str]
+    options: list[str], tiny_checkpoint: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert generate(tiny_checkpoint, *options) == 0
     out, err = capfd.readouterr()
-    assert out == expected.removeprefix(PROMPT) + "\n"
+    assert out == continued(tiny_checkpoint, PROMPT) + "\n"
     ranks = int(options[1])
     assert f"ranks    {ranks} (cpu, " in err
     assert f"{0 if ranks == 1 else 8} all-reduces per token, as the program has" in err
@@ -55,17 +69,127 @@ def test_another_program(tiny_checkpoint: Path, capfd: pytest.CaptureFixture[str
     assert "6 all-reduces per token, as the program has; 768 bytes per token and rank" in err
 
 
+@pytest.mark.parametrize("given", ["options", "text", "jsonl"])
+def test_several_prompts(given: str, endless: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """In their order, whole, each below its beginning; those of a file like those of the command line."""
+    arguments = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
+    if given == "text":
+        file = tmp_path / "prompts.txt"
+        file.write_bytes("\ufeff".encode() + "\r\n\n".join(PROMPTS).encode())
+        arguments = ["--prompts", str(file)]
+    elif given == "jsonl":
+        file = tmp_path / "prompts.jsonl"
+        file.write_text("\n".join(json.dumps({"id": 1, "prompt": prompt}) for prompt in PROMPTS[1:]))
+        arguments = ["--prompts", str(file), "--prompt", PROMPTS[0]]
+    arguments += ["--max-new-tokens", str(NEW), "--tp", "2", "--max-batch", "3"]
+    assert main(["generate", str(endless), *arguments]) == 0
+    out, err = capfd.readouterr()
+    blocks = [
+        f"==> {number} of 4: {prompt.strip()} <==\n{continued(endless, prompt)}\n"
+        for number, prompt in enumerate(PROMPTS, start=1)
+    ]
+    assert out == "\n".join(blocks)
+    assert re.search(r"decode   48 tokens of 4 texts at [\d.]+ tokens/s", err)
+    assert "8 all-reduces per pass, as the program has; 1024 bytes per token and rank" in err
+
+
+def records(capfd: pytest.CaptureFixture[str], folder: Path, prompts: list[str], *options: str) -> list[dict[str, Any]]:
+    """What --json writes."""
+    arguments = [word for prompt in prompts for word in ("--prompt", prompt)]
+    assert main(["generate", str(folder), *arguments, "--json", "--max-new-tokens", str(NEW), *options]) == 0
+    return [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+
+
+def test_json(endless: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(endless)
+    text = continued(endless, PROMPT)
+    stop = text[len(text) // 2 : len(text) // 2 + 3]
+    first, second = records(capfd, endless, PROMPTS[:2], "--stop", "not this", "--stop", stop)
+    assert list(first) == ["prompt", "text", "finish_reason", "tokens"]
+    assert (first["prompt"], first["text"], first["finish_reason"]) == (PROMPT, text.partition(stop)[0], "stop")
+    assert stop in tokenizer.decode(first["tokens"])
+    assert len(first["tokens"]) < NEW
+    assert second["text"] == continued(endless, PROMPTS[1]).partition(stop)[0]
+
+
+def test_a_seed_draws_the_same_text_on_any_ranks_and_beside_any_prompts(
+    endless: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    drawn = ["--temperature", "1.2", "--top-p", "0.95", "--top-k", "60", "--min-p", "0.001"]
+    together = records(capfd, endless, PROMPTS, *drawn, "--seed", "7", "--tp", "2")
+    reverse = records(capfd, endless, PROMPTS[:1:-1], *drawn, "--seed", "7")
+    alone = records(capfd, endless, PROMPTS[2:3], *drawn, "--seed", "7", "--tp", "4")
+    other = records(capfd, endless, PROMPTS[2:3], *drawn, "--seed", "8")
+    assert reverse == together[:1:-1]
+    assert alone == together[2:3]
+    assert other[0]["tokens"] != alone[0]["tokens"]
+    assert alone[0]["text"] != continued(endless, PROMPTS[2])
+
+
+@pytest.mark.parametrize("option", [["--top-k", "1"], ["--top-p", "0.0001"], ["--min-p", "1"]])
+def test_filters_that_leave_one_token_are_greedy(
+    option: list[str], endless: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert generate(endless, "--temperature", "5", *option) == 0
+    assert capfd.readouterr().out == continued(endless, PROMPT) + "\n"
+
+
+def test_repetition_penalty(endless: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    expected = continued(endless, PROMPT, repetition_penalty=1.7)
+    assert expected != continued(endless, PROMPT)
+    (record,) = records(capfd, endless, [PROMPT], "--repetition-penalty", "1.7", "--tp", "2")
+    assert record["text"] == expected
+
+
+def test_a_slow_link_and_compressed_reductions(endless: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    options = ["--tp", "2", "--link-delay", "5ms", "--link-bandwidth", "1GB", "--compress", "int8"]
+    assert generate(endless, *options) == 0
+    out, err = capfd.readouterr()
+    assert out.endswith("\n")
+    assert "ranks    2 (cpu, shm, link of 5ms, 1GB/s, int8, float32)" in err
+    # 32 features: one exact (4 bytes) and its place (2), a scale (4), 32 integers.
+    assert f"8 all-gathers of int8 integers per token, as the program has; {8 * 42} bytes per token and rank" in err
+    assert "vocab    1 all-reduce and 1 all-gather per token" in err
+    rate = re.search(r"decode   12 tokens at ([\d.]+) tokens/s", err)
+    assert rate is not None
+    assert float(rate[1]) <= 1 / (10 * 0.005)
+
+
+def test_what_changes_nothing_is_said(endless: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert generate(endless, "--top-p", "0.5", "--seed", "1", "--link-delay", "1ms") == 0
+    out, err = capfd.readouterr()
+    assert out == continued(endless, PROMPT) + "\n"
+    assert "warning: --top-p, --seed: of no effect without --temperature" in err
+    assert "warning: one rank sends nothing" in err
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--tp", "3"], "error: 3 ranks cannot share this model: the 4 heads and 2 KV heads of A0 .*; 1, 2 or 4 can"),
         (["--program", "A0 B0"], "error: .*'B0'.*"),
         (["--program", "A0 F9"], "error: F9 is out of range: the model's layers are 0 to 3"),
-        (["--prompt", ""], "error: the prompt is empty.*"),
-        (["--prompt", "\udcff"], "error: the prompt is not text in UTF-8.*"),
+        (["--prompt", ""], "error: --prompt 2: the prompt is empty.*"),
+        (["--prompt", "\udcff"], "error: --prompt 2: the prompt is not text in UTF-8.*"),
         (["--collectives", "shn"], "error: there are no collectives 'shn'; did you mean 'shm'.*"),
+        (["--collectives", "none"], "error: collectives none leave the ranks unconnected, .* use auto .*"),
         (["--max-new-tokens", "500"], "error: prompt and output together are 5.. tokens, .* 128 positions.*"),
+        (["--prompt", "fox " * 99], "error: prompt and output together are .* tokens, .* 128 positions.*"),
+        (["--temperature", "-1"], "error: temperature must be at least 0, not -1.0"),
+        (["--temperature", "nan"], "error: temperature must be at least 0, not nan"),
+        (["--top-p", "1.5"], "error: top_p must be above 0 and at most 1, not 1.5"),
+        (["--top-k", "-2"], "error: top_k must be at least 0 .*, not -2"),
+        (["--min-p", "2"], "error: min_p must be in 0..1, not 2.0"),
+        (["--repetition-penalty", "0"], "error: repetition_penalty must be above 0 .*, not 0.0"),
+        (["--stop", ""], r"error: stop must be up to 64 texts, none of them empty, not \('',\)"),
+        (["--compress", "int7"], "error: there is no compression 'int7'; did you mean 'int.'.*"),
+        (["--link-delay", "soon"], "error: 'soon' is no delay; write e.g. 1ms, 200us or 0.5s"),
+        (["--link-bandwidth", "fast"], "error: 'fast' is no amount of memory.*"),
+        (["--prompts", "missing.txt"], "error: missing.txt: No such file or directory"),
+        (["--prompts", "missing.jsonl"], "error: missing.jsonl: No such file or directory"),
+        (["--prompts", "."], r"error: \.: Is a directory"),
     ],
+    ids=str,
 )
 def test_refusals_start_no_rank(
     options: list[str],
@@ -79,10 +203,37 @@ def test_refusals_start_no_rank(
         tokenizer = AutoTokenizer.from_pretrained(tiny_checkpoint)
         tokenizer.backend_tokenizer.post_processor = None
         tokenizer.save_pretrained(tiny_checkpoint)
-    assert generate(tiny_checkpoint, *options) == 1
+    ranks = [] if "--tp" in options else ["--tp", "2"]
+    assert generate(tiny_checkpoint, *ranks, *options) == 1
     out, err = capfd.readouterr()
     assert out == ""
     assert re.fullmatch(message + "\n", err)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("p.txt", b"", "p.txt is empty; write one prompt on each line"),
+        ("p.txt", b" \n\n", "p.txt is empty; write one prompt on each line"),
+        ("p.txt", b"ab\xff", "p.txt is not UTF-8 text (byte 2)"),
+        ("p.jsonl", b"", "p.jsonl is empty; give a file with rows in it"),
+        ("p.jsonl", b'{"prompt": "a"}\n{"text": "b"}', "p.jsonl:2: there is no column 'prompt'; the columns are text"),
+        ("p.jsonl", b'{"prompt": 3}', "p.jsonl:1: column 'prompt' should hold text, not 3"),
+        ("p.jsonl", b'{"prompt": ', "p.jsonl:1: not valid JSON"),
+    ],
+)
+def test_files_without_prompts(
+    name: str, content: bytes, message: str, tiny_checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert main(["generate", str(tiny_checkpoint), "--prompts", str(tmp_path / name)]) == 1
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"error: {tmp_path}/{message}")
+
+
+def test_no_prompt_at_all(tiny_checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", str(tiny_checkpoint)]) == 1
+    assert capfd.readouterr().err == "error: there is nothing to go on from; give --prompt TEXT or --prompts FILE\n"
 
 
 def test_a_checkpoint_without_tokenizer(tiny_checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -97,6 +248,16 @@ def children_of(pid: int) -> list[int]:
     return [int(word) for word in found.stdout.split()]
 
 
+def in_the_middle(folder: Path, *more: str) -> subprocess.Popen[str]:
+    """A command that takes long, on two ranks."""
+    # So many tokens, and reductions as slow as gloo's, that this is the middle on a busy machine, too.
+    arguments = ["generate", str(folder), "--prompt", PROMPT, "--tp", "2", "--max-new-tokens", "3000", *more]
+    script = f"import sys; from surgeon.cli.app import main; sys.exit(main({[*arguments, '--collectives', 'gloo']}))"
+    return subprocess.Popen(
+        [sys.executable, "-c", script], cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
 @pytest.mark.parametrize(
     ("target", "name", "code", "message"),
     [
@@ -104,30 +265,39 @@ def children_of(pid: int) -> list[int]:
         ("command", "SIGINT", 130, "interrupted.*"),
     ],
 )
-def test_ending_in_the_middle(target: str, name: str, code: int, message: str, tiny_checkpoint: Path) -> None:
-    config = json.loads((tiny_checkpoint / "config.json").read_text())
-    (tiny_checkpoint / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
-    # So many tokens, and reductions as slow as gloo's, that this is the middle on a busy machine, too.
-    arguments = ["generate", str(tiny_checkpoint), "--prompt", PROMPT, "--tp", "2", "--max-new-tokens", "3000"]
-    script = f"import sys; from surgeon.cli.app import main; sys.exit(main({[*arguments, '--collectives', 'gloo']}))"
-    command = subprocess.Popen(
-        [sys.executable, "-c", script], cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert command.stdout is not None
-    with command:
-        command.stdout.read(1)
+def test_ending_in_the_middle(target: str, name: str, code: int, message: str, endless: Path) -> None:
+    beginning = continued(endless, PROMPT)
+    with in_the_middle(endless) as command:
+        assert command.stdout is not None
+        shown = command.stdout.read(len(beginning))
         ranks = children_of(command.pid)
         os.kill(ranks[1] if target == "rank" else command.pid, signal.Signals[name])
         _, err = command.communicate(timeout=60)
     assert command.returncode == code
     assert re.fullmatch(message + "\n", err)
+    assert shown == beginning
     assert len(ranks) == 2
     for rank in ranks:
-        deadline = time.monotonic() + 20
-        while Path(f"/proc/{rank}").exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        with pytest.raises(ProcessLookupError):
-            os.kill(rank, 0)
+        assert has_ended(rank)
+
+
+def has_ended(process: int) -> bool:
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{process}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not Path(f"/proc/{process}").exists()
+
+
+def test_texts_that_are_done_are_there_when_it_is_interrupted(endless: Path) -> None:
+    text = continued(endless, PROMPT)
+    first = f"==> 1 of 2: {PROMPT} <==\n{text[:-2]}\n"
+    with in_the_middle(endless, "--prompt", "sleeping", "--max-batch", "1", "--stop", text[-2:]) as command:
+        assert command.stdout is not None
+        shown = command.stdout.read(len(first))
+        command.send_signal(signal.SIGINT)
+        rest, err = command.communicate(timeout=60)
+    assert (shown, rest) == (first, "")
+    assert err.startswith("interrupted")
 
 
 class Bytes:
