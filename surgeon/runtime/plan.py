@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from surgeon.families import FAMILIES, Family
+
+# Decode passes are computed like all others (dynamic: on CPUs), in a few fixed shapes (static), or in these shapes
+# recorded as CUDA graphs (captured: on GPUs whose collectives can be); auto is what fits the device best.
+Decoding = Literal["auto", "dynamic", "static", "captured"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,7 @@ class Plan:
         windows: how many tokens each layer's attention looks at, the token's own among them; None for all.
         embedding_scale: what embeddings are multiplied by, if anything.
         logit_softcap: the bound of output logits, if any.
+        decoding: how passes that add one token to each text are computed.
     """
 
     folder: Path
@@ -65,6 +71,7 @@ class Plan:
     windows: tuple[int | None, ...] = ()
     embedding_scale: float | None = None
     logit_softcap: float | None = None
+    decoding: Decoding = "auto"
 
     @property
     def family(self) -> Family:

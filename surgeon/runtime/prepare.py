@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from transformers.activations import ACT2FN
@@ -21,7 +21,7 @@ from surgeon.families import Family, family_named, family_of
 from surgeon.model import check_layers
 from surgeon.program import Program
 from surgeon.runtime.placement import rank_work
-from surgeon.runtime.plan import Plan, Rotary
+from surgeon.runtime.plan import Decoding, Plan, Rotary
 from surgeon.runtime.sharding import Source, indivisible
 from surgeon.weights import require_sliceable
 
@@ -29,12 +29,19 @@ from surgeon.weights import require_sliceable
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "opt", "gpt2", "gpt_neo", "gpt_neox")
 PARTLY_ROTARY = ("phi3", "gpt_neox")  # only some features of a head may have positions
 LOCAL = ("sliding_attention", "local")  # what families call layers whose attention has a window
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MOST_RANKS = 1024  # of one machine
 MOST_SUGGESTED = 64  # where numbers of ranks that would do are listed
 
 
 def make_plan(
-    path_or_name: str | Path, ranks: int, max_tokens: int | None, program: str | None = None, device: str = "cpu"
+    path_or_name: str | Path,
+    ranks: int,
+    max_tokens: int | None,
+    program: str | None = None,
+    device: str = "cpu",
+    dtype: str = "auto",
+    decoding: str = "auto",
 ) -> Plan:
     """Check that a checkpoint's program can run on this many ranks with texts this long, and gather what they need.
 
@@ -42,13 +49,16 @@ def make_plan(
         path_or_name: a checkpoint folder (edited by surgeon or not) or a hub name.
         max_tokens: tokens of prompt and output together; None for as many as the model takes.
         program: run this one instead of the checkpoint's own.
-        device: "cpu" or "cuda"; 16-bit weights are computed in float32 on a CPU.
+        device: "cpu" or "cuda".
+        dtype: to compute in, "float32", "bfloat16" or "float16"; "auto" for that of the weights, but float32 for 16-bit
+            weights on a CPU.
+        decoding: as `Plan.decoding`.
 
     Raises:
         FileNotFoundError: if there is no such model or a file of it is missing.
         ValueError: if the architecture or something in its configuration is not supported, the program names what the
             model does not have, heads or neurons do not divide among the ranks (with the numbers of ranks that would
-            do), or the text is longer than the model's positions.
+            do), there is no such dtype or way of decoding, or the text is longer than the model's positions.
     """
     if not 1 <= ranks <= MOST_RANKS:
         raise ValueError(f"the number of ranks must lie in 1..{MOST_RANKS}, not {ranks}")
@@ -89,13 +99,30 @@ def make_plan(
         max_tokens=max_tokens,
         tied=bool(config.tie_word_embeddings),
         ends=_end_tokens(folder, config),
-        dtype=compute_dtype(source.dtype(f"{family.embedding}.weight"), torch.device(device)),
+        dtype=_dtype(dtype, source.dtype(f"{family.embedding}.weight"), torch.device(device)),
         attention_scale=_attention_scale(config),
         attention_softcap=_softcap(config, family.attention_softcap),
         windows=_windows(config, family, layers),
         embedding_scale=hidden**0.5 if family.scaled_embedding else None,
         logit_softcap=_softcap(config, family.softcap),
+        decoding=_decoding(decoding),
     )
+
+
+def _dtype(wanted: str, stored: torch.dtype, device: torch.device) -> torch.dtype:
+    if wanted == "auto":
+        return compute_dtype(stored, device)
+    if wanted not in DTYPES:
+        raise ValueError(f"there is no dtype {wanted!r} to compute in; {did_you_mean(wanted, ('auto', *DTYPES))}")
+    return DTYPES[wanted]
+
+
+def _decoding(wanted: str) -> Decoding:
+    known: tuple[Decoding, ...] = get_args(Decoding)
+    for one in known:
+        if one == wanted:
+            return one
+    raise ValueError(f"there is no decoding {wanted!r}; {did_you_mean(wanted, known)}")
 
 
 def _count_layers(checkpoint: Checkpoint, family: Family) -> int:

@@ -82,7 +82,7 @@ class PassTiming:
         tokens: that went through it.
         began: when the rank turned to it; on rank 0 this is the end of the pass before.
         waiting: seconds in collectives, starting them included; None where that cannot be told.
-        steps: seconds of each step's computation, in the order of the rank's work.
+        steps: seconds of each step's computation, in the order of the rank's work; none where that cannot be told.
         layers: collectives of the program's steps and forks.
         vocabulary: collectives of the embedding and the output head.
     """
@@ -134,8 +134,13 @@ class Recorder:
         self.exchanges: list[Exchange] = []
         self.passes: list[PassTiming] = []
 
-    def close(self, decode: bool, tokens: int, began: float, ended: float) -> None:
-        """End a pass."""
+    def close(self, decode: bool, tokens: int, began: float, ended: float, sent: Sequence[Counts]) -> None:
+        """End a pass.
+
+        Args:
+            sent: the collectives of the program's steps, and those of the vocabulary. A pass that is replayed from a
+                recording starts no exchange that could be seen here.
+        """
         waiting = sum(exchange.seconds for exchange in self.exchanges)
         timing = PassTiming(
             decode=decode,
@@ -143,9 +148,9 @@ class Recorder:
             began=began,
             ended=ended,
             waiting=None if self.on_gpu else waiting,
-            steps=[one.ended - one.began for one in self.computations],
-            layers=_count(exchange for exchange in self.exchanges if not exchange.vocabulary),
-            vocabulary=_count(exchange for exchange in self.exchanges if exchange.vocabulary),
+            steps=[] if self.on_gpu else [one.ended - one.began for one in self.computations],
+            layers=sent[0],
+            vocabulary=sent[1],
         )
         if self.events:
             timing.computations, timing.exchanges = self.computations, self.exchanges
@@ -155,15 +160,6 @@ class Recorder:
     def is_vocabulary(self, counts: Counts) -> bool:
         """Whether what is counted here belongs to the embedding or the head."""
         return counts is self.figures.prefill.vocabulary or counts is self.figures.decode.vocabulary
-
-
-def _count(exchanges: Iterator[Exchange]) -> Counts:
-    counts = Counts()
-    for exchange in exchanges:
-        counts.all_gathers += exchange.gather
-        counts.all_reduces += not exchange.gather
-        counts.bytes += exchange.bytes
-    return counts
 
 
 class TimedCollectives(Collectives):
@@ -178,6 +174,10 @@ class TimedCollectives(Collectives):
     def exact(self) -> Collectives:
         """The same ranks, but nothing that is sent loses precision."""
         return TimedCollectives(self.inner.exact, self.recorder)
+
+    @property
+    def capturable(self) -> bool:
+        return self.inner.capturable
 
     def all_reduce(self, tensor: Tensor, counts: Counts) -> Callable[[], Tensor]:
         """Start summing a tensor over the group; waiting on the result gives the sum."""
@@ -241,10 +241,15 @@ class TimedEngine(RankEngine):
     def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
         """One forward pass, which extends the cache."""
         began = self._since or now()
-        self.recorder.figures = self.figures
+        self.recorder.figures = figures = self.figures
+        before = {
+            phase is figures.decode: (phase.layers.copy(), phase.vocabulary.copy())
+            for phase in (figures.prefill, figures.decode)
+        }
         results = super().step(rows, cache)
-        decode = self.counts is self.figures.decode
-        self.recorder.close(decode, sum(len(row.tokens) for row in rows), began, self._since or now())
+        decode, phase = self.counts is figures.decode, self.counts
+        sent = [after - then for after, then in zip((phase.layers, phase.vocabulary), before[decode], strict=True)]
+        self.recorder.close(decode, sum(len(row.tokens) for row in rows), began, self._since or now(), sent)
         return results
 
     def machine(self, shared: Pass, group: Group, work: Iterator[Work]) -> RankMachine:

@@ -7,7 +7,10 @@ the next rows. What each pass brings for the requests is sent to the starting pr
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from surgeon.runtime.blocks import BlockPool
@@ -19,6 +22,7 @@ from surgeon.runtime.rank import Rank
 from surgeon.runtime.request import Request, TokenLogprob
 from surgeon.runtime.sampling import Sampler
 from surgeon.runtime.scheduler import Limits, Output, Scheduler, Share, Wanted
+from surgeon.runtime.watchdog import Pulse
 
 ENGINE = "engine"  # the name under which a rank keeps the engine of a single model
 
@@ -71,7 +75,7 @@ def complete(
     engine: RankEngine = rank.kept[name]
     engine.figures = Figures()
     engine.pause()
-    cache = engine.new_cache(blocks)
+    cache = engine.reusable_cache(blocks)
     if rank.rank:
         follow(rank, engine, cache)
         return [], engine.figures
@@ -86,10 +90,15 @@ def complete(
     return outputs, engine.figures
 
 
-def serve(rank: Rank, blocks: int, limits: Limits, name: str = ENGINE) -> None:
-    """Runs on a rank, for ever: work on the requests that the starting process sends."""
+def serve(rank: Rank, blocks: int, limits: Limits, pulse_seconds: float, name: str = ENGINE) -> None:
+    """Runs on a rank, for ever: work on the requests that the starting process sends.
+
+    Args:
+        pulse_seconds: how often to send a `Pulse`.
+    """
     engine: RankEngine = rank.kept[name]
     cache = engine.new_cache(blocks)
+    _send_pulses(rank, engine, pulse_seconds)
     if rank.rank:
         follow(rank, engine, cache)
         return
@@ -103,6 +112,18 @@ def serve(rank: Rank, blocks: int, limits: Limits, name: str = ENGINE) -> None:
             _obey(rank, leader, inbox.get())
         if not leader.scheduler.idle:
             rank.notify(leader.progress(leader.step()))
+
+
+def _send_pulses(rank: Rank, engine: RankEngine, seconds: float) -> None:
+    """From now on, and whatever this rank is doing."""
+
+    def send() -> None:
+        with suppress(OSError):  # the starting process has gone, and this one is about to
+            while True:
+                rank.notify(Pulse(rank.rank, engine.passes))
+                time.sleep(seconds)
+
+    threading.Thread(target=send, daemon=True).start()
 
 
 def _obey(rank: Rank, leader: Leader, message: Request | Cancel | Report) -> None:

@@ -17,7 +17,7 @@ from surgeon.checkpoint.export import Original, plan_export, write_export
 from surgeon.program import Program
 from surgeon.runtime.collectives import Alone
 from surgeon.runtime.engine import RankEngine
-from surgeon.runtime.layers import rotation
+from surgeon.runtime.layers import Rotation
 from surgeon.runtime.plan import Rotary
 from surgeon.runtime.prepare import make_plan
 from tests.models import save_checkpoint
@@ -80,11 +80,18 @@ def test_scaled_rotary_positions(rope: str, tiny_model: Callable[..., Any], tmp_
         ("gpt_neox", {"use_parallel_residual": False, "rotary_pct": 1.0}),
         ("gpt_neox", {"attention_bias": False, "rotary_pct": 0.25, "hidden_act": "gelu_fast"}),
         ("gpt_neox", {"rope_parameters": ROPES["linear"] | {"partial_rotary_factor": 0.5}}),
-        ("phi3", {"sliding_window": None}),
+        ("phi3", {"sliding_window": 7}),
         ("phi3", {"sliding_window": None, "rope_parameters": ROPES["plain"] | {"partial_rotary_factor": 0.75}}),
         ("gpt2", {}),
         ("gpt2", {"scale_attn_weights": False, "n_inner": None, "tie_word_embeddings": False}),
         ("gpt_neo", {"window_size": 64, "activation_function": "relu"}),
+        ("gpt_neo", {"window_size": 1}),
+        ("mistral", {"sliding_window": 8}),
+        ("qwen2", {"sliding_window": 23, "max_window_layers": 1}),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 2}),
+        ("gemma2", {}),
+        ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None, "num_key_value_heads": 4}),
+        ("gemma2", {"sliding_window": 64, "tie_word_embeddings": False, "attention_bias": True}),
     ],
 )
 def test_variants_of_families(
@@ -133,7 +140,7 @@ def test_exported_checkpoints(program: str, form: str, tmp_path: Path) -> None:
 
 
 def test_rotation_angles() -> None:
-    cosine, signed_sine = rotation(Rotary((1.0, 0.1), 2.0), 3, 2, torch.ones(1))
+    cosine, signed_sine = Rotation(Rotary((1.0, 0.1), 2.0), torch.ones(1))(torch.tensor([3, 4]))
     angles = torch.tensor([[3.0, 0.3], [4.0, 0.4]])
     assert torch.allclose(cosine[:, 0], 2 * torch.cat([angles.cos(), angles.cos()], 1))
     assert torch.allclose(signed_sine[:, 0], 2 * torch.cat([-angles.sin(), angles.sin()], 1))
