@@ -29,6 +29,8 @@ from surgeon.runtime.link import EmulatedLink, Link
 from surgeon.runtime.shared_memory import SharedMemoryCollectives
 from surgeon.runtime.torchrun import Seat
 
+_SENDING = threading.Lock()  # a long message is sent in parts
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -128,8 +130,8 @@ class Rank:
         return TorchCollectives.connect(settings.collectives, rank, ranks, settings.rendezvous)
 
     def notify(self, value: Any) -> None:
-        """Send a value to the starting process at once."""
-        self._connection.send_bytes(pickle.dumps(("note", value)))
+        """Send a value to the starting process at once; from any thread."""
+        _send(self._connection, "note", value)
 
     def inbox(self) -> SimpleQueue[Any]:
         """What the starting process posts from now on; the function that asks for it is the last one of this rank."""
@@ -148,6 +150,8 @@ def _device(settings: Settings) -> torch.device:
     if settings.device == "cpu":
         return torch.device("cpu")
     number, gpus = settings.seat.local_rank, torch.cuda.device_count()
+    if settings.collectives == "gloo" and gpus:  # NCCL refuses ranks that share a GPU
+        number %= gpus
     if number >= gpus:
         raise ValueError(f"there is no GPU {number} for rank {settings.rank}, only {gpus} on its machine")
     return torch.device(settings.device, number)
@@ -168,7 +172,7 @@ def serve(connection: Connection, channel: Sequence[int]) -> None:
     """Connect to the other ranks (`channel` as `Rank` takes it), then answer calls until the other end closes."""
     try:
         rank = Rank(pickle.loads(connection.recv_bytes()), connection, channel)
-        connection.send_bytes(pickle.dumps(("result", None)))
+        _send(connection, "result", None)
         while True:
             function, arguments = pickle.loads(connection.recv_bytes())
             answer(rank, function, arguments, connection)
@@ -179,10 +183,15 @@ def serve(connection: Connection, channel: Sequence[int]) -> None:
         raise
 
 
+def _send(connection: Connection, kind: str, value: Any) -> None:
+    message = pickle.dumps((kind, value))
+    with _SENDING:
+        connection.send_bytes(message)
+
+
 def answer(rank: Rank, function: Callable[..., Any], arguments: tuple[Any, ...], connection: Connection) -> None:
     """Run one function and send back what it returns."""
-    result = function(rank, *arguments)
-    connection.send_bytes(pickle.dumps(("result", result)))
+    _send(connection, "result", function(rank, *arguments))
 
 
 def report(error: Exception, connection: Connection) -> None:
@@ -192,7 +201,7 @@ def report(error: Exception, connection: Connection) -> None:
     line = first_line if known else f"{type(error).__name__}: {first_line}"
     message = RankError(time.monotonic(), isinstance(error, ValueError), line, traceback.format_exc())
     with suppress(OSError):  # when the starting process has gone, too, nobody asks
-        connection.send_bytes(pickle.dumps(("error", message)))
+        _send(connection, "error", message)
 
 
 def end_with(lifeline: Connection, folder: str) -> None:

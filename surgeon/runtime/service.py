@@ -8,13 +8,15 @@
 The ranks are processes of their own. Requests go to rank 0, whose scheduler decides what every forward pass computes
 (scheduler.py, worker.py). What comes back is turned into text and looked through for stop texts here, so that the
 ranks need not wait for it; by the time a stop text is found they may be a pass ahead, whose tokens are dropped. One
-thread of this process receives from the ranks, notices when one of them ends, and passes everything on.
+thread of this process receives from the ranks, notices when one of them ends, and passes everything on; another one
+notices when they are stuck (watchdog.py).
 """
 
 from __future__ import annotations
 
 import secrets
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -27,12 +29,13 @@ from surgeon.runtime.blocks import BLOCK_TOKENS
 from surgeon.runtime.compress import Compression
 from surgeon.runtime.engine import Figures
 from surgeon.runtime.footprint import choose_blocks
-from surgeon.runtime.launch import Ranks, check_sending, choose_collectives, choose_device
+from surgeon.runtime.launch import RankFailed, Ranks, check_sending, choose_collectives, choose_device
 from surgeon.runtime.link import Link
 from surgeon.runtime.prepare import make_plan
 from surgeon.runtime.request import QueueFull, Request, Sampling, Stats
 from surgeon.runtime.scheduler import Limits, Output, check_length
 from surgeon.runtime.stream import Listener, OpenRequest, Stream
+from surgeon.runtime.watchdog import PATIENCE_SECONDS, Pulse, Watchdog
 from surgeon.runtime.worker import Account, Cancel, Progress, Report, load, serve
 
 __all__ = ["Listener", "Service", "Stream"]
@@ -49,7 +52,7 @@ class Service:
         max_tokens: the most that prompt and output of a request may have together: what the model and the whole
             cache have room for.
         failure: why the ranks have ended (`RankFailed`), noticed within seconds also while no request is open; None
-            while they run.
+            while they run. Ranks that have not ended but are stuck are noticed, and ended, while requests are open.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class Service:
         blocks: int | None = None,
         memory: int | None = None,
         max_waiting: int = 64,
+        patience: float = PATIENCE_SECONDS,
         link: Link | None = None,
         compression: Compression | None = None,
     ) -> None:
@@ -83,6 +87,7 @@ class Service:
             memory: bytes that weights and cache may take, of all ranks together (of each on GPUs); most of what is
                 free if None.
             max_waiting: requests that may be open beyond `max_batch`.
+            patience: seconds without any progress after which ranks that have something to do are given up.
             link: emulate one of this delay and bandwidth between the ranks.
             compression: send the reductions of the program's steps as integers of this many bits.
 
@@ -112,7 +117,10 @@ class Service:
         self._accounts: dict[int, dict[int, Figures]] = {}
         self._ready = self._draining = self._closed = False
         self._changed = threading.Condition(threading.RLock())
+        self._ended = threading.Event()
         self._ranks = Ranks(ranks, self.device, self.collectives, link, compression)
+        names = [f"rank {rank} (process {pid})" for rank, pid in enumerate(self._ranks.pids)]
+        self._watchdog = Watchdog(names, patience)
         self._thread = threading.Thread(target=self._receive, args=(limits,), name="surgeon-service", daemon=True)
         try:
             self._start()
@@ -128,6 +136,7 @@ class Service:
             self._changed.wait_for(lambda: self._ready or self.failure)
         if self.failure is not None:
             raise self.failure
+        threading.Thread(target=self._watch, name="surgeon-watchdog", daemon=True).start()
 
     @property
     def pids(self) -> list[int]:
@@ -211,6 +220,7 @@ class Service:
         """Cancel what is open and end the ranks."""
         with self._changed:
             self._closed = True
+        self._ended.set()
         self._ranks.kill()
         if self._thread.ident is not None:  # it has been started
             self._thread.join()
@@ -229,18 +239,34 @@ class Service:
         """The thread's work: pass on what the ranks send, until they end."""
         failure: Exception | None = None
         try:
-            self._ranks.call(serve, self.blocks, limits, notify=self._hear)
+            self._ranks.call(serve, self.blocks, limits, self._watchdog.interval, notify=self._hear)
         except Exception as error:  # noqa: BLE001 - everybody who waits is told
             failure = error
         with self._changed:
             if not self._closed:
-                self.failure = failure
+                self.failure = self.failure or failure
             left, self._open = list(self._open.values()), {}
             self._changed.notify_all()
+        self._ended.set()
         for opened in left:
             opened.stream.put(self.failure or opened.cancelled())
 
-    def _hear(self, message: Progress | Account) -> None:
+    def _watch(self) -> None:
+        """The other thread's work: end ranks that are stuck. It needs no lock, which may be held by one who sends."""
+        last = time.monotonic()
+        while not self._ended.wait(self._watchdog.interval):
+            now = time.monotonic()
+            reason = self._watchdog.check(now - last, busy=bool(self._open or self._accounts))
+            last = now
+            if reason is not None:
+                self.failure = RankFailed(reason)
+                self._ranks.kill()
+                return
+
+    def _hear(self, message: Progress | Account | Pulse) -> None:
+        if isinstance(message, Pulse):
+            self._watchdog.hear(message)
+            return
         if isinstance(message, Account):
             with self._changed:
                 if message.ticket in self._accounts:

@@ -18,6 +18,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from surgeon.model import edit
 from surgeon.runtime.launch import RankFailed
 from surgeon.runtime.request import Event, QueueFull, Sampling, Stats
 from surgeon.runtime.service import Service, Stream
@@ -84,6 +85,21 @@ def test_tokens_text_and_usage(service: Service, tokenizer: Any, prompt: list[in
     assert text == whole.removeprefix(PROMPT)
     assert (last.usage.prompt, last.usage.new, last.finish_reason) == (len(prompt), NEW, "length")
     assert 0 < last.queue_seconds < 60
+
+
+def test_windows_caps_and_norms_behind_sublayers(tmp_path: Path, tokenizer: Any, prompt: list[int]) -> None:
+    """Gemma2, an LP pair in it; prompts that begin alike, of different lengths, twice as long as the window."""
+    folder = save_checkpoint(tmp_path / "tiny-gemma2", "gemma2", sliding_window=8)
+    program = "A0 F0 [A1 A2] [F1 F2] A3 F3"
+    model = edit(AutoModelForCausalLM.from_pretrained(folder), program)
+    prompts = [prompt, prompt * 2, prompt * 2 + prompt[1:3]]
+    assert len(prompts[1]) > 16
+    with Service(folder, ranks=2, tokenizer=tokenizer, program=program, max_batch=2) as service:
+        streams = [service.submit(tokens, GREEDY) for tokens in prompts]
+        found = [read(stream)[0] for stream in streams]
+    for tokens, new in zip(prompts, found, strict=True):
+        whole = model.generate(torch.tensor([tokens]), max_new_tokens=NEW, do_sample=False, eos_token_id=None)
+        assert new == whole[0, len(tokens) :].tolist()
 
 
 def test_many_threads(service: Service, prompt: list[int], expected: list[int]) -> None:
@@ -240,6 +256,28 @@ def test_a_rank_that_is_killed_while_nothing_is_asked(folder: Path) -> None:
         while service.failure is None and time.monotonic() < deadline:
             time.sleep(0.01)
         assert "rank 1" in str(service.failure)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_is_stopped(who: int, folder: Path, prompt: list[int]) -> None:
+    """While nothing is asked that harms nobody; whoever then asks is told in time, and which rank it is."""
+    with Service(folder, ranks=2, max_batch=2, patience=2) as service:
+        stopped = service.pids[who]
+        os.kill(stopped, signal.SIGSTOP)
+        time.sleep(3)
+        os.kill(stopped, signal.SIGCONT)
+        assert read(service.submit(prompt, GREEDY))[2].finish_reason == "length"
+        streams = [service.submit(prompt, LONG) for _ in range(4)]
+        next(iter(streams[0]))
+        os.kill(stopped, signal.SIGSTOP)
+        began = time.monotonic()
+        for stream in streams:
+            with pytest.raises(RankFailed, match=rf"^rank {who} \(process {stopped}\) has not answered for 2 seconds"):
+                list(stream)
+        assert 1 < time.monotonic() - began < 20
+        with pytest.raises(RankFailed, match="has not answered"):
+            service.submit(prompt, GREEDY)
+        assert isinstance(service.failure, RankFailed)
 
 
 def test_draining_and_closing(folder: Path, prompt: list[int], expected: list[int]) -> None:
