@@ -12,8 +12,6 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from accelerate.hooks import remove_hook_from_module
-from accelerate.utils import align_module_device
 from torch import Tensor, nn
 
 from surgeon.families import Family, Projection, SublayerSpec
@@ -170,6 +168,8 @@ def derive_sublayer(
 
 def module_tensors(layer: nn.Module, spec: SublayerSpec) -> Tensors:
     """A sublayer's tensors by path from the layer, fetched from where they are offloaded to if need be."""
+    from accelerate.utils import align_module_device
+
     tensors = {}
     for root in (spec.norm, *spec.modules):
         for path, module in layer.get_submodule(root).named_modules(prefix=root):
@@ -181,6 +181,8 @@ def module_tensors(layer: nn.Module, spec: SublayerSpec) -> Tensors:
 
 def _copy_with(module: nn.Module, path: str, tensors: Tensors) -> nn.Module:
     """A copy of the module with other tensors, freed from hooks that would move or reload the original's."""
+    from accelerate.hooks import remove_hook_from_module
+
     replaced = {id(p): nn.Parameter(tensors[f"{path}.{name}"].contiguous()) for name, p in module.named_parameters()}
     # The memo makes deepcopy take the new parameters where it would copy the old ones.
     copied: nn.Module = remove_hook_from_module(copy.deepcopy(module, memo=replaced), recurse=True)

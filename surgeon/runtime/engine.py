@@ -20,9 +20,9 @@ from torch import Tensor
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.execute import Branch, Machine, Pending, run
 from surgeon.program import ATTENTION, Fork, Program, Step, Sublayer
-from surgeon.runtime.blocks import blocks_for
+from surgeon.runtime.blocks import BLOCK_TOKENS, blocks_for
 from surgeon.runtime.collectives import Collectives, Counts
-from surgeon.runtime.layers import Attention, FeedForward, Norm, Pass, rotation, softcap
+from surgeon.runtime.layers import Attend, Attention, FeedForward, Norm, Pass, Rotation, softcap, transposed
 from surgeon.runtime.paged_cache import Index, Layout, PagedCache
 from surgeon.runtime.placement import Group, Part, Work, fork_share, groups_within, rank_work
 from surgeon.runtime.plan import Plan
@@ -30,6 +30,7 @@ from surgeon.runtime.request import TokenLogprob
 from surgeon.runtime.scheduler import Row, Wanted
 from surgeon.runtime.scoring import score
 from surgeon.runtime.sharding import Source
+from surgeon.runtime.static_decode import CudaRecorder, StaticDecode
 
 
 @dataclass
@@ -98,10 +99,25 @@ class RankEngine:
         self.work = rank_work(self.program, self.rank, plan.ranks)
         self.counts = self.figures.prefill
         self._since: float | None = None
+        self._static = self._static_decode()
         source = Source(Checkpoint(plan.folder), plan.family, plan.head_dim)
         self._load_layers(source)
         self._load_ends(source)
+        self._rotation = None if plan.rotary is None else Rotation(plan.rotary, self.embedding)
         self._angles = self._turn(0)
+        self._reusable: PagedCache | None = None
+
+    def _static_decode(self) -> StaticDecode | None:
+        """What computes decode passes, if not the way all other passes are computed."""
+        gpu, wanted = self.device.type == "cuda", self.plan.decoding
+        if wanted == "captured" and not gpu:
+            raise ValueError("decoding can be captured on GPUs only; choose static, dynamic or auto decoding on a CPU")
+        if wanted == "captured" and not self.collectives.capturable:
+            raise ValueError("decoding cannot be captured with these collectives; use nccl, or static or auto decoding")
+        if wanted == "dynamic" or (wanted == "auto" and not gpu):
+            return None
+        captured = gpu and wanted != "static" and self.collectives.capturable
+        return StaticDecode(self, CudaRecorder(self.device) if captured else None)
 
     def _load_layers(self, source: Source) -> None:
         """The slices of this rank's work, and the norms behind the sublayers of every step it has a share in."""
@@ -134,8 +150,11 @@ class RankEngine:
         self.first_row = min(self.rank * self.rows, plan.vocabulary)
         bounds = self.first_row, min(self.first_row + self.rows, plan.vocabulary)
         self.embedding = read(f"{family.embedding}.weight", bounds)
+        self.embedding_scale: Tensor | None = None
+        if plan.embedding_scale is not None:
+            self.embedding_scale = self.embedding.new_tensor(plan.embedding_scale)  # rounded to the dtype first
         head = self.embedding if plan.tied else read(f"{family.head}.weight", bounds)
-        self.head = head.t() if plan.tied else head.t().contiguous()  # layers.Linear says why
+        self.head = head.t() if plan.tied else transposed(head)
         bias = f"{family.head}.bias"
         self.head_bias = read(bias, bounds) if bias in source else None
         self.positions = read(f"{family.position_embedding}.weight") if family.position_embedding else None
@@ -148,7 +167,20 @@ class RankEngine:
         parts = [part for work in self.work for part in work.parts if part.slot is not None]
         attentions = [self.sublayers[part.sublayer] for part in sorted(parts, key=lambda part: part.slot or 0)]
         kv_heads = [made.kv_heads for made in attentions if isinstance(made, Attention)]
-        return PagedCache(kv_heads, blocks, self.plan.head_dim, self.embedding)
+        spare = 0 if self._static is None else self._static.spare_blocks
+        return PagedCache(kv_heads, blocks + spare, self.plan.head_dim, self.embedding)
+
+    def reusable_cache(self, blocks: int) -> PagedCache:
+        """A cache of at least so many blocks, for when all that used the one returned before have ended.
+
+        It is the same one if it can be, where passes are recorded: recordings hold its address.
+        """
+        if self._static is None:
+            return self.new_cache(blocks)
+        if self._reusable is None or self._reusable.tokens < (blocks + self._static.spare_blocks) * BLOCK_TOKENS:
+            self._reusable = None  # so that there is room for the new one
+            self._reusable = self.new_cache(blocks)
+        return self._reusable
 
     @torch.inference_mode()
     def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
@@ -156,15 +188,30 @@ class RankEngine:
         began, begun = self._since or time.perf_counter(), self.passes
         decodes = all(row.start and len(row.tokens) == 1 for row in rows)
         self.counts = self.figures.decode if decodes else self.figures.prefill
-        layout = Layout(rows, cache)
-        stream = self._forward(rows, layout)
-        results = Results(*self._next(stream, layout, [row.wanted for row in rows]), self._scores(stream, rows))
+        if self._static is not None and self._static.fits(rows):
+            results = self._static_step(self._static, rows, cache)
+        else:
+            results = self._dynamic_step(rows, cache)
         self._since = time.perf_counter()
         self.counts.seconds += self._since - began
         self.counts.passes += 1
         self.passes = begun + 1
-        self.counts.tokens += len(stream)
+        self.counts.tokens += sum(len(row.tokens) for row in rows)
         return results
+
+    def _dynamic_step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
+        """A pass of whatever shape the rows have."""
+        layout = Layout(rows, cache)
+        stream = self._forward(rows, layout)
+        return Results(*self._next(stream, layout, [row.wanted for row in rows]), self._scores(stream, rows))
+
+    def _static_step(self, static: StaticDecode, rows: Sequence[Row], cache: PagedCache) -> Results:
+        """A decode pass of one of a few shapes."""
+        best, own = static.step(rows, cache)
+        full = [at for at, row in enumerate(rows) if row.wanted == Wanted.LOGITS]
+        tokens = best.tolist()  # the one time in a pass that this process waits for a GPU
+        wanted = [token for token, row in zip(tokens, rows, strict=False) if row.wanted == Wanted.BEST]
+        return Results(wanted, self._gather(own[full]) if full else None, [])
 
     def pause(self) -> None:
         """Say that there is nothing to do, so that waiting is not counted as a pass's time."""
@@ -195,7 +242,6 @@ class RankEngine:
     def _forward(self, rows: Sequence[Row], layout: Layout) -> Tensor:
         """The stream after the program, (tokens, hidden)."""
         tokens = torch.tensor([token for row in rows for token in row.tokens], dtype=torch.long, device=self.device)
-        stream = self._embed(tokens, layout.positions)
         turned = None
         if self._angles is not None:
             longest = max(row.start + len(row.tokens) for row in rows)
@@ -203,8 +249,17 @@ class RankEngine:
                 self._angles = self._turn(2 * longest)
             assert self._angles is not None
             turned = self._angles[0][layout.positions], self._angles[1][layout.positions]
-        machine = self.machine(Pass(layout.attend, turned), self.collectives.group, iter(self.work))
-        return run(self.program, stream, machine)
+        return self._run(tokens, layout.positions, Pass(layout.attend, turned))
+
+    def _run(self, tokens: Tensor, positions: Index, shared: Pass) -> Tensor:
+        """The stream after the program, (tokens, hidden), of tokens (tokens,)."""
+        stream = self._embed(tokens, positions)
+        return run(self.program, stream, self.machine(shared, self.collectives.group, iter(self.work)))
+
+    def next_logits(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """This rank's logits, (texts, rows), of one token (texts,) of each of some texts; nothing waits for a GPU."""
+        turned = None if self._rotation is None else self._rotation(positions)
+        return self._own_logits(self._run(tokens, positions, Pass(attend, turned)))
 
     def machine(self, shared: Pass, group: Group, work: Iterator[Work]) -> RankMachine:
         """What runs steps on a group of ranks."""
@@ -212,7 +267,7 @@ class RankEngine:
 
     def _turn(self, tokens: int) -> tuple[Tensor, Tensor] | None:
         """Rotary angles of the first so many positions."""
-        return None if self.plan.rotary is None else rotation(self.plan.rotary, 0, tokens, self.embedding)
+        return None if self._rotation is None else self._rotation(torch.arange(tokens, device=self.device))
 
     def _embed(self, tokens: Tensor, positions: Index) -> Tensor:
         """Each rank looks up the tokens among its own rows; the others' give zero."""
@@ -223,8 +278,8 @@ class RankEngine:
             looked_up = self.embedding.new_zeros(*tokens.shape, self.plan.hidden)
         looked_up = looked_up.masked_fill(outside[..., None], 0)
         stream = self.collectives.exact.all_reduce(looked_up, self.counts.vocabulary)()
-        if self.plan.embedding_scale is not None:
-            stream = stream * stream.new_tensor(self.plan.embedding_scale)  # rounded to the dtype first
+        if self.embedding_scale is not None:
+            stream = stream * self.embedding_scale
         if self.positions is None:
             return stream
         return stream + self.positions[self.plan.family.position_offset :][positions]
@@ -259,9 +314,9 @@ class RankEngine:
         wanted = [want for want in wanted if want]
         best = [at for at, want in enumerate(wanted) if want == Wanted.BEST]
         if len(best) == len(wanted):
-            return self._best(own), None
+            return self.best_tokens(own).tolist(), None
         full = [at for at, want in enumerate(wanted) if want == Wanted.LOGITS]
-        return (self._best(own[best]) if best else []), self._gather(own[full])
+        return (self.best_tokens(own[best]).tolist() if best else []), self._gather(own[full])
 
     def _own_logits(self, stream: Tensor) -> Tensor:
         normed = self.final_norm(stream)
@@ -274,19 +329,18 @@ class RankEngine:
         gathered = self.collectives.all_gather(padded, self.counts.vocabulary)
         return torch.cat(list(gathered), -1)[..., : self.plan.vocabulary]
 
-    def _best(self, own: Tensor) -> list[int]:
-        """The most likely token of each, from each rank's own logits."""
+    def best_tokens(self, own: Tensor) -> Tensor:
+        """The most likely token of each text, (texts,), from each rank's own logits, (texts, rows)."""
         if own.shape[-1]:
             best, at = own.max(-1)
         else:  # the vocabulary has fewer rows than there are ranks
-            best, at = own.new_full(own.shape[:1], -torch.inf), torch.zeros(len(own), dtype=torch.long)
+            best, at = own.new_full(own.shape[:1], -torch.inf), own.new_zeros(own.shape[:1], dtype=torch.long)
         # Two float64 numbers per text instead of a vocabulary; a token id is exact in them.
         candidates = self.collectives.all_gather(
-            torch.stack([best.double(), (at.to(best.device) + self.first_row).double()], -1), self.counts.vocabulary
+            torch.stack([best.double(), (at + self.first_row).double()], -1), self.counts.vocabulary
         )
         winner = candidates[..., 0].argmax(0)
-        found: list[int] = candidates[..., 1].gather(0, winner[None])[0].long().tolist()
-        return found
+        return candidates[..., 1].gather(0, winner[None])[0].long()
 
 
 class RankMachine(Machine):

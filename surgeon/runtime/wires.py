@@ -14,7 +14,6 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Literal
 
-import psutil
 from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch does export them
 
 from surgeon.runtime.torchrun import Place, Seat
@@ -58,6 +57,8 @@ def say_why(lifeline: Connection, reason: str | None) -> None:
 
 def interface_of(address: str) -> str | None:
     """The network interface that has an address, such as eth0; None if none has."""
+    import psutil
+
     wanted = ipaddress.ip_address(address.partition("%")[0])
     for name, addresses in psutil.net_if_addrs().items():
         for each in addresses:
