@@ -75,7 +75,7 @@ def complete(
     engine: RankEngine = rank.kept[name]
     engine.figures = Figures()
     engine.pause()
-    cache = engine.new_cache(blocks)
+    cache = engine.reusable_cache(blocks)
     if rank.rank:
         follow(rank, engine, cache)
         return [], engine.figures
