@@ -25,7 +25,24 @@ PROGRAMS = {
     "LP": "A0 F0 [A1 A2] [F1 F2] A3 F3",
     "ladder": "A0 F0 >A1 >F1 >A2 >F2 A3 F3",
     "fork": "A0 F0 {A1 F1 | A2 F2} A3 F3",
+    "attention || MLP": "[A0 F0] [A1 F1] [A2 F2] [A3 F3]",
 }
+# Windows of two blocks and a bit, of half a block in every other layer, and of 5 tokens in every other layer.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 36},
+    "gemma2": {"sliding_window": 8},
+    "gpt_neo": {},
+}
+CASES = [
+    *(("llama", name) for name in ("dense", "LP", "ladder", "fork")),
+    ("mistral", "dense"),
+    ("mistral", "LP"),
+    ("gemma2", "dense"),
+    ("gemma2", "LP"),
+    ("gemma2", "attention || MLP"),
+    ("gpt_neo", "ladder"),
+]
 NEW = 14
 GENERATOR = torch.Generator().manual_seed(11)
 SHARED = torch.randint(2, VOCABULARY, (33,), generator=GENERATOR).tolist()
@@ -46,19 +63,25 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("batching")
-    tiny_model("llama").save_pretrained(folder)
-    return folder
+    for family, overrides in FAMILIES.items():
+        tiny_model(family, **overrides).save_pretrained(folder / family)
+    return {family: folder / family for family in FAMILIES}
 
 
 @pytest.fixture(scope="module")
-def expected() -> dict[str, list[list[int]]]:
-    """Each prompt continued alone by `transformers`, by program."""
+def checkpoint(checkpoints: dict[str, Path]) -> Path:
+    return checkpoints["llama"]
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[tuple[str, str], list[list[int]]]:
+    """Each prompt continued alone by `transformers`, by family and program."""
     found = {}
-    for name, program in PROGRAMS.items():
-        model = edit(tiny_model("llama"), program)
-        found[name] = [continued(model, prompt) for prompt in PROMPTS]
+    for family, name in CASES:
+        model = edit(tiny_model(family, **FAMILIES[family]), PROGRAMS[name])
+        found[family, name] = [continued(model, prompt) for prompt in PROMPTS]
     return found
 
 
@@ -87,9 +110,12 @@ class Runner:
         }
 
 
-@pytest.fixture(params=PROGRAMS)
-def runner(request: pytest.FixtureRequest, ranks: Ranks, checkpoint: Path) -> Iterator[tuple[str, Runner]]:
-    yield request.param, Runner(ranks, checkpoint, PROGRAMS[request.param])
+@pytest.fixture(params=CASES, ids=": ".join)
+def runner(
+    request: pytest.FixtureRequest, ranks: Ranks, checkpoints: dict[str, Path]
+) -> Iterator[tuple[tuple[str, str], Runner]]:
+    family, name = request.param
+    yield request.param, Runner(ranks, checkpoints[family], PROGRAMS[name])
     ranks.call(unload)
 
 
@@ -97,9 +123,11 @@ def greedy(numbers: list[int]) -> list[Request]:
     return [Request(number, tuple(PROMPTS[number]), GREEDY) for number in numbers]
 
 
-def test_greedy_tokens_in_every_company(runner: tuple[str, Runner], expected: dict[str, list[list[int]]]) -> None:
-    name, run = runner
-    wanted = dict(enumerate(expected[name]))
+def test_greedy_tokens_in_every_company(
+    runner: tuple[tuple[str, str], Runner], expected: dict[tuple[str, str], list[list[int]]]
+) -> None:
+    case, run = runner
+    wanted = dict(enumerate(expected[case]))
     everybody = list(range(len(PROMPTS)))
     assert run(greedy(everybody), max_batch=1) == wanted  # one after the other, with prefixes from those before
     assert run(greedy(everybody)) == wanted  # in one batch of mixed lengths
