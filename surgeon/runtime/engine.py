@@ -22,7 +22,7 @@ from surgeon.execute import Branch, Machine, Pending, run
 from surgeon.program import ATTENTION, Fork, Program, Step, Sublayer
 from surgeon.runtime.blocks import BLOCK_TOKENS, blocks_for
 from surgeon.runtime.collectives import Collectives, Counts
-from surgeon.runtime.layers import Attend, Attention, FeedForward, Norm, Pass, Rotation, softcap
+from surgeon.runtime.layers import Attend, Attention, FeedForward, Norm, Pass, Rotation, softcap, transposed
 from surgeon.runtime.paged_cache import Index, Layout, PagedCache
 from surgeon.runtime.placement import Group, Part, Work, fork_share, groups_within, rank_work
 from surgeon.runtime.plan import Plan
@@ -154,7 +154,7 @@ class RankEngine:
         if plan.embedding_scale is not None:
             self.embedding_scale = self.embedding.new_tensor(plan.embedding_scale)  # rounded to the dtype first
         head = self.embedding if plan.tied else read(f"{family.head}.weight", bounds)
-        self.head = head.t() if plan.tied else head.t().contiguous()  # layers.Linear says why
+        self.head = head.t() if plan.tied else transposed(head)
         bias = f"{family.head}.bias"
         self.head_bias = read(bias, bounds) if bias in source else None
         self.positions = read(f"{family.position_embedding}.weight") if family.position_embedding else None
