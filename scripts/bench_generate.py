@@ -29,11 +29,11 @@ from surgeon.operations import OPERATIONS
 from surgeon.program import Program, Step
 from surgeon.progress import progress
 from surgeon.provenance import versions
+from surgeon.runtime.bench import WARM_UP_TOKENS, Candidate, Load, load_candidates, run_once, summarise
 from surgeon.runtime.collectives import Counts
-from surgeon.runtime.generate import generate, load
-from surgeon.runtime.launch import Ranks, threads_per_rank
-from surgeon.runtime.plan import Plan
+from surgeon.runtime.launch import Ranks
 from surgeon.runtime.prepare import make_plan
+from surgeon.runtime.rank import threads_per_rank
 
 DENSE = "dense"
 
@@ -89,29 +89,32 @@ def random_model(folder: Path) -> Path:
 def measure(options: argparse.Namespace, folder: Path) -> list[Row]:
     length = options.prompt_tokens + options.new_tokens
     chosen = programs(AutoConfig.from_pretrained(folder).num_hidden_layers)
-    plans: dict[str, Plan] = {name: make_plan(folder, options.tp, length, str(p)) for name, p in chosen.items()}
-    generator = torch.Generator().manual_seed(0)
-    vocabulary = plans[DENSE].vocabulary
-    prompt = torch.randint(vocabulary, (options.batch, options.prompt_tokens), generator=generator).tolist()
-    rows: dict[tuple[str, str], Row] = {}
+    candidates = [
+        Candidate(name, make_plan(folder, options.tp, length, str(program))) for name, program in chosen.items()
+    ]
+    vocabulary = candidates[0].plan.vocabulary
+    load = Load(options.batch, options.prompt_tokens, options.new_tokens)
+    short = Load(options.batch, options.prompt_tokens, min(WARM_UP_TOKENS, options.new_tokens))
+    rows: list[tuple[Candidate, Ranks, Row]] = []
     with ExitStack() as stack:
-        started = {way: stack.enter_context(Ranks(options.tp, collectives=way)) for way in options.collectives}
-        for way, ranks in started.items():
-            for name, plan in plans.items():
-                ranks.call(load, plan, name)
-                generate(ranks, plan, prompt, 2, stop=False, name=name)
-                depth = chosen[name].effective_depth(plan.family.steps_per_layer)
-                rows[way, name] = Row(way, name, depth, chosen[name].sync_points(options.tp))
+        for way in options.collectives:
+            ranks = stack.enter_context(Ranks(options.tp, collectives=way))
+            load_candidates(ranks, candidates)
+            for candidate in candidates:
+                run_once(ranks, candidate, short, vocabulary)
+                name, program = candidate.name, chosen[candidate.name]
+                depth = program.effective_depth(candidate.plan.family.steps_per_layer)
+                rows.append((candidate, ranks, Row(way, name, depth, program.sync_points(options.tp))))
         with progress("bench", options.rounds * len(rows), "runs") as ran:
             for _ in range(options.rounds):
-                for (way, name), row in rows.items():
-                    result = generate(started[way], plans[name], prompt, options.new_tokens, stop=False, name=name)
-                    assert result.decode_rate is not None
-                    row.decode.append(result.decode_rate)
-                    row.prefill.append(result.prefill_rate)
-                    row.counts = result.layers_per_pass()
+                for candidate, ranks, row in rows:
+                    one = summarise(run_once(ranks, candidate, load, vocabulary), load, connected=True)
+                    assert one.decode_pass is not None
+                    row.decode.append(options.batch / one.per_token)
+                    row.prefill.append(options.batch * options.prompt_tokens / one.prefill)
+                    row.counts = one.decode_pass.layers
                     ran(1)
-    return list(rows.values())
+    return [row for _, _, row in rows]
 
 
 def ratios(row: Row, rows: list[Row]) -> list[float]:

@@ -42,9 +42,10 @@ from surgeon.provenance import versions, write_text
 from surgeon.runtime.bench import Candidate, Load, Result, Split, load_candidates, measure
 from surgeon.runtime.compress import LARGEST_INTEGER, Compression
 from surgeon.runtime.expected import ENDS, expected_decode
-from surgeon.runtime.launch import Ranks, threads_per_rank
+from surgeon.runtime.launch import Ranks
 from surgeon.runtime.link import Link
 from surgeon.runtime.prepare import make_plan
+from surgeon.runtime.rank import threads_per_rank
 from surgeon.runtime.timing import Run
 
 RANKS = 2

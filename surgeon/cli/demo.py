@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 RANKS = 2
 NEW_TOKENS = 64
+PROMPT_TOKENS = 8  # where speed is measured, of random tokens
 ROUNDS = 3
 PROMPT = "def close(self):"
 LADDER = 'surgeon: 1\nmodel: demo\noperations:\n  - ladder: {layers: "8:16"}\nexpect: {effective_depth: 16}\n'
@@ -113,27 +114,26 @@ def _speeds(variants: list[Variant]) -> dict[str, list[tuple[float, float, int]]
 
     The fastest of some interleaved rounds counts: what else runs on the machine can only slow a round down.
     """
-    from surgeon.runtime.generate import generate as run_ranks
-    from surgeon.runtime.generate import load
+    from surgeon.program import Program
+    from surgeon.runtime.bench import Candidate, Load, load_candidates, measure
     from surgeon.runtime.launch import Ranks, choose_collectives, choose_device
     from surgeon.runtime.prepare import make_plan
-    from surgeon.runtime.text import open_tokenizer
 
     device = choose_device("auto", RANKS)
-    prompt = open_tokenizer("demo")(PROMPT).input_ids
-    plans = [make_plan(variant.model, RANKS, len(prompt) + NEW_TOKENS, device=device) for variant in variants]
+    load = Load(batch=1, prompt=PROMPT_TOKENS, new=NEW_TOKENS)
+    plans = [make_plan(variant.model, RANKS, load.prompt + load.new, device=device) for variant in variants]
+    candidates = [Candidate(variant.name, plan) for variant, plan in zip(variants, plans, strict=True)]
+    depths = [Program.parse(plan.program).effective_depth() for plan in plans]
     speeds: dict[str, list[tuple[float, float, int]]] = {}
     for way in dict.fromkeys((choose_collectives("auto", device), "gloo")):
-        best = [(0.0, 0.0, 0)] * len(plans)
         with Ranks(RANKS, device, way) as ranks:
-            for number, plan in enumerate(plans):
-                ranks.call(load, plan, str(number))
-            for _ in range(ROUNDS):
-                for number, plan in enumerate(plans):
-                    run = run_ranks(ranks, plan, [prompt], NEW_TOKENS, stop=False, name=str(number))
-                    syncs = run.layers_per_pass().all_reduces
-                    best[number] = max(best[number], (run.decode_rate or 0.0, run.program.effective_depth(), syncs))
-        speeds[way] = [(depth, rate, syncs) for rate, depth, syncs in best]
+            load_candidates(ranks, candidates)
+            results = measure(ranks, candidates, [load], ROUNDS, lambda _: None)
+        speeds[way] = []
+        for depth, result in zip(depths, results, strict=True):
+            fastest = min(result.rounds, key=lambda one: one.per_token)
+            assert fastest.decode_pass is not None
+            speeds[way].append((depth, 1 / fastest.per_token, fastest.decode_pass.layers.all_reduces))
     return speeds
 
 

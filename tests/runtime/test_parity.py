@@ -14,10 +14,12 @@ from surgeon.families import FAMILIES
 from surgeon.model import edit
 from surgeon.operations import desync, fuse_attention_mlp, tracks
 from surgeon.program import Node, Program, Step
-from surgeon.runtime.generate import generate, load, unload
+from surgeon.runtime.blocks import blocks_for
 from surgeon.runtime.launch import Ranks
 from surgeon.runtime.prepare import SUPPORTED, make_plan
-from surgeon.runtime.worker import Progress
+from surgeon.runtime.request import Request, Sampling
+from surgeon.runtime.scheduler import Limits
+from surgeon.runtime.worker import Progress, complete, load, unload
 from tests.models import VOCABULARY, tiny_model
 from tests.runtime.on_ranks import logits_in_chunks
 
@@ -158,23 +160,15 @@ def test_greedy_tokens(vocabulary: int, ranks: Ranks, tmp_path: Path) -> None:
     wanted = model.generate(prompts, max_new_tokens=16, do_sample=False, eos_token_id=None)[:, prompts.shape[1] :]
     plan = make_plan(tmp_path, len(ranks.pids), prompts.shape[1] + 16)
     ranks.call(load, plan)
+    sampling = Sampling(max_new_tokens=16, ignore_end=True)
+    requests = [Request(number, tuple(prompt), sampling) for number, prompt in enumerate(prompts.tolist())]
+    limits, blocks = Limits(len(prompts), plan.max_tokens), len(prompts) * blocks_for(plan.max_tokens)
     heard: list[Progress] = []
-    result = generate(ranks, plan, prompts.tolist(), 16, stop=False, notify=heard.append)
-    assert result.tokens == wanted.tolist()
+    answers = ranks.call(complete, requests, blocks, limits, notify=heard.append)
     by_text = zip(*(progress.outputs for progress in heard), strict=True)
     assert [[output.token for output in text] for text in by_text] == wanted.tolist()
-    assert result.decode_rate is not None
-    assert result.layers_per_pass().all_reduces == result.program.sync_points(len(ranks.pids))
+    assert answers[0][0] == [output for progress in heard for output in progress.outputs]
+    decode = [figures.decode for _, figures in answers]
+    assert {phase.passes for phase in decode} == {15}
+    assert max(phase.layers.all_reduces for phase in decode) == 15 * DENSE.sync_points(len(ranks.pids))
     ranks.call(unload)
-
-
-def test_what_generation_refuses(ranks: Ranks, checkpoints: Checkpoints) -> None:
-    plan = make_plan(checkpoints["llama"], len(ranks.pids), 20)
-    for tokens, new_tokens, message in [
-        ([[]], 4, "the prompt is empty"),
-        ([[1, VOCABULARY]], 4, f"token ids must lie in 0..{VOCABULARY - 1}"),
-        ([[1, 2]], 0, "at least 1, not 0"),
-        ([[1, 2]], 19, "2 tokens of the prompt and 19 new ones are more than the 20 that fit"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            generate(ranks, plan, tokens, new_tokens)
