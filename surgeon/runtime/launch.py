@@ -118,6 +118,11 @@ class Ranks:
         return meeting.store
 
     @property
+    def names(self) -> list[str]:
+        """What messages call the ranks, with their processes and, where torchrun has started them, their machines."""
+        return [f"rank {process.rank} ({process.process})" for process in self._processes]
+
+    @property
     def pids(self) -> list[int]:
         """The process ids, by rank."""
         return [process.pid for process in self._processes]
@@ -155,8 +160,13 @@ class Ranks:
         """
         self._processes[rank].connection.send_bytes(pickle.dumps(message))
 
-    def kill(self) -> None:
-        """End every rank's process; a call in another thread then fails, and cleans up."""
+    def kill(self, reason: str | None = None) -> None:
+        """End every rank's process; a call in another thread then fails, and cleans up.
+
+        Args:
+            reason: what has failed, if anything; ranks on other machines say it there.
+        """
+        self._failure = self._failure or reason
         for process in self._processes:
             process.end(self._failure)
 

@@ -54,6 +54,11 @@ class RankProcess(ABC):
     def name(self) -> str:
         """What messages call it."""
 
+    @property
+    @abstractmethod
+    def process(self) -> str:
+        """How to find it."""
+
     @abstractmethod
     def gone(self) -> RankFailed:
         """The error to raise when it ended without a word."""
@@ -117,16 +122,20 @@ class StartedRank(RankProcess):
     def name(self) -> str:
         return f"rank {self.rank}"
 
+    @property
+    def process(self) -> str:
+        return f"process {self.pid}"
+
     def gone(self) -> RankFailed:
         process, log = self._process, self._log.read_text(errors="replace")
         try:
             code = process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
-            return noted(RankFailed(f"rank {self.rank} (process {process.pid}) has closed its connection"), log)
+            return noted(RankFailed(f"rank {self.rank} ({self.process}) has closed its connection"), log)
         if code < 0:
             name = signal.Signals(-code).name
             likely = ", as the system does when memory runs out" if name == "SIGKILL" else ""
-            message = f"rank {self.rank} (process {process.pid}) was ended by {name}{likely}"
+            message = f"rank {self.rank} ({self.process}) was ended by {name}{likely}"
         else:
             last_line = log.strip().split("\n")[-1] or "it wrote nothing"
             message = f"rank {self.rank} ended with exit code {code}: {last_line}"
@@ -152,11 +161,13 @@ class JoinedRank(RankProcess):
     def name(self) -> str:
         return f"rank {self.rank} on {self._host}"
 
+    @property
+    def process(self) -> str:
+        return f"process {self.pid} on {self._host}"
+
     def gone(self) -> RankFailed:
-        return RankFailed(
-            f"rank {self.rank} (process {self.pid} on {self._host}) has gone: it ended, or the connection broke; see "
-            "what it wrote there"
-        )
+        why = "it ended, or the connection broke; see what it wrote there"
+        return RankFailed(f"rank {self.rank} ({self.process}) has gone: {why}")
 
     def end(self, reason: str | None) -> None:
         say_why(self._lifeline, reason)  # it heeds the first word

@@ -119,8 +119,7 @@ class Service:
         self._changed = threading.Condition(threading.RLock())
         self._ended = threading.Event()
         self._ranks = Ranks(ranks, self.device, self.collectives, link, compression)
-        names = [f"rank {rank} (process {pid})" for rank, pid in enumerate(self._ranks.pids)]
-        self._watchdog = Watchdog(names, patience)
+        self._watchdog = Watchdog(self._ranks.names, patience)
         self._thread = threading.Thread(target=self._receive, args=(limits,), name="surgeon-service", daemon=True)
         try:
             self._start()
@@ -260,7 +259,7 @@ class Service:
             last = now
             if reason is not None:
                 self.failure = RankFailed(reason)
-                self._ranks.kill()
+                self._ranks.kill(reason)
                 return
 
     def _hear(self, message: Progress | Account | Pulse) -> None:
