@@ -18,7 +18,7 @@ from surgeon.cli.bench import bench
 from surgeon.cli.demo import demo
 from surgeon.cli.evaluate import evaluate
 from surgeon.cli.export import export
-from surgeon.cli.failures import CLOSED_PIPE, INTERRUPTED, explain
+from surgeon.cli.failures import CLOSED_PIPE, INTERRUPTED, explain, explain_interruption
 from surgeon.cli.generate import generate
 from surgeon.cli.report import report
 from surgeon.cli.scan import scan
@@ -103,7 +103,7 @@ def main(arguments: list[str] | None = None) -> int:
         return _fail(error, arguments, debug)
     if code == INTERRUPTED:
         below = "\n" if sys.stderr is not None and sys.stderr.isatty() else ""  # the terminal has written ^C
-        _say(f"{below}interrupted; run the same command again to go on")
+        _say(below + explain_interruption("".join(arguments[:1]), _output_of(arguments)).line)
     return code if isinstance(code, int) else 0
 
 

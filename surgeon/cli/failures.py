@@ -1,4 +1,4 @@
-"""What a command that fails says, in one line, and its exit code.
+"""What a command that fails or is interrupted says, in one line, and its exit code.
 
 1 is something the user can mend (a ValueError, an OSError, a missing extra, too little memory or disk), 2 wrong usage
 (an unknown command or option, a missing argument), 70 a defect of surgeon's, 130 an interruption, 141 that nobody
@@ -16,6 +16,24 @@ from surgeon.errors import is_out_of_memory
 MENDABLE, USAGE, INTERNAL, INTERRUPTED, CLOSED_PIPE = 1, 2, 70, 130, 141
 
 _FULL_DISK_WORDS = ("No space left on device", "os error 28", "disk is full", "Disk quota exceeded")
+
+# Of commands that keep what they have found as they go.
+_GOES_ON = "run the same command again to go on"
+_KEEPS_NOTHING = "nothing was written"
+_INTERRUPTED = {
+    "scan": _GOES_ON,
+    "similarity": _KEEPS_NOTHING,
+    "sensitivity": _GOES_ON,
+    "spectrum": _GOES_ON,
+    "search": _GOES_ON,
+    "export": _KEEPS_NOTHING,
+    "eval": _GOES_ON,
+    "generate": "the text is not finished",
+    "serve": "requests that were running are lost",
+    "bench": f"{_KEEPS_NOTHING}; the same command would begin anew",
+    "report": _KEEPS_NOTHING,
+    "demo": _GOES_ON,
+}
 
 
 @dataclass(frozen=True)
@@ -42,6 +60,18 @@ def explain(error: BaseException, output: str | None = None) -> Failure:
         return Failure(f"error: {_text(error)}", MENDABLE)
     kind = type(error).__name__
     return Failure(f"internal error: {kind}: {_text(error)}; run again with --debug for the traceback", INTERNAL)
+
+
+def explain_interruption(command: str, output: str | None = None) -> Failure:
+    """Say what has become of an interrupted command's work.
+
+    Args:
+        output: where the command was told to write.
+    """
+    words = _INTERRUPTED.get(command)
+    if command == "eval" and output is None:
+        words = "no answers were kept, as they are with --output"
+    return Failure("interrupted" if words is None else f"interrupted; {words}", INTERRUPTED)
 
 
 def _text(error: BaseException) -> str:

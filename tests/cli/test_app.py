@@ -10,14 +10,14 @@ import warnings
 from collections.abc import Callable, Iterator
 from itertools import takewhile
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import pytest
 import typer
 
 from surgeon import __version__
 from surgeon.cli import app as cli
-from surgeon.cli.failures import explain
+from surgeon.cli.failures import explain, explain_interruption
 
 
 @pytest.fixture(autouse=True)
@@ -137,9 +137,22 @@ def test_wrong_usage_is_one_line_and_exit_2(
     assert run(*arguments) == (2, "", said)
 
 
-def test_an_interruption_says_how_to_go_on(run: Callable[..., tuple[int, str, str]]) -> None:
-    expected = (130, "", "interrupted; run the same command again to go on\n")
-    assert run("act", act=KeyboardInterrupt()) == expected
+def test_an_interruption_is_exit_130(run: Callable[..., tuple[int, str, str]]) -> None:
+    assert run("act", act=KeyboardInterrupt()) == (130, "", "interrupted\n")
+
+
+@pytest.mark.parametrize(("name", "command"), typer.main.get_group(cli.app).commands.items())
+def test_an_interruption_says_what_has_become_of_the_work(name: str, command: Any) -> None:
+    """The same command goes on if its own help says so."""
+    helps = [command.help, *(getattr(parameter, "help", None) or "" for parameter in command.params)]
+    goes_on = "the same command goes on" in " ".join(" ".join(helps).split())
+    line = explain_interruption(name, "there").line
+    assert line.startswith("interrupted; ")
+    assert line.endswith("run the same command again to go on") == goes_on
+
+
+def test_an_evaluation_that_writes_nothing_cannot_go_on() -> None:
+    assert explain_interruption("eval").line == "interrupted; no answers were kept, as they are with --output"
 
 
 def test_own_warnings_take_one_line_and_others_none(run: Callable[..., tuple[int, str, str]]) -> None:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pandas as pd
+import psutil
 import pytest
 from matplotlib.image import imread
 
 from surgeon.cli.app import main
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 SMALL = ["--prompt", "4", "--new", "3", "--rounds", "2"]
 
 
@@ -79,3 +86,38 @@ def test_what_is_refused(
     assert err.startswith("error: ")
     assert message in err
     assert len(err.strip().splitlines()) == 1
+
+
+def measuring_ranks(command: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The ranks of a bench, by rank, once they have computed for longer than starting and loading takes."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        ranks = sorted(psutil.Process(command.pid).children(), key=lambda rank: rank.pid)
+        if len(ranks) == 2 and ranks[1].cpu_times().user > 4:
+            return ranks
+        time.sleep(0.05)
+    raise AssertionError("the ranks do not compute")
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "code", "message"),
+    [
+        ("rank", "SIGKILL", 1, r"error: rank 1 \(process \d+\) was ended by SIGKILL.*"),
+        ("command", "SIGINT", 130, "interrupted; nothing was written; the same command would begin anew"),
+    ],
+)
+def test_ending_in_the_middle(target: str, name: str, code: int, message: str, tiny_checkpoint: Path) -> None:
+    arguments = ["bench", str(tiny_checkpoint), *SMALL, "--rounds", "100000"]
+    script = f"import sys; from surgeon.cli.app import main; sys.exit(main({arguments}))"
+    command = subprocess.Popen([sys.executable, "-c", script], cwd=REPOSITORY, stderr=subprocess.PIPE, text=True)
+    try:
+        ranks = measuring_ranks(command)
+        (ranks[1] if target == "rank" else command).send_signal(signal.Signals[name])
+        _, err = command.communicate(timeout=60)
+    finally:
+        command.kill()
+    assert command.returncode == code
+    assert re.fullmatch(message, err.splitlines()[-1])
+    assert "Traceback" not in err
+    assert len(ranks) == 2
+    assert psutil.wait_procs(ranks, timeout=20)[1] == []
