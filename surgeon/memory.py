@@ -6,8 +6,6 @@ import ctypes
 import re
 import sys
 
-import psutil
-
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _NEAR = 0.9
 FREE_SHARE = 0.8  # of the memory that is left, what surgeon takes at most
@@ -38,11 +36,15 @@ def show_size(size: float) -> str:
 
 def resident_bytes() -> int:
     """How much memory this process holds now."""
+    import psutil
+
     return int(psutil.Process().memory_info().rss)
 
 
 def free_bytes() -> int:
     """How much more memory this process may take without a limit of the user's: most of what the machine has left."""
+    import psutil
+
     return int(FREE_SHARE * psutil.virtual_memory().available)
 
 
