@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from surgeon.cli.options import (
+    DATA_HELP,
     CompressOption,
     LinkBandwidthOption,
     LinkDelayOption,
@@ -20,7 +21,12 @@ from surgeon.cli.sending import parse_sending
 
 if TYPE_CHECKING:
     from surgeon.runtime.bench import Candidate, Load, Result
+    from surgeon.runtime.compress import Compression
+    from surgeon.runtime.compression_cost import CompressionCost
     from surgeon.runtime.link import Link
+
+COMPARED_TOKENS = 1024  # predicted with exact and with compressed reductions
+RANDOM = "random"
 
 
 def bench(
@@ -58,6 +64,14 @@ def bench(
     link_delay: LinkDelayOption = None,
     link_bandwidth: LinkBandwidthOption = None,
     compress: CompressOption = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="With --compress: what to measure its divergence from exact reductions on. Default: random tokens. "
+            + DATA_HELP,
+            show_default=False,
+        ),
+    ] = None,
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -76,9 +90,13 @@ def bench(
     taken in each. First token: from being asked until every text has one. Per token: a decoding pass. Tokens/s: new
     tokens of all texts, from being asked to the last. Waiting: time in collectives; "32+2" are 32 of the program's
     steps and 2 of embedding and head. Bytes are those of the program's steps, of one rank.
+
+    With --compress the same weights also predict some tokens with exact and with compressed reductions: divergence is
+    KL(exact || compressed) over the full vocabulary.
     """
     from surgeon.progress import progress
     from surgeon.report.bench import bench_table, describe_bench
+    from surgeon.report.compression import compression_record, describe_compression
     from surgeon.runtime.bench import Load, load_candidates, measure
     from surgeon.runtime.candidates import Needs, open_candidates
     from surgeon.runtime.launch import Ranks, check_sending, choose_collectives, choose_device
@@ -91,18 +109,51 @@ def bench(
     check_sending(way, chosen, sending.link, sending.compression)
     candidates = open_candidates(model, compare or [], Needs(tp, prompt + new, chosen), program, stretch)
     _check_files(output, trace, chosen)
+    texts = _texts(candidates, sending.compression, data, prompt + new, seed)
     with Ranks(tp, chosen, way, sending.link, sending.compression) as ranks:
         load_candidates(ranks, candidates)
         with progress("bench", rounds * len(loads) * len(candidates), "runs") as advance:
             results = measure(ranks, candidates, loads, rounds, advance)
         if trace is not None:
             _write_trace(trace, ranks, candidates, loads[0], way, sending.link)
+        costs = _compression_costs(ranks, candidates, texts, sending.compression)
     table = bench_table(results)
     place = f"{tp} {'rank' if tp == 1 else 'ranks'} ({chosen}, {way}{sending.words})"
     heading = f"{place}, prompt {prompt}, {new} new, {rounds} {'round' if rounds == 1 else 'rounds'}"
     typer.echo(f"{heading}\n\n{describe_bench(table)}")
+    settings: dict[str, Any] = {"seed": seed, "place": place, "rounds": rounds}
+    if costs:
+        text = data or RANDOM
+        typer.echo(f"\n{describe_compression(costs, text)}")
+        settings["compression"] = compression_record(costs, text)
     if output is not None:
-        _write(output, model, results, {"seed": seed, "place": place, "rounds": rounds}, heading)
+        _write(output, model, results, settings, heading)
+
+
+def _texts(
+    candidates: list[Candidate], compression: str | None, data: str | None, length: int, seed: int
+) -> dict[str, list[list[int]]]:
+    """What each program that sends anything is to predict; empty without compression."""
+    from surgeon.runtime.compression_cost import windows_of
+
+    if compression is None:
+        if data is not None:
+            raise ValueError(f"--data {data} is for measuring what --compress changes; give --compress, too")
+        return {}
+    sending = [one for one in candidates if one.connected and one.plan.ranks > 1]
+    windows = windows_of((one.plan for one in sending), data, length, COMPARED_TOKENS, seed)
+    return {one.name: windows for one, windows in zip(sending, windows, strict=True)}
+
+
+def _compression_costs(
+    ranks: Any, candidates: list[Candidate], texts: dict[str, list[list[int]]], kind: Compression | None
+) -> dict[str, CompressionCost]:
+    from surgeon.runtime.compression_cost import measure_compression
+
+    plans = {one.name: one.plan for one in candidates}
+    if kind is None:
+        return {}
+    return {name: measure_compression(ranks, plans[name], text, kind, name) for name, text in texts.items()}
 
 
 def _batches(text: str) -> list[int]:

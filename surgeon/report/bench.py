@@ -81,12 +81,12 @@ def _split_columns(phase: str, splits: Sequence[Split]) -> dict[str, object]:
 
 def describe_bench(table: pd.DataFrame) -> str:
     """The tables of a terminal, at most 80 columns wide."""
-    parts = ["Latency, medians over rounds", _text(_latency_lines(table))]
-    parts += ["", "One pass, on the rank that waits most", _text(_pass_lines(table))]
+    parts = ["Latency, medians over rounds", aligned(_latency_lines(table))]
+    parts += ["", "One pass, on the rank that waits most", aligned(_pass_lines(table))]
     if table["program"].nunique() > 1:
         first = table["program"].iloc[0]
         parts += ["", f"Times as fast as {first} to the first token and per token"]
-        parts.append(_text(_ratio_lines(table)))
+        parts.append(aligned(_ratio_lines(table)))
     return "\n".join(parts)
 
 
@@ -136,8 +136,8 @@ def _number(value: float) -> str:
     return f"{value:.0f}" if value >= 99.95 else f"{value:#.3g}"
 
 
-def _text(lines: list[list[str]]) -> str:
-    """Columns, the first on the left and the others on the right."""
+def aligned(lines: list[list[str]]) -> str:
+    """Lines of cells as columns, the first on the left and the others on the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     shown = []
     for first, *others in lines:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,13 +11,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from surgeon.quality.data import load_windows
 from surgeon.quality.summary import interval, mean_divergence, perplexity
+from surgeon.runtime.collectives import Collectives
 from surgeon.runtime.compress import Compressed, Compression
 from surgeon.runtime.engine import Figures, RankEngine
 from surgeon.runtime.launch import Ranks
 from surgeon.runtime.plan import Plan
 from surgeon.runtime.rank import Rank
+from surgeon.runtime.text import open_tokenizer
+from surgeon.runtime.worker import ENGINE
 
+FEWEST_WINDOWS = 8  # below, an interval says little
 ROWS = 64  # tokens whose predictions are compared at a time, in float64
 
 
@@ -26,6 +32,7 @@ class CompressionCost:
 
     Attributes:
         kind: of compression.
+        predicted: how many tokens were predicted in all.
         divergences: KL(exact || compressed) over the full vocabulary, the mean over a window's predictions, nats, by
             window.
         exact_nll, compressed_nll: negative log-likelihood of the text, likewise.
@@ -34,6 +41,7 @@ class CompressionCost:
     """
 
     kind: Compression
+    predicted: int
     divergences: NDArray[np.float64]
     exact_nll: NDArray[np.float64]
     compressed_nll: NDArray[np.float64]
@@ -67,12 +75,39 @@ class _Comparison:
     compressed_bytes: int
 
 
-def measure_compression(ranks: Ranks, plan: Plan, windows: list[list[int]], kind: Compression) -> CompressionCost:
+def random_windows(vocabulary: int, length: int, tokens: int, seed: int) -> list[list[int]]:
+    """Windows of random token ids, of about so many tokens in all."""
+    generator = torch.Generator().manual_seed(seed)
+    number = max(FEWEST_WINDOWS, -(-tokens // length))
+    windows: list[list[int]] = torch.randint(vocabulary, (number, length), generator=generator).tolist()
+    return windows
+
+
+def windows_of(
+    plans: Iterable[Plan], data: str | None, length: int, tokens: int, seed: int
+) -> Iterator[list[list[int]]]:
+    """What to predict with each plan: windows of its own tokenizer's tokens of a text, or of random tokens.
+
+    Raises:
+        FileNotFoundError, ValueError: as `load_windows` and `open_tokenizer`.
+    """
+    for plan in plans:
+        if data is None:
+            yield random_windows(plan.vocabulary, length, tokens, seed)
+        else:
+            windows: list[list[int]] = load_windows(open_tokenizer(plan.folder), data, length, tokens).ids.tolist()
+            yield windows
+
+
+def measure_compression(
+    ranks: Ranks, plan: Plan, windows: list[list[int]], kind: Compression, name: str = ENGINE
+) -> CompressionCost:
     """Run windows of a text on ranks twice, with exact and with compressed reductions, and compare.
 
     Args:
         plan: the model and the program; for windows of up to its `max_tokens`.
         windows: token ids; every token of a window but the first is predicted.
+        name: under which the ranks keep an engine of that plan.
 
     Raises:
         ValueError: if there is one rank only, or the windows do not fit the plan.
@@ -84,9 +119,10 @@ def measure_compression(ranks: Ranks, plan: Plan, windows: list[list[int]], kind
         raise ValueError(f"there must be windows, each of 2 to {plan.max_tokens} tokens")
     if any(not 0 <= token < plan.vocabulary for window in windows for token in window):
         raise ValueError(f"token ids must lie in 0..{plan.vocabulary - 1}, the model's vocabulary")
-    found: list[_Comparison] = ranks.call(compare_on_rank, plan, windows, kind)
+    found: list[_Comparison] = ranks.call(compare_on_rank, name, windows, kind)
     return CompressionCost(
         kind,
+        sum(len(window) - 1 for window in windows),
         np.array(found[0].divergences),
         np.array(found[0].exact_nll),
         np.array(found[0].compressed_nll),
@@ -96,27 +132,28 @@ def measure_compression(ranks: Ranks, plan: Plan, windows: list[list[int]], kind
 
 
 @torch.inference_mode()
-def compare_on_rank(rank: Rank, plan: Plan, windows: list[list[int]], kind: Compression) -> _Comparison:
-    """Runs on a rank: load the model once, and run every window both ways."""
-    exact = RankEngine(plan, rank.collectives.exact, rank.device)
-    compressed = _compressed(exact, kind)
+def compare_on_rank(rank: Rank, name: str, windows: list[list[int]], kind: Compression) -> _Comparison:
+    """Runs on a rank: run every window both ways with the weights of an engine that it keeps."""
+    engine: RankEngine = rank.kept[name]
+    exact = _sending(engine, lambda collectives: collectives.exact)
+    compressed = _sending(engine, lambda collectives: Compressed(collectives.exact, kind))
     divergences, exact_nll, compressed_nll = [], [], []
     for window in windows:
         tokens = torch.tensor([window], dtype=torch.long, device=rank.device)
         # The last token's prediction has no token to be compared with.
-        first, second = (engine.text_logits(window)[:-1] for engine in (exact, compressed))
+        first, second = (each.text_logits(window)[:-1] for each in (exact, compressed))
         divergence, nlls = _compare(first, second, tokens[0, 1:])
         divergences.append(divergence)
         exact_nll.append(nlls[0])
         compressed_nll.append(nlls[1])
-    sent = (engine.figures.prefill.layers.bytes for engine in (exact, compressed))
+    sent = (each.figures.prefill.layers.bytes for each in (exact, compressed))
     return _Comparison(divergences, exact_nll, compressed_nll, *sent)
 
 
-def _compressed(engine: RankEngine, kind: Compression) -> RankEngine:
-    """The same weights, with reductions of the program's steps that are compressed and counted apart."""
+def _sending(engine: RankEngine, how: Callable[[Collectives], Collectives]) -> RankEngine:
+    """The same weights, with other reductions of the program's steps, counted apart."""
     other = copy.copy(engine)
-    other.groups = {group: Compressed(exact, kind) for group, exact in engine.groups.items()}
+    other.groups = {group: how(collectives) for group, collectives in engine.groups.items()}
     other.figures = Figures()
     return other
 

@@ -134,6 +134,11 @@ class Recorder:
         self.exchanges: list[Exchange] = []
         self.passes: list[PassTiming] = []
 
+    def begin(self, events: bool) -> None:
+        """Forget everything before."""
+        self.computations, self.exchanges, self.passes, self.what = [], [], [], EMBEDDING
+        self.events = events
+
     def close(self, decode: bool, tokens: int, began: float, ended: float, sent: Sequence[Counts]) -> None:
         """End a pass.
 
@@ -302,7 +307,7 @@ def run_timed(rank: Rank, requests: list[Request], blocks: int, limits: Limits, 
     """
     engine: TimedEngine = rank.kept[name]
     recorder = engine.recorder
-    recorder.passes, recorder.events = [], events
+    recorder.begin(events)
     began = now()
     complete(rank, requests, blocks, limits, name)
     return Run(began, recorder.passes)

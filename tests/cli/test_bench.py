@@ -48,6 +48,31 @@ def test_tables_files_and_trace(tiny_checkpoint: Path, tmp_path: Path, capfd: py
     assert processes == [f"{name}, rank {rank}" for name in ("tiny-llama", "lp", "upper-bound") for rank in (0, 1)]
 
 
+@pytest.mark.parametrize("data", [None, "demo"])
+def test_what_compression_changes_is_told(
+    data: str | None, tiny_checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--compress", "int4", "--compare", "lp", "--compare", "upper-bound", "--layers", "1:3"]
+    options += ["--output", str(tmp_path), "--new", "12", *([] if data is None else ["--data", data])]
+    assert main(["bench", str(tiny_checkpoint), *SMALL, *options]) == 0
+    out = capfd.readouterr().out
+    assert "(cpu, shm, int4)" in out
+    heading, columns, _, *rows = out.partition("\n\nWhat int4 changes")[2].splitlines()
+    assert heading.endswith(f"({data or 'random'})")
+    assert columns.split() == ["program", "divergence", "95%", "interval", "perplexity", "if", "exact", "bytes"]
+    found = json.loads((tmp_path / "bench.json").read_text())["compression"]
+    assert [row.split()[0] for row in rows] == [one["program"] for one in found] == ["tiny-llama", "lp"]
+    for row, one in zip(rows, found, strict=True):
+        assert one["divergence"] == pytest.approx(float(row.split()[1]), rel=0.01)
+        assert 1e-6 < one["divergence_low"] < one["divergence"] < one["divergence_high"] < 1
+        assert one["perplexity"] == pytest.approx(one["exact_perplexity"], rel=0.5)
+        # Of the 32 features of a row in 4 bytes each, one is sent exactly with its place, all with 4 bits, and a scale.
+        assert one["bytes"] / one["exact_bytes"] == (4 + 4 + 2 + 16) / 128
+        assert row.split()[-1] == "20%"
+        assert (one["compression"], one["text"]) == ("int4", data or "random")
+        assert one["predicted"] >= 900
+
+
 def test_one_rank_without_communication(tiny_checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", str(tiny_checkpoint), "--tp", "1", "--program", "A0 F0", *SMALL]) == 0
     out = capfd.readouterr().out
@@ -69,6 +94,8 @@ def test_ranks_that_are_not_connected(tiny_checkpoint: Path, capfd: pytest.Captu
         (["--link-delay", "1"], "'1' is no delay; write e.g. 1ms, 200us or 0.5s"),
         (["--link-bandwidth", "fast"], "'fast' is no amount of memory"),
         (["--layers", "3"], "layers '3' are no range"),
+        (["--data", "demo"], "--data demo is for measuring what --compress changes; give --compress, too"),
+        (["--compress", "int8", "--data", "no-such-file.txt"], "no-such-file.txt"),
         (["--compress", "int7"], "there is no compression 'int7'; did you mean 'int"),
         (["--collectives", "none", "--link-delay", "1ms"], "collectives none send nothing"),
         (["--compare", "ladders"], "there is no model folder ladders"),

@@ -14,9 +14,10 @@ from torch import Tensor
 from surgeon.program import Program
 from surgeon.runtime.collectives import Alone, Counts
 from surgeon.runtime.compress import Compressed, Compression, Packing
-from surgeon.runtime.compression_cost import measure_compression
+from surgeon.runtime.compression_cost import measure_compression, random_windows
 from surgeon.runtime.launch import Ranks
 from surgeon.runtime.prepare import make_plan
+from surgeon.runtime.worker import load
 from tests.models import VOCABULARY, tiny_model
 from tests.runtime import on_collectives, on_ranks
 
@@ -167,7 +168,8 @@ def test_the_cost_for_a_model(ranks: Ranks, wide: Path) -> None:
     number = len(ranks.pids)
     plan = make_plan(wide, number, 16, PROGRAM)
     windows = [IDS[0].tolist(), IDS[1, :7].tolist()]
-    cost = measure_compression(ranks, plan, windows, "int4")
+    ranks.call(load, plan, "compared")
+    cost = measure_compression(ranks, plan, windows, "int4", "compared")
     with Ranks(number, collectives="shm", compression="int4") as started:
         for index, window in enumerate(windows):
             chunk = torch.tensor([window])
@@ -181,6 +183,7 @@ def test_the_cost_for_a_model(ranks: Ranks, wide: Path) -> None:
     assert cost.perplexities == pytest.approx(tuple(np.exp([cost.exact_nll.mean(), cost.compressed_nll.mean()])))
     syncs = Program.parse(PROGRAM).sync_points(number)
     assert (cost.exact_bytes, cost.compressed_bytes) == (18 * syncs * 512, 18 * syncs * 80)
+    assert cost.predicted == 16
 
 
 @pytest.mark.parametrize(
@@ -196,6 +199,14 @@ def test_what_measuring_refuses(windows: list[list[int]], message: str, ranks: R
     plan = make_plan(wide, len(ranks.pids), 16)
     with pytest.raises(ValueError, match=message):
         measure_compression(ranks, plan, windows, "int8")
+
+
+def test_random_windows() -> None:
+    windows = random_windows(VOCABULARY, 10, 1000, seed=1)
+    assert (len(windows), {len(window) for window in windows}) == (100, {10})
+    assert {token for window in windows for token in window} == set(range(VOCABULARY))
+    assert windows != random_windows(VOCABULARY, 10, 1000, seed=2)
+    assert len(random_windows(VOCABULARY, 500, 100, seed=1)) == 8
 
 
 def test_measuring_needs_ranks_that_send(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
