@@ -89,6 +89,23 @@ CollectivesOption = Annotated[
         help="shm (shared memory, CPU ranks of one machine), gloo, nccl, or auto: the fastest that fits.",
     ),
 ]
+DtypeOption = Annotated[
+    str,
+    typer.Option(
+        "--dtype",
+        metavar="[auto|float32|bfloat16|float16]",
+        help="What to compute in; auto: as the weights are stored, but float32 for 16-bit weights on a CPU.",
+    ),
+]
+DecodingOption = Annotated[
+    str,
+    typer.Option(
+        "--decoding",
+        metavar="[auto|dynamic|static|captured]",
+        help="How passes that add one token to each text are computed: like others (dynamic), in a few fixed shapes "
+        "(static), recorded as CUDA graphs (captured), or auto: dynamic on a CPU, captured on GPUs where it can be.",
+    ),
+]
 LinkDelayOption = Annotated[
     str | None,
     typer.Option(

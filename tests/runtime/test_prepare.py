@@ -62,6 +62,20 @@ def test_sixteen_bit_weights_are_computed_in_float32_on_a_cpu(tiny_model: Callab
     assert make_plan(tmp_path, 1, 20, device="cuda").dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_dtype_and_a_decoding_that_were_asked_for(device: str, saved: Callable[..., Path]) -> None:
+    folder = saved()
+    plan = make_plan(folder, 1, 20, device=device, dtype="bfloat16", decoding="static")
+    assert (plan.dtype, plan.decoding) == (torch.bfloat16, "static")
+    assert make_plan(folder, 1, 20, device=device).decoding == "auto"
+    with pytest.raises(ValueError, match=r"no dtype 'bfloat' to compute in; did you mean 'bfloat16'\?"):
+        make_plan(folder, 1, 20, device=device, dtype="bfloat")
+    with pytest.raises(ValueError, match="no dtype 'int8' to compute in"):
+        make_plan(folder, 1, 20, device=device, dtype="int8")
+    with pytest.raises(ValueError, match=r"no decoding 'capture'; did you mean 'captured'\?"):
+        make_plan(folder, 1, 20, device=device, decoding="capture")
+
+
 def test_end_tokens_of_the_generation_config_count(saved: Callable[..., Path]) -> None:
     folder = saved()
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7]}))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from surgeon.runtime.prepare import make_plan
 from surgeon.runtime.request import Request, Sampling
 from surgeon.runtime.scheduler import Limits, Row, Targets, Wanted
 from surgeon.runtime.static_decode import Outputs, PassSize, Replay, StaticDecode, StaticLayout, StaticPass
+from surgeon.runtime.timing import TimedEngine
 from surgeon.runtime.worker import complete, load, unload
 from tests.models import VOCABULARY, tiny_model
 from tests.runtime.on_ranks import complete_twice
@@ -250,6 +252,23 @@ def test_replays_count_their_collectives(program: str, checkpoints: dict[str, Pa
     layers, vocabulary = counts[1]
     assert layers.all_reduces == 12 * Program.parse(PROGRAMS[program]).sync_points(2)
     assert vocabulary == Counts(12, 24, vocabulary.bytes)  # likeliest tokens, and logits because they were wanted
+
+
+def test_timing_of_recorded_passes(checkpoints: dict[str, Path]) -> None:
+    """Replays start no exchange that could be timed; what they send is known all the same."""
+    plan = replace(make_plan(checkpoints["llama"], 2, 128, PROGRAMS["LP"]), decoding="static")
+    seen = []
+    for trace in (None, Trace()):
+        rank: Any = SimpleNamespace(device=torch.device("cpu"))
+        engine = TimedEngine(plan, rank, Together())
+        engine.recorder.on_gpu = True
+        engine._static = StaticDecode(engine, trace)
+        list(all_logits(engine))
+        seen.append([(one.decode, one.steps, one.layers, one.vocabulary) for one in engine.recorder.passes])
+    assert seen[0] == seen[1]
+    assert [one[0] for one in seen[0]] == [False] * len(TEXTS) + [True] * 12
+    syncs = Program.parse(PROGRAMS["LP"]).sync_points(2)
+    assert all(layers.all_reduces == syncs and steps == [] for _, steps, layers, _ in seen[0])
 
 
 def test_modes_that_do_not_fit(checkpoints: dict[str, Path]) -> None:
