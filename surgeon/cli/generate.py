@@ -96,8 +96,8 @@ def generate(
     """Continue texts on one or more ranks; what they write goes to stdout, figures to stderr.
 
     The text of one prompt is shown as it comes, those of several in the order of the prompts, each below a line with
-    the prompt's beginning. The ranks are started here, on this machine; every rank loads its own slices of the weights
-    only. The texts are the same for any number of ranks.
+    the prompt's beginning. The ranks are started here, or by torchrun (see --tp); every rank loads its own slices of
+    the weights only. The texts are the same for any number of ranks.
     """
     from surgeon.report.generation import describe_generation
     from surgeon.runtime.request import Sampling

@@ -75,8 +75,8 @@ RanksOption = Annotated[
         "--tp",
         min=1,
         callback=settle_ranks,
-        help="How many tensor-parallel ranks to run on. Started here; under torchrun its processes are the ranks, on "
-        "one machine or several, and --tp can be left out.",
+        help="How many tensor-parallel ranks to run on, started here. Under torchrun, on one machine or several, all "
+        "its processes are the ranks: leave --tp out. They wait 60 seconds for each other, or SURGEON_JOIN_SECONDS.",
     ),
 ]
 RanksDeviceOption = Annotated[
@@ -86,7 +86,8 @@ CollectivesOption = Annotated[
     str,
     typer.Option(
         "--collectives",
-        help="shm (shared memory, CPU ranks of one machine), gloo, nccl, or auto: the fastest that fits.",
+        help="shm (shared memory, CPU ranks of one machine, not under torchrun), gloo, nccl, or auto: the fastest "
+        "that fits.",
     ),
 ]
 DtypeOption = Annotated[

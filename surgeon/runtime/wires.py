@@ -26,7 +26,7 @@ LOOK_SECONDS = 0.1  # between two looks into the store
 PROOF_SECONDS = 10  # that somebody who connects has to prove to know the secret
 
 # A machine that vanishes (no power, no network) sends nothing: its connections are given up after these seconds.
-IDLE_SECONDS, PROBE_SECONDS, PROBES = 2, 2, 3
+IDLE_SECONDS, PROBE_SECONDS, PROBES = 2, 1, 4
 _SILENCE_MILLISECONDS = (IDLE_SECONDS + PROBE_SECONDS * PROBES) * 1000
 
 
