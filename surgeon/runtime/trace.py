@@ -1,7 +1,8 @@
 """A timeline of forward passes as Chrome and Perfetto show it: what each rank computes, waits for and has in flight.
 
 Every rank is a process with rows of its own, so that one sees whether a reduction hides behind the next step's
-computation (Ladder Residual, figure 5).
+computation (Ladder Residual, figure 5). A name begins as the program writes the step and goes on in words, because a
+narrow box shows the beginning only.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from surgeon.program import ATTENTION, Step, Sublayer
 from surgeon.runtime.link import Link
 from surgeon.runtime.timing import Exchange, PassTiming, Run
 
 PASSES, COMPUTE, WAITING, COMMUNICATION = 0, 1, 2, 3  # rows; what is in flight at the same time takes further rows
-ROW_NAMES = {PASSES: "passes", COMPUTE: "compute", WAITING: "waiting"}
+ROW_NAMES = {PASSES: "forward passes", COMPUTE: "compute", WAITING: "waiting for other ranks"}
 MICROSECONDS = 1e6
 
 Event = dict[str, Any]
@@ -61,7 +63,7 @@ def _names(process: int, name: str) -> list[Event]:
 
 def _row_names(events: Sequence[Event]) -> Iterator[Event]:
     for process, row in sorted({(event["pid"], event["tid"]) for event in events if event["ph"] == "X"}):
-        name = ROW_NAMES.get(row, f"communication {row - COMMUNICATION + 1}")
+        name = ROW_NAMES.get(row, f"in flight {row - COMMUNICATION + 1}")
         yield {"ph": "M", "name": "thread_name", "pid": process, "tid": row, "args": {"name": name}}
         yield {"ph": "M", "name": "thread_sort_index", "pid": process, "tid": row, "args": {"sort_index": row}}
 
@@ -74,16 +76,32 @@ def _pass_events(
         return {"ph": "X", "name": name, "cat": _category(row), "pid": process, "tid": row, **times, "args": more}
 
     kind = "decode" if one.decode else "prefill"
-    yield event(PASSES, kind, one.began, one.ended, tokens=one.tokens)
+    tokens = f"{one.tokens} {'token' if one.tokens == 1 else 'tokens'}"
+    yield event(PASSES, f"{kind} ({tokens})", one.began, one.ended, tokens=one.tokens)
     for step in one.computations:
-        yield event(COMPUTE, str(step.step), step.began, step.ended)
+        yield event(COMPUTE, explain(step.step), step.began, step.ended)
     busy_until: list[float] = []
     for exchange, arrival in zip(one.exchanges, arrivals(rank, everybody, wires), strict=True):
-        name = f"{'all-gather' if exchange.gather else 'all-reduce'} {exchange.what}"
+        name = f"{'all-gather' if exchange.gather else 'all-reduce'} {explain(exchange.what)}"
         lane = next((lane for lane, until in enumerate(busy_until) if until <= exchange.began), len(busy_until))
         busy_until[lane : lane + 1] = [arrival]
         yield event(COMMUNICATION + lane, name, exchange.began, arrival, bytes=exchange.bytes)
-        yield event(WAITING, name, exchange.waited, exchange.ended)
+        yield event(WAITING, f"wait for {name}", exchange.waited, exchange.ended)
+
+
+def explain(what: Step | str) -> str:
+    """A step as the program writes it, and in words; anything else is a word already."""
+    if isinstance(what, str):
+        return what
+    inside = ", ".join(map(_explain_sublayer, what.sublayers))
+    return f"{what} ({'late: ' if what.late else ''}{inside})"
+
+
+def _explain_sublayer(sublayer: Sublayer) -> str:
+    kind = "attention" if sublayer.kind == ATTENTION else "feed-forward"
+    layers = "~".join(map(str, sublayer.layers))
+    piece = "" if sublayer.piece is None else f" slice {sublayer.piece[0]} of {sublayer.piece[1]}"
+    return f"{kind} {layers}{piece}"
 
 
 def _category(row: int) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from surgeon.operations import ladder, pair, tracks
-from surgeon.program import Program
+from surgeon.program import Program, Step
 from surgeon.runtime.bench import (
     Candidate,
     Load,
@@ -29,7 +29,7 @@ from surgeon.runtime.expected import expected_decode, expected_seconds
 from surgeon.runtime.launch import Ranks
 from surgeon.runtime.link import Link
 from surgeon.runtime.timing import Exchange, PassTiming, Run
-from surgeon.runtime.trace import Wires, arrivals, chrome_trace
+from surgeon.runtime.trace import Wires, arrivals, chrome_trace, explain
 from tests.models import VOCABULARY, tiny_model
 
 DELAY = 0.005  # far longer than a step for one token, shorter than one for hundreds
@@ -266,11 +266,14 @@ def test_slices_need_ranks(checkpoint: Path) -> None:
 
 
 def spans(trace_file: dict[str, Any], process: str, category: str) -> list[tuple[str, float, float]]:
-    """Name, beginning and end of one process's events of one category, in order."""
+    """Name (without what explains it), beginning and end of one process's events of one category, in order."""
     events = trace_file["traceEvents"]
     (number,) = [e["pid"] for e in events if e["name"] == "process_name" and e["args"]["name"] == process]
     found = [e for e in events if e["ph"] == "X" and e["pid"] == number and e["cat"] == category]
-    return sorted(((e["name"], e["ts"], e["ts"] + e["dur"]) for e in found), key=lambda span: span[1])
+    names = [e["name"].partition(" (")[0] for e in found]
+    return sorted(
+        ((name, e["ts"], e["ts"] + e["dur"]) for name, e in zip(names, found, strict=True)), key=lambda span: span[1]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -301,6 +304,34 @@ def test_a_ladders_reductions_are_in_flight_during_the_next_step(name: str, rank
         assert set(during) <= set(late)
         # With hundreds of tokens a step takes longer than the link; a busy machine may still come to one too late.
         assert len([pair for pair in late if pair in during]) >= len(late) - 1
+
+
+def test_names_explain_themselves(traced: dict[str, Any]) -> None:
+    names: dict[str, list[str]] = {}
+    for event in traced["traceEvents"]:
+        if event["ph"] == "X":
+            names.setdefault(event["cat"], []).append(event["name"])
+    assert {"A0 (attention 0)", ">F3 (late: feed-forward 3)"} <= set(names["compute"])
+    assert {"all-reduce A0 (attention 0)", "all-reduce embedding", "all-gather head"} <= set(names["communication"])
+    assert "wait for all-reduce F0 (feed-forward 0)" in names["waiting"]
+    assert set(names["pass"]) == {"prefill (800 tokens)", "decode (8 tokens)"}
+    rows = {event["args"]["name"] for event in traced["traceEvents"] if event["name"] == "thread_name"}
+    assert rows == {"forward passes", "compute", "waiting for other ranks", "in flight 1", "in flight 2"}
+
+
+@pytest.mark.parametrize(
+    ("step", "name"),
+    [
+        ("[A1 A2]", "[A1 A2] (attention 1, attention 2)"),
+        (">[A1 F1]", ">[A1 F1] (late: attention 1, feed-forward 1)"),
+        ("F4~F5", "F4~F5 (feed-forward 4~5)"),
+        ("A4/8:0", "A4/8:0 (attention 4 slice 0 of 8)"),
+    ],
+)
+def test_names_of_steps(step: str, name: str) -> None:
+    (found,) = Program.parse(step).nodes
+    assert isinstance(found, Step)
+    assert explain(found) == name
 
 
 def test_rows_of_a_trace_do_not_overlap(traced: dict[str, Any]) -> None:
