@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from surgeon.runtime.link import Link
 
 COMPARED_TOKENS = 1024  # predicted with exact and with compressed reductions
-RANDOM = "random"
+RANDOM = "random tokens"
 
 
 def bench(

@@ -58,7 +58,7 @@ def test_what_compression_changes_is_told(
     out = capfd.readouterr().out
     assert "(cpu, shm, int4)" in out
     heading, columns, _, *rows = out.partition("\n\nWhat int4 changes")[2].splitlines()
-    assert heading.endswith(f"({data or 'random'})")
+    assert heading.endswith(f"({data or 'random tokens'})")
     assert columns.split() == ["program", "divergence", "95%", "interval", "perplexity", "if", "exact", "bytes"]
     found = json.loads((tmp_path / "bench.json").read_text())["compression"]
     assert [row.split()[0] for row in rows] == [one["program"] for one in found] == ["tiny-llama", "lp"]
@@ -69,7 +69,7 @@ def test_what_compression_changes_is_told(
         # Of the 32 features of a row in 4 bytes each, one is sent exactly with its place, all with 4 bits, and a scale.
         assert one["bytes"] / one["exact_bytes"] == (4 + 4 + 2 + 16) / 128
         assert row.split()[-1] == "20%"
-        assert (one["compression"], one["text"]) == ("int4", data or "random")
+        assert (one["compression"], one["text"]) == ("int4", data or "random tokens")
         assert one["predicted"] >= 900
 
 
