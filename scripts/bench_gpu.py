@@ -43,7 +43,8 @@ from surgeon.runtime.layers import Attention
 from surgeon.runtime.plan import Decoding
 from surgeon.runtime.prepare import make_plan
 from surgeon.runtime.request import Request, Sampling
-from surgeon.runtime.scheduler import Limits, Row, Wanted
+from surgeon.runtime.scheduler import Limits
+from surgeon.runtime.sequence import Row, Wanted
 from surgeon.runtime.worker import complete, load
 
 TARGET = 0.75  # of the measured bandwidth, at batch 1

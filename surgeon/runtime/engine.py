@@ -15,8 +15,6 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.execute import Branch, Machine, Pending, run
 from surgeon.program import ATTENTION, Fork, Program, Step, Sublayer
@@ -27,10 +25,11 @@ from surgeon.runtime.paged_cache import Index, Layout, PagedCache
 from surgeon.runtime.placement import Group, Part, Work, fork_share, groups_within, rank_work
 from surgeon.runtime.plan import Plan
 from surgeon.runtime.request import TokenLogprob
-from surgeon.runtime.scheduler import Row, Wanted
 from surgeon.runtime.scoring import score
+from surgeon.runtime.sequence import Row, Wanted
 from surgeon.runtime.sharding import Source
 from surgeon.runtime.static_decode import CudaRecorder, StaticDecode
+from torch import Tensor
 
 
 @dataclass

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from surgeon.runtime.blocks import BLOCK_TOKENS, Run
 from surgeon.runtime.layers import Weighting, attention
-from surgeon.runtime.scheduler import Row
+from surgeon.runtime.sequence import Row
 
 Index = slice | Tensor  # which of some places, in order
 

@@ -27,7 +27,7 @@ from surgeon.runtime.blocks import BLOCK_TOKENS
 from surgeon.runtime.collectives import Counts
 from surgeon.runtime.layers import Weighting, softcap
 from surgeon.runtime.paged_cache import PagedCache
-from surgeon.runtime.scheduler import Row
+from surgeon.runtime.sequence import Row
 
 if TYPE_CHECKING:
     from surgeon.runtime.engine import RankEngine

@@ -24,7 +24,8 @@ from surgeon.runtime.placement import Group, Work
 from surgeon.runtime.plan import Plan
 from surgeon.runtime.rank import Rank
 from surgeon.runtime.request import Request
-from surgeon.runtime.scheduler import Limits, Row
+from surgeon.runtime.scheduler import Limits
+from surgeon.runtime.sequence import Row
 from surgeon.runtime.worker import complete
 
 now = time.perf_counter  # one clock for all processes of a machine on Linux

@@ -21,7 +21,8 @@ from surgeon.runtime.plan import Plan
 from surgeon.runtime.rank import Rank
 from surgeon.runtime.request import Request, TokenLogprob
 from surgeon.runtime.sampling import Sampler
-from surgeon.runtime.scheduler import Limits, Output, Scheduler, Share, Wanted
+from surgeon.runtime.scheduler import Limits, Output, Scheduler
+from surgeon.runtime.sequence import Share, Wanted
 from surgeon.runtime.watchdog import Pulse
 
 ENGINE = "engine"  # the name under which a rank keeps the engine of a single model

@@ -17,7 +17,8 @@ from surgeon.runtime.engine import RankEngine
 from surgeon.runtime.plan import Plan
 from surgeon.runtime.rank import Rank
 from surgeon.runtime.request import Request
-from surgeon.runtime.scheduler import Limits, Row, Tally, Wanted
+from surgeon.runtime.scheduler import Limits, Tally
+from surgeon.runtime.sequence import Row, Wanted
 from surgeon.runtime.worker import ENGINE, Leader, follow
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from surgeon.runtime.blocks import BLOCK_TOKENS, BlockTable
 from surgeon.runtime.layers import Weighting
 from surgeon.runtime.paged_cache import Layout, PagedCache, as_index, stretches
-from surgeon.runtime.scheduler import Row, Wanted
+from surgeon.runtime.sequence import Row, Wanted
 
 HEAD_DIM = 8
 BLOCKS = 24

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from surgeon.runtime.blocks import BlockPool
 from surgeon.runtime.request import QueueFull, Request, Sampling, TokenLogprob
-from surgeon.runtime.scheduler import Limits, Output, Scheduler, Share, Wanted
+from surgeon.runtime.scheduler import Limits, Output, Scheduler
+from surgeon.runtime.sequence import Share, Wanted
 
 END = 3
 

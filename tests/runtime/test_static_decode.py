@@ -30,7 +30,8 @@ from surgeon.runtime.placement import Group
 from surgeon.runtime.plan import Decoding
 from surgeon.runtime.prepare import make_plan
 from surgeon.runtime.request import Request, Sampling
-from surgeon.runtime.scheduler import Limits, Row, Targets, Wanted
+from surgeon.runtime.scheduler import Limits
+from surgeon.runtime.sequence import Row, Targets, Wanted
 from surgeon.runtime.static_decode import Outputs, PassSize, Replay, StaticDecode, StaticLayout, StaticPass
 from surgeon.runtime.timing import TimedEngine
 from surgeon.runtime.worker import complete, load, unload
