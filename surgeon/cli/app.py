@@ -25,6 +25,7 @@ from surgeon.cli.scan import scan
 from surgeon.cli.search import search
 from surgeon.cli.sensitivity import sensitivity
 from surgeon.cli.serve import serve
+from surgeon.cli.show import show
 from surgeon.cli.similarity import similarity
 from surgeon.cli.spectrum import spectrum
 
@@ -36,6 +37,7 @@ COMMANDS = (
     (spectrum, "Find singular values, and what lower ranks of each matrix do."),
     (search, "Find the best layers to run in pairs, for a wanted depth."),
     (export, "Write the changed model as a checkpoint."),
+    (show, "Say what a checkpoint or a recipe is; draw its program."),
     (evaluate, "Measure accuracy on tasks with lm-eval."),
     (generate, "Continue a text, on one or several ranks."),
     (serve, "Answer requests as OpenAI's API does, on one or several ranks."),

@@ -27,6 +27,7 @@ _INTERRUPTED = {
     "spectrum": _GOES_ON,
     "search": _GOES_ON,
     "export": _KEEPS_NOTHING,
+    "show": _KEEPS_NOTHING,
     "eval": _GOES_ON,
     "generate": "the text is not finished",
     "serve": "requests that were running are lost",

@@ -78,7 +78,7 @@ class _SimulatedRanks(Machine):
         if len(self.group) == 1:
             return lambda: output
         started = [self.clocks[rank] for rank in self.group]
-        there = [max(max(started), own + self.delay) for own in started]
+        there = [max(*started, own + self.delay) for own in started]
 
         def wait() -> Tensor:
             for rank, when in zip(self.group, there, strict=True):

@@ -1,0 +1,139 @@
+"""What a checkpoint or a recipe is: its model, its form, and its program over the layers of the unedited model."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from surgeon.checkpoint.export import REPORT_FILE
+from surgeon.checkpoint.load import PROGRAM_KEY, WIDTHS_KEY, read_config
+from surgeon.checkpoint.read import DEMO, Checkpoint, locate, read_json
+from surgeon.families import Family, family_of
+from surgeon.program import Program
+from surgeon.recipe import Recipe, read_recipe
+
+RECIPE_SUFFIXES = (".yaml", ".yml")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """How many parameters there are, and their size in bytes."""
+
+    parameters: int
+    size: int
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Weights:
+        """What a checkpoint's headers say."""
+        counts = {name: math.prod(checkpoint.shape(name)) for name in checkpoint.names()}
+        return cls(sum(counts.values()), sum(n * checkpoint.dtype(name).itemsize for name, n in counts.items()))
+
+
+@dataclass(frozen=True)
+class Description:
+    """What is to be known without reading weights.
+
+    Attributes:
+        name: of the checkpoint's folder, or of the recipe.
+        form: "plain", "fused", "program", or None for a recipe.
+        model: the unedited model's name, where it is known.
+        config: of the checkpoint (for a recipe, of its model), as `transformers` reads it.
+        program: over the layers of the unedited model.
+        num_layers: of the unedited model.
+        weights: what the files hold; None for a recipe.
+        report: surgeon.json, if the checkpoint has one.
+        recipe: if that is what is described.
+    """
+
+    name: str
+    form: str | None
+    model: str | None
+    config: Any
+    family: Family
+    program: Program
+    num_layers: int
+    weights: Weights | None = None
+    report: dict[str, Any] | None = None
+    recipe: Recipe | None = None
+
+
+def describe(what: str | Path) -> Description:
+    """Describe a recipe file, a checkpoint folder, or a model by its name.
+
+    Raises:
+        FileNotFoundError: if there is no such thing.
+        ValueError: if it is damaged, or of an architecture that is not supported.
+    """
+    path = Path(what)
+    return _describe_recipe(path) if path.suffix in RECIPE_SUFFIXES else _describe_checkpoint(path, what)
+
+
+def _describe_recipe(path: Path) -> Description:
+    recipe = read_recipe(path)
+    config = _config_only(recipe.model)
+    family, layers = family_of(config), int(config.num_hidden_layers)
+    program = recipe.program(layers, family.steps_per_layer)
+    return Description(path.name, None, recipe.model, config, family, program, layers, recipe=recipe)
+
+
+def _config_only(model: str) -> Any:
+    """The configuration of an unedited model, of which no weights are fetched if it lies on the hub."""
+    if model == DEMO or Path(model).exists() or model.count("/") != 1:
+        return read_config(Checkpoint(locate(model)))
+    from surgeon.quality.offline import without_retries
+
+    try:
+        with without_retries():
+            return AutoConfig.from_pretrained(model)
+    except Exception as error:
+        raise FileNotFoundError(
+            f"{model} is no folder here, and its configuration could not be fetched from the hub "
+            f"({type(error).__name__}); check the name and the connection"
+        ) from error
+
+
+def _describe_checkpoint(path: Path, name: str | Path) -> Description:
+    checkpoint = Checkpoint(locate(name))
+    config = read_config(checkpoint)
+    family = family_of(config)
+    report = _report_of(checkpoint)
+    form = "fused" if WIDTHS_KEY in checkpoint.config else "program" if PROGRAM_KEY in checkpoint.config else "plain"
+    layers = int(config.num_hidden_layers)
+    model, program = None, Program.dense(layers, family.steps_per_layer)
+    if report is not None:
+        model, layers, program = report["source"]["model"], report["source"]["num_layers"], report["program"]
+        program = Program.parse(program)
+    elif form == "program":
+        program = Program.parse(checkpoint.config[PROGRAM_KEY])
+    return Description(
+        name=path.resolve().name if path.is_dir() else str(name),
+        form=form,
+        model=model,
+        config=config,
+        family=family,
+        program=program,
+        num_layers=layers,
+        weights=Weights.of(checkpoint),
+        report=report,
+    )
+
+
+def _report_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """surgeon.json, checked as far as it is used."""
+    path = checkpoint.folder / REPORT_FILE
+    if not path.exists():
+        return None
+    report = read_json(path)
+    source = report.get("source")
+    if (
+        not isinstance(report.get("program"), str)
+        or not isinstance(source, dict)
+        or not isinstance(source.get("model"), str)
+        or not isinstance(source.get("num_layers"), int)
+    ):
+        raise ValueError(f"{path} is not what surgeon export writes: it lacks the program or its source")
+    return report

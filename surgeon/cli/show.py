@@ -1,0 +1,97 @@
+"""`surgeon show`: what a checkpoint or a recipe is, in words and as a picture."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from surgeon.checkpoint.describe import Description
+
+WIDTH = 80
+LABEL = 12  # columns
+
+
+def show(
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="DIR|RECIPE", help="A checkpoint folder, a hub name, demo, or a recipe (YAML).", show_default=False
+        ),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Draw the program too, as a PNG file under this name.", show_default=False),
+    ] = None,
+) -> None:
+    """Say what a checkpoint or a recipe is: its model, its program, what that costs, and how it was proven.
+
+    No weights are read. With -o, the residual stream is drawn with the steps that read it and add to it, so that what
+    was changed is seen at a glance. Programs are over the layers of the unedited model.
+    """
+    from surgeon.checkpoint.describe import describe
+
+    if output is not None and output.suffix.lower() != ".png":
+        raise ValueError(f"the picture is a PNG; give -o a name that ends in .png, not {output.name!r}")
+    found = describe(what)
+    for label, text in facts(found):
+        print(textwrap.fill(text, WIDTH, initial_indent=f"{label:<{LABEL}}", subsequent_indent=" " * LABEL))
+    if output is not None:
+        from surgeon.report.program import draw_program
+
+        depth = found.program.effective_depth(found.family.steps_per_layer)
+        syncs = found.program.sync_points(2)
+        title = f"{found.name}: effective depth {depth:g} of {found.num_layers}, {syncs} synchronisations on two ranks"
+        draw_program(found.program, found.num_layers, found.family.steps_per_layer, title, output)
+        print(f"{'picture':<{LABEL}}{output}")
+
+
+def facts(found: Description) -> Iterator[tuple[str, str]]:
+    """What there is to say, by label."""
+    from surgeon.program import Program
+    from surgeon.report.outline import outline_text
+
+    program, steps = found.program, found.family.steps_per_layer
+    dense = Program.dense(found.num_layers, steps)
+    yield "name", f"{found.name}, {_what_it_is(found)}"
+    yield "model", _model(found)
+    yield "depth", f"{program.effective_depth(steps):g} of {found.num_layers} layers one after the other"
+    yield "syncs", f"{program.sync_points(2)} per forward pass on two ranks (unedited: {dense.sync_points(2)})"
+    if found.recipe is not None:
+        for operation in found.recipe.operations:
+            yield "operation", operation.to_yaml()
+    yield "program", outline_text(program, found.num_layers, steps)
+    if found.report is not None and isinstance(proof := found.report.get("proof"), dict):
+        yield "proof", _proof(proof)
+
+
+def _model(found: Description) -> str:
+    from surgeon.checkpoint.staging import show_bytes
+
+    units = found.family.units(found.config)
+    text = (
+        f"{found.family.name}, {found.config.hidden_size} wide, {units['heads']} heads over {units['kv_heads']} KV "
+        f"heads, vocabulary {found.config.vocab_size}"
+    )
+    if found.weights is not None:
+        text += f"; {found.weights.parameters / 1e6:,.1f}M parameters, {show_bytes(found.weights.size)}"
+    return text
+
+
+def _proof(proof: dict[str, Any]) -> str:
+    return (
+        f"on {proof['tokens']} random tokens its logits differ from the program's by {proof['exact']:.1g} of their "
+        f"scale, {proof['written']:.1g} as stored in {proof['dtype']}"
+    )
+
+
+def _what_it_is(found: Description) -> str:
+    if found.recipe is not None:
+        return f"a recipe for {found.model}"
+    if found.report is None:
+        return "a checkpoint" if found.form == "plain" else f"a checkpoint in {found.form} form"
+    return f"{found.model} in {found.form} form, by surgeon {found.report.get('surgeon', '?')}"

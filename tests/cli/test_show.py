@@ -1,0 +1,94 @@
+"""`surgeon show` as a user runs it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run
+
+OPERATIONS = {
+    "plain": "- prune: {layers: '1:2'}",
+    "fused": "- pair: {layers: '1:3'}",
+    "program": "- ladder: {layers: '2:4'}",
+}
+PROGRAMS = {
+    "plain": "A0 F0 (no 1) A2 F2 A3 F3",
+    "fused": "A0 F0 [A1 A2] [F1 F2] A3 F3",
+    "program": "A0 F0 A1 F1 >A2 >F2 >A3 >F3",
+}
+
+
+def facts(out: str) -> dict[str, str]:
+    """What was said, by label; of several with one label, all."""
+    found: dict[str, str] = {}
+    for line in out.splitlines():
+        assert len(line) <= 80 or line.startswith("picture")  # a path is not broken up
+        if line[0] != " ":
+            label = line.split()[0]
+        found[label] = f"{found.get(label, '')} {line.removeprefix(label).strip()}".strip()
+    return found
+
+
+@pytest.mark.parametrize("form", OPERATIONS)
+def test_a_recipe_and_the_checkpoint_made_of_it(
+    form: str, surgeon_says: Run, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    recipe = tmp_path / "edit.yaml"
+    recipe.write_text(f"surgeon: 1\nmodel: {tiny_checkpoint}\noperations:\n  {OPERATIONS[form]}\n")
+    code, out, err = surgeon_says("show", recipe, "-o", tmp_path / "edit.png")
+    assert (code, err) == (0, "")
+    said = facts(out)
+    assert said["name"].startswith("edit.yaml, a recipe for ")
+    assert said["program"] == PROGRAMS[form]
+    assert said["operation"] == OPERATIONS[form].removeprefix("- ").replace("'", '"')
+    assert (tmp_path / "edit.png").read_bytes().startswith(b"\x89PNG")
+
+    assert surgeon_says("export", recipe, "-o", tmp_path / "edited")[0] == 0
+    code, out, err = surgeon_says("show", tmp_path / "edited")
+    assert (code, err) == (0, "")
+    written = facts(out)
+    assert written["name"].startswith(f"edited, {tiny_checkpoint.name} in {form} form, by surgeon ")
+    assert {key: written[key] for key in ("program", "depth", "syncs")} == {
+        key: said[key] for key in ("program", "depth", "syncs")
+    }
+    assert written["proof"].startswith("on 128 random tokens")
+    # What it says of the model is the same; only a checkpoint has weights.
+    assert written["model"].startswith(f"{said['model']};")
+
+
+def test_an_unedited_model(surgeon_says: Run) -> None:
+    code, out, _ = surgeon_says("show", "demo")
+    assert code == 0
+    assert facts(out) == {
+        "name": "demo, a checkpoint",
+        "model": "Llama, 128 wide, 4 heads over 2 KV heads, vocabulary 2048; 3.2M parameters, 6.3 MB",
+        "depth": "16 of 16 layers one after the other",
+        "syncs": "32 per forward pass on two ranks (unedited: 32)",
+        "program": "(layers 0-15 as they were)",
+    }
+
+
+def test_a_folder_written_from_python(surgeon_says: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    import surgeon
+
+    model = surgeon.load(tiny_checkpoint)
+    surgeon.edit(model, PROGRAMS["program"])
+    model.save_pretrained(tmp_path / "saved")
+    code, out, _ = surgeon_says("show", tmp_path / "saved")
+    assert code == 0
+    assert facts(out)["program"] == PROGRAMS["program"]
+    assert facts(out)["name"] == "saved, a checkpoint in program form"
+
+
+def test_what_it_refuses(surgeon_says: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    for arguments, message in [
+        ((tmp_path / "none.yaml",), "there is no recipe"),
+        ((tmp_path,), "has no config.json"),
+        ((tiny_checkpoint, "-o", tmp_path / "x.pdf"), "ends in .png, not 'x.pdf'"),
+    ]:
+        code, out, err = surgeon_says("show", *arguments)
+        assert (code, out) == (1, "")
+        assert message in err
+        assert len(err.splitlines()) == 1
