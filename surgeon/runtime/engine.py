@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.execute import Branch, Machine, Pending, run
 from surgeon.program import ATTENTION, Fork, Program, Step, Sublayer
@@ -29,7 +31,6 @@ from surgeon.runtime.scoring import score
 from surgeon.runtime.sequence import Row, Wanted
 from surgeon.runtime.sharding import Source
 from surgeon.runtime.static_decode import CudaRecorder, StaticDecode
-from torch import Tensor
 
 
 @dataclass
