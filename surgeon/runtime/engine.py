@@ -22,7 +22,7 @@ from surgeon.execute import Branch, Machine, Pending, run
 from surgeon.program import ATTENTION, Fork, Program, Step, Sublayer
 from surgeon.runtime.blocks import BLOCK_TOKENS, blocks_for
 from surgeon.runtime.collectives import Collectives, Counts
-from surgeon.runtime.layers import Attend, Attention, FeedForward, Norm, Pass, Rotation, softcap, transposed
+from surgeon.runtime.layers import Attend, Attention, FeedForward, Norm, Pass, rotation, softcap, transposed
 from surgeon.runtime.paged_cache import Index, Layout, PagedCache
 from surgeon.runtime.placement import Group, Part, Work, fork_share, groups_within, rank_work
 from surgeon.runtime.plan import Plan
@@ -103,8 +103,9 @@ class RankEngine:
         source = Source(Checkpoint(plan.folder), plan.family, plan.head_dim)
         self._load_layers(source)
         self._load_ends(source)
-        self._rotation = None if plan.rotary is None else Rotation(plan.rotary, self.embedding)
-        self._angles = self._turn(0)
+        # Static passes may be recorded with the address of theirs, which therefore never grow.
+        self._all_angles = self._turn(plan.max_tokens) if self._static is not None else None
+        self._angles = self._all_angles or self._turn(0)
         self._reusable: PagedCache | None = None
 
     def _static_decode(self) -> StaticDecode | None:
@@ -258,7 +259,9 @@ class RankEngine:
 
     def next_logits(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """This rank's logits, (texts, rows), of one token (texts,) of each of some texts; nothing waits for a GPU."""
-        turned = None if self._rotation is None else self._rotation(positions)
+        turned = None
+        if self._all_angles is not None:
+            turned = self._all_angles[0].index_select(0, positions), self._all_angles[1].index_select(0, positions)
         return self._own_logits(self._run(tokens, positions, Pass(attend, turned)))
 
     def machine(self, shared: Pass, group: Group, work: Iterator[Work]) -> RankMachine:
@@ -267,17 +270,22 @@ class RankEngine:
 
     def _turn(self, tokens: int) -> tuple[Tensor, Tensor] | None:
         """Rotary angles of the first so many positions."""
-        return None if self._rotation is None else self._rotation(torch.arange(tokens, device=self.device))
+        return None if self.plan.rotary is None else rotation(self.plan.rotary, 0, tokens, self.embedding)
 
     def _embed(self, tokens: Tensor, positions: Index) -> Tensor:
         """Each rank looks up the tokens among its own rows; the others' give zero."""
+        if self.plan.ranks == 1:
+            return self._placed(F.embedding(tokens, self.embedding), positions)
         own = tokens - self.first_row
         outside = (own < 0) | (own >= len(self.embedding))
         looked_up = F.embedding(own.masked_fill(outside, 0), self.embedding) if len(self.embedding) else None
         if looked_up is None:
             looked_up = self.embedding.new_zeros(*tokens.shape, self.plan.hidden)
         looked_up = looked_up.masked_fill(outside[..., None], 0)
-        stream = self.collectives.exact.all_reduce(looked_up, self.counts.vocabulary)()
+        return self._placed(self.collectives.exact.all_reduce(looked_up, self.counts.vocabulary)(), positions)
+
+    def _placed(self, stream: Tensor, positions: Index) -> Tensor:
+        """The stream of embedded tokens, (tokens, hidden), with what it has of their positions."""
         if self.embedding_scale is not None:
             stream = stream * self.embedding_scale
         if self.positions is None:
@@ -331,6 +339,8 @@ class RankEngine:
 
     def best_tokens(self, own: Tensor) -> Tensor:
         """The most likely token of each text, (texts,), from each rank's own logits, (texts, rows)."""
+        if self.plan.ranks == 1:
+            return own.argmax(-1)
         if own.shape[-1]:
             best, at = own.max(-1)
         else:  # the vocabulary has fewer rows than there are ranks

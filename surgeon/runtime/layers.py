@@ -187,19 +187,13 @@ def rotate(x: Tensor, cosine: Tensor, signed_sine: Tensor) -> Tensor:
     return turned if turned_width == x.shape[-1] else torch.cat([turned, x[..., turned_width:]], -1)
 
 
-class Rotation:
-    """Rotary angles of any positions."""
-
-    def __init__(self, rotary: Rotary, like: Tensor) -> None:
-        self.frequencies = torch.tensor(rotary.inverse_frequencies, dtype=torch.float32, device=like.device)
-        self.scale = rotary.scale
-        self.dtype = like.dtype
-
-    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and signed sine, (T, 1, features that turn) each, at positions (T,)."""
-        angles = positions[:, None, None] * self.frequencies
-        cosine, sine = angles.cos() * self.scale, angles.sin() * self.scale
-        return torch.cat([cosine, cosine], -1).to(self.dtype), torch.cat([-sine, sine], -1).to(self.dtype)
+def rotation(rotary: Rotary, first: int, tokens: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and signed sine, (tokens, 1, features that turn) each, for positions from `first` on."""
+    frequencies = torch.tensor(rotary.inverse_frequencies, dtype=torch.float32, device=like.device)
+    positions = torch.arange(first, first + tokens, dtype=torch.float32, device=like.device)
+    angles = positions[:, None, None] * frequencies
+    cosine, sine = angles.cos() * rotary.scale, angles.sin() * rotary.scale
+    return torch.cat([cosine, cosine], -1).to(like.dtype), torch.cat([-sine, sine], -1).to(like.dtype)
 
 
 def attention(

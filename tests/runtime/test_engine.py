@@ -17,7 +17,7 @@ from surgeon.checkpoint.export import Original, plan_export, write_export
 from surgeon.program import Program
 from surgeon.runtime.collectives import Alone
 from surgeon.runtime.engine import RankEngine
-from surgeon.runtime.layers import Rotation
+from surgeon.runtime.layers import rotation
 from surgeon.runtime.plan import Rotary
 from surgeon.runtime.prepare import make_plan
 from tests.models import save_checkpoint
@@ -140,7 +140,7 @@ def test_exported_checkpoints(program: str, form: str, tmp_path: Path) -> None:
 
 
 def test_rotation_angles() -> None:
-    cosine, signed_sine = Rotation(Rotary((1.0, 0.1), 2.0), torch.ones(1))(torch.tensor([3, 4]))
+    cosine, signed_sine = rotation(Rotary((1.0, 0.1), 2.0), 3, 2, torch.ones(1))
     angles = torch.tensor([[3.0, 0.3], [4.0, 0.4]])
     assert torch.allclose(cosine[:, 0], 2 * torch.cat([angles.cos(), angles.cos()], 1))
     assert torch.allclose(signed_sine[:, 0], 2 * torch.cat([-angles.sin(), angles.sin()], 1))
