@@ -128,7 +128,7 @@ def run_once(ranks: Ranks, candidate: Candidate, load: Load, vocabulary: int, ev
     plan = candidate.plan
     pass_tokens = max(load.batch * load.prompt, load.batch)
     limits = Limits(max_batch=load.batch, max_tokens=plan.max_tokens, pass_tokens=pass_tokens)
-    blocks = load.batch * (blocks_for(load.prompt + load.new) + 1)  # one of each is held back when texts are let in
+    blocks = load.batch * blocks_for(load.prompt + load.new)
     runs: list[Run] = ranks.call(run_timed, load.requests(vocabulary), blocks, limits, candidate.name, events)
     return runs
 
