@@ -70,12 +70,14 @@ class Body(BaseModel):
         prompt_field: what errors about the prompt name.
         logprobs_field: the same for how many log-probabilities are asked for.
         default_new_tokens: how many to add if the request does not say; None for as many as there is room for.
+        fewest_hint: when fewer than `fewest_new_tokens` may be asked for, if ever.
     """
 
     model_config = ConfigDict(strict=True, extra="allow")
     prompt_field: ClassVar[str] = "prompt"
     logprobs_field: ClassVar[str] = "logprobs"
     default_new_tokens: ClassVar[int | None] = None
+    fewest_hint: ClassVar[str] = ""
 
     model: str | None = None
     n: int | None = None
@@ -177,8 +179,7 @@ class Body(BaseModel):
         if self.max_tokens not in (None, asked):
             raise invalid(f"max_tokens is {self.max_tokens} and max_completion_tokens {asked}; give one of them", name)
         if asked < self.fewest_new_tokens:
-            hint = "; with echo it may be 0" if asked == 0 and "echo" in type(self).model_fields else ""
-            raise invalid(f"{name} must be at least {self.fewest_new_tokens}, not {asked}{hint}", name)
+            raise invalid(f"{name} must be at least {self.fewest_new_tokens}, not {asked}{self.fewest_hint}", name)
         if prompt + asked > room:
             raise invalid(
                 f"{name} is {asked} and the prompt has {prompt} tokens; together they may be {room} at most", name
@@ -190,6 +191,7 @@ class CompletionBody(Body):
     """The body of /v1/completions."""
 
     default_new_tokens: ClassVar[int | None] = 16  # as OpenAI has it
+    fewest_hint: ClassVar[str] = " (with echo it may be 0)"
 
     prompt: str | Several[str] | Several[int] | Several[Several[int]]
     echo: bool | None = None
@@ -197,7 +199,7 @@ class CompletionBody(Body):
 
     @property
     def fewest_new_tokens(self) -> int:
-        return 0 if self.echo else 1
+        return 0 if self.echo else super().fewest_new_tokens
 
     @property
     def wanted_logprobs(self) -> int | None:

@@ -41,7 +41,7 @@ BAD: list[tuple[str, Any, str | None, str]] = [
     (COMPLETIONS, {"prompt": ["a"] * 13}, "prompt", "prompts times n are 13 answers; this server takes 12"),
     (COMPLETIONS, {"prompt": "a", "n": 13}, "n", "prompts times n are 13 answers; this server takes 12"),
     (COMPLETIONS, {"prompt": "a", "n": 0}, "n", "n must be in 1..128, not 0"),
-    (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, "max_tokens", "at least 1, not 0; with echo it may be 0"),
+    (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, "max_tokens", "at least 1, not 0 \\(with echo it may be 0\\)$"),
     (
         COMPLETIONS,
         {"prompt": [7], "max_tokens": 10**30},
