@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from surgeon.model import edit
 from surgeon.runtime.launch import RankFailed
+from surgeon.runtime.link import Link
 from surgeon.runtime.request import Event, QueueFull, Sampling, Stats
 from surgeon.runtime.service import Service, Stream
 from tests.models import save_checkpoint
@@ -210,6 +211,38 @@ def test_statistics(folder: Path, prompt: list[int]) -> None:
         assert figures[0].prefill.tokens == 2 * len(long) - shared
 
 
+def test_an_emulated_link_and_compressed_reductions(folder: Path, prompt: list[int]) -> None:
+    with Service(folder, ranks=2, link=Link(0.005), compression="int4") as service:
+        tokens = read(service.submit(prompt, GREEDY))[0]
+        decode = service.figures()[0].decode
+        assert len(tokens) == NEW
+        assert decode.passes == NEW - 1
+        assert decode.seconds >= decode.passes * 10 * 0.005  # 8 steps, the embedding and the head, one after the other
+        assert (decode.layers.all_reduces, decode.layers.all_gathers) == (0, 8 * decode.passes)
+        # 32 features: one exact (4 bytes), its place (2), a scale (4), and two integers in a byte.
+        assert decode.layers.bytes == decode.passes * 8 * (4 + 2 + 4 + 16)
+        assert decode.vocabulary.all_reduces == decode.passes
+
+
+@pytest.mark.parametrize("listening", [False, True])
+def test_an_interruption_at_the_start_leaves_no_ranks(
+    listening: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, started = Service._start, []
+
+    def interrupted(service: Service) -> None:
+        if listening:
+            start(service)
+        started.extend(service.pids)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Service, "_start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Service(folder, ranks=2)
+    assert len(started) == 2
+    assert not any(Path(f"/proc/{pid}").exists() for pid in started)
+
+
 def test_requests_that_are_refused(service: Service, folder: Path, prompt: list[int]) -> None:
     for tokens, sampling, message in [
         ([], GREEDY, "the prompt is empty"),
@@ -319,8 +352,10 @@ def test_memory_is_checked_before_anything_starts(folder: Path, monkeypatch: pyt
         Service(folder, memory=100 << 10)
     with pytest.raises(ValueError, match="max_batch must be at least 1, not 0"):
         Service(folder, max_batch=0)
-    with pytest.raises(ValueError, match="collectives none"):
+    with pytest.raises(ValueError, match="collectives none leave the ranks unconnected, and their text would be wrong"):
         Service(folder, collectives="none")
+    with pytest.raises(ValueError, match="there is no compression 'int9'"):
+        Service(folder, ranks=2, compression="int9")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="max_tokens must be at least 2"):
         Service(folder, max_tokens=1)
 

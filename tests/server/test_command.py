@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -33,6 +35,9 @@ def test_help_names_every_option(capsys: pytest.CaptureFixture[str], monkeypatch
         "--program",
         "--device",
         "--collectives",
+        "--link-delay",
+        "--link-bandwidth",
+        "--compress",
     ):
         assert option in text
     assert "SURGEON_API_KEY" in text
@@ -45,6 +50,8 @@ def test_help_names_every_option(capsys: pytest.CaptureFixture[str], monkeypatch
         (["no-such-folder"], "error: there is no model folder no-such-folder"),
         (["demo", "--api-key", " "], "error: the API key is empty"),
         (["demo", "--memory", "much"], "error: 'much' is no amount of memory"),
+        (["demo", "--link-delay", "1"], "error: '1' is no delay"),
+        (["demo", "--link-bandwidth", "much"], "error: 'much' is no amount of memory"),
         (["demo", "--host", "no.such.host.invalid"], "error: there is no address 'no.such.host.invalid'"),
     ],
     ids=str,
@@ -110,13 +117,29 @@ def connect_when_possible(port: int) -> socket.socket:
             time.sleep(0.02)
 
 
-def test_what_ranks_cannot_run(chat_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from tests.models import save_checkpoint
+def test_a_link_and_compression(chat_model: Path) -> None:
+    from tests.server.servers import serving
 
-    gemma = save_checkpoint(tmp_path / "gemma", "gemma2")
-    assert refusal(capsys, str(gemma), "--port", "0").startswith("ranks do not run Gemma2")
+    options = ["--link-delay", "10ms", "--link-bandwidth", "1GB", "--compress", "int8"]
+    with serving(str(chat_model), "--tp", "2", *options) as server:
+        began = time.monotonic()
+        answer = server.post("/v1/completions", prompt="The quick", max_tokens=5, temperature=0, ignore_eos=True)
+        assert time.monotonic() - began > 5 * 10 * 0.010  # five passes of eight steps, the embedding and the head
+        assert answer.json()["usage"]["completion_tokens"] == 5
+        found = server.metrics()
+    assert found['surgeon_collectives_total{kind="all_gather"}'] == 5 * (8 + 1)
+    assert found['surgeon_collectives_total{kind="all_reduce"}'] == 5
+
+
+def test_what_ranks_cannot_run(chat_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quantised = Path(shutil.copytree(chat_model, tmp_path / "quantised"))
+    config = json.loads((quantised / "config.json").read_text())
+    (quantised / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
+    assert "holds quantised weights" in refusal(capsys, str(quantised), "--port", "0")
     assert refusal(capsys, str(chat_model), "--port", "0", "--tp", "3").startswith("3 ranks cannot share this model")
     assert "200KB" in refusal(capsys, str(chat_model), "--port", "0", "--memory", "200KB")
+    assert "collectives none" in refusal(capsys, str(chat_model), "--port", "0", "--collectives", "none")
+    assert "no compression 'int7'" in refusal(capsys, str(chat_model), "--port", "0", "--tp", "2", "--compress", "int7")
     line = refusal(capsys, str(chat_model), "--port", "0", "--program", "A0 F0 A9")
     assert "A9" in line or "layer 9" in line
 
