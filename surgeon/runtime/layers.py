@@ -56,8 +56,9 @@ class Weighting:
     softcap: float | None = None
 
 
-# Puts new keys and values, (T, K, D), into a slot of the cache; queries (T, H, D) to attended values (T, H * D).
-Attend = Callable[[int, Tensor, Tensor, Tensor, Weighting], Tensor]
+# Puts new keys and, behind them, values, (T, 2 * K, D), into a slot of the cache; queries (T, H, D) to attended values
+# (T, H * D).
+Attend = Callable[[int, Tensor, Tensor, Weighting], Tensor]
 
 
 @dataclass
@@ -148,13 +149,13 @@ class Attention:
         """(T, h) to (T, h)."""
         turned = self.heads + self.kv_heads
         qkv = self.qkv(self.norm(stream)).view(len(stream), turned + self.kv_heads, self.head_dim)
-        queries_keys, values = qkv[:, :turned], qkv[:, turned:]
+        queries_keys = qkv[:, :turned]
         if self.head_gain is not None:
-            queries_keys = F.rms_norm(queries_keys, (self.head_dim,), None, self.epsilon) * self.head_gain
+            normed = F.rms_norm(queries_keys, (self.head_dim,), None, self.epsilon)
+            torch.mul(normed, self.head_gain, out=queries_keys)
         if forward.rotation is not None:
-            queries_keys = rotate(queries_keys, *forward.rotation)
-        queries, keys = queries_keys[:, : self.heads], queries_keys[:, self.heads :]
-        return self.o(forward.attend(slot, queries, keys, values, self.weighting))
+            rotate_(queries_keys, *forward.rotation)
+        return self.o(forward.attend(slot, qkv[:, : self.heads], qkv[:, self.heads :], self.weighting))
 
 
 class FeedForward:
@@ -176,15 +177,15 @@ class FeedForward:
         return self.down(self.activation(wide))
 
 
-def rotate(x: Tensor, cosine: Tensor, signed_sine: Tensor) -> Tensor:
-    """Turn pairs of features (i, i + R/2) of (T, heads, D); the sine's first half is negated beforehand.
+def rotate_(x: Tensor, cosine: Tensor, signed_sine: Tensor) -> None:
+    """Turn pairs of features (i, i + R/2) of (T, heads, D) in place; the sine's first half is negated beforehand.
 
     R is the width of the angles, up to D; features beyond it have no position.
     """
-    turned_width = cosine.shape[-1]
-    turned = x[..., :turned_width]
-    turned = torch.addcmul(turned * cosine, turned.roll(turned_width // 2, -1), signed_sine)
-    return turned if turned_width == x.shape[-1] else torch.cat([turned, x[..., turned_width:]], -1)
+    width = cosine.shape[-1]
+    turned = x[..., :width]
+    other_half = turned.roll(width // 2, -1)
+    turned.mul_(cosine).addcmul_(other_half, signed_sine)
 
 
 def rotation(rotary: Rotary, first: int, tokens: int, like: Tensor) -> tuple[Tensor, Tensor]:

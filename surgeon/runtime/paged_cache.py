@@ -30,27 +30,29 @@ class PagedCache:
 
     Attributes:
         kv_heads: of each attention.
-        keys: of all attentions, one after another, (1, sum of K, places, D); a place holds one token.
-        values: the same.
-        slots: keys and values of each attention, (K, places, D).
+        stored: keys and behind them values of one attention after the other, (1, 2 * sum of K, places, D); a place
+            holds one token.
+        pairs: the part of each attention, (2 * K, places, D).
+        slots: its keys and its values, (K, places, D).
     """
 
     def __init__(self, kv_heads: list[int], blocks: int, head_dim: int, like: Tensor) -> None:
         self.kv_heads = kv_heads
         self.device = like.device
-        shape = 1, sum(kv_heads), blocks * BLOCK_TOKENS, head_dim
-        self.keys, self.values = like.new_empty(shape), like.new_empty(shape)
-        self.slots = list(zip(self.keys[0].split(kv_heads), self.values[0].split(kv_heads), strict=True))
+        self.stored = like.new_empty(1, 2 * sum(kv_heads), blocks * BLOCK_TOKENS, head_dim)
+        self.pairs = self.stored[0].split([2 * heads for heads in kv_heads])
+        self.slots = [pair.chunk(2) for pair in self.pairs]
+        self.halves = [heads for heads in kv_heads for _ in range(2)]
 
     @property
     def tokens(self) -> int:
         """How many it has places for."""
-        return self.keys.shape[2]
+        return self.stored.shape[2]
 
     @property
     def nbytes(self) -> int:
         """Memory of all slots."""
-        return self.keys.nbytes + self.values.nbytes
+        return self.stored.nbytes
 
 
 class Layout:
@@ -81,12 +83,10 @@ class Layout:
         self.positions = as_index(positions, cache.device)
         self.places = as_index(places, cache.device)
 
-    def attend(self, slot: int, queries: Tensor, keys: Tensor, values: Tensor, weighting: Weighting) -> Tensor:
-        """Put new keys and values, (T, K, D), into a slot; queries (T, H, D) to attended values (T, H * D)."""
-        cached_keys, cached_values = self.cache.slots[slot]
-        cached_keys[:, self.places] = keys.transpose(0, 1)
-        cached_values[:, self.places] = values.transpose(0, 1)
-        attended = [part.attend(slot, queries, keys, values, weighting) for part in self._parts]
+    def attend(self, slot: int, queries: Tensor, keys_values: Tensor, weighting: Weighting) -> Tensor:
+        """Put new keys and values, (T, 2 * K, D), into a slot; queries (T, H, D) to attended values (T, H * D)."""
+        self.cache.pairs[slot][:, self.places] = keys_values.transpose(0, 1)
+        attended = [part.attend(slot, queries, keys_values, weighting) for part in self._parts]
         return attended[0] if len(attended) == 1 else torch.cat(attended)
 
 
@@ -102,9 +102,10 @@ class _Singles:
         """Take in the row behind."""
         self._sequences.append(_Cached(row, self._cache))
 
-    def attend(self, slot: int, queries: Tensor, keys: Tensor, _: Tensor, weighting: Weighting) -> Tensor:
+    def attend(self, slot: int, queries: Tensor, keys_values: Tensor, weighting: Weighting) -> Tensor:
         """Attended values of these rows, (rows, H * D), given queries, keys and values of the whole pass."""
-        heads, head_dim, kv_heads, count = queries.shape[1], queries.shape[2], keys.shape[1], len(self._sequences)
+        heads, head_dim, kv_heads = queries.shape[1], queries.shape[2], keys_values.shape[1] // 2
+        count = len(self._sequences)
         own = queries[self._first : self._first + count]
         # The heads of one KV group are like several tokens that may look at everything: no copies of keys.
         grouped = own.view(count, 1, kv_heads, heads // kv_heads, head_dim).unbind()
@@ -128,13 +129,13 @@ class _Chunk:
         self._cached = _Cached(row, cache) if row.start else None
         self._masks: dict[int | None, Tensor] = {}
 
-    def attend(self, slot: int, queries: Tensor, keys: Tensor, values: Tensor, weighting: Weighting) -> Tensor:
+    def attend(self, slot: int, queries: Tensor, keys_values: Tensor, weighting: Weighting) -> Tensor:
         """Attended values of this row, (tokens, H * D), given queries, keys and values of the whole pass."""
         own, window = self._own, weighting.window
         if window is not None and window >= self._end:
             window = None
         if self._cached is None:
-            all_keys, all_values = keys[own].transpose(0, 1)[None], values[own].transpose(0, 1)[None]
+            all_keys, all_values = keys_values[own].transpose(0, 1)[None].chunk(2, 1)
         else:
             # The first of these tokens looks back the furthest.
             all_keys, all_values = self._cached.read(slot, None if window is None else window + self._tokens - 1)
@@ -159,7 +160,7 @@ class _Cached:
         self._row = row
         self._end = row.start + len(row.tokens)
         self._cache = cache
-        self._found: dict[int, tuple[Sequence[Tensor], Sequence[Tensor]] | Tensor] = {}
+        self._found: dict[int, Sequence[Tensor] | Tensor] = {}
 
     def read(self, slot: int, last: int | None) -> tuple[Tensor, Tensor]:
         """Those of a slot, (1, K, N, D) each: views where they lie in one run of blocks, copies otherwise.
@@ -172,18 +173,17 @@ class _Cached:
         if found is None:
             found = self._found[first] = self._find(first)
         if isinstance(found, Tensor):
-            keys, values = self._cache.slots[slot]
-            return keys.index_select(1, found)[None], values.index_select(1, found)[None]
-        return found[0][slot], found[1][slot]
+            keys, values = self._cache.pairs[slot].index_select(1, found)[None].chunk(2, 1)
+            return keys, values
+        return found[2 * slot], found[2 * slot + 1]
 
-    def _find(self, first: int) -> tuple[Sequence[Tensor], Sequence[Tensor]] | Tensor:
+    def _find(self, first: int) -> Sequence[Tensor] | Tensor:
         """Views of all slots' keys and values from a token on, or the places where they lie scattered."""
         cache = self._cache
         places = as_index(stretches(self._row.runs, first, self._end), cache.device)
         if isinstance(places, Tensor):
             return places
-        keys, values = cache.keys[:, :, places], cache.values[:, :, places]
-        return keys.split_with_sizes(cache.kv_heads, 1), values.split_with_sizes(cache.kv_heads, 1)
+        return cache.stored[:, :, places].split_with_sizes(cache.halves, 1)
 
 
 def stretches(runs: Sequence[Run], first: int, end: int) -> list[slice]:

@@ -85,19 +85,18 @@ class StaticLayout:
         self.positions = inputs[:, POSITION]
         self._cache = cache
         self._tables = inputs[:, TABLE:]
-        self._dtype = cache.keys.dtype
+        self._dtype = cache.stored.dtype
         self._own = self._places(self.positions[:, None])[:, 0]
         self._views: dict[int | None, tuple[Tensor, Tensor]] = {}
 
-    def attend(self, slot: int, queries: Tensor, keys: Tensor, values: Tensor, weighting: Weighting) -> Tensor:
-        """Put new keys and values, (B, K, D), into a slot; queries (B, H, D) to attended values (B, H * D)."""
+    def attend(self, slot: int, queries: Tensor, keys_values: Tensor, weighting: Weighting) -> Tensor:
+        """Put new keys and values, (B, 2 * K, D), into a slot; queries (B, H, D) to attended values (B, H * D)."""
         texts, heads, head_dim = queries.shape
-        kv_heads = keys.shape[1]
+        kv_heads = keys_values.shape[1] // 2
+        cached = self._cache.pairs[slot]
+        cached.index_copy_(1, self._own, keys_values.transpose(0, 1))
         places, mask = self._view(weighting.window)
-        read = []
-        for cached, new in zip(self._cache.slots[slot], (keys, values), strict=True):
-            cached.index_copy_(1, self._own, new.transpose(0, 1))
-            read.append(cached.index_select(1, places).view(kv_heads, texts, -1, head_dim).transpose(0, 1))
+        read = cached.index_select(1, places).view(2, kv_heads, texts, -1, head_dim).transpose(1, 2)
         # The heads of one KV group are like several tokens that look at the same keys.
         grouped = queries.view(texts, kv_heads, heads // kv_heads, head_dim)
         return _attention(grouped, read[0], read[1], mask, weighting).reshape(texts, heads * head_dim)

@@ -60,7 +60,7 @@ def check(
                 kept[:, places_of(own, before)] = given_[:before].transpose(0, 1)
         queries = [torch.randn(new, number, HEAD_DIM) for _, new in rows]
         fresh = torch.cat([text[:, before:] for (before, _), text in zip(rows, texts, strict=True)], 1)
-        found = layout.attend(slot, torch.cat(queries), fresh[0], fresh[1], rule)
+        found = layout.attend(slot, torch.cat(queries), torch.cat(list(fresh), 1), rule)
         expected = [plain_attention(q, *kv, rule) for q, kv in zip(queries, texts, strict=True)]
         assert torch.allclose(found, torch.cat(expected), atol=1e-5)
         for own, text in zip(blocks, texts, strict=True):  # the new ones are in the cache now
@@ -116,11 +116,11 @@ def test_a_sequence_in_one_run_is_read_where_it_lies(
     runs: list[tuple[int, int]], last: int | None, seen: int, place: int
 ) -> None:
     cache = PagedCache([2], BLOCKS, HEAD_DIM, torch.empty(0))
-    cache.keys.zero_()
+    cache.stored.zero_()
     layout = Layout([Row(20, [0], runs, Wanted.BEST)], cache)
     keys, _ = layout._parts[0]._sequences[0].read(0, last)
     assert keys.shape == (1, 2, seen, HEAD_DIM)
-    assert keys.untyped_storage().data_ptr() == cache.keys.untyped_storage().data_ptr()
+    assert keys.untyped_storage().data_ptr() == cache.stored.untyped_storage().data_ptr()
     assert keys.data_ptr() == cache.slots[0][0][:, place].data_ptr()
 
 

@@ -81,8 +81,7 @@ def test_attention_of_any_texts(
 ) -> None:
     """Places that nobody has written to hold no numbers here, and nothing of them may be seen."""
     cache = PagedCache([3, 2], BLOCKS + 1, HEAD_DIM, torch.empty(0))
-    cache.keys.fill_(torch.nan)
-    cache.values.fill_(torch.nan)
+    cache.stored.fill_(torch.nan)
     free = iter(order)
     tables = [[next(free) for _ in range(blocks_for(start + 1))] for start in starts]
     size = PassSize(len(starts) + spare, max(len(table) for table in tables) + spare)
@@ -95,7 +94,7 @@ def test_attention_of_any_texts(
     newest = torch.zeros(2, size.texts, 2, HEAD_DIM)
     newest[:, : len(starts)] = torch.stack([text[:, -1] for text in texts], 1)
     queries, rule = torch.randn(size.texts, 4, HEAD_DIM), Weighting(scale, window, cap)
-    found = StaticLayout(static.inputs, cache).attend(1, queries, *newest, rule)
+    found = StaticLayout(static.inputs, cache).attend(1, queries, torch.cat(list(newest), 1), rule)
     assert found.shape == (size.texts, 4 * HEAD_DIM)
     for query, text, answer in zip(queries, texts, found, strict=False):
         assert torch.allclose(answer, plain_attention(query[None], *text, rule)[0], atol=1e-5)
