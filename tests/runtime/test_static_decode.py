@@ -7,6 +7,7 @@ runs no Python of the pass, and it knows nothing but what its tensors hold.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +33,16 @@ from surgeon.runtime.prepare import make_plan
 from surgeon.runtime.request import Request, Sampling
 from surgeon.runtime.scheduler import Limits
 from surgeon.runtime.sequence import Row, Targets, Wanted
-from surgeon.runtime.static_decode import Outputs, PassSize, Replay, StaticDecode, StaticLayout, StaticPass
+from surgeon.runtime.static_decode import (
+    WARM_UPS,
+    CudaRecorder,
+    Outputs,
+    PassSize,
+    Replay,
+    StaticDecode,
+    StaticLayout,
+    StaticPass,
+)
 from surgeon.runtime.timing import TimedEngine
 from surgeon.runtime.worker import complete, load, unload
 from tests.models import VOCABULARY, tiny_model
@@ -218,6 +228,61 @@ class Trace:
             return Outputs(*traced())
 
         return replay
+
+
+class FakeCuda:
+    """As much of torch.cuda as a recorder uses; notes what happens in which stream or graph."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.events: list[Any] = []
+        self.where = ["current"]
+        names = ("Stream", "stream", "current_stream", "CUDAGraph", "graph", "graph_pool_handle")
+        for name in names:
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+
+    def Stream(self, _: torch.device) -> SimpleNamespace:
+        return self.named("aside")
+
+    def current_stream(self, _: torch.device) -> SimpleNamespace:
+        return self.named("current")
+
+    def named(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(name=name, wait_stream=lambda other: self.events.append((name, "waits for", other.name)))
+
+    def CUDAGraph(self) -> SimpleNamespace:
+        return SimpleNamespace(name="graph", replay=lambda: self.events.append("replay"))
+
+    def graph_pool_handle(self) -> str:
+        return "pool"
+
+    @contextmanager
+    def stream(self, stream: SimpleNamespace) -> Iterator[None]:
+        self.where.append(stream.name)
+        yield
+        self.where.pop()
+
+    @contextmanager
+    def graph(self, graph: SimpleNamespace, pool: str, capture_error_mode: str) -> Iterator[None]:
+        assert (pool, capture_error_mode) == ("pool", "thread_local")
+        with self.stream(graph):
+            yield
+
+
+def test_what_becomes_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warm-ups run aside, before anything is recorded; the recorded tensors are what every replay brings."""
+    cuda = FakeCuda(monkeypatch)
+    made: list[Outputs] = []
+
+    def compute() -> Outputs:
+        cuda.events.append(cuda.where[-1])
+        made.append(Outputs(torch.zeros(1), torch.zeros(1, 1)))
+        return made[-1]
+
+    replay = CudaRecorder(torch.device("cuda"))(compute)
+    waits = [("aside", "waits for", "current"), ("current", "waits for", "aside")]
+    assert cuda.events == [waits[0], *["aside"] * WARM_UPS, waits[1], "graph"]
+    assert replay() is replay() is made[-1]
+    assert cuda.events[-2:] == ["replay", "replay"]
 
 
 @pytest.mark.parametrize("program", ["ladder over LP", "tracks"])
