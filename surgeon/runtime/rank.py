@@ -95,7 +95,7 @@ class Rank:
         """
         self.settings = settings
         self.rank = settings.rank
-        self.device = _device(settings)
+        self.device = rank_device(settings)
         self.kept: dict[str, Any] = {}
         self._connection = connection
         if settings.rank == 0:
@@ -146,11 +146,16 @@ class Rank:
         return messages
 
 
-def _device(settings: Settings) -> torch.device:
+def rank_device(settings: Settings) -> torch.device:
+    """What a rank computes on; on GPUs one of its own, or over gloo, which does not mind, one that ranks share.
+
+    Raises:
+        ValueError: if there is none for it.
+    """
     if settings.device == "cpu":
         return torch.device("cpu")
     number, gpus = settings.seat.local_rank, torch.cuda.device_count()
-    if settings.collectives == "gloo" and gpus:  # NCCL refuses ranks that share a GPU
+    if settings.collectives == "gloo" and gpus:  # NCCL would refuse
         number %= gpus
     if number >= gpus:
         raise ValueError(f"there is no GPU {number} for rank {settings.rank}, only {gpus} on its machine")

@@ -10,10 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgeon.runtime.collectives import Alone, Counts
+from surgeon.runtime.collectives import Alone, Counts, TorchCollectives, Unconnected
+from surgeon.runtime.compress import Compressed
+from surgeon.runtime.engine import Figures
 from surgeon.runtime.launch import Ranks, choose_collectives, choose_device
+from surgeon.runtime.link import EmulatedLink, Link
 from surgeon.runtime.prepare import make_plan
+from surgeon.runtime.rank import Settings, rank_device
 from surgeon.runtime.shared_memory import SLOT_BYTES, SLOTS
+from surgeon.runtime.timing import Recorder, TimedCollectives
+from surgeon.runtime.torchrun import Seat
 from tests.runtime import on_collectives, on_ranks
 
 
@@ -105,3 +111,28 @@ def test_choosing_collectives_and_devices() -> None:
         choose_device("cuda", 10_000)
     with pytest.raises(ValueError, match="no device 'gpu'"):
         choose_device("gpu", 1)
+
+
+@pytest.mark.parametrize(("kind", "gpus", "number"), [("gloo", 1, 0), ("gloo", 2, 1), ("gloo", 4, 3), ("nccl", 4, 3)])
+def test_the_gpu_of_a_rank(kind: str, gpus: int, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    settings = Settings(3, 4, Seat(3, 4), "cuda", kind, Path("unused"))
+    assert rank_device(settings) == torch.device("cuda", number)
+
+
+@pytest.mark.parametrize(("kind", "gpus"), [("nccl", 3), ("gloo", 0)])
+def test_a_rank_without_a_gpu(kind: str, gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with pytest.raises(ValueError, match=f"there is no GPU 3 for rank 3, only {gpus}"):
+        rank_device(Settings(3, 4, Seat(3, 4), "cuda", kind, Path("unused")))
+
+
+def test_what_a_cuda_graph_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = "nccl"
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda _: backend)
+    nccl = TorchCollectives(0, (0, 1))
+    timed = TimedCollectives(nccl, Recorder(Figures(), True))
+    assert all(one.capturable for one in (Alone(), Unconnected(0, (0, 1)), nccl, Compressed(nccl, "int8"), timed))
+    assert not EmulatedLink(nccl, Link(0.001)).capturable  # the process waits, where the device would go on
+    backend = "gloo"
+    assert not any(one.capturable for one in (nccl, Compressed(nccl, "int8"), timed))
