@@ -11,6 +11,8 @@ import typer
 from surgeon.cli.options import (
     DATA_HELP,
     CompressOption,
+    DecodingOption,
+    DtypeOption,
     LinkBandwidthOption,
     LinkDelayOption,
     ProgramOption,
@@ -58,6 +60,8 @@ def bench(
     rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured.")] = 5,
     seed: Annotated[int, typer.Option(help="Of the random tokens.")] = 0,
     device: RanksDeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    decoding: DecodingOption = "auto",
     collectives: Annotated[
         str, typer.Option(help="shm, gloo, nccl, auto: the fastest that fits, or none: see upper-bound.")
     ] = "auto",
@@ -107,7 +111,8 @@ def bench(
     chosen = choose_device(device, tp)
     way = choose_collectives(collectives, chosen)
     check_sending(way, chosen, sending.link, sending.compression)
-    candidates = open_candidates(model, compare or [], Needs(tp, prompt + new, chosen), program, stretch)
+    needs = Needs(tp, prompt + new, chosen, dtype, decoding)
+    candidates = open_candidates(model, compare or [], needs, program, stretch)
     _check_files(output, trace, chosen)
     texts = _texts(candidates, sending.compression, data, prompt + new, seed)
     with Ranks(tp, chosen, way, sending.link, sending.compression) as ranks:

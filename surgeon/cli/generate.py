@@ -14,6 +14,8 @@ from surgeon.cli.options import (
     CheckpointArgument,
     CollectivesOption,
     CompressOption,
+    DecodingOption,
+    DtypeOption,
     LinkBandwidthOption,
     LinkDelayOption,
     ProgramOption,
@@ -88,6 +90,8 @@ def generate(
     tp: RanksOption = 1,
     program: ProgramOption = None,
     device: RanksDeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    decoding: DecodingOption = "auto",
     collectives: CollectivesOption = "auto",
     link_delay: LinkDelayOption = None,
     link_bandwidth: LinkBandwidthOption = None,
@@ -124,6 +128,8 @@ def generate(
         max_waiting=len(tokens),
         link=sending.link,
         compression=sending.compression,
+        dtype=dtype,
+        decoding=decoding,
     ) as service:
         streams = [service.submit(ids, sampling) for ids in tokens]
         usages = _write_all([*texts.values()], streams, as_json)

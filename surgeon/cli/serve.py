@@ -11,6 +11,8 @@ from surgeon.cli.options import (
     CheckpointArgument,
     CollectivesOption,
     CompressOption,
+    DecodingOption,
+    DtypeOption,
     LinkBandwidthOption,
     LinkDelayOption,
     ProgramOption,
@@ -69,6 +71,8 @@ def serve(
     ] = None,
     program: ProgramOption = None,
     device: RanksDeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    decoding: DecodingOption = "auto",
     collectives: CollectivesOption = "auto",
     link_delay: LinkDelayOption = None,
     link_bandwidth: LinkBandwidthOption = None,
@@ -116,6 +120,8 @@ def serve(
             max_waiting=max_waiting,
             link=sending.link,
             compression=sending.compression,
+            dtype=dtype,
+            decoding=decoding,
         ) as service:
             name = served_model_name or name_of(model)
             state = State(service, Texts(tokenizer), name, max_batch + max_waiting, api_key)

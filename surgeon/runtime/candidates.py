@@ -27,15 +27,18 @@ class Needs:
     Attributes:
         tokens: of prompt and output together.
         device: "cpu" or "cuda".
+        dtype, decoding: as `make_plan` takes them.
     """
 
     ranks: int
     tokens: int
     device: str
+    dtype: str = "auto"
+    decoding: str = "auto"
 
     def plan(self, model: str | Path, program: str | None = None) -> Plan:
         """A checkpoint's plan, as `make_plan` makes it."""
-        return make_plan(model, self.ranks, self.tokens, program, self.device)
+        return make_plan(model, self.ranks, self.tokens, program, self.device, self.dtype, self.decoding)
 
 
 def open_candidates(

@@ -41,9 +41,7 @@ def _rest(one: PassTiming) -> float:
     return one.seconds - (one.waiting or 0.0) - sum(one.steps)
 
 
-def expected_seconds(
-    program: Program, steps: Sequence[Sequence[float]], rest: Sequence[float], delay: float
-) -> float:
+def expected_seconds(program: Program, steps: Sequence[Sequence[float]], rest: Sequence[float], delay: float) -> float:
     """Seconds of one pass.
 
     Args:

@@ -72,6 +72,8 @@ class Service:
         patience: float = PATIENCE_SECONDS,
         link: Link | None = None,
         compression: Compression | None = None,
+        dtype: str = "auto",
+        decoding: str = "auto",
     ) -> None:
         """Check everything that can be checked, then start ranks and load the model.
 
@@ -90,6 +92,8 @@ class Service:
             patience: seconds without any progress after which ranks that have something to do are given up.
             link: emulate one of this delay and bandwidth between the ranks.
             compression: send the reductions of the program's steps as integers of this many bits.
+            dtype: to compute in, as `make_plan` takes it.
+            decoding: how passes that add one token to each text are computed, as `Plan.decoding`.
 
         Raises:
             FileNotFoundError: if there is no such model.
@@ -104,7 +108,7 @@ class Service:
                 "measures with none)"
             )
         check_sending(self.collectives, self.device, link, compression)
-        self.plan = make_plan(model, ranks, max_tokens, program, self.device)
+        self.plan = make_plan(model, ranks, max_tokens, program, self.device, dtype, decoding)
         self.blocks = choose_blocks(self.plan, self.device, max_batch, blocks, memory)
         self.max_tokens = min(self.plan.max_tokens, self.blocks * BLOCK_TOKENS)
         limits = Limits(max_batch, self.max_tokens, max_waiting, max(512, max_batch), self.plan.ends)

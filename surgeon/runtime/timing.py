@@ -17,8 +17,9 @@ from torch import Tensor
 from surgeon.execute import Branch, Machine, Pending
 from surgeon.program import Fork, Step
 from surgeon.runtime.collectives import Collectives, Counts, Unconnected
-from surgeon.runtime.engine import Figures, RankEngine, RankMachine, Results
+from surgeon.runtime.engine import Figures, RankEngine, Results
 from surgeon.runtime.layers import Pass
+from surgeon.runtime.machine import RankMachine
 from surgeon.runtime.paged_cache import PagedCache
 from surgeon.runtime.placement import Group, Work
 from surgeon.runtime.plan import Plan

@@ -49,7 +49,15 @@ def endless(tiny_checkpoint: Path) -> Path:
     return tiny_checkpoint
 
 
-@pytest.mark.parametrize("options", [["--tp", "1"], ["--tp", "2"], ["--tp", "4", "--collectives", "gloo"]])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--tp", "1"],
+        ["--tp", "2"],
+        ["--tp", "4", "--collectives", "gloo"],
+        ["--tp", "2", "--decoding", "static", "--dtype", "float32"],
+    ],
+)
 def test_text_on_stdout_and_figures_on_stderr(
     options: list[str], tiny_checkpoint: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -60,6 +68,17 @@ def test_text_on_stdout_and_figures_on_stderr(
     assert f"ranks    {ranks} (cpu, " in err
     assert f"{0 if ranks == 1 else 8} all-reduces per token, as the program has" in err
     assert re.search(r"decode   \d+ tokens at [\d.]+ tokens/s", err)
+
+
+def test_other_dtypes_and_ways_of_decoding(tiny_checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert generate(tiny_checkpoint, "--dtype", "bfloat16") == 0
+    assert "ranks    1 (cpu, shm, bfloat16)" in capfd.readouterr().err
+    for option, message in [
+        (("--dtype", "int3"), "there is no dtype 'int3'"),
+        (("--decoding", "captured"), "decoding can be captured on GPUs only"),
+    ]:
+        assert generate(tiny_checkpoint, *option) == 1
+        assert message in capfd.readouterr().err
 
 
 def test_another_program(tiny_checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:

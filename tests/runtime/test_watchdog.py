@@ -10,7 +10,8 @@ from torch import Tensor
 
 from surgeon.execute import Pending
 from surgeon.runtime.collectives import Alone
-from surgeon.runtime.engine import RankEngine, RankMachine
+from surgeon.runtime.engine import RankEngine
+from surgeon.runtime.machine import RankMachine
 from surgeon.runtime.prepare import make_plan
 from surgeon.runtime.watchdog import PULSES, Pulse, Watchdog
 from tests.models import tiny_model
