@@ -144,7 +144,7 @@ def test_logprobs_are_the_models_own() -> None:
         ({"min_p": 2}, r"min_p must be in 0..1, not 2"),
         ({"repetition_penalty": 0}, "repetition_penalty must be above 0"),
         ({"seed": 1 << 64}, "seed must be within 64 bits"),
-        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, not 0"),
+        ({"max_new_tokens": -1}, "max_new_tokens must be at least 0, not -1"),
         ({"logprobs": 65}, r"logprobs must be in 0..64, not 65"),
         ({"stop": ("a", "")}, "stop must be up to 64 texts, none of them empty"),
         ({"stop": "abc"}, "stop must be"),
