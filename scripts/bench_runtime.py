@@ -292,14 +292,15 @@ def main() -> None:
             results = measure_way(way, folder, options)
             two_ranks = results if way == SHM else two_ranks
             load = f"{threads_per_rank(RANKS)} thread per rank; load average {os.getloadavg()[0]:.1f} at the end."
-            texts += [*lines(way, results, options), "", f"{load}\n"]
+            texts.append("\n".join([*lines(way, results, options), "", f"{load}\n"]))
             record[way.name] = [{"program": one.candidate.name, **asdict(one.load),
                                  "rounds": [asdict(each) for each in one.rounds]} for one in results]  # fmt: skip
-            print("\n".join(texts), flush=True)
+            print(texts[-1], flush=True)
         if options.vllm_python:
             one_rank = measure_one_rank(folder, options)
-            texts += beside_vllm(folder, one_rank, two_ranks or measure_way(SHM, folder, options), options)
-            print("\n".join(texts))
+            two_ranks = two_ranks or measure_way(SHM, folder, options)
+            texts.append("\n".join(beside_vllm(folder, one_rank, two_ranks, options)))
+            print(texts[-1])
     if options.output:
         write_text(options.output, "\n".join(texts) + "\n")
         write_text(options.output.with_suffix(".json"), json.dumps(record, indent=1) + "\n")

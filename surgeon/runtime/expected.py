@@ -31,7 +31,13 @@ def expected_decode(program: Program, runs: Sequence[Run], delay: float) -> floa
     """
     by_rank = [[one for one in timed.passes if one.decode] for timed in runs]
     return fmean(
-        expected_seconds(program, [one.steps for one in ranks], [_rest(one) for one in ranks], delay)
+        expected_seconds(
+            program,
+            [one.steps for one in ranks],
+            [_rest(one) for one in ranks],
+            delay,
+            [one.starting for one in ranks],
+        )
         for ranks in zip(*by_rank, strict=True)
     )
 
@@ -41,16 +47,24 @@ def _rest(one: PassTiming) -> float:
     return one.seconds - (one.waiting or 0.0) - sum(one.steps)
 
 
-def expected_seconds(program: Program, steps: Sequence[Sequence[float]], rest: Sequence[float], delay: float) -> float:
+def expected_seconds(
+    program: Program,
+    steps: Sequence[Sequence[float]],
+    rest: Sequence[float],
+    delay: float,
+    starting: Sequence[float] | None = None,
+) -> float:
     """Seconds of one pass.
 
     Args:
         steps: of each rank, seconds of computation of each step of its work.
         rest: of each rank, seconds of computation of everything else: embedding, head, choosing tokens.
         delay: as above.
+        starting: of each rank, what starting one collective keeps it from computing.
     """
     clocks = list(rest)
-    machine = _SimulatedRanks(clocks, [iter(each) for each in steps], tuple(range(len(clocks))), delay)
+    starting = starting or [0.0] * len(clocks)
+    machine = _SimulatedRanks(clocks, [iter(each) for each in steps], tuple(range(len(clocks))), delay, starting)
     stream = torch.zeros(1)
     machine.reduce(stream)()
     run(program, stream, machine)
@@ -61,11 +75,19 @@ def expected_seconds(program: Program, steps: Sequence[Sequence[float]], rest: S
 class _SimulatedRanks(Machine):
     """A group of ranks on which time passes and nothing else happens."""
 
-    def __init__(self, clocks: list[float], steps: list[Iterator[float]], group: Group, delay: float) -> None:
+    def __init__(
+        self,
+        clocks: list[float],
+        steps: list[Iterator[float]],
+        group: Group,
+        delay: float,
+        starting: Sequence[float],
+    ) -> None:
         self.clocks = clocks
         self.steps = steps
         self.group = group
         self.delay = delay
+        self.starting = starting
 
     def compute(self, step: Step, stream: Tensor) -> Tensor:  # noqa: ARG002 - only its time matters
         for rank in self.group:
@@ -77,6 +99,8 @@ class _SimulatedRanks(Machine):
             return lambda: output
         started = [self.clocks[rank] for rank in self.group]
         there = [max(*started, own + self.delay) for own in started]
+        for rank in self.group:
+            self.clocks[rank] += self.starting[rank]
 
         def wait() -> Tensor:
             for rank, when in zip(self.group, there, strict=True):
@@ -88,6 +112,6 @@ class _SimulatedRanks(Machine):
     def assign(self, fork: Fork) -> Iterable[tuple[Branch, Machine]]:
         shares = dict.fromkeys(fork_share(fork, rank, self.group) for rank in self.group)
         for branches, group in shares:
-            machine = _SimulatedRanks(self.clocks, self.steps, group, self.delay)
+            machine = _SimulatedRanks(self.clocks, self.steps, group, self.delay, self.starting)
             for branch in branches:
                 yield branch, machine

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from torch import Tensor
 
@@ -99,6 +100,7 @@ class PassTiming:
     vocabulary: Counts
     computations: list[Computation] = field(default_factory=list)
     exchanges: list[Exchange] = field(default_factory=list)
+    starting: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -158,6 +160,7 @@ class Recorder:
             steps=[] if self.on_gpu else [one.ended - one.began for one in self.computations],
             layers=sent[0],
             vocabulary=sent[1],
+            starting=fmean(one.started - one.began for one in self.exchanges) if self.exchanges else 0.0,
         )
         if self.events:
             timing.computations, timing.exchanges = self.computations, self.exchanges

@@ -189,6 +189,14 @@ def test_ranks_are_expected_to_wait_for_the_slowest() -> None:
     assert expected_seconds(Program.dense(1), [[1.0, 0.0], [3.0, 0.0]], [0.0, 0.0], 0.5) == 4 * 0.5 + 3
 
 
+def test_starting_a_collective_is_expected_to_hide_behind_nothing() -> None:
+    dense = Program.dense(4)
+    late, steps = ladder(dense, range(0, 4)), [[1.0] * 8] * 2
+    # Behind the link's delay there is room for it, behind the next step there is none.
+    assert expected_seconds(dense, steps, [0.0, 0.0], 0.5, [0.25, 0.25]) == 8 * 1.5 + 2 * 0.5
+    assert expected_seconds(late, steps, [0.0, 0.0], 0.5, [0.25, 0.25]) == 8 * 1.25 + 0.25 + 2 * 0.5
+
+
 def test_one_rank_is_expected_to_compute_only() -> None:
     assert expected_seconds(DENSE, [[1.0] * 8], [0.5], 100.0) == 8.5
 
