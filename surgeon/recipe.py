@@ -130,6 +130,11 @@ def _flow(mapping: dict[str, Any]) -> str:
     return "{" + ", ".join(f"{key}: {json.dumps(value)}" for key, value in mapping.items()) + "}"
 
 
+def is_recipe(name: str | Path) -> bool:
+    """Whether it is the name of a recipe, not of a model."""
+    return Path(name).suffix in (".yaml", ".yml")
+
+
 def read_recipe(path: Path) -> Recipe:
     """Read a recipe from a file.
 

@@ -14,9 +14,7 @@ from surgeon.checkpoint.load import PROGRAM_KEY, WIDTHS_KEY, read_config
 from surgeon.checkpoint.read import DEMO, Checkpoint, locate, read_json
 from surgeon.families import Family, family_of
 from surgeon.program import Program
-from surgeon.recipe import Recipe, read_recipe
-
-RECIPE_SUFFIXES = (".yaml", ".yml")
+from surgeon.recipe import Recipe, is_recipe, read_recipe
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ def describe(what: str | Path) -> Description:
         ValueError: if it is damaged, or of an architecture that is not supported.
     """
     path = Path(what)
-    return _describe_recipe(path) if path.suffix in RECIPE_SUFFIXES else _describe_checkpoint(path, what)
+    return _describe_recipe(path) if is_recipe(path) else _describe_checkpoint(path, what)
 
 
 def _describe_recipe(path: Path) -> Description:

@@ -18,10 +18,9 @@ from surgeon.families import family_of
 from surgeon.model import check_layers, edit
 from surgeon.program import Program
 from surgeon.provenance import provenance
-from surgeon.recipe import read_recipe
+from surgeon.recipe import is_recipe, read_recipe
 from surgeon.runtime.text import open_tokenizer
 
-RECIPES = (".yaml", ".yml")
 DEVICES = ("auto", "cpu", "cuda")
 
 
@@ -96,7 +95,7 @@ def open_candidate(name: str, program: str | None = None) -> Candidate:
         ValueError: if a file is damaged, the program does not fit, or there is no tokenizer.
     """
     recipe = None
-    if Path(name).suffix in RECIPES:
+    if is_recipe(name):
         if program is not None:
             raise ValueError(f"{name} is a recipe, which has a program of its own; give its model with --program")
         recipe = read_recipe(Path(name))

@@ -9,13 +9,12 @@ from pathlib import Path
 
 from surgeon.demo import MODEL_FOLDER
 from surgeon.program import Program
-from surgeon.recipe import Recipe, read_recipe
+from surgeon.recipe import Recipe, is_recipe, read_recipe
 from surgeon.runtime.bench import Candidate
 from surgeon.runtime.plan import Plan
 from surgeon.runtime.prepare import make_plan
 from surgeon.runtime.variants import UPPER_BOUND, is_variant, middle_layers, variant
 
-RECIPES = (".yaml", ".yml")
 _PROGRAM = re.compile(r"\s*(>|\[|\{|[AF]\d)")
 _LONGEST_NAME = 18  # so that tables fit a terminal
 
@@ -69,7 +68,7 @@ def open_candidates(
 
 
 def _open(text: str, needs: Needs, program: str | None = None) -> Candidate:
-    if Path(text).suffix not in RECIPES:
+    if not is_recipe(text):
         plan = needs.plan(text, program)
         name = "demo" if plan.folder == MODEL_FOLDER else Path(text).resolve().name
         return Candidate(_short(name), plan)

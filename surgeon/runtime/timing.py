@@ -88,6 +88,7 @@ class PassTiming:
         steps: seconds of each step's computation, in the order of the rank's work; none where that cannot be told.
         layers: collectives of the program's steps and forks.
         vocabulary: collectives of the embedding and the output head.
+        starting: of waiting, what it took to start a collective, the mean.
     """
 
     decode: bool

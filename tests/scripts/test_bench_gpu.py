@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
-import sys
 import venv
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -29,17 +27,6 @@ FORBIDDEN = (
     "psutil",
     "scipy",
 )
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    specification = importlib.util.spec_from_file_location("bench_gpu", SCRIPT)
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[specification.name] = module  # dataclasses look their module up
-    specification.loader.exec_module(module)
-    return module
 
 
 def closure(names: tuple[str, ...]) -> set[str]:

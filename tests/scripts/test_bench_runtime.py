@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,17 +17,6 @@ from surgeon.runtime.timing import PassTiming, Run
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_runtime.py"
 STEP, REST, DELAY, BYTES = 0.002, 0.003, 0.001, 2048
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    specification = importlib.util.spec_from_file_location("bench_runtime", SCRIPT)
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[specification.name] = module  # dataclasses look their module up
-    specification.loader.exec_module(module)
-    return module
 
 
 class Plan:
