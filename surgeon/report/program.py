@@ -63,7 +63,7 @@ def draw_program(program: Program, num_layers: int, steps_per_layer: int, title:
 
 
 def _rows(items: Sequence[Item]) -> list[list[Item]]:
-    """Items in as many rows as it takes; a late step stays beside the step before."""
+    """Items in as many rows as it takes; a late step at a row's beginning reads what the dots stand for."""
     rows: list[list[Item]] = [[]]
     room = max(_ROW_WIDTH, *map(_width, items))
     for item in items:
