@@ -2,6 +2,21 @@
 
 Which class loads which architecture is data here, so that a new architecture is a class in a modeling file and a line
 in its table.
+
+What config.json of a checkpoint in the program form says, for a Llama (`model_type` "llama", `names` "ProgramLlama"):
+
+    model_type       "surgeon_llama": no stock class takes it, so that loading without trust_remote_code is refused
+                     (as "llama" it would silently run the unedited layers)
+    architectures    ["ProgramLlamaForCausalLM"]
+    auto_map         AutoConfig, AutoModel and AutoModelForCausalLM: ProgramLlamaConfig, ProgramLlamaModel and
+                     ProgramLlamaForCausalLM of modeling_surgeon_program.py
+    surgeon_program  the program's text, over the stored layers
+    the rest         as in the original's, `num_hidden_layers` and lists with one entry per layer following the stored
+                     layers
+
+`ProgramLlamaConfig` is `LlamaConfig` but for its `model_type`, and so for every architecture. Without running the file:
+take "surgeon_" off the `model_type`, leave `auto_map` out, and read the rest as the stock configuration, as
+`surgeon.checkpoint.load.read_config` does.
 """
 
 from __future__ import annotations
