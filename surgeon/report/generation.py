@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from surgeon.program import Program
 from surgeon.runtime.collectives import Counts
 from surgeon.runtime.compress import Compression
-from surgeon.runtime.engine import Figures, Phase
+from surgeon.runtime.engine import Figures
 from surgeon.runtime.plan import Plan
 from surgeon.runtime.request import Usage
+from surgeon.runtime.share import Phase
 
 
 def describe_generation(

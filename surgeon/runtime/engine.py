@@ -8,7 +8,7 @@ and sent to the others (worker.py).
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,37 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surgeon.checkpoint.read import Checkpoint
-from surgeon.execute import run
-from surgeon.program import ATTENTION, Program, Sublayer
 from surgeon.runtime.blocks import BLOCK_TOKENS, blocks_for
-from surgeon.runtime.collectives import Collectives, Counts
-from surgeon.runtime.layers import Attend, Attention, FeedForward, Norm, Pass, rotation, softcap, transposed
-from surgeon.runtime.machine import RankMachine
+from surgeon.runtime.collectives import Collectives
+from surgeon.runtime.layers import Attend, Attention, Norm, Pass, rotation, softcap, transposed
 from surgeon.runtime.paged_cache import Index, Layout, PagedCache
-from surgeon.runtime.placement import Group, Work, groups_within, rank_work
 from surgeon.runtime.plan import Plan
 from surgeon.runtime.request import TokenLogprob
 from surgeon.runtime.scoring import score
 from surgeon.runtime.sequence import Row, Wanted
 from surgeon.runtime.sharding import Source
+from surgeon.runtime.share import Phase, Share
 from surgeon.runtime.static_decode import CudaRecorder, StaticDecode
-
-
-@dataclass
-class Phase:
-    """What forward passes of one kind have cost, as one rank measured it.
-
-    Attributes:
-        tokens: that went through them.
-        layers: collectives of the program's steps and forks.
-        vocabulary: collectives of the embedding and the output head.
-    """
-
-    seconds: float = 0.0
-    passes: int = 0
-    tokens: int = 0
-    layers: Counts = field(default_factory=Counts)
-    vocabulary: Counts = field(default_factory=Counts)
 
 
 @dataclass
@@ -75,33 +55,21 @@ class Results(NamedTuple):
 SCORED_TOKENS = 64  # whose logits are computed at a time: those of a long prompt would fill the memory
 
 
-class RankEngine:
+class RankEngine(Share):
     """The slices of a model that one rank holds, and the collectives that make them whole.
-
-    Every rank builds one from the same plan, and all of them then call the same methods in the same order.
 
     Attributes:
         figures: what all passes so far have cost; may be replaced.
-        passes: how many there have been; of the one being computed, the share of its steps that is done.
     """
 
     def __init__(self, plan: Plan, collectives: Collectives, device: torch.device) -> None:
-        self.plan = plan
-        self.collectives = collectives
+        super().__init__(plan, collectives, device)
         self.figures = Figures()
-        self.passes = 0.0
-        self.device = device
-        self.program = Program.parse(plan.program)
-        self.rank = collectives.rank
-        self.groups: dict[Group, Collectives] = {collectives.group: collectives}
-        for group in groups_within(self.program, plan.ranks):
-            self.groups[group] = collectives.subgroup(group)
-        self.work = rank_work(self.program, self.rank, plan.ranks)
         self.counts = self.figures.prefill
         self._since: float | None = None
         self._static = self._static_decode()
         source = Source(Checkpoint(plan.folder), plan.family, plan.head_dim)
-        self._load_layers(source)
+        self.load(source)
         self._load_ends(source)
         # Static passes may be recorded with the address of theirs, which therefore never grow.
         self._all_angles = self._turn(plan.max_tokens) if self._static is not None else None
@@ -119,26 +87,6 @@ class RankEngine:
             return None
         captured = gpu and wanted != "static" and self.collectives.capturable
         return StaticDecode(self, CudaRecorder(self.device) if captured else None)
-
-    def _load_layers(self, source: Source) -> None:
-        """The slices of this rank's work, and the norms behind the sublayers of every step it has a share in."""
-        plan = self.plan
-        self.sublayers: dict[Sublayer, Attention | FeedForward] = {}
-        for sublayer in {part.sublayer for work in self.work for part in work.parts}:
-            tensors = source.sublayer(sublayer, plan.dtype)
-            tensors = {name: tensor.to(self.device) for name, tensor in tensors.items()}
-            spec = plan.family.spec(sublayer.kind)
-            if sublayer.kind == ATTENTION:
-                # Of averaged layers the first one's, as everywhere.
-                window = plan.windows[sublayer.layers[0]] if plan.windows else None
-                self.sublayers[sublayer] = Attention(tensors, spec, plan, window)
-            else:
-                self.sublayers[sublayer] = FeedForward(tensors, spec, plan)
-        self.post_norms: dict[Sublayer, Norm] = {}
-        for sublayer in {sublayer for work in self.work for sublayer in work.step.sublayers}:
-            for name, gain in source.post_norm(sublayer, plan.dtype).items():
-                path = name.removesuffix(".weight")
-                self.post_norms[sublayer] = Norm({name: gain.to(self.device)}, path, plan)
 
     def _load_ends(self, source: Source) -> None:
         """This rank's rows of the embedding and of the head (the same ones where they are tied), and the final norm."""
@@ -165,8 +113,7 @@ class RankEngine:
 
     def new_cache(self, blocks: int) -> PagedCache:
         """An empty cache for the attentions of this rank's work."""
-        parts = [part for work in self.work for part in work.parts if part.slot is not None]
-        attentions = [self.sublayers[part.sublayer] for part in sorted(parts, key=lambda part: part.slot or 0)]
+        attentions = [self.sublayers[attention] for attention in self.attentions()]
         kv_heads = [made.kv_heads for made in attentions if isinstance(made, Attention)]
         spare = 0 if self._static is None else self._static.spare_blocks
         return PagedCache(kv_heads, blocks + spare, self.plan.head_dim, self.embedding)
@@ -254,8 +201,7 @@ class RankEngine:
 
     def _run(self, tokens: Tensor, positions: Index, shared: Pass) -> Tensor:
         """The stream after the program, (tokens, hidden), of tokens (tokens,)."""
-        stream = self._embed(tokens, positions)
-        return run(self.program, stream, self.machine(shared, self.collectives.group, iter(self.work)))
+        return self.stream_after(self._embed(tokens, positions), shared)
 
     def next_logits(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """This rank's logits, (texts, rows), of one token (texts,) of each of some texts; nothing waits for a GPU."""
@@ -263,10 +209,6 @@ class RankEngine:
         if self._all_angles is not None:
             turned = self._all_angles[0].index_select(0, positions), self._all_angles[1].index_select(0, positions)
         return self._own_logits(self._run(tokens, positions, Pass(attend, turned)))
-
-    def machine(self, shared: Pass, group: Group, work: Iterator[Work]) -> RankMachine:
-        """What runs steps on a group of ranks."""
-        return RankMachine(self, shared, group, work)
 
     def _turn(self, tokens: int) -> tuple[Tensor, Tensor] | None:
         """Rotary angles of the first so many positions."""

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from surgeon.families import FAMILIES, Family
+from surgeon.program import Sublayer
 
 # Decode passes are computed like all others (dynamic: on CPUs), in a few fixed shapes (static), or in these shapes
 # recorded as CUDA graphs (captured: on GPUs whose collectives can be); auto is what fits the device best.
@@ -77,3 +78,7 @@ class Plan:
     def family(self) -> Family:
         """The architecture."""
         return FAMILIES[self.model_type]
+
+    def window(self, attention: Sublayer) -> int | None:
+        """How many tokens an attention looks at, None for all; of averaged layers the first one's, as everywhere."""
+        return self.windows[attention.layers[0]] if self.windows else None
