@@ -7,12 +7,15 @@
     expect: {effective_depth: 19}
 
 Operations are applied in order. `layers` is a range as Python slices it ("4:30" is layers 4 to 29), or a list of such
-ranges. Every error names the file, the line, the value and what would be right.
+ranges. With `weights: sha256:...` a recipe says which weights it was made for, as those that a search writes do: on
+others it may do anything, so it is refused there. Every error names the file, the line, the value and what would be
+right.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,13 +23,14 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from surgeon.errors import did_you_mean
+from surgeon.errors import did_you_mean, shown
 from surgeon.operations import OPERATIONS
 from surgeon.operations.base import show_range
 from surgeon.program import Program
 
 FORMAT = 1
-KEYS = ("surgeon", "model", "operations", "expect")
+KEYS = ("surgeon", "model", "weights", "operations", "expect")
+_WEIGHTS = re.compile(r"sha256:([0-9a-f]{64})")
 
 
 class Expect(BaseModel):
@@ -75,15 +79,18 @@ class Recipe:
     """A model, what is done to it, and what is expected to come out.
 
     Attributes:
+        weights: the weights it was made for, as `Checkpoint.weights_hash()` names them; None: any.
         source: where it was read from, for error messages.
-        expect_line: the line its expectations stand on.
+        expect_line, weights_line: the lines these stand on.
     """
 
     model: str
     operations: tuple[AppliedOperation, ...]
     expect: Expect = field(default_factory=Expect)
+    weights: str | None = None
     source: str = "recipe"
     expect_line: int = 0
+    weights_line: int = 0
 
     def program(self, num_layers: int, steps_per_layer: int = 2) -> Program:
         """The program that the operations make of a model with this many layers.
@@ -112,9 +119,33 @@ class Recipe:
                     f"the operations give {found[name]:g}"
                 )
 
+    def mismatch(self, weights_hash: str) -> str | None:
+        """What there is to say if these are other weights than the recipe was made for; nothing if they are not."""
+        if self.weights in (None, weights_hash):
+            return None
+        return (
+            f"{self.source}:{self.weights_line}: weights: the recipe was made for sha256:{self.weights}, "
+            f"and the model has sha256:{weights_hash}"
+        )
+
+    def require_weights(self, weights_hash: str) -> None:
+        """Refuse other weights than the recipe was made for.
+
+        Raises:
+            ValueError: with both hashes, file and line.
+        """
+        mismatch = self.mismatch(weights_hash)
+        if mismatch is not None:
+            raise ValueError(
+                f"{mismatch}; what was found for one model need not hold for another. Use the model it was made for, "
+                "or remove that line to use the recipe all the same"
+            )
+
     def to_yaml(self) -> str:
         """The recipe as text; `parse_recipe` reads it back."""
-        lines = [f"surgeon: {FORMAT}", f"model: {json.dumps(self.model)}", "operations:"]
+        lines = [f"surgeon: {FORMAT}", f"model: {json.dumps(self.model)}"]
+        lines += [] if self.weights is None else [f"weights: sha256:{self.weights}"]
+        lines.append("operations:")
         lines += [f"  - {operation.to_yaml()}" for operation in self.operations]
         if not self.operations:
             lines[-1] += " []"
@@ -226,9 +257,21 @@ class _Reader:
             model=document["model"],
             operations=self._operations(document["operations"]),
             expect=self._expect(document.get("expect")),
+            weights=self._weights(document["weights"]) if "weights" in document else None,
             source=self.source,
             expect_line=self.lines.get(("expect",), 0),
+            weights_line=self.lines.get(("weights",), 0),
         )
+
+    def _weights(self, given: Any) -> str:
+        match = _WEIGHTS.fullmatch(given) if isinstance(given, str) else None
+        if match is None:
+            raise self.error(
+                self.lines["weights",],
+                f"weights must be sha256: and 64 digits of 0-9 and a-f, not {shown(given)}; copy them from a search's "
+                "recipe or a checkpoint's surgeon.json, or remove the line",
+            )
+        return match[1]
 
     def _operations(self, entries: Any) -> tuple[AppliedOperation, ...]:
         if not isinstance(entries, list):

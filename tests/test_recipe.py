@@ -56,6 +56,9 @@ def test_a_recipe_written_reads_the_same() -> None:
         ("model: some/model\n", "", "recipe:1: the key 'model' is missing"),
         ("model:", "model: twice\nmodel:", "recipe:3: 'model' is there twice"),
         ("surgeon: 1", "surgeon: 2", "recipe:1: recipe format 2 is not known"),
+        ("model: some/model", "model: m\nweights: sha256:12ab", "recipe:3: weights must be sha256: and 64 digits"),
+        ("model: some/model", "model: m\nweights: 12", "recipe:3: weights must be sha256: and 64 digits"),
+        ("model: some/model", "model: m\nweights:", "recipe:3: weights must be sha256: and 64 digits"),
         ("  - pair", "  - [pair", "recipe:5: not valid YAML"),
         ("  - pair: {", "  - {", "recipe:4: unknown operation 'layers'"),
     ],
@@ -65,6 +68,19 @@ def test_mistakes_name_line_value_and_remedy(before: str, after: str, said: str)
     with pytest.raises(ValueError, match=".") as caught:
         parse_recipe(GOOD.replace(before, after, 1)).program(16)
     assert str(caught.value).startswith(said)
+
+
+def test_a_recipe_bound_to_weights() -> None:
+    own, other = "0a" * 32, "f" * 64
+    bound = parse_recipe(GOOD.replace("operations:", f"weights: sha256:{own}\noperations:"), "found.yaml")
+    assert bound.weights == parse_recipe(bound.to_yaml()).weights == own
+    assert bound.program(16) == parse_recipe(GOOD).program(16)
+    bound.require_weights(own)
+    with pytest.raises(ValueError, match=f"found.yaml:3: weights: .*made for sha256:{own}.* has sha256:{other}; "):
+        bound.require_weights(other)
+    free = parse_recipe(GOOD)
+    free.require_weights(other)
+    assert (free.weights, "weights" in free.to_yaml()) == (None, False)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "just words", "surgeon: 1\nmodel: m\noperations: {}\n"])

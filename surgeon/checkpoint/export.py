@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,12 @@ class Original:
         config = read_config(checkpoint)
         return cls(str(path_or_name), checkpoint, config, family_of(config))
 
+    @property
+    def public_name(self) -> str:
+        """Its name without the place where it lies on this machine."""
+        folder = Path(self.name)
+        return folder.resolve().name if folder.is_dir() else self.name
+
     def program_of(self, recipe: Recipe) -> Program:
         """The program that a recipe makes of this model."""
         return recipe.program(self.config.num_hidden_layers, self.family.steps_per_layer)
@@ -139,8 +145,19 @@ def plan_export(original: Original, program: Program, form: str = "auto", dtype:
     planner = TensorPlanner(
         original.checkpoint, original.family, original.config, None if dtype is None else DTYPES[dtype]
     )
+    tensors = planner.plan(layout.layers)
+    if layout.form in SHIPPED:
+        tensors = [_under_its_own_name(tensor, original.family) for tensor in tensors]
     companions = companions_of(original.checkpoint.folder)
-    return ExportPlan(original, program, layout, planner.plan(layout.layers), companions, dtype)
+    return ExportPlan(original, program, layout, tensors, companions, dtype)
+
+
+def _under_its_own_name(tensor: PlannedTensor, family: Family) -> PlannedTensor:
+    """The output head as the model itself calls it: `transformers` renames it for stock classes only."""
+    stored = f"{family.stored_head}."
+    if family.stored_head is None or not tensor.name.startswith(stored):
+        return tensor
+    return replace(tensor, name=f"{family.head}.{tensor.name.removeprefix(stored)}")
 
 
 def write_export(
@@ -221,7 +238,11 @@ def written_config(plan: ExportPlan) -> dict[str, Any]:
     shipped = SHIPPED.get(layout.form)
     if shipped is not None:
         model_type = original.family.model_type
-        config |= {"architectures": [shipped.causal_class(model_type)], "auto_map": shipped.auto_map(model_type)}
+        config |= {
+            "architectures": [shipped.causal_class(model_type)],
+            "auto_map": shipped.auto_map(model_type),
+            "model_type": shipped.prefix + model_type,
+        }
     if layout.form == "fused":
         config |= {
             "head_dim": original.family.head_dim(original.config),
@@ -264,7 +285,7 @@ def _write_companions(partial: Path, plan: ExportPlan) -> None:
 
 def _report(plan: ExportPlan, proof: Proof, recipe: str | None) -> dict[str, Any]:
     """surgeon.json: what was done, from what, and how it was proven."""
-    original, folder = plan.original, Path(plan.original.name)
+    original = plan.original
     return {
         "surgeon": surgeon.__version__,
         "form": plan.layout.form,
@@ -274,7 +295,7 @@ def _report(plan: ExportPlan, proof: Proof, recipe: str | None) -> dict[str, Any
         "sync_points_on_two_ranks": plan.program.sync_points(2),
         "recipe": recipe,
         "source": {
-            "model": folder.resolve().name if folder.is_dir() else original.name,
+            "model": original.public_name,
             "num_layers": original.config.num_hidden_layers,
             "weights_hash": original.checkpoint.weights_hash(),
         },

@@ -7,30 +7,22 @@ file is said before any work begins.
 from __future__ import annotations
 
 import hashlib
-import json
+from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
+from surgeon.checkpoint.header import StoredTensor, parse_json, read_header
 from surgeon.demo import demo_model
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 DEMO = "demo"
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+BLOCK = 1 << 20  # bytes read at a time: a block stays in the processor's cache
 
 
 def locate(path_or_name: str | Path) -> Path:
@@ -69,6 +61,9 @@ def locate(path_or_name: str | Path) -> Path:
 class Checkpoint:
     """A folder with config.json and safetensors weights, one file or sharded.
 
+    Files are opened anew whenever something is read: one that stays open keeps all that was ever read of it in memory.
+    Symbolic links are followed where they stay in the folder, or lead to the blobs of the hub cache that it lies in.
+
     Attributes:
         folder: where it lies.
         config: the parsed config.json.
@@ -81,94 +76,115 @@ class Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        check_inside(folder, folder / "config.json")
         self.config = read_json(folder / "config.json")
-        self._open: dict[Path, Any] = {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self._dtypes: dict[str, torch.dtype] = {}
-        self.files = self._index()
+        self._stored: dict[str, StoredTensor] = {}
+        self.files: dict[str, Path] = {}
+        self._weights_hash = ""
+        for file, names in self._index().items():
+            self._add(folder / file, names)
+        if not self.files:
+            raise ValueError(f"{folder} holds no tensors")
 
-    def _index(self) -> dict[str, Path]:
-        index = self.folder / INDEX_FILE
+    def _index(self) -> dict[str, set[str]]:
+        """The weight files, and the tensors that the index says are in each."""
+        index, single = self.folder / INDEX_FILE, self.folder / SINGLE_FILE
         if not index.exists():
-            single = self.folder / SINGLE_FILE
             if not single.exists():
                 raise FileNotFoundError(
                     f"{self.folder} has no {SINGLE_FILE} and no {INDEX_FILE}; only safetensors weights are read"
                 )
-            return dict.fromkeys(self._read_header(single), single)
+            return {SINGLE_FILE: set()}
+        check_inside(self.folder, index)
         weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict):
+        if not isinstance(weight_map, dict) or not weight_map:
             raise ValueError(f"{index} has no weight_map; it should map tensor names to files")
-        held: dict[str, set[str]] = {}
-        for file in sorted(set(map(str, weight_map.values()))):
-            path = self.folder / file
-            if Path(file).name != file or (path.resolve().parent != self.folder.resolve() and not path.is_symlink()):
-                raise ValueError(f"{index} names a file outside the folder: {file!r}")
-            if not path.exists():
-                raise FileNotFoundError(f"{path} is missing: {index.name} names it")
-            held[file] = self._read_header(path)
+        shards: dict[str, set[str]] = {}
         for name, file in weight_map.items():
-            if name not in held[file]:
-                raise ValueError(f"tensor {name!r} is not in {file}, where {index.name} says it is")
-        return {name: self.folder / file for name, file in weight_map.items()}
+            if not isinstance(file, str) or Path(file).name != file or not file.isprintable():
+                raise ValueError(f"{index} names a file outside the folder: {str(file)[:200]!r}")
+            if not file.endswith(".safetensors"):
+                raise ValueError(f"{index} names {file[:200]!r}; only *.safetensors files are read")
+            shards.setdefault(file, set()).add(name)
+        for file in sorted(shards):
+            if not (self.folder / file).exists():
+                raise FileNotFoundError(f"{self.folder / file} is missing: {index.name} names it")
+        return dict(sorted(shards.items()))
 
-    def _read_header(self, path: Path) -> set[str]:
-        try:
-            file = safe_open(path, framework="pt")
-        except SafetensorError as error:
-            raise ValueError(
-                f"{path} is truncated or not a safetensors file ({error}); fetch or copy it again"
-            ) from error
-        self._open[path] = file
-        names = set(file.keys())
-        for name in names:
-            view = file.get_slice(name)
-            self._shapes[name] = tuple(view.get_shape())
-            self._dtypes[name] = _dtype(view.get_dtype(), name, path)
-        return names
+    def _add(self, path: Path, expected: set[str]) -> None:
+        """Take in one file's tensors, those too that the index forgets: whatever loads the file, loads them."""
+        check_inside(self.folder, path)
+        held = read_header(path)
+        for name in sorted(expected - held.keys()):
+            raise ValueError(f"tensor {name!r} is not in {path.name}, where {INDEX_FILE} says it is")
+        for name, stored in held.items():
+            if name in self.files:
+                raise ValueError(
+                    f"tensor {name!r} is in {self.files[name].name} and in {path.name} of {self.folder}; "
+                    "which of them is meant cannot be known"
+                )
+            self.files[name] = path
+            self._stored[name] = stored
 
     def __contains__(self, name: str) -> bool:
         return name in self.files
 
     def names(self) -> list[str]:
-        """All tensor names, in the order of the index."""
+        """All tensor names, file by file."""
         return list(self.files)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, without reading it."""
-        self._file(name)
-        return self._shapes[name]
+        return self._of(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype of a tensor, without reading it."""
-        self._file(name)
-        return self._dtypes[name]
+        return self._of(name).dtype
 
     def tensor(self, name: str) -> Tensor:
-        """One whole tensor."""
-        tensor: Tensor = self._open[self._file(name)].get_tensor(name)
+        """One whole tensor; what is not looked at of it is not read."""
+        with self._open(name) as file:
+            tensor: Tensor = file.get_tensor(name)
         return tensor
 
     def part(self, name: str, dim: int, first: int, end: int) -> Tensor:
         """Elements first..end-1 along one dimension (0 or 1) of a tensor; nothing else is read."""
-        view = self._open[self._file(name)].get_slice(name)
-        part: Tensor = view[first:end] if dim == 0 else view[:, first:end]
+        with self._open(name) as file:
+            view = file.get_slice(name)
+            part: Tensor = view[first:end] if dim == 0 else view[:, first:end]
         return part
 
-    def _file(self, name: str) -> Path:
-        if name not in self.files:
+    def blocks(self, name: str) -> Iterator[memoryview]:
+        """A tensor's bytes as they are stored, a block at a time; each is valid until the next one is asked for.
+
+        Raises:
+            OSError: if the file has become shorter.
+        """
+        stored, path = self._of(name), self.files[name]
+        with path.open("rb", buffering=0) as file:
+            file.seek(stored.begin)
+            yield from blocks_of(file, stored.end - stored.begin, path)
+
+    def _of(self, name: str) -> StoredTensor:
+        if name not in self._stored:
             raise ValueError(f"{self.folder} has no tensor {name!r}, which its config.json asks for")
-        return self.files[name]
+        return self._stored[name]
+
+    def _open(self, name: str) -> Any:
+        self._of(name)
+        return safe_open(self.files[name], framework="pt")
 
     def weights_hash(self) -> str:
-        """SHA-256 over the names and contents of the weight files: which weights these are."""
-        digest = hashlib.sha256()
-        for path in sorted(set(self.files.values())):
-            digest.update(path.name.encode())
-            with path.open("rb") as file:
-                while block := file.read(1 << 22):
-                    digest.update(block)
-        return digest.hexdigest()
+        """SHA-256 over the names and contents of the weight files: which weights these are. They are read once."""
+        if not self._weights_hash:
+            digest = hashlib.sha256()
+            for path in sorted(set(self.files.values())):
+                digest.update(path.name.encode())
+                with path.open("rb", buffering=0) as file:
+                    for block in blocks_of(file, path.stat().st_size, path):
+                        digest.update(block)
+            self._weights_hash = digest.hexdigest()
+        return self._weights_hash
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -183,17 +199,41 @@ def read_json(path: Path) -> dict[str, Any]:
             f"{path.parent} has no {path.name}; a model is a folder with config.json and *.safetensors"
         )
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        value = parse_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} should hold a JSON object, not {type(value).__name__}")
     return value
 
 
-def _dtype(name: str, tensor: str, path: Path) -> torch.dtype:
-    if name not in DTYPES:
+def check_inside(folder: Path, path: Path) -> None:
+    """Refuse a file of a checkpoint that is a symbolic link to somewhere else.
+
+    A link may lead to a file in the folder, or to the blobs of the hub cache (beside its `snapshots`).
+
+    Raises:
+        ValueError: naming the link and where it leads.
+    """
+    real, home = path.resolve(), folder.resolve()
+    homes = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
+    if not any(allowed in real.parents for allowed in homes):
         raise ValueError(
-            f"tensor {tensor!r} in {path} has dtype {name}, which is not supported (known: {', '.join(DTYPES)})"
+            f"{path} is a symbolic link out of the folder, to {real}; put the file itself there, or name the folder "
+            "in which it lies"
         )
-    return DTYPES[name]
+
+
+def blocks_of(file: FileIO, size: int, path: Path) -> Iterator[memoryview]:
+    """The next bytes of an unbuffered file, a block at a time, all in one buffer.
+
+    Raises:
+        OSError: if it has fewer.
+    """
+    buffer = memoryview(bytearray(min(size, BLOCK)))
+    while size:
+        count = file.readinto(buffer[: min(size, BLOCK)])
+        if not count:
+            raise OSError(f"{path} became shorter while it was read")
+        yield buffer[:count]
+        size -= count

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from surgeon.cli.opening import warn
+
 if TYPE_CHECKING:
-    from surgeon.checkpoint.export import ExportPlan
+    from surgeon.checkpoint.export import ExportPlan, Original
     from surgeon.checkpoint.prove import Proof
+    from surgeon.recipe import Recipe
 
 
 def export(
@@ -39,6 +43,9 @@ def export(
 
     The checkpoint is proven before it gets its name: run on random tokens, it gives the same logits as the original
     run with the recipe's program. surgeon.json inside says what was done and proven. Prints the folder's name.
+
+    A recipe that names the weights it was made for (weights: sha256:...), as those of surgeon search do, is refused for
+    a model with others. Given one with --model, it is applied with a warning.
     """
     from surgeon.checkpoint.export import Original, plan_export, write_export
     from surgeon.checkpoint.staging import check_target
@@ -49,11 +56,23 @@ def export(
     check_target(output, overwrite)
     original = Original.open(model or steps.model)
     plan = plan_export(original, original.program_of(steps), form, dtype)
+    if steps.weights is not None:
+        steps = _bound(steps, original, chosen=model is not None)
     print(f"{plan.layout.form} form: {plan.layout.reason}.", file=sys.stderr)
     with progress(f"writing and proving {output}", plan.passes * plan.weight_bytes, "bytes") as advance:
-        proof = write_export(plan, output, overwrite, recipe.read_text(encoding="utf-8"), advance)
+        # What is published says nothing of the folders of this machine.
+        proof = write_export(plan, output, overwrite, replace(steps, model=original.public_name).to_yaml(), advance)
     print(_summary(plan, proof), file=sys.stderr)
     print(output)
+
+
+def _bound(steps: Recipe, original: Original, chosen: bool) -> Recipe:
+    """The recipe, bound to the original's weights; a model that the user chose may have others than it was made for."""
+    found = original.checkpoint.weights_hash()
+    if not chosen:
+        steps.require_weights(found)
+    warn(filter(None, [steps.mismatch(found)]))
+    return replace(steps, weights=found)
 
 
 def _summary(plan: ExportPlan, proof: Proof) -> str:

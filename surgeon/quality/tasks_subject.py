@@ -84,7 +84,7 @@ class Candidate:
 
 
 def open_candidate(name: str, program: str | None = None) -> Candidate:
-    """Check a model's files, its program and its tokenizer; no weights are read.
+    """Check a model's files, its program and its tokenizer; weights are read only to tell if a recipe is for them.
 
     Args:
         name: a checkpoint folder (plain, fused, or with a program), a hub name, "demo", or a recipe (.yaml).
@@ -92,7 +92,8 @@ def open_candidate(name: str, program: str | None = None) -> Candidate:
 
     Raises:
         FileNotFoundError: if there is no such model or recipe, or a file of it is missing.
-        ValueError: if a file is damaged, the program does not fit, or there is no tokenizer.
+        ValueError: if a file is damaged, the program does not fit, there is no tokenizer, or a recipe was made for
+            other weights.
     """
     recipe = None
     if is_recipe(name):
@@ -106,6 +107,8 @@ def open_candidate(name: str, program: str | None = None) -> Candidate:
     chosen = Program.parse(program) if program is not None else None
     if recipe is not None:
         chosen = recipe.program(layers, steps)
+        if recipe.weights is not None:
+            recipe.require_weights(checkpoint.weights_hash())
     if chosen is not None:
         check_layers(chosen, layers)
     text = None if recipe is None else Path(name).read_text(encoding="utf-8")

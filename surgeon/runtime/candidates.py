@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from surgeon.checkpoint.read import Checkpoint
 from surgeon.demo import MODEL_FOLDER
 from surgeon.program import Program
 from surgeon.recipe import Recipe, is_recipe, read_recipe
@@ -53,7 +54,7 @@ def open_candidates(
 
     Raises:
         FileNotFoundError: if there is no such model or recipe.
-        ValueError: if one cannot be run by these ranks, saying why.
+        ValueError: if one cannot be run by these ranks, or is a recipe for other weights, saying why.
     """
     first = _open(model, needs, program)
     found = [first]
@@ -76,6 +77,8 @@ def _open(text: str, needs: Needs, program: str | None = None) -> Candidate:
         raise ValueError(f"{text} is a recipe and has a program of its own; give --program with a checkpoint")
     recipe = read_recipe(Path(text))
     plan = needs.plan(recipe.model, _first_program(recipe, needs))
+    if recipe.weights is not None:
+        recipe.require_weights(Checkpoint(plan.folder).weights_hash())
     return Candidate(_short(Path(text).stem), plan)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 import torch
 
 import surgeon
+from surgeon.checkpoint.read import Checkpoint
+from surgeon.recipe import read_recipe
 from tests.cli.conftest import Run
 from tests.models import VOCABULARY
 
@@ -52,7 +55,8 @@ def test_it_says_which_form_and_why(
     assert "Proof: on 128 random tokens" in err
     report = json.loads((tmp_path / "out" / "surgeon.json").read_text())
     assert (report["form"], report["program"]) == (form, program)
-    assert report["recipe"] == written.read_text()
+    # The same recipe, without the place where the model lies.
+    assert report["recipe"] == replace(read_recipe(written), model="tiny-llama").to_yaml()
     ids = torch.randint(2, VOCABULARY, (1, 7))
     assert surgeon.load(tmp_path / "out")(ids).logits.isfinite().all()
 
@@ -92,6 +96,26 @@ def test_mistakes_get_one_line_and_write_nothing(
     assert said in err
     assert err.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_a_recipe_made_for_other_weights(
+    run: Run, recipe: Callable[[str], Path], tmp_path: Path, tiny_checkpoint: Path
+) -> None:
+    path, own, other = recipe("- prune: {layers: '1:2'}"), Checkpoint(tiny_checkpoint).weights_hash(), "0" * 64
+    text = path.read_text()
+    path.write_text(f"{text}weights: sha256:{other}\n")
+    code, out, err = run(path, "-o", tmp_path / "out")
+    assert (code, out, err.count("\n"), (tmp_path / "out").exists()) == (1, "", 1, False)
+    assert f"recipe.yaml:5: weights: the recipe was made for sha256:{other}, and the model has sha256:{own}; " in err
+    code, _, err = run(path, "-o", tmp_path / "out", "--model", tiny_checkpoint)
+    assert code == 0
+    assert (
+        f"warning: {path}:5: weights: the recipe was made for sha256:{other}, and the model has sha256:{own}\n" in err
+    )
+    assert f"weights: sha256:{own}" in json.loads((tmp_path / "out" / "surgeon.json").read_text())["recipe"]
+    path.write_text(f"{text}weights: sha256:{own}\n")
+    code, _, err = run(path, "-o", tmp_path / "out", "--overwrite")
+    assert (code, "warning" in err) == (0, False)
 
 
 def test_an_existing_target_is_refused_before_anything_is_read(

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from surgeon.analysis import subject
+from surgeon.checkpoint.read import Checkpoint
 from surgeon.cli.app import main
 from surgeon.cli.options import DATA_HELP
 from surgeon.program import Program
@@ -37,6 +38,7 @@ def test_results_and_resumption(
     assert program.effective_depth() == 3
     assert str(program) in said
     assert Path(recipe.model) == tiny_checkpoint
+    assert recipe.weights == Checkpoint(tiny_checkpoint).weights_hash()
     table = pd.read_csv(output / "trials.csv")
     assert len(table) == 6
     assert (table["depth"] == 3).all()
@@ -45,6 +47,8 @@ def test_results_and_resumption(
     assert Program.parse(best["program"]) == program
     record = json.loads((output / "search.json").read_text())
     assert record["best"]["program"] == str(program)
+    assert record["original"]["divergence"] == pytest.approx(0, abs=1e-6)
+    assert record["original"].keys() < record["best"].keys()
     assert {"model", "weights_hash", "data_hash", "seed", "versions", "command"} <= record.keys()
     assert (output / "quality-against-depth.png").stat().st_size > 10_000
     before = (output / "trials.csv").read_bytes()

@@ -68,7 +68,11 @@ def test_what_is_refused(recipe: Path, tiny_checkpoint: Path, tmp_path: Path) ->
         open_candidate(str(tmp_path / "none.yaml"))
     with pytest.raises(FileNotFoundError, match="there is no model folder"):
         open_candidate(str(tmp_path / "none"))
-    recipe.write_text(recipe.read_text().replace("1:3", "1:9"))
+    text = recipe.read_text()
+    recipe.write_text(f"{text}weights: sha256:{'0' * 64}\n")
+    with pytest.raises(ValueError, match="pairs.yaml:5: weights: the recipe was made for sha256:0"):
+        open_candidate(str(recipe))
+    recipe.write_text(text.replace("1:3", "1:9"))
     with pytest.raises(ValueError, match="pairs.yaml:4: pair"):
         open_candidate(str(recipe))
     for path in tiny_checkpoint.glob("tokenizer*"):

@@ -244,6 +244,9 @@ def test_recipes_programs_and_checkpoints(checkpoint: Path, tmp_path: Path, need
         ("tiny", str(DENSE)),
         ("one-pair (2)", "[A0 A1] [F0 F1] A2 F2 A3 F3"),
     ]
+    recipe.write_text(f"{recipe.read_text()}weights: sha256:{'0' * 64}\n")
+    with pytest.raises(ValueError, match="one-pair.yaml:5: weights: the recipe was made for sha256:0"):
+        open_candidates(str(recipe), [], needs)
 
 
 @pytest.mark.parametrize(
