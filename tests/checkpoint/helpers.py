@@ -45,7 +45,8 @@ def load_shipped(folder: Path) -> PreTrainedModel:
     """Load a fused or program checkpoint by the modeling file that lies inside it, in float32."""
     config = json.loads((folder / "config.json").read_text())
     form = json.loads((folder / "surgeon.json").read_text())["form"]
-    model_class = SHIPPED[form].model_class(config["model_type"], folder)
+    shipped = SHIPPED[form]
+    model_class = shipped.model_class(config["model_type"].removeprefix(shipped.prefix), folder)
     return model_class.from_pretrained(folder, dtype=torch.float32).eval()
 
 
@@ -107,9 +108,10 @@ def _only_slice(reference: Reference, sublayer: Sublayer) -> Reference:
     copied = reference.averaged([sublayer.layers[0]], into=sublayer.layers[0])
     name = copied.at(sublayer.layers[0], {"A": copied.output, "F": copied.down}[sublayer.kind])
     weight = copied.w[f"{name}.weight"].clone()
-    width = weight.shape[1] // count
-    weight[:, : index * width] = 0
-    weight[:, (index + 1) * width :] = 0
+    columns = weight.T if copied.config.model_type == "gpt2" else weight  # which stores (in_features, out_features)
+    width = columns.shape[1] // count
+    columns[:, : index * width] = 0
+    columns[:, (index + 1) * width :] = 0
     copied.w[f"{name}.weight"] = weight
     if index and f"{name}.bias" in copied.w:
         copied.w[f"{name}.bias"] = torch.zeros_like(copied.w[f"{name}.bias"])

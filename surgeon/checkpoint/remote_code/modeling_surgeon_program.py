@@ -9,37 +9,109 @@ and what each one reads:
     >A4  >[A4 A5]    a late step: it reads x as it was before the previous step's output was added
     {A4 F4 | A5 F5}  a fork: each branch has a stream of its own, started from x; what all of them added is added to x
 
-The stock model is used as it is, except that its list of layers is replaced by one that runs the program. There are no
-layers then whose outputs `output_hidden_states` could collect: it gives an empty tuple.
+The stock model is used as it is, except that its list of layers is replaced by one that runs the program. What differs
+between architectures stands in the table FAMILIES.
+
+While a model lives, its config has one entry per attention of the program, so that caches and masks fit; written out,
+it has one per stored layer. There are no layers whose outputs `output_hidden_states` could collect: it is refused.
+Modules are changed while they run (their cache entry, their slice), so threads must not run one model at once.
 """
 
 import copy
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
-from torch.func import functional_call
-from transformers import LlamaForCausalLM, LlamaModel, OPTForCausalLM, OPTModel, Qwen3ForCausalLM, Qwen3Model
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+from transformers.pytorch_utils import Conv1D
 
 
 class Family(NamedTuple):
-    """Where a layer has its two sublayers: a norm, then modules called one after the other."""
+    """An architecture: where a layer has its sublayers (paths from the layer), and how the decoder calls layers."""
 
-    attention: tuple[str, ...]
+    attention: tuple[str, ...]  # the norm, then modules called one after the other
     feed_forward: tuple[str, ...]
-    outputs: tuple[str, ...]  # the projections that write to the stream: a slice takes columns of them, rows of others
+    reads: tuple[str, ...]  # projections of the normed stream: a slice has some of their output features
+    writes: tuple[str, ...]  # projections to the stream: a slice has some of their input features
+    packed: dict[str, tuple[str, ...]]  # several in one: each one's share of the features, as config attributes
+    counts: tuple[str, ...] = ()  # attributes that count heads or their features: less in a slice
+    slot: str = "self_attn.layer_idx"  # the attribute that says which entry of the cache the attention uses
     dropout: str | None = None  # the config's probability of dropping sublayer outputs while training
+    arguments: tuple[str, ...] = ()  # what the decoder hands a layer by position after the stream
+    returns_tuple: bool = False  # whether a layer returns (stream, attention weights)
 
 
-LLAMA = Family(("input_layernorm", "self_attn"), ("post_attention_layernorm", "mlp"), ("o_proj", "down_proj"))
-OPT = Family(
-    ("self_attn_layer_norm", "self_attn"),
-    ("final_layer_norm", "fc1", "activation_fn", "fc2"),
-    ("out_proj", "fc2"),
-    dropout="dropout",
+HEADS = "num_attention_heads"
+KV_HEADS = "num_key_value_heads"
+LLAMA = Family(
+    attention=("input_layernorm", "self_attn"),
+    feed_forward=("post_attention_layernorm", "mlp"),
+    reads=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"),
+    writes=("self_attn.o_proj", "mlp.down_proj"),
+    packed={},
 )
-FAMILIES = {"llama": LLAMA, "qwen3": LLAMA, "opt": OPT}
+GPT2 = Family(
+    attention=("ln_1", "attn"),
+    feed_forward=("ln_2", "mlp"),
+    reads=("attn.c_attn", "mlp.c_fc"),
+    writes=("attn.c_proj", "mlp.c_proj"),
+    packed={"attn.c_attn": (HEADS, HEADS, HEADS)},
+    counts=("attn.split_size",),
+    slot="attn.layer_idx",
+    arguments=("past_key_values", "attention_mask", "encoder_hidden_states"),
+)
+FAMILIES = {
+    "llama": LLAMA,
+    "mistral": LLAMA,
+    "qwen2": LLAMA,
+    "qwen3": LLAMA,
+    "gemma2": LLAMA._replace(
+        attention=("input_layernorm", "self_attn", "post_attention_layernorm"),
+        feed_forward=("pre_feedforward_layernorm", "mlp", "post_feedforward_layernorm"),
+    ),
+    "phi3": LLAMA._replace(
+        reads=("self_attn.qkv_proj", "mlp.gate_up_proj"),
+        packed={
+            "self_attn.qkv_proj": (HEADS, KV_HEADS, KV_HEADS),
+            "mlp.gate_up_proj": ("intermediate_size", "intermediate_size"),
+        },
+        counts=("self_attn.config.num_attention_heads", "self_attn.num_key_value_heads"),
+        dropout="resid_pdrop",
+    ),
+    "opt": Family(
+        attention=("self_attn_layer_norm", "self_attn"),
+        feed_forward=("final_layer_norm", "fc1", "activation_fn", "fc2"),
+        reads=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "fc1"),
+        writes=("self_attn.out_proj", "fc2"),
+        packed={},
+        counts=("self_attn.num_heads",),
+        dropout="dropout",
+    ),
+    "gpt2": GPT2,
+    "gpt_neo": GPT2._replace(
+        reads=("attn.attention.q_proj", "attn.attention.k_proj", "attn.attention.v_proj", "mlp.c_fc"),
+        writes=("attn.attention.out_proj", "mlp.c_proj"),
+        packed={},
+        counts=("attn.attention.num_heads",),
+        slot="attn.attention.layer_id",
+        arguments=(),
+        returns_tuple=True,
+    ),
+    "gpt_neox": Family(
+        attention=("input_layernorm", "attention"),
+        feed_forward=("post_attention_layernorm", "mlp"),
+        reads=("attention.query_key_value", "mlp.dense_h_to_4h"),
+        writes=("attention.dense", "mlp.dense_4h_to_h"),
+        packed={},  # q, k and v are, but head by head, so that a slice is one stretch
+        slot="attention.layer_idx",
+        dropout="hidden_dropout",
+    ),
+}
 
 
 class Sublayer(NamedTuple):
@@ -95,20 +167,60 @@ def _nodes(tokens: list[str]) -> list[Any]:
 
 
 def _sublayer(name: str) -> Sublayer:
-    layer, _, piece = name[1:].partition("/")
-    count, _, index = piece.partition(":")
-    return Sublayer(name[0], int(layer), (int(index), int(count)) if piece else None)
+    layer, *piece = map(int, re.findall(r"\d+", name))
+    return Sublayer(name[0], layer, (piece[1], piece[0]) if piece else None)
 
 
-def sublayers(nodes: list[Any]) -> list[Sublayer]:
+def sublayers(nodes: list[Any]) -> Iterator[Sublayer]:
     """Every sublayer in the order in which they run."""
-    return [
-        sublayer
-        for node in nodes
-        for sublayer in (
-            node.sublayers if isinstance(node, Step) else [s for branch in node.branches for s in sublayers(branch)]
-        )
-    ]
+    for node in nodes:
+        if isinstance(node, Step):
+            yield from node.sublayers
+        else:
+            for branch in node.branches:
+                yield from sublayers(branch)
+
+
+def part(features: Tensor, piece: tuple[int, int], shares: tuple[int, ...] = (1,), dim: int = -1) -> Tensor:
+    """What a slice has of the features of projections that lie side by side; shares say how wide each of them is."""
+    index, count = piece
+    width = features.shape[dim] // sum(shares)
+    parts = [each.chunk(count, dim)[index] for each in features.split([width * share for share in shares], dim)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+class SlicedProjection(nn.Module):
+    """Stands in for a projection while a slice of its sublayer runs; a bias added to the stream belongs to slice 0.
+
+    Where there is more to the module than its weight (LoRA, quantised or offloaded weights, hooks), the module itself
+    is called, and what it does for other slices is left out.
+    """
+
+    def __init__(self, whole: Any, reads: bool, piece: tuple[int, int], shares: tuple[int, ...]) -> None:
+        super().__init__()
+        self.whole, self.reads, self.piece, self.shares = whole, reads, piece, shares
+
+    def forward(self, x: Tensor) -> Tensor:
+        index, count = self.piece
+        whole = self.whole
+        if is_plain(whole):
+            weight, bias = whole.weight.T if isinstance(whole, Conv1D) else whole.weight, whole.bias
+            if not self.reads:
+                return nn.functional.linear(x, part(weight, self.piece), None if index else bias)
+            own_bias = None if bias is None else part(bias, self.piece, self.shares)
+            return nn.functional.linear(x, part(weight, self.piece, self.shares, dim=0), own_bias)
+        if self.reads:
+            return part(whole(x), self.piece, self.shares)
+        padded = nn.functional.pad(x, (index * x.shape[-1], (count - 1 - index) * x.shape[-1]))
+        output: Tensor = whole(padded)
+        return output - whole(torch.zeros_like(padded[:1, :1])) if index else output
+
+
+def is_plain(module: Any) -> bool:
+    """Whether calling the module is nothing but a matrix product with a weight that is there."""
+    changed = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+    linear = type(module) in (nn.Linear, Conv1D) and type(module.weight) is nn.Parameter
+    return linear and not changed and not module.weight.is_meta
 
 
 class ProgramLayers(nn.Module):
@@ -118,13 +230,14 @@ class ProgramLayers(nn.Module):
     slot per attention of the program; each has a cache of its own. The last slot runs the program.
     """
 
-    def __init__(self, layers: nn.ModuleList, config: Any, nodes: list[Any]) -> None:
+    gradient_checkpointing = False
+
+    def __init__(self, layers: nn.ModuleList, config: Any, family: Family, nodes: list[Any]) -> None:
         super().__init__()
         for index, layer in enumerate(layers):
             self.add_module(str(index), layer)
-        self.config = config
-        self.family = FAMILIES[config.model_type]
-        self.nodes = nodes
+        self.config, self.family, self.nodes = config, family, nodes
+        self.shares = {path: tuple(getattr(config, key) for key in keys) for path, keys in family.packed.items()}
         self.num_slots = max(1, sum(sublayer.kind == "A" for sublayer in sublayers(nodes)))
 
     def __len__(self) -> int:
@@ -137,11 +250,11 @@ class ProgramLayers(nn.Module):
         arguments: list[dict[str, Any]] = []
         return iter([partial(self.slot, arguments) for _ in range(self.num_slots)])
 
-    def slot(self, arguments: list[dict[str, Any]], stream: Tensor, **given: Any) -> Tensor:
-        arguments.append(given)
-        if len(arguments) < self.num_slots:
-            return stream
-        return self.run(self.nodes, stream, enumerate(arguments))[0]
+    def slot(self, arguments: list[dict[str, Any]], stream: Tensor, *by_position: Any, **by_name: Any) -> Any:
+        arguments.append(dict(zip(self.family.arguments, by_position, strict=False)) | by_name)
+        if len(arguments) == self.num_slots:
+            stream = self.run(self.nodes, stream, enumerate(arguments))[0]
+        return (stream, None) if self.family.returns_tuple else stream
 
     def run(self, nodes: list[Any], stream: Tensor, slots: Any) -> tuple[Tensor, Tensor]:
         """The stream after the nodes, and the sum of what they added to it."""
@@ -158,109 +271,121 @@ class ProgramLayers(nn.Module):
         return stream + pending, added + pending
 
     def compute(self, sublayer: Sublayer, stream: Tensor, slots: Any) -> Tensor:
-        """What one sublayer adds to the stream."""
-        layer = self.get_submodule(str(sublayer.layer))
-        paths = self.family.attention if sublayer.kind == "A" else self.family.feed_forward
-        x = getattr(layer, paths[0])(stream)
-        for path in paths[1:]:
-            module = getattr(layer, path)
-            arguments: dict[str, Any] = {}
-            if sublayer.kind == "A":
-                module.layer_idx, arguments = next(slots)
-            if sublayer.piece is None:
-                x = module(x, **arguments)
-            else:
-                x = self.call_slice(module, path, sublayer.piece, x, arguments)
-        output: Tensor = x[0] if isinstance(x, tuple) else x
-        if self.family.dropout is not None:
-            output = nn.functional.dropout(output, getattr(self.config, self.family.dropout), self.training)
+        """What one sublayer adds to the stream, recomputed while training if gradient checkpointing is on."""
+        slot, arguments = next(slots) if sublayer.kind == "A" else (None, {})
+        if not (self.gradient_checkpointing and self.training):
+            return self.output(sublayer, slot, arguments, stream)
+        no_cache = {key: None for key in ("past_key_values", "layer_past") if key in arguments}
+        checkpointed: Any = self._gradient_checkpointing_func
+        output: Tensor = checkpointed(partial(self.output, sublayer, slot, arguments | no_cache), stream)
         return output
 
-    def call_slice(self, root: Any, path: str, piece: tuple[int, int], x: Tensor, arguments: dict[str, Any]) -> Any:
-        """Call a module with one slice of its heads or neurons; a bias added to the stream belongs to slice 0."""
-        index, count = piece
-        weights = {}
-        for name, module in root.named_modules():
-            if not isinstance(module, nn.Linear):
-                continue
-            writes = (name or path) in self.family.outputs
-            for key, tensor in module.named_parameters(recurse=False):
-                if writes and key == "bias":
-                    part = tensor * (index == 0)
-                else:
-                    part = tensor.chunk(count, dim=1 if writes else 0)[index]
-                weights[f"{name}.{key}" if name else key] = part
-        heads = getattr(root, "num_heads", None)
-        if heads is not None:
-            root.num_heads = heads // count
+    def output(self, sublayer: Sublayer, slot: int | None, arguments: dict[str, Any], stream: Tensor) -> Tensor:
+        layer = self.get_submodule(str(sublayer.layer))
+        norm, first, *others = self.family.attention if sublayer.kind == "A" else self.family.feed_forward
+        if slot is not None:
+            set_at(layer, self.family.slot, slot)
+        with self.sliced(layer, (first, *others), sublayer.piece):
+            x = layer.get_submodule(first)(layer.get_submodule(norm)(stream), **arguments)
+            x = x[0] if isinstance(x, tuple) else x
+            for path in others:
+                x = layer.get_submodule(path)(x)
+        if self.family.dropout is not None:
+            x = nn.functional.dropout(x, getattr(self.config, self.family.dropout), self.training)
+        output: Tensor = x.to(stream.device)
+        return output
+
+    @contextmanager
+    def sliced(self, layer: nn.Module, roots: tuple[str, ...], piece: tuple[int, int] | None) -> Iterator[None]:
+        """While inside, the layer's modules have one slice of their heads or neurons."""
+        paths = () if piece is None else self.family.reads + self.family.writes + self.family.counts
+        before = {path: attrgetter(path)(layer) for path in paths if path.startswith(roots)}
         try:
-            return functional_call(root, weights, (x,), arguments)
+            for path, whole in before.items():
+                set_at(layer, path, self.narrowed(path, whole, piece))
+            yield
         finally:
-            if heads is not None:
-                root.num_heads = heads
+            for path, whole in before.items():
+                set_at(layer, path, whole)
+
+    def narrowed(self, path: str, whole: Any, piece: Any) -> Any:
+        """What stands in for a projection or a count while a slice runs."""
+        if path in self.family.counts:
+            return whole // piece[1]
+        return SlicedProjection(whole, path in self.family.reads, piece, self.shares.get(path, (1,)))
+
+
+def set_at(root: Any, path: str, value: Any) -> None:
+    """Set the attribute at a path of names."""
+    parent, _, name = path.rpartition(".")
+    setattr(attrgetter(parent)(root) if parent else root, name, value)
 
 
 class RunsProgram(nn.Module):
-    """Comes before a stock model class, and makes it run the program.
-
-    While the model lives, its config has one entry per slot, so that caches and masks fit; in `config.json` it has one
-    per stored layer.
-    """
+    """Comes before a stock model class, and makes it run the program."""
 
     config: Any
+    family: Family
 
     def __init__(self, config: Any) -> None:
         config = copy.deepcopy(config)
         describe_layers(config)
         super().__init__(config)
-        decoder: Any = next(m for m in self.modules() if isinstance(getattr(m, "layers", None), nn.ModuleList))
-        decoder.layers = ProgramLayers(decoder.layers, config, parse(config.surgeon_program))
+        path, layers = next((path, m) for path, m in self.named_modules() if isinstance(m, nn.ModuleList))
+        set_at(self, path, ProgramLayers(layers, config, self.family, parse(config.surgeon_program)))
+        decoder = self.get_submodule(path.rpartition(".")[0])
+        decoder.register_forward_pre_hook(self.refuse_collecting, with_kwargs=True)
         describe_slots(config)
 
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
-        describe_layers(self.config)
-        try:
-            return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
-        finally:
-            describe_slots(self.config)
+    def refuse_collecting(self, decoder: nn.Module, args: Any, given: dict[str, Any]) -> None:  # noqa: ARG002
+        """Refuse what only whole layers could give."""
+        for name in ("output_hidden_states", "output_attentions")[: 1 + self.family.returns_tuple]:
+            if given.get(name, getattr(self.config, name, False)):
+                raise ValueError(f"{name} is not supported: a model that runs a program has no layers to collect from")
+
+
+class KeepsProgram:
+    """Comes before a stock configuration class: written out, per-layer entries describe the stored layers."""
+
+    def to_dict(self) -> dict[str, Any]:
+        written: dict[str, Any] = super().to_dict()  # type: ignore[misc]
+        stored: dict[str, Any] = written.pop("surgeon_stored", {})
+        return written | stored
 
 
 def describe_slots(config: Any) -> None:
     """Make the config's per-layer entries describe the program's attentions."""
     used = [sublayer.layer for sublayer in sublayers(parse(config.surgeon_program)) if sublayer.kind == "A"] or [0]
-    types = getattr(config, "layer_types", None)
-    config.surgeon_stored = {"num_hidden_layers": config.num_hidden_layers, "layer_types": types}
-    if types is not None:
-        config.layer_types = [types[layer] for layer in used]
-    config.num_hidden_layers = len(used)
+    lists = {key: getattr(config, key, None) for key in ("layer_types", "attention_layers")}
+    depth = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    slots = {key: [values[layer] for layer in used] for key, values in lists.items() if values} | {depth: len(used)}
+    config.surgeon_stored = {key: getattr(config, key) for key in slots}
+    for key, value in slots.items():
+        setattr(config, key, value)
 
 
 def describe_layers(config: Any) -> None:
     """Undo `describe_slots`, if it was done."""
     for key, value in config.__dict__.pop("surgeon_stored", {}).items():
-        if value is not None:
-            setattr(config, key, value)
+        setattr(config, key, value)
 
 
-class ProgramLlamaModel(RunsProgram, LlamaModel):
-    """Llama, without its language-model head."""
+def define_classes(model_type: str, family: Family) -> dict[str, type]:
+    """ProgramLlamaConfig, ProgramLlamaModel and ProgramLlamaForCausalLM for "llama", and so on.
+
+    The configuration has a model type of its own, so that no stock class loads the checkpoint and ignores the program.
+    """
+    stock = CONFIG_MAPPING[model_type]
+    name = f"Program{stock.__name__.removesuffix('Config')}"
+    own_type = {"__module__": __name__, "model_type": f"surgeon_{model_type}"}
+    config = type(f"{name}Config", (KeepsProgram, stock), own_type)
+    body = {"__module__": __name__, "config_class": config, "family": family}
+    return {
+        f"{name}Config": config,
+        f"{name}Model": type(f"{name}Model", (RunsProgram, MODEL_MAPPING[stock]), body),
+        f"{name}ForCausalLM": type(f"{name}ForCausalLM", (RunsProgram, MODEL_FOR_CAUSAL_LM_MAPPING[stock]), body),
+    }
 
 
-class ProgramLlamaForCausalLM(RunsProgram, LlamaForCausalLM):
-    """Llama, with its language-model head."""
-
-
-class ProgramQwen3Model(RunsProgram, Qwen3Model):
-    """Qwen3, without its language-model head."""
-
-
-class ProgramQwen3ForCausalLM(RunsProgram, Qwen3ForCausalLM):
-    """Qwen3, with its language-model head."""
-
-
-class ProgramOPTModel(RunsProgram, OPTModel):
-    """OPT, without its language-model head."""
-
-
-class ProgramOPTForCausalLM(RunsProgram, OPTForCausalLM):
-    """OPT, with its language-model head."""
+for _model_type, _family in FAMILIES.items():
+    globals().update(define_classes(_model_type, _family))
