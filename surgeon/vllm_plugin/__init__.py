@@ -1,0 +1,26 @@
+"""The program form of checkpoints on vLLM, which starts this plugin in each of its processes.
+
+vLLM finds it by the entry point `vllm.general_plugins` of the installed package; nothing here needs vLLM before that.
+The model itself is in model.py, which vLLM imports where it runs one.
+"""
+
+from __future__ import annotations
+
+MODEL = "surgeon.vllm_plugin.model:ProgramForCausalLM"
+
+
+def register() -> None:
+    """Tell vLLM of the architectures of program checkpoints, and `transformers` of their configurations.
+
+    So config.json is read without running the file that lies in the checkpoint (no trust_remote_code). Called again, it
+    changes nothing.
+    """
+    from transformers import AutoConfig
+    from vllm import ModelRegistry
+
+    from surgeon.checkpoint.remote_code import PROGRAM
+    from surgeon.vllm_plugin.configs import CONFIGS
+
+    for name, config in CONFIGS.items():
+        AutoConfig.register(config.model_type, config, exist_ok=True)
+        ModelRegistry.register_model(PROGRAM.causal_class(name), MODEL)

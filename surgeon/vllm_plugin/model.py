@@ -1,0 +1,207 @@
+"""A program checkpoint as a model of vLLM: every rank runs its share of the program with the one executor.
+
+Embedding, output head and attention with its cache are vLLM's; what lies between is what this package's own runtime
+computes, read slice by slice from the checkpoint. The number of KV heads may differ between attentions and ranks (a
+rank may hold a whole attention of an LP pair), and a cache has the name of its slot and of that number, so that vLLM
+finds caches of the same name alike on all ranks.
+
+A pipeline stage runs a part of the program's nodes, and hands on the stream together with what is still to be added.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.distributed import get_pp_group, get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.sequence import IntermediateTensors
+
+from surgeon.checkpoint.read import Checkpoint
+from surgeon.execute import State, land
+from surgeon.program import Program, Sublayer
+from surgeon.runtime.layers import Norm, Pass, Weighting, rotation
+from surgeon.runtime.plan import Plan
+from surgeon.runtime.prepare import make_plan
+from surgeon.runtime.sharding import Source, unit_bounds
+from surgeon.runtime.share import Share
+from surgeon.vllm_plugin.reduce import connect
+from surgeon.vllm_plugin.requirements import reason_against, stage_nodes
+
+
+class ProgramForCausalLM(nn.Module):
+    """What vLLM builds on each of its ranks for a program checkpoint."""
+
+    supports_pp = True  # as vLLM asks
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        """Plan the rank's share and make its caches known; weights are read later, by `load_weights`.
+
+        Raises:
+            ValueError: if vLLM is asked for what programs cannot do, or the program does not fit this many ranks.
+        """
+        super().__init__()
+        reason = reason_against(vllm_config)
+        if reason is not None:
+            raise ValueError(f"surgeon's plugin cannot run this: {reason}")
+        settings = vllm_config.additional_config.get("surgeon", {})
+        plan = plan_of(vllm_config)
+        self.stages = get_pp_group()
+        nodes = stage_nodes(Program.parse(plan.program).nodes, self.stages.rank_in_group, self.stages.world_size)
+        self.plan = plan
+        self.source = Source(Checkpoint(plan.folder), plan.family, plan.head_dim)
+        device = torch.empty(0).device  # vLLM builds models with its own as the default
+        own = replace(plan, program=str(Program(nodes)))
+        self.share = Share(own, connect(settings.get("reduce", "auto")), device)
+        self.slots = nn.ModuleList(
+            self._slot(vllm_config, slot, attention, prefix) for slot, attention in enumerate(self.share.attentions())
+        )
+        self._build_ends()
+        self.loaded = False
+
+    def _slot(self, vllm_config: Any, slot: int, attention: Sublayer, prefix: str) -> Attention:
+        """The attention over one slot of the cache."""
+        plan, units = self.plan, self.source.units(attention)
+        heads, kv_heads = (_width(units[unit], attention) for unit in ("heads", "kv_heads"))
+        scale = plan.head_dim**-0.5 if plan.attention_scale is None else plan.attention_scale
+        window = plan.window(attention)
+        cache = copy.copy(vllm_config.cache_config)
+        cache.sliding_window = None  # vLLM's default for attentions that have none of their own
+        stage = self.stages.rank_in_group
+        return Attention(
+            heads,
+            plan.head_dim,
+            scale,
+            num_kv_heads=kv_heads,
+            cache_config=cache,
+            logits_soft_cap=plan.attention_softcap,
+            per_layer_sliding_window=window,
+            prefix=f"{prefix}stage{stage}.slots.{slot}.kv{kv_heads}window{window}",
+        )
+
+    def _build_ends(self) -> None:
+        """The embedding and the head, as far as this stage has them."""
+        plan, family = self.plan, self.plan.family
+        first, last = self.stages.is_first_rank, self.stages.is_last_rank
+        if first or (plan.tied and last):
+            self.embedding = VocabParallelEmbedding(plan.vocabulary, plan.hidden)
+        if last:
+            self.head = ParallelLMHead(plan.vocabulary, plan.hidden, bias=f"{family.head}.bias" in self.source)
+            if plan.tied:
+                self.head = self.head.tie_weights(self.embedding)
+            self.logits_processor = LogitsProcessor(plan.vocabulary, soft_cap=plan.logit_softcap)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:  # noqa: ARG002 - would be whole tensors
+        """Read this rank's slices from the checkpoint.
+
+        Raises:
+            ValueError: if weights are there already; they cannot be replaced.
+        """
+        if self.loaded:
+            raise ValueError("surgeon's plugin reads weights from the checkpoint once; start vLLM anew for other ones")
+        self.loaded = True
+        plan, family, device = self.plan, self.plan.family, self.share.device
+        self.share.load(self.source)
+
+        def read(path: str) -> Tensor:
+            return self.source.tensor(path).to(plan.dtype).to(device)
+
+        stored = {"embedding": family.embedding, "head": family.head}
+        parameters: Iterable[tuple[str, Any]] = self.named_parameters()
+        for name, parameter in parameters:
+            end, _, what = name.partition(".")
+            parameter.weight_loader(parameter, read(f"{stored[end]}.{what}"))
+        paths = [f"{family.final_norm}.{part}" for part in ("weight", "bias")]
+        tensors = {path: read(path) for path in paths if path in self.source}
+        self.final_norm = Norm(tensors, family.final_norm, plan)
+        like = torch.empty(0, dtype=plan.dtype, device=device)
+        self.positions: Tensor | None = None
+        if family.position_embedding is not None:
+            self.positions = read(f"{family.position_embedding}.weight")[family.position_offset :]
+        self.angles = None if plan.rotary is None else rotation(plan.rotary, 0, plan.max_tokens, like)
+        self.scale = None if plan.embedding_scale is None else like.new_tensor(plan.embedding_scale)
+        del self.source
+        return {name for name, _ in self.named_parameters()}
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        """Embeddings (tokens, hidden), without what is added for positions."""
+        embedded: Tensor = self.embedding(input_ids)
+        return embedded if self.scale is None else embedded * self.scale
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor | IntermediateTensors:
+        """The normed stream after the program, (tokens, hidden), or what the next pipeline stage goes on from."""
+        rotation_here = None if self.angles is None else (self.angles[0][positions], self.angles[1][positions])
+        if intermediate_tensors is None:
+            stream = inputs_embeds
+            if stream is None:
+                assert input_ids is not None
+                stream = self.embed_input_ids(input_ids)
+            state = State(stream if self.positions is None else stream + self.positions[positions])
+        else:
+            pending = intermediate_tensors["pending"]
+            state = State(intermediate_tensors["stream"], lambda: pending)
+        state = self.share.run(state, Pass(self._attend, rotation_here))
+        if not self.stages.is_last_rank:
+            assert state.pending is not None
+            return IntermediateTensors({"stream": state.stream, "pending": state.pending()})
+        return self.final_norm(land(state).stream)
+
+    def _attend(self, slot: int, queries: Tensor, keys_values: Tensor, _: Weighting) -> Tensor:
+        keys, values = keys_values.chunk(2, dim=1)
+        attended: Tensor = self.slots[slot](queries, keys, values)
+        return attended
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
+        """Logits (tokens, vocabulary) of what `forward` returned."""
+        logits: Tensor | None = self.logits_processor(self.head, hidden_states, self.head.bias)
+        return logits
+
+    def make_empty_intermediate_tensors(
+        self, batch_size: int, dtype: torch.dtype, device: torch.device
+    ) -> IntermediateTensors:
+        """What a stage gets in a pass that only measures memory."""
+        names = ("stream", "pending")
+        size = batch_size, self.plan.hidden
+        return IntermediateTensors({name: torch.zeros(size, dtype=dtype, device=device) for name in names})
+
+
+def plan_of(vllm_config: Any) -> Plan:
+    """The plan of the checkpoint that vLLM is to run, on as many ranks as one of its pipeline stages has.
+
+    Raises:
+        ValueError: if the program cannot run there, as `make_plan` says it.
+    """
+    model, load = vllm_config.model_config, vllm_config.load_config
+    folder = Path(model.model)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        patterns = ["*.json", "*.safetensors"]
+        found = snapshot_download(
+            model.model, revision=model.revision, cache_dir=load.download_dir, allow_patterns=patterns
+        )
+        folder = Path(found)
+    return make_plan(
+        folder,
+        get_tensor_model_parallel_world_size(),
+        model.max_model_len,
+        dtype=str(model.dtype).removeprefix("torch."),
+    )
+
+
+def _width(units: int, sublayer: Sublayer) -> int:
+    first, end = unit_bounds(units, sublayer.piece)
+    return end - first

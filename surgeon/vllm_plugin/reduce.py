@@ -1,0 +1,83 @@
+"""How the ranks of vLLM's tensor-parallel group add up what they computed.
+
+A ladder's reductions have to travel while the next step computes, and vLLM's own all-reduce waits for the result:
+
+    shm     this package's memory that the processes of one machine share: CPU ranks on one machine
+    torch   an asynchronous all-reduce of `torch.distributed`: NCCL on GPUs, gloo between machines without them
+    vllm    vLLM's own: nothing overlaps, but it may be faster where nothing is late
+    auto    shm where the ranks are on CPUs of one machine, else torch
+
+The choice is made by `--additional-config '{"surgeon": {"reduce": "torch"}}'`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from vllm.distributed.parallel_state import get_tp_group, in_the_same_node_as
+
+from surgeon.errors import did_you_mean
+from surgeon.runtime.collectives import Alone, Collectives, TorchCollectives
+from surgeon.runtime.placement import Group
+from surgeon.runtime.shared_memory import SharedMemoryCollectives, create_memory
+
+WAYS = ("auto", "shm", "torch", "vllm")
+
+
+def connect(way: str) -> Collectives:
+    """This rank's connection to the others of its tensor-parallel group; all of them call this at the same time.
+
+    Raises:
+        ValueError: if there is no such way, or it needs what the ranks do not have.
+    """
+    if way not in WAYS:
+        raise ValueError(f"there is no reduce {way!r} in --additional-config; {did_you_mean(way, WAYS)}")
+    ranks = get_tp_group()
+    if ranks.world_size == 1:
+        return Alone()
+    on_one_machine = ranks.device.type == "cpu" and all(in_the_same_node_as(ranks.cpu_group))
+    if way == "shm" and not on_one_machine:
+        raise ValueError("reduce shm needs CPU ranks on one machine; use torch or auto")
+    if way == "vllm":
+        return VllmCollectives(ranks)
+    return _shared_memory(ranks) if on_one_machine and way != "torch" else GroupCollectives(ranks)
+
+
+def _shared_memory(ranks: Any) -> Collectives:
+    """Rank 0 makes the memory, the others open it while rank 0 still waits for them."""
+    own = create_memory(ranks.world_size) if ranks.rank_in_group == 0 else None
+    name = ranks.broadcast_object(None if own is None else f"/proc/{os.getpid()}/fd/{own}")
+    descriptor = os.open(name, os.O_RDWR) if own is None else own
+    ranks.barrier()
+    return SharedMemoryCollectives(ranks.rank_in_group, _members(ranks), descriptor, ranks.world_size)
+
+
+def _members(ranks: Any) -> Group:
+    return tuple(range(ranks.world_size))
+
+
+class GroupCollectives(TorchCollectives):
+    """Asynchronous collectives of vLLM's process group, whose members are counted from 0 here."""
+
+    def __init__(self, ranks: Any) -> None:
+        super().__init__(ranks.rank_in_group, _members(ranks), ranks.device_group)
+        self.ranks = ranks
+
+    def _connect(self, group: Group) -> Collectives:
+        if self.rank not in group:
+            return TorchCollectives(self.rank, group)  # never used
+        # Other pipeline stages and replicas have other groups, and are not asked.
+        members = [self.ranks.ranks[member] for member in group]
+        return TorchCollectives(self.rank, group, dist.new_group(members, use_local_synchronization=True))
+
+
+class VllmCollectives(GroupCollectives):
+    """vLLM's own all-reduce, which is done when it returns."""
+
+    def _all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
+        total: Tensor = self.ranks.all_reduce(tensor)
+        return lambda: total
