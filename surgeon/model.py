@@ -24,11 +24,16 @@ from surgeon.weights import Tensors, derive_sublayer, module_tensors
 PROGRAM_KEY = "surgeon_program"  # in config.json of a checkpoint that runs an edited program
 
 
-def edit(model: PreTrainedModel, program: Program | str) -> PreTrainedModel:
+def edit(
+    model: PreTrainedModel, program: Program | str, layers_class: type[EditedLayers] | None = None
+) -> PreTrainedModel:
     """Make the model run this program, in place; editing an edited model starts from the original again.
 
     The configuration's `num_hidden_layers` and per-layer attention types describe the edited model (one entry per
     attention of the program), so that caches and masks fit it.
+
+    Args:
+        layers_class: of what stands in for the list of layers, `EditedLayers` by default.
 
     Returns:
         The same model.
@@ -43,7 +48,7 @@ def edit(model: PreTrainedModel, program: Program | str) -> PreTrainedModel:
     parent, name = _decoder_layers(original, family)
     layers = getattr(parent, name)
     check_layers(program, len(layers))
-    edited = EditedLayers(layers, original.config, family, program)
+    edited = (layers_class or EditedLayers)(layers, original.config, family, program)
     setattr(parent, name, edited)
     edited.describe_in(original.config)
     vars(original)["save_pretrained"] = MethodType(_save_edited, original)

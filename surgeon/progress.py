@@ -31,6 +31,21 @@ def progress(what: str, total: float, unit: str, done: float = 0) -> Iterator[Ad
 
 
 @contextmanager
+def stretch(advance: Advance, total: float) -> Iterator[Advance]:
+    """A stretch of some work whose steps are known only roughly; at its end exactly `total` has been told."""
+    done = 0.0
+
+    def tell(amount: float) -> None:
+        nonlocal done
+        amount = min(amount, total - done)
+        done += amount
+        advance(amount)
+
+    yield tell
+    advance(total - done)
+
+
+@contextmanager
 def _bar(what: str, total: float, done: float) -> Iterator[Advance]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn

@@ -7,35 +7,43 @@ Two differences are measured, each the largest one between two logits, relative 
     written  between the edited original and the files as they were written; where weights had to be computed (folded,
              averaged) and are stored in 16 bits, their rounding shows here, and the bound is wider. Those files are
              also compared bit for bit with the weights of the first difference, rounded
+
+Weights are read from their files when they are needed, so that a model of any size is proven in little memory.
 """
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedModel
+from torch import Tensor, nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.utils import logging
 
+from surgeon.checkpoint import on_demand
 from surgeon.checkpoint.forms import Layout
 from surgeon.checkpoint.fuse import PlannedTensor
-from surgeon.checkpoint.load import load
-from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.load import read_config
+from surgeon.checkpoint.on_demand import StoredNames, WeightsOnDemand, build_empty, match_names
+from surgeon.checkpoint.read import Checkpoint, Stored
 from surgeon.checkpoint.remote_code import SHIPPED
 from surgeon.checkpoint.write import as_bytes
-from surgeon.model import edit
-from surgeon.program import Program
+from surgeon.families import family_of
+from surgeon.model import EditedLayers, edit
+from surgeon.program import Program, Sublayer
+from surgeon.progress import Advance
 
 EXACT_TOLERANCE = 1e-4
 # Rounding changes each computed weight by up to 2^-9 (bfloat16) or 2^-12 (float16) of itself.
 WRITTEN_TOLERANCE = {torch.bfloat16: 5e-2, torch.float16: 1e-2}
 BATCH, LENGTH = 2, 64
+# A large model has many more weights than a small one that each token goes through, and its proof fewer tokens.
+LARGE, LARGE_LENGTH = 1 << 30, 8  # parameters, tokens
 
 
 @dataclass(frozen=True)
@@ -94,43 +102,89 @@ def _quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def reference_of(source: Path, program: Program) -> Reference:
+def reference_of(checkpoint: Checkpoint, config: Any, program: Program, advance: Advance = lambda _: None) -> Reference:
     """Run the original with the program, in float32.
 
+    Args:
+        config: its `transformers` configuration.
+        advance: told of the bytes of every stored tensor when it is first read.
+
     Raises:
-        ValueError: if the original cannot be loaded, or its logits are not finite.
+        ValueError: if a tensor is missing or has another shape than the configuration asks for, or logits are not
+            finite.
     """
-    reference = _run_original(source, program)
-    gc.collect()  # an edited model refers to itself, and would stay in memory
+    model, names = original_model(checkpoint, config)
+    size = sum(parameter.numel() for parameter in model.parameters())
+    tokens = _random_tokens(model.config, LENGTH if size < LARGE else LARGE_LENGTH)
+    stored = {name: Stored(checkpoint, of) for name, of in names.by_parameter.items()}
+    edit(model, program, _DerivedWhenRun)
+    reference = Reference(tokens, _logits(model, tokens, stored, _told(checkpoint, stored, advance)))
     if not reference.logits.isfinite().all():
         raise ValueError(
-            f"the edited model has logits that are not finite on random tokens; are the weights of {source} damaged?"
+            "the edited model has logits that are not finite on random tokens; are the weights of "
+            f"{checkpoint.folder} damaged?"
         )
     return reference
 
 
-@_quiet()
-def _run_original(source: Path, program: Program) -> Reference:
-    model = edit(load(source, dtype=torch.float32), program)
-    tokens = torch.randint(model.config.vocab_size, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
-    tokens = tokens[:, : getattr(model.config, "max_position_embeddings", LENGTH)]
-    return Reference(tokens, _logits(model, tokens))
+def original_model(checkpoint: Checkpoint, config: Any, buffers: bool = True) -> tuple[PreTrainedModel, StoredNames]:
+    """A checkpoint's model without its weights, and where those are.
+
+    Raises:
+        ValueError: if a tensor is missing or has another shape than the configuration asks for.
+    """
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    with _quiet():
+        model = build_empty(model_class, copy.deepcopy(config), buffers)
+    names = match_names(model, checkpoint.names(), family_of(config))
+    for name, stored in names.by_parameter.items():
+        shape, expected = checkpoint.shape(stored), tuple(model.get_parameter(name).shape)
+        if shape != expected:
+            raise ValueError(
+                f"{checkpoint.folder}: tensor {stored} has the shape {shape}, but config.json asks for {expected}"
+            )
+    if names.missing:
+        more = "" if len(names.missing) == 1 else f" and {len(names.missing) - 1} more"
+        raise ValueError(f"{checkpoint.folder} lacks a tensor of its model: {names.missing[0]}{more}")
+    return model, names
 
 
-def prove(reference: Reference, folder: Path, layout: Layout, tensors: list[PlannedTensor]) -> Proof:
+class _DerivedWhenRun(EditedLayers):
+    """Derives averages and slices when they run, and drops them then."""
+
+    def owner(self, sublayer: Sublayer) -> nn.Module:
+        return self.derive(sublayer) if self.is_derived(sublayer) else super().owner(sublayer)
+
+
+def _random_tokens(config: Any, length: int) -> Tensor:
+    tokens = torch.randint(config.vocab_size, (BATCH, length), generator=torch.Generator().manual_seed(0))
+    return tokens[:, : getattr(config, "max_position_embeddings", length)]
+
+
+def prove(
+    reference: Reference,
+    folder: Path,
+    layout: Layout,
+    tensors: list[PlannedTensor],
+    advance: Advance = lambda _: None,
+) -> Proof:
     """Compare what was written in the folder with the reference.
+
+    Args:
+        advance: told of the bytes of every tensor when it is first read, in each of the one or two runs.
 
     Raises:
         NotProven: if the logits differ by more than rounding can explain.
     """
     rounded = {tensor.dtype for tensor in tensors if tensor.rounded}
     tolerance = max((WRITTEN_TOLERANCE[dtype] for dtype in rounded), default=EXACT_TOLERANCE)
-    written = reference.difference(_run_written(folder, layout, reference.tokens))
+    checkpoint = Checkpoint(folder)
+    as_written = {name: Stored(checkpoint, name) for name in checkpoint.names()}
+    written = reference.difference(_run_written(checkpoint, layout, reference.tokens, as_written, advance))
     exact = written
     if rounded:
-        weights = _before_rounding(folder, tensors)
-        gc.collect()
-        exact = reference.difference(_run_written(folder, layout, reference.tokens, weights))
+        before = {tensor.name: _BeforeRounding(tensor, as_written[tensor.name]) for tensor in tensors}
+        exact = reference.difference(_run_written(checkpoint, layout, reference.tokens, before, advance))
     for name, found, bound in (("before rounding", exact, EXACT_TOLERANCE), ("as written", written, tolerance)):
         if not found <= bound:  # so that nan is refused too
             raise NotProven(
@@ -141,36 +195,86 @@ def prove(reference: Reference, folder: Path, layout: Layout, tensors: list[Plan
     return Proof(reference.tokens.numel(), reference.scale, exact, written, tolerance, dtype)
 
 
-def _before_rounding(folder: Path, tensors: list[PlannedTensor]) -> dict[str, Tensor]:
-    """All weights in float32, each checked to be, when rounded, what the folder's files hold, bit for bit."""
-    written = Checkpoint(folder)
-    weights = {}
-    for planned in tensors:
-        value = planned.build()
-        if not torch.equal(as_bytes(value.to(planned.dtype)), as_bytes(written.tensor(planned.name))):
-            raise NotProven(f"{planned.name} was written with other values than it should have, so nothing was kept")
-        weights[planned.name] = value.float()
-    return weights
+class _BeforeRounding:
+    """A tensor before it is rounded, checked to be, when rounded, what its file holds, bit for bit."""
+
+    def __init__(self, planned: PlannedTensor, written: Stored) -> None:
+        self.planned = planned
+        self.written = written
+        self.built: list[Tensor] = []  # while it is read row by row
+
+    def tensor(self) -> Tensor:
+        value = self.planned.build()
+        self._check(value, self.written.tensor())
+        return value
+
+    def rows(self, first: int, end: int) -> Tensor:
+        if self.planned.copy_of is not None:
+            value = self.planned.copy_of.rows(first, end)
+        else:
+            if first == 0:
+                self.built = [self.planned.build()]
+            value = self.built[0][first:end]
+            if end == self.planned.shape[0]:
+                self.built = []
+        self._check(value, self.written.rows(first, end))
+        return value
+
+    def _check(self, value: Tensor, written: Tensor) -> None:
+        if not torch.equal(as_bytes(value.to(self.planned.dtype)), as_bytes(written)):
+            raise NotProven(
+                f"{self.planned.name} was written with other values than it should have, so nothing was kept"
+            )
+
+
+def _run_written(
+    checkpoint: Checkpoint, layout: Layout, tokens: Tensor, stored: Mapping[str, on_demand.Stored], advance: Advance
+) -> Tensor:
+    """Logits of the checkpoint in the class of its own modeling file, with the weights given under stored names."""
+    with _quiet():
+        model = _written_model(checkpoint, layout)
+    family = family_of(model.config) if layout.form == "plain" else None
+    names = match_names(model, checkpoint.names(), family)
+    for what, which in (("missing", names.missing), ("unexpected", names.unexpected)):
+        if which:
+            raise NotProven(f"the {layout.form} form has {what} tensors: {', '.join(sorted(which)[:3])}")
+    for name, of in names.by_parameter.items():
+        if checkpoint.shape(of) != tuple(model.get_parameter(name).shape):
+            raise NotProven(f"the {layout.form} form has a tensor of a wrong shape: {of}, {checkpoint.shape(of)}")
+    of_parameters = {name: stored[of] for name, of in names.by_parameter.items()}
+    in_files = {name: Stored(checkpoint, of) for name, of in names.by_parameter.items()}
+    return _logits(model, tokens, of_parameters, _told(checkpoint, in_files, advance))
+
+
+def _written_model(checkpoint: Checkpoint, layout: Layout) -> PreTrainedModel:
+    """The checkpoint's model, without its weights: of the stock class, or of that in its own modeling file."""
+    config = read_config(checkpoint)
+    shipped = SHIPPED.get(layout.form)
+    model_class: Any
+    if shipped is None:
+        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    else:
+        model_class = shipped.model_class(config.model_type, checkpoint.folder)
+        config = model_class.config_class.from_pretrained(checkpoint.folder)
+    return build_empty(model_class, config)
+
+
+def _told(checkpoint: Checkpoint, stored: Mapping[str, Stored], advance: Advance) -> Any:
+    """Tells `advance` of the bytes of every stored tensor when a parameter is read from it for the first time."""
+    left = {tensor.name for tensor in stored.values()}
+
+    def used(parameter: str) -> None:
+        name = stored[parameter].name
+        if name in left:
+            left.remove(name)
+            advance(torch.Size(checkpoint.shape(name)).numel() * checkpoint.dtype(name).itemsize)
+
+    return used
 
 
 @_quiet()
-def _run_written(folder: Path, layout: Layout, tokens: Tensor, weights: dict[str, Tensor] | None = None) -> Tensor:
-    """Logits of the checkpoint in the class of its own modeling file, with its own or with given weights."""
-    config = AutoConfig.from_pretrained(folder)
-    shipped = SHIPPED.get(layout.form)
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    if shipped is not None:
-        model_class = shipped.model_class(config.model_type, folder)
-    given = {"pretrained_model_name_or_path": folder if weights is None else None, "state_dict": weights}
-    model, report = model_class.from_pretrained(**given, config=config, dtype=torch.float32, output_loading_info=True)
-    for what in ("missing_keys", "unexpected_keys"):
-        if report[what]:
-            some = ", ".join(sorted(report[what])[:3])
-            raise NotProven(f"the {layout.form} form has {what.replace('_keys', '')} tensors: {some}")
-    return _logits(model.eval(), tokens)
-
-
-@torch.no_grad()
-def _logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    logits: Tensor = model(input_ids=tokens, use_cache=False).logits
+@torch.inference_mode()
+def _logits(model: PreTrainedModel, tokens: Tensor, stored: Mapping[str, on_demand.Stored], used: Any) -> Tensor:
+    with WeightsOnDemand(model, stored, used):
+        logits: Tensor = model(input_ids=tokens, use_cache=False).logits
     return logits

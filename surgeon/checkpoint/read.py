@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,26 @@ class Checkpoint:
                         digest.update(block)
             self._weights_hash = digest.hexdigest()
         return self._weights_hash
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor in a checkpoint's files."""
+
+    checkpoint: Checkpoint
+    name: str
+
+    def tensor(self) -> Tensor:
+        """The whole tensor; what is not looked at of it is not read."""
+        return self.checkpoint.tensor(self.name)
+
+    def rows(self, first: int, end: int) -> Tensor:
+        """Rows first..end-1 of it."""
+        return self.checkpoint.part(self.name, 0, first, end)
+
+    def blocks(self) -> Iterator[memoryview]:
+        """Its bytes, a block at a time."""
+        return self.checkpoint.blocks(self.name)
 
 
 def read_json(path: Path) -> dict[str, Any]:

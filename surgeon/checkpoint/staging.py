@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from surgeon.checkpoint.verify import sync
+
 MARK = "surgeon-partial"
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -54,7 +56,7 @@ def staged(target: Path, overwrite: bool = False) -> Iterator[Path]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield folder
         for path in (*folder.iterdir(), folder):
-            _sync(path)
+            sync(path)
         _publish(folder, target, overwrite)
     finally:
         os.close(lock)
@@ -154,7 +156,7 @@ def _publish(folder: Path, target: Path, overwrite: bool) -> None:
         target.rename(old)
         folder.rename(target)
         shutil.rmtree(old, ignore_errors=True)
-    _sync(target.parent)
+    sync(target.parent)
 
 
 def _exchange(first: Path, second: Path) -> bool:
@@ -165,12 +167,3 @@ def _exchange(first: Path, second: Path) -> bool:
         return False
     swapped: int = rename(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE)
     return swapped == 0
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file or a folder is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

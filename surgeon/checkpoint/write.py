@@ -5,9 +5,10 @@ So memory holds one tensor at a time, not a file's worth, and what will be writt
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ import torch
 from torch import Tensor
 
 from surgeon.checkpoint.fuse import PlannedTensor
-from surgeon.checkpoint.read import DTYPES, INDEX_FILE, SINGLE_FILE, Checkpoint
+from surgeon.checkpoint.header import DTYPES
+from surgeon.checkpoint.read import BLOCK, INDEX_FILE, SINGLE_FILE, Checkpoint
+from surgeon.checkpoint.verify import FileRecord
 from surgeon.progress import Advance
 from surgeon.provenance import write_json
 
@@ -47,20 +50,34 @@ def split_into_shards(tensors: Sequence[PlannedTensor], limit: int | None) -> di
     return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, start=1)}
 
 
-def write_weights(folder: Path, shards: dict[str, list[PlannedTensor]], advance: Advance) -> None:
+def write_weights(
+    folder: Path,
+    shards: dict[str, list[PlannedTensor]],
+    advance: Advance,
+    written: Callable[[Path, FileRecord], None] = lambda *_: None,
+) -> dict[str, FileRecord]:
     """Write all files, and their index if there are several.
+
+    Args:
+        written: told of each weight file as soon as it is whole.
+
+    Returns:
+        What each weight file holds, by its name.
 
     Raises:
         OSError: if the disk fills up or a file cannot be written.
     """
+    records = {}
     for name, tensors in shards.items():
-        _write_file(folder / name, tensors, advance)
+        records[name] = _write_file(folder / name, tensors, advance)
+        written(folder / name, records[name])
     if len(shards) > 1:
         total = sum(tensor.num_bytes for tensors in shards.values() for tensor in tensors)
         weight_map = {tensor.name: name for name, tensors in shards.items() for tensor in tensors}
         write_json(
             folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         )
+    return records
 
 
 def header_of(tensors: Sequence[PlannedTensor]) -> bytes:
@@ -80,23 +97,49 @@ def header_of(tensors: Sequence[PlannedTensor]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _write_file(path: Path, tensors: Sequence[PlannedTensor], advance: Advance) -> None:
+def _write_file(path: Path, tensors: Sequence[PlannedTensor], advance: Advance) -> FileRecord:
     # Wide elements first, so that every tensor begins at a multiple of its element's size.
     ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
-    with path.open("wb") as file:
-        file.write(header_of(ordered))
-        for planned in ordered:
-            tensor = planned.build().to(planned.dtype)
-            assert tuple(tensor.shape) == planned.shape, f"{planned.name} is {tensor.shape}, planned as {planned.shape}"
-            file.write(_bytes_of(tensor))
-            advance(planned.num_bytes)
+    digest, size = hashlib.sha256(), 0
+    try:
+        with path.open("wb") as file:
+            for content, told in _contents(ordered):
+                digest.update(content)
+                file.write(content)
+                size += len(content)
+                advance(told)
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
+    return FileRecord(size, digest.hexdigest())
+
+
+def _contents(tensors: Sequence[PlannedTensor]) -> Iterator[tuple[bytes | memoryview, int]]:
+    """A file's bytes, a block at a time, each with how many of them belong to tensors."""
+    header = header_of(tensors)
+    yield header, 0
+    for planned in tensors:
+        for block in content_of(planned):
+            yield block, len(block)
+
+
+def content_of(planned: PlannedTensor) -> Iterator[memoryview]:
+    """A tensor's bytes as they are to be written, a block at a time, each valid until the next one is asked for.
+
+    What is copied byte for byte is never held as a whole.
+    """
+    if planned.copy_of is not None:
+        yield from planned.copy_of.blocks()
+        return
+    tensor = planned.build().to(planned.dtype)
+    assert tuple(tensor.shape) == planned.shape, f"{planned.name} is {tensor.shape}, planned as {planned.shape}"
+    array: Any = as_bytes(tensor).numpy()
+    content = memoryview(array)
+    for first in range(0, len(content), BLOCK):
+        yield content[first : first + BLOCK]
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """What a file holds of a tensor, as uint8."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    array: Any = as_bytes(tensor).numpy()
-    return memoryview(array)

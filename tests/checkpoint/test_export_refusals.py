@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +18,7 @@ from torch import Tensor
 import surgeon
 from surgeon.checkpoint import write
 from surgeon.checkpoint.export import Original, plan_export
-from surgeon.checkpoint.fuse import TensorPlanner
+from surgeon.checkpoint.fuse import FusedPlanner, PlannedTensor
 from surgeon.checkpoint.prove import NotProven
 from tests.checkpoint.helpers import (
     run_export,
@@ -34,15 +36,14 @@ def test_a_wrong_fold_is_refused_and_nothing_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     save_source(tmp_path / "source", dtype=dtype)
-    right = TensorPlanner._side_by_side
+    right = FusedPlanner._weight
 
-    def forgets_one_gain(self: Any, sublayers: Any, path: str, read: Any) -> Tensor:
-        tensor = right(self, sublayers, path, read)
-        if path != "mlp.up_proj.weight":
-            return tensor
-        return torch.cat([self._part(sublayer, path, read).float() for sublayer in sublayers])
+    def forgets_one_gain(self: Any, sublayers: Any, projection: Any, read: Any) -> Tensor:
+        if projection.role != "up":
+            return right(self, sublayers, projection, read)
+        return torch.cat([self._matrix(sublayer, projection, read).float() for sublayer in sublayers])
 
-    monkeypatch.setattr(TensorPlanner, "_side_by_side", forgets_one_gain)
+    monkeypatch.setattr(FusedPlanner, "_weight", forgets_one_gain)
     with pytest.raises(NotProven, match="the fused form does not compute what the program does"):
         run_export(tmp_path / "source", tmp_path / "out" / "target", PAIRS)
     assert list((tmp_path / "out").iterdir()) == []
@@ -54,14 +55,16 @@ def test_damage_while_writing_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, dtype: torch.dtype
 ) -> None:
     save_source(tmp_path / "source", dtype=dtype)
-    right = write._bytes_of
+    right = write.content_of
     count = [0]
 
-    def drops_one(tensor: Tensor) -> memoryview:
+    def damages_one(planned: PlannedTensor) -> Iterator[memoryview]:
         count[0] += 1
-        return right(tensor * 1.02 if count[0] == 9 else tensor)  # within what rounding to bfloat16 may do to logits
+        if count[0] == 9:  # within what rounding to bfloat16 may do to logits
+            return right(replace(planned, build=lambda: planned.build() * 1.02, copy_of=None))
+        return right(planned)
 
-    monkeypatch.setattr(write, "_bytes_of", drops_one)
+    monkeypatch.setattr(write, "content_of", damages_one)
     with pytest.raises(NotProven, match="as written|written with other values"):
         run_export(tmp_path / "source", tmp_path / "out" / "target", program)
     assert list((tmp_path / "out").iterdir()) == []
@@ -81,10 +84,10 @@ def test_the_old_checkpoint_stays_if_the_new_one_fails(tmp_path: Path, monkeypat
     run_export(tmp_path / "source", tmp_path / "target", PRUNED)
     before = hash_of(tmp_path / "target")
 
-    def full(_: Tensor) -> memoryview:
+    def full(_: PlannedTensor) -> Iterator[memoryview]:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(write, "_bytes_of", full)
+    monkeypatch.setattr(write, "content_of", full)
     with pytest.raises(OSError, match=r"filled up: 47\d\.\d KB are needed"):
         run_export(tmp_path / "source", tmp_path / "target", PAIRS, overwrite=True)
     assert hash_of(tmp_path / "target") == before
@@ -126,11 +129,14 @@ def test_missing_and_unknown_tensors_are_said_by_name(tmp_path: Path) -> None:
     file = tmp_path / "source" / "model.safetensors"
     less = {name: tensor for name, tensor in weights.items() if name != "model.layers.2.mlp.up_proj.weight"}
     save_file(less, file)
-    with pytest.raises(ValueError, match=r"has no tensor model.layers.2.mlp.up_proj.weight"):
-        plan_export(Original.open(tmp_path / "source"), surgeon.Program.parse(PRUNED))
+    with pytest.raises(ValueError, match=r"lacks a tensor of its model: model.layers.2.mlp.up_proj.weight"):
+        Original.open(tmp_path / "source")
     save_file(weights | {"model.layers.2.lora.weight": torch.zeros(3)}, file)
     with pytest.raises(ValueError, match=r"model.layers.2.lora.weight is no tensor of Llama"):
         plan_export(Original.open(tmp_path / "source"), surgeon.Program.parse(PRUNED))
+    save_file(weights | {"score.weight": torch.zeros(3)}, file)
+    with pytest.raises(ValueError, match=r"score.weight is no tensor of Llama"):
+        Original.open(tmp_path / "source")
     save_file({name: t for name, t in weights.items() if name != "model.norm.weight"}, file)
     with pytest.raises(ValueError, match=r"lacks a tensor of its model: model.norm.weight"):
         run_export(tmp_path / "source", tmp_path / "target", PRUNED)

@@ -1,0 +1,176 @@
+"""Running a model whose weights stay in their files: each is read when an operation needs it, and dropped after it.
+
+The model is built without numbers (on PyTorch's meta device), by the very class that is to be run. While it runs,
+every operation that is given one of its parameters gets the stored tensor instead, in float32: a linear map a block of
+rows at a time, an embedding only the rows of its tokens. So memory holds a few blocks, whatever the model's size.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+from transformers import PreTrainedModel
+
+from surgeon.families import Family
+
+BLOCK = 1 << 20  # elements of a weight that are held in float32 at a time: they stay in the processor's cache
+_ALWAYS_IGNORED = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")  # as transformers does
+
+
+class Stored(Protocol):
+    """A tensor that can be read, whole or some rows of it."""
+
+    def tensor(self) -> Tensor: ...
+
+    def rows(self, first: int, end: int) -> Tensor: ...
+
+
+class WeightsOnDemand(TorchFunctionMode):
+    """While it is active, operations on a model's parameters are done on stored tensors.
+
+    Args:
+        stored: for each parameter, what it stands for.
+        used: told of a parameter's name whenever it is read.
+    """
+
+    def __init__(
+        self, model: nn.Module, stored: Mapping[str, Stored], used: Callable[[str], None] = lambda _: None
+    ) -> None:
+        super().__init__()
+        self.used = used
+        self.stored = {
+            id(parameter): (name, stored[name]) for name, parameter in _parameters(model).items() if name in stored
+        }
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Iterable[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = tuple(args), kwargs or {}
+        if getattr(func, "__name__", "") == "__get__":  # dtype, shape and the like are those of the parameter itself
+            return func(*args, **kwargs)
+        weight = args[1] if len(args) > 1 else kwargs.get("weight")
+        if id(weight) in self.stored and func in _BY_ROWS:
+            return _BY_ROWS[func](self, *args, **kwargs)
+        args, kwargs = tree_map(self.whole, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def read(self, parameter: Any) -> Stored:
+        """What a parameter stands for."""
+        name, stored = self.stored[id(parameter)]
+        self.used(name)
+        return stored
+
+    def whole(self, value: Any) -> Any:
+        """The stored tensor, in float32, where the value is a parameter; else the value itself."""
+        return self.read(value).tensor().float() if id(value) in self.stored else value
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`functional.linear`, a block of output features at a time."""
+        stored, (features, width) = self.read(weight), weight.shape
+        step = max(1, BLOCK // max(1, width))
+        outputs = [
+            functional.linear(x, stored.rows(first, min(first + step, features)).float())
+            for first in range(0, features, step)
+        ]
+        output = torch.cat(outputs, dim=-1)
+        return output if bias is None else output + self.whole(bias)
+
+    def embedding(self, ids: Tensor, weight: Tensor, *_: Any, **__: Any) -> Tensor:
+        """`functional.embedding`, of which only the rows looked up are read."""
+        rows, place = ids.unique(return_inverse=True)
+        return self.read(weight).tensor()[rows].float()[place]
+
+
+_BY_ROWS: dict[Any, Any] = {
+    functional.linear: WeightsOnDemand.linear,
+    functional.embedding: WeightsOnDemand.embedding,
+}
+
+
+def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    return dict(model.named_parameters(remove_duplicate=False))
+
+
+def build_empty(model_class: Any, config: Any, buffers: bool = True) -> PreTrainedModel:
+    """A model without numbers in its parameters (and, unless wanted, in its buffers), in evaluation mode.
+
+    Raises:
+        ValueError: if the configuration describes no model that can be built.
+    """
+    config._attn_implementation = None  # the class's own choice, whatever the file asks for
+    try:
+        with init_empty_weights(include_buffers=False) if buffers else torch.device("meta"):
+            model: PreTrainedModel = model_class(config)
+    except Exception as error:  # whatever it trips over is a fault of the configuration
+        raise ValueError(
+            f"config.json describes no model that can be built ({type(error).__name__}: {error})"
+        ) from error
+    return model.eval()
+
+
+class StoredNames(NamedTuple):
+    """How a model's parameters are stored.
+
+    Attributes:
+        by_parameter: the stored tensor that each parameter is read from.
+        missing: parameters that are not stored.
+        unexpected: stored tensors that are no parameter of the model.
+    """
+
+    by_parameter: dict[str, str]
+    missing: list[str]
+    unexpected: list[str]
+
+
+def match_names(model: PreTrainedModel, names: Iterable[str], family: Family | None = None) -> StoredNames:
+    """Find each parameter among stored tensors, as `transformers` does when it loads a model.
+
+    A model may be stored without its own prefix ("transformer."), and of tied parameters one is enough. Parameters
+    that are tied, but both stored, become two. Buffers that old models store are passed over.
+
+    Args:
+        family: of a stock class, whose head may be stored under another name.
+    """
+    parameters, prefix = _parameters(model), f"{model.base_model_prefix}."
+    found: dict[str, str] = {}
+    unexpected = []
+    for name in names:
+        target = _target(name, family)
+        candidates = (target, prefix + target, target.removeprefix(prefix))
+        own = next((candidate for candidate in candidates if candidate in parameters), None)
+        if own is not None:
+            found[own] = name
+            _separate(model, own)
+        elif not _is_ignored(model, name):
+            unexpected.append(name)
+    tied = model.all_tied_weights_keys
+    for first, second in (*tied.items(), *((source, target) for target, source in tied.items())):
+        if second in found:
+            found.setdefault(first, found[second])
+    return StoredNames(found, [name for name in parameters if name not in found], unexpected)
+
+
+def _target(name: str, family: Family | None) -> str:
+    if family is None or family.stored_head is None or not name.startswith(f"{family.stored_head}."):
+        return name
+    return family.head + name.removeprefix(family.stored_head)
+
+
+def _separate(model: nn.Module, name: str) -> None:
+    """Give a module a parameter of its own, without numbers, in place of one that it may share with others."""
+    path, _, last = name.rpartition(".")
+    module = model.get_submodule(path)
+    setattr(module, last, nn.Parameter(torch.empty_like(getattr(module, last), device="meta"), requires_grad=False))
+
+
+def _is_ignored(model: PreTrainedModel, name: str) -> bool:
+    patterns = (*_ALWAYS_IGNORED, *(model._keys_to_ignore_on_load_unexpected or ()))
+    return any(re.search(pattern, name) for pattern in patterns)
