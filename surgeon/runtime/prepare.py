@@ -198,7 +198,7 @@ def _why_not(program: Program, source: Source, ranks: int) -> str | None:
         }
     except ValueError as error:  # a fork that does not spread over the ranks
         return str(error)
-    reasons = {part: indivisible(part, source.units(part), replicate=True) for part in sorted(parts)}
+    reasons = {part: indivisible(part, source.units(part), replicate=True) for part in sorted(parts, key=str)}
     first_of_kind = {part.kind: reason for part, reason in reversed(reasons.items()) if reason}
     return " and ".join(first_of_kind[kind] for kind in sorted(first_of_kind)) or None
 

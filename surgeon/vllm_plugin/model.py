@@ -33,7 +33,7 @@ from surgeon.runtime.prepare import make_plan
 from surgeon.runtime.sharding import Source, unit_bounds
 from surgeon.runtime.share import Share
 from surgeon.vllm_plugin.reduce import connect
-from surgeon.vllm_plugin.requirements import reason_against, stage_nodes
+from surgeon.vllm_plugin.requirements import read_settings, reason_against, stage_nodes
 
 
 class ProgramForCausalLM(nn.Module):
@@ -51,7 +51,7 @@ class ProgramForCausalLM(nn.Module):
         reason = reason_against(vllm_config)
         if reason is not None:
             raise ValueError(f"surgeon's plugin cannot run this: {reason}")
-        settings = vllm_config.additional_config.get("surgeon", {})
+        settings = read_settings(vllm_config.additional_config)
         plan = plan_of(vllm_config)
         self.stages = get_pp_group()
         nodes = stage_nodes(Program.parse(plan.program).nodes, self.stages.rank_in_group, self.stages.world_size)
@@ -59,7 +59,7 @@ class ProgramForCausalLM(nn.Module):
         self.source = Source(Checkpoint(plan.folder), plan.family, plan.head_dim)
         device = torch.empty(0).device  # vLLM builds models with its own as the default
         own = replace(plan, program=str(Program(nodes)))
-        self.share = Share(own, connect(settings.get("reduce", "auto")), device)
+        self.share = Share(own, connect(settings.reduce), device)
         self.slots = nn.ModuleList(
             self._slot(vllm_config, slot, attention, prefix) for slot, attention in enumerate(self.share.attentions())
         )
@@ -69,7 +69,8 @@ class ProgramForCausalLM(nn.Module):
     def _slot(self, vllm_config: Any, slot: int, attention: Sublayer, prefix: str) -> Attention:
         """The attention over one slot of the cache."""
         plan, units = self.plan, self.source.units(attention)
-        heads, kv_heads = (_width(units[unit], attention) for unit in ("heads", "kv_heads"))
+        spec = plan.family.spec(attention.kind)
+        heads, kv_heads = (_width(units[spec.projection(role).unit], attention) for role in "qk")
         scale = plan.head_dim**-0.5 if plan.attention_scale is None else plan.attention_scale
         window = plan.window(attention)
         cache = copy.copy(vllm_config.cache_config)

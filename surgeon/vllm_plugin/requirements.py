@@ -1,12 +1,45 @@
-"""What the plugin cannot do, and how a program is cut into pipeline stages; nothing here needs vLLM."""
+"""What the plugin is told and cannot do, and how a program is cut into pipeline stages; nothing here needs vLLM."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
 from typing import Any
 
+from surgeon.errors import did_you_mean
 from surgeon.program import Node
 
 FORMATS = ("auto", "hf", "safetensors")  # of vLLM's --load-format
+REDUCE = ("auto", "shm", "torch", "vllm")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `--additional-config '{"surgeon": {...}}'` says.
+
+    Attributes:
+        reduce: how ranks add up what they computed, one of REDUCE; reduce.py says what they are.
+    """
+
+    reduce: str = "auto"
+
+
+def read_settings(additional_config: Any) -> Settings:
+    """The plugin's part of vLLM's additional configuration.
+
+    Raises:
+        ValueError: if there is no such setting, or no such value.
+    """
+    found = (additional_config or {}).get("surgeon", {})
+    known = [field.name for field in fields(Settings)]
+    for name in found:
+        if name not in known:
+            raise ValueError(f"there is no setting {name!r} in --additional-config; {did_you_mean(name, known)}")
+    settings = Settings(**found)
+    if settings.reduce not in REDUCE:
+        raise ValueError(
+            f"there is no reduce {settings.reduce!r} in --additional-config; {did_you_mean(settings.reduce, REDUCE)}"
+        )
+    return settings
 
 
 def reason_against(vllm_config: Any) -> str | None:

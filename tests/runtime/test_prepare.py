@@ -56,6 +56,10 @@ def test_the_checkpoints_own_program_and_another(saved: Callable[..., Path]) -> 
     assert make_plan(folder, 2, 20, "[A2 A3] F3").program == "[A2 A3] F3"
 
 
+def test_a_layer_that_one_rank_holds_whole_and_all_hold_slices_of(saved: Callable[..., Path]) -> None:
+    assert make_plan(saved(), 2, 20, "{A1 F1 | F2} A1 F2").program == "{A1 F1 | F2} A1 F2"
+
+
 def test_sixteen_bit_weights_are_computed_in_float32_on_a_cpu(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
     tiny_model("llama").to(torch.bfloat16).save_pretrained(tmp_path)
     assert make_plan(tmp_path, 1, 20).dtype == torch.float32

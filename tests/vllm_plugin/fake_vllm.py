@@ -1,0 +1,144 @@
+"""Stand-ins for the parts of vLLM that the plugin uses, for one rank: plain PyTorch over one text, without a cache."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Attention(nn.Module):
+    """Causal attention over one text, with the arguments of vLLM's."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        cache_config: Any,
+        logits_soft_cap: float | None,
+        per_layer_sliding_window: int | None,
+        prefix: str,
+    ) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_size, self.scale = num_heads, num_kv_heads, head_size, scale
+        self.softcap = logits_soft_cap
+        self.window = per_layer_sliding_window or cache_config.sliding_window
+        self.name = prefix
+
+    def forward(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        assert queries.shape[1:] == (self.heads, self.head_size)
+        assert keys.shape == values.shape == (len(queries), self.kv_heads, self.head_size)
+        keys, values = (each.repeat_interleave(self.heads // self.kv_heads, 1) for each in (keys, values))
+        scores = torch.einsum("qhd,khd->hqk", queries, keys) * self.scale
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        places = torch.arange(len(queries))
+        ages = places[:, None] - places
+        hidden = (ages < 0) | (ages >= (self.window or len(queries)))
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        return torch.einsum("hqk,khd->qhd", weights, values).flatten(1)
+
+
+class VocabParallelEmbedding(nn.Module):
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__()
+        self.weight = _parameter(torch.empty(rows, width))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.weight)
+
+
+class ParallelLMHead(nn.Module):
+    def __init__(self, rows: int, width: int, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = _parameter(torch.empty(rows, width))
+        self.bias = _parameter(torch.empty(rows)) if bias else None
+
+    def tie_weights(self, embedding: VocabParallelEmbedding) -> ParallelLMHead:
+        self.weight = embedding.weight
+        return self
+
+
+class LogitsProcessor(nn.Module):
+    def __init__(self, rows: int, soft_cap: float | None = None) -> None:
+        super().__init__()
+        self.rows, self.soft_cap = rows, soft_cap
+
+    def forward(self, head: ParallelLMHead, stream: Tensor, bias: Tensor | None = None) -> Tensor:
+        logits = F.linear(stream, head.weight, bias)
+        assert logits.shape[1] == self.rows
+        return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
+
+
+class IntermediateTensors:
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+
+def _parameter(tensor: Tensor) -> nn.Parameter:
+    parameter = nn.Parameter(tensor, requires_grad=False)
+
+    def load(own: nn.Parameter, whole: Tensor) -> None:
+        assert own.shape == whole.shape
+        own.data.copy_(whole)
+
+    parameter.weight_loader = load  # type: ignore[attr-defined]
+    return parameter
+
+
+def install(monkeypatch: Any) -> SimpleNamespace:
+    """Make `import vllm` find the stand-ins; returns the pipeline group, whose rank and size tests may change."""
+    stages = SimpleNamespace(rank_in_group=0, world_size=1, is_first_rank=True, is_last_rank=True)
+    layers = "vllm.model_executor.layers"
+    contents: dict[str, dict[str, Any]] = {
+        "vllm.distributed": {"get_pp_group": lambda: stages, "get_tensor_model_parallel_world_size": lambda: 1},
+        "vllm.distributed.parallel_state": {
+            "get_tp_group": lambda: SimpleNamespace(world_size=1),
+            "in_the_same_node_as": lambda _: [True],
+        },
+        f"{layers}.attention": {"Attention": Attention},
+        f"{layers}.logits_processor": {"LogitsProcessor": LogitsProcessor},
+        f"{layers}.vocab_parallel_embedding": {
+            "ParallelLMHead": ParallelLMHead,
+            "VocabParallelEmbedding": VocabParallelEmbedding,
+        },
+        "vllm.sequence": {"IntermediateTensors": IntermediateTensors},
+    }
+    for path, names in contents.items():
+        parts = path.split(".")
+        for end in range(1, len(parts) + 1):
+            name = ".".join(parts[:end])
+            if name not in sys.modules:
+                monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        vars(sys.modules[path]).update(names)
+    for own in ("model", "reduce"):  # imported with the stand-ins, so not to be left behind
+        monkeypatch.delitem(sys.modules, f"surgeon.vllm_plugin.{own}", raising=False)
+    return stages
+
+
+def forget(monkeypatch: Any) -> None:
+    """Take back what was imported with the stand-ins."""
+    for own in ("model", "reduce"):
+        monkeypatch.delitem(sys.modules, f"surgeon.vllm_plugin.{own}", raising=False)
+
+
+def configuration(folder: Any, **settings: Any) -> SimpleNamespace:
+    """As much of vLLM's configuration as the plugin reads."""
+    model = SimpleNamespace(model=str(folder), revision=None, max_model_len=32, dtype=torch.float32)
+    return SimpleNamespace(
+        model_config=model,
+        load_config=SimpleNamespace(load_format="auto", download_dir=None),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        cache_config=SimpleNamespace(sliding_window=None),
+        quant_config=None,
+        additional_config={"surgeon": settings},
+    )

@@ -1,0 +1,111 @@
+"""The model that vLLM builds, with stand-ins for vLLM's own layers, against a plain computation of the program."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from surgeon.families import FAMILIES
+from tests.checkpoint.helpers import plain_logits, relative_error
+from tests.models import VOCABULARY, tiny_model
+from tests.vllm_plugin import fake_vllm
+
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "qwen3": {"tie_word_embeddings": True},
+}
+WHOLE = "A0 >F0 {A1 F1 | A2 >F2} >[A3 F3]"
+SLICED = "A0 >F0 {A1/2:0 F1/2:0 | A1/2:1 F1/2:1} >A2~A3 >F3"
+IDS = torch.randint(2, VOCABULARY, (1, 11), generator=torch.Generator().manual_seed(3))
+
+Build = Callable[..., Any]
+
+
+@pytest.fixture
+def stages(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    yield fake_vllm.install(monkeypatch)
+    fake_vllm.forget(monkeypatch)
+
+
+@pytest.fixture
+def build(stages: SimpleNamespace) -> Build:
+    """Makes the model of a pipeline stage, with its weights."""
+    from surgeon.vllm_plugin.model import ProgramForCausalLM
+
+    def build(folder: Path, stage: int = 0, number: int = 1, **settings: Any) -> Any:
+        first, last = stage == 0, stage == number - 1
+        vars(stages).update(rank_in_group=stage, world_size=number, is_first_rank=first, is_last_rank=last)
+        model = ProgramForCausalLM(vllm_config=fake_vllm.configuration(folder, **settings))
+        assert model.load_weights(iter(())) == {name for name, _ in model.named_parameters()}
+        model.stages = SimpleNamespace(**vars(stages))
+        return model
+
+    return build
+
+
+def save(folder: Path, family: str, program: str) -> Any:
+    """Write a tiny model as a checkpoint of the program form; returns the model."""
+    model = tiny_model(family, **OVERRIDES.get(family, {}))
+    model.save_pretrained(folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"model_type": f"surgeon_{family}", "surgeon_program": program}))
+    return model
+
+
+@torch.no_grad()
+def logits(stages: list[Any]) -> Tensor:
+    """Logits (1, tokens, vocabulary) of all the pipeline's stages one after the other."""
+    passed = None
+    for model in stages:
+        passed = model(IDS[0] if passed is None else None, torch.arange(IDS.shape[1]), passed)
+    found: Tensor = stages[-1].compute_logits(passed)
+    return found[None]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits(family: str, build: Build, tmp_path: Path) -> None:
+    program = WHOLE if family == "gemma2" else SLICED
+    expected = plain_logits(save(tmp_path, family, program), program, IDS)
+    assert relative_error(logits([build(tmp_path)]), expected) < 1e-4
+
+
+@pytest.mark.parametrize("number", [2, 3])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "opt"])
+def test_pipeline_stages(family: str, number: int, build: Build, tmp_path: Path) -> None:
+    """The last stage begins with a late step, whose predecessor's output arrives beside the stream."""
+    program = "A0 F0 >A1 >F1 {A2 | F2} >A3"
+    expected = plain_logits(save(tmp_path, family, program), program, IDS)
+    stages = [build(tmp_path, stage, number) for stage in range(number)]
+    assert [len(stage.share.program) for stage in stages] == [6 // number] * number
+    assert relative_error(logits(stages), expected) < 1e-4
+    names = [slot.name for stage in stages for slot in stage.slots]
+    assert len(set(names)) == len(names) == 4
+    assert all(sum(part.isdecimal() for part in name.split(".")) == 1 for name in names)  # vLLM counts slots by it
+
+
+def test_an_empty_pass_has_the_shape_of_what_a_stage_hands_on(build: Build, tmp_path: Path) -> None:
+    save(tmp_path, "llama", WHOLE)
+    first = build(tmp_path, 0, 2)
+    handed_on = first(IDS[0], torch.arange(IDS.shape[1])).tensors
+    empty = first.make_empty_intermediate_tensors(IDS.shape[1], torch.float32, torch.device("cpu")).tensors
+    assert {name: one.shape for name, one in empty.items()} == {name: one.shape for name, one in handed_on.items()}
+
+
+def test_what_is_refused(build: Build, tmp_path: Path) -> None:
+    save(tmp_path, "llama", WHOLE)
+    with pytest.raises(ValueError, match="no reduce 'torhc' in --additional-config; did you mean 'torch'"):
+        build(tmp_path, reduce="torhc")
+    with pytest.raises(ValueError, match="no setting 'redcue' .* did you mean 'reduce'"):
+        build(tmp_path, redcue="torch")
+    with pytest.raises(ValueError, match="weights from the checkpoint once"):
+        build(tmp_path).load_weights(iter(()))
+    with pytest.raises(ValueError, match="cannot be cut into 9 pipeline stages"):
+        build(tmp_path, 0, 9)

@@ -1,0 +1,80 @@
+"""What vLLM finds of the plugin, and what it refuses; vLLM itself is not needed."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+import tomllib
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, LlamaConfig
+
+from surgeon.checkpoint.remote_code import PROGRAM
+from surgeon.program import Program
+from surgeon.vllm_plugin.requirements import reason_against, stage_nodes
+from tests.checkpoint.helpers import run_export, save_source
+from tests.vllm_plugin.fake_vllm import configuration
+
+GROUP = "vllm.general_plugins"
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_vllm_starts_it_as_often_as_it_likes(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[str, str] = {}
+    vllm = ModuleType("vllm")
+    vllm.ModelRegistry = SimpleNamespace(register_model=found.__setitem__)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][GROUP]
+    register = EntryPoint("surgeon", points["surgeon"], GROUP).load()
+    register()
+    register()
+    assert set(found) == {PROGRAM.causal_class(name) for name in PROGRAM.names}
+    (model,) = set(found.values())
+    module, _, name = model.partition(":")
+    assert f"class {name}(" in (ROOT / f"{module.replace('.', '/')}.py").read_text()
+
+
+def test_configurations_are_read_without_the_checkpoint_s_own_code(tmp_path: Path) -> None:
+    from surgeon.vllm_plugin.configs import CONFIGS
+
+    save_source(tmp_path / "source", num_layers=2)
+    run_export(tmp_path / "source", tmp_path / "ladder", "A0 F0 >A1 >F1")
+    config_class = CONFIGS["llama"]
+    AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+    config = AutoConfig.from_pretrained(tmp_path / "ladder", trust_remote_code=False)
+    stored = json.loads((tmp_path / "ladder" / "config.json").read_text())
+    assert type(config) is config_class
+    assert isinstance(config, LlamaConfig)
+    assert config.architectures == stored["architectures"] == [PROGRAM.causal_class("llama")]
+    assert config.surgeon_program == "A0 F0 >A1 >F1"
+    assert pickle.loads(pickle.dumps(config)).to_dict() == config.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value", "message"),
+    [
+        ("load_config", "load_format", "dummy", "not by --load-format dummy; use auto or safetensors"),
+        ("parallel_config", "decode_context_parallel_size", 2, "leave out --decode-context-parallel-size"),
+        (None, "quant_config", object(), "leave out --quantization"),
+    ],
+)
+def test_what_the_plugin_cannot_do(part: str | None, name: str, value: Any, message: str) -> None:
+    config = configuration("folder")
+    assert reason_against(config) is None
+    setattr(config if part is None else getattr(config, part), name, value)
+    assert message in str(reason_against(config))
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 5])
+def test_stages_have_all_nodes_in_order(stages: int) -> None:
+    nodes = Program.parse("A0 F0 >A1 >F1 {A2 | F2}").nodes
+    parts = [stage_nodes(nodes, stage, stages) for stage in range(stages)]
+    assert sum(parts, ()) == nodes
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    with pytest.raises(ValueError, match="5 nodes cannot be cut into 6 pipeline stages"):
+        stage_nodes(nodes, 0, 6)
