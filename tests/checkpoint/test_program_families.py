@@ -1,0 +1,195 @@
+"""The program form's modeling file, for every architecture, against plain computations; and in the world around it."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaForCausalLM
+
+import surgeon
+from surgeon.checkpoint.remote_code import PROGRAM
+from surgeon.checkpoint.remote_code import modeling_surgeon_program as shipped
+from surgeon.families import FAMILIES
+from surgeon.weights import sliced_features
+from tests.checkpoint.helpers import IDS, load_shipped, logits_of, plain_logits, relative_error, run_export, save_source
+from tests.models import tiny_model
+
+TRACKS = "{A0/2:0 F0/2:0 | A0/2:1 F0/2:1} A1/2:0 F1/2:0 [A1/2:1 F1/2:1] A2 F2"
+UNSLICED = "{A0 F0 | F1 A1} >A2 >F2"
+PROGRAMS = (
+    "A0 F0 [A1 A2] [F1 F2]",
+    "A0 F0 >A1 >F1 >[A2 A0] >[F2 F0] A1 F1",  # a ladder, over LP, with layers that run twice
+    "A0 {A1 F1 | {A2 | F0} F2} [A0 F1]",
+)
+OPTIONS: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+MERGED = {True: "A0 F0 >A1~A2 F1~F2", False: "{A0/2:0 F0/2:0 | A0/2:1 F0/2:1} A1~A2 F1~F2"}
+BIASED = {"llama": {"attention_bias": True, "mlp_bias": True}}
+
+
+def tracks_of(family: str) -> str:
+    """A program of slices, where the architecture has them."""
+    return UNSLICED if FAMILIES[family].mlp.post_norm else TRACKS
+
+
+def model_running(model: Any, program: str) -> Any:
+    """The shipped class with a stock model's weights."""
+    model_class = PROGRAM.model_class(model.config.model_type)
+    config = model_class.config_class.from_dict(model.config.to_dict() | {"surgeon_program": program})
+    running = model_class(config)
+    running.load_state_dict(model.state_dict())
+    return running.eval()
+
+
+def projections_of(layer: nn.Module, family: str) -> list[nn.Module]:
+    spec = FAMILIES[family]
+    paths = {projection.path for projection in (*spec.attention.projections, *spec.mlp.projections)}
+    return [layer.get_submodule(path) for path in sorted(paths)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_programs_equal_a_plain_computation(family: str) -> None:
+    model = tiny_model(family, 3, **BIASED.get(family, {}))
+    for program in (*PROGRAMS, tracks_of(family)):
+        running = model_running(model, program)
+        assert relative_error(logits_of(running), plain_logits(model, program)) < 1e-5, program
+    # The last one generates too: as without a cache, in a batch with padding, and as surgeon does.
+    expected = surgeon.edit(copy.deepcopy(model), program).generate(IDS, **OPTIONS)
+    assert torch.equal(running.generate(IDS, use_cache=False, **OPTIONS), expected)
+    short = IDS[:1, 3:]
+    ids = torch.cat([torch.cat([torch.zeros(1, 3, dtype=torch.long), short], dim=1), IDS])
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    padded = running.generate(ids, attention_mask=mask, **OPTIONS)
+    assert torch.equal(padded[1:], expected)
+    assert torch.equal(padded[:1, 3:], running.generate(short, **OPTIONS))
+    # What is more than its weight is called whole.
+    for layer in layers_of(running):
+        for projection in projections_of(layer, family):
+            projection.register_forward_hook(lambda *_: None)
+    assert relative_error(logits_of(running), plain_logits(model, program)) < 1e-5
+
+
+def layers_of(running: Any) -> list[nn.Module]:
+    replaced = next(module for module in running.modules() if isinstance(module, shipped.ProgramLayers))
+    return list(replaced.children())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_checkpoints_load_as_they_were_exported(family: str, tmp_path: Path) -> None:
+    program = MERGED[FAMILIES[family].mlp.post_norm is not None]
+    model = save_source(tmp_path / "source", family, num_layers=3)
+    run_export(tmp_path / "source", tmp_path / "target", program, form="program")
+    expected = plain_logits(model, program)
+    written = load_shipped(tmp_path / "target")
+    assert relative_error(logits_of(written), expected) < 1e-5
+    assert relative_error(logits_of(surgeon.load(tmp_path / "target")), expected) < 1e-5
+    for load in (AutoConfig.from_pretrained, AutoModelForCausalLM.from_pretrained):
+        with pytest.raises(ValueError, match="trust_remote_code=True"):
+            load(tmp_path / "target", trust_remote_code=False)
+    # The configuration of a model that lives, saved by itself, describes the stored layers again.
+    written.config.save_pretrained(tmp_path / "again")
+    config = type(written.config).from_pretrained(tmp_path / "again")
+    assert config.num_hidden_layers == written.config.num_hidden_layers - ("/" in program) == 2
+    assert relative_error(logits_of(type(written).from_pretrained(tmp_path / "target", config=config)), expected) < 1e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_slices_as_surgeon_does(family: str) -> None:
+    config = tiny_model(family, 1).config
+    own = shipped.FAMILIES[family]
+    stock = FAMILIES[family]
+    for projection in (*stock.attention.projections, *stock.mlp.projections):
+        shares = tuple(getattr(config, key) for key in own.packed.get(projection.path, ())) or (1,)
+        whole = torch.cat([sliced_features(projection, stock, config, (index, 2)) for index in (0, 1)])
+        for index in (0, 1):
+            expected = sliced_features(projection, stock, config, (index, 2))
+            assert torch.equal(shipped.part(whole.sort().values, (index, 2), shares), expected), projection
+
+
+def test_a_layer_is_whole_again_after_a_slice_that_failed() -> None:
+    running = model_running(tiny_model("phi3", 3), TRACKS)
+    attention: Any = layers_of(running)[0].self_attn
+    before = dict(attention.named_modules())
+
+    def fail(*_: Any) -> None:
+        assert attention.num_key_value_heads == 1
+        raise RuntimeError("no")
+
+    hook = attention.o_proj.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="no"):
+        logits_of(running)
+    hook.remove()
+    assert dict(attention.named_modules()) == before
+    assert (attention.num_key_value_heads, running.config.num_attention_heads) == (2, 4)
+
+
+@pytest.mark.parametrize("family", ["opt", "phi3", "gpt2"])
+def test_lora_on_slices(family: str) -> None:
+    model = tiny_model(family, 3)
+    names = {path.rpartition(".")[2] for path in (*shipped.FAMILIES[family].reads, *shipped.FAMILIES[family].writes)}
+    options = LoraConfig(target_modules=sorted(names), r=2, init_lora_weights=False, lora_bias=family != "phi3")
+    torch.manual_seed(0)
+    lora = get_peft_model(model_running(model, TRACKS), options)
+    adapted = logits_of(lora)
+    assert relative_error(adapted, plain_logits(model, TRACKS)) > 1e-2
+    lora(input_ids=IDS, labels=IDS).loss.backward()
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in lora.parameters() if p.requires_grad)
+    merged = lora.merge_and_unload()
+    model.load_state_dict(merged.state_dict())
+    assert relative_error(adapted, plain_logits(model, TRACKS)) < 1e-5
+    assert relative_error(logits_of(merged), plain_logits(model, TRACKS)) < 1e-5
+
+
+def gradients(model: Any, **inputs: Any) -> dict[str, Tensor]:
+    model.zero_grad()
+    model(input_ids=IDS, labels=IDS, **inputs).loss.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neo", "gpt_neox"])
+def test_gradients_with_and_without_checkpointing(family: str) -> None:
+    model = tiny_model(family, 3)
+    expected = gradients(surgeon.edit(copy.deepcopy(model), PROGRAMS[1]))
+    running = model_running(model, PROGRAMS[1]).train()
+    for _ in range(2):
+        found = gradients(running)
+        assert all(torch.allclose(found[name], expected[name], atol=1e-5) for name in expected)
+        running.gradient_checkpointing_enable()
+
+
+def test_what_only_layers_could_give_is_refused() -> None:
+    running = model_running(tiny_model("gpt_neo", 2), ">A0 F0 A1")
+    for name in ("output_hidden_states", "output_attentions"):
+        with pytest.raises(ValueError, match=f"{name} is not supported"):
+            running(input_ids=IDS, **{name: True})
+    running = model_running(tiny_model("llama", 2), ">A0 F0 A1 A0")
+    with pytest.raises(ValueError, match="output_hidden_states is not supported"):
+        running.generate(IDS, return_dict_in_generate=True, output_hidden_states=True, **OPTIONS)
+    running.set_attn_implementation("eager")
+    assert [tuple(found.shape) for found in running(input_ids=IDS, output_attentions=True).attentions] == [
+        (2, 4, 9, 9)
+    ] * 3
+
+
+def test_weights_on_the_disk(tmp_path: Path) -> None:
+    model = tiny_model("llama", 3, attention_bias=True, mlp_bias=True)
+    model_running(model, TRACKS).save_pretrained(tmp_path / "model")
+    places: dict[str, Any] = {"max_memory": {"cpu": "70KB"}, "offload_folder": tmp_path / "offload"}
+    offloaded: Any = PROGRAM.model_class("llama").from_pretrained(tmp_path / "model", device_map="auto", **places)
+    assert layers_of(offloaded)[1].mlp.up_proj.weight.is_meta  # type: ignore[union-attr]
+    assert relative_error(logits_of(offloaded), plain_logits(model, TRACKS)) < 1e-5
+
+
+def test_stock_classes_stay_as_they_are() -> None:
+    model = tiny_model("llama", 2)
+    expected = logits_of(model)
+    model_running(model, ">A0 F0")
+    assert type(model) is LlamaForCausalLM
+    assert torch.equal(logits_of(model), expected)
