@@ -10,7 +10,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from surgeon.checkpoint.export import REPORT_FILE
-from surgeon.checkpoint.load import PROGRAM_KEY, WIDTHS_KEY, read_config
+from surgeon.checkpoint.load import PROGRAM_KEY, is_fused, read_config
 from surgeon.checkpoint.read import DEMO, Checkpoint, locate, read_json
 from surgeon.families import Family, family_of
 from surgeon.program import Program
@@ -99,7 +99,7 @@ def _describe_checkpoint(path: Path, name: str | Path) -> Description:
     config = read_config(checkpoint)
     family = family_of(config)
     report = _report_of(checkpoint)
-    form = "fused" if WIDTHS_KEY in checkpoint.config else "program" if PROGRAM_KEY in checkpoint.config else "plain"
+    form = "fused" if is_fused(checkpoint) else "program" if PROGRAM_KEY in checkpoint.config else "plain"
     layers = int(config.num_hidden_layers)
     model, program = None, Program.dense(layers, family.steps_per_layer)
     if report is not None:

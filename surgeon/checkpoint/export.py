@@ -12,19 +12,22 @@ import torch
 
 import surgeon
 from surgeon.checkpoint.forms import Layout, lay_out, per_layer_lists
-from surgeon.checkpoint.fuse import PlannedTensor, TensorPlanner
-from surgeon.checkpoint.load import GLOBAL_WIDTHS_KEY, PROGRAM_KEY, WIDTHS_KEY, read_config
-from surgeon.checkpoint.prove import Proof, prove, reference_of
-from surgeon.checkpoint.read import Checkpoint, locate
+from surgeon.checkpoint.fuse import FusedPlanner, PlannedTensor, TensorPlanner, layer_prefix
+from surgeon.checkpoint.fused_config import fused_config
+from surgeon.checkpoint.load import PROGRAM_KEY, is_fused, read_config
+from surgeon.checkpoint.prove import Proof, original_model, prove, reference_of
+from surgeon.checkpoint.read import Checkpoint, check_inside, locate
 from surgeon.checkpoint.remote_code import SHIPPED
 from surgeon.checkpoint.staging import check_space, check_target, is_full, show_bytes, staged
+from surgeon.checkpoint.verify import Background, FileRecord, ReadBack
+from surgeon.checkpoint.tokenizer import keep_tokenizer_class
 from surgeon.checkpoint.write import shard_limit, split_into_shards, write_weights
 from surgeon.errors import did_you_mean
 from surgeon.families import Family, family_of
-from surgeon.families.base import Unit
+from surgeon.families.fused import FUSED as FUSED_FAMILY
 from surgeon.model import check_layers
-from surgeon.program import Program, Sublayer
-from surgeon.progress import Advance
+from surgeon.program import Program
+from surgeon.progress import Advance, stretch
 from surgeon.provenance import versions, write_json
 from surgeon.recipe import Recipe
 
@@ -71,18 +74,20 @@ class Original:
         """
         folder = locate(path_or_name)
         checkpoint = Checkpoint(folder)
-        for key, form in ((WIDTHS_KEY, "fused"), (PROGRAM_KEY, "program")):
-            if key in checkpoint.config:
-                raise ValueError(
-                    f"{folder} is an edited checkpoint already ({form} form: its config.json has {key}); "
-                    "export the original model, with one recipe that does everything"
-                )
+        form = "fused" if is_fused(checkpoint) else "program" if PROGRAM_KEY in checkpoint.config else None
+        if form is not None:
+            raise ValueError(
+                f"{folder} is an edited checkpoint already ({form} form); "
+                "export the original model, with one recipe that does everything"
+            )
         if "quantization_config" in checkpoint.config:
             raise ValueError(
                 f"{folder} has quantized weights, which cannot be folded or proven; export the unquantized model"
             )
         config = read_config(checkpoint)
-        return cls(str(path_or_name), checkpoint, config, family_of(config))
+        family = family_of(config)
+        _check_tensors(checkpoint, config, family)
+        return cls(str(path_or_name), checkpoint, config, family)
 
     @property
     def public_name(self) -> str:
@@ -93,6 +98,15 @@ class Original:
     def program_of(self, recipe: Recipe) -> Program:
         """The program that a recipe makes of this model."""
         return recipe.program(self.config.num_hidden_layers, self.family.steps_per_layer)
+
+
+def _check_tensors(checkpoint: Checkpoint, config: Any, family: Family) -> None:
+    """Refuse tensors that are missing, do not fit config.json, or are of no use; further layers may lie idle."""
+    _, names = original_model(checkpoint, config, buffers=False)
+    layers = layer_prefix(checkpoint, family)
+    for name in names.unexpected:
+        if not name.startswith(layers):
+            raise ValueError(f"{name} is no tensor of {family.name} that surgeon knows; it cannot be exported")
 
 
 @dataclass(frozen=True)
@@ -142,7 +156,8 @@ def plan_export(original: Original, program: Program, form: str = "auto", dtype:
         raise ValueError(f"unknown dtype {dtype!r}; {did_you_mean(dtype, DTYPES)}")
     check_layers(program, original.config.num_hidden_layers)
     layout = lay_out(program, original.family, original.config, form)
-    planner = TensorPlanner(
+    planner_class = FusedPlanner if layout.form == "fused" else TensorPlanner
+    planner = planner_class(
         original.checkpoint, original.family, original.config, None if dtype is None else DTYPES[dtype]
     )
     tensors = planner.plan(layout.layers)
@@ -180,19 +195,25 @@ def write_export(
         OSError: if the disk is full or cannot be written. Whatever is raised, what was under the target's name before
             is there as it was, and nothing else.
     """
-    folder = plan.original.checkpoint.folder
-    check_apart(folder, target)
+    source = plan.original.checkpoint
+    check_apart(source.folder, target)
     check_target(target, overwrite)
     check_space(target.parent, plan.needed_bytes)
-    reference = reference_of(folder, plan.program)
-    advance(plan.weight_bytes)
+    hashing = Background(source.weights_hash)  # reads all files once more, beside everything else
+    size = plan.weight_bytes
+    with stretch(advance, size) as told:
+        reference = reference_of(source, plan.original.config, plan.program, told)
     try:
         with staged(target, overwrite) as partial:
             _write_companions(partial, plan)
-            write_weights(partial, split_into_shards(plan.tensors, shard_limit(plan.original.checkpoint)), advance)
-            proof = prove(reference, partial, plan.layout, plan.tensors)
-            advance((plan.passes - 2) * plan.weight_bytes)
-            write_json(partial / REPORT_FILE, _report(plan, proof, recipe))
+            read_back = ReadBack()
+            shards = split_into_shards(plan.tensors, shard_limit(source))
+            records = write_weights(partial, shards, advance, read_back.add)
+            with stretch(advance, (plan.passes - 2) * size) as told:
+                proof = prove(reference, partial, plan.layout, plan.tensors, told)
+            read_back.finish()
+            hashing.result()
+            write_json(partial / REPORT_FILE, _report(plan, proof, recipe, _with_others(partial, records)))
         return proof
     except OSError as error:
         if not is_full(error):
@@ -200,6 +221,12 @@ def write_export(
     # Raised outside the handler, to stand for itself: it says more than the system's error that it comes from.
     needed = show_bytes(plan.needed_bytes)
     raise OSError(f"the disk of {target.parent} filled up: {needed} are needed; what was written is removed")
+
+
+def _with_others(partial: Path, records: dict[str, FileRecord]) -> dict[str, FileRecord]:
+    """What every file in the folder holds; that of those without a record is read."""
+    names = sorted(path.name for path in partial.iterdir())
+    return {name: records[name] if name in records else FileRecord.of(partial / name) for name in names}
 
 
 def check_apart(source: Path, target: Path) -> None:
@@ -216,14 +243,40 @@ def check_apart(source: Path, target: Path) -> None:
 
 
 def companions_of(folder: Path) -> list[Path]:
-    """The files that belong to a model beside its configuration and weights: tokenizer, chat template, licence."""
+    """The files that belong to a model beside its configuration and weights: tokenizer, chat template, licence.
+
+    Raises:
+        ValueError: if one of them is a symbolic link out of the folder.
+    """
     found = {path for pattern in COMPANIONS for path in folder.glob(pattern) if path.is_file()}
-    return sorted(path for path in found if path.suffix not in (".py", ".bin", ".pt", ".pth", ".pkl"))
+    companions = sorted(path for path in found if path.suffix not in (".py", ".bin", ".pt", ".pth", ".pkl"))
+    for path in companions:
+        check_inside(folder, path)
+    return companions
 
 
 def written_config(plan: ExportPlan) -> dict[str, Any]:
-    """config.json of the new checkpoint: the original's, with every per-layer entry following the layers."""
+    """config.json of the new checkpoint."""
     original, layout = plan.original, plan.layout
+    config = _fused_config(plan) if layout.form == "fused" else _following_config(original, layout)
+    if plan.dtype is not None:
+        config.pop("torch_dtype", None)
+        config["dtype"] = plan.dtype
+    shipped = SHIPPED.get(layout.form)
+    if shipped is not None:
+        model_type = FUSED_FAMILY.model_type if layout.form == "fused" else original.family.model_type
+        config |= {
+            "architectures": [shipped.causal_class(model_type)],
+            "auto_map": shipped.auto_map(model_type),
+            "model_type": shipped.prefix + model_type,
+        }
+    if layout.program is not None:
+        config[PROGRAM_KEY] = str(layout.program)
+    return config
+
+
+def _following_config(original: Original, layout: Layout) -> dict[str, Any]:
+    """The original's configuration, with every per-layer entry following the layers."""
     config = copy.deepcopy(original.checkpoint.config)
     config.pop("auto_map", None)
     aliases = original.config.attribute_map
@@ -231,46 +284,14 @@ def written_config(plan: ExportPlan) -> dict[str, Any]:
     sources = [layer.sources[0] for layer in layout.layers]
     for key, values in per_layer_lists(original.config, original.checkpoint.config).items():
         config[key] = [values[source] for source in sources]
-    config |= original.family.per_layer_entries(original.config, sources)
-    if plan.dtype is not None:
-        config.pop("torch_dtype", None)
-        config["dtype"] = plan.dtype
-    shipped = SHIPPED.get(layout.form)
-    if shipped is not None:
-        model_type = original.family.model_type
-        config |= {
-            "architectures": [shipped.causal_class(model_type)],
-            "auto_map": shipped.auto_map(model_type),
-            "model_type": shipped.prefix + model_type,
-        }
-    if layout.form == "fused":
-        config |= {
-            "head_dim": original.family.head_dim(original.config),
-            GLOBAL_WIDTHS_KEY: True,
-            WIDTHS_KEY: _widths(original, layout),
-        }
-    if layout.program is not None:
-        config[PROGRAM_KEY] = str(layout.program)
-    return config
+    return config | original.family.per_layer_entries(original.config, sources)
 
 
-def _widths(original: Original, layout: Layout) -> dict[str, dict[str, int]]:
-    """`per_layer_config`: the widths of the layers that are not as wide as the original's."""
-    family = original.family
-    units = family.units(original.config)
-
-    def total(unit: Unit, sublayers: tuple[Sublayer, ...]) -> int:
-        return sum(units[unit] // (1 if sublayer.piece is None else sublayer.piece[1]) for sublayer in sublayers)
-
-    return {
-        str(index): {
-            "num_attention_heads": total("heads", layer.attention),
-            "num_key_value_heads": total("kv_heads", layer.attention),
-            family.intermediate: total("neurons", layer.feed_forward),
-        }
-        for index, layer in enumerate(layout.layers)
-        if not layer.has_stock_width
-    }
+def _fused_config(plan: ExportPlan) -> dict[str, Any]:
+    """A configuration of the fused form's own, whatever the original's."""
+    original, shapes = plan.original, {tensor.name: tensor.shape for tensor in plan.tensors}
+    kept = {key: value for key, value in original.checkpoint.config.items() if key in ("dtype", "torch_dtype")}
+    return kept | fused_config(original.family, original.config, plan.layout, shapes)
 
 
 def _write_companions(partial: Path, plan: ExportPlan) -> None:
@@ -281,9 +302,10 @@ def _write_companions(partial: Path, plan: ExportPlan) -> None:
     shipped = SHIPPED.get(plan.layout.form)
     if shipped is not None:
         shutil.copyfile(shipped.file, partial / shipped.file.name)
+        keep_tokenizer_class(partial, plan.original.config)
 
 
-def _report(plan: ExportPlan, proof: Proof, recipe: str | None) -> dict[str, Any]:
+def _report(plan: ExportPlan, proof: Proof, recipe: str | None, files: dict[str, FileRecord]) -> dict[str, Any]:
     """surgeon.json: what was done, from what, and how it was proven."""
     original = plan.original
     return {
@@ -300,5 +322,6 @@ def _report(plan: ExportPlan, proof: Proof, recipe: str | None) -> dict[str, Any
             "weights_hash": original.checkpoint.weights_hash(),
         },
         "proof": asdict(proof),
+        "files": {name: asdict(record) for name, record in files.items()},
         "versions": versions(),
     }

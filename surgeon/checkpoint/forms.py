@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from surgeon.checkpoint.remote_code import FUSED, PROGRAM
+from surgeon.checkpoint.fused_config import obstacle
 from surgeon.errors import did_you_mean
 from surgeon.families import Family
 from surgeon.families.base import PER_LAYER_LISTS
@@ -44,6 +44,11 @@ class StoredLayer:
     def sources(self) -> list[int]:
         """The original's layers that it is made of, the attention's first one first."""
         return list(dict.fromkeys(layer for sublayer in self.sublayers for layer in sublayer.layers))
+
+    @property
+    def attention_sources(self) -> list[int]:
+        """The original's layers that its attention is made of: what says how far it looks must be the same in them."""
+        return list(dict.fromkeys(layer for sublayer in self.attention for layer in sublayer.layers))
 
 
 @dataclass(frozen=True)
@@ -126,12 +131,9 @@ def _plain(program: Program, family: Family, config: Any) -> Layout:
 
 def _fused(program: Program, family: Family, config: Any) -> Layout:
     layers = _stored_layers(program, family.steps_per_layer)
-    if family.attention.head_norms:
-        raise Inexpressible(f"fusing is not supported yet for {family.name}, which norms every head's query and key")
-    if family.norm_kind != "rms":
-        raise Inexpressible(f"fusing is not supported yet for {family.name}, whose norms have a shift")
-    if family.model_type not in FUSED.names:
-        raise Inexpressible(f"fusing is not supported yet for {family.name}")
+    why_not = obstacle(family, config)
+    if why_not is not None:
+        raise Inexpressible(why_not)
     _require_uniform(layers, config)
     _require_divisible(program.sublayers(), family, config)
     wide = sum(not layer.has_stock_width for layer in layers)
@@ -143,8 +145,6 @@ def _fused(program: Program, family: Family, config: Any) -> Layout:
 
 
 def _program(program: Program, family: Family, config: Any) -> Layout:
-    if family.model_type not in PROGRAM.names:
-        raise Inexpressible(f"it is not supported yet for {family.name}")
     keys = sorted({sublayer.layers for sublayer in program.sublayers()})
     layers = tuple(StoredLayer((Sublayer(ATTENTION, key),), (Sublayer(FEED_FORWARD, key),)) for key in keys)
     _require_divisible(program.sublayers(), family, config)
@@ -190,7 +190,7 @@ def _require_uniform(layers: tuple[StoredLayer, ...], config: Any) -> None:
     """What is stored as one layer must come from layers whose entries in per-layer lists agree."""
     for key, values in per_layer_lists(config, config.to_dict()).items():
         for layer in layers:
-            first, *others = layer.sources
+            first, *others = layer.attention_sources if key in PER_LAYER_LISTS else layer.sources
             for other in others:
                 if values[other] != values[first]:
                     raise Inexpressible(f"layers {first} and {other} differ in the config's {key}")

@@ -1,14 +1,17 @@
 """The tensors of a checkpoint to be written: their names and shapes at once, their values one at a time when asked for.
 
-A layer that holds the sublayers S_1 ... S_k side by side computes the sum of their outputs:
+A layer that holds the sublayers S_1 ... S_k side by side computes the sum of their outputs. With g_i and s_i the gain
+and the shift of S_i's own norm, the stored layer's norm has gain 1 and shift 0, and
 
-    rows     q, k, v, gate, up: W = [W_1 diag(g_1); W_2 diag(g_2); ...], where g_i is the gain of S_i's own RMS norm,
-             so that the stored layer's norm has gain 1
+    rows     q, k, v, gate, up: W = [W_1 diag(g_1); W_2 diag(g_2); ...], b = [b_1 + W_1 s_1; b_2 + W_2 s_2; ...]
     columns  o, down: W = [W_1 W_2 ...], and the biases' sum
+
+where heads do not lie one layer after the other but take turns, one KV group of each layer at a time.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -18,12 +21,16 @@ import torch
 from torch import Tensor
 
 from surgeon.checkpoint.forms import StoredLayer
-from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.fused_config import groups_of
+from surgeon.checkpoint.read import Checkpoint, Stored
 from surgeon.families import Family, Projection, SublayerSpec
-from surgeon.program import Sublayer
-from surgeon.weights import average, slice_projection
+from surgeon.families.fused import FUSED, POSITIONS, PROJECTIONS
+from surgeon.program import ATTENTION, FEED_FORWARD, Sublayer
+from surgeon.weights import average, slice_projection, unit_features
 
 Read = Callable[[str], Tensor]
+Compute = Callable[[Read], Tensor]
+BUFFERS = ("bias", "masked_bias", "inv_freq")  # of modules without weights: causal masks, angles
 IGNORED = "rotary_emb.inv_freq"  # a buffer that early Llama checkpoints store; it follows from the config
 
 
@@ -35,6 +42,7 @@ class PlannedTensor:
         dtype: to be stored in.
         rounded: whether storing it may lose digits, because it is computed, or stored more coarsely than it was.
         build: computes its value, in float32 if it is rounded afterwards.
+        copy_of: the stored tensor that it is a copy of, byte for byte, if it is one.
     """
 
     name: str
@@ -42,6 +50,7 @@ class PlannedTensor:
     dtype: torch.dtype
     rounded: bool
     build: Callable[[], Tensor]
+    copy_of: Stored | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -72,33 +81,26 @@ class TensorPlanner:
         last = [name for name in outside if name not in first]
         planned = [self._copied(name) for name in first]
         for index, layer in enumerate(layers):
-            for sublayers in (layer.attention, layer.feed_forward):
-                planned += self._sublayer_tensors(f"{self.prefix}{index}.", sublayers)
+            for sublayer in layer.sublayers:
+                planned += self._sublayer_tensors(f"{self.prefix}{index}.", sublayer)
         return planned + [self._copied(name) for name in last]
 
     def _copied(self, name: str) -> PlannedTensor:
         return self._planned(name, lambda read: read(name))
 
-    def _sublayer_tensors(self, prefix: str, sublayers: tuple[Sublayer, ...]) -> list[PlannedTensor]:
-        paths = self._paths(sublayers[0])
-        for sublayer in sublayers[1:]:
-            if set(self._paths(sublayer)) != set(paths):
-                raise ValueError(f"{sublayers[0]} and {sublayer} do not have the same tensors; they cannot be combined")
-        if len(sublayers) == 1:
-            parts = {path: partial(self._part, sublayers[0], path) for path in paths}
-        else:
-            parts = {path: partial(self._side_by_side, sublayers, path) for path in paths}
-        return [self._planned(prefix + path, build) for path, build in parts.items()]
+    def _sublayer_tensors(self, prefix: str, sublayer: Sublayer) -> list[PlannedTensor]:
+        return [self._planned(prefix + path, partial(self._part, sublayer, path)) for path in self._paths(sublayer)]
 
-    def _planned(self, name: str, compute: Callable[[Read], Tensor]) -> PlannedTensor:
-        read: list[str] = []
+    def _planned(self, name: str, compute: Compute) -> PlannedTensor:
+        read: dict[str, Tensor] = {}
 
         def read_shape(source: str) -> Tensor:
-            read.append(source)
-            return torch.empty(self.source.shape(source), dtype=self.source.dtype(source), device="meta")
+            read[source] = torch.empty(self.source.shape(source), dtype=self.source.dtype(source), device="meta")
+            return read[source]
 
         outline = compute(read_shape)
-        original = self.source.dtype(read[0])
+        first = next(iter(read))
+        original = self.source.dtype(first)
         dtype = self.dtype if self.dtype is not None and original.is_floating_point else original
         return PlannedTensor(
             name,
@@ -106,6 +108,7 @@ class TensorPlanner:
             dtype,
             rounded=torch.promote_types(outline.dtype, dtype) != dtype,
             build=lambda: compute(self.source.tensor),
+            copy_of=Stored(self.source, first) if outline is read[first] and dtype == original else None,
         )
 
     def _paths(self, sublayer: Sublayer) -> list[str]:
@@ -137,21 +140,187 @@ class TensorPlanner:
             return tensor if sublayer.piece[0] == 0 else torch.zeros_like(tensor)
         return slice_projection(tensor, projection, self.family, self.config, sublayer.piece)
 
-    def _side_by_side(self, sublayers: tuple[Sublayer, ...], path: str, read: Read) -> Tensor:
-        """One tensor of a stored layer that holds several sublayers, in float32."""
-        spec = self.family.spec(sublayers[0].kind)
-        parts = [self._part(sublayer, path, read).float() for sublayer in sublayers]
-        projection = _projection(spec, path)
-        if projection is None:
-            if path != f"{spec.norm}.weight":
-                raise ValueError(f"{path} of {self.family.name} cannot be fused")
-            return torch.ones_like(parts[0])
+
+class FusedPlanner(TensorPlanner):
+    """Plans the tensors of the fused form: every family's under the same names, each projection on its own.
+
+    Attributes:
+        biases: whether the written projections have a bias, by role. They have where any layer's has, or where a
+            norm's shift has to go somewhere; layers without one get zeros.
+    """
+
+    def __init__(self, source: Checkpoint, family: Family, config: Any, dtype: torch.dtype | None) -> None:
+        super().__init__(source, family, config, dtype)
+        self.biases = {
+            projection.role: (projection.reads_stream and family.norm_kind == "layer") or self._any_bias(projection)
+            for spec in (family.attention, family.mlp)
+            for projection in spec.projections
+        }
+
+    def plan(self, layers: tuple[StoredLayer, ...]) -> list[PlannedTensor]:
+        planned = [self._moved(f"{FUSED.embedding}.weight", self.family.embedding)]
+        if self.family.position_embedding is not None:
+            planned.append(self._moved(f"{POSITIONS}.weight", self.family.position_embedding))
+        for index, layer in enumerate(layers):
+            for kind, sublayers in ((ATTENTION, layer.attention), (FEED_FORWARD, layer.feed_forward)):
+                self._check_known(sublayers)
+                tensors = self._norms(kind, sublayers) | self._projections(kind, sublayers)
+                planned += [self._planned(f"{FUSED.layers}.{index}.{path}", build) for path, build in tensors.items()]
+        parts = ("weight", "bias") if self.family.norm_kind == "layer" else ("weight",)
+        planned += [self._moved(f"{FUSED.final_norm}.{part}", self.family.final_norm, part) for part in parts]
+        if not self.config.tie_word_embeddings:
+            planned.append(self._moved(f"{FUSED.head}.weight", self._head()))
+        return planned
+
+    def _moved(self, name: str, path: str, part: str = "weight") -> PlannedTensor:
+        stored = f"{self._stored(path)}.{part}"
+        if stored not in self.source:
+            raise ValueError(f"{self.source.folder} has no tensor {stored}, which {self.family.name} needs")
+        return self._planned(name, lambda read: read(stored))
+
+    def _stored(self, path: str) -> str:
+        """What the checkpoint calls a module that lies at a path from the causal language model."""
+        whole = self.prefix == f"{self.family.layers}." or path == self.family.head
+        return path if whole else path.partition(".")[2]
+
+    def _head(self) -> str:
+        stored = self.family.stored_head
+        return self.family.head if stored is None or f"{stored}.weight" not in self.source else stored
+
+    def _any_bias(self, projection: Projection) -> bool:
+        ending = f".{projection.path}.bias"
+        return any(name.startswith(self.prefix) and name.endswith(ending) for name in self.source.names())
+
+    def _check_known(self, sublayers: tuple[Sublayer, ...]) -> None:
+        """Refuse tensors that would be left behind."""
+        for sublayer in sublayers:
+            spec = self.family.spec(sublayer.kind)
+            known = {spec.norm, *spec.head_norms, *(projection.path for projection in spec.projections)}
+            for path in self._paths(sublayer):
+                module, _, name = path.rpartition(".")
+                if module not in known and name not in BUFFERS:
+                    raise ValueError(f"{path} of {self.family.name} cannot be stored in the fused form")
+
+    def _norms(self, kind: str, sublayers: tuple[Sublayer, ...]) -> dict[str, Compute]:
+        """The norm before a sublayer, which does no more than norm where several lie side by side; and head norms."""
+        own, written = self.family.spec(kind), FUSED.spec(kind)
+        parts = ("weight", "bias") if self.family.norm_kind == "layer" else ("weight",)
+        tensors: dict[str, Compute] = {}
+        for part in parts:
+            compute = partial(self._part, sublayers[0], f"{own.norm}.{part}")
+            tensors[f"{written.norm}.{part}"] = compute if len(sublayers) == 1 else partial(_neutral, compute, part)
+        for path in own.head_norms:
+            tensors[f"{path}.weight"] = partial(self._head_gains, sublayers, f"{path}.weight")
+        return tensors
+
+    def _projections(self, kind: str, sublayers: tuple[Sublayer, ...]) -> dict[str, Compute]:
+        tensors: dict[str, Compute] = {}
+        for projection in self.family.spec(kind).projections:
+            path = PROJECTIONS[projection.role].path
+            tensors[f"{path}.weight"] = partial(self._weight, sublayers, projection)
+            if self.biases[projection.role]:
+                tensors[f"{path}.bias"] = partial(self._bias, sublayers, projection)
+        return tensors
+
+    def _weight(self, sublayers: tuple[Sublayer, ...], projection: Projection, read: Read) -> Tensor:
+        """(out_features, in_features) of all sublayers; float32 if there are several."""
+        matrices = [self._matrix(sublayer, projection, read) for sublayer in sublayers]
+        if len(matrices) == 1:
+            return matrices[0]
+        dim = 0 if projection.reads_stream else 1
+        shape = list(matrices[0].shape)
+        shape[dim] = sum(matrix.shape[dim] for matrix in matrices)
+        joined = torch.empty(shape, dtype=torch.float32, device=matrices[0].device)
+        for matrix, sublayer, place in zip(
+            matrices, sublayers, self._places(joined, matrices, sublayers, dim), strict=True
+        ):
+            parts = matrix.unflatten(dim, (self._blocks(sublayers), -1))
+            if projection.reads_stream:
+                torch.mul(parts, self._norm_part(sublayer, "weight", read).float(), out=place)  # a gain per column
+            else:
+                place.copy_(parts)
+        return joined
+
+    def _bias(self, sublayers: tuple[Sublayer, ...], projection: Projection, read: Read) -> Tensor:
+        """(out_features,) of all sublayers; float32 if there are several."""
+        biases = [self._own_bias(sublayer, projection, read) for sublayer in sublayers]
+        if len(biases) == 1:
+            return biases[0]
+        biases = [bias.float() for bias in biases]
         if not projection.reads_stream:
-            return torch.cat(parts, dim=1) if path.endswith(".weight") else torch.stack(parts).sum(dim=0)
-        if path.endswith(".weight"):
-            gains = [self._part(sublayer, f"{spec.norm}.weight", read).float() for sublayer in sublayers]
-            parts = [weight * gain for weight, gain in zip(parts, gains, strict=True)]  # a gain per column
-        return torch.cat(parts, dim=0)
+            return torch.stack(biases).sum(dim=0)
+        if self.family.norm_kind == "layer":
+            for index, sublayer in enumerate(sublayers):
+                shift = self._norm_part(sublayer, "bias", read).float()
+                biases[index] = biases[index] + self._matrix(sublayer, projection, read).float() @ shift
+        return self._in_turn(biases, sublayers, dim=0)
+
+    def _own_bias(self, sublayer: Sublayer, projection: Projection, read: Read) -> Tensor:
+        path = f"{projection.path}.bias"
+        if all(f"{self.prefix}{layer}.{path}" in self.source for layer in sublayer.layers):
+            bias = self._part(sublayer, path, read)
+            return bias if not projection.reads_stream else self._own_features(bias, sublayer, projection, dim=0)
+        matrix = self._matrix(sublayer, projection, read)
+        return matrix.new_zeros(matrix.shape[0])
+
+    def _matrix(self, sublayer: Sublayer, projection: Projection, read: Read) -> Tensor:
+        """A sublayer's own weight for one projection, (out_features, in_features)."""
+        stored = self._part(sublayer, f"{projection.path}.weight", read)
+        matrix = self._own_features(stored, sublayer, projection, projection.divided_dim)
+        return matrix.T if projection.transposed else matrix
+
+    def _own_features(self, stored: Tensor, sublayer: Sublayer, projection: Projection, dim: int) -> Tensor:
+        """What belongs to one projection of those packed into a module."""
+        spec = self.family.spec(sublayer.kind)
+        if sum(other.path == projection.path for other in spec.projections) == 1:
+            return stored
+        units = {unit: count // _slices(sublayer) for unit, count in self.family.units(self.config).items()}
+        own = unit_features(projection, spec, units, self.family.unit_width(self.config, projection.unit))
+        return stored.index_select(dim, own.flatten().to(stored.device))
+
+    def _head_gains(self, sublayers: tuple[Sublayer, ...], path: str, read: Read) -> Tensor:
+        """Gains of the norms of heads, (turns, head_dim), in the order in which the sublayers' heads take turns."""
+        blocks = self._blocks(sublayers)
+        groups = groups_of(sublayers, self.family.units(self.config)["kv_heads"])
+        turns = [count // blocks for count in groups]
+        gains = [self._part(sublayer, path, read) for sublayer in sublayers]
+        return torch.cat([gain.expand(times, -1) for gain, times in zip(gains, turns, strict=True)])
+
+    def _norm_part(self, sublayer: Sublayer, part: str, read: Read) -> Tensor:
+        return self._part(sublayer, f"{self.family.spec(sublayer.kind).norm}.{part}", read)
+
+    def _in_turn(self, parts: list[Tensor], sublayers: tuple[Sublayer, ...], dim: int) -> Tensor:
+        """Heads (or neurons) of several sublayers along one dimension, a block of each in turn."""
+        blocks = self._blocks(sublayers)
+        return torch.cat([part.unflatten(dim, (blocks, -1)) for part in parts], dim + 1).flatten(dim, dim + 1)
+
+    def _places(
+        self, joined: Tensor, parts: list[Tensor], sublayers: tuple[Sublayer, ...], dim: int
+    ) -> tuple[Tensor, ...]:
+        """Where the parts lie in what `_in_turn` makes of them, each (..., blocks, of one block, ...)."""
+        blocks = self._blocks(sublayers)
+        widths = [part.shape[dim] // blocks for part in parts]
+        return joined.unflatten(dim, (blocks, -1)).split(widths, dim + 1)
+
+    def _blocks(self, sublayers: tuple[Sublayer, ...]) -> int:
+        """How many times all sublayers' heads take turns: as often as each has whole KV groups for it.
+
+        So every tensor-parallel rank that gets whole turns has heads of each layer in the same order, and norms of
+        heads need one gain per turn, whichever the rank.
+        """
+        if sublayers[0].kind == FEED_FORWARD:
+            return 1
+        return math.gcd(*groups_of(sublayers, self.family.units(self.config)["kv_heads"]))
+
+
+def _neutral(compute: Compute, part: str, read: Read) -> Tensor:
+    """A norm's gain or shift that changes nothing."""
+    original = compute(read)
+    return torch.ones_like(original) if part == "weight" else torch.zeros_like(original)
+
+
+def _slices(sublayer: Sublayer) -> int:
+    return 1 if sublayer.piece is None else sublayer.piece[1]
 
 
 def _roots(spec: SublayerSpec) -> tuple[str, ...]:

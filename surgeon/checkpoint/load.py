@@ -6,17 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from surgeon.checkpoint.fused_config import GLOBAL_WIDTHS_KEY, WIDTHS_KEY
 from surgeon.checkpoint.read import Checkpoint, locate
-from surgeon.checkpoint.remote_code import FUSED
+from surgeon.checkpoint.remote_code import FUSED, PROGRAM
 from surgeon.families import Family, family_named, family_of
 from surgeon.model import PROGRAM_KEY, edit
 
-WIDTHS_KEY = "per_layer_config"  # in config.json of a checkpoint in the fused form
-GLOBAL_WIDTHS_KEY = "allow_global_per_layer_attribute_access"  # lets transformers read the other layers' widths
-
-__all__ = ["GLOBAL_WIDTHS_KEY", "PROGRAM_KEY", "WIDTHS_KEY", "compute_dtype", "load", "read_config"]
+__all__ = ["PROGRAM_KEY", "compute_dtype", "is_fused", "load", "read_config"]
 
 
 def compute_dtype(stored: torch.dtype, device: torch.device) -> torch.dtype:
@@ -49,9 +47,10 @@ def load(path_or_name: str | Path, dtype: torch.dtype | None = None, device_map:
         stored = checkpoint.dtype(checkpoint.names()[0])
         dtype = compute_dtype(stored, device)
     model_class: Any = AutoModelForCausalLM
-    if WIDTHS_KEY in checkpoint.config:
-        model_class = FUSED.model_class(config.model_type)
     options = {"dtype": dtype, "device_map": device_map, "ignore_mismatched_sizes": True, "output_loading_info": True}
+    options["config"] = config
+    if is_fused(checkpoint):
+        model_class = FUSED.model_class(config.model_type)
     try:
         model, report = model_class.from_pretrained(folder, **options)
     except (ArithmeticError, AssertionError, LookupError, TypeError) as error:
@@ -64,20 +63,47 @@ def load(path_or_name: str | Path, dtype: torch.dtype | None = None, device_map:
 
 
 def read_config(checkpoint: Checkpoint) -> Any:
-    """The `transformers` configuration of a checkpoint.
+    """The `transformers` configuration of a checkpoint: that of the stock architecture, whatever its form.
 
     Raises:
         ValueError: if the architecture is not supported, or config.json is not what its architecture needs.
     """
-    family = family_named(str(checkpoint.config.get("model_type")))
-    if WIDTHS_KEY in checkpoint.config:
-        _check_widths(checkpoint, family)
+    family = _family_in(checkpoint)
+    _check_widths(checkpoint)
     try:
-        config = AutoConfig.from_pretrained(checkpoint.folder)
+        if is_fused(checkpoint):
+            config = FUSED.config_class(family.model_type).from_pretrained(checkpoint.folder)
+        elif PROGRAM_KEY in checkpoint.config:
+            config = _without_program(checkpoint.config, family)
+        else:
+            config = AutoConfig.from_pretrained(checkpoint.folder)
     except Exception as error:  # whatever it trips over is a fault of the file
         raise ValueError(f"{checkpoint.folder / 'config.json'} is not a valid configuration: {error}") from error
     _check_sizes(checkpoint.folder / "config.json", config, family_of(config))
     return config
+
+
+def is_fused(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint is in the fused form."""
+    return str(checkpoint.config.get("model_type")) in FUSED.names
+
+
+def _family_in(checkpoint: Checkpoint) -> Family:
+    """The family that config.json names, also where its model type is one that only a shipped file knows."""
+    name = str(checkpoint.config.get("model_type"))
+    if is_fused(checkpoint):
+        return family_named(name)
+    if name.startswith(PROGRAM.prefix) and PROGRAM_KEY not in checkpoint.config:
+        raise ValueError(
+            f"{checkpoint.folder / 'config.json'} has the model_type {name}, and so needs {PROGRAM_KEY}, the program"
+        )
+    return family_named(name.removeprefix(PROGRAM.prefix))
+
+
+def _without_program(stored: dict[str, Any], family: Family) -> Any:
+    """The stock configuration in the config.json of a checkpoint in the program form."""
+    own = {key: value for key, value in stored.items() if key not in ("model_type", "auto_map", PROGRAM_KEY)}
+    return CONFIG_MAPPING[family.model_type].from_dict(own)
 
 
 def _check_sizes(path: Path, config: Any, family: Family) -> None:
@@ -103,15 +129,15 @@ def check_complete(folder: Path, report: dict[str, Any]) -> None:
         raise ValueError(f"{folder} lacks a tensor of its model: {missing[0]}{more}")
 
 
-def _check_widths(checkpoint: Checkpoint, family: Family) -> None:
-    """Refuse layers of different widths where this package has no class for them."""
-    if family.model_type not in FUSED.names:
-        supported = ", ".join(family_named(name).name for name in FUSED.names)
+def _check_widths(checkpoint: Checkpoint) -> None:
+    """Refuse layers of different widths where no class builds them."""
+    path = checkpoint.folder / "config.json"
+    if WIDTHS_KEY not in checkpoint.config:
+        return
+    if not is_fused(checkpoint):
         raise ValueError(
-            f"{checkpoint.folder} has layers of different widths ({WIDTHS_KEY} in config.json), which is not supported "
-            f"for {family.name} (supported: {supported})"
+            f"{path} has layers of different widths ({WIDTHS_KEY}), which only the fused form has "
+            f"(model_type {', '.join(FUSED.names)}), not {checkpoint.config.get('model_type')}; export the model again"
         )
     if not checkpoint.config.get(GLOBAL_WIDTHS_KEY):
-        raise ValueError(
-            f"{checkpoint.folder / 'config.json'} has {WIDTHS_KEY}, and so needs {GLOBAL_WIDTHS_KEY}: true"
-        )
+        raise ValueError(f"{path} has {WIDTHS_KEY}, and so needs {GLOBAL_WIDTHS_KEY}: true")

@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from surgeon.checkpoint.fuse import layer_prefix
-from surgeon.checkpoint.load import WIDTHS_KEY, check_complete, compute_dtype, read_config
+from surgeon.checkpoint.load import check_complete, compute_dtype, is_fused, read_config
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.families import Family, SublayerSpec, family_of
 from surgeon.model import PROGRAM_KEY
@@ -57,9 +56,7 @@ class StreamedLayers(nn.ModuleList):
                     f"{self.checkpoint.folder}: tensor {name} has the shape {shape}, but config.json asks for "
                     f"{tuple(parameter.shape)}"
                 )
-            # Opened anew each time: a file that stays open keeps everything that was ever read of it in memory.
-            with safe_open(self.checkpoint.files[name], framework="pt") as file:
-                found[path] = file.get_tensor(name).to(self.device, self.dtype)
+            found[path] = self.checkpoint.tensor(name).to(self.device, self.dtype)
         return found
 
     def sublayer_bytes(self, spec: SublayerSpec) -> int:
@@ -82,9 +79,8 @@ def load_streamed(folder: Path, device: str = "cpu") -> PreTrainedModel:
     """
     checkpoint = Checkpoint(folder)
     config = read_config(checkpoint)
-    for key in (PROGRAM_KEY, WIDTHS_KEY):
-        if key in checkpoint.config:
-            raise ValueError(f"{folder} is an edited model ({key} in config.json), which has to fit into memory")
+    if PROGRAM_KEY in checkpoint.config or is_fused(checkpoint):
+        raise ValueError(f"{folder} is an edited model, which has to fit into memory")
     family = family_of(config)
     dtype = compute_dtype(checkpoint.dtype(checkpoint.names()[0]), torch.device(device))
     with init_empty_weights(include_buffers=False):

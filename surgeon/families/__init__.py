@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from surgeon.families.base import Family, Projection, SublayerSpec
+from surgeon.families.fused import FUSED
 from surgeon.families.gemma2 import GEMMA2
 from surgeon.families.gpt2 import GPT2
 from surgeon.families.gpt_neo import GPT_NEO
@@ -24,11 +25,13 @@ FAMILIES = {
 
 
 def family_named(model_type: str) -> Family:
-    """The family with this `model_type`.
+    """The family with this `model_type`, or the description of what `surgeon export` makes of all of them.
 
     Raises:
         ValueError: if there is none, saying which there are.
     """
+    if model_type == FUSED.model_type:
+        return FUSED
     if model_type not in FAMILIES:
         known = ", ".join(sorted(family.name for family in FAMILIES.values()))
         raise ValueError(

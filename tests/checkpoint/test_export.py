@@ -190,11 +190,15 @@ def test_fused_tensors_are_what_the_equation_says(tmp_path: Path) -> None:
     fused = {name.removeprefix("model.layers.1."): tensor for name, tensor in new.items() if ".layers.1." in name}
     for path, norm in (("self_attn.k_proj", "input_layernorm"), ("mlp.up_proj", "post_attention_layernorm")):
         folded = [at(k, f"{path}.weight") @ torch.diag(at(k, f"{norm}.weight")) for k in (1, 2)]
-        torch.testing.assert_close(fused[f"{path}.weight"], torch.cat(folded))
-        assert torch.equal(fused[f"{path}.bias"], torch.cat([at(k, f"{path}.bias") for k in (1, 2)]))
+        # The two KV groups take turns, that of layer 1 first; neurons do not.
+        turns = (2, 8) if "self_attn" in path else (1, -1)
+        weight = torch.cat([w.unflatten(0, turns) for w in folded], dim=1).flatten(0, 1)
+        bias = torch.cat([at(k, f"{path}.bias").unflatten(0, turns) for k in (1, 2)], dim=1).flatten()
+        torch.testing.assert_close(fused[f"{path}.weight"], weight)
+        assert torch.equal(fused[f"{path}.bias"], bias)
         assert torch.equal(fused[f"{norm}.weight"], torch.ones(32))
-    o_proj = torch.cat([at(k, "self_attn.o_proj.weight") for k in (1, 2)], dim=1)
-    assert torch.equal(fused["self_attn.o_proj.weight"], o_proj)
+    o_proj = [at(k, "self_attn.o_proj.weight").unflatten(1, (2, 16)) for k in (1, 2)]
+    assert torch.equal(fused["self_attn.o_proj.weight"], torch.cat(o_proj, dim=2).flatten(1))
     torch.testing.assert_close(fused["mlp.down_proj.bias"], at(1, "mlp.down_proj.bias") + at(2, "mlp.down_proj.bias"))
     for path in ("input_layernorm.weight", "mlp.gate_proj.weight"):  # layer 3 stays as it was, now as layer 2
         assert torch.equal(new[f"model.layers.2.{path}"], at(3, path))
@@ -205,15 +209,17 @@ def test_the_fused_config_is_what_vllm_reads(tmp_path: Path) -> None:
     run_export(tmp_path / "source", tmp_path / "target", TRIPLET)
     config = json.loads((tmp_path / "target" / "config.json").read_text())
     assert config["per_layer_config"] == {
-        "1": {"num_attention_heads": 12, "num_key_value_heads": 6, "intermediate_size": 96}
+        "1": {"num_attention_heads": 12, "num_key_value_heads": 6, "intermediate_size": 96, "head_norm_turns": 3}
     }
     assert config["num_hidden_layers"] == 3
     assert config["head_dim"] == 8
     assert config["allow_global_per_layer_attribute_access"] is True
-    assert config["architectures"] == ["FusedLlamaForCausalLM"]
+    assert (config["model_type"], config["base_model_type"]) == ("surgeon_fused", "llama")
+    assert config["architectures"] == ["SurgeonFusedForCausalLM"]
     assert config["auto_map"] == {
-        "AutoModel": "modeling_surgeon_fused.FusedLlamaModel",
-        "AutoModelForCausalLM": "modeling_surgeon_fused.FusedLlamaForCausalLM",
+        "AutoConfig": "modeling_surgeon_fused.SurgeonFusedConfig",
+        "AutoModel": "modeling_surgeon_fused.SurgeonFusedModel",
+        "AutoModelForCausalLM": "modeling_surgeon_fused.SurgeonFusedForCausalLM",
     }
 
 

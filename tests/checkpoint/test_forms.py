@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from surgeon.checkpoint.forms import StoredLayer, lay_out, per_layer_lists
-from surgeon.families import family_of
+from surgeon.families import FAMILIES, family_of
 from surgeon.program import Program, Sublayer
 from tests.models import tiny_model
 
@@ -83,10 +83,19 @@ def test_fused_layers_hold_the_sublayers_of_both_steps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "why"), [("qwen3", "norms every head's query and key"), ("opt", "norms have a shift")]
+    ("family", "overrides", "why"),
+    [
+        ("gemma2", {}, "Gemma2 norms what a sublayer adds to the stream"),
+        ("opt", {"word_embed_proj_dim": 16}, "its embeddings are projected to the stream's width"),
+        ("opt", {"_remove_final_layer_norm": True}, "it has no final norm"),
+    ],
 )
-def test_families_that_cannot_be_fused_yet_get_the_program_form(family: str, why: str) -> None:
-    config = tiny_model(family, num_layers=4).config
+def test_models_that_cannot_be_fused_exactly_get_the_program_form(
+    family: str, overrides: dict[str, Any], why: str
+) -> None:
+    config = tiny_model(family, num_layers=4, **overrides).config
+    if family == "gemma2":
+        config.layer_types = ["full_attention"] * 4
     found = layout("A0 F0 [A1 A2] [F1 F2]", config)
     assert found.form == "program"
     assert why in found.reason
@@ -95,12 +104,31 @@ def test_families_that_cannot_be_fused_yet_get_the_program_form(family: str, why
     assert layout("A0 F0 A2 F2", config).form == "plain"
 
 
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"gemma2"}))
+def test_every_family_without_norms_behind_its_sublayers_can_be_fused(family: str) -> None:
+    config = tiny_model(family, num_layers=6).config
+    steps = family_of(config).steps_per_layer
+    program = "[A0 F0] [A3 F3 A5 F5]" if steps == 1 else "A0 F0 [A3 A5] [F3 F5]"
+    assert layout(program, config).form == "fused"
+
+
+def test_layers_without_a_sequence_of_their_own_steps_are_no_fused_layers() -> None:
+    parallel, sequential = (tiny_model("gpt_neox", use_parallel_residual=flag).config for flag in (True, False))
+    one, two = "[A0 F0] [A1 F1 A2 F2]", "A0 F0 [A1 A2] [F1 F2]"
+    assert [layout(program, parallel).form for program in (one, two)] == ["fused", "program"]
+    assert [layout(program, sequential).form for program in (one, two)] == ["program", "fused"]
+
+
 def test_layers_that_differ_in_the_config_are_not_stored_as_one() -> None:
     kinds = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
     config = tiny_model("qwen3", num_layers=4, layer_types=kinds, sliding_window=4).config
     assert layout("A1~A2 F1~F2 A0 F0", config).form == "plain"
     with pytest.raises(ValueError, match="layers 0 and 1 differ in the config's layer_types"):
         layout("A0~A1 F0~F1", config, form="plain")
+    with pytest.raises(ValueError, match="layers 0 and 1 differ in the config's layer_types"):
+        layout("[A0 A1] F0", config, form="fused")
+    # What says how far an attention looks says nothing of a feed-forward.
+    assert layout("A0 F1 [A1 A2] [F0 F3]", config).form == "fused"
 
 
 def test_lists_with_an_entry_per_layer_are_found_whatever_their_name() -> None:

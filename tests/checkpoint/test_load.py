@@ -70,10 +70,12 @@ def test_a_fused_checkpoint_can_be_edited_further(source: Path, tmp_path: Path) 
         ({"vocab_size": 50}, r"tensor lm_head.weight has the shape \(97, 32\), but config.json asks for \(50, 32\)"),
         ({"num_hidden_layers": 6}, "lacks a tensor of its model: model.layers.4.input_layernorm.weight and 17 more"),
         ({"attention_bias": True}, "lacks a tensor of its model: model.layers.0.self_attn.k_proj.bias and 15 more"),
+        ({"per_layer_config": {"1": {"num_attention_heads": 8}}}, "only the fused form has .*, not llama"),
         (
-            {"per_layer_config": {"1": {"num_attention_heads": 8}}},
+            {"model_type": "surgeon_fused", "per_layer_config": {}},
             "needs allow_global_per_layer_attribute_access: true",
         ),
+        ({"model_type": "surgeon_fused", "layer_types": ["full_attention"]}, "describes no model that can be built"),
         ({"surgeon_program": "A9 F9"}, "A9 is out of range"),
         ({"surgeon_program": "what?"}, "cannot read 'what"),
     ],
@@ -81,11 +83,3 @@ def test_a_fused_checkpoint_can_be_edited_further(source: Path, tmp_path: Path) 
 def test_what_does_not_fit_is_said(broken: Any, entries: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         surgeon.load(broken(**entries))
-
-
-def test_layers_of_other_widths_need_a_family_that_can_be_fused(tmp_path: Path) -> None:
-    save_source(tmp_path, "qwen3")
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"per_layer_config": {"0": {"intermediate_size": 96}}}))
-    with pytest.raises(ValueError, match="not supported for Qwen3 .supported: Llama"):
-        surgeon.load(tmp_path)

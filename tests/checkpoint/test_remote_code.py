@@ -15,6 +15,7 @@ import surgeon
 from surgeon.checkpoint.remote_code import FUSED, PROGRAM, SHIPPED
 from surgeon.checkpoint.remote_code import modeling_surgeon_program as shipped
 from surgeon.families import FAMILIES
+from surgeon.families.fused import FUSED as FUSED_FAMILY
 from surgeon.program import Program
 from tests.checkpoint.helpers import IDS, logits_of, relative_error, run_export, save_source
 
@@ -57,13 +58,9 @@ def test_every_form_loads_and_generates_where_there_is_no_surgeon(tmp_path: Path
         "llama-plain": "A0 F0 A1~A2 F1~F2 A5 F5",
         "llama-fused": "A0 F0 [A1 A2 A3] [F1 F2 F3] A5 F5",
         "llama-program": "A0 F0 >[A1 A2] >[F1 F2] {A3/2:0 F3/2:0 | A3/2:1 F3/2:1} A5 F5",
-        "qwen3-plain": "A0 F0 A3 F3",
-        "qwen3-program": "A0 F0 [A1 A2] [F1 F2] A3 F3",
-        "opt-plain": "A0 F0 A3 F3",
-        "opt-program": "A0 F0 >A1 >F1 {A2 F2 | A3 F3}",
+        "gpt_neo-program": "A0 F0 >A1 >F1 A0 F0",
     }
-    for family in ("qwen3", "opt"):
-        save_source(tmp_path / family, family, num_layers=4)
+    save_source(tmp_path / "gpt_neo", "gpt_neo", num_layers=2)
     for name, program in programs.items():
         run_export(tmp_path / name.partition("-")[0], tmp_path / name, program)
     torch.save(IDS, tmp_path / "exchanged.pt")
@@ -99,14 +96,32 @@ def test_modeling_files_need_torch_and_transformers_only(form: str) -> None:
 
 def test_the_program_form_describes_its_families_as_surgeon_does() -> None:
     assert set(PROGRAM.names) == set(shipped.FAMILIES) <= set(FAMILIES)
-    assert set(FUSED.names) <= set(FAMILIES)
+    assert set(FUSED.names) == {FUSED_FAMILY.model_type}
     for model_type, own in shipped.FAMILIES.items():
         family = FAMILIES[model_type]
         assert own.attention == (family.attention.norm, *family.attention.modules)
         assert own.feed_forward == (family.mlp.norm, *family.mlp.modules)
         projections = (*family.attention.projections, *family.mlp.projections)
-        assert set(own.outputs) == {p.path.rpartition(".")[2] for p in projections if not p.reads_stream}
-        assert own.dropout == family.dropout
+        assert set(own.reads) == {p.path for p in projections if p.reads_stream}
+        assert set(own.writes) == {p.path for p in projections if not p.reads_stream}
+        paths = [p.path for p in projections if not p.interleaved]
+        assert {path: len(keys) for path, keys in own.packed.items()} == {
+            path: paths.count(path) for path in paths if paths.count(path) > 1
+        }
+        counts = [f"{spec.modules[0]}.{path}" for spec in (family.attention, family.mlp) for path in spec.counts]
+        assert list(own.counts) == [path for path in counts if path.rpartition(".")[0] not in own.reads]
+        for same in ("dropout", "arguments", "returns_tuple"):
+            assert getattr(own, same) == getattr(family, same)
+        assert own.slot == family.attention.cache_slot
+
+
+@pytest.mark.parametrize("form", list(SHIPPED))
+def test_modeling_files_have_the_classes_that_configurations_name(form: str) -> None:
+    for model_type in SHIPPED[form].names:
+        for name in SHIPPED[form].auto_map(model_type).values():
+            assert isinstance(
+                getattr(sys.modules[SHIPPED[form].model_class(model_type).__module__], name.partition(".")[2]), type
+            )
 
 
 @pytest.mark.parametrize(

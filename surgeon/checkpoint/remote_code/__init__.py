@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,14 @@ class RemoteCode:
 
     Attributes:
         module: the file's name without .py, the same here and in a checkpoint.
-        names: by `model_type`, what stands between the file's class prefix and ForCausalLM or Model.
+        names: by `model_type`, without the prefix, what its classes' names begin with; Config, Model or ForCausalLM
+            follows.
+        prefix: what its checkpoints put before the original's `model_type`.
     """
 
     module: str
     names: dict[str, str]
+    prefix: str = ""
 
     @property
     def file(self) -> Path:
@@ -54,10 +57,14 @@ class RemoteCode:
 
     def auto_map(self, model_type: str) -> dict[str, str]:
         """The `auto_map` of a checkpoint's config.json."""
-        return {
-            "AutoModel": f"{self.module}.{self.names[model_type]}Model",
-            "AutoModelForCausalLM": f"{self.module}.{self.causal_class(model_type)}",
-        }
+        suffixes = {"AutoConfig": "Config", "AutoModel": "Model", "AutoModelForCausalLM": "ForCausalLM"}
+        return {auto: f"{self.module}.{self.names[model_type]}{suffix}" for auto, suffix in suffixes.items()}
+
+    def config_class(self, model_type: str) -> type[PreTrainedConfig]:
+        """The configuration's class, this package's own."""
+        loaded = self.model_class(model_type).config_class
+        assert loaded is not None
+        return loaded
 
     def model_class(self, model_type: str, folder: Path | None = None) -> type[PreTrainedModel]:
         """The class with a language-model head: this package's own, or that of the file's copy in a folder."""
@@ -68,9 +75,22 @@ class RemoteCode:
         return loaded
 
 
-FUSED = RemoteCode("modeling_surgeon_fused", {"llama": "FusedLlama"})
+FUSED = RemoteCode("modeling_surgeon_fused", {"surgeon_fused": "SurgeonFused"})  # one for all architectures
 PROGRAM = RemoteCode(
-    "modeling_surgeon_program", {"llama": "ProgramLlama", "qwen3": "ProgramQwen3", "opt": "ProgramOPT"}
+    "modeling_surgeon_program",
+    {
+        "llama": "ProgramLlama",
+        "mistral": "ProgramMistral",
+        "qwen2": "ProgramQwen2",
+        "qwen3": "ProgramQwen3",
+        "gemma2": "ProgramGemma2",
+        "phi3": "ProgramPhi3",
+        "opt": "ProgramOPT",
+        "gpt2": "ProgramGPT2",
+        "gpt_neo": "ProgramGPTNeo",
+        "gpt_neox": "ProgramGPTNeoX",
+    },
+    prefix="surgeon_",
 )
 SHIPPED = {"fused": FUSED, "program": PROGRAM}  # by form
 

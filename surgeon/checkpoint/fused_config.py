@@ -1,0 +1,117 @@
+"""config.json of a checkpoint in the fused form: what an architecture has, in the words of the modeling file inside."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from surgeon.families import Family
+from surgeon.families.base import Unit
+from surgeon.families.fused import FUSED, POSITIONS, PROJECTIONS
+from surgeon.program import Sublayer
+
+if TYPE_CHECKING:
+    from surgeon.checkpoint.forms import Layout, StoredLayer
+
+WIDTHS_KEY = "per_layer_config"
+GLOBAL_WIDTHS_KEY = "allow_global_per_layer_attribute_access"  # lets transformers read the other layers' widths
+
+PARTLY_ROTARY = ("phi3", "gpt_neox")  # the others' classes rotate all features, whatever rope_parameters says
+UNSCALED = ("gpt_neo",)  # attentions whose products are not divided by the square root of the head's width
+LOCAL = ("sliding_attention", "local")  # what families call layers whose attention has a window
+ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop")
+EMBEDDING_DROPOUT = {"gpt2": "embd_pdrop", "gpt_neo": "embed_dropout", "gpt_neox": "hidden_dropout"}
+RESIDUAL_DROPOUT = {"gpt2": "resid_pdrop", "gpt_neo": "resid_dropout"}  # where their own modules do it
+PATHS = {role: projection.path for role, projection in PROJECTIONS.items()}
+# What means the same in every architecture.
+CARRIED = (
+    *("vocab_size", "hidden_size", "max_position_embeddings", "initializer_range", "use_cache", "tie_word_embeddings"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "original_max_position_embeddings"),
+)
+
+
+def obstacle(family: Family, config: Any) -> str | None:
+    """Why layers of this model cannot be stored side by side exactly; None if they can."""
+    if family.attention.post_norm is not None:
+        return f"{family.name} norms what a sublayer adds to the stream, and the norm of a sum is not the sum of norms"
+    if getattr(config, "word_embed_proj_dim", None) not in (None, config.hidden_size):
+        return f"its embeddings are projected to the stream's width (word_embed_proj_dim {config.word_embed_proj_dim})"
+    if getattr(config, "_remove_final_layer_norm", False):
+        return "it has no final norm (_remove_final_layer_norm)"
+    return None
+
+
+def fused_config(family: Family, config: Any, layout: Layout, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    """The configuration's entries, apart from those that name classes.
+
+    Args:
+        config: the original's, as `transformers` reads it.
+        shapes: of the tensors to be written, by name.
+    """
+    biases = {role: any(name.endswith(f"{path}.bias") for name in shapes) for role, path in PATHS.items()}
+    model_type, units = config.model_type, family.units(config)
+    dropout = RESIDUAL_DROPOUT.get(model_type) or family.dropout
+    scaled = model_type not in UNSCALED and getattr(config, "scale_attn_weights", True)
+    kinds = _attention_types(family, config)
+    entries = {key: getattr(config, key) for key in CARRIED if hasattr(config, key)} | {
+        "model_type": FUSED.model_type,
+        "base_model_type": model_type,
+        "num_hidden_layers": len(layout.layers),
+        "num_attention_heads": units["heads"],
+        "num_key_value_heads": units["kv_heads"],
+        "intermediate_size": units["neurons"],
+        "head_dim": family.head_dim(config),
+        "norm": family.norm_kind,
+        "norm_eps": family.epsilon(config),
+        "parallel_residual": family.steps_per_layer == 1,
+        "qkv_bias": biases["q"],
+        "o_bias": biases["o"],
+        "attention_scaling": family.head_dim(config) ** -0.5 if scaled else 1.0,
+        "head_norm": bool(family.attention.head_norms),
+        "layer_types": [kinds[layer.sources[0]] for layer in layout.layers],
+        "sliding_window": getattr(config, family.window) if family.window else None,
+        "hidden_act": getattr(config, family.activation),
+        "gated": family.gated,
+        "up_bias": biases["up"],
+        "down_bias": biases["down"],
+        "rope_parameters": _rope_parameters(config) if family.rotary else None,
+        "learned_positions": shapes.get(f"{POSITIONS}.weight", (0,))[0],
+        "position_offset": family.position_offset,
+        "positions_from_mask": bool(family.position_offset),
+        "attention_dropout": next(getattr(config, key) for key in ATTENTION_DROPOUT if hasattr(config, key)),
+        "residual_dropout": getattr(config, dropout) if dropout else 0.0,
+        "embedding_dropout": getattr(config, EMBEDDING_DROPOUT.get(model_type, ""), 0.0),
+    }
+    widths = {str(k): _widths(layer, units) for k, layer in enumerate(layout.layers) if not layer.has_stock_width}
+    return entries | ({WIDTHS_KEY: widths, GLOBAL_WIDTHS_KEY: True} if widths else {})
+
+
+def groups_of(sublayers: tuple[Sublayer, ...], kv_heads: int) -> list[int]:
+    """How many KV heads each of several attentions, or slices of them, has."""
+    return [kv_heads // (1 if sublayer.piece is None else sublayer.piece[1]) for sublayer in sublayers]
+
+
+def _widths(layer: StoredLayer, units: dict[Unit, int]) -> dict[str, int]:
+    groups, per_group = groups_of(layer.attention, units["kv_heads"]), units["heads"] // units["kv_heads"]
+    return {
+        "num_attention_heads": sum(groups) * per_group,
+        "num_key_value_heads": sum(groups),
+        "intermediate_size": sum(groups_of(layer.feed_forward, units["neurons"])),
+        "head_norm_turns": sum(groups) // math.gcd(*groups),
+    }
+
+
+def _attention_types(family: Family, config: Any) -> list[str]:
+    """By layer of the original, in the words that `transformers` has for masks."""
+    layers = int(config.num_hidden_layers)
+    if family.window is None or getattr(config, family.window) is None:
+        return ["full_attention"] * layers
+    kinds = [LOCAL[0]] * layers if family.window_layers is None else getattr(config, family.window_layers)
+    return ["sliding_attention" if kind in LOCAL else "full_attention" for kind in kinds]
+
+
+def _rope_parameters(config: Any) -> dict[str, Any]:
+    parameters = dict(config.rope_parameters)
+    if config.model_type not in PARTLY_ROTARY:
+        parameters.pop("partial_rotary_factor", None)
+    return parameters
