@@ -19,8 +19,8 @@ from surgeon.checkpoint.prove import Proof, original_model, prove, reference_of
 from surgeon.checkpoint.read import Checkpoint, check_inside, locate
 from surgeon.checkpoint.remote_code import SHIPPED
 from surgeon.checkpoint.staging import check_space, check_target, is_full, show_bytes, staged
-from surgeon.checkpoint.verify import Background, FileRecord, ReadBack
 from surgeon.checkpoint.tokenizer import keep_tokenizer_class
+from surgeon.checkpoint.verify import Background, FileRecord, ReadBack
 from surgeon.checkpoint.write import shard_limit, split_into_shards, write_weights
 from surgeon.errors import did_you_mean
 from surgeon.families import Family, family_of

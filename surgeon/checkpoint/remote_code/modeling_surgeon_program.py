@@ -379,11 +379,13 @@ def define_classes(model_type: str, family: Family) -> dict[str, type]:
     name = f"Program{stock.__name__.removesuffix('Config')}"
     own_type = {"__module__": __name__, "model_type": f"surgeon_{model_type}"}
     config = type(f"{name}Config", (KeepsProgram, stock), own_type)
-    body = {"__module__": __name__, "config_class": config, "family": family}
+    body: Any = {"__module__": __name__, "config_class": config, "family": family}
+    model: Any = MODEL_MAPPING[stock]
+    causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING[stock]
     return {
         f"{name}Config": config,
-        f"{name}Model": type(f"{name}Model", (RunsProgram, MODEL_MAPPING[stock]), body),
-        f"{name}ForCausalLM": type(f"{name}ForCausalLM", (RunsProgram, MODEL_FOR_CAUSAL_LM_MAPPING[stock]), body),
+        f"{name}Model": type(f"{name}Model", (RunsProgram, model), body),
+        f"{name}ForCausalLM": type(f"{name}ForCausalLM", (RunsProgram, causal), body),
     }
 
 
