@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -33,6 +32,7 @@ from statistics import fmean, median
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.utils import logging
+from vllm_engine import Sizes, vllm_rates
 
 from surgeon.cli.app import main as surgeon
 from surgeon.operations import fuse_attention_mlp, ladder, pair, tracks
@@ -57,8 +57,6 @@ WAYS = ("shm", "gloo", "1ms", "0.2ms")
 HEAD = """\
 | batch | program | depth | syncs | tokens/s | x dense | first | compute | waiting | per token | expected | off by |
 |--:|:--|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|"""
-AVX2 = "import torch\n\ntorch.cpu._is_avx512_supported = lambda: False\n"
-DECODER = Path(__file__).with_name("vllm_decode.py")
 
 
 @dataclass(frozen=True)
@@ -222,11 +220,12 @@ def beside_vllm(
     recipe.write_text(RECIPE.format(model=folder))
     if surgeon(["export", str(recipe), "-o", str(fused)]):
         sys.exit("the LP checkpoint could not be written")
-    for ranks, avx2 in [("1", False), ("2", False)] + [("2", True)] * options.vllm_avx2:
+    sizes = Sizes(options.prompt, options.new, options.rounds, tuple(options.batch))
+    for ranks, avx2 in [(1, False), (2, False)] + [(2, True)] * options.vllm_avx2:
         rates[f"vLLM{' (AVX2)' * avx2}, {ranks}"] = {
             (name, batch): rate
             for name, model in ((DENSE, folder), (LP, fused))
-            for batch, rate in vllm_rates(model, ranks, avx2, options).items()
+            for batch, rate in vllm_rates(options.vllm_python, model, ranks, sizes, avx2).items()
         }
     yield "### Beside vLLM: new tokens per second\n"
     yield "| engine, ranks | batch | dense | LP to 18 layers | x dense |\n|:--|--:|--:|--:|--:|"
@@ -242,29 +241,6 @@ def surgeon_rates(results: Sequence[Result]) -> dict[tuple[str, int], float]:
         (one.candidate.name, one.load.batch): one.load.batch / median(each.per_token for each in one.rounds)
         for one in results
     }
-
-
-def vllm_rates(model: Path, ranks: str, avx2: bool, options: argparse.Namespace) -> dict[int, float]:
-    """The same for one program, by batch."""
-    sizes = [str(options.prompt), str(options.new), str(options.rounds)]
-    command = [options.vllm_python, str(DECODER), str(model), ranks, *sizes, *map(str, options.batch)]
-    cores = sorted(os.sched_getaffinity(0))
-    bound = {"1": ",".join(map(str, cores)), "2": "|".join(map(str, cores[:RANKS]))}[ranks]
-    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": bound}
-    environment.pop("OMP_NUM_THREADS", None)
-    if avx2:  # a module that every process of Python imports first
-        patches = folder_with(model.parent / "avx2", "sitecustomize.py", AVX2)
-        environment["PYTHONPATH"] = str(patches)
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    found: dict[str, float] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
-    return {int(batch): rate for batch, rate in found.items()}
-
-
-def folder_with(folder: Path, name: str, text: str) -> Path:
-    """A folder that has such a file."""
-    folder.mkdir(exist_ok=True)
-    (folder / name).write_text(text)
-    return folder
 
 
 def main() -> None:

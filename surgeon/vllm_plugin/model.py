@@ -58,33 +58,38 @@ class ProgramForCausalLM(nn.Module):
         self.plan = plan
         self.source = Source(Checkpoint(plan.folder), plan.family, plan.head_dim)
         device = torch.empty(0).device  # vLLM builds models with its own as the default
-        own = replace(plan, program=str(Program(nodes)))
-        self.share = Share(own, connect(settings.reduce), device)
+        program = Program(nodes)
+        self.share = Share(replace(plan, program=str(program)), connect(settings.reduce, program), device)
+        widths = [self._width(attention) for attention in self.share.attentions()]
+        # vLLM wants a cache on every rank, also where a rank's part of the program has no attention.
         self.slots = nn.ModuleList(
-            self._slot(vllm_config, slot, attention, prefix) for slot, attention in enumerate(self.share.attentions())
+            self._slot(vllm_config, f"{prefix}stage{self.stages.rank_in_group}.slots.{slot}", *width)
+            for slot, width in enumerate(widths or [(1, 1, None)])
         )
         self._build_ends()
         self.loaded = False
 
-    def _slot(self, vllm_config: Any, slot: int, attention: Sublayer, prefix: str) -> Attention:
+    def _width(self, attention: Sublayer) -> tuple[int, int, int | None]:
+        """How many heads and KV heads this rank has of an attention, and how many tokens it looks at."""
+        spec, units = self.plan.family.spec(attention.kind), self.source.units(attention)
+        bounds = (unit_bounds(units[spec.projection(role).unit], attention.piece) for role in "qk")
+        heads, kv_heads = (end - first for first, end in bounds)
+        return heads, kv_heads, self.plan.window(attention)
+
+    def _slot(self, vllm_config: Any, name: str, heads: int, kv_heads: int, window: int | None) -> Attention:
         """The attention over one slot of the cache."""
-        plan, units = self.plan, self.source.units(attention)
-        spec = plan.family.spec(attention.kind)
-        heads, kv_heads = (_width(units[spec.projection(role).unit], attention) for role in "qk")
-        scale = plan.head_dim**-0.5 if plan.attention_scale is None else plan.attention_scale
-        window = plan.window(attention)
+        plan = self.plan
         cache = copy.copy(vllm_config.cache_config)
         cache.sliding_window = None  # vLLM's default for attentions that have none of their own
-        stage = self.stages.rank_in_group
         return Attention(
             heads,
             plan.head_dim,
-            scale,
+            plan.head_dim**-0.5 if plan.attention_scale is None else plan.attention_scale,
             num_kv_heads=kv_heads,
             cache_config=cache,
             logits_soft_cap=plan.attention_softcap,
             per_layer_sliding_window=window,
-            prefix=f"{prefix}stage{stage}.slots.{slot}.kv{kv_heads}window{window}",
+            prefix=f"{name}.kv{kv_heads}window{window}",
         )
 
     def _build_ends(self) -> None:
@@ -201,8 +206,3 @@ def plan_of(vllm_config: Any) -> Plan:
         model.max_model_len,
         dtype=str(model.dtype).removeprefix("torch."),
     )
-
-
-def _width(units: int, sublayer: Sublayer) -> int:
-    first, end = unit_bounds(units, sublayer.piece)
-    return end - first
