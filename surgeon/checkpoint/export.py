@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -199,8 +201,24 @@ def write_export(
     check_apart(source.folder, target)
     check_target(target, overwrite)
     check_space(target.parent, plan.needed_bytes)
+    with _one_core_left():
+        return _write_and_prove(plan, target, overwrite, recipe, advance)
+
+
+@contextmanager
+def _one_core_left() -> Iterator[None]:
+    """Leave a core to hashing: computing threads that wait for each other wait long where one of them has none."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(1, before - 1))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _write_and_prove(plan: ExportPlan, target: Path, overwrite: bool, recipe: str | None, advance: Advance) -> Proof:
+    source, size = plan.original.checkpoint, plan.weight_bytes
     hashing = Background(source.weights_hash)  # reads all files once more, beside everything else
-    size = plan.weight_bytes
     with stretch(advance, size) as told:
         reference = reference_of(source, plan.original.config, plan.program, told)
     try:

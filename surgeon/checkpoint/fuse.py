@@ -30,6 +30,7 @@ from surgeon.weights import average, slice_projection, unit_features
 
 Read = Callable[[str], Tensor]
 Compute = Callable[[Read], Tensor]
+ROWS = 256  # that are computed at a time: they stay in the processor's cache
 BUFFERS = ("bias", "masked_bias", "inv_freq")  # of modules without weights: causal masks, angles
 IGNORED = "rotary_emb.inv_freq"  # a buffer that early Llama checkpoints store; it follows from the config
 
@@ -235,10 +236,13 @@ class FusedPlanner(TensorPlanner):
             matrices, sublayers, self._places(joined, matrices, sublayers, dim), strict=True
         ):
             parts = matrix.unflatten(dim, (self._blocks(sublayers), -1))
-            if projection.reads_stream:
-                torch.mul(parts, self._norm_part(sublayer, "weight", read).float(), out=place)  # a gain per column
-            else:
+            if not projection.reads_stream:
                 place.copy_(parts)
+                continue
+            gain = self._norm_part(sublayer, "weight", read).float()
+            for part, target in zip(parts, place, strict=True):
+                for rows, target_rows in zip(part.split(ROWS), target.split(ROWS), strict=True):
+                    torch.mul(rows.float(), gain, out=target_rows)  # a gain per column
         return joined
 
     def _bias(self, sublayers: tuple[Sublayer, ...], projection: Projection, read: Read) -> Tensor:
@@ -300,7 +304,8 @@ class FusedPlanner(TensorPlanner):
         """Where the parts lie in what `_in_turn` makes of them, each (..., blocks, of one block, ...)."""
         blocks = self._blocks(sublayers)
         widths = [part.shape[dim] // blocks for part in parts]
-        return joined.unflatten(dim, (blocks, -1)).split(widths, dim + 1)
+        places: tuple[Tensor, ...] = joined.unflatten(dim, (blocks, -1)).split(widths, dim + 1)
+        return places
 
     def _blocks(self, sublayers: tuple[Sublayer, ...]) -> int:
         """How many times all sublayers' heads take turns: as often as each has whole KV groups for it.

@@ -17,7 +17,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -113,7 +113,7 @@ def _tensor(name: str, entry: Any, start: int, path: Path) -> StoredTensor:
     return StoredTensor(DTYPES[dtype], tuple(shape), start + begin, start + end)
 
 
-def _are_sizes(value: Any) -> bool:
+def _are_sizes(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
 
 

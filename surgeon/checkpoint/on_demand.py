@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from surgeon.families import Family
 
 BLOCK = 1 << 20  # elements of a weight that are held in float32 at a time: they stay in the processor's cache
+READ_AT_ONCE = 8  # blocks
 _ALWAYS_IGNORED = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")  # as transformers does
 
 
@@ -77,8 +78,9 @@ class WeightsOnDemand(TorchFunctionMode):
         stored, (features, width) = self.read(weight), weight.shape
         step = max(1, BLOCK // max(1, width))
         outputs = [
-            functional.linear(x, stored.rows(first, min(first + step, features)).float())
-            for first in range(0, features, step)
+            functional.linear(x, block.float())
+            for first in range(0, features, READ_AT_ONCE * step)
+            for block in stored.rows(first, min(first + READ_AT_ONCE * step, features)).split(step)
         ]
         output = torch.cat(outputs, dim=-1)
         return output if bias is None else output + self.whole(bias)
@@ -113,7 +115,8 @@ def build_empty(model_class: Any, config: Any, buffers: bool = True) -> PreTrain
         raise ValueError(
             f"config.json describes no model that can be built ({type(error).__name__}: {error})"
         ) from error
-    return model.eval()
+    empty: PreTrainedModel = model.eval()
+    return empty
 
 
 class StoredNames(NamedTuple):

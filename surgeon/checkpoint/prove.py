@@ -32,7 +32,6 @@ from surgeon.checkpoint.load import read_config
 from surgeon.checkpoint.on_demand import StoredNames, WeightsOnDemand, build_empty, match_names
 from surgeon.checkpoint.read import Checkpoint, Stored
 from surgeon.checkpoint.remote_code import SHIPPED
-from surgeon.checkpoint.write import as_bytes
 from surgeon.families import family_of
 from surgeon.model import EditedLayers, edit
 from surgeon.program import Program, Sublayer
@@ -41,6 +40,7 @@ from surgeon.progress import Advance
 EXACT_TOLERANCE = 1e-4
 # Rounding changes each computed weight by up to 2^-9 (bfloat16) or 2^-12 (float16) of itself.
 WRITTEN_TOLERANCE = {torch.bfloat16: 5e-2, torch.float16: 1e-2}
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 BATCH, LENGTH = 2, 64
 # A large model has many more weights than a small one that each token goes through, and its proof fewer tokens.
 LARGE, LARGE_LENGTH = 1 << 30, 8  # parameters, tokens
@@ -221,7 +221,8 @@ class _BeforeRounding:
         return value
 
     def _check(self, value: Tensor, written: Tensor) -> None:
-        if not torch.equal(as_bytes(value.to(self.planned.dtype)), as_bytes(written)):
+        bits = BITS[written.element_size()]  # so that NaNs are equal, and 0 is not -0
+        if not torch.equal(value.to(written.dtype).view(bits), written.view(bits)):
             raise NotProven(
                 f"{self.planned.name} was written with other values than it should have, so nothing was kept"
             )

@@ -11,7 +11,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, Generic, TypeVar
 
-from surgeon.checkpoint.read import blocks_of
+from surgeon.checkpoint.read import blocks_of, check_inside, read_json
 
 T = TypeVar("T")
 
@@ -98,21 +98,32 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def changed_files(folder: Path, records: Any) -> list[str]:
-    """What differs from the records that surgeon.json keeps of a checkpoint's files, a line for each file.
+def verify(folder: Path, report: Path) -> int:
+    """Compare a checkpoint's files with the records that its report (surgeon.json) keeps of them.
+
+    Returns:
+        How many files there are.
 
     Raises:
-        ValueError: if there are no such records.
+        FileNotFoundError: if there is no report.
+        ValueError: naming every file that differs; or if the report has no such records.
     """
+    if not report.exists():
+        raise FileNotFoundError(f"{folder} has no {report.name}, so it cannot be verified; surgeon export writes one")
+    records = read_json(report).get("files")
     if not isinstance(records, dict) or not records:
-        raise ValueError(f"{folder} has no record of its files (in surgeon.json), so it cannot be verified")
-    return [line for name, record in records.items() if (line := _change(folder, str(name), record)) is not None]
+        raise ValueError(f"{report} has no record of files, so they cannot be verified")
+    changes = [change for name, record in records.items() if (change := _change(folder, name, record)) is not None]
+    if changes:
+        raise ValueError(f"{folder} is not as it was written: {'; '.join(changes)}")
+    return len(records)
 
 
 def _change(folder: Path, name: str, record: Any) -> str | None:
     path = folder / name
     if Path(name).name != name or not isinstance(record, dict):
         raise ValueError(f"surgeon.json of {folder} has a record that is none of its files: {name[:80]!r}")
+    check_inside(folder, path)
     if not path.is_file():
         return f"{name} is missing"
     size = path.stat().st_size

@@ -132,12 +132,12 @@ def content_of(planned: PlannedTensor) -> Iterator[memoryview]:
     if planned.copy_of is not None:
         yield from planned.copy_of.blocks()
         return
-    tensor = planned.build().to(planned.dtype)
+    tensor = planned.build()
     assert tuple(tensor.shape) == planned.shape, f"{planned.name} is {tensor.shape}, planned as {planned.shape}"
-    array: Any = as_bytes(tensor).numpy()
-    content = memoryview(array)
-    for first in range(0, len(content), BLOCK):
-        yield content[first : first + BLOCK]
+    flat = tensor.reshape(-1)
+    for first in range(0, len(flat), BLOCK):
+        array: Any = as_bytes(flat[first : first + BLOCK].to(planned.dtype)).numpy()
+        yield memoryview(array)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

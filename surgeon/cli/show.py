@@ -27,19 +27,28 @@ def show(
         Path | None,
         typer.Option("--output", "-o", help="Draw the program too, as a PNG file under this name.", show_default=False),
     ] = None,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify", help="Read all files of an exported checkpoint, and say which are not as they were written."
+        ),
+    ] = False,
 ) -> None:
     """Say what a checkpoint or a recipe is: its model, its program, what that costs, and how it was proven.
 
-    No weights are read. With -o, the residual stream is drawn with the steps that read it and add to it, so that what
-    was changed is seen at a glance. Programs are over the layers of the unedited model.
+    No weights are read, except by --verify. With -o, the residual stream is drawn with the steps that read it and add
+    to it, so that what was changed is seen at a glance. Programs are over the layers of the unedited model.
     """
     from surgeon.checkpoint.describe import describe
 
     if output is not None and output.suffix.lower() != ".png":
         raise ValueError(f"the picture is a PNG; give -o a name that ends in .png, not {output.name!r}")
+    verified = _verify(what) if verify else None
     found = describe(what)
     for label, text in facts(found):
         print(textwrap.fill(text, WIDTH, initial_indent=f"{label:<{LABEL}}", subsequent_indent=" " * LABEL))
+    if verified is not None:
+        print(f"{'files':<{LABEL}}{verified} files are as they were written (sizes and SHA-256)")
     if output is not None:
         from surgeon.report.program import draw_program
 
@@ -48,6 +57,18 @@ def show(
         title = f"{found.name}: effective depth {depth:g} of {found.num_layers}, {syncs} synchronisations on two ranks"
         draw_program(found.program, found.num_layers, found.family.steps_per_layer, title, output)
         print(f"{'picture':<{LABEL}}{output}")
+
+
+def _verify(what: str) -> int:
+    from surgeon.checkpoint.export import REPORT_FILE
+    from surgeon.checkpoint.read import locate
+    from surgeon.checkpoint.verify import verify
+    from surgeon.recipe import is_recipe
+
+    if is_recipe(Path(what)):
+        raise ValueError(f"{what} is a recipe, which has no files to verify; name a folder that surgeon export wrote")
+    folder = locate(what)
+    return verify(folder, folder / REPORT_FILE)
 
 
 def facts(found: Description) -> Iterator[tuple[str, str]]:
