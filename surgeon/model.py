@@ -22,6 +22,7 @@ from surgeon.program import ATTENTION, Fork, Program, Step, Sublayer
 from surgeon.weights import Tensors, derive_sublayer, module_tensors
 
 PROGRAM_KEY = "surgeon_program"  # in config.json of a checkpoint that runs an edited program
+PROGRAM_PREFIX = "surgeon_"  # before its model type, so that no stock class takes it and ignores the program
 
 
 def edit(
@@ -133,7 +134,8 @@ def _save_edited(model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
     """Save an edited model as the original's weights and configuration plus the program, which `surgeon.load` runs.
 
     Stands in for the model's own `save_pretrained`, which would write a configuration that fits the program beside
-    weights that fit the original.
+    weights that fit the original. `transformers` refuses to load what is written, because of its model type: it would
+    run the unedited model. `surgeon export` writes checkpoints for it.
 
     Raises:
         ValueError: if the program has merged or sliced sublayers, which have weights of their own.
@@ -146,14 +148,19 @@ def _save_edited(model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
             f"save_pretrained cannot keep {derived[0]}, which has weights of its own; "
             "write the program with surgeon export, or call surgeon.restore first"
         )
-    setattr(parent, name, edited.undo(model.config))
-    setattr(model.config, PROGRAM_KEY, str(edited.program))
+    config, config_class = model.config, type(model.config)
+    setattr(parent, name, edited.undo(config))
+    setattr(config, PROGRAM_KEY, str(edited.program))
+    config.__class__ = type(
+        config_class.__name__, (config_class,), {"model_type": f"{PROGRAM_PREFIX}{config.model_type}"}
+    )
     try:
         type(model).save_pretrained(model, *args, **kwargs)
     finally:
-        delattr(model.config, PROGRAM_KEY)
+        config.__class__ = config_class
+        delattr(config, PROGRAM_KEY)
         setattr(parent, name, edited)
-        edited.describe_in(model.config)
+        edited.describe_in(config)
 
 
 def _decoder_layers(model: PreTrainedModel, family: Family) -> tuple[nn.Module, str]:

@@ -72,9 +72,9 @@ def read_config(checkpoint: Checkpoint) -> Any:
     _check_widths(checkpoint)
     try:
         if is_fused(checkpoint):
-            config = FUSED.config_class(family.model_type).from_pretrained(checkpoint.folder)
+            config = _stock_config(checkpoint, FUSED.config_class(family.model_type))
         elif PROGRAM_KEY in checkpoint.config:
-            config = _without_program(checkpoint.config, family)
+            config = _stock_config(checkpoint, CONFIG_MAPPING[family.model_type])
         else:
             config = AutoConfig.from_pretrained(checkpoint.folder)
     except Exception as error:  # whatever it trips over is a fault of the file
@@ -85,25 +85,30 @@ def read_config(checkpoint: Checkpoint) -> Any:
 
 def is_fused(checkpoint: Checkpoint) -> bool:
     """Whether a checkpoint is in the fused form."""
-    return str(checkpoint.config.get("model_type")) in FUSED.names
+    return _model_type(checkpoint) in FUSED.names
+
+
+def _model_type(checkpoint: Checkpoint) -> str:
+    """config.json's model type, without what a program puts before it."""
+    name = str(checkpoint.config.get("model_type"))
+    return name if name in FUSED.names else name.removeprefix(PROGRAM.prefix)
 
 
 def _family_in(checkpoint: Checkpoint) -> Family:
-    """The family that config.json names, also where its model type is one that only a shipped file knows."""
-    name = str(checkpoint.config.get("model_type"))
-    if is_fused(checkpoint):
-        return family_named(name)
-    if name.startswith(PROGRAM.prefix) and PROGRAM_KEY not in checkpoint.config:
+    """The family that config.json names, whatever the checkpoint's form."""
+    name = _model_type(checkpoint)
+    if name != str(checkpoint.config.get("model_type")) and PROGRAM_KEY not in checkpoint.config:
         raise ValueError(
-            f"{checkpoint.folder / 'config.json'} has the model_type {name}, and so needs {PROGRAM_KEY}, the program"
+            f"{checkpoint.folder / 'config.json'} has the model_type {PROGRAM.prefix}{name}, and so needs "
+            f"{PROGRAM_KEY}, the program"
         )
-    return family_named(name.removeprefix(PROGRAM.prefix))
+    return family_named(name)
 
 
-def _without_program(stored: dict[str, Any], family: Family) -> Any:
-    """The stock configuration in the config.json of a checkpoint in the program form."""
-    own = {key: value for key, value in stored.items() if key not in ("model_type", "auto_map", PROGRAM_KEY)}
-    return CONFIG_MAPPING[family.model_type].from_dict(own)
+def _stock_config(checkpoint: Checkpoint, config_class: Any) -> Any:
+    """The configuration in a config.json whose entries beside it name a program, or classes in a file."""
+    left_out = ("model_type", "auto_map", PROGRAM_KEY)
+    return config_class.from_dict({key: value for key, value in checkpoint.config.items() if key not in left_out})
 
 
 def _check_sizes(path: Path, config: Any, family: Family) -> None:

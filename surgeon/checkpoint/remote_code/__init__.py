@@ -30,6 +30,8 @@ from types import ModuleType
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from surgeon.model import PROGRAM_PREFIX
+
 
 @dataclass(frozen=True)
 class RemoteCode:
@@ -90,7 +92,7 @@ PROGRAM = RemoteCode(
         "gpt_neo": "ProgramGPTNeo",
         "gpt_neox": "ProgramGPTNeoX",
     },
-    prefix="surgeon_",
+    prefix=PROGRAM_PREFIX,
 )
 SHIPPED = {"fused": FUSED, "program": PROGRAM}  # by form
 
