@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from surgeon.checkpoint.fused_config import obstacle
+from surgeon.checkpoint.fused_config import attention_types, obstacle
 from surgeon.errors import did_you_mean
 from surgeon.families import Family
 from surgeon.families.base import PER_LAYER_LISTS
@@ -125,7 +125,7 @@ def _plain(program: Program, family: Family, config: Any) -> Layout:
         if not layer.has_stock_width:
             wide = " ".join(map(str, layer.sublayers))
             raise Inexpressible(f"{wide} would be a layer of another width than the others")
-    _require_uniform(layers, config)
+    _require_uniform(layers, per_layer_lists(config, config.to_dict()))
     return Layout("plain", f"the program is a sequence of {len(layers)} whole layers, which any software loads", layers)
 
 
@@ -134,7 +134,8 @@ def _fused(program: Program, family: Family, config: Any) -> Layout:
     why_not = obstacle(family, config)
     if why_not is not None:
         raise Inexpressible(why_not)
-    _require_uniform(layers, config)
+    if family.window_layers is not None:  # the only list that the modeling file goes by
+        _require_uniform(layers, {family.window_layers: attention_types(family, config)})
     _require_divisible(program.sublayers(), family, config)
     wide = sum(not layer.has_stock_width for layer in layers)
     reason = (
@@ -186,9 +187,9 @@ def _of_kind(step: Step, kind: str) -> tuple[Sublayer, ...]:
     return found
 
 
-def _require_uniform(layers: tuple[StoredLayer, ...], config: Any) -> None:
+def _require_uniform(layers: tuple[StoredLayer, ...], lists: dict[str, list[Any]]) -> None:
     """What is stored as one layer must come from layers whose entries in per-layer lists agree."""
-    for key, values in per_layer_lists(config, config.to_dict()).items():
+    for key, values in lists.items():
         for layer in layers:
             first, *others = layer.attention_sources if key in PER_LAYER_LISTS else layer.sources
             for other in others:

@@ -52,7 +52,7 @@ def fused_config(family: Family, config: Any, layout: Layout, shapes: dict[str, 
     model_type, units = config.model_type, family.units(config)
     dropout = RESIDUAL_DROPOUT.get(model_type) or family.dropout
     scaled = model_type not in UNSCALED and getattr(config, "scale_attn_weights", True)
-    kinds = _attention_types(family, config)
+    kinds = attention_types(family, config)
     entries = {key: getattr(config, key) for key in CARRIED if hasattr(config, key)} | {
         "model_type": FUSED.model_type,
         "base_model_type": model_type,
@@ -101,8 +101,8 @@ def _widths(layer: StoredLayer, units: dict[Unit, int]) -> dict[str, int]:
     }
 
 
-def _attention_types(family: Family, config: Any) -> list[str]:
-    """By layer of the original, in the words that `transformers` has for masks."""
+def attention_types(family: Family, config: Any) -> list[str]:
+    """How far each of the original's attentions looks, in the words that `transformers` has for masks."""
     layers = int(config.num_hidden_layers)
     if family.window is None or getattr(config, family.window) is None:
         return ["full_attention"] * layers

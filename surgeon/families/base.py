@@ -81,6 +81,18 @@ class SublayerSpec:
         raise ValueError(f"there is no projection {role!r} here; use {', '.join(p.role for p in self.projections)}")
 
 
+def _unvaried(family: Family, _: Any) -> Family:
+    return family
+
+
+def _nothing_else(*_: Any) -> dict[str, Any]:
+    return {}
+
+
+def _no_obstacle(_: Any) -> str | None:
+    return None
+
+
 @dataclass(frozen=True)
 class Family:
     """One architecture.
@@ -143,9 +155,9 @@ class Family:
     scaled_embedding: bool = False
     arguments: tuple[str, ...] = ()
     returns_tuple: bool = False
-    variant: Callable[[Family, Any], Family] = lambda family, _: family
-    follow: Callable[[Any, Sequence[int]], dict[str, Any]] = lambda *_: {}
-    unsupported: Callable[[Any], str | None] = lambda _: None
+    variant: Callable[[Family, Any], Family] = _unvaried
+    follow: Callable[[Any, Sequence[int]], dict[str, Any]] = _nothing_else
+    unsupported: Callable[[Any], str | None] = _no_obstacle
 
     def spec(self, kind: str) -> SublayerSpec:
         """The description of a sublayer of kind "A" or "F"."""

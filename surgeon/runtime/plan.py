@@ -50,6 +50,7 @@ class Plan:
         embedding_scale: what embeddings are multiplied by, if anything.
         logit_softcap: the bound of output logits, if any.
         decoding: how passes that add one token to each text are computed.
+        described: the architecture, where the model type alone does not say it (checkpoints in the fused form).
     """
 
     folder: Path
@@ -73,11 +74,12 @@ class Plan:
     embedding_scale: float | None = None
     logit_softcap: float | None = None
     decoding: Decoding = "auto"
+    described: Family | None = None
 
     @property
     def family(self) -> Family:
         """The architecture."""
-        return FAMILIES[self.model_type]
+        return self.described or FAMILIES[self.model_type]
 
     def window(self, attention: Sublayer) -> int | None:
         """How many tokens an attention looks at, None for all; of averaged layers the first one's, as everywhere."""

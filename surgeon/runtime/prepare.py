@@ -18,6 +18,7 @@ from surgeon.checkpoint.load import PROGRAM_KEY, compute_dtype, read_config
 from surgeon.checkpoint.read import Checkpoint, locate, read_json
 from surgeon.errors import did_you_mean
 from surgeon.families import Family, family_named, family_of
+from surgeon.families.fused import FUSED
 from surgeon.model import check_layers
 from surgeon.program import Program
 from surgeon.runtime.placement import rank_work
@@ -27,7 +28,7 @@ from surgeon.weights import require_sliceable
 
 # Families whose computation layers.py has: a new one may need more than its description says.
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "opt", "gpt2", "gpt_neo", "gpt_neox")
-PARTLY_ROTARY = ("phi3", "gpt_neox")  # only some features of a head may have positions
+PARTLY_ROTARY = ("phi3", "gpt_neox", FUSED.model_type)  # only some features of a head may have positions
 LOCAL = ("sliding_attention", "local")  # what families call layers whose attention has a window
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MOST_RANKS = 1024  # of one machine
@@ -66,7 +67,7 @@ def make_plan(
     checkpoint = Checkpoint(folder)
     config = read_config(checkpoint)
     family = family_of(config)
-    if family.model_type not in SUPPORTED:
+    if family.model_type not in (*SUPPORTED, FUSED.model_type):
         names = ", ".join(family_named(name).name for name in SUPPORTED)
         raise ValueError(f"ranks do not run {family.name} yet (they run {names}); transformers does, in one process")
     if checkpoint.config.get("quantization_config"):
@@ -106,6 +107,7 @@ def make_plan(
         embedding_scale=hidden**0.5 if family.scaled_embedding else None,
         logit_softcap=_softcap(config, family.softcap),
         decoding=_decoding(decoding),
+        described=family if family.model_type == FUSED.model_type else None,
     )
 
 
@@ -164,7 +166,8 @@ def _expected_shapes(program: Program, source: Source, config: Any) -> dict[str,
         spec = family.spec(sublayer.kind)
         for prefix in (f"{family.layers}.{layer}." for layer in sublayer.layers):
             shapes[f"{prefix}{spec.norm}.weight"] = (hidden,)
-            shapes |= {f"{prefix}{norm}.weight": (source.head_dim,) for norm in spec.head_norms}
+            turns = (None,) if family.model_type == FUSED.model_type else ()
+            shapes |= {f"{prefix}{norm}.weight": (*turns, source.head_dim) for norm in spec.head_norms}
             if spec.post_norm is not None:
                 shapes[f"{prefix}{spec.post_norm}.weight"] = (hidden,)
             for projection in spec.projections:
@@ -274,6 +277,8 @@ def _softcap(config: Any, attribute: str | None) -> float | None:
 
 
 def _attention_scale(config: Any) -> float | None:
+    if config.model_type == FUSED.model_type:
+        return float(config.attention_scaling)
     if config.model_type == "gemma2":
         return float(config.query_pre_attn_scalar**-0.5)
     unscaled = config.model_type == "gpt_neo" or not getattr(config, "scale_attn_weights", True)

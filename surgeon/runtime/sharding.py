@@ -123,6 +123,9 @@ class Source:
                 if part == "weight" or f"{prefix}{path}.{part}" in self:
                     found[f"{role}.{part}"] = self.tensor(f"{prefix}{path}.{part}")
         units, width = self.units(sublayer), self._width(sublayer.kind)
+        for norm in ("q_norm.weight", "k_norm.weight"):
+            if norm in found and found[norm].dim() == 2:
+                found[norm] = _gains_in_turn(found[norm], "heads" if norm[0] == "q" else "kv_heads", units, sublayer)
         for path, packed in _modules(spec).items():
             kept = {}
             for projection in packed:
@@ -161,6 +164,17 @@ def _modules(spec: SublayerSpec) -> dict[str, list[Projection]]:
     for projection in spec.projections:
         found.setdefault(projection.path, []).append(projection)
     return found
+
+
+def _gains_in_turn(gains: Tensor, unit: Unit, units: dict[Unit, int], sublayer: Sublayer) -> Tensor:
+    """A gain for each head of a slice, (heads, head_dim), of a fused layer, in which several layers' heads take turns.
+
+    Args:
+        gains: of one KV group of each turn, (turns, head_dim).
+    """
+    first, end = unit_bounds(units[unit], sublayer.piece)
+    per_head = gains.repeat_interleave(units[unit] // units["kv_heads"], dim=0)
+    return per_head.repeat(units[unit] // len(per_head), 1)[first:end]
 
 
 def _has_bias(projection: Projection, sublayer: Sublayer) -> bool:

@@ -121,7 +121,7 @@ def test_layers_without_a_sequence_of_their_own_steps_are_no_fused_layers() -> N
 
 def test_layers_that_differ_in_the_config_are_not_stored_as_one() -> None:
     kinds = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
-    config = tiny_model("qwen3", num_layers=4, layer_types=kinds, sliding_window=4).config
+    config = tiny_model("qwen3", 4, layer_types=kinds, sliding_window=4, use_sliding_window=True).config
     assert layout("A1~A2 F1~F2 A0 F0", config).form == "plain"
     with pytest.raises(ValueError, match="layers 0 and 1 differ in the config's layer_types"):
         layout("A0~A1 F0~F1", config, form="plain")

@@ -24,6 +24,7 @@ from tests.models import save_checkpoint
 from tests.runtime.on_ranks import chunked_logits
 
 TOLERANCE = 1e-4
+FUSABLE = {"gpt_neo": {"attention_types": [[["global"], 2], [["local"], 2]]}}  # neighbours of the same kind
 IDS = torch.randint(2, 97, (2, 24), generator=torch.Generator().manual_seed(5))
 ROPES = {
     "plain": {"rope_type": "default", "rope_theta": 500.0},
@@ -137,6 +138,21 @@ def test_exported_checkpoints(program: str, form: str, tmp_path: Path) -> None:
     write_export(plan, tmp_path / form)
     expected = surgeon.edit(surgeon.load(folder), program)
     assert error_of(engine_of(tmp_path / form), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt_neo", "gpt_neox"])
+def test_fused_checkpoints_of_other_architectures(family: str, tmp_path: Path) -> None:
+    """Also in slices that do not have the heads of both layers."""
+    folder = save_checkpoint(tmp_path / "original", family, vocab_size=97, **FUSABLE.get(family, {}))
+    program = "[A0 A1] [F0 F1] [A2 A3/2:1] [F3]"
+    if family == "gpt_neox":
+        program = "[A0 F0 A1 F1] [A2 A3/2:1 F3]"
+    write_export(plan_export(Original.open(folder), Program.parse(program), "fused"), tmp_path / "fused")
+    expected = surgeon.edit(surgeon.load(folder), program)
+    assert error_of(engine_of(tmp_path / "fused"), expected) < TOLERANCE
+    slices = " ".join(f"A0/4:{index}" for index in (3, 1, 0, 2))
+    sliced = f"[{slices}] F0 A1 F1" if family != "gpt_neox" else f"[{slices} F0] [A1 F1]"
+    assert error_of(engine_of(tmp_path / "fused", sliced), expected) < TOLERANCE
 
 
 def test_rotation_angles() -> None:
