@@ -9,12 +9,13 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from surgeon.checkpoint.export import REPORT_FILE
 from surgeon.checkpoint.load import PROGRAM_KEY, is_fused, read_config
 from surgeon.checkpoint.read import DEMO, Checkpoint, locate, read_json
 from surgeon.families import Family, family_of
 from surgeon.program import Program
 from surgeon.recipe import Recipe, is_recipe, read_recipe
+
+REPORT_FILE = "surgeon.json"
 
 
 @dataclass(frozen=True)

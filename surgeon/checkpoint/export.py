@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -13,10 +14,14 @@ from typing import Any
 import torch
 
 import surgeon
+from surgeon.checkpoint.card import write_card
+from surgeon.checkpoint.describe import REPORT_FILE, Weights
 from surgeon.checkpoint.forms import Layout, lay_out, per_layer_lists
 from surgeon.checkpoint.fuse import FusedPlanner, PlannedTensor, TensorPlanner, layer_prefix
 from surgeon.checkpoint.fused_config import fused_config
+from surgeon.checkpoint.inherit import inherit
 from surgeon.checkpoint.load import PROGRAM_KEY, is_fused, read_config
+from surgeon.checkpoint.measured import Identity, Measured
 from surgeon.checkpoint.prove import Proof, original_model, prove, reference_of
 from surgeon.checkpoint.read import Checkpoint, check_inside, locate
 from surgeon.checkpoint.remote_code import SHIPPED
@@ -33,9 +38,9 @@ from surgeon.progress import Advance, stretch
 from surgeon.provenance import versions, write_json
 from surgeon.recipe import Recipe
 
-REPORT_FILE = "surgeon.json"
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-# What belongs to a model beside its weights; never code, never pickles, and not the model card, which tells of another.
+# What belongs to a model beside its weights; never code, never pickles, and not the model card: what it says that still
+# holds goes into a card of the new one's own.
 COMPANIONS = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -48,6 +53,7 @@ COMPANIONS = (
     "chat_template*",
     "LICENSE*",
     "NOTICE*",
+    "USE_POLICY*",
 )
 JSON_ALLOWANCE = 1 << 18  # room for the small files that are written beside the weights, in bytes
 
@@ -133,6 +139,12 @@ class ExportPlan:
     def weight_bytes(self) -> int:
         return sum(tensor.num_bytes for tensor in self.tensors)
 
+    def identity(self, name: str) -> Identity:
+        """What measurements must be of, for the card of a checkpoint that is not written yet; weights are read."""
+        original, source = self.original, self.original.checkpoint
+        dense = Program.dense(original.config.num_hidden_layers, original.family.steps_per_layer)
+        return Identity(name, None, self.program, source.weights_hash(), self.program, dense)
+
     @property
     def passes(self) -> int:
         """How often the weights are gone through: the original's run, writing, and one or two runs to prove it."""
@@ -183,6 +195,7 @@ def write_export(
     overwrite: bool = False,
     recipe: str | None = None,
     advance: Advance = lambda _: None,
+    measured: Measured | None = None,
 ) -> Proof:
     """Write the checkpoint, prove it, and give it its name.
 
@@ -190,6 +203,7 @@ def write_export(
         overwrite: replace an existing checkpoint under the target's name.
         recipe: the recipe's text, to be kept in surgeon.json.
         advance: told of every amount of bytes gone through, in all `plan.passes` times `plan.weight_bytes`.
+        measured: for the model card.
 
     Raises:
         NotProven: if what was written does not compute what the program does.
@@ -202,7 +216,7 @@ def write_export(
     check_target(target, overwrite)
     check_space(target.parent, plan.needed_bytes)
     with _one_core_left():
-        return _write_and_prove(plan, target, overwrite, recipe, advance)
+        return _write_and_prove(plan, target, overwrite, recipe, advance, measured)
 
 
 @contextmanager
@@ -216,7 +230,9 @@ def _one_core_left() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _write_and_prove(plan: ExportPlan, target: Path, overwrite: bool, recipe: str | None, advance: Advance) -> Proof:
+def _write_and_prove(
+    plan: ExportPlan, target: Path, overwrite: bool, recipe: str | None, advance: Advance, measured: Measured | None
+) -> Proof:
     source, size = plan.original.checkpoint, plan.weight_bytes
     hashing = Background(source.weights_hash)  # reads all files once more, beside everything else
     with stretch(advance, size) as told:
@@ -232,6 +248,9 @@ def _write_and_prove(plan: ExportPlan, target: Path, overwrite: bool, recipe: st
             read_back.finish()
             hashing.result()
             write_json(partial / REPORT_FILE, _report(plan, proof, recipe, _with_others(partial, records)))
+            inherited = write_card(partial, target.absolute().name, measured)
+        for note in inherited.notes:
+            warnings.warn(f"the base model's card: {note}", stacklevel=2)
         return proof
     except OSError as error:
         if not is_full(error):
@@ -337,7 +356,9 @@ def _report(plan: ExportPlan, proof: Proof, recipe: str | None, files: dict[str,
         "source": {
             "model": original.public_name,
             "num_layers": original.config.num_hidden_layers,
+            "parameters": Weights.of(original.checkpoint).parameters,
             "weights_hash": original.checkpoint.weights_hash(),
+            "card": inherit(original.checkpoint.folder).to_json(),
         },
         "proof": asdict(proof),
         "files": {name: asdict(record) for name, record in files.items()},

@@ -115,6 +115,17 @@ def per_layer_lists(config: Any, stored: dict[str, Any]) -> dict[str, list[Any]]
     }
 
 
+def stored_sources(program: Program, form: str, steps_per_layer: int) -> list[tuple[int, ...]]:
+    """For each layer of a checkpoint in this form, the original's layers that it is made of.
+
+    Raises:
+        ValueError: if the form cannot hold the program.
+    """
+    if form == "program":
+        return sorted({sublayer.layers for sublayer in program.sublayers()})
+    return [tuple(layer.sources) for layer in _stored_layers(program, steps_per_layer)]
+
+
 def _explained(refusals: dict[str, list[str]]) -> list[str]:
     return [f"not {' or '.join(forms)}, because {reason}" for reason, forms in refusals.items()]
 

@@ -23,6 +23,11 @@ from surgeon.demo import demo_model
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 DEMO = "demo"
+# Of a model on the hub: what it consists of, and what says under which terms it may be used.
+WANTED = (
+    *("*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "merges.txt", "vocab.*", "*.tiktoken"),
+    *("README.md", "LICENSE*", "NOTICE*", "USE_POLICY*"),
+)
 BLOCK = 1 << 20  # bytes read at a time: a block stays in the processor's cache
 
 
@@ -48,10 +53,9 @@ def locate(path_or_name: str | Path) -> Path:
 
     from surgeon.quality.offline import without_retries
 
-    patterns = ["*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja"]
     try:
         with without_retries():
-            return Path(snapshot_download(name, allow_patterns=patterns))
+            return Path(snapshot_download(name, allow_patterns=[*WANTED]))
     except Exception as error:
         raise FileNotFoundError(
             f"{name} is no folder here, and could not be fetched from the hub ({type(error).__name__}); "

@@ -15,7 +15,9 @@ import typer
 
 from surgeon import __version__
 from surgeon.cli.bench import bench
+from surgeon.cli.card import card
 from surgeon.cli.demo import demo
+from surgeon.cli.diff import diff
 from surgeon.cli.evaluate import evaluate
 from surgeon.cli.export import export
 from surgeon.cli.failures import CLOSED_PIPE, INTERRUPTED, explain, explain_interruption
@@ -38,6 +40,8 @@ COMMANDS = (
     (search, "Find the best layers to run in pairs, for a wanted depth."),
     (export, "Write the changed model as a checkpoint."),
     (show, "Say what a checkpoint or a recipe is; draw its program."),
+    (diff, "Say in what two checkpoints or recipes differ."),
+    (card, "Write a checkpoint's model card, with what was measured."),
     (evaluate, "Measure accuracy on tasks with lm-eval."),
     (generate, "Continue a text, on one or several ranks."),
     (serve, "Answer requests as OpenAI's API does, on one or several ranks."),
@@ -148,7 +152,7 @@ def _fail(error: Exception, arguments: list[str], debug: bool) -> int:
         return CLOSED_PIPE
     if debug:
         traceback.print_exception(error)
-    failure = explain(error, _output_of(arguments))
+    failure = explain(error, _output_of(arguments), "".join(arguments[:1]))
     _say(failure.line)
     return failure.code
 

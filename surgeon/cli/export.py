@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from surgeon.cli.opening import warn
+from surgeon.cli.options import ResultsOption
 
 if TYPE_CHECKING:
     from surgeon.checkpoint.export import ExportPlan, Original
@@ -38,16 +39,19 @@ def export(
         str | None, typer.Option(help="Folder or hub name, instead of the recipe's model.", show_default=False)
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing checkpoint folder.")] = False,
+    results: ResultsOption = None,
 ) -> None:
     """Write the recipe's model as a checkpoint that other software loads.
 
     The checkpoint is proven before it gets its name: run on random tokens, it gives the same logits as the original
-    run with the recipe's program. surgeon.json inside says what was done and proven. Prints the folder's name.
+    run with the recipe's program. surgeon.json inside says what was done and proven, and README.md, a model card, says
+    it to people. Prints the folder's name.
 
     A recipe that names the weights it was made for (weights: sha256:...), as those of surgeon search do, is refused for
     a model with others. Given one with --model, it is applied with a warning.
     """
     from surgeon.checkpoint.export import Original, plan_export, write_export
+    from surgeon.checkpoint.measured import read_measured
     from surgeon.checkpoint.staging import check_target
     from surgeon.progress import progress
     from surgeon.recipe import read_recipe
@@ -58,10 +62,13 @@ def export(
     plan = plan_export(original, original.program_of(steps), form, dtype)
     if steps.weights is not None:
         steps = _bound(steps, original, chosen=model is not None)
+    measured = read_measured(results, plan.identity(output.absolute().name)) if results else None
     print(f"{plan.layout.form} form: {plan.layout.reason}.", file=sys.stderr)
     with progress(f"writing and proving {output}", plan.passes * plan.weight_bytes, "bytes") as advance:
         # What is published says nothing of the folders of this machine.
-        proof = write_export(plan, output, overwrite, replace(steps, model=original.public_name).to_yaml(), advance)
+        proof = write_export(
+            plan, output, overwrite, replace(steps, model=original.public_name).to_yaml(), advance, measured
+        )
     print(_summary(plan, proof), file=sys.stderr)
     print(output)
 

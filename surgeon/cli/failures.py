@@ -2,7 +2,8 @@
 
 1 is something the user can mend (a ValueError, an OSError, a missing extra, too little memory or disk), 2 wrong usage
 (an unknown command or option, a missing argument), 70 a defect of surgeon's, 130 an interruption, 141 that nobody
-reads standard output any more.
+reads standard output any more. Where 1 is an answer of the command itself (diff: they differ), what the user can mend
+is 2, as it is for diff(1).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from surgeon.errors import is_out_of_memory
 MENDABLE, USAGE, INTERNAL, INTERRUPTED, CLOSED_PIPE = 1, 2, 70, 130, 141
 
 _FULL_DISK_WORDS = ("No space left on device", "os error 28", "disk is full", "Disk quota exceeded")
+_ANSWERING = ("diff",)  # commands of which 1 is an answer
 
 # Of commands that keep what they have found as they go.
 _GOES_ON = "run the same command again to go on"
@@ -28,6 +30,8 @@ _INTERRUPTED = {
     "search": _GOES_ON,
     "export": _KEEPS_NOTHING,
     "show": _KEEPS_NOTHING,
+    "diff": "nothing was found out",
+    "card": _KEEPS_NOTHING,
     "eval": _GOES_ON,
     "generate": "the text is not finished",
     "serve": "requests that were running are lost",
@@ -45,20 +49,22 @@ class Failure:
     code: int
 
 
-def explain(error: BaseException, output: str | None = None) -> Failure:
+def explain(error: BaseException, output: str | None = None, command: str = "") -> Failure:
     """Put an exception into one line.
 
     Args:
         output: where the command was told to write, for errors of a full disk that do not name their file.
+        command: its name, as it may have exit codes of its own.
     """
+    mendable = USAGE if command in _ANSWERING else MENDABLE
     if _is_full_disk(error):
         place = getattr(error, "filename", None) or output or "the output"
-        return Failure(f"error: no space left for {place}; free some space and run the same command again", MENDABLE)
+        return Failure(f"error: no space left for {place}; free some space and run the same command again", mendable)
     if is_out_of_memory(error):
         advice = "use a smaller model or a smaller limit, or close other programs"
-        return Failure(f"error: out of memory ({_text(error)}); {advice}", MENDABLE)
+        return Failure(f"error: out of memory ({_text(error)}); {advice}", mendable)
     if isinstance(error, OSError | ValueError | ImportError):
-        return Failure(f"error: {_text(error)}", MENDABLE)
+        return Failure(f"error: {_text(error)}", mendable)
     kind = type(error).__name__
     return Failure(f"internal error: {kind}: {_text(error)}; run again with --debug for the traceback", INTERNAL)
 

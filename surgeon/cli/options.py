@@ -64,6 +64,15 @@ MemoryOption = Annotated[
         show_default=False,
     ),
 ]
+ResultsOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--results",
+        metavar="FOLDER|FILE",
+        help="What surgeon eval, bench or search wrote with --output, for the model card; may be repeated.",
+        show_default=False,
+    ),
+]
 
 # Of what runs on ranks.
 CheckpointArgument = Annotated[

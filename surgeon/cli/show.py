@@ -60,7 +60,7 @@ def show(
 
 
 def _verify(what: str) -> int:
-    from surgeon.checkpoint.export import REPORT_FILE
+    from surgeon.checkpoint.describe import REPORT_FILE
     from surgeon.checkpoint.read import locate
     from surgeon.checkpoint.verify import verify
     from surgeon.recipe import is_recipe
@@ -78,7 +78,7 @@ def facts(found: Description) -> Iterator[tuple[str, str]]:
 
     program, steps = found.program, found.family.steps_per_layer
     dense = Program.dense(found.num_layers, steps)
-    yield "name", f"{found.name}, {_what_it_is(found)}"
+    yield "name", f"{found.name}, {what_it_is(found)}"
     yield "model", _model(found)
     yield "depth", f"{program.effective_depth(steps):g} of {found.num_layers} layers one after the other"
     yield "syncs", f"{program.sync_points(2)} per forward pass on two ranks (unedited: {dense.sync_points(2)})"
@@ -110,7 +110,8 @@ def _proof(proof: dict[str, Any]) -> str:
     )
 
 
-def _what_it_is(found: Description) -> str:
+def what_it_is(found: Description) -> str:
+    """In a few words, to go behind its name."""
     if found.recipe is not None:
         return f"a recipe for {found.model}"
     if found.report is None:

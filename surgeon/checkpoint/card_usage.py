@@ -1,0 +1,85 @@
+"""How to load an exported checkpoint, as its model card says it: in transformers, in vLLM, and with surgeon."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from surgeon.checkpoint.card_text import code, paragraph
+from surgeon.checkpoint.describe import Description
+from surgeon.checkpoint.remote_code import SHIPPED
+
+PROMPT = "Once upon a time"
+RANKS = 2  # of the examples
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken")
+_WHY_CODE = {
+    "fused": "some of its layers are wider than others, which no class of transformers allows",
+    "program": "its layers do not simply run one after the other, as in every class of transformers",
+}
+
+
+def usage(found: Description, folder: Path, name: str) -> Iterator[str]:
+    """The section, for this form."""
+    form = found.form or "plain"
+    yield "## How to load it\n"
+    reason = (found.report or {}).get("reason")
+    if isinstance(reason, str):
+        yield paragraph(f"It is in surgeon's {form} form: {reason}.")
+    has_tokenizer = any(any(folder.glob(pattern)) for pattern in _TOKENIZERS)
+    if not has_tokenizer:
+        yield paragraph("There is no tokenizer in this folder, as there was none beside the base model.")
+    yield paragraph(f"`{name}` stands for the path of this folder, or for its name on the hub.")
+    yield "### transformers\n"
+    yield from _transformers(form, folder, name, has_tokenizer)
+    yield "### vLLM\n"
+    yield from _vllm(form, name, has_tokenizer)
+    yield "### surgeon\n"
+    if has_tokenizer:
+        yield paragraph("On one or several ranks; no code that lies in the folder is run:")
+        prompt = f'surgeon generate {name} --tp {RANKS} --prompt "{PROMPT}"'
+        yield code(f"{prompt}\nsurgeon serve {name} --tp {RANKS}", "bash")
+    else:
+        yield paragraph("As a model of transformers; no code that lies in the folder is run:")
+        yield code(f'import surgeon\n\nmodel = surgeon.load("{name}")', "python")
+
+
+def _transformers(form: str, folder: Path, name: str, has_tokenizer: bool) -> Iterator[str]:
+    shipped = SHIPPED.get(form)
+    if shipped is None:
+        named = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or []
+        yield paragraph(f"It loads in the stock class{f' `{named[0]}`' if named else ''}:")
+    else:
+        yield paragraph(
+            f"`trust_remote_code=True` is needed because {_WHY_CODE[form]}: `{shipped.file.name}` in this folder "
+            "builds the model. The file needs torch and transformers and nothing else; read it before you trust it."
+        )
+    options = f'"{name}"' + (", trust_remote_code=True" if shipped is not None else "")
+    model = f"model = AutoModelForCausalLM.from_pretrained({options})"
+    if not has_tokenizer:
+        yield code(f"from transformers import AutoModelForCausalLM\n\n{model}", "python")
+        return
+    lines = [
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n",
+        f"tokenizer = AutoTokenizer.from_pretrained({options})",
+        model,
+        f'inputs = tokenizer("{PROMPT}", return_tensors="pt")',
+        "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=32)[0]))",
+    ]
+    yield code("\n".join(lines), "python")
+
+
+def _vllm(form: str, name: str, has_tokenizer: bool) -> Iterator[str]:
+    command = f"vllm serve {name} --tensor-parallel-size {RANKS}"
+    if form == "program":
+        yield paragraph(
+            "With surgeon installed beside vLLM, which finds surgeon's plugin by itself and then knows this model; the "
+            "modeling file in this folder is not used:"
+        )
+        command = f"pip install surgeon\n{command}"
+    elif form == "fused":
+        yield paragraph("Unmodified vLLM, without surgeon, by the modeling file in this folder:")
+        command += " --trust-remote-code"
+    else:
+        yield paragraph("Unmodified vLLM, without surgeon:")
+    yield code(command + ("" if has_tokenizer else " --skip-tokenizer-init"), "bash")

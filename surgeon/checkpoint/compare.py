@@ -1,0 +1,313 @@
+"""What differs between two checkpoints or recipes: facts, program, tensors, config.json and files.
+
+Tensors are told apart by the layer of the unedited model that they come from, so that what an edit left alone is equal
+wherever it is stored. They are read in parts: memory holds a few megabytes of two tensors, never a model.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import math
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surgeon.checkpoint.describe import Description, describe
+from surgeon.checkpoint.export import companions_of
+from surgeon.checkpoint.forms import stored_sources
+from surgeon.checkpoint.fuse import layer_prefix
+from surgeon.checkpoint.hunks import Hunk, hunks
+from surgeon.checkpoint.read import Checkpoint, locate
+from surgeon.checkpoint.write import as_bytes
+from surgeon.progress import Advance
+
+PART = 1 << 24  # bytes of a tensor that are compared at a time
+
+Pair = tuple[Any, Any]
+Layer = tuple[tuple[int, ...], int]
+
+
+@dataclass(frozen=True, order=True)
+class Key:
+    """What a tensor is.
+
+    Attributes:
+        layers: of the unedited model, that its layer comes from; empty for a tensor that is of no layer.
+        copy: counts from 0 where a program has the same layer several times, each stored for itself.
+        name: within the layer, or its whole name.
+    """
+
+    layers: tuple[int, ...]
+    copy: int
+    name: str
+
+    @property
+    def layer(self) -> Layer:
+        """Which stored layer it is of."""
+        return self.layers, self.copy
+
+    def __str__(self) -> str:
+        if not self.layers:
+            return self.name
+        return f"layer {'+'.join(map(str, self.layers))}{' again' * self.copy} {self.name}"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A tensor that both have, with other contents.
+
+    Attributes:
+        shape, dtype: of A's and B's, where they are not the same.
+        count: of elements that differ, of `total`; None where shapes do.
+        largest: absolute difference, and `relative` to A's largest value; None where there is no number for it.
+    """
+
+    key: Key
+    shape: Pair | None = None
+    dtype: Pair | None = None
+    count: int | None = None
+    total: int = 0
+    largest: float | None = None
+    relative: float | None = None
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """How the tensors of two checkpoints compare.
+
+    Attributes:
+        counts: how many tensors a layer has in all.
+    """
+
+    equal: int = 0
+    only_a: tuple[Key, ...] = ()
+    only_b: tuple[Key, ...] = ()
+    different: tuple[Difference, ...] = ()
+    counts: dict[Layer, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All that differs; where recipes are compared there are no tensors, config and files.
+
+    Attributes:
+        a, b: what was compared.
+        facts: by name, A's and B's.
+        config: by key of config.json, A's and B's; None for a key that is not there.
+        files: by name, "only in A", "only in B" or "different".
+    """
+
+    a: Description
+    b: Description
+    facts: dict[str, Pair] = field(default_factory=dict)
+    hunks: tuple[Hunk, ...] = ()
+    tensors: Tensors | None = None
+    config: dict[str, Pair] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing differs."""
+        found = self.tensors or Tensors()
+        return not (self.facts or self.hunks or self.config or self.files or found.only_a or found.only_b) and not (
+            found.different
+        )
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Two checkpoints or recipes that were opened to be compared; no weights have been read.
+
+    Attributes:
+        checkpoints: both, if both are checkpoints.
+    """
+
+    a: Description
+    b: Description
+    checkpoints: tuple[Checkpoint, Checkpoint] | None
+
+    @classmethod
+    def open(cls, a: str | Path, b: str | Path) -> Compared:
+        """Open them, given as `describe` takes them.
+
+        Raises:
+            FileNotFoundError, ValueError: as `describe`.
+        """
+        first, second = describe(a), describe(b)
+        if first.recipe is not None or second.recipe is not None:
+            return cls(first, second, None)
+        return cls(first, second, (Checkpoint(locate(a)), Checkpoint(locate(b))))
+
+    @property
+    def size(self) -> int:
+        """Bytes of A's tensors, all of which are read."""
+        return 0 if self.a.weights is None or self.checkpoints is None else self.a.weights.size
+
+    def compare(self, advance: Advance = lambda _: None) -> Comparison:
+        """Compare them.
+
+        Args:
+            advance: told of every amount of A's bytes gone through, in all `size`.
+        """
+        a, b = self.a, self.b
+        found = tuple(hunks(a.program, b.program, a.family.steps_per_layer))
+        if self.checkpoints is None:
+            return Comparison(a, b, _facts(a, b), found)
+        first, second = self.checkpoints
+        tensors = _compare_tensors(first, _keys(a, first), second, _keys(b, second), advance)
+        files = _compare_files(first.folder, second.folder)
+        return Comparison(a, b, _facts(a, b), found, tensors, _compare_config(first.config, second.config), files)
+
+
+def _facts(a: Description, b: Description) -> dict[str, Pair]:
+    """What differs of the models as wholes; what only one of them can have is left out."""
+    first, second = _facts_of(a), _facts_of(b)
+    both = [name for name in first if name in second]
+    return {name: (first[name], second[name]) for name in both if first[name] != second[name]}
+
+
+def _facts_of(one: Description) -> dict[str, Any]:
+    steps = one.family.steps_per_layer
+    facts = {
+        "family": one.family.name,
+        "layers": one.num_layers,
+        "form": one.form,
+        "depth": one.program.effective_depth(steps),
+        "syncs": one.program.sync_points(2),
+        "parameters": None if one.weights is None else one.weights.parameters,
+        "model": None if one.recipe is None else one.recipe.model,
+        "made for": _made_for(one),
+    }
+    return {name: value for name, value in facts.items() if value is not None}
+
+
+def _made_for(one: Description) -> str | None:
+    """The hash of the unedited weights, where it is known."""
+    if one.recipe is not None:
+        return one.recipe.weights
+    known = (one.report or {}).get("source", {}).get("weights_hash")
+    return known if isinstance(known, str) else None
+
+
+def _keys(one: Description, checkpoint: Checkpoint) -> dict[Key, str]:
+    """The stored name of every tensor."""
+    if one.report is None:  # nothing says that its layers come from other ones
+        sources: list[tuple[int, ...]] = [(layer,) for layer in range(int(one.config.num_hidden_layers))]
+    else:
+        sources = stored_sources(one.program, one.form or "plain", one.family.steps_per_layer)
+    seen: Counter[tuple[int, ...]] = Counter()
+    labels = []
+    for layers in sources:
+        labels.append((layers, seen[layers]))
+        seen[layers] += 1
+    pattern = re.compile(rf"{re.escape(layer_prefix(checkpoint, one.family))}(\d+)\.(.+)")
+    keys = {}
+    for name in checkpoint.names():
+        match = pattern.fullmatch(name)
+        inside = match is not None and int(match[1]) < len(labels)
+        keys[Key(*labels[int(match[1])], match[2]) if match and inside else Key((), 0, name)] = name
+    return keys
+
+
+def _compare_tensors(
+    a: Checkpoint, a_names: dict[Key, str], b: Checkpoint, b_names: dict[Key, str], advance: Advance
+) -> Tensors:
+    equal, different = 0, []
+    for key in sorted(a_names.keys() & b_names.keys()):
+        difference = _compare_tensor(key, a, a_names[key], b, b_names[key])
+        if difference is None:
+            equal += 1
+        else:
+            different.append(difference)
+        advance(_size(a, a_names[key]))
+    only_a, only_b = sorted(a_names.keys() - b_names.keys()), sorted(b_names.keys() - a_names.keys())
+    advance(sum(_size(a, a_names[key]) for key in only_a))
+    counts = Counter(key.layer for key in a_names.keys() | b_names.keys())
+    return Tensors(equal, tuple(only_a), tuple(only_b), tuple(different), counts)
+
+
+def _size(checkpoint: Checkpoint, name: str) -> int:
+    return math.prod(checkpoint.shape(name)) * checkpoint.dtype(name).itemsize
+
+
+def _compare_tensor(key: Key, a: Checkpoint, a_name: str, b: Checkpoint, b_name: str) -> Difference | None:
+    """How two tensors differ; None if they are equal, bit for bit."""
+    shapes, dtypes = (a.shape(a_name), b.shape(b_name)), (a.dtype(a_name), b.dtype(b_name))
+    names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
+    other_dtype = None if dtypes[0] == dtypes[1] else (names[0], names[1])
+    if shapes[0] != shapes[1]:
+        return Difference(key, (list(shapes[0]), list(shapes[1])), other_dtype)
+    count, largest = 0, 0.0
+    stretches = _parts(shapes[0], max(dtype.itemsize for dtype in dtypes))
+    for first, end in stretches:
+        parts = (_rows(a, a_name, first, end), _rows(b, b_name, first, end))
+        if other_dtype is None and torch.equal(as_bytes(parts[0]), as_bytes(parts[1])):
+            continue
+        differing, distance = _distance(*parts)
+        count += differing
+        largest = max(largest, distance, key=_nan_is_largest)
+    if other_dtype is None and not count:
+        return None
+    scale = max((_largest(_rows(a, a_name, *stretch)) for stretch in stretches), default=0.0)
+    known = math.isfinite(largest)
+    relative = largest / scale if known and 0 < scale < math.inf else None
+    return Difference(key, None, other_dtype, count, math.prod(shapes[0]), largest if known else None, relative)
+
+
+def _parts(shape: tuple[int, ...], itemsize: int) -> list[tuple[int, int]]:
+    """Stretches of rows that are small enough to be read at once."""
+    rows = shape[0] if shape else 1
+    at_once = max(1, PART // max(1, math.prod(shape[1:]) * itemsize))
+    return [(first, min(first + at_once, rows)) for first in range(0, rows, at_once)]
+
+
+def _rows(checkpoint: Checkpoint, name: str, first: int, end: int) -> Tensor:
+    return checkpoint.part(name, 0, first, end) if checkpoint.shape(name) else checkpoint.tensor(name)
+
+
+def _distance(a: Tensor, b: Tensor) -> tuple[int, float]:
+    """How many elements differ, and the largest absolute difference (nan if one of these is no number)."""
+    if a.dtype == b.dtype:
+        width = a.dtype.itemsize
+        differs = (as_bytes(a).view(-1, width) != as_bytes(b).view(-1, width)).any(dim=1)
+    else:
+        differs = (_wide(a) != _wide(b)).reshape(-1)
+    apart = (_wide(a).reshape(-1)[differs] - _wide(b).reshape(-1)[differs]).abs()
+    return int(differs.sum()), apart.max().item() if len(apart) else 0.0
+
+
+def _largest(tensor: Tensor) -> float:
+    return _wide(tensor).abs().max().item() if tensor.numel() else 0.0
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """In a dtype in which differences are exact enough."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16, torch.float32) else tensor.double()
+
+
+def _nan_is_largest(value: float) -> tuple[bool, float]:
+    return math.isnan(value), value
+
+
+def _compare_config(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Pair]:
+    keys = [*a, *(key for key in b if key not in a)]
+    return {key: (a.get(key), b.get(key)) for key in keys if a.get(key) != b.get(key)}
+
+
+def _compare_files(a: Path, b: Path) -> dict[str, str]:
+    """Tokenizer, chat template, licence and code; not what tells of the checkpoint, which differs with it."""
+    first, second = ({path.name: path for path in (*companions_of(one), *one.glob("*.py"))} for one in (a, b))
+    found = {}
+    for name in sorted(first.keys() | second.keys()):
+        if name not in second:
+            found[name] = "only in A"
+        elif name not in first:
+            found[name] = "only in B"
+        elif not filecmp.cmp(first[name], second[name], shallow=False):
+            found[name] = "different"
+    return found

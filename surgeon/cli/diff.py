@@ -1,0 +1,212 @@
+"""`surgeon diff`: in what two checkpoints or recipes differ."""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from surgeon.cli.show import LABEL, WIDTH, what_it_is
+
+if TYPE_CHECKING:
+    from surgeon.checkpoint.compare import Comparison, Difference, Key, Layer, Tensors
+
+DIFFERENT = 1  # the exit code
+_LONGEST_VALUE = 40  # characters of a value of config.json
+_NO_BREAK = "\N{NO-BREAK SPACE}"
+_NAMED = 12  # tensors that a line names
+
+_Argument = typer.Argument(
+    metavar="DIR|RECIPE", help="A checkpoint folder, a hub name, demo, or a recipe (YAML).", show_default=False
+)
+
+
+def diff(
+    a: Annotated[str, _Argument],
+    b: Annotated[str, _Argument],
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
+) -> None:
+    """Say in what two checkpoints or recipes differ: "A | B", line by line.
+
+    Programs are over the layers of the unedited model, and tensors are told apart by the layer of it that they come
+    from. Checkpoints are compared in config.json, tokenizer, chat template, licence and modeling files, too, and
+    tensors bit for bit; where values differ, it says by how much at most, also as a share of the largest value in A.
+    A recipe is compared by its program alone.
+
+    The exit code is 0 if nothing differs, 1 if something does, and 2 if there is trouble.
+    """
+    from surgeon.checkpoint.compare import Compared
+    from surgeon.progress import progress
+
+    compared = Compared.open(a, b)
+    if compared.checkpoints is None:
+        found = compared.compare()
+    else:
+        with progress("comparing", compared.size, "bytes") as advance:
+            found = compared.compare(advance)
+    if as_json:
+        print(json.dumps(as_record(found), indent=2, ensure_ascii=False))
+    else:
+        for label, text in lines(found):
+            print(_filled(label, text))
+    if not found.equal:
+        raise typer.Exit(DIFFERENT)
+
+
+def _filled(label: str, text: str) -> str:
+    """Lines of at most 80 columns; steps of a program are not broken up."""
+    whole = re.sub(r"\[[AF]\d[^]]*\]", lambda step: step[0].replace(" ", _NO_BREAK), text)
+    begin, indent = f"{label:<{LABEL}}", " " * LABEL
+    filled = textwrap.fill(whole, WIDTH, initial_indent=begin, subsequent_indent=indent, break_on_hyphens=False)
+    return filled.replace(_NO_BREAK, " ")
+
+
+def lines(found: Comparison) -> Iterator[tuple[str, str]]:
+    """What there is to say, each with its label, which is empty where it is that of the line before."""
+    for label, texts in _labelled(found):
+        for at, text in enumerate(texts):
+            yield label if at == 0 else "", text
+
+
+def _labelled(found: Comparison) -> Iterator[tuple[str, Iterable[str]]]:
+    yield "A", [f"{found.a.name}, {what_it_is(found.a)}"]
+    yield "B", [f"{found.b.name}, {what_it_is(found.b)}"]
+    for name, (a, b) in found.facts.items():
+        yield name, [f"{_fact(a)} | {_fact(b)}"]
+    yield "program", [f"{_stretch(hunk.first, hunk.last)}: {hunk.a} | {hunk.b}" for hunk in found.hunks] or ["the same"]
+    if found.tensors is not None:
+        yield "config", list(_config(found.config)) or ["the same"]
+        yield "files", [f"{name}: {what}" for name, what in found.files.items()] or ["the same"]
+        yield "tensors", [f"{found.tensors.equal} equal, bit for bit"]
+        yield "only in A", _groups(found.tensors.only_a, found.tensors.counts)
+        yield "only in B", _groups(found.tensors.only_b, found.tensors.counts)
+        yield from _differences(found.tensors)
+
+
+def _config(config: Mapping[str, tuple[Any, Any]]) -> Iterator[str]:
+    """Keys that both have with their values, then the names of those that only one has."""
+    for key, (a, b) in config.items():
+        if a is not None and b is not None:
+            yield f"{key}: {_value(a)} | {_value(b)}"
+    for what, here in (("only in A", 0), ("only in B", 1)):
+        names = [key for key, pair in config.items() if pair[1 - here] is None]
+        if names:
+            yield f"{what}: {', '.join(names)}"
+
+
+def _differences(found: Tensors) -> Iterator[tuple[str, list[str]]]:
+    """Tensors of other shapes, other dtypes, and other values; those with the same thing to say are named together."""
+    kinds: dict[str, dict[str, list[Difference]]] = {"shape": {}, "dtype": {}, "values": {}}
+    for one in found.different:
+        if one.shape is not None:
+            kinds["shape"].setdefault(f"{one.shape[0]} | {one.shape[1]}", []).append(one)
+        elif one.dtype is not None:
+            kinds["dtype"].setdefault(f"{one.dtype[0]} | {one.dtype[1]}", []).append(one)
+        else:
+            kinds["values"].setdefault("", []).append(one)
+    for label, by_text in kinds.items():
+        texts = []
+        for text, group in by_text.items():
+            parts = [text, _by_how_much(group)] if label != "shape" else [text]
+            named = "; ".join(_groups([one.key for one in group], found.counts))
+            texts.append(f"{named}: {'; '.join(filter(None, parts))}")
+        yield label, texts
+
+
+def _by_how_much(group: list[Difference]) -> str:
+    """Of several tensors: how many elements differ, and the largest difference, with the tensor that has it."""
+    count, total = sum(one.count or 0 for one in group), sum(one.total for one in group)
+    if not count:
+        return "no value changed"
+    text = f"{count:,} of {total:,} elements differ"
+    if any(one.largest is None for one in group):
+        return f"{text}, some from or to nan or infinity"
+    most = max(group, key=lambda one: one.largest or 0.0)
+    share = "" if most.relative is None else f", {most.relative:.2g} of the largest value"
+    where = f" ({most.key})" if len(group) > 1 else ""
+    return f"{text}, by {most.largest:.3g} at most{share}{where}"
+
+
+def _groups(keys: Iterable[Key], counts: Mapping[Layer, int]) -> list[str]:
+    """Tensors by layers: layers with the same ones together, those that follow one another as a range."""
+    names: dict[Layer, list[str]] = {}
+    for key in keys:
+        names.setdefault(key.layer, []).append(key.name)
+    by_names: dict[tuple[str, ...], list[Layer]] = {}
+    for layer, inside in names.items():
+        by_names.setdefault(tuple(inside), []).append(layer)
+    texts = []
+    for together, layers in by_names.items():
+        inside = list(together)
+        of_no_layer = layers == [((), 0)]
+        shown = ", ".join(inside[:_NAMED]) + (f" and {len(inside) - _NAMED} more" if len(inside) > _NAMED else "")
+        if len(inside) > 1 and not of_no_layer and all(counts[layer] == len(inside) for layer in layers):
+            shown = f"all {len(inside)}" + (" of each" if len(layers) > 1 else "")
+        texts.append(shown if of_no_layer else f"{_layers(layers)}: {shown}")
+    return texts
+
+
+def _layers(layers: list[Layer]) -> str:
+    """Layers by their numbers: "layers 2, 4 to 7", and "layers 2+3 to 8+9" where several are stored as one."""
+    runs: list[list[Layer]] = []
+    for layer in layers:
+        last = runs[-1][-1] if runs else None
+        if last and layer[1] == last[1] == 0 and len(layer[0]) == len(last[0]) and layer[0][0] == last[0][-1] + 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    texts = [_one(run[0]) if len(run) == 1 else f"{_one(run[0])} to {_one(run[-1])}" for run in runs]
+    return ("layer " if len(layers) == 1 else "layers ") + ", ".join(texts)
+
+
+def _one(layer: Layer) -> str:
+    return "+".join(map(str, layer[0])) + " again" * layer[1]
+
+
+def _stretch(first: int, last: int) -> str:
+    return f"layer {first}" if first == last else f"layers {first} to {last}"
+
+
+def _fact(value: Any) -> str:
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _value(value: Any) -> str:
+    """A value of config.json, without its end if it is long."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
+
+
+def as_record(found: Comparison) -> dict[str, Any]:
+    """Everything that differs, as JSON values; nan and infinity are null."""
+    tensors = found.tensors
+    record: dict[str, Any] = {
+        "equal": found.equal,
+        "a": found.a.name,
+        "b": found.b.name,
+        "facts": found.facts,
+        "program": [asdict(hunk) for hunk in found.hunks],
+    }
+    if tensors is None:
+        return record
+    return record | {
+        "config": found.config,
+        "files": found.files,
+        "tensors": {
+            "equal": tensors.equal,
+            "only_in_a": [asdict(key) for key in tensors.only_a],
+            "only_in_b": [asdict(key) for key in tensors.only_b],
+            "different": [asdict(one.key) | _without_key(asdict(one)) for one in tensors.different],
+        },
+    }
+
+
+def _without_key(record: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if name != "key"}
