@@ -67,20 +67,6 @@ def test_logits_equal_a_plain_computation(tmp_path: Path, form: str, program: st
     assert ("lm_head.weight" in weights_of(tmp_path / "target")) is not tied
 
 
-@pytest.mark.parametrize("family", ["qwen3", "opt"])
-@pytest.mark.parametrize(
-    ("form", "program"), [("plain", MERGED), ("program", PAIRS), ("program", FORK), ("program", TRACKS)]
-)
-def test_other_families_have_the_plain_and_the_program_form(
-    tmp_path: Path, family: str, form: str, program: str
-) -> None:
-    model = save_source(tmp_path / "source", family)
-    run_export(tmp_path / "source", tmp_path / "target", program)
-    expected = plain_logits(model, program)
-    assert relative_error(logits_of(load_written(tmp_path / "target", form)), expected) < 1e-5
-    assert relative_error(logits_of(surgeon.load(tmp_path / "target")), expected) < 1e-5
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_has_the_plain_form(tmp_path: Path, family: str) -> None:
     """Pruned and shuffled, loaded in the stock class: windows and attention types go with their layers."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,17 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 import surgeon
 from surgeon.checkpoint.remote_code import PROGRAM
 from surgeon.checkpoint.remote_code import modeling_surgeon_program as shipped
 from surgeon.families import FAMILIES
+from surgeon.runtime.text import open_tokenizer
 from surgeon.weights import sliced_features
 from tests.checkpoint.helpers import IDS, load_shipped, logits_of, plain_logits, relative_error, run_export, save_source
-from tests.models import tiny_model
+from tests.models import TEXT, save_checkpoint, tiny_model
 
 TRACKS = "{A0/2:0 F0/2:0 | A0/2:1 F0/2:1} A1/2:0 F1/2:0 [A1/2:1 F1/2:1] A2 F2"
 UNSLICED = "{A0 F0 | F1 A1} >A2 >F2"
@@ -193,3 +195,18 @@ def test_stock_classes_stay_as_they_are() -> None:
     model_running(model, ">A0 F0")
     assert type(model) is LlamaForCausalLM
     assert torch.equal(logits_of(model), expected)
+
+
+@pytest.mark.parametrize("declared", [None, "PreTrainedTokenizerFast"])
+def test_the_tokenizer_opens_in_the_class_it_had(declared: str | None, tmp_path: Path) -> None:
+    """GPT-2's own files name none: it follows from the model type, which the checkpoint's own does not tell."""
+    source = save_checkpoint(tmp_path / "source", "gpt2", 2)
+    path = source / "tokenizer_config.json"
+    path.write_text(json.dumps({"model_max_length": 64} | ({"tokenizer_class": declared} if declared else {})))
+    run_export(source, tmp_path / "target", ">A0 F0")
+    original = AutoTokenizer.from_pretrained(source)
+    copied = AutoTokenizer.from_pretrained(tmp_path / "target", trust_remote_code=False)
+    assert type(copied) is type(original) is type(open_tokenizer(tmp_path / "target"))
+    assert copied.special_tokens_map == original.special_tokens_map
+    assert copied(TEXT).input_ids == original(TEXT).input_ids
+    assert ((tmp_path / "target" / path.name).read_bytes() == path.read_bytes()) is (declared is not None)
