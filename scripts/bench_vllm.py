@@ -126,7 +126,7 @@ def main() -> None:
     if options.new < 2:
         parser.error("--new must be at least 2: the first token comes out of the prompt's pass")
     if subprocess.run([options.vllm_python, "-c", FINDS_PLUGIN], cwd="/", check=False).returncode:
-        sys.exit(f"{options.vllm_python} finds no plugin of surgeon: pip install --no-deps surgeon there")
+        sys.exit(f"{options.vllm_python} finds no plugin of surgeon; pip install --no-deps it there")
     texts: list[str] = []
     record: dict[str, object] = {"command": sys.argv, "versions": versions()}
     with tempfile.TemporaryDirectory() as temporary:

@@ -49,6 +49,8 @@ def reason_against(vllm_config: Any) -> str | None:
         return "it has no quantised weights; leave out --quantization"
     if load_format not in FORMATS:
         return f"it reads safetensors itself, not by --load-format {load_format}; use auto or safetensors"
+    if vllm_config.device_config.device_type != "cpu" and not vllm_config.model_config.enforce_eager:
+        return "its passes cannot be recorded as CUDA graphs yet; add --enforce-eager"
     if parallel.decode_context_parallel_size > 1:
         return "it does not divide a text's cache among ranks; leave out --decode-context-parallel-size"
     return None

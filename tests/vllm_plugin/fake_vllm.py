@@ -133,10 +133,13 @@ def forget(monkeypatch: Any) -> None:
 
 def configuration(folder: Any, **settings: Any) -> SimpleNamespace:
     """As much of vLLM's configuration as the plugin reads."""
-    model = SimpleNamespace(model=str(folder), revision=None, max_model_len=32, dtype=torch.float32)
+    model = SimpleNamespace(
+        model=str(folder), revision=None, max_model_len=32, dtype=torch.float32, enforce_eager=False
+    )
     return SimpleNamespace(
         model_config=model,
         load_config=SimpleNamespace(load_format="auto", download_dir=None),
+        device_config=SimpleNamespace(device_type="cpu"),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1),
         cache_config=SimpleNamespace(sliding_window=None),
         quant_config=None,

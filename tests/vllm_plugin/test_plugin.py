@@ -60,6 +60,7 @@ def test_configurations_are_read_without_the_checkpoint_s_own_code(tmp_path: Pat
     [
         ("load_config", "load_format", "dummy", "not by --load-format dummy; use auto or safetensors"),
         ("parallel_config", "decode_context_parallel_size", 2, "leave out --decode-context-parallel-size"),
+        ("device_config", "device_type", "cuda", "add --enforce-eager"),
         (None, "quant_config", object(), "leave out --quantization"),
     ],
 )
