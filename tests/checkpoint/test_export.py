@@ -255,9 +255,10 @@ def test_the_tokenizer_and_the_licence_come_along_and_code_does_not(tmp_path: Pa
     run_export(source, tmp_path / "target", PRUNED)
     expected = {
         *("config.json", "model.safetensors", "surgeon.json", "generation_config.json", "tokenizer.json"),
-        *("tokenizer_config.json", "LICENSE", "chat_template.jinja", "NOTICE.txt"),
+        *("tokenizer_config.json", "LICENSE", "chat_template.jinja", "NOTICE.txt", "README.md"),
     }
     assert {path.name for path in (tmp_path / "target").iterdir()} == expected
+    assert "not to be copied" not in (tmp_path / "target" / "README.md").read_text()
     assert (tmp_path / "target" / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
 
 
@@ -271,7 +272,9 @@ def test_the_report_says_what_was_done(tmp_path: Path) -> None:
     assert report["source"] == {
         "model": "source",
         "num_layers": 6,
+        "parameters": sum(weight.numel() for weight in weights_of(tmp_path / "source").values()),
         "weights_hash": Checkpoint(tmp_path / "source").weights_hash(),
+        "card": {"metadata": {}, "notes": []},
     }
     assert report["effective_depth"] == 4
     assert report["sync_points_on_two_ranks"] == 8
