@@ -14,6 +14,8 @@ from surgeon.checkpoint.remote_code import FUSED, PROGRAM
 from surgeon.families import Family, family_named, family_of
 from surgeon.model import PROGRAM_KEY, edit
 
+MOST_LABELS = 1_000_000  # of a classifier, which a config.json may speak of
+
 __all__ = ["PROGRAM_KEY", "compute_dtype", "is_fused", "load", "read_config"]
 
 
@@ -70,6 +72,7 @@ def read_config(checkpoint: Checkpoint) -> Any:
     """
     family = _family_in(checkpoint)
     _check_widths(checkpoint)
+    _check_counts(checkpoint)
     try:
         if is_fused(checkpoint):
             config = _stock_config(checkpoint, FUSED.config_class(family.model_type))
@@ -111,12 +114,40 @@ def _stock_config(checkpoint: Checkpoint, config_class: Any) -> Any:
     return config_class.from_dict({key: value for key, value in checkpoint.config.items() if key not in left_out})
 
 
+def _check_counts(checkpoint: Checkpoint) -> None:
+    """Refuse numbers of things that `transformers` would begin to make one by one, whatever the number."""
+    tensors = len(checkpoint.names())
+    counts = [(name, checkpoint.config.get(name), tensors) for name in ("num_hidden_layers", "n_layer", "num_layers")]
+    counts += [("attention_types", count, tensors) for count in _numbers_in(checkpoint.config.get("attention_types"))]
+    counts.append(("num_labels", checkpoint.config.get("num_labels"), MOST_LABELS))
+    for name, count, limit in counts:
+        if isinstance(count, int | float) and count > limit:
+            reason = f"there are {tensors} tensors" if limit == tensors else f"at most {limit} are supported"
+            path = checkpoint.folder / "config.json"
+            raise ValueError(f"{path} is not a valid configuration: {name} has {str(count)[:30]}, but {reason}")
+
+
+def _numbers_in(value: Any) -> list[Any]:
+    """All that is in lists of lists."""
+    found, left = [], [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, list):
+            left += item
+        else:
+            found.append(item)
+    return found
+
+
 def _check_sizes(path: Path, config: Any, family: Family) -> None:
     """Refuse sizes that no model can have."""
     names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
-    sizes: dict[str, int] = {name: getattr(config, name) for name in names}
-    sizes["head_dim"] = getattr(config, "head_dim", None) or 1  # 0 and None both mean hidden size / heads
-    sizes.update({str(unit): count for unit, count in family.units(config).items()})
+    try:
+        sizes: dict[str, int] = {name: getattr(config, name) for name in names}
+        sizes["head_dim"] = getattr(config, "head_dim", None) or 1  # 0 and None both mean hidden size / heads
+        sizes.update({str(unit): count for unit, count in family.units(config).items()})
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{path} is not a valid configuration: {error}") from error
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{path} is not a valid configuration: {name} must be at least 1, not {size}")

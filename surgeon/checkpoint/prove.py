@@ -276,6 +276,13 @@ def _told(checkpoint: Checkpoint, stored: Mapping[str, Stored], advance: Advance
 @_quiet()
 @torch.inference_mode()
 def _logits(model: PreTrainedModel, tokens: Tensor, stored: Mapping[str, on_demand.Stored], used: Any) -> Tensor:
-    with WeightsOnDemand(model, stored, used):
-        logits: Tensor = model(input_ids=tokens, use_cache=False).logits
+    try:
+        with WeightsOnDemand(model, stored, used):
+            logits: Tensor = model(input_ids=tokens, use_cache=False, return_dict=True).logits
+    except (ValueError, OSError, MemoryError):
+        raise
+    except Exception as error:  # config.json may ask for what no class can do
+        raise ValueError(
+            f"the model that config.json describes cannot be run ({type(error).__name__}: {error})"
+        ) from error
     return logits

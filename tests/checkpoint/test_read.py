@@ -1,0 +1,216 @@
+"""Checkpoint folders as they come: damaged, contradictory, or pointing elsewhere. What is wrong is said before work."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from surgeon.checkpoint.export import Original
+from surgeon.checkpoint.header import read_header
+from surgeon.checkpoint.read import Checkpoint, read_json
+from tests.checkpoint.helpers import run_export, save_source, weights_of
+
+PRUNED = "A0 F0 A2 F2"
+INDEX = "model.safetensors.index.json"
+
+
+def entry(dtype: Any = "F32", shape: Any = (2, 3), offsets: Any = (0, 24)) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+
+def write_file(path: Path, header: Any, data: int, length: int | None = None) -> Path:
+    """A file with this header, whatever it says, and so many bytes of data."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + bytes(data))
+    return path
+
+
+def test_a_sound_header(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(2, 3), "b": torch.tensor(7), "c": torch.empty(0, 4).half()}
+    save_file(tensors, tmp_path / "x", {"format": "pt"})
+    found = read_header(tmp_path / "x")
+    assert {name: (stored.dtype, stored.shape) for name, stored in found.items()} == {
+        name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()
+    }
+    stored = found["a"]
+    content = (tmp_path / "x").read_bytes()[stored.begin : stored.end]
+    assert torch.equal(torch.frombuffer(bytearray(content), dtype=torch.float32).view(2, 3), tensors["a"])
+
+
+@pytest.mark.parametrize(
+    ("header", "data", "said"),
+    [
+        (b"", 0, "its header is not valid"),
+        (b"\xff\xfe{}", 0, "its header is not valid"),
+        (b"[" * 100_000, 0, "nested too deeply"),
+        ([1], 0, "no JSON object"),
+        ({"a": 5}, 0, "says nothing about tensor 'a'"),
+        (b'{"a": {}, "a": {}}', 0, "has the key 'a' twice"),
+        ({"a": entry()}, 20, r"describes \d+ bytes, and it has"),
+        ({"a": entry()}, 30, r"describes \d+ bytes, and it has"),
+        ({"a": entry(dtype="F8_E4M3")}, 24, "dtype F8_E4M3, which is not supported"),
+        ({"a": entry(dtype=["F32"])}, 24, "which is not supported"),
+        ({"a": entry(shape=[2, -3])}, 24, "has the shape"),
+        ({"a": entry(shape=[2, 3.0])}, 24, "has the shape"),
+        ({"a": entry(shape=[1] * 9, offsets=[0, 4])}, 4, "has the shape"),
+        ({"a": entry(shape=[0, 10**30], offsets=[0, 0])}, 0, "has the shape"),
+        ({"a": entry(shape=[10**6, 10**6])}, 24, "takes 4000000000000 bytes, but its place has 24"),
+        ({"a": entry(offsets=[24, 0])}, 24, "takes 24 bytes, but its place has -24"),
+        ({"a": entry(offsets=[-24, 0])}, 24, r"lies at \[-24, 0\]"),
+        ({"a": entry(offsets=[True, 24])}, 24, "lies at"),
+        ({"a": entry(offsets=[0])}, 24, "lies at"),
+        ({"a": entry(), "b": entry(offsets=[12, 36])}, 36, "'b' overlaps the one before it"),
+        ({"a": entry(), "b": entry(offsets=[28, 52])}, 52, "'b' has unused bytes before it"),
+    ],
+)
+def test_headers_that_do_not_describe_their_file(tmp_path: Path, header: Any, data: int, said: str) -> None:
+    path = write_file(tmp_path / "x.safetensors", header, data)
+    with pytest.raises(ValueError, match=said):
+        read_header(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"\0\0\0", struct.pack("<Q", 2**63) + b"{}", struct.pack("<Q", 10) + b"{}"])
+def test_files_that_are_cut_off(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "x").write_bytes(content)
+    with pytest.raises(ValueError, match="truncated or not a safetensors file"):
+        read_header(tmp_path / "x")
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for path in (tmp_path / "pipe", tmp_path / "folder", Path("/dev/zero")):
+        with pytest.raises(ValueError, match="not a regular file"):
+            read_header(path)
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '{"a": 1, "a": 2}', '{"a": ' * 100_000, "\udcff"])
+def test_json_that_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "x.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ValueError, match="not valid JSON|should hold a JSON object"):
+        read_json(tmp_path / "x.json")
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    """A checkpoint of several shards."""
+    save_source(tmp_path / "sharded", num_layers=3, shards="40KB")
+    return tmp_path / "sharded"
+
+
+@pytest.fixture
+def index(sharded: Path) -> Callable[..., Path]:
+    """Changes the index: a function of its weight map, or another index altogether."""
+
+    def change(edit: Callable[[dict[str, Any]], Any]) -> Path:
+        path = sharded / INDEX
+        stored = json.loads(path.read_text())
+        stored["weight_map"] = edit(stored["weight_map"])
+        path.write_text(json.dumps(stored))
+        return sharded
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "file", ["../x.safetensors", "/etc/passwd", "a/b.safetensors", "../..", 5, None, ["a"], "x\0y.safetensors"]
+)
+def test_an_index_names_files_of_its_folder_only(index: Callable[..., Path], file: Any) -> None:
+    with pytest.raises(ValueError, match="outside the folder"):
+        Checkpoint(index(lambda names: names | {"model.norm.weight": file}))
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (lambda _: None, "no weight_map"),
+        (lambda _: [], "no weight_map"),
+        (lambda _: {}, "no weight_map"),
+        (lambda names: names | {"model.norm.weight": "config.json"}, r"only \*.safetensors files are read"),
+        (lambda names: names | {"model.norm.weight": ""}, r"only \*.safetensors files are read"),
+        (lambda names: names | {"more": names["model.norm.weight"]}, "tensor 'more' is not in model-"),
+        (lambda names: names | {"model.norm.weight": "none.safetensors"}, "none.safetensors is missing"),
+    ],
+)
+def test_an_index_that_does_not_fit(index: Callable[..., Path], edit: Any, said: str) -> None:
+    with pytest.raises((ValueError, FileNotFoundError), match=said):
+        Checkpoint(index(edit))
+
+
+def test_a_tensor_that_the_index_forgets_is_there(index: Callable[..., Path], tmp_path: Path) -> None:
+    folder = index(lambda names: {name: file for name, file in names.items() if name != "model.norm.weight"})
+    assert "model.norm.weight" in Checkpoint(folder)  # transformers loads it, too
+    run_export(folder, tmp_path / "target", PRUNED)
+
+
+def test_a_tensor_in_two_files_is_refused(sharded: Path) -> None:
+    first, second, *_ = sorted(sharded.glob("*.safetensors"))
+    held = weights_of(sharded)
+    own = {name: held[name] for name in read_header(second)}
+    double = next(iter(read_header(first)))
+    save_file(own | {double: held[double]}, second)
+    with pytest.raises(ValueError, match=f"'{double}' is in {first.name} and in {second.name}"):
+        Checkpoint(sharded)
+
+
+def test_links_lead_into_the_folder_or_into_the_hub_cache(sharded: Path, tmp_path: Path) -> None:
+    cached = tmp_path / "models--a--b" / "snapshots" / "abc"
+    blobs = tmp_path / "models--a--b" / "blobs"
+    cached.mkdir(parents=True)
+    blobs.mkdir()
+    for number, path in enumerate(sorted(sharded.iterdir())):
+        path.rename(blobs / f"{number:064x}")
+        (cached / path.name).symlink_to(f"../../blobs/{number:064x}")
+    (blobs / "tokenizer").write_text("{}")
+    (cached / "tokenizer.json").symlink_to("../../blobs/tokenizer")
+    run_export(cached, tmp_path / "target", PRUNED)
+    assert not any(path.is_symlink() for path in (tmp_path / "target").iterdir())
+
+    (tmp_path / "secret.json").write_text("{}")
+    for name in ("tokenizer.json", INDEX, "config.json", min(cached.glob("*.safetensors")).name):
+        before = (cached / name).readlink()
+        (cached / name).unlink()
+        (cached / name).symlink_to(tmp_path / "secret.json")
+        with pytest.raises(ValueError, match=r"is a symbolic link out of the folder, to .*secret.json"):
+            run_export(cached, tmp_path / "other", PRUNED)
+        (cached / name).unlink()
+        (cached / name).symlink_to(before)
+    assert not (tmp_path / "other").exists()
+
+
+def test_shapes_are_compared_with_the_config_before_any_work(sharded: Path) -> None:
+    config = json.loads((sharded / "config.json").read_text())
+    (sharded / "config.json").write_text(json.dumps(config | {"intermediate_size": 40}))
+    with pytest.raises(ValueError, match=r"mlp.\w+_proj.weight has the shape .* but config.json asks for \(40, 32\)"):
+        Original.open(sharded)
+
+
+def test_every_tensor_keeps_its_own_dtype(tmp_path: Path) -> None:
+    save_source(tmp_path / "source", num_layers=3)
+    dtypes = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+    mixed = {name: t.to(dtypes[i % 4]) for i, (name, t) in enumerate(weights_of(tmp_path / "source").items())}
+    save_file(mixed, tmp_path / "source" / "model.safetensors")
+    proof = run_export(tmp_path / "source", tmp_path / "target", "A0 F0 A1 F1")
+    assert proof.written < 1e-6
+    written = weights_of(tmp_path / "target")
+    assert all(
+        torch.equal(tensor, mixed[name]) and tensor.dtype == mixed[name].dtype for name, tensor in written.items()
+    )
+    proof = run_export(tmp_path / "source", tmp_path / "fused", "A0 F0 [A1 A2] [F1 F2]")
+    assert proof.exact < 1e-5
+
+
+def test_a_file_that_shrinks_while_it_is_read(sharded: Path) -> None:
+    checkpoint = Checkpoint(sharded)
+    path = checkpoint.files["lm_head.weight"]
+    os.truncate(path, 100)
+    with pytest.raises(OSError, match="became shorter while it was read"):
+        list(checkpoint.blocks("lm_head.weight"))
