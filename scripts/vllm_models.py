@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the tests' tiny models
 
 from surgeon.checkpoint.export import Original, plan_export, write_export
-from surgeon.families import FAMILIES
-from surgeon.operations import ladder, pair, prune
+from surgeon.families import FAMILIES, Family
+from surgeon.operations import ladder, pair, parallel, prune, tracks
 from surgeon.program import Program
 from tests.models import tiny_model
 
@@ -38,7 +38,7 @@ class Case:
 
     Attributes:
         model: what it was made of.
-        form: "dense" for the model itself, or the form of the edited checkpoint.
+        form: "dense" for the model itself, the form of the edited checkpoint, or what the program form holds.
         plugin: whether it needs surgeon's plugin; without it, vLLM runs where there is no surgeon.
     """
 
@@ -55,7 +55,7 @@ def random_source(folder: Path, model_type: str) -> Path:
 
 
 def cases_of(name: str, source: Path, folder: Path, with_plugin: bool) -> Iterator[Case]:
-    """Write a model's checkpoints into a folder: pruned, fused and, for the plugin, with a ladder.
+    """Write a model's checkpoints into a folder: pruned, fused where it can be and, for the plugin, several programs.
 
     Raises:
         ValueError: if one of them cannot be exported.
@@ -63,13 +63,30 @@ def cases_of(name: str, source: Path, folder: Path, with_plugin: bool) -> Iterat
     original = Original.open(source)
     layers = int(original.config.num_hidden_layers)
     dense = Program.dense(layers, original.family.steps_per_layer)
-    programs = {"plain": prune(dense, range(layers // 2, layers // 2 + 1)), "fused": pair(dense, range(1, layers - 1))}
-    if with_plugin:
-        programs["program"] = ladder(dense, range(layers // 2, layers))
+    programs = {"plain": prune(dense, range(layers // 2, layers // 2 + 1))}
+    if original.family.attention.post_norm is None:
+        programs["fused"] = pair(dense, range(1, layers - 1))
     yield Case(name, "dense", source)
     for form, program in programs.items():
         write_export(plan_export(original, program, form), folder / form)
-        yield Case(name, form, folder / form, plugin=form == "program")
+        yield Case(name, form, folder / form)
+    for form, program in plugin_programs(dense, layers, original.family).items() if with_plugin else ():
+        write_export(plan_export(original, program, "program"), folder / form)
+        yield Case(name, form, folder / form, plugin=True)
+
+
+def plugin_programs(dense: Program, layers: int, family: Family) -> dict[str, Program]:
+    """What cannot be fused: late steps, and branches that ranks run apart, also with other numbers of attentions."""
+    inner = range(1, layers - 1)
+    found = {
+        "ladder": ladder(dense, range(1, layers)),
+        "ladder+LP": ladder(pair(dense, inner), range(1, layers)),
+        "fork": parallel(dense, inner),
+        "uneven": Program.parse("{A0 F0 A1 | F1 F0} A0 F1"),
+    }
+    if family.attention.post_norm is None:
+        found["tracks"] = tracks(dense, inner, count=2, depth=2)
+    return found
 
 
 def with_wide_heads(source: Path, target: Path) -> Path:
