@@ -73,10 +73,10 @@ def _vllm(form: str, name: str, has_tokenizer: bool) -> Iterator[str]:
     command = f"vllm serve {name} --tensor-parallel-size {RANKS}"
     if form == "program":
         yield paragraph(
-            "With surgeon installed beside vLLM, which finds surgeon's plugin by itself and then knows this model; the "
-            "modeling file in this folder is not used:"
+            "With surgeon installed beside vLLM (from a clone or a wheel), which finds surgeon's plugin by itself and "
+            "then knows this model; the modeling file in this folder is not used:"
         )
-        command = f"pip install surgeon\n{command}"
+        command = f"pip install --no-deps PATH_OF_SURGEON\n{command} --enforce-eager"
     elif form == "fused":
         yield paragraph("Unmodified vLLM, without surgeon, by the modeling file in this folder:")
         command += " --trust-remote-code"

@@ -29,58 +29,55 @@ class Hunk:
 
 @dataclass(frozen=True)
 class _Place:
-    """Nodes a_first..a_end-1 of one program where the other has b_first..b_end-1, and their layers."""
+    """Nodes `a` of one program where the other has nodes `b`; each begins at a place of its own program."""
 
-    a_first: int
-    a_end: int
-    b_first: int
-    b_end: int
-    first: int
-    last: int
+    a: range
+    b: range
+    layers: range
 
-    def joined(self, other: _Place) -> _Place:
-        """With a later place, and all between them."""
-        layers = min(self.first, other.first), max(self.last, other.last)
-        return _Place(self.a_first, other.a_end, self.b_first, other.b_end, *layers)
+    @classmethod
+    def of(cls, first: Program, second: Program, a: range, b: range) -> _Place:
+        """With the layers that these nodes are about."""
+        nodes = (*first.nodes[a.start : a.stop], *second.nodes[b.start : b.stop])
+        layers = {layer for step in steps_of(nodes) for one in step.sublayers for layer in one.layers}
+        return cls(a, b, range(min(layers), max(layers) + 1))
 
 
 def hunks(a: Program, b: Program, steps_per_layer: int = 2) -> list[Hunk]:
     """Where two programs over the same layers differ; places that are about the same layers are one."""
     return [
         Hunk(
-            place.first,
-            place.last,
-            _text(a.nodes[place.a_first : place.a_end], place, steps_per_layer),
-            _text(b.nodes[place.b_first : place.b_end], place, steps_per_layer),
+            place.layers.start,
+            place.layers.stop - 1,
+            _text(a.nodes[place.a.start : place.a.stop], place.layers, steps_per_layer),
+            _text(b.nodes[place.b.start : place.b.stop], place.layers, steps_per_layer),
         )
-        for place in _apart(_places(a.nodes, b.nodes))
+        for place in _apart(a, b, _places(a, b))
     ]
 
 
-def _places(a: Sequence[Node], b: Sequence[Node]) -> list[_Place]:
-    found = []
-    for tag, a_first, a_end, b_first, b_end in SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
-        if tag != "equal":
-            layers = _layers((*a[a_first:a_end], *b[b_first:b_end]))
-            found.append(_Place(a_first, a_end, b_first, b_end, min(layers), max(layers)))
-    return found
+def _places(a: Program, b: Program) -> list[_Place]:
+    codes = SequenceMatcher(None, a.nodes, b.nodes, autojunk=False).get_opcodes()
+    return [
+        _Place.of(a, b, range(a_first, a_end), range(b_first, b_end))
+        for tag, a_first, a_end, b_first, b_end in codes
+        if tag != "equal"
+    ]
 
 
-def _apart(places: list[_Place]) -> list[_Place]:
-    """Join places until no two are about the same layers; something moved over others takes these in."""
+def _apart(a: Program, b: Program, places: list[_Place]) -> list[_Place]:
+    """Join places, with all between them, until each is behind the one before it: what was moved takes in the rest."""
     while True:
-        at = next((k for k, (p, q) in enumerate(pairwise(places)) if p.last >= q.first), None)
+        at = next((k for k, (p, q) in enumerate(pairwise(places)) if p.layers.stop > q.layers.start), None)
         if at is None:
             return places
-        places = [*places[:at], places[at].joined(places[at + 1]), *places[at + 2 :]]
+        first, second = places[at : at + 2]
+        joined = _Place.of(a, b, range(first.a.start, second.a.stop), range(first.b.start, second.b.stop))
+        places = [*places[:at], joined, *places[at + 2 :]]
 
 
-def _layers(nodes: Sequence[Node]) -> set[int]:
-    return {layer for step in steps_of(tuple(nodes)) for one in step.sublayers for layer in one.layers}
-
-
-def _text(nodes: Sequence[Node], place: _Place, steps_per_layer: int) -> str:
+def _text(nodes: Sequence[Node], layers: range, steps_per_layer: int) -> str:
     if not nodes:
         return LEFT_OUT
-    unedited = Program.dense(place.last + 1, steps_per_layer).nodes[place.first * steps_per_layer :]
+    unedited = Program.dense(layers.stop, steps_per_layer).nodes[layers.start * steps_per_layer :]
     return UNEDITED if tuple(nodes) == unedited else " ".join(map(str, nodes))

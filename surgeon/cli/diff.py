@@ -21,14 +21,12 @@ _LONGEST_VALUE = 40  # characters of a value of config.json
 _NO_BREAK = "\N{NO-BREAK SPACE}"
 _NAMED = 12  # tensors that a line names
 
-_Argument = typer.Argument(
-    metavar="DIR|RECIPE", help="A checkpoint folder, a hub name, demo, or a recipe (YAML).", show_default=False
-)
+_WHAT = "A checkpoint folder, a hub name, demo, or a recipe (YAML)."
 
 
 def diff(
-    a: Annotated[str, _Argument],
-    b: Annotated[str, _Argument],
+    a: Annotated[str, typer.Argument(metavar="A", help=_WHAT, show_default=False)],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another one.", show_default=False)],
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
 ) -> None:
     """Say in what two checkpoints or recipes differ: "A | B", line by line.

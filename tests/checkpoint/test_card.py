@@ -72,7 +72,7 @@ def test_what_it_says_of_each_form(form: str, exported: dict[str, Path]) -> None
     words = " ".join(text.split())
     assert "Its `LICENSE` lies in this folder." in words
     assert "`other` ([my terms](<LICENSE>))" in words
-    assert ("--trust-remote-code" in text, "pip install surgeon" in text) == (form == "fused", form == "program")
+    assert ("--trust-remote-code" in text, "--enforce-eager" in text) == (form == "fused", form == "program")
     assert ("trust_remote_code=True" in text) == (form != "plain")
     assert (f"`modeling_surgeon_{form}.py`" in words) == (form != "plain")
     assert ("`LlamaForCausalLM`" in text) == (form == "plain")
