@@ -7,7 +7,7 @@ order and on the inputs that the program says. Parameters keep their names, so t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -19,7 +19,7 @@ from transformers.utils.output_capturing import install_output_capuring_hook
 from surgeon.execute import Branch, Machine, Pending, State, advance, land
 from surgeon.families import Family, SublayerSpec, family_of
 from surgeon.program import ATTENTION, Fork, Program, Step, Sublayer
-from surgeon.weights import Tensors, derive_sublayer, module_tensors
+from surgeon.weights import derive_sublayer, module_tensors
 
 PROGRAM_KEY = "surgeon_program"  # in config.json of a checkpoint that runs an edited program
 PROGRAM_PREFIX = "surgeon_"  # before its model type, so that no stock class takes it and ignores the program
@@ -210,7 +210,7 @@ class EditedLayers(nn.Module):
         parts = (self.tensors(layer, self.family.spec(sublayer.kind)) for layer in sublayer.layers)
         return derive_sublayer(sublayer, self.layer(sublayer.layers[0]), parts, self.family, self.config)
 
-    def tensors(self, layer: int, spec: SublayerSpec) -> Tensors:
+    def tensors(self, layer: int, spec: SublayerSpec) -> Mapping[str, Tensor]:
         """A copy of one sublayer's tensors, by path from the layer."""
         return module_tensors(self.layer(layer), spec)
 

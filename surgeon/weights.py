@@ -7,7 +7,7 @@ checkpoint and a tensor-parallel rank get the same numbers.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -21,10 +21,11 @@ from surgeon.program import Sublayer
 Tensors = dict[str, Tensor]
 
 
-def average(parts: Iterable[Tensors]) -> Tensors:
+def average(parts: Iterable[Mapping[str, Tensor]]) -> Tensors:
     """The plain mean of several sublayers' tensors, summed in float32 and kept in their own dtype.
 
-    Parts are taken one at a time, so that a generator never has to hold more than one of them.
+    Parts are taken one at a time, and their tensors one at a time, so that a generator of mappings that read them
+    never has to hold more than one of them beside the sums.
     """
     sums: Tensors = {}
     dtypes: dict[str, torch.dtype] = {}
@@ -36,7 +37,7 @@ def average(parts: Iterable[Tensors]) -> Tensors:
         else:
             for name, tensor in part.items():
                 sums[name] = sums[name].float() + tensor.float()
-    return sums if count == 1 else {name: (total / count).to(dtypes[name]) for name, total in sums.items()}
+    return sums if count == 1 else {name: total.div_(count).to(dtypes[name]) for name, total in sums.items()}
 
 
 def slice_bounds(size: int, piece: tuple[int, int], what: str) -> tuple[int, int]:
@@ -140,7 +141,7 @@ def require_sliceable(spec: SublayerSpec, family: Family) -> None:
 
 
 def derive_sublayer(
-    sublayer: Sublayer, owner: nn.Module, parts: Iterable[Tensors], family: Family, config: Any
+    sublayer: Sublayer, owner: nn.Module, parts: Iterable[Mapping[str, Tensor]], family: Family, config: Any
 ) -> nn.Module:
     """A module with the same inner paths as a layer that holds one averaged or sliced sublayer.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from surgeon.execute import State, advance, fork_output, land
 from surgeon.families import SublayerSpec, family_of
 from surgeon.model import EditedLayers, ModelMachine, decoder_inputs, decoder_layers
 from surgeon.program import Fork, Program, Sublayer
-from surgeon.weights import Tensors
 
 
 class PlanMachine(ModelMachine):
@@ -56,7 +55,7 @@ class _OnDemand(EditedLayers):
             return self.derive(sublayer)
         return super().owner(sublayer) if self.streamed is None else self._read(sublayer, self.streamed)
 
-    def tensors(self, layer: int, spec: SublayerSpec) -> Tensors:
+    def tensors(self, layer: int, spec: SublayerSpec) -> Mapping[str, Tensor]:
         return super().tensors(layer, spec) if self.streamed is None else self.streamed.tensors(layer, spec)
 
     def _read(self, sublayer: Sublayer, streamed: StreamedLayers) -> nn.Module:

@@ -133,7 +133,7 @@ class TensorPlanner:
     def _part(self, sublayer: Sublayer, path: str, read: Read) -> Tensor:
         """One tensor of one sublayer: read, averaged over its layers, sliced."""
         tensors = [read(f"{self.prefix}{layer}.{path}") for layer in sublayer.layers]
-        tensor = tensors[0] if len(tensors) == 1 else average([{path: tensor.float()} for tensor in tensors])[path]
+        tensor = tensors[0] if len(tensors) == 1 else average({path: tensor.float()} for tensor in tensors)[path]
         projection = _projection(self.family.spec(sublayer.kind), path)
         if sublayer.piece is None or projection is None:
             return tensor

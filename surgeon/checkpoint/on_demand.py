@@ -47,8 +47,9 @@ class WeightsOnDemand(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.used = used
+        self.parameters = _parameters(model)  # kept, so that nothing else can get the id of one of them
         self.stored = {
-            id(parameter): (name, stored[name]) for name, parameter in _parameters(model).items() if name in stored
+            id(parameter): (name, stored[name]) for name, parameter in self.parameters.items() if name in stored
         }
 
     def __torch_function__(
