@@ -82,7 +82,9 @@ def fused_config(family: Family, config: Any, layout: Layout, shapes: dict[str, 
         "residual_dropout": getattr(config, dropout) if dropout else 0.0,
         "embedding_dropout": getattr(config, EMBEDDING_DROPOUT.get(model_type, ""), 0.0),
     }
-    widths = {str(k): _widths(layer, units) for k, layer in enumerate(layout.layers) if not layer.has_stock_width}
+    widths = {
+        str(k): _widths(layer, family, units) for k, layer in enumerate(layout.layers) if not layer.has_stock_width
+    }
     return entries | ({WIDTHS_KEY: widths, GLOBAL_WIDTHS_KEY: True} if widths else {})
 
 
@@ -91,13 +93,13 @@ def groups_of(sublayers: tuple[Sublayer, ...], kv_heads: int) -> list[int]:
     return [kv_heads // (1 if sublayer.piece is None else sublayer.piece[1]) for sublayer in sublayers]
 
 
-def _widths(layer: StoredLayer, units: dict[Unit, int]) -> dict[str, int]:
+def _widths(layer: StoredLayer, family: Family, units: dict[Unit, int]) -> dict[str, int]:
     groups, per_group = groups_of(layer.attention, units["kv_heads"]), units["heads"] // units["kv_heads"]
-    return {
+    turns = {"head_norm_turns": sum(groups) // math.gcd(*groups)} if family.attention.head_norms else {}
+    return turns | {
         "num_attention_heads": sum(groups) * per_group,
         "num_key_value_heads": sum(groups),
         "intermediate_size": sum(groups_of(layer.feed_forward, units["neurons"])),
-        "head_norm_turns": sum(groups) // math.gcd(*groups),
     }
 
 

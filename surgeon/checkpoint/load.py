@@ -145,7 +145,8 @@ def _check_sizes(path: Path, config: Any, family: Family) -> None:
     try:
         sizes: dict[str, int] = {name: getattr(config, name) for name in names}
         sizes["head_dim"] = getattr(config, "head_dim", None) or 1  # 0 and None both mean hidden size / heads
-        sizes.update({str(unit): count for unit, count in family.units(config).items()})
+        for layer in config.per_layer_config if config.is_heterogeneous else [config]:
+            sizes.update({str(unit): min(count, sizes.get(unit, count)) for unit, count in family.units(layer).items()})
     except (AttributeError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{path} is not a valid configuration: {error}") from error
     for name, size in sizes.items():

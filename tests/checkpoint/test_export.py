@@ -195,7 +195,7 @@ def test_the_fused_config_is_what_vllm_reads(tmp_path: Path) -> None:
     run_export(tmp_path / "source", tmp_path / "target", TRIPLET)
     config = json.loads((tmp_path / "target" / "config.json").read_text())
     assert config["per_layer_config"] == {
-        "1": {"num_attention_heads": 12, "num_key_value_heads": 6, "intermediate_size": 96, "head_norm_turns": 3}
+        "1": {"num_attention_heads": 12, "num_key_value_heads": 6, "intermediate_size": 96}
     }
     assert config["num_hidden_layers"] == 3
     assert config["head_dim"] == 8

@@ -13,6 +13,8 @@ import surgeon
 from surgeon.model import program_of
 from tests.checkpoint.helpers import logits_of, run_export, save_source
 
+GLOBAL = {"allow_global_per_layer_attribute_access": True}
+
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -76,6 +78,8 @@ def test_a_fused_checkpoint_can_be_edited_further(source: Path, tmp_path: Path) 
             "needs allow_global_per_layer_attribute_access: true",
         ),
         ({"model_type": "surgeon_fused", "layer_types": ["full_attention"]}, "describes no model that can be built"),
+        ({"model_type": "surgeon_fused", "norm": "batch"}, "describes no model that can be built"),
+        (GLOBAL | {"model_type": "surgeon_fused", "per_layer_config": {"1": {"num_key_value_heads": -2}}}, "not -2"),
         ({"surgeon_program": "A9 F9"}, "A9 is out of range"),
         ({"surgeon_program": "what?"}, "cannot read 'what"),
     ],

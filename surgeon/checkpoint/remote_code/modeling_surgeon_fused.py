@@ -21,6 +21,7 @@ from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding, apply_ro
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+NORMS: Any = {"rms": LlamaRMSNorm, "layer": nn.LayerNorm}
 MASKS: Any = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
 
 
@@ -48,7 +49,7 @@ class SurgeonFusedConfig(PreTrainedConfig):
     head_dim: int = 128
     intermediate_size: int = 11008
     max_position_embeddings: int = 2048
-    norm: str = "rms"  # or "layer"
+    norm: str = "rms"  # of NORMS
     norm_eps: float = 1e-6
     parallel_residual: bool = False  # attention and feed-forward read the same stream
     # Attention.
@@ -83,8 +84,7 @@ class SurgeonFusedConfig(PreTrainedConfig):
 
 def make_norm(config: Any) -> nn.Module:
     """The norm that the stream goes through before a sublayer."""
-    made = nn.LayerNorm if config.norm == "layer" else LlamaRMSNorm
-    return made(config.hidden_size, eps=config.norm_eps)
+    return NORMS[config.norm](config.hidden_size, eps=config.norm_eps)
 
 
 class HeadNorm(nn.Module):
