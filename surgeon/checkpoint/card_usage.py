@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from shlex import quote
 
 from surgeon.checkpoint.card_text import code, paragraph
 from surgeon.checkpoint.describe import Description
@@ -37,11 +38,11 @@ def usage(found: Description, folder: Path, name: str) -> Iterator[str]:
     yield "### surgeon\n"
     if has_tokenizer:
         yield paragraph("On one or several ranks; no code that lies in the folder is run:")
-        prompt = f'surgeon generate {name} --tp {RANKS} --prompt "{PROMPT}"'
-        yield code(f"{prompt}\nsurgeon serve {name} --tp {RANKS}", "bash")
+        prompt = f'surgeon generate {quote(name)} --tp {RANKS} --prompt "{PROMPT}"'
+        yield code(f"{prompt}\nsurgeon serve {quote(name)} --tp {RANKS}", "bash")
     else:
         yield paragraph("As a model of transformers; no code that lies in the folder is run:")
-        yield code(f'import surgeon\n\nmodel = surgeon.load("{name}")', "python")
+        yield code(f"import surgeon\n\nmodel = surgeon.load({json.dumps(name)})", "python")
 
 
 def _transformers(form: str, folder: Path, name: str, has_tokenizer: bool) -> Iterator[str]:
@@ -54,7 +55,7 @@ def _transformers(form: str, folder: Path, name: str, has_tokenizer: bool) -> It
             f"`trust_remote_code=True` is needed because {_WHY_CODE[form]}: `{shipped.file.name}` in this folder "
             "builds the model. The file needs torch and transformers and nothing else; read it before you trust it."
         )
-    options = f'"{name}"' + (", trust_remote_code=True" if shipped is not None else "")
+    options = json.dumps(name) + (", trust_remote_code=True" if shipped is not None else "")
     model = f"model = AutoModelForCausalLM.from_pretrained({options})"
     if not has_tokenizer:
         yield code(f"from transformers import AutoModelForCausalLM\n\n{model}", "python")
@@ -70,7 +71,7 @@ def _transformers(form: str, folder: Path, name: str, has_tokenizer: bool) -> It
 
 
 def _vllm(form: str, name: str, has_tokenizer: bool) -> Iterator[str]:
-    command = f"vllm serve {name} --tensor-parallel-size {RANKS}"
+    command = f"vllm serve {quote(name)} --tensor-parallel-size {RANKS}"
     if form == "program":
         yield paragraph(
             "With surgeon installed beside vLLM (from a clone or a wheel), which finds surgeon's plugin by itself and "

@@ -85,6 +85,8 @@ def facts(found: Description) -> Iterator[tuple[str, str]]:
     if found.recipe is not None:
         for operation in found.recipe.operations:
             yield "operation", operation.to_yaml()
+        if found.recipe.weights is not None:
+            yield "weights", found.recipe.weights
     yield "program", outline_text(program, found.num_layers, steps)
     if found.report is not None and isinstance(proof := found.report.get("proof"), dict):
         yield "proof", _proof(proof)

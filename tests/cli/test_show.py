@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from surgeon.checkpoint.read import Checkpoint
 from tests.cli.conftest import Run
 
 OPERATIONS = {
@@ -36,13 +37,16 @@ def test_a_recipe_and_the_checkpoint_made_of_it(
     form: str, surgeon_says: Run, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     recipe = tmp_path / "edit.yaml"
-    recipe.write_text(f"surgeon: 1\nmodel: {tiny_checkpoint}\noperations:\n  {OPERATIONS[form]}\n")
+    weights = Checkpoint(tiny_checkpoint).weights_hash()
+    bound = f"weights: sha256:{weights}\n"
+    recipe.write_text(f"surgeon: 1\nmodel: {tiny_checkpoint}\n{bound}operations:\n  {OPERATIONS[form]}\n")
     code, out, err = surgeon_says("show", recipe, "-o", tmp_path / "edit.png")
     assert (code, err) == (0, "")
     said = facts(out)
     assert said["name"].startswith("edit.yaml, a recipe for ")
     assert said["program"] == PROGRAMS[form]
     assert said["operation"] == OPERATIONS[form].removeprefix("- ").replace("'", '"')
+    assert said["weights"] == weights
     assert (tmp_path / "edit.png").read_bytes().startswith(b"\x89PNG")
 
     assert surgeon_says("export", recipe, "-o", tmp_path / "edited")[0] == 0
