@@ -106,10 +106,10 @@ def _model(found: Description) -> str:
 
 
 def _proof(proof: dict[str, Any]) -> str:
-    return (
-        f"on {proof['tokens']} random tokens its logits differ from the program's by {proof['exact']:.1g} of their "
-        f"scale, {proof['written']:.1g} as stored in {proof['dtype']}"
-    )
+    tokens, exact = proof["tokens"], proof["exact"]
+    text = f"on {tokens} random tokens its logits differ from the program's by {exact:.1g} of their scale"
+    rounded = proof["dtype"] != "float32"  # float32 stands for all that was not rounded
+    return text + (f", {proof['written']:.1g} as stored in {proof['dtype']}" if rounded else "")
 
 
 def what_it_is(found: Description) -> str:
