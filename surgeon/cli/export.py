@@ -59,9 +59,9 @@ def export(
     steps = read_recipe(recipe)
     check_target(output, overwrite)
     original = Original.open(model or steps.model)
-    plan = plan_export(original, original.program_of(steps), form, dtype)
     if steps.weights is not None:
         steps = _bound(steps, original, chosen=model is not None)
+    plan = plan_export(original, original.program_of(steps), form, dtype)
     measured = read_measured(results, plan.identity(output.absolute().name)) if results else None
     print(f"{plan.layout.form} form: {plan.layout.reason}.", file=sys.stderr)
     with progress(f"writing and proving {output}", plan.passes * plan.weight_bytes, "bytes") as advance:
