@@ -184,6 +184,7 @@ class EditedLayers(nn.Module):
             self.add_module(str(index), layer)
         self.original = [layers]  # in a list, so that it is not registered a second time
         self.config = config
+        self.layer_configs = list(config.per_layer_config)  # layers of the fused form differ in width
         self.family = family
         self.program = program
         self.stream_tap = StreamTap()
@@ -206,9 +207,16 @@ class EditedLayers(nn.Module):
         return len(sublayer.layers) > 1 or sublayer.piece is not None
 
     def derive(self, sublayer: Sublayer) -> nn.Module:
-        """A module with the averaged or sliced weights of this sublayer."""
+        """A module with the averaged or sliced weights of this sublayer.
+
+        Raises:
+            ValueError: if the layers that it averages differ in width.
+        """
+        config, *others = (self.layer_configs[layer] for layer in sublayer.layers)
+        if any(self.family.units(other) != self.family.units(config) for other in others):
+            raise ValueError(f"{sublayer} cannot be averaged: its layers differ in width")
         parts = (self.tensors(layer, self.family.spec(sublayer.kind)) for layer in sublayer.layers)
-        return derive_sublayer(sublayer, self.layer(sublayer.layers[0]), parts, self.family, self.config)
+        return derive_sublayer(sublayer, self.layer(sublayer.layers[0]), parts, self.family, config)
 
     def tensors(self, layer: int, spec: SublayerSpec) -> Mapping[str, Tensor]:
         """A copy of one sublayer's tensors, by path from the layer."""

@@ -55,6 +55,11 @@ def test_a_fused_checkpoint_can_be_edited_further(source: Path, tmp_path: Path) 
     model = surgeon.edit(surgeon.load(tmp_path / "target"), "A0 F0 >A1 >F1")
     expected = surgeon.edit(surgeon.load(source), "A0 F0 >[A1 A2] >[F1 F2]")
     torch.testing.assert_close(logits_of(model), logits_of(expected), rtol=1e-4, atol=1e-5)
+    whole = logits_of(surgeon.load(tmp_path / "target"))
+    sliced = surgeon.edit(model, "A0 F0 [A1/2:1 A1/2:0] [F1/4:3 F1/4:0 F1/4:1 F1/4:2] A2 F2")
+    torch.testing.assert_close(logits_of(sliced), whole, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="A0~A1 cannot be averaged: its layers differ in width"):
+        surgeon.edit(model, "A0~A1 F0")
 
 
 @pytest.mark.parametrize(
