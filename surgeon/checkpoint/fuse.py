@@ -12,7 +12,7 @@ where heads do not lie one layer after the other but take turns, one KV group of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,7 +29,9 @@ from surgeon.program import ATTENTION, FEED_FORWARD, Sublayer
 from surgeon.weights import average, slice_projection, unit_features
 
 Read = Callable[[str], Tensor]
-Compute = Callable[[Read], Tensor]
+# A tensor, or its rows in order, some at a time: what is computed of large tensors is never held as a whole.
+Computed = Tensor | Iterator[Tensor]
+Compute = Callable[[Read], Computed]
 ROWS = 256  # that are computed at a time: they stay in the processor's cache
 BUFFERS = ("bias", "masked_bias", "inv_freq")  # of modules without weights: causal masks, angles
 IGNORED = "rotary_emb.inv_freq"  # a buffer that early Llama checkpoints store; it follows from the config
@@ -42,7 +44,7 @@ class PlannedTensor:
     Attributes:
         dtype: to be stored in.
         rounded: whether storing it may lose digits, because it is computed, or stored more coarsely than it was.
-        build: computes its value, in float32 if it is rounded afterwards.
+        rows: computes its value, in float32 if it is rounded afterwards: all rows in order, some at a time.
         copy_of: the stored tensor that it is a copy of, byte for byte, if it is one.
     """
 
@@ -50,8 +52,12 @@ class PlannedTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     rounded: bool
-    build: Callable[[], Tensor]
+    rows: Callable[[], Iterator[Tensor]]
     copy_of: Stored | None = None
+
+    def build(self) -> Tensor:
+        """Its whole value."""
+        return _joined(list(self.rows()))
 
     @property
     def num_bytes(self) -> int:
@@ -99,17 +105,17 @@ class TensorPlanner:
             read[source] = torch.empty(self.source.shape(source), dtype=self.source.dtype(source), device="meta")
             return read[source]
 
-        outline = compute(read_shape)
+        outline = list(_rows(compute(read_shape)))
         first = next(iter(read))
         original = self.source.dtype(first)
         dtype = self.dtype if self.dtype is not None and original.is_floating_point else original
         return PlannedTensor(
             name,
-            tuple(outline.shape),
+            tuple(_joined(outline).shape),
             dtype,
-            rounded=torch.promote_types(outline.dtype, dtype) != dtype,
-            build=lambda: compute(self.source.tensor),
-            copy_of=Stored(self.source, first) if outline is read[first] and dtype == original else None,
+            rounded=torch.promote_types(outline[0].dtype, dtype) != dtype,
+            rows=lambda: _rows(compute(self.source.tensor)),
+            copy_of=Stored(self.source, first) if outline[0] is read[first] and dtype == original else None,
         )
 
     def _paths(self, sublayer: Sublayer) -> list[str]:
@@ -223,27 +229,29 @@ class FusedPlanner(TensorPlanner):
                 tensors[f"{path}.bias"] = partial(self._bias, sublayers, projection)
         return tensors
 
-    def _weight(self, sublayers: tuple[Sublayer, ...], projection: Projection, read: Read) -> Tensor:
+    def _weight(self, sublayers: tuple[Sublayer, ...], projection: Projection, read: Read) -> Computed:
         """(out_features, in_features) of all sublayers; float32 if there are several."""
         matrices = [self._matrix(sublayer, projection, read) for sublayer in sublayers]
         if len(matrices) == 1:
             return matrices[0]
-        dim = 0 if projection.reads_stream else 1
-        shape = list(matrices[0].shape)
-        shape[dim] = sum(matrix.shape[dim] for matrix in matrices)
-        joined = torch.empty(shape, dtype=torch.float32, device=matrices[0].device)
-        for matrix, sublayer, place in zip(
-            matrices, sublayers, self._places(joined, matrices, sublayers, dim), strict=True
-        ):
-            parts = matrix.unflatten(dim, (self._blocks(sublayers), -1))
-            if not projection.reads_stream:
-                place.copy_(parts)
-                continue
-            gain = self._norm_part(sublayer, "weight", read).float()
-            for part, target in zip(parts, place, strict=True):
-                for rows, target_rows in zip(part.split(ROWS), target.split(ROWS), strict=True):
-                    torch.mul(rows.float(), gain, out=target_rows)  # a gain per column
-        return joined
+        if not projection.reads_stream:
+            return self._columns(matrices, sublayers)
+        gains = [self._norm_part(sublayer, "weight", read).float() for sublayer in sublayers]
+        return self._folded(matrices, gains, sublayers)
+
+    def _folded(self, matrices: list[Tensor], gains: list[Tensor], sublayers: tuple[Sublayer, ...]) -> Iterator[Tensor]:
+        """Rows of all matrices, a block of each in turn, multiplied with a gain per column."""
+        blocks = self._blocks(sublayers)
+        for turn in range(blocks):
+            for matrix, gain in zip(matrices, gains, strict=True):
+                for rows in matrix.unflatten(0, (blocks, -1))[turn].split(ROWS):
+                    yield rows.float() * gain
+
+    def _columns(self, matrices: list[Tensor], sublayers: tuple[Sublayer, ...]) -> Iterator[Tensor]:
+        """Rows that have the columns of all matrices."""
+        for first in range(0, len(matrices[0]), ROWS):
+            parts = [matrix[first : first + ROWS].float() for matrix in matrices]
+            yield self._in_turn(parts, sublayers, dim=1)
 
     def _bias(self, sublayers: tuple[Sublayer, ...], projection: Projection, read: Read) -> Tensor:
         """(out_features,) of all sublayers; float32 if there are several."""
@@ -298,15 +306,6 @@ class FusedPlanner(TensorPlanner):
         blocks = self._blocks(sublayers)
         return torch.cat([part.unflatten(dim, (blocks, -1)) for part in parts], dim + 1).flatten(dim, dim + 1)
 
-    def _places(
-        self, joined: Tensor, parts: list[Tensor], sublayers: tuple[Sublayer, ...], dim: int
-    ) -> tuple[Tensor, ...]:
-        """Where the parts lie in what `_in_turn` makes of them, each (..., blocks, of one block, ...)."""
-        blocks = self._blocks(sublayers)
-        widths = [part.shape[dim] // blocks for part in parts]
-        places: tuple[Tensor, ...] = joined.unflatten(dim, (blocks, -1)).split(widths, dim + 1)
-        return places
-
     def _blocks(self, sublayers: tuple[Sublayer, ...]) -> int:
         """How many times all sublayers' heads take turns: as often as each has whole KV groups for it.
 
@@ -318,7 +317,15 @@ class FusedPlanner(TensorPlanner):
         return math.gcd(*groups_of(sublayers, self.family.units(self.config)["kv_heads"]))
 
 
-def _neutral(compute: Compute, part: str, read: Read) -> Tensor:
+def _rows(computed: Computed) -> Iterator[Tensor]:
+    return iter([computed]) if isinstance(computed, Tensor) else computed
+
+
+def _joined(rows: list[Tensor]) -> Tensor:
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+
+def _neutral(compute: Callable[[Read], Tensor], part: str, read: Read) -> Tensor:
     """A norm's gain or shift that changes nothing."""
     original = compute(read)
     return torch.ones_like(original) if part == "weight" else torch.zeros_like(original)

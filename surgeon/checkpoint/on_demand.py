@@ -18,6 +18,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from surgeon.families import Family
 
@@ -27,11 +28,11 @@ _ALWAYS_IGNORED = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")  # as transf
 
 
 class Stored(Protocol):
-    """A tensor that can be read, whole or some rows of it."""
+    """A tensor that can be read, whole or all of its rows in order, about so many at a time."""
 
     def tensor(self) -> Tensor: ...
 
-    def rows(self, first: int, end: int) -> Tensor: ...
+    def rows(self, count: int) -> Iterable[Tensor]: ...
 
 
 class WeightsOnDemand(TorchFunctionMode):
@@ -76,12 +77,11 @@ class WeightsOnDemand(TorchFunctionMode):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """`functional.linear`, a block of output features at a time."""
-        stored, (features, width) = self.read(weight), weight.shape
-        step = max(1, BLOCK // max(1, width))
+        step = max(1, BLOCK // max(1, weight.shape[1]))
         outputs = [
             functional.linear(x, block.float())
-            for first in range(0, features, READ_AT_ONCE * step)
-            for block in stored.rows(first, min(first + READ_AT_ONCE * step, features)).split(step)
+            for rows in self.read(weight).rows(READ_AT_ONCE * step)
+            for block in rows.split(step)
         ]
         output = torch.cat(outputs, dim=-1)
         return output if bias is None else output + self.whole(bias)
@@ -110,7 +110,7 @@ def build_empty(model_class: Any, config: Any, buffers: bool = True) -> PreTrain
     """
     config._attn_implementation = None  # the class's own choice, whatever the file asks for
     try:
-        with init_empty_weights(include_buffers=False) if buffers else torch.device("meta"):
+        with no_init_weights(), init_empty_weights(include_buffers=False) if buffers else torch.device("meta"):
             model: PreTrainedModel = model_class(config)
     except Exception as error:  # whatever it trips over is a fault of the configuration
         raise ValueError(

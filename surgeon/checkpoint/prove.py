@@ -224,24 +224,23 @@ class _BeforeRounding:
     def __init__(self, planned: PlannedTensor, written: Stored) -> None:
         self.planned = planned
         self.written = written
-        self.built: list[Tensor] = []  # while it is read row by row
 
     def tensor(self) -> Tensor:
         value = self.planned.build()
         self._check(value, self.written.tensor())
         return value
 
-    def rows(self, first: int, end: int) -> Tensor:
+    def rows(self, count: int) -> Iterator[Tensor]:
         if self.planned.copy_of is not None:
-            value = self.planned.copy_of.rows(first, end)
-        else:
-            if first == 0:
-                self.built = [self.planned.build()]
-            value = self.built[0][first:end]
-            if end == self.planned.shape[0]:
-                self.built = []
-        self._check(value, self.written.rows(first, end))
-        return value
+            for value, written in zip(self.planned.copy_of.rows(count), self.written.rows(count), strict=True):
+                self._check(value, written)
+                yield value
+            return
+        written, first = self.written.tensor(), 0
+        for value in self.planned.rows():
+            self._check(value, written[first : first + len(value)])
+            yield value
+            first += len(value)
 
     def _check(self, value: Tensor, written: Tensor) -> None:
         bits = BITS[written.element_size()]  # so that NaNs are equal, and 0 is not -0

@@ -203,9 +203,11 @@ class Stored:
         """The whole tensor; what is not looked at of it is not read."""
         return self.checkpoint.tensor(self.name)
 
-    def rows(self, first: int, end: int) -> Tensor:
-        """Rows first..end-1 of it."""
-        return self.checkpoint.part(self.name, 0, first, end)
+    def rows(self, count: int) -> Iterator[Tensor]:
+        """All rows in order, so many at a time."""
+        end = self.checkpoint.shape(self.name)[0]
+        for first in range(0, end, count):
+            yield self.checkpoint.part(self.name, 0, first, min(first + count, end))
 
     def blocks(self) -> Iterator[memoryview]:
         """Its bytes, a block at a time."""

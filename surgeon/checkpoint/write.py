@@ -132,12 +132,15 @@ def content_of(planned: PlannedTensor) -> Iterator[memoryview]:
     if planned.copy_of is not None:
         yield from planned.copy_of.blocks()
         return
-    tensor = planned.build()
-    assert tuple(tensor.shape) == planned.shape, f"{planned.name} is {tensor.shape}, planned as {planned.shape}"
-    flat = tensor.reshape(-1)
-    for first in range(0, len(flat), BLOCK):
-        array: Any = as_bytes(flat[first : first + BLOCK].to(planned.dtype)).numpy()
-        yield memoryview(array)
+    size = 0
+    for rows in planned.rows():
+        flat = rows.reshape(-1)
+        size += len(flat)
+        for first in range(0, len(flat), BLOCK):
+            array: Any = as_bytes(flat[first : first + BLOCK].to(planned.dtype)).numpy()
+            yield memoryview(array)
+    expected = torch.Size(planned.shape).numel()
+    assert size == expected, f"{planned.name} has {size} elements, planned as {planned.shape}"
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from tests.checkpoint.helpers import save_source
 
 
 def planned(name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> PlannedTensor:
-    return PlannedTensor(name, tuple(tensor.shape), dtype or tensor.dtype, False, lambda: tensor)
+    return PlannedTensor(name, tuple(tensor.shape), dtype or tensor.dtype, False, lambda: iter([tensor]))
 
 
 def test_files_hold_what_safetensors_reads(tmp_path: Path) -> None:
@@ -51,12 +52,12 @@ def test_one_tensor_is_alive_at_a_time(tmp_path: Path) -> None:
     alive: list[int] = [0]
 
     class Counted:
-        def __call__(self) -> Tensor:
+        def __call__(self) -> Iterator[Tensor]:
             tensor = torch.randn(1000)
             alive[0] += 1
             most.append(alive[0])
             weakref.finalize(tensor, lambda: alive.__setitem__(0, alive[0] - 1))
-            return tensor
+            yield tensor
 
     most: list[int] = []
     plan = [PlannedTensor(f"t{i}", (1000,), torch.float32, False, Counted()) for i in range(20)]
@@ -96,6 +97,6 @@ def test_the_limit_is_the_sources_largest_shard(tmp_path: Path) -> None:
 
 
 def test_a_tensor_of_another_shape_than_planned_is_never_written_as_if_it_were_right(tmp_path: Path) -> None:
-    plan = [PlannedTensor("t", (3,), torch.float32, False, lambda: torch.zeros(4))]
+    plan = [PlannedTensor("t", (3,), torch.float32, False, lambda: iter([torch.zeros(4)]))]
     with pytest.raises(AssertionError, match="planned as"):
         write_weights(tmp_path, {"model.safetensors": plan}, lambda _: None)
