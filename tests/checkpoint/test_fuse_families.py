@@ -98,6 +98,9 @@ def test_gains_of_head_norms_lie_as_the_heads_do(tmp_path: Path) -> None:
     (whole,) = (w for name, w in weights.items() if name.endswith("v_proj.weight"))
     first, second = (layer.self_attn.v_proj.weight * layer.input_layernorm.weight for layer in model.model.layers[::2])
     torch.testing.assert_close(whole, torch.cat([first[16:], second]))
+    norm = load_shipped(tmp_path / "target").model.layers[0].self_attn.k_norm
+    with pytest.raises(RuntimeError, match="unflatten"):  # a rank with two of the three KV groups of a turn
+        norm(torch.ones(1, 1, 2, 16), 1)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

@@ -90,7 +90,8 @@ def make_norm(config: Any) -> nn.Module:
 class HeadNorm(nn.Module):
     """An RMS norm of every head, with gains (turns, head_dim).
 
-    The heads of several layers take turns, so that each tensor-parallel rank has whole turns.
+    The heads of several layers take turns, so that each tensor-parallel rank has whole turns; one that has not gets an
+    error. (vLLM puts its own norm, with one gain for all heads, in place of modules that take one input and norm it.)
     """
 
     def __init__(self, turns: int, head_dim: int, eps: float) -> None:
