@@ -96,3 +96,23 @@ def test_what_it_refuses(surgeon_says: Run, tiny_checkpoint: Path, tmp_path: Pat
         assert (code, out) == (1, "")
         assert message in err
         assert len(err.splitlines()) == 1
+
+
+def test_an_exported_checkpoint_can_be_verified(surgeon_says: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "edit.yaml"
+    recipe.write_text(f"surgeon: 1\nmodel: {tiny_checkpoint}\noperations:\n  {OPERATIONS['plain']}\n")
+    assert surgeon_says("export", recipe, "-o", tmp_path / "edited")[0] == 0
+    code, out, _ = surgeon_says("show", tmp_path / "edited", "--verify")
+    assert code == 0
+    assert "files are as they were written" in facts(out)["files"]
+    weights = tmp_path / "edited" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\0")  # the end of a gain near 1
+    for what, message in (
+        (tmp_path / "edited", "model.safetensors has another content than was written"),
+        (tiny_checkpoint, "has no surgeon.json, so it cannot be verified"),
+        (recipe, "is a recipe, which has no files to verify"),
+    ):
+        code, out, err = surgeon_says("show", what, "--verify")
+        assert (code, out) == (1, "")
+        assert message in err
+        assert len(err.splitlines()) == 1
