@@ -17,8 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from vllm.distributed import get_pp_group, get_tensor_model_parallel_world_size
+from vllm.distributed import (
+    get_pp_group,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_reduce,
+)
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
@@ -138,8 +143,24 @@ class ProgramForCausalLM(nn.Module):
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """Embeddings (tokens, hidden), without what is added for positions."""
-        embedded: Tensor = self.embedding(input_ids)
+        embedded = self._look_up(input_ids)
         return embedded if self.scale is None else embedded * self.scale
+
+    def _look_up(self, tokens: Tensor) -> Tensor:
+        """Each rank looks up the tokens among its own rows; the others' give zero.
+
+        vLLM's own lookup is this too, with masks that it compiles on their own; these were seen to be wrong on a CPU
+        that was used like one without AVX-512.
+        """
+        if self.plan.ranks == 1:
+            whole: Tensor = self.embedding(tokens)
+            return whole
+        rows = self.embedding.shard_indices
+        own = tokens - rows.org_vocab_start_index
+        outside = (own < 0) | (own >= rows.org_vocab_end_index - rows.org_vocab_start_index)
+        found = F.embedding(own.masked_fill(outside, 0), self.embedding.weight).masked_fill(outside[:, None], 0)
+        total: Tensor = tensor_model_parallel_all_reduce(found)
+        return total
 
     def forward(
         self,

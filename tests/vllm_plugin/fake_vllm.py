@@ -100,7 +100,11 @@ def install(monkeypatch: Any) -> SimpleNamespace:
     stages = SimpleNamespace(rank_in_group=0, world_size=1, is_first_rank=True, is_last_rank=True)
     layers = "vllm.model_executor.layers"
     contents: dict[str, dict[str, Any]] = {
-        "vllm.distributed": {"get_pp_group": lambda: stages, "get_tensor_model_parallel_world_size": lambda: 1},
+        "vllm.distributed": {
+            "get_pp_group": lambda: stages,
+            "get_tensor_model_parallel_world_size": lambda: 1,
+            "tensor_model_parallel_all_reduce": lambda tensor: tensor,
+        },
         "vllm.distributed.parallel_state": {
             "get_tp_group": lambda: SimpleNamespace(world_size=1),
             "in_the_same_node_as": lambda _: [True],
