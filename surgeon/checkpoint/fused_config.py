@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 WIDTHS_KEY = "per_layer_config"
 GLOBAL_WIDTHS_KEY = "allow_global_per_layer_attribute_access"  # lets transformers read the other layers' widths
 
-PARTLY_ROTARY = ("phi3", "gpt_neox")  # the others' classes rotate all features, whatever rope_parameters says
 UNSCALED = ("gpt_neo",)  # attentions whose products are not divided by the square root of the head's width
-LOCAL = ("sliding_attention", "local")  # what families call layers whose attention has a window
 ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop")
 EMBEDDING_DROPOUT = {"gpt2": "embd_pdrop", "gpt_neo": "embed_dropout", "gpt_neox": "hidden_dropout"}
 RESIDUAL_DROPOUT = {"gpt2": "resid_pdrop", "gpt_neo": "resid_dropout"}  # where their own modules do it
@@ -74,7 +72,7 @@ def fused_config(family: Family, config: Any, layout: Layout, shapes: dict[str, 
         "gated": family.gated,
         "up_bias": biases["up"],
         "down_bias": biases["down"],
-        "rope_parameters": _rope_parameters(config) if family.rotary else None,
+        "rope_parameters": _rope_parameters(family, config) if family.rotary else None,
         "learned_positions": shapes.get(f"{POSITIONS}.weight", (0,))[0],
         "position_offset": family.position_offset,
         "positions_from_mask": bool(family.position_offset),
@@ -105,15 +103,11 @@ def _widths(layer: StoredLayer, family: Family, units: dict[Unit, int]) -> dict[
 
 def attention_types(family: Family, config: Any) -> list[str]:
     """How far each of the original's attentions looks, in the words that `transformers` has for masks."""
-    layers = int(config.num_hidden_layers)
-    if family.window is None or getattr(config, family.window) is None:
-        return ["full_attention"] * layers
-    kinds = [LOCAL[0]] * layers if family.window_layers is None else getattr(config, family.window_layers)
-    return ["sliding_attention" if kind in LOCAL else "full_attention" for kind in kinds]
+    return ["sliding_attention" if windowed else "full_attention" for windowed in family.windowed(config)]
 
 
-def _rope_parameters(config: Any) -> dict[str, Any]:
+def _rope_parameters(family: Family, config: Any) -> dict[str, Any]:
     parameters = dict(config.rope_parameters)
-    if config.model_type not in PARTLY_ROTARY:
+    if not family.partly_rotary:
         parameters.pop("partial_rotary_factor", None)
     return parameters

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Unit = Literal["heads", "kv_heads", "neurons"]
+LOCAL = ("sliding_attention", "local")  # what configs call layers whose attention has a window
 PER_LAYER_LISTS = ("layer_types", "attention_layers")  # config attributes with one item per layer
 
 
@@ -111,6 +112,7 @@ class Family:
         intermediate: the config attribute that holds the MLP's width.
         gated: whether the MLP multiplies an activated gate with an up projection.
         rotary: whether positions enter by rotary embedding in each attention.
+        partly_rotary: whether only some features of a head may; other classes rotate all, whatever the config says.
         position_embedding: path of a learned position embedding, if any.
         position_offset: how many entries of it come before position 0 (OPT has 2).
         dropout: the config attribute with the dropout probability of sublayer outputs while training, if any.
@@ -142,6 +144,7 @@ class Family:
     intermediate: str
     gated: bool
     rotary: bool
+    partly_rotary: bool = False
     position_embedding: str | None = None
     position_offset: int = 0
     stored_head: str | None = None
@@ -191,6 +194,15 @@ class Family:
         lists = {key: getattr(config, key, None) for key in PER_LAYER_LISTS}
         entries = {key: [values[k] for k in sources] for key, values in lists.items() if values is not None}
         return entries | self.follow(config, sources)
+
+    def windowed(self, config: Any) -> list[bool]:
+        """Which layers' attentions look at a window only."""
+        layers = int(config.num_hidden_layers)
+        if self.window is None or getattr(config, self.window) is None:
+            return [False] * layers
+        if self.window_layers is None:
+            return [True] * layers
+        return [kind in LOCAL for kind in getattr(config, self.window_layers)]
 
     def head_dim(self, config: Any) -> int:
         """The width of one head under this config."""

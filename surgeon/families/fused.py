@@ -44,6 +44,7 @@ FUSED = replace(
     name="the fused form",
     model_type="surgeon_fused",
     norm_epsilon="norm_eps",
+    partly_rotary=True,
     dropout="residual_dropout",
     window="sliding_window",
     window_layers="layer_types",

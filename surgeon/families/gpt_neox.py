@@ -43,6 +43,7 @@ GPT_NEOX = Family(
     intermediate="intermediate_size",
     gated=False,
     rotary=True,
+    partly_rotary=True,
     stored_head="embed_out",
     dropout="hidden_dropout",
     steps_per_layer=1,

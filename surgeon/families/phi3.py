@@ -28,6 +28,7 @@ PHI3 = replace(
             Projection("down", "mlp.down_proj", "neurons", reads_stream=False),
         ),
     ),
+    partly_rotary=True,
     dropout="resid_pdrop",
     window="sliding_window",
 )

@@ -28,8 +28,6 @@ from surgeon.weights import require_sliceable
 
 # Families whose computation layers.py has: a new one may need more than its description says.
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "opt", "gpt2", "gpt_neo", "gpt_neox")
-PARTLY_ROTARY = ("phi3", "gpt_neox", FUSED.model_type)  # only some features of a head may have positions
-LOCAL = ("sliding_attention", "local")  # what families call layers whose attention has a window
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MOST_RANKS = 1024  # of one machine
 MOST_SUGGESTED = 64  # where numbers of ranks that would do are listed
@@ -256,13 +254,13 @@ def _windows(config: Any, family: Family, layers: int) -> tuple[int | None, ...]
         raise ValueError(f"{family.window} must be at least 1 token, not {window}")
     if family.window_layers is None:
         return (window,) * layers
-    kinds = getattr(config, family.window_layers)
-    if len(kinds) != layers:
+    windowed = family.windowed(config)
+    if len(windowed) != layers:
         raise ValueError(
-            f"{family.window_layers} in config.json has an entry for each of {len(kinds)} layers, and the checkpoint "
-            f"holds {layers}; attention windows need one for each"
+            f"{family.window_layers} in config.json has an entry for each of {len(windowed)} layers, and the "
+            f"checkpoint holds {layers}; attention windows need one for each"
         )
-    windows = tuple(window if kind in LOCAL else None for kind in kinds)
+    windows = tuple(window if here else None for here in windowed)
     return windows if any(windows) else ()
 
 
@@ -294,7 +292,7 @@ def _rotary(config: Any, family: Family, max_tokens: int) -> Rotary:
             f"keep prompt and output together within {first} tokens (now {max_tokens})"
         )
     # The class is the same in all families but for a part of the features, which Llama's takes no notice of.
-    made: Any = GPTNeoXRotaryEmbedding if family.model_type in PARTLY_ROTARY else LlamaRotaryEmbedding
+    made: Any = GPTNeoXRotaryEmbedding if family.partly_rotary else LlamaRotaryEmbedding
     module = made(config)
     return Rotary(tuple(module.inv_freq.tolist()), float(module.attention_scaling))
 
