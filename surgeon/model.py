@@ -192,8 +192,18 @@ class EditedLayers(nn.Module):
             if self.is_derived(sublayer):
                 self.add_module(str(sublayer), self.derive(sublayer))
         attention_layers = [sublayer.layers[0] for sublayer in program.sublayers() if sublayer.kind == ATTENTION]
+        self.has_attention = bool(attention_layers)
         self.slot_layers = attention_layers or [0]
         self.config_before: dict[str, Any] = {}
+        self._take_state_of(layers)
+
+    def _take_state_of(self, layers: nn.ModuleList) -> None:
+        """Train or evaluate, and recompute or not, as the layers did: PyTorch makes every new module a training one."""
+        self.training = self.stream_tap.training = layers.training
+        checkpointed = next((layer for layer in layers if getattr(layer, "gradient_checkpointing", False)), None)
+        if checkpointed is not None:
+            self.gradient_checkpointing = True
+            self._gradient_checkpointing_func = checkpointed._gradient_checkpointing_func
 
     def layer(self, index: int) -> nn.Module:
         """The original layer."""
@@ -241,6 +251,7 @@ class EditedLayers(nn.Module):
         for key, value in self.config_before.items():
             setattr(config, key, value)
         (layers,) = self.original
+        layers.training = self.training  # it was no part of the model while its mode may have changed
         for index, layer in enumerate(layers):
             _set_cache_slot(layer, self.family.attention, index)
         return layers
@@ -266,6 +277,8 @@ class EditedLayers(nn.Module):
 
     def run(self, stream: Tensor, arguments: list[dict[str, Any]]) -> Tensor:
         """The stream after the program; `arguments` are the decoder's keyword arguments for each attention."""
+        if not self.has_attention:
+            _count_in_cache(arguments[0], stream)
         machine = ModelMachine(self, arguments)
         state = State(stream)
         for node in self.program.nodes:
@@ -348,6 +361,14 @@ def _attention(owner: nn.Module, spec: SublayerSpec, slot: int, arguments: dict[
     output = owner.get_submodule(first)(hidden_states=normed, **arguments)
     attended: Tensor = output[0] if isinstance(output, tuple) else output
     return _through(owner, others, attended)
+
+
+def _count_in_cache(arguments: dict[str, Any], stream: Tensor) -> None:
+    """Let the cache know of tokens that no attention saw: the decoder asks it at which position the next one stands."""
+    cache = arguments.get("past_key_values", arguments.get("layer_past"))
+    if cache is not None:
+        nothing = stream.new_zeros(len(stream), 1, stream.shape[1], 1)
+        cache.update(nothing, nothing, 0)
 
 
 def _feed_forward(owner: nn.Module, spec: SublayerSpec, stream: Tensor) -> Tensor:

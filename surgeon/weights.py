@@ -156,7 +156,7 @@ def derive_sublayer(
     tensors = average(parts)
     if sublayer.piece is not None:
         tensors = slice_tensors(tensors, spec, sublayer.piece, family, config)
-    shell = nn.Module()
+    shell = nn.Module().train(owner.training)
     for path in (spec.norm, *spec.modules):
         setattr(shell, path, _copy_with(owner.get_submodule(path), path, tensors))
     if sublayer.piece is not None:

@@ -41,7 +41,6 @@ _SHARED = {
 }
 _GROUPED = {"num_key_value_heads": KV_HEADS, "intermediate_size": 48}
 _WINDOW = {"sliding_window": 5}  # shorter than the texts of the tests
-_NO_DROPOUT = {"resid_dropout": 0.0, "embed_dropout": 0.0, "attention_dropout": 0.0}
 _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (LlamaConfig, _GROUPED),
     "mistral": (MistralConfig, _GROUPED | _WINDOW),
@@ -55,23 +54,34 @@ _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
         | {"head_dim": 16, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 24},
     ),
     "phi3": (Phi3Config, _GROUPED | _WINDOW | {"pad_token_id": 1}),
-    "opt": (OPTConfig, {"ffn_dim": 48, "word_embed_proj_dim": HIDDEN, "pad_token_id": 1, "dropout": 0.0}),
-    "gpt2": (GPT2Config, {"n_inner": 48, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
-    "gpt_neo": (GPTNeoConfig, {"intermediate_size": 48, "window_size": 5} | _NO_DROPOUT),
+    "opt": (OPTConfig, {"ffn_dim": 48, "word_embed_proj_dim": HIDDEN, "pad_token_id": 1}),
+    "gpt2": (GPT2Config, {"n_inner": 48}),
+    "gpt_neo": (GPTNeoConfig, {"intermediate_size": 48, "window_size": 5}),
     "gpt_neox": (GPTNeoXConfig, {"intermediate_size": 48, "rotary_pct": 0.5}),
 }
 
 
-def tiny_model(family: str, num_layers: int = 4, seed: int = 0, **config_overrides: Any) -> Any:
+_DROPOUTS = {
+    "opt": ("dropout", "attention_dropout"),
+    "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+    "gpt_neo": ("resid_dropout", "embed_dropout", "attention_dropout"),
+    "gpt_neox": ("hidden_dropout", "attention_dropout"),
+    "phi3": ("resid_pdrop", "embd_pdrop", "attention_dropout"),
+}
+
+
+def tiny_model(family: str, num_layers: int = 4, seed: int = 0, dropout: float = 0.4, **config_overrides: Any) -> Any:
     """A random float32 model in evaluation mode, the same for the same arguments.
 
     Where the architecture can, it has grouped KV heads (4 and 2) and attention windows of 5 tokens. Norm gains and
     biases are random and far from 1 and 0, so that code which forgets them, or takes another layer's, gives visibly
-    other numbers. Llama gets biases when asked: `attention_bias=True, mlp_bias=True`.
+    other numbers; so is dropout, wherever the architecture has some, from 0, which shows it where it should be off.
+    Llama gets biases when asked: `attention_bias=True, mlp_bias=True`.
     """
     config_class, own = _CONFIGS[family]
     if family == "gpt_neo":
         own = own | {"attention_types": [[["global", "local"], num_layers // 2], [["global"], num_layers % 2]]}
+    own = own | dict.fromkeys(_DROPOUTS.get(family, ("attention_dropout",)), dropout)
     config = config_class(num_hidden_layers=num_layers, **(_SHARED | own | config_overrides))
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -20,7 +20,7 @@ MIXED = "A0 F0 >[A1 A2] >[F1 F2] {A3 F3 | A4 F4} A5~A4 F5"
 
 @pytest.fixture
 def model() -> PreTrainedModel:
-    return tiny_model("llama", num_layers=6)
+    return tiny_model("llama", num_layers=6, dropout=0.0)
 
 
 def logits(model: PreTrainedModel) -> torch.Tensor:
@@ -119,13 +119,21 @@ def test_gradient_checkpointing_gives_the_same_gradients(model: PreTrainedModel)
         torch.testing.assert_close(gradients[0][name], gradients[1][name])
 
 
-def test_checkpointing_recomputes_instead_of_keeping(model: PreTrainedModel) -> None:
+@pytest.mark.parametrize("before", [True, False])
+def test_checkpointing_recomputes_instead_of_keeping(model: PreTrainedModel, before: bool) -> None:
+    if before:
+        model.gradient_checkpointing_enable()
     edit(model, "A0 F0 [A1 A2] [F1 F2]").train()
-    model.gradient_checkpointing_enable()
+    if not before:
+        model.gradient_checkpointing_enable()
     calls = []
     model.model.layers.layer(1).self_attn.register_forward_pre_hook(lambda *_: calls.append(1))
     model(input_ids=IDS, labels=IDS).loss.backward()
     assert len(calls) == 2
+    model.gradient_checkpointing_disable()
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    assert len(calls) == 3
+    assert not edit(model, "A0 F0").model.layers.gradient_checkpointing
 
 
 def test_peft_lora_on_an_edited_model(model: PreTrainedModel) -> None:

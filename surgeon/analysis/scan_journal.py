@@ -7,9 +7,9 @@ from typing import Any
 
 from surgeon.analysis.cells import Selection
 from surgeon.analysis.program_journal import ProgramJournal
+from surgeon.provenance import FORMAT
 
 JOURNAL = "journal.jsonl"
-FORMAT = 2
 
 
 class ScanJournal(ProgramJournal):

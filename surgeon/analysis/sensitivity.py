@@ -28,14 +28,13 @@ from surgeon.analysis.walk import Walk
 from surgeon.model import program_of, require_unedited
 from surgeon.operations import pair
 from surgeon.progress import progress
-from surgeon.provenance import write_json, write_table
+from surgeon.provenance import FORMAT, write_json, write_table
 from surgeon.quality.data import Windows
 from surgeon.quality.summary import estimate, perplexity
 
 TABLE = "sensitivity.csv"
 RECORD = "sensitivity.json"
 JOURNAL = "sensitivity.jsonl"
-FORMAT = 2
 DEFAULT_WINDOWS = 4
 # What is compared with damage in the table of correlations.
 PREDICTORS = (

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from surgeon.analysis.matrices import Matrix
 from surgeon.journal import Journal
+from surgeon.provenance import FORMAT
 
 JOURNAL = "journal.jsonl"
-FORMAT = 1
 Values = NDArray[np.float64]
 
 

@@ -46,6 +46,7 @@ def search(
     """
     from surgeon.families import family_of
     from surgeon.progress import progress
+    from surgeon.provenance import FORMAT
     from surgeon.report.depth import draw_quality_against_depth
     from surgeon.search.budget import Budget
     from surgeon.search.objective import divergence_on
@@ -62,7 +63,13 @@ def search(
         wanted.pairs_needed(num_layers),
         seed,
         divergence_on(subject.model, subject.windows, subject.memory, output),
-        settings={"weights": subject.weights_hash, "data": subject.windows.digest, "budget": budget, "seed": seed},
+        settings={
+            "format": FORMAT,
+            "weights": subject.weights_hash,
+            "data": subject.windows.digest,
+            "budget": budget,
+            "seed": seed,
+        },
     )
     record = subject.provenance(seed=seed, budget=budget)
     with progress("search", trials, "trials", len(study.finished())) as ran:

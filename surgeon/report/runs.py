@@ -11,6 +11,7 @@ from typing import Any
 
 import pandas as pd
 
+from surgeon.provenance import FORMAT
 from surgeon.report.blocks import Block, Finding
 
 SHORT_HASH = 12
@@ -126,6 +127,7 @@ def _read(kind: Kind, file: Path) -> Run | None:
     record = _read_record(file)
     if not kind.is_ours(record):
         return None
+    _check_format(kind, file, record)
     folder = file.parent
     tables = {}
     for table in kind.tables:
@@ -135,6 +137,16 @@ def _read(kind: Kind, file: Path) -> Run | None:
             raise FileNotFoundError(f"{folder} has {file.name} but no {table.name}; run surgeon {kind.name} to its end")
     texts = {name: _read_text(folder / name) for name in kind.texts if (folder / name).is_file()}
     return Run(kind, folder, file, folder.resolve().name, record, tables, texts)
+
+
+def _check_format(kind: Kind, file: Path, record: dict[str, Any]) -> None:
+    """Refuse numbers that older versions measured; what `surgeon.provenance` wrote tells them, by its command line."""
+    made = kind.provenance(record)
+    if "command" in made and made.get("format") != FORMAT:
+        raise ValueError(
+            f"{file} was written by an older version of surgeon (format {made.get('format')}, not {FORMAT}), which "
+            f"measured models with dropout wrongly; run surgeon {kind.name} again, with another output folder"
+        )
 
 
 def _read_record(path: Path) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM
 import surgeon
 from surgeon.checkpoint.remote_code import PROGRAM
 from surgeon.checkpoint.remote_code import modeling_surgeon_program as shipped
-from surgeon.families import FAMILIES
+from surgeon.families import FAMILIES, family_of
+from surgeon.program import Program
 from surgeon.runtime.text import open_tokenizer
 from surgeon.weights import sliced_features
 from tests.checkpoint.helpers import IDS, load_shipped, logits_of, plain_logits, relative_error, run_export, save_source
@@ -76,6 +77,23 @@ def test_programs_equal_a_plain_computation(family: str) -> None:
         for projection in projections_of(layer, family):
             projection.register_forward_hook(lambda *_: None)
     assert relative_error(logits_of(running), plain_logits(model, program)) < 1e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dropout_and_positions_without_attention(family: str) -> None:
+    """In training it drops what the stock model drops; without attentions the cache counts tokens all the same."""
+    model = tiny_model(family, 2)
+    dense = Program.dense(2, family_of(model.config).steps_per_layer)
+    found = []
+    for trained in (model, model_running(model, str(dense))):
+        torch.manual_seed(5)
+        found.append(logits_of(trained.train()))
+    assert torch.equal(*found)
+    running, cache, steps = model_running(model, "F0 F1"), None, []
+    for ids in IDS.split([4, 1, 4], 1):
+        out = running(input_ids=ids, past_key_values=cache, use_cache=True)
+        cache, steps = out.past_key_values, [*steps, out.logits]
+    torch.testing.assert_close(torch.cat(steps, 1), logits_of(running))
 
 
 def layers_of(running: Any) -> list[nn.Module]:
@@ -157,7 +175,7 @@ def gradients(model: Any, **inputs: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neo", "gpt_neox"])
 def test_gradients_with_and_without_checkpointing(family: str) -> None:
-    model = tiny_model(family, 3)
+    model = tiny_model(family, 3, dropout=0.0)
     expected = gradients(surgeon.edit(copy.deepcopy(model), PROGRAMS[1]))
     running = model_running(model, PROGRAMS[1]).train()
     for _ in range(2):

@@ -67,6 +67,35 @@ def test_the_unedited_program_is_the_stock_model_bit_for_bit(model: PreTrainedMo
     assert program_of(model) == program
 
 
+def test_it_trains_and_drops_out_as_the_stock_model_does(model: PreTrainedModel) -> None:
+    """Dropout is where the architecture has it, draws the same numbers, and is on only while the model trains."""
+    stock = in_training(restore(model))
+    assert not torch.equal(stock, logits_of(model))
+    edit(model, dense(model))
+    assert torch.equal(in_training(model), stock)
+    assert torch.equal(logits_of(model), logits_of(restore(model)))
+
+
+def test_edited_in_training_it_goes_on_training(model: PreTrainedModel) -> None:
+    stock = in_training(restore(model))
+    for mode in (True, False):
+        edit(restore(model).train(mode), dense(model))
+        assert {module.training for module in model.modules()} == {mode}
+    restore(edit(model, dense(model)).train())  # and what it was told while edited is not forgotten
+    assert {module.training for module in edit(model, dense(model)).modules()} == {True}
+    torch.manual_seed(5)
+    assert torch.equal(logits_of(model), stock)
+    model.eval()
+
+
+def in_training(model: PreTrainedModel) -> Tensor:
+    """Logits with dropout, the same numbers each time."""
+    torch.manual_seed(5)
+    logits = logits_of(model.train())
+    model.eval()
+    return logits
+
+
 def dense(model: PreTrainedModel) -> Program:
     return Program.dense(LAYERS, family_of(model.config).steps_per_layer)
 
@@ -180,6 +209,18 @@ def test_cached_generation_equals_uncached(model: PreTrainedModel, name: str) ->
         uncached = model.generate(IDS, use_cache=False, **arguments)
     assert cached.shape[1] == IDS.shape[1] + 8
     assert torch.equal(cached, uncached)
+
+
+@pytest.mark.parametrize("program", ["F0 F1", "[F2 F3] >F0"])
+def test_without_attention_positions_go_on_with_the_cache(model: PreTrainedModel, program: str) -> None:
+    edit(model, program)
+    with torch.no_grad():
+        whole, cache, steps = logits_of(model), None, []
+        for ids in IDS.split([4, 1, 6], 1):
+            out = model(input_ids=ids, past_key_values=cache, use_cache=True)
+            cache, steps = out.past_key_values, [*steps, out.logits]
+    assert cache.get_seq_length() == IDS.shape[1]
+    torch.testing.assert_close(torch.cat(steps, 1), whole)
 
 
 @pytest.mark.parametrize("name", ["dense", "lp", "par", "ladder", "merge"])

@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+from surgeon.provenance import FORMAT
 from surgeon.report.page import render
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
@@ -44,6 +45,7 @@ def read_csv(path: Path) -> list[dict[str, str]]:
 def record(model: str = "tiny", weights_hash: str = "a" * 64, **more: Any) -> dict[str, Any]:
     """What `surgeon.provenance` writes."""
     own = {
+        "format": FORMAT,
         "command": f"surgeon something {model}",
         "model": model,
         "weights_hash": weights_hash,

@@ -171,6 +171,14 @@ def test_one_layer_and_no_changes_at_all(tmp_path: Path) -> None:
     assert "Layers never to touch" not in page.text()
 
 
+def test_numbers_of_an_older_version_are_refused(tmp_path: Path) -> None:
+    folder = make_scan(tmp_path / "old")
+    old = json.loads((folder / "scan.json").read_text())
+    (folder / "scan.json").write_text(json.dumps(old | {"format": 2}))
+    with pytest.raises(ValueError, match=r"scan.json .* \(format 2, not 3\).* dropout wrongly; run surgeon scan again"):
+        render([folder])
+
+
 def test_a_folder_without_a_run(tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text("{}")
     with pytest.raises(ValueError, match=r"holds no run .* looked for scan.json, similarity.json, sensitivity.json"):

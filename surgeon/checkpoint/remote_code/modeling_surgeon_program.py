@@ -238,7 +238,8 @@ class ProgramLayers(nn.Module):
             self.add_module(str(index), layer)
         self.config, self.family, self.nodes = config, family, nodes
         self.shares = {path: tuple(getattr(config, key) for key in keys) for path, keys in family.packed.items()}
-        self.num_slots = max(1, sum(sublayer.kind == "A" for sublayer in sublayers(nodes)))
+        self.num_attentions = sum(sublayer.kind == "A" for sublayer in sublayers(nodes))
+        self.num_slots = max(1, self.num_attentions)
 
     def __len__(self) -> int:
         return self.num_slots
@@ -253,6 +254,8 @@ class ProgramLayers(nn.Module):
     def slot(self, arguments: list[dict[str, Any]], stream: Tensor, *by_position: Any, **by_name: Any) -> Any:
         arguments.append(dict(zip(self.family.arguments, by_position, strict=False)) | by_name)
         if len(arguments) == self.num_slots:
+            if not self.num_attentions:
+                count_in_cache(arguments[0], stream)
             stream = self.run(self.nodes, stream, enumerate(arguments))[0]
         return (stream, None) if self.family.returns_tuple else stream
 
@@ -313,6 +316,14 @@ class ProgramLayers(nn.Module):
         if path in self.family.counts:
             return whole // piece[1]
         return SlicedProjection(whole, path in self.family.reads, piece, self.shares.get(path, (1,)))
+
+
+def count_in_cache(arguments: dict[str, Any], stream: Tensor) -> None:
+    """Let the cache know of tokens that no attention saw: the decoder asks it at which position the next one stands."""
+    cache = arguments.get("past_key_values", arguments.get("layer_past"))
+    if cache is not None:
+        nothing = stream.new_zeros(len(stream), 1, stream.shape[1], 1)
+        cache.update(nothing, nothing, 0)
 
 
 def set_at(root: Any, path: str, value: Any) -> None:
