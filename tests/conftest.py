@@ -76,3 +76,23 @@ def tokens() -> Tensor:
     from tests import models
 
     return torch.randint(2, models.VOCABULARY, (2, 11), generator=torch.Generator().manual_seed(7))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cases", type=int, help="how many models to draw of every family (tests/test_drawn.py)")
+
+
+@pytest.fixture
+def drawn_settings(request: pytest.FixtureRequest) -> Any:
+    """Of hypothesis: a few cases, always the same, or as many others as `--cases` says."""
+    from hypothesis import HealthCheck, Phase, settings
+
+    asked = request.config.getoption("--cases")
+    return settings(
+        max_examples=asked or 2,
+        derandomize=asked is None,
+        phases=(Phase.generate, Phase.shrink) if asked else (Phase.generate,),  # making a case smaller takes minutes
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )

@@ -6,11 +6,51 @@ Nothing here uses surgeon or the modeling code of transformers, so that a mistak
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+ACTIVATIONS = {
+    "silu": functional.silu,
+    "relu": functional.relu,
+    "gelu": functional.gelu,
+    "gelu_new": partial(functional.gelu, approximate="tanh"),
+    "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
+}
+
+
+def capped(x: Tensor, bound: float | None) -> Tensor:
+    """Numbers between -bound and bound."""
+    return x if bound is None else torch.tanh(x / bound) * bound
+
+
+def rotary_frequencies(rope: dict[str, Any], width: int) -> tuple[Tensor, float]:
+    """How far a pair of features turns from one position to the next, (width / 2,), and the factor on cosine and sine.
+
+    For texts that stay within what the scaled types leave as it was (the first half of longrope's factors; all of
+    dynamic's, which changes nothing there).
+    """
+    plain = rope["rope_theta"] ** (-torch.arange(0, width, 2) / width)
+    kind, factor, first = (rope.get(key) for key in ("rope_type", "factor", "original_max_position_embeddings"))
+    if kind == "linear":
+        return plain / factor, 1.0
+    if kind == "llama3":  # what turns often within the first context is kept, what turns seldom is slowed down
+        turns = first * plain / (2 * math.pi)
+        kept = ((turns - rope["low_freq_factor"]) / (rope["high_freq_factor"] - rope["low_freq_factor"])).clamp(0, 1)
+        return plain * (kept + (1 - kept) / factor), 1.0
+    if kind == "yarn":  # likewise, between 32 turns and one, on a scale of feature pairs instead of turns
+        low, high = (width * math.log(first / (n * 2 * math.pi)) / (2 * math.log(rope["rope_theta"])) for n in (32, 1))
+        low, high = max(math.floor(low), 0), min(math.ceil(high), width - 1)
+        slowed = ((torch.arange(width // 2) - low) / (high - low if high != low else 1e-3)).clamp(0, 1)
+        return plain * (1 - slowed + slowed / factor), 0.1 * math.log(factor) + 1
+    if kind == "longrope":
+        scale = math.sqrt(1 + math.log(factor) / math.log(first)) if factor > 1 else 1.0
+        return plain / torch.tensor(rope["short_factor"]), scale
+    assert kind in ("default", "dynamic"), kind
+    return plain, 1.0
 
 
 class Reference:
@@ -23,6 +63,7 @@ class Reference:
     layers, embedding, final_norm = "model.layers", "model.embed_tokens", "model.norm"
     attention_norm, mlp_norm = "input_layernorm", "post_attention_layernorm"
     output, down = "self_attn.o_proj", "mlp.down_proj"
+    activation_name = "hidden_act"
     one_step = False  # whether a layer's attention and feed-forward read the same stream
 
     def __new__(cls, model: Any) -> Reference:
@@ -82,11 +123,13 @@ class Reference:
 
     def rotate(self, x: Tensor) -> Tensor:
         """Rotary positions on (batch, heads, tokens, head_dim), on the first part of each head's features."""
-        width = int(x.shape[-1] * self.config.rope_parameters.get("partial_rotary_factor", 1.0))
-        half, theta = width // 2, self.config.rope_parameters["rope_theta"]
-        angles = torch.arange(x.shape[-2])[:, None] * theta ** (-torch.arange(half) / half)[None]
+        rope = self.config.rope_parameters
+        width = int(x.shape[-1] * rope.get("partial_rotary_factor", 1.0))
+        half = width // 2
+        frequencies, scale = rotary_frequencies(rope, width)
+        angles = torch.arange(x.shape[-2])[:, None] * frequencies
         first, second, rest = x[..., :half], x[..., half:width], x[..., width:]
-        cos, sin = angles.cos(), angles.sin()
+        cos, sin = angles.cos() * scale, angles.sin() * scale
         return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
 
     def mix(self, k: int, q: Tensor, key: Tensor, v: Tensor) -> Tensor:
@@ -110,8 +153,11 @@ class Reference:
 
     def feed_forward(self, k: int, x: Tensor) -> Tensor:
         normed = self.norm(self.at(k, self.mlp_norm), x)
-        gate = functional.silu(self.linear(self.at(k, "mlp.gate_proj"), normed))
+        gate = self.activation(self.linear(self.at(k, "mlp.gate_proj"), normed))
         return self.linear(self.at(k, self.down), gate * self.linear(self.at(k, "mlp.up_proj"), normed))
+
+    def activation(self, x: Tensor) -> Tensor:
+        return ACTIVATIONS[getattr(self.config, self.activation_name)](x)
 
     def averaged(self, layers: list[int], into: int) -> Reference:
         """A copy in which one layer has the average of several layers' weights."""
@@ -134,11 +180,11 @@ class _Phi3(Reference):
     def feed_forward(self, k: int, x: Tensor) -> Tensor:
         both = self.linear(self.at(k, "mlp.gate_up_proj"), self.norm(self.at(k, self.mlp_norm), x))
         gate, up = both[..., : both.shape[-1] // 2], both[..., both.shape[-1] // 2 :]
-        return self.linear(self.at(k, self.down), functional.silu(gate) * up)
+        return self.linear(self.at(k, self.down), self.activation(gate) * up)
 
 
 class _Gemma2(Reference):
-    mlp_norm = "pre_feedforward_layernorm"
+    mlp_norm, activation_name = "pre_feedforward_layernorm", "hidden_activation"
 
     def gain(self, name: str) -> Tensor:
         return 1 + self.w[name + ".weight"]
@@ -147,22 +193,20 @@ class _Gemma2(Reference):
         return super().embed(ids) * self.config.hidden_size**0.5
 
     def logits(self, x: Tensor) -> Tensor:
-        cap = self.config.final_logit_softcapping
-        return torch.tanh(super().logits(x) / cap) * cap
+        return capped(super().logits(x), self.config.final_logit_softcapping)
 
     def scale(self) -> float:
         return float(self.config.query_pre_attn_scalar**-0.5)
 
     def cap(self, scores: Tensor) -> Tensor:
-        cap = self.config.attn_logit_softcapping
-        return torch.tanh(scores / cap) * cap
+        return capped(scores, self.config.attn_logit_softcapping)
 
     def after_attention(self, k: int, x: Tensor) -> Tensor:
         return self.norm(self.at(k, "post_attention_layernorm"), x)
 
     def feed_forward(self, k: int, x: Tensor) -> Tensor:
         normed = self.norm(self.at(k, self.mlp_norm), x)
-        gate = functional.gelu(self.linear(self.at(k, "mlp.gate_proj"), normed), approximate="tanh")
+        gate = self.activation(self.linear(self.at(k, "mlp.gate_proj"), normed))
         down = self.linear(self.at(k, self.down), gate * self.linear(self.at(k, "mlp.up_proj"), normed))
         return self.norm(self.at(k, "post_feedforward_layernorm"), down)
 
@@ -170,7 +214,7 @@ class _Gemma2(Reference):
 class _LayerNorms(Reference):
     """Architectures with centred norms that have a shift, and MLPs without a gate."""
 
-    epsilon = "layer_norm_epsilon"
+    epsilon, activation_name = "layer_norm_epsilon", "activation_function"
     up, down = "mlp.c_fc", "mlp.c_proj"
 
     def norm(self, name: str, x: Tensor) -> Tensor:
@@ -178,9 +222,6 @@ class _LayerNorms(Reference):
         epsilon = getattr(self.config, self.epsilon, 1e-5)
         scaled = centred / torch.sqrt((centred**2).mean(-1, keepdim=True) + epsilon)
         return scaled * self.w[name + ".weight"] + self.w[name + ".bias"]
-
-    def activation(self, x: Tensor) -> Tensor:
-        return functional.gelu(x, approximate="tanh")
 
     def feed_forward(self, k: int, x: Tensor) -> Tensor:
         normed = self.norm(self.at(k, self.mlp_norm), x)
@@ -197,9 +238,6 @@ class _Opt(_LayerNorms):
     def embed(self, ids: Tensor) -> Tensor:
         return super().embed(ids) + self.w[self.positions + ".weight"][torch.arange(ids.shape[1]) + self.offset]
 
-    def activation(self, x: Tensor) -> Tensor:
-        return x.relu()
-
     def rotate(self, x: Tensor) -> Tensor:
         return x
 
@@ -209,7 +247,9 @@ class _Gpt2(_Opt):
     attention_norm, mlp_norm, output = "ln_1", "ln_2", "attn.c_proj"
     up, down = "mlp.c_fc", "mlp.c_proj"
     offset = 0
-    activation = _LayerNorms.activation
+
+    def scale(self) -> float:
+        return super().scale() if self.config.scale_attn_weights else 1.0
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         return x @ self.w[name + ".weight"] + self.w[name + ".bias"]
@@ -237,7 +277,7 @@ class _GptNeo(_Gpt2):
 
 class _GptNeoX(_LayerNorms):
     layers, embedding, final_norm = "gpt_neox.layers", "gpt_neox.embed_in", "gpt_neox.final_layer_norm"
-    output, epsilon = "attention.dense", "layer_norm_eps"
+    output, epsilon, activation_name = "attention.dense", "layer_norm_eps", "hidden_act"
     up, down = "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -249,9 +289,6 @@ class _GptNeoX(_LayerNorms):
         per_head = packed.view(*x.shape[:-1], self.num_heads, 3, self.head_dim)
         q, key, v = (per_head[..., i, :].transpose(1, 2) for i in range(3))
         return self.rotate(q), self.rotate(key), v
-
-    def activation(self, x: Tensor) -> Tensor:
-        return functional.gelu(x)
 
 
 _CLASSES: dict[str, type[Reference]] = {

@@ -1,0 +1,230 @@
+"""Models drawn at random: every family, with what its configuration can say, and a program for it.
+
+A few fixed configurations have hidden grave mistakes; hypothesis draws others, and makes those that fail small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from surgeon.program import Fork, Node, Program, Step, Sublayer
+from tests.models import tiny_model
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ACTIVATIONS = ("silu", "gelu", "relu", "gelu_new", "gelu_pytorch_tanh")
+Draw = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tiny model and a program that it can run.
+
+    Attributes:
+        config: what is said otherwise than in the tiny models.
+        dtype: of the stored weights.
+    """
+
+    family: str
+    layers: int
+    dropout: float
+    dtype: str
+    program: str
+    config: dict[str, Any] = field(default_factory=dict)
+
+    def model(self) -> Any:
+        """The model in float32, its weights rounded to the dtype they are stored in."""
+        made = tiny_model(self.family, self.layers, dropout=self.dropout, **self.config)
+        for parameter in made.parameters():  # and no buffer: rotary frequencies are not stored
+            parameter.data = parameter.data.to(DTYPES[self.dtype]).float()
+        return made
+
+
+@st.composite
+def cases(draw: st.DrawFn, family: str) -> Case:
+    """A case of one family."""
+    layers = draw(st.integers(2, 4))
+    config = {"tie_word_embeddings": draw(st.booleans())} | _OF_FAMILY[family](draw, layers)
+    sliceable = family != "gemma2"
+    return Case(
+        family,
+        layers,
+        draw(st.sampled_from((0.0, 0.3))),
+        draw(st.sampled_from(("float32", "bfloat16", "float16"))),
+        str(draw(programs(layers, sliceable))),
+        config,
+    )
+
+
+@st.composite
+def programs(draw: st.DrawFn, layers: int, sliceable: bool) -> Program:
+    """Programs over so many layers; slices are halves, which everything that is drawn divides into."""
+
+    @st.composite
+    def sublayers(draw: st.DrawFn) -> Sublayer:
+        those = draw(st.lists(st.integers(0, layers - 1), min_size=1, max_size=2, unique=True))
+        piece = draw(st.sampled_from((None, None, (0, 2), (1, 2)))) if sliceable else None
+        return Sublayer(draw(st.sampled_from("AF")), tuple(those), piece)
+
+    wholes = st.lists(sublayers(), min_size=1, max_size=3).map(tuple)
+    steps = st.builds(Step, wholes, st.booleans())
+    branches = st.lists(st.lists(steps, min_size=1, max_size=2).map(tuple), min_size=2, max_size=2).map(tuple)
+    nodes: st.SearchStrategy[Node] = st.one_of(steps, steps, st.builds(Fork, branches))
+    return Program(tuple(draw(st.lists(nodes, min_size=1, max_size=5))))
+
+
+def _heads(draw: Draw, grouped: bool = True) -> dict[str, Any]:
+    """Numbers of heads that two ranks can share of a slice, as neurons do below."""
+    heads = draw(st.sampled_from((4, 8)))
+    if not grouped:
+        return {"num_attention_heads": heads}
+    groups = draw(st.sampled_from((2, 4)))
+    return {"num_attention_heads": heads, "num_key_value_heads": groups}
+
+
+def _rope(draw: Draw, head_dim: int, partly: bool = False) -> dict[str, Any]:
+    """Rotary positions, of every type that the texts of the tests stay within."""
+    kind = draw(st.sampled_from(("default", "linear", "dynamic", "llama3", "yarn", "longrope")))
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": draw(st.sampled_from((100.0, 1e4, 5e5)))}
+    rotated = head_dim
+    if partly:
+        rope["partial_rotary_factor"] = draw(st.sampled_from((0.5, 1.0) if head_dim > 4 else (1.0,)))
+        rotated = int(head_dim * rope["partial_rotary_factor"])
+    if kind in ("linear", "dynamic", "llama3", "yarn"):
+        rope["factor"] = draw(st.sampled_from((2.0, 8.0)))
+    if kind in ("llama3", "yarn", "longrope"):
+        rope["original_max_position_embeddings"] = draw(st.sampled_from((32, 64)))
+    if kind == "llama3":
+        rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    if kind == "longrope":
+        factors = st.lists(st.sampled_from((1.0, 1.5, 3.0)), min_size=rotated // 2, max_size=rotated // 2)
+        times = 128 / rope["original_max_position_embeddings"]
+        rope |= {"short_factor": draw(factors), "long_factor": draw(factors), "factor": times}
+    return {"rope_parameters": rope}
+
+
+def _gated(draw: Draw, head_dims: tuple[int, ...] = (8, 16)) -> dict[str, Any]:
+    """What Llama and its relatives can be configured to do."""
+    head_dim = draw(st.sampled_from(head_dims))
+    return (
+        _heads(draw)
+        | _rope(draw, head_dim)
+        | {
+            "head_dim": head_dim,
+            "intermediate_size": draw(st.sampled_from((16, 52))),
+            "hidden_act": draw(st.sampled_from(ACTIVATIONS)),
+            "rms_norm_eps": draw(st.sampled_from((1e-6, 1e-2))),
+        }
+    )
+
+
+def _window(draw: Draw) -> dict[str, Any]:
+    return {"sliding_window": draw(st.sampled_from((None, 3, 200)))}
+
+
+def _layer_types(draw: Draw, layers: int) -> dict[str, Any]:
+    kinds = st.sampled_from(("full_attention", "sliding_attention"))
+    types = draw(st.lists(kinds, min_size=layers, max_size=layers))
+    return {"sliding_window": 4, "use_sliding_window": True, "layer_types": types}
+
+
+def _llama(draw: Draw, layers: int) -> dict[str, Any]:  # noqa: ARG001 - the same for all
+    return _gated(draw) | {"attention_bias": draw(st.booleans()), "mlp_bias": draw(st.booleans())}
+
+
+def _mistral(draw: Draw, layers: int) -> dict[str, Any]:  # noqa: ARG001
+    return _gated(draw) | _window(draw)
+
+
+def _qwen2(draw: Draw, layers: int) -> dict[str, Any]:
+    # It has no head_dim of its own to configure: 32 features divide among the heads.
+    heads = _heads(draw)
+    return _gated(draw, (32 // heads["num_attention_heads"],)) | heads | _layer_types(draw, layers)
+
+
+def _qwen3(draw: Draw, layers: int) -> dict[str, Any]:
+    return _gated(draw) | _layer_types(draw, layers) | {"attention_bias": draw(st.booleans())}
+
+
+def _gemma2(draw: Draw, layers: int) -> dict[str, Any]:
+    drawn = _gated(draw) | _layer_types(draw, layers)
+    drawn["hidden_activation"] = drawn.pop("hidden_act")
+    caps = st.sampled_from((None, 2.0, 30.0))
+    return drawn | {
+        "attention_bias": draw(st.booleans()),
+        "attn_logit_softcapping": draw(caps),
+        "final_logit_softcapping": draw(caps),
+        "query_pre_attn_scalar": draw(st.sampled_from((8, 24))),
+    }
+
+
+def _phi3(draw: Draw, layers: int) -> dict[str, Any]:  # noqa: ARG001
+    heads = _heads(draw)
+    head_dim = 32 // heads["num_attention_heads"]
+    rope = _rope(draw, head_dim, partly=True)
+    if rope["rope_parameters"]["rope_type"] not in ("default", "longrope"):  # all that this family's class admits
+        rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+        rope["rope_parameters"]["partial_rotary_factor"] = 1.0 if head_dim == 4 else 0.5
+    if "original_max_position_embeddings" in rope["rope_parameters"]:
+        rope["original_max_position_embeddings"] = rope["rope_parameters"]["original_max_position_embeddings"]
+    return _gated(draw, (head_dim,)) | heads | rope | _window(draw)
+
+
+def _opt(draw: Draw, layers: int) -> dict[str, Any]:  # noqa: ARG001
+    return _heads(draw, grouped=False) | {
+        "ffn_dim": draw(st.sampled_from((16, 52))),
+        "activation_function": draw(st.sampled_from(ACTIVATIONS)),
+        "enable_bias": draw(st.booleans()),
+    }
+
+
+def _gpt2(draw: Draw, layers: int) -> dict[str, Any]:  # noqa: ARG001
+    return _heads(draw, grouped=False) | {
+        "n_inner": draw(st.sampled_from((None, 52))),
+        "activation_function": draw(st.sampled_from(ACTIVATIONS)),
+        "scale_attn_weights": draw(st.booleans()),
+        "layer_norm_epsilon": draw(st.sampled_from((1e-5, 1e-2))),
+    }
+
+
+def _gpt_neo(draw: Draw, layers: int) -> dict[str, Any]:
+    kinds = draw(st.lists(st.sampled_from(("global", "local")), min_size=layers, max_size=layers))
+    return _heads(draw, grouped=False) | {
+        "attention_types": [[[kind], 1] for kind in kinds],
+        "window_size": draw(st.sampled_from((3, 200))),
+        "intermediate_size": draw(st.sampled_from((None, 52))),
+        "activation_function": draw(st.sampled_from(ACTIVATIONS)),
+    }
+
+
+def _gpt_neox(draw: Draw, layers: int) -> dict[str, Any]:  # noqa: ARG001
+    heads = _heads(draw, grouped=False)
+    return (
+        heads
+        | _rope(draw, 32 // heads["num_attention_heads"], partly=True)
+        | {
+            "intermediate_size": draw(st.sampled_from((16, 52))),
+            "hidden_act": draw(st.sampled_from(ACTIVATIONS)),
+            "use_parallel_residual": draw(st.booleans()),
+            "attention_bias": draw(st.booleans()),
+            "layer_norm_eps": draw(st.sampled_from((1e-5, 1e-2))),
+        }
+    )
+
+
+_OF_FAMILY: dict[str, Callable[[Draw, int], dict[str, Any]]] = {
+    "llama": _llama,
+    "mistral": _mistral,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "gemma2": _gemma2,
+    "phi3": _phi3,
+    "opt": _opt,
+    "gpt2": _gpt2,
+    "gpt_neo": _gpt_neo,
+    "gpt_neox": _gpt_neox,
+}
