@@ -128,6 +128,8 @@ def check_layers(program: Program, num_layers: int) -> None:
     for sublayer in program.sublayers():
         if max(sublayer.layers) >= num_layers:
             raise ValueError(f"{sublayer} is out of range: the model's layers are 0 to {num_layers - 1}")
+        if sublayer.ranks:
+            raise ValueError(f"{sublayer} has matrices of low rank, which cannot be run yet; leave out @ and the ranks")
 
 
 def _save_edited(model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:

@@ -6,6 +6,7 @@ add to it. Everything surgeon does to a model is an edit of that list, written i
     A4  F4            attention and feed-forward of layer 4 (layers count from 0), each with its own norm inside
     A4~A5             one sublayer with the averaged weights of layers 4 and 5
     A4/8:0            slice 0 of 8 of the heads (for F, of the neurons)
+    F4@up64,down96    two factors in place of a matrix: up of rank 64, down of rank 96, the others whole
     [A4 A5]           a step whose sublayers read the same x; the sum of their outputs is added
     >A4  >[A4 A5]     a late step: it reads x as it was before the previous step's output was added
     {A4 F4 | A5 F5}   a fork: each branch starts from x and keeps a stream of its own; what all of them added is added
@@ -17,27 +18,33 @@ tensors, models or files.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 ATTENTION = "A"
 FEED_FORWARD = "F"
 KINDS = (ATTENTION, FEED_FORWARD)
+# What each kind's matrices are called, in the order in which a program's text names them.
+ROLES = {ATTENTION: ("q", "k", "v", "o"), FEED_FORWARD: ("gate", "up", "down")}
+WRITING = ("o", "down")  # these write to the stream: a slice has some of their inputs, of the others some outputs
 
 
 @dataclass(frozen=True, order=True)
 class Sublayer:
-    """One sublayer: its kind, the layer (or the layers whose weights are averaged), and which slice of it.
+    """One sublayer: its kind, the layer (or the layers whose weights are averaged), which slice, and of which ranks.
 
     Attributes:
         kind: "A" for attention, "F" for feed-forward.
         layers: the layers whose weights it has; more than one means their plain average.
         piece: (index, count), the slice of the heads or neurons, or None for the whole.
+        ranks: (role, rank) of every matrix that is the product of two factors, of the whole sublayer's before it is
+            sliced, in the order of ROLES; a role that is not named is a whole matrix.
     """
 
     kind: str
     layers: tuple[int, ...]
     piece: tuple[int, int] | None = None
+    ranks: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -46,10 +53,75 @@ class Sublayer:
             raise ValueError(f"a sublayer needs one or more distinct layers from 0, not {self.layers}")
         if self.piece is not None and not 0 <= self.piece[0] < self.piece[1]:
             raise ValueError(f"slice index {self.piece[0]} must lie in 0..{self.piece[1] - 1} (slices count from 0)")
+        self._check_ranks()
+        in_order = sorted(self.ranks, key=lambda entry: ROLES[self.kind].index(entry[0]))
+        object.__setattr__(self, "ranks", tuple(in_order))  # one text, and one hash, for equal sublayers
+
+    def _check_ranks(self) -> None:
+        roles = [role for role, _ in self.ranks]
+        for role, rank in self.ranks:
+            if role not in ROLES[self.kind]:
+                known = ", ".join(ROLES[self.kind])
+                raise ValueError(f"sublayers of kind {self.kind} have no matrix {role!r}; name some of {known}")
+            if rank < 1:
+                raise ValueError(f"the rank of {role} must be at least 1, not {rank}")
+            if roles.count(role) > 1:
+                raise ValueError(f"the rank of {role} is given twice")
 
     def __str__(self) -> str:
-        whole = "~".join(f"{self.kind}{layer}" for layer in self.layers)
-        return whole if self.piece is None else f"{whole}/{self.piece[1]}:{self.piece[0]}"
+        text = "~".join(f"{self.kind}{layer}" for layer in self.layers)
+        if self.piece is not None:
+            text += f"/{self.piece[1]}:{self.piece[0]}"
+        if self.ranks:
+            text += "@" + ",".join(f"{role}{rank}" for role, rank in self.ranks)
+        return text
+
+    def rank(self, role: str) -> int | None:
+        """The rank of a matrix that is the product of two factors; None for a whole one."""
+        return dict(self.ranks).get(role)
+
+    def parameters(self, shapes: LayerShapes) -> int:
+        """How many parameters it has in a model whose layers have these shapes.
+
+        Norms stay whole in slices; a bias that is added to the stream belongs to slice 0.
+
+        Raises:
+            ValueError: if features do not divide into the slices, or a rank is above that of its matrix.
+        """
+        return shapes.norms.get(self.kind, 0) + sum(
+            self._matrix_parameters(role, shapes) for role in ROLES[self.kind] if role in shapes.matrices
+        )
+
+    def _matrix_parameters(self, role: str, shapes: LayerShapes) -> int:
+        outputs, inputs = shapes.matrices[role]
+        rank, bias = self.rank(role), shapes.biases.get(role, 0)
+        if rank is not None and rank > min(outputs, inputs):
+            raise ValueError(f"{self}: rank {rank} of {role} is above that of a matrix of {outputs} x {inputs}")
+        if self.piece is not None:
+            index, count = self.piece
+            divided = inputs if role in WRITING else outputs
+            if divided % count:
+                raise ValueError(f"{self}: {divided} features of {role} do not divide into {count} slices")
+            if role in WRITING:
+                inputs, bias = inputs // count, 0 if index else bias
+            else:
+                outputs, bias = outputs // count, bias // count
+        return bias + (outputs * inputs if rank is None else rank * (outputs + inputs))
+
+
+@dataclass(frozen=True)
+class LayerShapes:
+    """The shapes of a model's layers, from which a program's parameters follow.
+
+    Attributes:
+        matrices: (out_features, in_features) by role.
+        biases: how many numbers a bias has, by role; a role without one may be left out.
+        norms: parameters of the norms of a sublayer, by kind.
+    """
+
+    matrices: Mapping[str, tuple[int, int]]
+    biases: Mapping[str, int] = field(default_factory=dict)
+    norms: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -121,6 +193,14 @@ class Program:
     def sublayers(self) -> Iterator[Sublayer]:
         """Every sublayer in program order, once per occurrence."""
         return (sublayer for step in steps_of(self.nodes) for sublayer in step.sublayers)
+
+    def parameters(self, shapes: LayerShapes) -> int:
+        """How many parameters its sublayers have, those that occur several times counted once.
+
+        Raises:
+            ValueError: as `Sublayer.parameters`.
+        """
+        return sum(sublayer.parameters(shapes) for sublayer in set(self.sublayers()))
 
     def effective_depth(self, steps_per_layer: int = 2) -> float:
         """The number of steps that must run one after the other, in layers of the unedited model.
@@ -197,7 +277,8 @@ def _sync_points(nodes: tuple[Node, ...], ranks: int) -> int:
     return count
 
 
-_TOKEN = re.compile(r"\s*([\[\]{}|>]|[AF]\d+(?:~[AF]\d+)*(?:/\d+:\d+)?|$)")
+_RANK = r"[a-z]+\d+"
+_TOKEN = re.compile(rf"\s*([\[\]{{}}|>]|[AF]\d+(?:~[AF]\d+)*(?:/\d+:\d+)?(?:@{_RANK}(?:,{_RANK})*)?|$)")
 
 
 class _Parser:
@@ -262,7 +343,8 @@ class _Parser:
         if self.token[:1] not in KINDS or not self.token:
             found = repr(self.token) if self.token else "the end"
             raise ValueError(f"expected a sublayer such as A4 or F4 before character {self.place}, found {found}")
-        whole, _, piece = self.advance().partition("/")
+        named, _, ranks = self.advance().partition("@")
+        whole, _, piece = named.partition("/")
         parts = whole.split("~")
         if len({part[0] for part in parts}) > 1:
             raise ValueError(
@@ -270,4 +352,10 @@ class _Parser:
             )
         layers = tuple(int(part[1:]) for part in parts)
         count, _, index = piece.partition(":")
-        return Sublayer(whole[0], layers, (int(index), int(count)) if piece else None)
+        pairs = [re.fullmatch(r"([a-z]+)(\d+)", rank) for rank in ranks.split(",") if rank]
+        return Sublayer(
+            whole[0],
+            layers,
+            (int(index), int(count)) if piece else None,
+            tuple((pair[1], int(pair[2])) for pair in pairs if pair is not None),
+        )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from surgeon.program import Fork, Node, Program, Step, Sublayer, common_prefix, layer_nodes
+from surgeon.program import ROLES, Fork, LayerShapes, Node, Program, Step, Sublayer, common_prefix, layer_nodes
 
 
 @st.composite
@@ -14,7 +15,9 @@ def sublayers(draw: st.DrawFn) -> Sublayer:
     layers = draw(st.lists(st.integers(0, 40), min_size=1, max_size=3, unique=True))
     count = draw(st.integers(1, 8))
     piece = draw(st.none() | st.integers(0, count - 1).map(lambda index: (index, count)))
-    return Sublayer(draw(st.sampled_from("AF")), tuple(layers), piece)
+    kind = draw(st.sampled_from("AF"))
+    ranks = draw(st.dictionaries(st.sampled_from(ROLES[kind]), st.integers(1, 300), max_size=4))
+    return Sublayer(kind, tuple(layers), piece, tuple(ranks.items()))
 
 
 steps = st.builds(Step, st.lists(sublayers(), min_size=1, max_size=3).map(tuple), st.booleans())
@@ -133,6 +136,77 @@ def test_depth_and_syncs_of_the_published_programs(text: str, depth: float, sync
     assert (program.effective_depth(), program.sync_points(2), program.sync_points(1)) == (depth, syncs, 0)
 
 
+def test_ranks_are_part_of_what_a_sublayer_is() -> None:
+    program = Program.parse("[A0@o8,q64 A1] F1/2:0@up3")
+    assert str(program) == "[A0@q64,o8 A1] F1/2:0@up3"
+    ranked, whole, sliced = program.sublayers()
+    assert (ranked.rank("q"), ranked.rank("k"), whole.rank("q"), sliced.rank("up")) == (64, None, None, 3)
+    assert ranked == Sublayer("A", (0,), None, (("q", 64), ("o", 8)))
+    assert len({ranked, whole, Sublayer("A", (0,))}) == 3
+    assert (program.effective_depth(), program.sync_points(2)) == (1, 2)
+
+
+SHAPES = LayerShapes(
+    matrices={"q": (32, 24), "k": (16, 24), "v": (16, 24), "o": (24, 32), "up": (48, 24), "down": (24, 48)},
+    biases={"q": 32, "o": 24, "up": 48, "down": 24},
+    norms={"A": 24, "F": 48},
+)
+
+
+def counted(sublayer: Sublayer) -> int:
+    """The parameters of modules with these shapes."""
+    total = SHAPES.norms[sublayer.kind]
+    for role in ROLES[sublayer.kind]:
+        if role not in SHAPES.matrices:
+            continue
+        matrix, bias = torch.empty(SHAPES.matrices[role]), torch.empty(SHAPES.biases.get(role, 0))
+        rank = sublayer.rank(role)
+        left, right = (matrix, None) if rank is None else (matrix[:, :1].expand(-1, rank), matrix[:1].expand(rank, -1))
+        if sublayer.piece is not None:
+            index, count = sublayer.piece
+            if role not in ("o", "down"):  # the rows are divided: of the left factor only
+                left, bias = left.chunk(count)[index], bias.chunk(count)[index]
+            else:
+                bias = bias if index == 0 else bias[:0]
+                left, right = (
+                    (left.chunk(count, 1)[index], None) if right is None else (left, right.chunk(count, 1)[index])
+                )
+        total += left.numel() + (0 if right is None else right.numel()) + bias.numel()
+    return total
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "A0",
+        "F3",
+        "A0~A1",
+        "A0/2:0",
+        "A0/8:3",
+        "F0/4:0",
+        "F0/4:1",
+        "A1@q5,o7",
+        "F1@up24",
+        "A0/2:1@q3,k4,v5,o6",
+        "F0/3:0@down9",
+    ],
+)
+def test_parameters_follow_from_shapes(text: str) -> None:
+    (sublayer,) = Program.parse(text).sublayers()
+    assert sublayer.parameters(SHAPES) == counted(sublayer)
+    twice = Program.parse(f"{text} {text} A0")
+    assert twice.parameters(SHAPES) == sum(counted(one) for one in set(twice.sublayers()))
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    for text, said in (
+        ("A0@k17", "A0@k17: rank 17 of k is above that of a matrix of 16 x 24"),
+        ("A0/3:0", "32 features of q do not divide into 3 slices"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            Program.parse(text).parameters(SHAPES)
+
+
 def test_a_layer_of_one_step_counts_as_one() -> None:
     assert Program.dense(3, steps_per_layer=1).effective_depth(1) == 3
     assert str(Program(layer_nodes(2, 1))) == "[A2 F2]"
@@ -151,6 +225,11 @@ def test_a_layer_of_one_step_counts_as_one() -> None:
         ("A1~A1", "distinct layers"),
         ("[]", "at least one sublayer"),
         (">{A0}", "found '{'"),
+        ("A0@", "'@' at character 2"),
+        ("A0@q4,", "',' at character 5"),
+        ("A0@up4", "kind A have no matrix 'up'; name some of q, k, v, o"),
+        ("F0@down0", "rank of down must be at least 1, not 0"),
+        ("A0/2:0@q4,k2,q4", "rank of q is given twice"),
     ],
 )
 def test_errors_say_what_was_found_and_where(text: str, said: str) -> None:

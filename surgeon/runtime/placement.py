@@ -8,7 +8,7 @@ know slices of sublayers and nothing else. This module knows neither tensors nor
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from surgeon.program import ATTENTION, Fork, Node, Program, Step, Sublayer, ranks_per_branch
 
@@ -105,7 +105,7 @@ def _slice(sublayer: Sublayer, index: int, count: int) -> Sublayer:
     outer_index, outer_count = sublayer.piece or (0, 1)
     if count == 1:
         return sublayer
-    return Sublayer(sublayer.kind, sublayer.layers, (outer_index * count + index, outer_count * count))
+    return replace(sublayer, piece=(outer_index * count + index, outer_count * count))
 
 
 def _visits(nodes: tuple[Node, ...], rank: int, group: Group) -> Iterator[tuple[Step, Group]]:
