@@ -197,7 +197,8 @@ def _sync_points(nodes: tuple[Node, ...], ranks: int) -> int:
     return count
 
 
-_TOKEN = re.compile(r"\s*([\[\]{}|>]|[AF]\d+(?:~[AF]\d+)*(?:/\d+:\d+)?|$)")
+_TOKEN = re.compile(r"\s*([\[\]{}|>]|[AF]\d{1,9}(?:~[AF]\d{1,9})*(?:/\d{1,9}:\d{1,9})?|$)")
+_DEEPEST = 50  # forks in each other
 
 
 class _Parser:
@@ -207,6 +208,7 @@ class _Parser:
         self.text = text
         self.place = 0
         self.token = ""
+        self.depth = 0
         self.advance()
 
     def advance(self) -> str:
@@ -247,6 +249,9 @@ class _Parser:
         return Step(tuple(sublayers), late)
 
     def fork(self) -> Fork:
+        self.depth += 1
+        if self.depth > _DEEPEST:
+            raise ValueError(f"forks lie more than {_DEEPEST} deep in each other at character {self.place}")
         branches = []
         while True:
             self.advance()  # { or |
@@ -256,6 +261,7 @@ class _Parser:
         if self.token != "}":
             raise ValueError("the program ends inside a fork: a closing } is missing")
         self.advance()
+        self.depth -= 1
         return Fork(tuple(branches))
 
     def sublayer(self) -> Sublayer:

@@ -151,6 +151,8 @@ def test_a_layer_of_one_step_counts_as_one() -> None:
         ("A1~A1", "distinct layers"),
         ("[]", "at least one sublayer"),
         (">{A0}", "found '{'"),
+        ("{" * 5000, "forks lie more than 50 deep in each other at character 51"),
+        ("A" + "9" * 5000, "cannot read '9"),
     ],
 )
 def test_errors_say_what_was_found_and_where(text: str, said: str) -> None:

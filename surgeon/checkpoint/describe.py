@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from surgeon.checkpoint.load import PROGRAM_KEY, is_fused, read_config
+from surgeon.checkpoint.load import is_fused, read_config, stored_program
 from surgeon.checkpoint.read import DEMO, Checkpoint, locate, read_json
 from surgeon.families import Family, family_of
 from surgeon.program import Program
@@ -99,15 +99,15 @@ def _describe_checkpoint(path: Path, name: str | Path) -> Description:
     checkpoint = Checkpoint(locate(name))
     config = read_config(checkpoint)
     family = family_of(config)
-    report = _report_of(checkpoint)
-    form = "fused" if is_fused(checkpoint) else "program" if PROGRAM_KEY in checkpoint.config else "plain"
+    report, held = _report_of(checkpoint), stored_program(checkpoint)
+    form = "fused" if is_fused(checkpoint) else "program" if held is not None else "plain"
     layers = int(config.num_hidden_layers)
     model, program = None, Program.dense(layers, family.steps_per_layer)
     if report is not None:
         model, layers, program = report["source"]["model"], report["source"]["num_layers"], report["program"]
         program = Program.parse(program)
-    elif form == "program":
-        program = Program.parse(checkpoint.config[PROGRAM_KEY])
+    elif held is not None:
+        program = held
     return Description(
         name=path.resolve().name if path.is_dir() else str(name),
         form=form,
