@@ -91,7 +91,7 @@ class _Loader(yaml.SafeLoader):
         self.nodes = self.depth = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        mark = self.peek_event().start_mark
+        mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
         self.nodes += 1
         self.depth += 1
         _check_size(self.nodes, self.depth, mark)
