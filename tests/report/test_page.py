@@ -216,6 +216,11 @@ def test_odd_intervals_and_numbers(tmp_path: Path) -> None:
         write_csv(folder / "cells.csv", [rows[0] | {column: value}, *rows[1:]])
         with pytest.raises(ValueError, match=message):
             render([folder])
+    folder = make_search(tmp_path / "search")
+    rows = read_csv(folder / "trials.csv")
+    write_csv(folder / "trials.csv", [rows[0] | {"depth": "1e30"}, *rows[1:]])
+    with pytest.raises(ValueError, match=r"search.json, or a table .*\(ValueError: layers .* are more than any model"):
+        render([folder])
 
 
 @pytest.mark.parametrize(
