@@ -277,8 +277,11 @@ def _sync_points(nodes: tuple[Node, ...], ranks: int) -> int:
     return count
 
 
-_RANK = r"[a-z]+\d+"
-_TOKEN = re.compile(rf"\s*([\[\]{{}}|>]|[AF]\d+(?:~[AF]\d+)*(?:/\d+:\d+)?(?:@{_RANK}(?:,{_RANK})*)?|$)")
+_RANK = r"[a-z]+\d{1,9}"
+_TOKEN = re.compile(
+    rf"\s*([\[\]{{}}|>]|[AF]\d{{1,9}}(?:~[AF]\d{{1,9}})*(?:/\d{{1,9}}:\d{{1,9}})?(?:@{_RANK}(?:,{_RANK})*)?|$)"
+)
+_DEEPEST = 50  # forks in each other
 
 
 class _Parser:
@@ -288,6 +291,7 @@ class _Parser:
         self.text = text
         self.place = 0
         self.token = ""
+        self.depth = 0
         self.advance()
 
     def advance(self) -> str:
@@ -328,6 +332,9 @@ class _Parser:
         return Step(tuple(sublayers), late)
 
     def fork(self) -> Fork:
+        self.depth += 1
+        if self.depth > _DEEPEST:
+            raise ValueError(f"forks lie more than {_DEEPEST} deep in each other at character {self.place}")
         branches = []
         while True:
             self.advance()  # { or |
@@ -337,6 +344,7 @@ class _Parser:
         if self.token != "}":
             raise ValueError("the program ends inside a fork: a closing } is missing")
         self.advance()
+        self.depth -= 1
         return Fork(tuple(branches))
 
     def sublayer(self) -> Sublayer:

@@ -20,16 +20,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from surgeon.errors import did_you_mean, shown
 from surgeon.operations import OPERATIONS
 from surgeon.operations.base import show_range
 from surgeon.program import Program
+from surgeon.safe_yaml import LONGEST, YamlError, read_yaml
 
 FORMAT = 1
 KEYS = ("surgeon", "model", "weights", "operations", "expect")
+_LAYERS = re.compile(r"\s*(\d{1,9})\s*:\s*(\d{1,9})\s*")
 _WEIGHTS = re.compile(r"sha256:([0-9a-f]{64})")
 
 
@@ -41,7 +42,7 @@ class Expect(BaseModel):
         sync_points: per forward pass, on two tensor-parallel ranks.
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     effective_depth: float | None = None
     sync_points: int | None = None
@@ -175,6 +176,8 @@ def read_recipe(path: Path) -> Recipe:
     """
     if not path.is_file():
         raise FileNotFoundError(f"there is no recipe {path}")
+    if path.stat().st_size > 4 * LONGEST:  # bytes that a character takes at most
+        raise ValueError(f"{path} has {path.stat().st_size:,} bytes, which is too much for a recipe; check the name")
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -199,10 +202,10 @@ def parse_range(text: Any) -> range:
     """
     if isinstance(text, int):
         raise ValueError('layers must stand in quotes, as in "4:30": without them YAML reads 4:30 as a number')
-    first, colon, end = str(text).partition(":")
-    if not (colon and first.strip().isdecimal() and end.strip().isdecimal() and int(first) < int(end)):
-        raise ValueError(f'layers {text!r} are no range; write "4:30" for layers 4 to 29 (layers count from 0)')
-    return range(int(first), int(end))
+    match = _LAYERS.fullmatch(str(text))
+    if match is None or int(match[1]) >= int(match[2]):
+        raise ValueError(f'layers {shown(text)} are no range; write "4:30" for layers 4 to 29 (layers count from 0)')
+    return range(int(match[1]), int(match[2]))
 
 
 class _Reader:
@@ -211,28 +214,10 @@ class _Reader:
     def __init__(self, text: str, source: str) -> None:
         self.source = source
         try:
-            node = yaml.compose(text, Loader=yaml.SafeLoader)
-            self.document = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            mark = getattr(error, "problem_mark", None)
-            line = mark.line + 1 if mark is not None else 1
-            raise self.error(line, f"not valid YAML: {getattr(error, 'problem', None) or error}") from error
-        self.lines: dict[tuple[Any, ...], int] = {(): 1}
-        if node is not None:
-            self._note_lines(node, ())
-
-    def _note_lines(self, node: yaml.Node, path: tuple[Any, ...]) -> None:
-        self.lines.setdefault(path, node.start_mark.line + 1)
-        if isinstance(node, yaml.MappingNode):
-            for key, value in node.value:
-                here = (*path, key.value)
-                if here in self.lines:
-                    raise self.error(key.start_mark.line + 1, f"{key.value!r} is there twice; keep one of them")
-                self.lines[here] = key.start_mark.line + 1
-                self._note_lines(value, here)
-        elif isinstance(node, yaml.SequenceNode):
-            for index, item in enumerate(node.value):
-                self._note_lines(item, (*path, index))
+            read = read_yaml(text)
+        except YamlError as error:
+            raise self.error(error.line, error.problem) from error
+        self.document, self.lines = read.value, read.lines
 
     def error(self, line: int, message: str) -> ValueError:
         return ValueError(f"{self.source}:{line}: {message}")
@@ -243,18 +228,17 @@ class _Reader:
             raise self.error(1, "a recipe is a mapping with the keys surgeon, model and operations")
         for key in document:
             if key not in KEYS:
-                raise self.error(self.lines.get((key,), 1), f"unknown key {key!r}; {did_you_mean(str(key), KEYS)}")
+                raise self.error(self.lines.get((key,), 1), f"unknown key {shown(key)}; {did_you_mean(str(key), KEYS)}")
         for key in ("surgeon", "model", "operations"):
             if key not in document:
                 raise self.error(1, f"the key {key!r} is missing")
-        if document["surgeon"] != FORMAT:
-            raise self.error(
-                self.lines["surgeon",], f"recipe format {document['surgeon']!r} is not known; write surgeon: 1"
-            )
-        if not isinstance(document["model"], str):
-            raise self.error(self.lines["model",], f"model must be a folder or a hub name, not {document['model']!r}")
+        form, model = document["surgeon"], document["model"]
+        if type(form) is not int or form != FORMAT:
+            raise self.error(self.lines["surgeon",], f"recipe format {shown(form)} is not known; write surgeon: 1")
+        if not isinstance(model, str) or not model.strip() or not model.isprintable():
+            raise self.error(self.lines["model",], f"model must be a folder or a hub name, not {shown(model)}")
         return Recipe(
-            model=document["model"],
+            model=model,
             operations=self._operations(document["operations"]),
             expect=self._expect(document.get("expect")),
             weights=self._weights(document["weights"]) if "weights" in document else None,
@@ -284,11 +268,12 @@ class _Reader:
         line = self.lines[path]
         if not isinstance(entry, dict) or len(entry) != 1:
             raise self.error(
-                line, f'an operation is one name with its parameters, as in pair: {{layers: "4:30"}}, not {entry!r}'
+                line,
+                f'an operation is one name with its parameters, as in pair: {{layers: "4:30"}}, not {shown(entry)}',
             )
         ((name, given),) = entry.items()
         if name not in OPERATIONS:
-            raise self.error(line, f"unknown operation {name!r}; {did_you_mean(str(name), OPERATIONS)}")
+            raise self.error(line, f"unknown operation {shown(name)}; {did_you_mean(str(name), OPERATIONS)}")
         if not isinstance(given, dict) or "layers" not in given:
             raise self.error(line, f'{name} needs layers, as in {name}: {{layers: "4:30"}}')
         model = OPERATIONS[name].parameters
@@ -296,7 +281,8 @@ class _Reader:
             if key not in ("layers", *model.model_fields):
                 known = ["layers", *model.model_fields]
                 raise self.error(
-                    self.lines[*path, name, key], f"{name} has no parameter {key!r}; {did_you_mean(str(key), known)}"
+                    self.lines[*path, name, key],
+                    f"{name} has no parameter {shown(key)}; {did_you_mean(str(key), known)}",
                 )
         layers = given["layers"]
         try:
@@ -315,7 +301,8 @@ class _Reader:
         for key in given:
             if key not in Expect.model_fields:
                 raise self.error(
-                    self.lines["expect", key], f"unknown key {key!r}; {did_you_mean(str(key), Expect.model_fields)}"
+                    self.lines["expect", key],
+                    f"unknown key {shown(key)}; {did_you_mean(str(key), Expect.model_fields)}",
                 )
         expect = self._validate(Expect, given, ("expect",))
         assert isinstance(expect, Expect)
@@ -328,4 +315,4 @@ class _Reader:
             first = error.errors()[0]
             where = self.lines.get((*path, *first["loc"]), self.lines[path])
             name = ".".join(map(str, first["loc"]))
-            raise self.error(where, f"{path[-1]}: {name}: {first['msg']}, not {first['input']!r}") from error
+            raise self.error(where, f"{path[-1]}: {name}: {first['msg']}, not {shown(first['input'])}") from error

@@ -230,6 +230,8 @@ def test_a_layer_of_one_step_counts_as_one() -> None:
         ("A0@up4", "kind A have no matrix 'up'; name some of q, k, v, o"),
         ("F0@down0", "rank of down must be at least 1, not 0"),
         ("A0/2:0@q4,k2,q4", "rank of q is given twice"),
+        ("{" * 5000, "forks lie more than 50 deep in each other at character 51"),
+        ("A" + "9" * 5000, "cannot read '9"),
     ],
 )
 def test_errors_say_what_was_found_and_where(text: str, said: str) -> None:

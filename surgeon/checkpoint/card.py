@@ -17,7 +17,7 @@ from surgeon.checkpoint.card_text import bullet, code, joined, link, paragraph, 
 from surgeon.checkpoint.card_usage import usage
 from surgeon.checkpoint.describe import Description, describe
 from surgeon.checkpoint.inherit import CARD_FILE, Inherited
-from surgeon.checkpoint.load import PROGRAM_KEY
+from surgeon.checkpoint.load import stored_program
 from surgeon.checkpoint.measured import Identity, Measured
 from surgeon.checkpoint.read import DEMO, Checkpoint
 from surgeon.operations import OPERATIONS
@@ -46,8 +46,7 @@ def identity_of(found: Description, checkpoint: Checkpoint) -> Identity:
     """What measurements of an exported checkpoint must be of; its weights are read."""
     assert found.report is not None
     steps = found.family.steps_per_layer
-    held = checkpoint.config.get(PROGRAM_KEY)
-    program = Program.dense(found.config.num_hidden_layers, steps) if held is None else Program.parse(held)
+    program = stored_program(checkpoint) or Program.dense(found.config.num_hidden_layers, steps)
     source_hash = str(found.report["source"].get("weights_hash"))
     dense = Program.dense(found.num_layers, steps)
     return Identity(found.name, checkpoint.weights_hash(), program, source_hash, found.program, dense)

@@ -9,13 +9,15 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from surgeon.checkpoint.load import PROGRAM_KEY, is_fused, read_config
+from surgeon.checkpoint.load import is_fused, read_config, stored_program
 from surgeon.checkpoint.read import DEMO, Checkpoint, locate, read_json
+from surgeon.errors import shown
 from surgeon.families import Family, family_of
 from surgeon.program import Program
 from surgeon.recipe import Recipe, is_recipe, read_recipe
 
 REPORT_FILE = "surgeon.json"
+MOST_LAYERS = 10_000  # a number beyond is damage, which would fill the memory
 
 
 @dataclass(frozen=True)
@@ -99,15 +101,15 @@ def _describe_checkpoint(path: Path, name: str | Path) -> Description:
     checkpoint = Checkpoint(locate(name))
     config = read_config(checkpoint)
     family = family_of(config)
-    report = _report_of(checkpoint)
-    form = "fused" if is_fused(checkpoint) else "program" if PROGRAM_KEY in checkpoint.config else "plain"
+    report, held = _report_of(checkpoint), stored_program(checkpoint)
+    form = "fused" if is_fused(checkpoint) else "program" if held is not None else "plain"
     layers = int(config.num_hidden_layers)
     model, program = None, Program.dense(layers, family.steps_per_layer)
     if report is not None:
         model, layers, program = report["source"]["model"], report["source"]["num_layers"], report["program"]
         program = Program.parse(program)
-    elif form == "program":
-        program = Program.parse(checkpoint.config[PROGRAM_KEY])
+    elif held is not None:
+        program = held
     return Description(
         name=path.resolve().name if path.is_dir() else str(name),
         form=form,
@@ -127,12 +129,21 @@ def _report_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
     if not path.exists():
         return None
     report = read_json(path)
-    source = report.get("source")
-    if (
-        not isinstance(report.get("program"), str)
-        or not isinstance(source, dict)
-        or not isinstance(source.get("model"), str)
-        or not isinstance(source.get("num_layers"), int)
+    source, proof = report.get("source"), report.get("proof")
+    layers = source.get("num_layers") if isinstance(source, dict) else None
+    if not (
+        isinstance(report.get("program"), str)
+        and isinstance(source, dict)
+        and isinstance(source.get("model"), str)
+        and type(layers) is int
+        and 1 <= layers <= MOST_LAYERS
     ):
         raise ValueError(f"{path} is not what surgeon export writes: it lacks the program or its source")
+    if isinstance(proof, dict) and not _is_proof(proof):
+        raise ValueError(f"{path} is not what surgeon export writes: its proof is {shown(proof, 200)}; export again")
     return report
+
+
+def _is_proof(proof: dict[str, Any]) -> bool:
+    numbers = all(isinstance(proof.get(name), int | float) for name in ("exact", "written"))
+    return numbers and type(proof.get("tokens")) is int and isinstance(proof.get("dtype"), str)

@@ -20,6 +20,9 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
+from safetensors import SafetensorError, safe_open
+
+from surgeon.errors import first_line, shown
 
 DTYPES = {
     "F64": torch.float64,
@@ -34,6 +37,7 @@ DTYPES = {
 }
 LONGEST_HEADER = 100_000_000  # bytes, as the safetensors library has it
 MOST_DIMENSIONS = 8
+METADATA = "__metadata__"
 _LARGEST = 1 << 40  # of a dimension
 
 
@@ -79,9 +83,14 @@ def _parse(path: Path) -> dict[str, StoredTensor]:
         text = file.read(length)
     start = 8 + length
     entries = _entries(text)
-    tensors = {name: _tensor(name, entry, start, path) for name, entry in entries.items() if name != "__metadata__"}
+    _check_metadata(entries.pop(METADATA, None))
+    tensors = {name: _tensor(name, entry, start, path) for name, entry in entries.items()}
     _check_places(tensors, start, size)
-    return tensors
+    try:  # what is sound so far, and refused by the library that reads it later (numbers that no JSON has)
+        with safe_open(path, framework="pt"):
+            return tensors
+    except SafetensorError as error:
+        raise _Damaged(first_line(error)) from error
 
 
 def _entries(text: bytes) -> dict[str, Any]:
@@ -92,6 +101,17 @@ def _entries(text: bytes) -> dict[str, Any]:
     if not isinstance(entries, dict):
         raise _Damaged("its header is no JSON object")
     return entries
+
+
+def _check_metadata(metadata: Any) -> None:
+    """Texts by name, or the safetensors library refuses the file where a tensor is read."""
+    if metadata is None:
+        return
+    if not isinstance(metadata, dict):
+        raise _Damaged(f"its {METADATA} is no JSON object: {shown(metadata)}")
+    for name, value in metadata.items():
+        if not isinstance(value, str):
+            raise _Damaged(f"its {METADATA} has {shown(name)}: {shown(value)}, where a text should be")
 
 
 def _tensor(name: str, entry: Any, start: int, path: Path) -> StoredTensor:

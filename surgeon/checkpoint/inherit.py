@@ -6,12 +6,13 @@ for the user: a card is no reason for an export to fail.
 
 from __future__ import annotations
 
-import reprlib
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from surgeon.errors import first_line
+from surgeon.errors import first_line, shown
+from surgeon.safe_yaml import read_yaml
 
 CARD_FILE = "README.md"
 LARGEST_CARD = 1 << 20  # bytes; what is larger is no card
@@ -19,6 +20,7 @@ TEXTS = ("license", "license_name", "license_link", "pipeline_tag")
 LISTS = ("license", "language", "datasets", "tags")  # a text, or several
 MOST_VALUES = 1000  # that terms can consist of
 TERMS = "extra_gated_"  # what the hub's keys for terms to be accepted begin with
+_FRONT_MATTER = re.compile(r"\s*^---$(.*?)^---[ \t]*$", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ def inherit(folder: Path) -> Inherited:
         return Inherited({})
     try:
         front = _front_matter(path)
-    except Exception as error:  # noqa: BLE001 - whatever it trips over is a fault of the file
+    except (OSError, ValueError) as error:
         return Inherited({}, (f"The front matter of its {CARD_FILE} cannot be read ({first_line(error)}).",))
     metadata: dict[str, Any] = {}
     notes = []
@@ -62,16 +64,19 @@ def inherit(folder: Path) -> Inherited:
         if _is_valid(key, value):
             metadata[key] = value
         else:
-            notes.append(f"Its {CARD_FILE} has {key}: {reprlib.repr(value)[:40]}, which is not what belongs there.")
+            notes.append(f"Its {CARD_FILE} has {key}: {shown(value)}, which is not what belongs there.")
     return Inherited(metadata, tuple(notes))
 
 
 def _front_matter(path: Path) -> dict[Any, Any]:
-    from huggingface_hub import metadata_load
-
+    """The YAML between two lines of --- that a card begins with."""
     if path.stat().st_size > LARGEST_CARD:
         raise ValueError(f"the file has more than {LARGEST_CARD:,} bytes")
-    return metadata_load(path) or {}
+    match = _FRONT_MATTER.match(path.read_text(encoding="utf-8-sig"))
+    front = read_yaml(match[1]).value if match else None
+    if not isinstance(front, dict | None):
+        raise ValueError("it is no mapping")
+    return front or {}
 
 
 def _is_carried(key: Any) -> bool:
@@ -87,7 +92,7 @@ def _is_valid(key: str, value: Any) -> bool:
 
 
 def _is_small(value: Any) -> bool:
-    """Whether it is made of a few texts and numbers; YAML can name one list in another many times over."""
+    """Whether it is made of a few texts and numbers."""
     left, seen = [value], 0
     while left:
         one = left.pop()

@@ -11,12 +11,14 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTr
 from surgeon.checkpoint.fused_config import GLOBAL_WIDTHS_KEY, WIDTHS_KEY
 from surgeon.checkpoint.read import Checkpoint, locate
 from surgeon.checkpoint.remote_code import FUSED, PROGRAM
+from surgeon.errors import shown
 from surgeon.families import Family, family_named, family_of
 from surgeon.model import PROGRAM_KEY, edit
+from surgeon.program import Program
 
 MOST_LABELS = 1_000_000  # of a classifier, which a config.json may speak of
 
-__all__ = ["PROGRAM_KEY", "compute_dtype", "is_fused", "load", "read_config"]
+__all__ = ["PROGRAM_KEY", "compute_dtype", "is_fused", "load", "read_config", "stored_program"]
 
 
 def compute_dtype(stored: torch.dtype, device: torch.device) -> torch.dtype:
@@ -43,7 +45,7 @@ def load(path_or_name: str | Path, dtype: torch.dtype | None = None, device_map:
     folder = locate(path_or_name)
     checkpoint = Checkpoint(folder)
     config = read_config(checkpoint)
-    program = checkpoint.config.get(PROGRAM_KEY)
+    program = stored_program(checkpoint)
     if dtype is None:
         device = torch.device("cuda" if device_map is not None and torch.cuda.is_available() else "cpu")
         stored = checkpoint.dtype(checkpoint.names()[0])
@@ -61,7 +63,7 @@ def load(path_or_name: str | Path, dtype: torch.dtype | None = None, device_map:
         ) from error
     check_complete(folder, report)
     model.eval()
-    return edit(model, program) if program else model
+    return model if program is None else edit(model, program)
 
 
 def read_config(checkpoint: Checkpoint) -> Any:
@@ -71,6 +73,7 @@ def read_config(checkpoint: Checkpoint) -> Any:
         ValueError: if the architecture is not supported, or config.json is not what its architecture needs.
     """
     family = _family_in(checkpoint)
+    stored_program(checkpoint)
     _check_widths(checkpoint)
     _check_counts(checkpoint)
     try:
@@ -84,6 +87,26 @@ def read_config(checkpoint: Checkpoint) -> Any:
         raise ValueError(f"{checkpoint.folder / 'config.json'} is not a valid configuration: {error}") from error
     _check_sizes(checkpoint.folder / "config.json", config, family_of(config))
     return config
+
+
+def stored_program(checkpoint: Checkpoint) -> Program | None:
+    """The program over its stored layers that a checkpoint runs; None for one that runs them as they are.
+
+    Raises:
+        ValueError: if what config.json has in its place is no program.
+    """
+    if PROGRAM_KEY not in checkpoint.config:
+        return None
+    text, path = checkpoint.config[PROGRAM_KEY], checkpoint.folder / "config.json"
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError(
+            f'{path} has {PROGRAM_KEY}: {shown(text)}, which is no program; write it as a text, as in "A0 F0 >A1 >F1", '
+            "or export the model again"
+        )
+    try:
+        return Program.parse(text)
+    except ValueError as error:
+        raise ValueError(f"{path} has a {PROGRAM_KEY} that is none: {error}") from error
 
 
 def is_fused(checkpoint: Checkpoint) -> bool:
@@ -144,7 +167,8 @@ def _check_sizes(path: Path, config: Any, family: Family) -> None:
     names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
     try:
         sizes: dict[str, int] = {name: getattr(config, name) for name in names}
-        sizes["head_dim"] = getattr(config, "head_dim", None) or 1  # 0 and None both mean hidden size / heads
+        shared = sizes["hidden_size"] // max(1, sizes["num_attention_heads"])
+        sizes["head_dim"] = getattr(config, "head_dim", None) or shared  # 0 and None both mean hidden size / heads
         for layer in config.per_layer_config if config.is_heterogeneous else [config]:
             sizes.update({str(unit): min(count, sizes.get(unit, count)) for unit, count in family.units(layer).items()})
     except (AttributeError, TypeError, ValueError, OverflowError) as error:

@@ -1,7 +1,8 @@
 """A folder that appears under its final name whole, or not at all.
 
 It is written beside the target and renamed when it is complete. A run that dies leaves a partial folder under another
-name, which the next run removes.
+name, which the next run removes. Whether a run lives is told by the lock that it holds on its folder, never by a
+process id, which another container or machine has too. Where a file system has no locks, what is left there stays.
 """
 
 from __future__ import annotations
@@ -13,13 +14,17 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from surgeon.checkpoint.replaceable import why_kept
 from surgeon.checkpoint.verify import sync
 
 MARK = "surgeon-partial"
+_OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+_OLD = "old"  # at the end of the name of a target that is moved aside
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
@@ -42,29 +47,56 @@ def staged(target: Path, overwrite: bool = False) -> Iterator[Path]:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         remove_stale(target)
-        folder = target.parent / f".{target.name}.{MARK}-{os.getpid()}-{secrets.token_hex(4)}"
-        folder.mkdir()
+        folder, lock = _partial_folder(target)
     except PermissionError as error:
         raise PermissionError(f"no permission to write in {target.parent}; choose another folder with -o") from error
     except (FileExistsError, NotADirectoryError) as error:
         raise NotADirectoryError(
             f"{target.parent} cannot be a folder: a file is in the way ({error.filename})"
         ) from error
-    # Held while this process lives, whatever becomes of it: how another run knows that the folder is in use.
-    lock = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
         yield folder
         for path in (*folder.iterdir(), folder):
             sync(path)
         _publish(folder, target, overwrite)
     finally:
-        os.close(lock)
         shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _partial_folder(target: Path) -> tuple[Path, int]:
+    """A new folder beside the target, and the lock on it: held while this process lives, whatever becomes of it."""
+    while True:
+        folder = target.parent / f".{target.name}.{MARK}-{os.getpid()}-{secrets.token_hex(4)}"
+        folder.mkdir()
+        # Until it is locked, another run takes it for one that was left, and removes it.
+        with suppress(FileNotFoundError):
+            lock = os.open(folder, _OPEN_FOLDER)
+            _lock(lock, wait=True)
+            if _is_at(lock, folder):
+                return folder, lock
+            os.close(lock)
+
+
+def _lock(handle: int, wait: bool = False) -> bool:
+    """Lock a folder until its handle is closed; False if it is locked, or the file system has no locks."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:
+        return False
+    return True
+
+
+def _is_at(handle: int, path: Path) -> bool:
+    """Whether an open folder still has this name."""
+    try:
+        return os.path.samestat(os.fstat(handle), path.lstat())
+    except FileNotFoundError:
+        return False
 
 
 def check_target(target: Path, overwrite: bool) -> None:
-    """Refuse a target that exists, unless it is empty, or a checkpoint that may be overwritten.
+    """Refuse a target that exists, unless it is empty, or a checkpoint that may be overwritten (`why_kept`).
 
     Raises:
         FileExistsError: saying what is in the way.
@@ -77,9 +109,10 @@ def check_target(target: Path, overwrite: bool) -> None:
         return
     if not overwrite:
         raise FileExistsError(f"{target} exists and is not empty; choose another name with -o, or pass --overwrite")
-    if not (target / "config.json").exists():
+    reason = why_kept(target)
+    if reason is not None:
         raise FileExistsError(
-            f"{target} has no config.json, so it is no checkpoint, and --overwrite does not replace it"
+            f"{target} {reason}, so --overwrite does not replace it; choose another name with -o, or clear it yourself"
         )
 
 
@@ -112,37 +145,29 @@ def show_bytes(count: int) -> str:
 
 
 def remove_stale(target: Path) -> None:
-    """Remove what runs that died left beside the target; bring back a target that one of them had moved aside."""
-    pattern = re.compile(rf"\.{re.escape(target.name)}\.{MARK}-(\d+)-(\w+)")
+    """Remove what runs that died left beside the target; bring back a target that one of them had moved aside.
+
+    What cannot be told to be of a run that died, or cannot be removed, is left alone.
+    """
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.{MARK}-\d+-[\w-]+")
     for path in target.parent.iterdir():
-        match = pattern.fullmatch(path.name)
-        if match is None or _is_alive(int(match[1])) or not _is_unlocked(path):
-            continue
-        if match[2] == "old" and not target.exists():
+        if pattern.fullmatch(path.name) and stat.S_ISDIR(path.lstat().st_mode):
+            with suppress(OSError):
+                _remove_unlocked(path, target)
+
+
+def _remove_unlocked(path: Path, target: Path) -> None:
+    lock = os.open(path, _OPEN_FOLDER)
+    try:
+        # A run that has just finished has given the folder that was opened the target's name.
+        if not _lock(lock) or not _is_at(lock, path):
+            return
+        if path.name.endswith(_OLD) and not os.path.lexists(target):
             path.rename(target)
         else:
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
-def _is_unlocked(folder: Path) -> bool:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
     finally:
-        os.close(handle)
-    return True
+        os.close(lock)
 
 
 def _publish(folder: Path, target: Path, overwrite: bool) -> None:
@@ -151,12 +176,21 @@ def _publish(folder: Path, target: Path, overwrite: bool) -> None:
     if not target.exists() or not any(target.iterdir()):
         folder.rename(target)
     elif not _exchange(folder, target):
-        # This file system cannot swap two names at once. Dying in between is mended by `remove_stale`.
-        old = folder.with_name(f".{target.name}.{MARK}-{os.getpid()}-old")
+        _move_aside(folder, target)
+    sync(target.parent)
+
+
+def _move_aside(folder: Path, target: Path) -> None:
+    """Replace the target in two steps: this file system cannot swap names. `remove_stale` mends dying in between."""
+    old = folder.with_name(f"{folder.name}-{_OLD}")
+    lock = os.open(target, _OPEN_FOLDER)
+    try:
+        _lock(lock)  # so that nobody brings it back, or removes it, meanwhile
         target.rename(old)
         folder.rename(target)
         shutil.rmtree(old, ignore_errors=True)
-    sync(target.parent)
+    finally:
+        os.close(lock)
 
 
 def _exchange(first: Path, second: Path) -> bool:

@@ -38,7 +38,14 @@ def export(
     model: Annotated[
         str | None, typer.Option(help="Folder or hub name, instead of the recipe's model.", show_default=False)
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing checkpoint folder.")] = False,
+    overwrite: Annotated[
+        bool,
+        typer.Option(
+            "--overwrite",
+            help="Replace an existing checkpoint: a folder with the surgeon.json of an export, or with a model's "
+            "config.json and safetensors weights. One that holds anything else too (folders, files of yours) is kept.",
+        ),
+    ] = False,
     results: ResultsOption = None,
 ) -> None:
     """Write the recipe's model as a checkpoint that other software loads.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from surgeon.checkpoint.load import PROGRAM_KEY, load, read_config
+from surgeon.checkpoint.load import load, read_config, stored_program
 from surgeon.checkpoint.read import Checkpoint, locate
 from surgeon.errors import did_you_mean
 from surgeon.families import family_of
@@ -53,8 +53,8 @@ class Candidate:
         """The program that is evaluated, as text."""
         if self.program is not None:
             return str(self.program)
-        held = self.checkpoint.config.get(PROGRAM_KEY)
-        return held or str(Program.dense(self.config.num_hidden_layers, family_of(self.config).steps_per_layer))
+        layers, family = self.config.num_hidden_layers, family_of(self.config)
+        return str(stored_program(self.checkpoint) or Program.dense(layers, family.steps_per_layer))
 
     def load(self, device: str = "auto") -> PreTrainedModel:
         """The model, under its program, on the device (on all GPUs, for cuda)."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from markupsafe import Markup, escape
 
 from surgeon.report.blocks import Key
+from surgeon.report.runs import MOST_LAYERS
 from surgeon.report.svg import element
 from surgeon.report.words import tick as tick_text
 
@@ -103,6 +104,8 @@ class Axis:
 
 def layer_axis(first: int, last: int, title: str = "layer") -> Axis:
     """Whole layers, all of them or evenly chosen ones labelled."""
+    if last - first > MOST_LAYERS:
+        raise ValueError(f"layers {first} to {last} are more than any model has")
     step = next(s for s in (1, 2, 4, 5, 10, 20, 50, 100, 1000) if (last - first) / s <= 16)
     ticks = [(float(layer), str(layer)) for layer in range(first, last + 1) if layer % step == 0]
     return Axis(first - 0.5, last + 0.5, ticks, title)

@@ -18,7 +18,7 @@ from markupsafe import Markup
 import surgeon
 from surgeon.provenance import write_text
 from surgeon.report.blocks import Block, Finding
-from surgeon.report.runs import SHORT_HASH, Run, read_runs
+from surgeon.report.runs import SHORT_HASH, Run, read_runs, told_with_files
 from surgeon.report.sections import KINDS
 from surgeon.report.sections.checkpoint import CHECKPOINT
 from surgeon.report.words import listed
@@ -110,11 +110,16 @@ def render(paths: Iterable[Path]) -> str:
 def _chapters(runs: Sequence[Run]) -> list[Chapter]:
     """One for each set of weights, in the order in which they were named."""
     # Records without a hash go by the model's name, and never into a chapter of weights that are known.
-    exported = {run.folder.resolve(): run.weights_hash for run in runs if run.kind is CHECKPOINT}
+    exported: dict[Path, str] = {}
     groups: dict[str, list[Run]] = {}
     for run in runs:
+        if run.kind is CHECKPOINT:
+            with told_with_files(run):
+                exported[run.folder.resolve()] = run.weights_hash
+    for run in runs:
         # What was measured on an exported checkpoint belongs to the model it was made of.
-        weights = exported.get(Path(run.model).resolve(), run.weights_hash)
+        with told_with_files(run):
+            weights = exported.get(Path(run.model).resolve(), run.weights_hash)
         groups.setdefault(weights or f"name {run.model}", []).append(run)
     return [
         _chapter(number, "" if key.startswith("name ") else key, group)
@@ -126,12 +131,13 @@ def _chapter(number: int, weights_hash: str, runs: Sequence[Run]) -> Chapter:
     anchor = f"model-{number}"
     ordered = sorted(runs, key=lambda run: KINDS.index(run.kind))
     sections = [_section(f"{anchor}-{place}", run, ordered) for place, run in enumerate(ordered, start=1)]
-    summary = [_named(finding, _name_if_several(run, runs)) for run in ordered for finding in run.kind.findings(run)]
-    missing = [
-        f"{name}: {line}" if (name := _name_if_several(run, runs)) else line
-        for run in ordered
-        for line in run.kind.missing(run)
-    ]
+    summary: list[Finding] = []
+    missing: list[str] = []
+    for run in ordered:
+        name = _name_if_several(run, runs)
+        with told_with_files(run):
+            summary += [_named(finding, name) for finding in run.kind.findings(run)]
+            missing += [f"{name}: {line}" if name else line for line in run.kind.missing(run)]
     present = {run.kind.name for run in runs}
     missing += [kind.without for kind in KINDS if kind.without and kind.name not in present]
     of_original = [run for run in ordered if run.weights_hash == weights_hash] or ordered
@@ -163,11 +169,12 @@ def _named(finding: Finding, run: str) -> Finding:
 def _section(anchor: str, run: Run, runs: Sequence[Run]) -> Section:
     name = _name_if_several(run, runs)
     title = f"{run.kind.title}: {name}" if name else run.kind.title
-    blocks = list(run.kind.show(run))
     of_kind = [other for other in runs if other.kind is run.kind]
-    if run is of_kind[-1]:
-        blocks += run.kind.together(of_kind)
-    return Section(run, anchor, title, blocks, _provenance(run))
+    with told_with_files(run):
+        blocks = list(run.kind.show(run))
+        if run is of_kind[-1]:
+            blocks += run.kind.together(of_kind)
+        return Section(run, anchor, title, blocks, _provenance(run))
 
 
 def _provenance(run: Run) -> list[tuple[str, str]]:

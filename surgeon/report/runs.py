@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from surgeon.errors import did_you_mean, first_line, shown
 from surgeon.provenance import FORMAT
 from surgeon.report.blocks import Block, Finding
 
@@ -26,6 +28,7 @@ class TableFile:
         numbers: columns that must be there and hold numbers (infinity and nan are numbers).
         words: columns that must be there and hold text.
         layers: columns that must be there and hold layers, whole numbers from 0.
+        one_of: columns of `words` that hold one of these.
         may_be_empty: the command writes it without rows if there is nothing to write.
     """
 
@@ -33,6 +36,7 @@ class TableFile:
     numbers: tuple[str, ...] = ()
     words: tuple[str, ...] = ()
     layers: tuple[str, ...] = ()
+    one_of: Mapping[str, Collection[str]] = field(default_factory=dict)
     optional: bool = False
     may_be_empty: bool = False
 
@@ -106,6 +110,24 @@ class Kind:
     model_of: Callable[[dict[str, Any]], tuple[str, str]] = model_in_record
 
 
+@contextmanager
+def told_with_files(run: Run) -> Iterator[None]:
+    """Name the run's files where what is said of it trips over what they hold.
+
+    Raises:
+        ValueError: as it was, if it names them already.
+    """
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        if isinstance(error, ValueError) and str(run.folder) in str(error):
+            raise
+        raise ValueError(
+            f"{run.file}, or a table beside it, holds what surgeon {run.kind.name} does not write "
+            f"({type(error).__name__}: {first_line(error)}); make it again"
+        ) from error
+
+
 def read_runs(path: Path, kinds: Sequence[Kind]) -> list[Run]:
     """Everything that a folder holds, or the one run whose record the path is.
 
@@ -174,11 +196,26 @@ def read_table(path: Path, wanted: TableFile) -> pd.DataFrame:
             raise ValueError(f"{path} has no column {name}; make it again with this version of surgeon")
     if table.empty and not wanted.may_be_empty:
         raise ValueError(f"{path} has no rows; run the command that writes it to its end")
-    for name in (*wanted.layers, *wanted.numbers):
+    intervals = [name for name in table.columns if name.endswith(("_low", "_high")) and name not in wanted.numbers]
+    for name in (*wanted.layers, *wanted.numbers, *intervals):
         table[name] = _as_numbers(path, table[name])
     for name in wanted.layers:
         table[name] = _as_layers(path, table[name])
-    return table.assign(**{name: table[name].fillna("").astype(str) for name in wanted.words})
+    table = table.assign(**{name: table[name].fillna("").astype(str) for name in wanted.words})
+    for name, known in wanted.one_of.items():
+        _check_words(path, table[name], known)
+    return table
+
+
+def _check_words(path: Path, column: pd.Series[Any], known: Collection[str]) -> None:
+    wrong = ~column.isin(list(known))
+    if wrong.any():
+        row = int(wrong.to_numpy().argmax())
+        word = column.iloc[row]
+        raise ValueError(
+            f"{path} has {shown(word)} in column {column.name}, line {row + 2}; {did_you_mean(word, known)} "
+            "(or make it again)"
+        )
 
 
 def _as_numbers(path: Path, column: pd.Series[Any]) -> pd.Series[Any]:

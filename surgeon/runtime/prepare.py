@@ -5,18 +5,20 @@ Only this module of the runtime needs `transformers`; ranks start faster without
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
 from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from surgeon.checkpoint.load import PROGRAM_KEY, compute_dtype, read_config
+from surgeon.checkpoint.load import compute_dtype, read_config, stored_program
 from surgeon.checkpoint.read import Checkpoint, locate, read_json
-from surgeon.errors import did_you_mean
+from surgeon.errors import did_you_mean, first_line, shown
 from surgeon.families import Family, family_named, family_of
 from surgeon.families.fused import FUSED
 from surgeon.model import check_layers
@@ -29,7 +31,9 @@ from surgeon.weights import require_sliceable
 # Families whose computation layers.py has: a new one may need more than its description says.
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "opt", "gpt2", "gpt_neo", "gpt_neox")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)
 MOST_RANKS = 1024  # of one machine
+MOST_FEATURES = 1 << 40  # of a head
 MOST_SUGGESTED = 64  # where numbers of ranks that would do are listed
 
 
@@ -72,8 +76,8 @@ def make_plan(
         raise ValueError(f"{folder} holds quantised weights, which ranks cannot share; use the model it was made from")
     source = Source(checkpoint, family, family.head_dim(config))
     layers = _count_layers(checkpoint, family)
-    text = program or checkpoint.config.get(PROGRAM_KEY)
-    parsed = Program.parse(text) if text else Program.dense(int(config.num_hidden_layers), family.steps_per_layer)
+    given = Program.parse(program) if program else stored_program(checkpoint)
+    parsed = given or Program.dense(int(config.num_hidden_layers), family.steps_per_layer)
     check_layers(parsed, layers)
     for sliced in (sublayer for sublayer in parsed.sublayers() if sublayer.piece is not None):
         require_sliceable(family.spec(sliced.kind), family)
@@ -237,8 +241,19 @@ def _positions(config: Any, family: Family, source: Source) -> int:
 def _unchanged(config: Any) -> int | None:
     """Up to how many tokens rotary positions do not depend on the text's length, if they do beyond."""
     rope = config.rope_parameters
+    kind = rope["rope_type"]
+    if kind not in ROPE_TYPES:
+        raise ValueError(
+            f"rope_type in config.json must be known, not {shown(kind)}; {did_you_mean(str(kind), ROPE_TYPES)}"
+        )
+    if kind not in ("dynamic", "longrope"):
+        return None
     first = rope.get("original_max_position_embeddings") or config.max_position_embeddings
-    return int(first) if rope["rope_type"] in ("dynamic", "longrope") else None
+    if type(first) is not int or first < 1:
+        raise ValueError(
+            f"original_max_position_embeddings in config.json must be a number of tokens, not {shown(first)}"
+        )
+    return first
 
 
 def _windows(config: Any, family: Family, layers: int) -> tuple[int | None, ...]:
@@ -278,7 +293,10 @@ def _attention_scale(config: Any) -> float | None:
     if config.model_type == FUSED.model_type:
         return float(config.attention_scaling)
     if config.model_type == "gemma2":
-        return float(config.query_pre_attn_scalar**-0.5)
+        scalar = config.query_pre_attn_scalar
+        if not 0 < scalar < MOST_FEATURES:
+            raise ValueError(f"query_pre_attn_scalar in config.json must be above 0, not {shown(scalar)}")
+        return float(scalar**-0.5)
     unscaled = config.model_type == "gpt_neo" or not getattr(config, "scale_attn_weights", True)
     return 1.0 if unscaled else None
 
@@ -293,13 +311,27 @@ def _rotary(config: Any, family: Family, max_tokens: int) -> Rotary:
         )
     # The class is the same in all families but for a part of the features, which Llama's takes no notice of.
     made: Any = GPTNeoXRotaryEmbedding if family.partly_rotary else LlamaRotaryEmbedding
-    module = made(config)
-    return Rotary(tuple(module.inv_freq.tolist()), float(module.attention_scaling))
+    try:
+        module = made(config)
+        rotary = Rotary(tuple(module.inv_freq.tolist()), float(module.attention_scaling))
+    except Exception as error:  # whatever it trips over is a fault of the file
+        raise ValueError(f"{_not_rotary(config)} ({type(error).__name__}: {first_line(error)})") from error
+    if not all(map(math.isfinite, (*rotary.inverse_frequencies, rotary.scale))):
+        raise ValueError(f"{_not_rotary(config)} (an angle is infinite, or no number)")
+    return rotary
+
+
+def _not_rotary(config: Any) -> str:
+    return f"config.json describes no rotary positions: rope_parameters are {shown(config.rope_parameters, 200)}"
 
 
 def _end_tokens(folder: Path, config: Any) -> tuple[int, ...]:
-    generation = folder / "generation_config.json"
-    ends = read_json(generation).get("eos_token_id") if generation.is_file() else None
+    path = folder / "generation_config.json"
+    ends = read_json(path).get("eos_token_id") if path.is_file() else None
     if ends is None:
-        ends = getattr(config, "eos_token_id", None)
-    return tuple(ends) if isinstance(ends, list) else () if ends is None else (int(ends),)
+        path, ends = folder / "config.json", getattr(config, "eos_token_id", None)
+    found = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    for end in found:
+        if type(end) is not int:
+            raise ValueError(f"{path}: eos_token_id must be a token's number, or a list of them, not {shown(ends)}")
+    return tuple(found)

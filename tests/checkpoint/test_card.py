@@ -121,6 +121,9 @@ def test_terms_and_names_are_carried_on(copied: Path, tmp_path: Path) -> None:
     assert "lies in this folder" not in text
 
 
+LAUGHS = "a0: &a0 [lol, lol]\n" + "".join(f"a{n}: &a{n} {{<<: {{x: *a{n - 1}, y: *a{n - 1}}}}}\n" for n in range(1, 40))
+
+
 @pytest.mark.parametrize(
     ("card", "note"),
     [
@@ -128,12 +131,13 @@ def test_terms_and_names_are_carried_on(copied: Path, tmp_path: Path) -> None:
         (b"no front matter", ""),
         (b"---\nlanguage: no\n---\n", "Its README.md has language: False, which is not what belongs there."),
         (b"---\nlicense: [1]\n---\n", "Its README.md has license: [1], which is"),
-        (b"---\n: : [\n---\n", "The front matter of its README.md cannot be read (while parsing"),
-        (b"---\n- a list\n---\n", "cannot be read (repo card metadata block should be a dict)"),
+        (b"---\nlicense: [\n---\n", "The front matter of its README.md cannot be read (line 3: not valid YAML: "),
+        (b"---\n- a list\n---\n", "cannot be read (it is no mapping)"),
         (b"---\nlicense: \xff\n---\n", "cannot be read ('utf-8' codec"),
-        (b"---\nlicense: 2023-99-12\n---\n", "cannot be read (month must be in 1..12)"),
-        (b"---\nextra_gated_x: &a [*a, *a]\n---\n", "Its README.md has extra_gated_x: "),
-        (b'---\nlicense: "\\ud800"\n---\n', "Its README.md has license: "),
+        (b"---\nlicense: 2023-99-12\n---\n", "cannot be read (line 2: '2023-99-12' is no valid timestamp"),
+        (b"---\nextra_gated_x: &a [*a, *a]\n---\n", "cannot be read (line 2: it has an alias to itself inside"),
+        (f"---\n{LAUGHS}license: mit\n---\n".encode(), "with its aliases written out, it has more than 10,000 entries"),
+        (b'---\nlicense: "\\ud800"\n---\n', "cannot be read (line 2: '\\ud800' has characters that are none"),
         (b"---\nlicense: mit\n---\n" + b" " * (1 << 20), "cannot be read (the file has more than"),
     ],
 )

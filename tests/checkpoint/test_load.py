@@ -86,7 +86,12 @@ def test_a_fused_checkpoint_can_be_edited_further(source: Path, tmp_path: Path) 
         ({"model_type": "surgeon_fused", "norm": "batch"}, "describes no model that can be built"),
         (GLOBAL | {"model_type": "surgeon_fused", "per_layer_config": {"1": {"num_key_value_heads": -2}}}, "not -2"),
         ({"surgeon_program": "A9 F9"}, "A9 is out of range"),
-        ({"surgeon_program": "what?"}, "cannot read 'what"),
+        ({"surgeon_program": "what?"}, "config.json has a surgeon_program that is none: cannot read 'what"),
+        ({"surgeon_program": 5}, "config.json has surgeon_program: 5, which is no program; write it as a text"),
+        ({"surgeon_program": None}, "config.json has surgeon_program: None, which is no program"),
+        ({"surgeon_program": ["A0"]}, r"config.json has surgeon_program: \['A0'\], which is no program"),
+        ({"surgeon_program": " "}, "config.json has surgeon_program: ' ', which is no program"),
+        ({"surgeon_program": "{" * 5000}, "forks lie more than 50 deep in each other"),
     ],
 )
 def test_what_does_not_fit_is_said(broken: Any, entries: dict[str, Any], said: str) -> None:

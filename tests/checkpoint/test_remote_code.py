@@ -149,6 +149,8 @@ def test_its_parser_reads_what_surgeon_writes(text: str) -> None:
 def test_its_parser_refuses_what_it_does_not_know(text: str) -> None:
     with pytest.raises(ValueError, match="cannot read surgeon_program"):
         shipped.parse(text)
+    with pytest.raises(ValueError, match="surgeon_program must be a text, .* not 5"):
+        shipped.parse(5)
 
 
 def test_loading_a_changed_modeling_file_does_not_run_it_in_surgeon(tmp_path: Path) -> None:

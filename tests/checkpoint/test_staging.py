@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,9 +22,15 @@ DEAD = 2**22 + 1  # above the largest process id
 REPOSITORY = Path(__file__).parents[2]
 
 
+EXPORTED = json.dumps({"surgeon": "0.0", "form": "plain", "program": "A0 F0", "files": {"extra.dat": {}}})
+MODEL = json.dumps({"model_type": "llama"})
+FILES = {"config.json", "surgeon.json"}
+
+
 def write_into(target: Path, text: str = "new", overwrite: bool = False) -> None:
     with staged(target, overwrite) as folder:
         (folder / "config.json").write_text(text)
+        (folder / "surgeon.json").write_text(EXPORTED)
 
 
 def names(folder: Path) -> set[str]:
@@ -70,10 +79,10 @@ def test_overwriting_replaces_everything(tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.setattr(staging, "_exchange", lambda *_: False)
     target = tmp_path / "target"
     write_into(target, "old")
-    (target / "leftover").write_text("gone afterwards")
+    (target / "merges.txt").write_text("gone afterwards")
     write_into(target, "new", overwrite=True)
     assert names(tmp_path) == {"target"}
-    assert names(target) == {"config.json"}
+    assert names(target) == FILES
     assert (target / "config.json").read_text() == "new"
 
 
@@ -105,7 +114,7 @@ def test_what_is_no_checkpoint_is_never_replaced(tmp_path: Path) -> None:
         (tmp_path / name / "thesis.tex").write_text("years of work")
     (tmp_path / "file").write_text("a file")
     (tmp_path / "link").symlink_to("real")
-    refusals = {"folder": "no checkpoint", "file": "not a folder", "link": "not a folder", "file/in": "in the way"}
+    refusals = {"folder": "is no checkpoint", "file": "not a folder", "link": "not a folder", "file/in": "in the way"}
     for name, said in refusals.items():
         with pytest.raises(OSError, match=said):
             write_into(tmp_path / name, overwrite=True)
@@ -115,7 +124,7 @@ def test_what_is_no_checkpoint_is_never_replaced(tmp_path: Path) -> None:
 def test_an_empty_folder_may_be_the_target(tmp_path: Path) -> None:
     (tmp_path / "target").mkdir()
     write_into(tmp_path / "target")
-    assert names(tmp_path / "target") == {"config.json"}
+    assert names(tmp_path / "target") == FILES
 
 
 def test_no_permission_is_said_with_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,35 +136,132 @@ def test_no_permission_is_said_with_the_folder(tmp_path: Path, monkeypatch: pyte
         pass
 
 
-def test_only_dead_runs_are_cleaned_up_after(tmp_path: Path) -> None:
-    dead = tmp_path / f".target.{MARK}-{DEAD}-abc"
-    alive = tmp_path / f".target.{MARK}-{os.getpid()}-abc"
+@pytest.fixture
+def locked() -> Iterator[Callable[[Path], None]]:
+    """Locks folders as a run does that lives."""
+    handles = []
+
+    def lock(folder: Path) -> None:
+        handles.append(os.open(folder, os.O_RDONLY))
+        fcntl.flock(handles[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    yield lock
+    for handle in handles:
+        os.close(handle)
+
+
+def test_only_dead_runs_are_cleaned_up_after(tmp_path: Path, locked: Callable[[Path], None]) -> None:
+    # Process ids say nothing: in a container that starts again, they are the same ones.
+    dead, same = (tmp_path / f".target.{MARK}-{number}-abc" for number in (DEAD, os.getpid()))
+    huge = tmp_path / f".target.{MARK}-{10**50}-abc"
+    alive = tmp_path / f".target.{MARK}-{DEAD}-def"
     other = tmp_path / f".other.{MARK}-{DEAD}-abc"
-    for folder in (dead, alive, other):
+    for folder in (dead, same, huge, alive, other):
         folder.mkdir()
         (folder / "half").write_text("half")
+    locked(alive)
     write_into(tmp_path / "target")
     assert names(tmp_path) == {"target", alive.name, other.name}
 
 
-def test_a_folder_that_another_machine_still_writes_is_left_alone(tmp_path: Path) -> None:
-    import fcntl
-
-    folder = tmp_path / f".target.{MARK}-{DEAD}-abc"
-    folder.mkdir()
-    handle = os.open(folder, os.O_RDONLY)
-    fcntl.flock(handle, fcntl.LOCK_EX)
+def test_what_only_has_such_a_name_is_left_alone(tmp_path: Path) -> None:
+    things = [tmp_path / f".target.{MARK}-{number}-abc" for number in (1, 2, 3, 4)]
+    os.mkfifo(things[0])
+    things[1].symlink_to("nowhere")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("years of work")
+    things[2].symlink_to("mine")
+    things[3].write_text("a file")
     write_into(tmp_path / "target")
-    assert folder.exists()
-    os.close(handle)
+    assert names(tmp_path) == {"target", "mine", *(thing.name for thing in things)}
+    assert names(tmp_path / "mine") == {"thesis.tex"}
+
+
+def test_without_locks_folders_are_written_and_nothing_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    left = tmp_path / f".target.{MARK}-{DEAD}-abc"
+    left.mkdir()
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    write_into(tmp_path / "target")
+    assert names(tmp_path) == {"target", left.name}
+
+
+def test_a_folder_that_was_taken_for_a_left_one_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right, taken = os.open, []
+
+    def slow(path: Path, *rest: int) -> int:
+        if MARK in str(path) and not taken:  # another run is faster than this one's lock
+            taken.append(path)
+            staging.remove_stale(tmp_path / "target")
+        return right(path, *rest)
+
+    monkeypatch.setattr(os, "open", slow)
+    write_into(tmp_path / "target")
+    assert taken
+    assert names(tmp_path) == {"target"}
 
 
 def test_a_target_moved_aside_by_a_run_that_died_comes_back(tmp_path: Path) -> None:
     write_into(tmp_path / "target", "old")
-    (tmp_path / "target").rename(tmp_path / f".target.{MARK}-{DEAD}-old")
+    (tmp_path / "target").rename(tmp_path / f".target.{MARK}-{os.getpid()}-abc-old")
     staging.remove_stale(tmp_path / "target")
     assert names(tmp_path) == {"target"}
     assert (tmp_path / "target" / "config.json").read_text() == "old"
+
+
+def test_a_target_that_is_being_moved_aside_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, right, seen = tmp_path / "target", Path.rename, []
+
+    def watched(path: Path, to: Path) -> Path:
+        found = right(path, to)
+        staging.remove_stale(target)
+        seen.append(sum(name.endswith("-old") for name in names(tmp_path)))
+        return found
+
+    write_into(target, "old")
+    monkeypatch.setattr(staging, "_exchange", lambda *_: False)
+    monkeypatch.setattr(Path, "rename", watched)
+    write_into(target, "new", overwrite=True)
+    assert seen == [1, 1]
+    assert names(tmp_path) == {"target"}
+    assert (target / "config.json").read_text() == "new"
+
+
+@pytest.mark.parametrize(
+    ("files", "folders", "said"),
+    [
+        ({"config.json": MODEL}, (), "is no checkpoint: it has no surgeon.json of an export, and no config.json with"),
+        ({"config.json": "{}", "a.safetensors": ""}, (), "is no checkpoint"),
+        ({"config.json": "{", "a.safetensors": ""}, (), "is no checkpoint"),
+        ({"surgeon.json": "{}", "a.safetensors": ""}, (), "is no checkpoint"),
+        ({"config.json": MODEL, "a.safetensors": ""}, (), None),
+        ({"config.json": MODEL, "a.safetensors": "", "README.md": "", "tokenizer.json": ""}, (), None),
+        ({"config.json": MODEL, "a.safetensors": "", "train.py": ""}, (), r"no part of a checkpoint \(train.py\), so "),
+        ({"config.json": MODEL, "a.safetensors": ""}, (".git", "a", "b", "c"), r"\(.git, a, b and 1 more\), so --over"),
+        ({"surgeon.json": EXPORTED, "extra.dat": ""}, (), None),
+        ({"surgeon.json": EXPORTED}, (".git",), r"holds what is no part of a checkpoint \(.git\)"),
+        ({"surgeon.json": EXPORTED, "notes.txt": ""}, (), r"\(notes.txt\), so --overwrite does not replace it; choose"),
+    ],
+)
+def test_what_is_a_checkpoint_and_no_more_is_replaced(
+    tmp_path: Path, files: dict[str, str], folders: tuple[str, ...], said: str | None
+) -> None:
+    target = tmp_path / "target"
+    for folder in (target, *(target / name for name in folders)):
+        folder.mkdir()
+    for name, text in files.items():
+        (target / name).write_text(text)
+    if said is None:
+        write_into(target, overwrite=True)
+        assert names(target) == FILES
+    else:
+        with pytest.raises(FileExistsError, match=said):
+            write_into(target, overwrite=True)
+        assert names(target) == {*files, *folders}
 
 
 def test_space_is_checked_where_the_folder_will_be(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -96,6 +98,27 @@ def test_what_it_refuses(surgeon_says: Run, tiny_checkpoint: Path, tmp_path: Pat
         assert (code, out) == (1, "")
         assert message in err
         assert len(err.splitlines()) == 1
+
+
+def test_records_and_programs_that_are_none(surgeon_says: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(tiny_checkpoint, folder)
+    report = {"program": "A0 F0", "source": {"model": "m", "num_layers": 4}}
+    for change, message in (
+        ({"source": {"model": "m", "num_layers": 10**12}}, "lacks the program or its source"),
+        ({"source": {"model": "m", "num_layers": True}}, "lacks the program or its source"),
+        ({"proof": {}}, "is not what surgeon export writes: its proof is {}; export again"),
+        ({"proof": {"tokens": 1, "exact": None, "written": 0, "dtype": "float32"}}, "its proof is {'tokens': 1,"),
+    ):
+        (folder / "surgeon.json").write_text(json.dumps(report | change))
+        code, _, err = surgeon_says("show", folder)
+        assert (code, message in err) == (1, True), err
+    (folder / "surgeon.json").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"surgeon_program": 5}))
+    for command, others, expected in (("show", (), 1), ("diff", (tiny_checkpoint,), 2), ("card", (), 1)):
+        code, _, err = surgeon_says(command, folder, *others)
+        assert (code, "has surgeon_program: 5, which is no program" in err) == (expected, True), err
 
 
 def test_an_exported_checkpoint_can_be_verified(surgeon_says: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:

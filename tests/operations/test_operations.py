@@ -103,7 +103,10 @@ def test_tracks_meet_every_few_layers() -> None:
 
 
 def test_what_tracks_refuse() -> None:
-    for count, depth, message in [(1, 2, "count must be at least 2 slices, not 1"), (2, 0, "at least 1 layer, not 0")]:
+    for count, depth, message in [
+        (1, 2, "count must be at least 2 slices and at most 1024, not 1"),
+        (2, 0, "at least 1 layer, not 0"),
+    ]:
         with pytest.raises(ValueError, match=message):
             tracks(DENSE, range(0, 4), count=count, depth=depth)
     with pytest.raises(ValueError, match="tracks of depth 1 .* use a depth of 2"):
@@ -118,7 +121,7 @@ def test_desync_joins_after_the_feed_forward_only() -> None:
     assert desync(DENSE, range(1, 5), count=2) == tracks(DENSE, range(1, 5), count=2, depth=1)
     with pytest.raises(ValueError, match="nothing to drop; use tracks"):
         desync(FUSED, range(0, 2), count=2)
-    with pytest.raises(ValueError, match="at least 2 slices, not 1"):
+    with pytest.raises(ValueError, match="at least 2 slices and at most 1024, not 1"):
         desync(DENSE, range(0, 2), count=1)
 
 

@@ -120,7 +120,6 @@ def test_what_files_say_is_text(tmp_path: Path) -> None:
     recipe = tmp_path / "search" / "recipe.yaml"
     recipe.write_text(f"# </code></pre></script>{BAD}")
     for name, column in (
-        ("scan/cells.csv", "operation"),
         ("spectrum/spectrum.csv", "weight"),
         ("search/trials.csv", "pairs"),
     ):
@@ -199,6 +198,12 @@ def test_a_folder_without_a_run(tmp_path: Path) -> None:
         (lambda text: text.replace("prune,1,1,", "prune,-1,1,", 1), "-1 in column first"),
         (lambda text: text.replace("prune,1,1,", "prune,1,99999999,", 1), "99999999 in column last"),
         (lambda text: text.replace("prune,1,1,", "prune,,1,", 1), "nan in column first"),
+        (
+            lambda text: text.replace("prune,1,1,", "prun,1,1,", 1),
+            r"'prun' in column operation, line \d+; did you mean",
+        ),
+        (lambda text: text.replace("prune,", "0-parallel,"), r"'0-parallel' in column operation, line 2; did you mean"),
+        (lambda text: text.replace("prune,1,1,", "99999999999-parallel,1,1,", 1), "in column operation, line"),
     ],
 )
 def test_a_damaged_table(damage: Any, message: str, tmp_path: Path) -> None:
@@ -207,6 +212,40 @@ def test_a_damaged_table(damage: Any, message: str, tmp_path: Path) -> None:
     path.write_text(damage(path.read_text()))
     with pytest.raises(ValueError, match=message):
         render([folder])
+
+
+def test_odd_intervals_and_numbers(tmp_path: Path) -> None:
+    folder = make_scan(tmp_path / "scan", ("prune",), 4)
+    rows = read_csv(folder / "cells.csv")
+    for column, value, message in (
+        ("perplexity_low", "x", "cells.csv has 'x' in column perplexity_low, line 2, where a number should be"),
+        ("tokens", "inf", r"scan.json, or a table beside it, holds what surgeon scan does not write \(OverflowError"),
+    ):
+        write_csv(folder / "cells.csv", [rows[0] | {column: value}, *rows[1:]])
+        with pytest.raises(ValueError, match=message):
+            render([folder])
+    folder = make_search(tmp_path / "search")
+    rows = read_csv(folder / "trials.csv")
+    write_csv(folder / "trials.csv", [rows[0] | {"depth": "1e30"}, *rows[1:]])
+    with pytest.raises(ValueError, match=r"search.json, or a table .*\(ValueError: layers .* are more than any model"):
+        render([folder])
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "entries"),
+    [
+        (make_scan, "scan.json", {"tokens_predicted": [1]}),
+        (make_scan, "scan.json", {"base_interval": ["x", 2]}),
+        (make_scan, "scan.json", {"sublayers_run": "x", "num_layers": None}),
+        (make_scan, "scan.json", {"model": "a\0b"}),
+        (make_checkpoint, "surgeon.json", {"source": 5}),
+    ],
+)
+def test_a_record_with_odd_entries(make: Any, name: str, entries: dict[str, Any], tmp_path: Path) -> None:
+    path = make(tmp_path / "run") / name
+    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+    with pytest.raises(ValueError, match=f"{name}|null byte"):
+        render([path.parent])
 
 
 def test_a_damaged_record(tmp_path: Path) -> None:

@@ -200,6 +200,59 @@ def test_rotary_positions_that_change_with_the_length(saved: Callable[..., Path]
 
 
 @pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"rope_theta": "x"}, "describes no rotary positions: .*'rope_theta': 'x'.* \\(TypeError: "),
+        ({"rope_theta": None}, "describes no rotary positions: .*'rope_theta': None"),
+        ({"rope_theta": 10**30}, "describes no rotary positions: .* \\(OverflowError"),
+        ({"rope_theta": float("nan")}, "describes no rotary positions: .*an angle is infinite, or no number"),
+        ({"rope_type": "linaer"}, "rope_type in config.json must be known, not 'linaer'; did you mean 'linear'?"),
+        ({"rope_type": []}, r"rope_type in config.json must be known, not \[\]; known: default, linear"),
+        ({"rope_type": "yarn", "factor": {}}, "describes no rotary positions: "),
+        (
+            {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": "x"},
+            "original_max_position_embeddings in config.json must be a number of tokens, not 'x'",
+        ),
+    ],
+)
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+def test_rotary_positions_that_cannot_be(
+    saved: Callable[..., Path], family: str, entries: dict[str, Any], message: str
+) -> None:
+    folder = saved(family)
+    rope = json.loads((folder / "config.json").read_text())["rope_parameters"]
+    change_config(folder, rope_parameters=rope | entries)
+    for tokens in (20, None):
+        with pytest.raises(ValueError, match=message):
+            make_plan(folder, 1, tokens)
+
+
+def test_numbers_that_no_model_has(saved: Callable[..., Path]) -> None:
+    for value in (-1, 0, 10**400):
+        folder = saved("gemma2")
+        change_config(folder, query_pre_attn_scalar=value)
+        with pytest.raises(ValueError, match="query_pre_attn_scalar in config.json must be above 0, not "):
+            make_plan(folder, 1, 20)
+    folder = saved("opt")
+    change_config(folder, num_attention_heads=10**30)
+    with pytest.raises(ValueError, match="head_dim must be at least 1, not 0"):
+        make_plan(folder, 1, 20)
+    folder = saved()
+    for ends in ("x", {}, [1, None], 1.5):
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+        with pytest.raises(ValueError, match="generation_config.json: eos_token_id must be a token's number"):
+            make_plan(folder, 1, 20)
+
+
+def test_a_program_in_the_configuration_that_is_none(saved: Callable[..., Path]) -> None:
+    folder = saved()
+    for value in (5, None, ["A0"]):
+        change_config(folder, surgeon_program=value)
+        with pytest.raises(ValueError, match="config.json has surgeon_program: .* which is no program; write it as a"):
+            make_plan(folder, 1, 20)
+
+
+@pytest.mark.parametrize(
     ("name", "tensor", "message"),
     [
         ("model.norm.weight", None, "no tensor 'model.norm.weight'"),

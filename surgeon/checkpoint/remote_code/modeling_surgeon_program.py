@@ -138,8 +138,10 @@ class Fork(NamedTuple):
 TOKEN = re.compile(r"[\[\]{}|>]|[AF]\d+(?:/\d+:\d+)?")
 
 
-def parse(text: str) -> list[Any]:
+def parse(text: Any) -> list[Any]:
     """The steps and forks of a program."""
+    if not isinstance(text, str):
+        raise ValueError(f"surgeon_program must be a text, as in 'A0 F0 >A1 >F1', not {text!r}")
     tokens = TOKEN.findall(text)
     if "".join(tokens) != "".join(text.split()):
         raise ValueError(f"cannot read surgeon_program {text!r}")

@@ -37,6 +37,7 @@ from surgeon.report.words import (
 
 CELLS, PERMUTATIONS = "cells.csv", "permutations.csv"
 _ENDS = ("first", "last")
+_KNOWN = {"operation": HEATMAPS}
 _NAMED = 3  # layers that the summary names as the cheapest and as the dearest
 _LIMIT = TOLERANCES[-1]
 # The ways to a shorter model that most people ask for first: a layer that allows none of them is to be left alone.
@@ -257,8 +258,8 @@ SCAN = Kind(
     record="scan.json",
     show=lambda run: list(_show(run)),
     tables=(
-        TableFile(CELLS, ("perplexity", "divergence", "tokens"), ("operation",), _ENDS),
-        TableFile(PERMUTATIONS, ("perplexity",), ("operation", "order"), _ENDS, optional=True),
+        TableFile(CELLS, ("perplexity", "divergence", "tokens"), ("operation",), _ENDS, _KNOWN),
+        TableFile(PERMUTATIONS, ("perplexity",), ("operation", "order"), _ENDS, _KNOWN, optional=True),
     ),
     findings=lambda run: list(_findings(run)),
     missing=lambda run: list(_missing(run)),
