@@ -12,12 +12,12 @@ from surgeon.program import ROLES, Fork, LayerShapes, Node, Program, Step, Subla
 
 @st.composite
 def sublayers(draw: st.DrawFn) -> Sublayer:
-    layers = draw(st.lists(st.integers(0, 40), min_size=1, max_size=3, unique=True))
-    count = draw(st.integers(1, 8))
-    piece = draw(st.none() | st.integers(0, count - 1).map(lambda index: (index, count)))
     kind = draw(st.sampled_from("AF"))
-    ranks = draw(st.dictionaries(st.sampled_from(ROLES[kind]), st.integers(1, 300), max_size=4))
-    return Sublayer(kind, tuple(layers), piece, tuple(ranks.items()))
+    layers = draw(st.sampled_from(((0,), (3,), (40,), (2, 1), (7, 30, 0))))
+    piece = draw(st.sampled_from((None, None, (0, 1), (0, 2), (1, 2), (6, 8))))
+    chosen = draw(st.integers(0, 15))
+    ranks = tuple((role, 3**place) for place, role in enumerate(ROLES[kind]) if chosen >> place & 1)
+    return Sublayer(kind, layers, piece, ranks[::-1])
 
 
 steps = st.builds(Step, st.lists(sublayers(), min_size=1, max_size=3).map(tuple), st.booleans())
