@@ -23,7 +23,7 @@ from surgeon.checkpoint.inherit import inherit
 from surgeon.checkpoint.load import PROGRAM_KEY, is_fused, read_config
 from surgeon.checkpoint.measured import Identity, Measured
 from surgeon.checkpoint.prove import Proof, original_model, prove, reference_of
-from surgeon.checkpoint.read import Checkpoint, check_inside, locate
+from surgeon.checkpoint.read import WEIGHTS_KEY, Checkpoint, check_inside, locate
 from surgeon.checkpoint.remote_code import SHIPPED
 from surgeon.checkpoint.staging import check_space, check_target, is_full, show_bytes, staged
 from surgeon.checkpoint.tokenizer import keep_tokenizer_class
@@ -315,7 +315,8 @@ def written_config(plan: ExportPlan) -> dict[str, Any]:
 def _following_config(original: Original, layout: Layout) -> dict[str, Any]:
     """The original's configuration, with every per-layer entry following the layers."""
     config = copy.deepcopy(original.checkpoint.config)
-    config.pop("auto_map", None)
+    for key in ("auto_map", WEIGHTS_KEY):  # files of the original's
+        config.pop(key, None)
     aliases = original.config.attribute_map
     config[aliases.get("num_hidden_layers", "num_hidden_layers")] = len(layout.layers)
     sources = [layer.sources[0] for layer in layout.layers]

@@ -22,6 +22,8 @@ from surgeon.demo import demo_model
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+WEIGHTS_KEY = "transformers_weights"  # of config.json: another file, or index, to load in place of these
+WEIGHTS_ENDINGS = (".safetensors", ".safetensors.index.json")
 DEMO = "demo"
 # Of a model on the hub: what it consists of, and what says under which terms it may be used.
 WANTED = (
@@ -92,14 +94,13 @@ class Checkpoint:
             raise ValueError(f"{folder} holds no tensors")
 
     def _index(self) -> dict[str, set[str]]:
-        """The weight files, and the tensors that the index says are in each."""
-        index, single = self.folder / INDEX_FILE, self.folder / SINGLE_FILE
-        if not index.exists():
-            if not single.exists():
-                raise FileNotFoundError(
-                    f"{self.folder} has no {SINGLE_FILE} and no {INDEX_FILE}; only safetensors weights are read"
-                )
-            return {SINGLE_FILE: set()}
+        """The weight files, and the tensors that the index says are in each: those that `transformers` would load.
+
+        Of one file and an index beside it, that is the file, and the index with its shards lies idle.
+        """
+        index = self.folder / self._weights_file()
+        if index.suffix == ".safetensors":
+            return {index.name: set()}
         check_inside(self.folder, index)
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
@@ -116,12 +117,31 @@ class Checkpoint:
                 raise FileNotFoundError(f"{self.folder / file} is missing: {index.name} names it")
         return dict(sorted(shards.items()))
 
+    def _weights_file(self) -> str:
+        """The name of the one file, or of the index of several."""
+        named = self.config.get(WEIGHTS_KEY)
+        if named is not None:
+            if not isinstance(named, str) or Path(named).name != named or not named.endswith(WEIGHTS_ENDINGS):
+                raise ValueError(
+                    f"{self.folder / 'config.json'} should name a *{' or *'.join(WEIGHTS_ENDINGS)} of its folder as "
+                    f"{WEIGHTS_KEY}, not {str(named)[:200]!r}"
+                )
+            if not (self.folder / named).is_file():
+                raise FileNotFoundError(f"{self.folder / named} is missing: config.json names it as {WEIGHTS_KEY}")
+            return named
+        for name in (SINGLE_FILE, INDEX_FILE):
+            if (self.folder / name).exists():
+                return name
+        raise FileNotFoundError(
+            f"{self.folder} has no {SINGLE_FILE} and no {INDEX_FILE}; only safetensors weights are read"
+        )
+
     def _add(self, path: Path, expected: set[str]) -> None:
         """Take in one file's tensors, those too that the index forgets: whatever loads the file, loads them."""
         check_inside(self.folder, path)
         held = read_header(path)
         for name in sorted(expected - held.keys()):
-            raise ValueError(f"tensor {name!r} is not in {path.name}, where {INDEX_FILE} says it is")
+            raise ValueError(f"tensor {name!r} is not in {path.name}, where the index says it is")
         for name, stored in held.items():
             if name in self.files:
                 raise ValueError(
