@@ -75,14 +75,14 @@ def with_buffers(folder: Path) -> Path:
     """
     tensors, family = tensors_of(folder), family_in(folder)
     buffers: dict[str, Tensor] = {}
-    for name in [name for name in tensors if name.endswith(f"0.{family.attention.norm}.weight")]:
-        layer = name.removesuffix(f"{family.attention.norm}.weight")
-        attention = f"{layer}{family.attention.modules[0]}."
+    norm, query = f"{family.attention.norm}.weight", family.attention.projection("q").path
+    for name in [name for name in tensors if name.endswith(f".{norm}")]:
+        attention = name.removesuffix(norm) + query.rpartition(".")[0]
         if family.rotary:
-            buffers[f"{attention}rotary_emb.inv_freq"] = torch.rand(4, dtype=torch.float64)
-        if family.model_type in ("gpt2", "gpt_neox"):
-            buffers[f"{attention}bias"] = torch.ones(1, 1, 8, 8, dtype=torch.int64).tril()
-            buffers[f"{attention}masked_bias"] = torch.tensor(-1e9, dtype=torch.float64)
+            buffers[f"{attention}.rotary_emb.inv_freq"] = torch.rand(4, dtype=torch.float64)
+        if family.model_type.startswith("gpt"):
+            buffers[f"{attention}.bias"] = torch.ones(1, 1, 8, 8, dtype=torch.int64).tril()
+            buffers[f"{attention}.masked_bias"] = torch.tensor(-1e9, dtype=torch.float64)
     return store(folder, buffers | tensors)
 
 

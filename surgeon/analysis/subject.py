@@ -119,11 +119,8 @@ def load_for_analysis(checkpoint: Checkpoint, memory: int | None = None, device:
 
 def model_bytes(checkpoint: Checkpoint, device: torch.device) -> int:
     """How much memory a checkpoint's weights take once they are loaded."""
-    sizes = (
-        torch.Size(checkpoint.shape(name)).numel() * compute_dtype(checkpoint.dtype(name), device).itemsize
-        for name in checkpoint.names()
-    )
-    return sum(sizes)
+    dtype = compute_dtype(checkpoint, family_of(read_config(checkpoint)), device)
+    return sum(torch.Size(checkpoint.shape(name)).numel() for name in checkpoint.names()) * dtype.itemsize
 
 
 def available_bytes(device: torch.device, memory: int | None) -> int:

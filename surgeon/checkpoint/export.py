@@ -17,11 +17,12 @@ import surgeon
 from surgeon.checkpoint.card import write_card
 from surgeon.checkpoint.describe import REPORT_FILE, Weights
 from surgeon.checkpoint.forms import Layout, lay_out, per_layer_lists
-from surgeon.checkpoint.fuse import FusedPlanner, PlannedTensor, TensorPlanner, layer_prefix
+from surgeon.checkpoint.fuse import FusedPlanner, PlannedTensor, TensorPlanner
 from surgeon.checkpoint.fused_config import fused_config
 from surgeon.checkpoint.inherit import inherit
 from surgeon.checkpoint.load import PROGRAM_KEY, is_fused, read_config
 from surgeon.checkpoint.measured import Identity, Measured
+from surgeon.checkpoint.names import layer_prefix
 from surgeon.checkpoint.prove import Proof, original_model, prove, reference_of
 from surgeon.checkpoint.read import WEIGHTS_KEY, Checkpoint, check_inside, locate
 from surgeon.checkpoint.remote_code import SHIPPED
@@ -317,6 +318,8 @@ def _following_config(original: Original, layout: Layout) -> dict[str, Any]:
     config = copy.deepcopy(original.checkpoint.config)
     for key in ("auto_map", WEIGHTS_KEY):  # files of the original's
         config.pop(key, None)
+    if type(original.config).from_dict(config).tie_word_embeddings != original.config.tie_word_embeddings:
+        config["tie_word_embeddings"] = original.config.tie_word_embeddings  # most software takes it at its word
     aliases = original.config.attribute_map
     config[aliases.get("num_hidden_layers", "num_hidden_layers")] = len(layout.layers)
     sources = [layer.sources[0] for layer in layout.layers]
