@@ -190,7 +190,7 @@ def _made_for(one: Description) -> str | None:
     """The hash of the unedited weights, where it is known."""
     if one.recipe is not None:
         return one.recipe.weights
-    known = (one.report or {}).get("source", {}).get("weights_hash")
+    known = (one.report or {}).get("source", {}).get("model_hash")
     return known if isinstance(known, str) else None
 
 

@@ -144,7 +144,7 @@ class ExportPlan:
         """What measurements must be of, for the card of a checkpoint that is not written yet; weights are read."""
         original, source = self.original, self.original.checkpoint
         dense = Program.dense(original.config.num_hidden_layers, original.family.steps_per_layer)
-        return Identity(name, None, self.program, source.weights_hash(), self.program, dense)
+        return Identity(name, None, self.program, source.model_hash(), self.program, dense)
 
     @property
     def passes(self) -> int:
@@ -235,7 +235,7 @@ def _write_and_prove(
     plan: ExportPlan, target: Path, overwrite: bool, recipe: str | None, advance: Advance, measured: Measured | None
 ) -> Proof:
     source, size = plan.original.checkpoint, plan.weight_bytes
-    hashing = Background(source.weights_hash)  # reads all files once more, beside everything else
+    hashing = Background(source.model_hash)  # reads all files once more, beside everything else
     with stretch(advance, size) as told:
         reference = reference_of(source, plan.original.config, plan.program, told)
     try:
@@ -361,7 +361,7 @@ def _report(plan: ExportPlan, proof: Proof, recipe: str | None, files: dict[str,
             "model": original.public_name,
             "num_layers": original.config.num_hidden_layers,
             "parameters": Weights.of(original.checkpoint).parameters,
-            "weights_hash": original.checkpoint.weights_hash(),
+            "model_hash": original.checkpoint.model_hash(),
             "card": inherit(original.checkpoint.folder).to_json(),
         },
         "proof": asdict(proof),

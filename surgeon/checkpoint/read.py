@@ -7,6 +7,7 @@ file is said before any work begins.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from io import FileIO
@@ -29,6 +30,14 @@ DEMO = "demo"
 WANTED = (
     *("*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "merges.txt", "vocab.*", "*.tiktoken"),
     *("README.md", "LICENSE*", "NOTICE*", "USE_POLICY*"),
+)
+# Entries of config.json that change nothing of what is computed: who wrote it and for which software, how training was
+# begun, and the dtype, which the weights themselves have.
+NOT_COMPUTED = frozenset(
+    (
+        *("_name_or_path", "_commit_hash", "transformers_version", "architectures", "auto_map"),
+        *("dtype", "torch_dtype", "use_cache", "initializer_range", WEIGHTS_KEY),
+    )
 )
 BLOCK = 1 << 20  # bytes read at a time: a block stays in the processor's cache
 
@@ -199,8 +208,17 @@ class Checkpoint:
         self._of(name)
         return safe_open(self.files[name], framework="pt")
 
+    def model_hash(self) -> str:
+        """SHA-256 over what config.json says of the model and over its weights: which model this is.
+
+        The order of config.json's entries does not count, nor do those that change nothing of what is computed.
+        """
+        meant = {key: value for key, value in self.config.items() if key not in NOT_COMPUTED}
+        text = json.dumps(meant, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(f"{text}\n{self.weights_hash()}".encode()).hexdigest()
+
     def weights_hash(self) -> str:
-        """SHA-256 over the names and contents of the weight files: which weights these are. They are read once."""
+        """SHA-256 over the names and contents of the weight files, which are read once."""
         if not self._weights_hash:
             digest = hashlib.sha256()
             for path in sorted(set(self.files.values())):

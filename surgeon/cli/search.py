@@ -62,7 +62,7 @@ def search(
         wanted.pairs_needed(num_layers),
         seed,
         divergence_on(subject.model, subject.windows, subject.memory, output),
-        settings={"weights": subject.weights_hash, "data": subject.windows.digest, "budget": budget, "seed": seed},
+        settings={"model_hash": subject.model_hash, "data": subject.windows.digest, "budget": budget, "seed": seed},
     )
     record = subject.provenance(seed=seed, budget=budget)
     with progress("search", trials, "trials", len(study.finished())) as ran:

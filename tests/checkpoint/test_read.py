@@ -155,14 +155,14 @@ def test_a_tensor_that_the_index_forgets_is_there(index: Callable[..., Path], tm
 
 def test_of_a_file_and_an_index_the_one_that_transformers_loads_is_read(tmp_path: Path) -> None:
     model = save_source(tmp_path / "both", num_layers=3)
-    alone = Checkpoint(tmp_path / "both").weights_hash()
+    alone = Checkpoint(tmp_path / "both").model_hash()
     with_index(tmp_path / "both")
     checkpoint = Checkpoint(tmp_path / "both")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "both")
     assert torch.equal(loaded.model.norm.weight, model.model.norm.weight)
     assert torch.equal(checkpoint.tensor("model.norm.weight"), model.model.norm.weight)
     assert {path.name for path in checkpoint.files.values()} == {"model.safetensors"}
-    assert checkpoint.weights_hash() == alone
+    assert checkpoint.model_hash() == alone
     (tmp_path / "both" / INDEX).write_text("{")  # not looked at
     Checkpoint(tmp_path / "both")
 
@@ -255,3 +255,32 @@ def test_a_file_that_shrinks_while_it_is_read(sharded: Path) -> None:
     os.truncate(path, 100)
     with pytest.raises(OSError, match="became shorter while it was read"):
         list(checkpoint.blocks("lm_head.weight"))
+
+
+def test_a_models_hash_is_of_what_config_json_means_and_of_the_weights(tmp_path: Path) -> None:
+    save_source(tmp_path, num_layers=1)
+    known = Checkpoint(tmp_path).model_hash()
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    for same in (
+        dict(reversed(config.items())),
+        config | {"transformers_version": "4.0", "_name_or_path": "/elsewhere", "use_cache": False},
+        {key: value for key, value in config.items() if key != "dtype"} | {"torch_dtype": "float16"},
+    ):
+        path.write_text(json.dumps(same, indent=1))
+        assert Checkpoint(tmp_path).model_hash() == known
+    rope = config["rope_parameters"] | {"rope_theta": 5.0}
+    for other in (
+        config | {"rope_parameters": rope},
+        config | {"rms_norm_eps": 1e-3},
+        {key: value for key, value in config.items() if key != "rms_norm_eps"},
+        config | {"something_new": 1},
+    ):
+        path.write_text(json.dumps(other))
+        assert Checkpoint(tmp_path).model_hash() != known
+    path.write_text(json.dumps(config))
+    assert Checkpoint(tmp_path).model_hash() == known
+    weights = Checkpoint(tmp_path).weights_hash()
+    save_file(weights_of(tmp_path) | {"model.norm.weight": torch.ones(32)}, tmp_path / "model.safetensors")
+    assert Checkpoint(tmp_path).weights_hash() != weights
+    assert Checkpoint(tmp_path).model_hash() != known
