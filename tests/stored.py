@@ -96,3 +96,10 @@ def with_index(folder: Path, seed: int = 11) -> Path:
     save_file(others, folder / shard, {"format": "pt"})
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(others, shard)}))
     return folder
+
+
+def with_generation_config(folder: Path) -> Path:
+    """Say how to generate: end tokens of its own, and sampling that penalises repetition."""
+    entries = {"eos_token_id": [5, 7], "do_sample": True, "temperature": 0.5, "repetition_penalty": 1.5}
+    (folder / "generation_config.json").write_text(json.dumps(entries))
+    return folder

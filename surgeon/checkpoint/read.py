@@ -25,6 +25,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS_KEY = "transformers_weights"  # of config.json: another file, or index, to load in place of these
 WEIGHTS_ENDINGS = (".safetensors", ".safetensors.index.json")
+ADAPTER_FILE = "adapter_config.json"
 DEMO = "demo"
 # Of a model on the hub: what it consists of, and what says under which terms it may be used.
 WANTED = (
@@ -87,11 +88,17 @@ class Checkpoint:
 
     Raises:
         FileNotFoundError: if config.json, the weights or one of their shards is missing.
-        ValueError: if a file is truncated, is not what it claims to be, or lies outside the folder.
+        ValueError: if a file is truncated, is not what it claims to be, or lies outside the folder, or an adapter lies
+            in it.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        if (folder / ADAPTER_FILE).exists():
+            raise ValueError(
+                f"{folder} holds an adapter ({ADAPTER_FILE}), which transformers would apply where peft is installed, "
+                "and nothing else would; merge it into its model (peft's merge_and_unload), or move it elsewhere"
+            )
         check_inside(folder, folder / "config.json")
         self.config = read_json(folder / "config.json")
         self._stored: dict[str, StoredTensor] = {}

@@ -184,6 +184,13 @@ def test_weights_that_the_configuration_names(named: str, tmp_path: Path) -> Non
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "target").model.norm.weight, norm)
 
 
+def test_an_adapter_in_the_folder_is_refused(tmp_path: Path) -> None:
+    save_source(tmp_path, num_layers=1)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"holds an adapter .adapter_config.json., .*; merge it into its model"):
+        Checkpoint(tmp_path)
+
+
 @pytest.mark.parametrize("named", ["../model.safetensors", "a/b.safetensors", "pytorch_model.bin", "", 5, ["x"]])
 def test_weights_that_the_configuration_must_not_name(named: Any, tmp_path: Path) -> None:
     save_source(tmp_path, num_layers=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,14 @@ from surgeon.checkpoint.export import Original
 from surgeon.checkpoint.prove import reference_of
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.streamed import load_streamed
+from surgeon.cli.app import main
 from surgeon.families import FAMILIES, family_of
 from surgeon.program import Program, layer_nodes
+from surgeon.quality.data import load_windows
 from surgeon.runtime.collectives import Alone
 from surgeon.runtime.engine import RankEngine
 from surgeon.runtime.prepare import make_plan
+from surgeon.runtime.text import open_tokenizer
 from tests.checkpoint.helpers import load_shipped, logits_of, relative_error, run_export
 from tests.models import VOCABULARY, tiny_model
 from tests.runtime.on_ranks import chunked_logits
@@ -33,6 +37,7 @@ from tests.stored import (
     tensors_of,
     with_buffers,
     with_copied_head,
+    with_generation_config,
     with_head_only,
     with_index,
     with_own_head,
@@ -45,6 +50,7 @@ STORED: dict[str, Callable[[Path], Path]] = {
     "tied embeddings as the head": with_head_only,
     "old buffers": with_buffers,
     "an index beside the file": with_index,
+    "a generation config": with_generation_config,
 }
 CASES = pytest.mark.parametrize(("family", "how"), [(family, how) for family in FAMILIES for how in STORED])
 
@@ -140,3 +146,17 @@ def test_a_missing_end_is_refused_everywhere(family: str, lacking: int, tmp_path
     for one in opening:
         with pytest.raises(ValueError, match="(lacks a|has no) tensor "):
             one(tmp_path)
+
+
+@pytest.mark.parametrize("how", STORED)
+def test_evaluations_are_of_what_transformers_computes(
+    how: str, tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path
+) -> None:
+    STORED[how](tiny_checkpoint)
+    options = ["--tokens", "128", "--window", "32"]
+    assert main(["eval", str(tiny_checkpoint), "--data", str(tiny_text), "-o", str(tmp_path / "out"), *options]) == 0
+    windows = load_windows(open_tokenizer(tiny_checkpoint), str(tiny_text), 32, 128).ids
+    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint, dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected = model(input_ids=windows, labels=windows).loss.exp().item()
+    assert json.loads((tmp_path / "out" / "text.json").read_text())["perplexity"] == pytest.approx(expected, rel=1e-4)
