@@ -172,7 +172,7 @@ def screened(model: PreTrainedModel, windows: Windows, rows: list[Row], every: i
 
 def _scan(model: PreTrainedModel, windows: Windows, selection: Any, screen: bool) -> Scan:
     with tempfile.TemporaryDirectory() as folder:
-        return scan(model, windows, Path(folder), selection, weights_hash="", screened=screen)
+        return scan(model, windows, Path(folder), selection, model_hash="", screened=screen)
 
 
 def _loops(rows: list[Row]) -> tuple[Seconds]:

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, Self
 # What messages call the entries of an identity; others are called by their own names.
 _NAMES = {
     "format": "format, an older version's",
-    "weights_hash": "model (hash of its weights)",
+    "model_hash": "model (hash of its configuration and weights)",
     "data": "text (hash of its tokens)",
     "calibration": "calibration text (hash of its tokens)",
     "window": "window size",
@@ -98,7 +98,12 @@ class Journal(ABC):
         if not isinstance(held, dict):
             raise ValueError(f"{self.path} was not written by surgeon {self.work}; use another output folder (-o)")
         for key, value in identity.items():
-            if held.get(key) != value:
+            if key not in held:
+                raise ValueError(
+                    f"{self.path.parent} holds a {self.work} of an earlier version, which does not say its "
+                    f"{_NAMES.get(key, key)}; use another output folder (-o), or delete this one to begin again"
+                )
+            if held[key] != value:
                 change = f"{_NAMES.get(key, key)}: {_brief(held.get(key))}, now {_brief(value)}"
                 raise ValueError(
                     f"{self.path.parent} holds a {self.work} of another {change}; use another output folder (-o), "

@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 FORMAT = 3
 
 
-def provenance(model: str, weights_hash: str, *, seed: int | None = None, **more: Any) -> dict[str, Any]:
-    """A record of a run: model, the weights' hash, seed, the command line, versions, and whatever else is given.
+def provenance(model: str, model_hash: str, *, seed: int | None = None, **more: Any) -> dict[str, Any]:
+    """A record of a run: model, its hash, seed, the command line, versions, and whatever else is given.
 
     Args:
         model: as the user named it.
-        weights_hash: `Checkpoint.weights_hash()` of it.
+        model_hash: `Checkpoint.model_hash()` of it.
         more: data, its hash, program, settings; values that JSON can hold.
     """
     return {
         "format": FORMAT,
         "command": command_line(),
         "model": model,
-        "weights_hash": weights_hash,
+        "model_hash": model_hash,
         **({} if seed is None else {"seed": seed}),
         **more,
         "versions": versions(),

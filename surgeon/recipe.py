@@ -7,9 +7,9 @@
     expect: {effective_depth: 19}
 
 Operations are applied in order. `layers` is a range as Python slices it ("4:30" is layers 4 to 29), or a list of such
-ranges. With `weights: sha256:...` a recipe says which weights it was made for, as those that a search writes do: on
-others it may do anything, so it is refused there. Every error names the file, the line, the value and what would be
-right.
+ranges. With `weights: sha256:...` a recipe says which model it was made for (its weights and its config.json), as those
+that a search writes do: on others it may do anything, so it is refused there. Every error names the file, the line, the
+value and what would be right.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Recipe:
     """A model, what is done to it, and what is expected to come out.
 
     Attributes:
-        weights: the weights it was made for, as `Checkpoint.weights_hash()` names them; None: any.
+        weights: the model it was made for, as `Checkpoint.model_hash()` names it; None: any.
         source: where it was read from, for error messages.
         expect_line, weights_line: the lines these stand on.
     """
@@ -120,27 +120,36 @@ class Recipe:
                     f"the operations give {found[name]:g}"
                 )
 
-    def mismatch(self, weights_hash: str) -> str | None:
-        """What there is to say if these are other weights than the recipe was made for; nothing if they are not."""
-        if self.weights in (None, weights_hash):
-            return None
-        return (
-            f"{self.source}:{self.weights_line}: weights: the recipe was made for sha256:{self.weights}, "
-            f"and the model has sha256:{weights_hash}"
-        )
+    def mismatch(self, model_hash: str, weights_hash: str) -> str | None:
+        """What there is to say if this is another model than the recipe was made for; nothing if it is not.
 
-    def require_weights(self, weights_hash: str) -> None:
-        """Refuse other weights than the recipe was made for.
+        Args:
+            model_hash, weights_hash: of the model, and of its weights alone, by which earlier versions named it.
+        """
+        if self.weights in (None, model_hash):
+            return None
+        place = f"{self.source}:{self.weights_line}: weights:"
+        if self.weights == weights_hash:
+            return (
+                f"{place} sha256:{self.weights} names the model's weights alone, as earlier versions wrote it; write "
+                f"sha256:{model_hash}, which names its configuration, too"
+            )
+        return f"{place} the recipe was made for sha256:{self.weights}, and the model has sha256:{model_hash}"
+
+    def require_model(self, model_hash: str, weights_hash: str) -> None:
+        """Refuse another model than the recipe was made for; arguments as for `mismatch`.
 
         Raises:
             ValueError: with both hashes, file and line.
         """
-        mismatch = self.mismatch(weights_hash)
-        if mismatch is not None:
-            raise ValueError(
-                f"{mismatch}; what was found for one model need not hold for another. Use the model it was made for, "
-                "or remove that line to use the recipe all the same"
+        mismatch = self.mismatch(model_hash, weights_hash)
+        if mismatch is not None and self.weights != weights_hash:
+            mismatch += (
+                "; what was found for one model need not hold for another. Use the model it was made for, or remove "
+                "that line to use the recipe all the same"
             )
+        if mismatch is not None:
+            raise ValueError(mismatch)
 
     def to_yaml(self) -> str:
         """The recipe as text; `parse_recipe` reads it back."""

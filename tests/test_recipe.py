@@ -154,16 +154,19 @@ def test_whatever_stands_in_it_is_a_recipe_or_a_mistake_on_a_line(text: str, pla
             assert re.match(r"recipe:\d+: ", str(error)), error  # noqa: PT017 - that there is one is not expected
 
 
-def test_a_recipe_bound_to_weights() -> None:
-    own, other = "0a" * 32, "f" * 64
+def test_a_recipe_bound_to_a_model() -> None:
+    own, weights, other = "0a" * 32, "b" * 64, "f" * 64
     bound = parse_recipe(GOOD.replace("operations:", f"weights: sha256:{own}\noperations:"), "found.yaml")
     assert bound.weights == parse_recipe(bound.to_yaml()).weights == own
     assert bound.program(16) == parse_recipe(GOOD).program(16)
-    bound.require_weights(own)
+    bound.require_model(own, weights)
     with pytest.raises(ValueError, match=f"found.yaml:3: weights: .*made for sha256:{own}.* has sha256:{other}; "):
-        bound.require_weights(other)
+        bound.require_model(other, weights)
+    earlier = f"found.yaml:3: weights: sha256:{own} names the model's weights alone, .* write sha256:{other}, "
+    with pytest.raises(ValueError, match=earlier):
+        bound.require_model(other, own)
     free = parse_recipe(GOOD)
-    free.require_weights(other)
+    free.require_model(other, weights)
     assert (free.weights, "weights" in free.to_yaml()) == (None, False)
 
 

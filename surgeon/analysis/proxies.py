@@ -58,7 +58,7 @@ class MeasuredScan:
     source: dict[str, Any]
 
 
-def read_scan(folder: Path, weights_hash: str) -> MeasuredScan:
+def read_scan(folder: Path, model_hash: str) -> MeasuredScan:
     """Read the results of `surgeon scan`.
 
     Raises:
@@ -66,7 +66,7 @@ def read_scan(folder: Path, weights_hash: str) -> MeasuredScan:
         ValueError: if the scan is of another model, or a file of it is damaged.
     """
     record = read_json(_existing(folder, SCAN_RECORD, "scan"))
-    _check_model(folder, "scan", record, weights_hash)
+    _check_model(folder, "scan", record, model_hash)
     cells = _read_table(_existing(folder, CELLS, "scan"), _NEEDED)
     base = record.get("base_perplexity")
     if not isinstance(base, int | float) or not base > 0:
@@ -77,7 +77,7 @@ def read_scan(folder: Path, weights_hash: str) -> MeasuredScan:
     return MeasuredScan(_changing(cells, base), {"folder": str(folder)} | text)
 
 
-def read_pairs(folder: Path, weights_hash: str) -> pd.DataFrame:
+def read_pairs(folder: Path, model_hash: str) -> pd.DataFrame:
     """Read the results of `surgeon sensitivity`, one row per pair of neighbouring layers.
 
     Raises:
@@ -85,7 +85,7 @@ def read_pairs(folder: Path, weights_hash: str) -> pd.DataFrame:
         ValueError: if they are of another model, or a file is damaged.
     """
     record = read_json(_existing(folder, SENSITIVITY_RECORD, "sensitivity"))
-    _check_model(folder, "sensitivity", record, weights_hash)
+    _check_model(folder, "sensitivity", record, model_hash)
     return _read_table(_existing(folder, PAIRS, "sensitivity"), ("first", "last", *PAIR_COLUMNS))
 
 
@@ -188,12 +188,12 @@ def _existing(folder: Path, name: str, command: str) -> Path:
     return path
 
 
-def _check_model(folder: Path, command: str, record: dict[str, Any], weights_hash: str) -> None:
-    held = record.get("weights_hash")
-    if held != weights_hash:
+def _check_model(folder: Path, command: str, record: dict[str, Any], model_hash: str) -> None:
+    held = record.get("model_hash")
+    if held != model_hash:
         raise ValueError(
-            f"{folder} holds a {command} of another model: {record.get('model')} with weights {str(held)[:12]}, "
-            f"while this model's are {weights_hash[:12]}; give a folder made with the same model"
+            f"{folder} holds a {command} of another model: {record.get('model')} with the hash {str(held)[:12]}, "
+            f"while this model has {model_hash[:12]}; give a folder made with the same model"
         )
 
 

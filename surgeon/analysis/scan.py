@@ -58,7 +58,7 @@ def scan(
     folder: Path,
     selection: Selection,
     *,
-    weights_hash: str,
+    model_hash: str,
     seed: int = 0,
     screened: bool = False,
     memory: int | None = None,
@@ -87,7 +87,7 @@ def scan(
     """
     require_unedited(model)
     identity = {
-        "weights_hash": weights_hash,
+        "model_hash": model_hash,
         "data": windows.digest,
         "window": windows.ids.shape[1],
         "tokens": windows.ids.numel(),

@@ -76,7 +76,7 @@ def sensitivity(
     windows: Windows,
     folder: Path,
     *,
-    weights_hash: str,
+    model_hash: str,
     power: PowerIteration | None = None,
     jacobian_windows: int = DEFAULT_WINDOWS,
     memory: int | None = None,
@@ -106,7 +106,7 @@ def sensitivity(
     power = power or PowerIteration()
     chosen = spread(len(windows.ids), jacobian_windows)
     identity = {
-        "weights_hash": weights_hash,
+        "model_hash": model_hash,
         "data": windows.digest,
         "choice of windows for Jacobians": chosen,
         "number of iterations": power.iterations,

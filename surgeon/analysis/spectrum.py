@@ -115,7 +115,7 @@ def spectrum(
     folder: Path,
     wanted: Request,
     *,
-    weights_hash: str,
+    model_hash: str,
     record: dict[str, Any] | None = None,
 ) -> Spectrum:
     """Find singular values and damage, and write `spectrum.csv`, `singular_values.csv`, `damage.csv`, `spectrum.json`.
@@ -136,7 +136,7 @@ def spectrum(
     """
     require_unedited(model)
     identity = {
-        "weights_hash": weights_hash,
+        "model_hash": model_hash,
         "data": windows.digest,
         "calibration": calibration.digest,
         "window": windows.ids.shape[1],

@@ -29,7 +29,7 @@ class Subject:
     Attributes:
         name: the model as the user named it.
         folder: where it lies.
-        weights_hash: which weights it has.
+        model_hash: which model it is.
         memory: the limit it was opened under, in bytes, which what measures it has to keep.
     """
 
@@ -37,7 +37,7 @@ class Subject:
     folder: Path
     model: PreTrainedModel
     windows: Windows
-    weights_hash: str
+    model_hash: str
     memory: int | None = None
 
     @property
@@ -55,7 +55,7 @@ class Subject:
         text = self.windows
         return provenance(
             self.name,
-            self.weights_hash,
+            self.model_hash,
             data=text.source,
             data_hash=text.digest,
             separator=text.separator,
@@ -93,7 +93,7 @@ def open_subject(
     size = window_for(read_config(checkpoint), window)
     windows = load_windows(open_tokenizer(folder), data, size, tokens, separator)
     loaded = load_streamed(folder) if elsewhere else load_for_analysis(checkpoint, memory)
-    return Subject(model, folder, loaded, windows, checkpoint.weights_hash(), memory)
+    return Subject(model, folder, loaded, windows, checkpoint.model_hash(), memory)
 
 
 def load_for_analysis(checkpoint: Checkpoint, memory: int | None = None, device: str | None = None) -> PreTrainedModel:
@@ -119,11 +119,8 @@ def load_for_analysis(checkpoint: Checkpoint, memory: int | None = None, device:
 
 def model_bytes(checkpoint: Checkpoint, device: torch.device) -> int:
     """How much memory a checkpoint's weights take once they are loaded."""
-    sizes = (
-        torch.Size(checkpoint.shape(name)).numel() * compute_dtype(checkpoint.dtype(name), device).itemsize
-        for name in checkpoint.names()
-    )
-    return sum(sizes)
+    dtype = compute_dtype(checkpoint, family_of(read_config(checkpoint)), device)
+    return sum(torch.Size(checkpoint.shape(name)).numel() for name in checkpoint.names()) * dtype.itemsize
 
 
 def available_bytes(device: torch.device, memory: int | None) -> int:

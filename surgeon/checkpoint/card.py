@@ -47,9 +47,9 @@ def identity_of(found: Description, checkpoint: Checkpoint) -> Identity:
     assert found.report is not None
     steps = found.family.steps_per_layer
     program = stored_program(checkpoint) or Program.dense(found.config.num_hidden_layers, steps)
-    source_hash = str(found.report["source"].get("weights_hash"))
+    source_hash = found.report["source"].get("model_hash")
     dense = Program.dense(found.num_layers, steps)
-    return Identity(found.name, checkpoint.weights_hash(), program, source_hash, found.program, dense)
+    return Identity(found.name, checkpoint.model_hash(), program, source_hash, found.program, dense)
 
 
 def write_card(folder: Path, name: str, measured: Measured | None = None) -> Inherited:
@@ -202,10 +202,9 @@ def _proof(found: Description) -> Iterator[str]:
         f"original under the same program. {_differ(proof)} So what is measured of the original under this program "
         "holds for these files."
     )
-    yield paragraph(
-        f"The original's weights have the SHA-256 `{report['source'].get('weights_hash')}` (over names and contents of "
-        "its weight files). `surgeon.json` in this folder holds all of this for machines."
-    )
+    known = report["source"].get("model_hash")
+    named = f"The original has the SHA-256 `{known}` (over its configuration and its weight files). " if known else ""
+    yield paragraph(f"{named}`surgeon.json` in this folder holds all of this for machines.")
 
 
 def _differ(proof: dict[str, Any]) -> str:

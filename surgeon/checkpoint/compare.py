@@ -20,8 +20,8 @@ from torch import Tensor
 from surgeon.checkpoint.describe import Description, describe
 from surgeon.checkpoint.export import companions_of
 from surgeon.checkpoint.forms import stored_sources
-from surgeon.checkpoint.fuse import layer_prefix
 from surgeon.checkpoint.hunks import Hunk, hunks
+from surgeon.checkpoint.names import Names, layer_prefix
 from surgeon.checkpoint.read import Checkpoint, locate
 from surgeon.checkpoint.write import as_bytes
 from surgeon.progress import Advance
@@ -190,7 +190,7 @@ def _made_for(one: Description) -> str | None:
     """The hash of the unedited weights, where it is known."""
     if one.recipe is not None:
         return one.recipe.weights
-    known = (one.report or {}).get("source", {}).get("weights_hash")
+    known = (one.report or {}).get("source", {}).get("model_hash")
     return known if isinstance(known, str) else None
 
 
@@ -205,12 +205,17 @@ def _keys(one: Description, checkpoint: Checkpoint) -> dict[Key, str]:
     for layers in sources:
         labels.append((layers, seen[layers]))
         seen[layers] += 1
+    names, (embedding, head) = (
+        Names(checkpoint, one.family),
+        (f"{p}.weight" for p in (one.family.embedding, one.family.head)),
+    )
+    alike = {names.of(head): head, names.of(embedding): names.own(embedding)}  # whatever name they are stored under
     pattern = re.compile(rf"{re.escape(layer_prefix(checkpoint, one.family))}(\d+)\.(.+)")
     keys = {}
     for name in checkpoint.names():
         match = pattern.fullmatch(name)
         inside = match is not None and int(match[1]) < len(labels)
-        keys[Key(*labels[int(match[1])], match[2]) if match and inside else Key((), 0, name)] = name
+        keys[Key(*labels[int(match[1])], match[2]) if match and inside else Key((), 0, alike.get(name, name))] = name
     return keys
 
 

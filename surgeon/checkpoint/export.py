@@ -17,13 +17,14 @@ import surgeon
 from surgeon.checkpoint.card import write_card
 from surgeon.checkpoint.describe import REPORT_FILE, Weights
 from surgeon.checkpoint.forms import Layout, lay_out, per_layer_lists
-from surgeon.checkpoint.fuse import FusedPlanner, PlannedTensor, TensorPlanner, layer_prefix
+from surgeon.checkpoint.fuse import FusedPlanner, PlannedTensor, TensorPlanner
 from surgeon.checkpoint.fused_config import fused_config
 from surgeon.checkpoint.inherit import inherit
 from surgeon.checkpoint.load import PROGRAM_KEY, is_fused, read_config
 from surgeon.checkpoint.measured import Identity, Measured
+from surgeon.checkpoint.names import layer_prefix
 from surgeon.checkpoint.prove import Proof, original_model, prove, reference_of
-from surgeon.checkpoint.read import Checkpoint, check_inside, locate
+from surgeon.checkpoint.read import WEIGHTS_KEY, Checkpoint, check_inside, locate
 from surgeon.checkpoint.remote_code import SHIPPED
 from surgeon.checkpoint.staging import check_space, check_target, is_full, show_bytes, staged
 from surgeon.checkpoint.tokenizer import keep_tokenizer_class
@@ -143,7 +144,7 @@ class ExportPlan:
         """What measurements must be of, for the card of a checkpoint that is not written yet; weights are read."""
         original, source = self.original, self.original.checkpoint
         dense = Program.dense(original.config.num_hidden_layers, original.family.steps_per_layer)
-        return Identity(name, None, self.program, source.weights_hash(), self.program, dense)
+        return Identity(name, None, self.program, source.model_hash(), self.program, dense)
 
     @property
     def passes(self) -> int:
@@ -234,7 +235,7 @@ def _write_and_prove(
     plan: ExportPlan, target: Path, overwrite: bool, recipe: str | None, advance: Advance, measured: Measured | None
 ) -> Proof:
     source, size = plan.original.checkpoint, plan.weight_bytes
-    hashing = Background(source.weights_hash)  # reads all files once more, beside everything else
+    hashing = Background(source.model_hash)  # reads all files once more, beside everything else
     with stretch(advance, size) as told:
         reference = reference_of(source, plan.original.config, plan.program, told)
     try:
@@ -315,7 +316,10 @@ def written_config(plan: ExportPlan) -> dict[str, Any]:
 def _following_config(original: Original, layout: Layout) -> dict[str, Any]:
     """The original's configuration, with every per-layer entry following the layers."""
     config = copy.deepcopy(original.checkpoint.config)
-    config.pop("auto_map", None)
+    for key in ("auto_map", WEIGHTS_KEY):  # files of the original's
+        config.pop(key, None)
+    if type(original.config).from_dict(config).tie_word_embeddings != original.config.tie_word_embeddings:
+        config["tie_word_embeddings"] = original.config.tie_word_embeddings  # most software takes it at its word
     aliases = original.config.attribute_map
     config[aliases.get("num_hidden_layers", "num_hidden_layers")] = len(layout.layers)
     sources = [layer.sources[0] for layer in layout.layers]
@@ -357,7 +361,7 @@ def _report(plan: ExportPlan, proof: Proof, recipe: str | None, files: dict[str,
             "model": original.public_name,
             "num_layers": original.config.num_hidden_layers,
             "parameters": Weights.of(original.checkpoint).parameters,
-            "weights_hash": original.checkpoint.weights_hash(),
+            "model_hash": original.checkpoint.model_hash(),
             "card": inherit(original.checkpoint.folder).to_json(),
         },
         "proof": asdict(proof),

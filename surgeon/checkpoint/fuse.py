@@ -22,6 +22,7 @@ from torch import Tensor
 
 from surgeon.checkpoint.forms import StoredLayer
 from surgeon.checkpoint.fused_config import groups_of
+from surgeon.checkpoint.names import Names, layer_prefix
 from surgeon.checkpoint.read import Checkpoint, Stored
 from surgeon.families import Family, Projection, SublayerSpec
 from surgeon.families.fused import FUSED, POSITIONS, PROJECTIONS
@@ -33,8 +34,8 @@ Read = Callable[[str], Tensor]
 Computed = Tensor | Iterator[Tensor]
 Compute = Callable[[Read], Computed]
 ROWS = 256  # that are computed at a time: they stay in the processor's cache
-BUFFERS = ("bias", "masked_bias", "inv_freq")  # of modules without weights: causal masks, angles
-IGNORED = "rotary_emb.inv_freq"  # a buffer that early Llama checkpoints store; it follows from the config
+# Of modules without weights: causal masks and angles, which early checkpoints store. They follow from the config.
+BUFFERS = ("bias", "masked_bias", "inv_freq")
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ class TensorPlanner:
         self.family = family
         self.config = config
         self.dtype = dtype
+        self.names = Names(source, family)
         self.prefix = layer_prefix(source, family)
 
     def plan(self, layers: tuple[StoredLayer, ...]) -> list[PlannedTensor]:
@@ -93,7 +95,10 @@ class TensorPlanner:
         return planned + [self._copied(name) for name in last]
 
     def _copied(self, name: str) -> PlannedTensor:
-        return self._planned(name, lambda read: read(name))
+        """A tensor outside the layers; tied embeddings are the embedding, which most software looks for."""
+        embedding = f"{self.family.embedding}.weight"
+        written = self.names.own(embedding) if name == self.names.of(embedding) else name
+        return self._planned(written, lambda read: read(name))
 
     def _sublayer_tensors(self, prefix: str, sublayer: Sublayer) -> list[PlannedTensor]:
         return [self._planned(prefix + path, partial(self._part, sublayer, path)) for path in self._paths(sublayer)]
@@ -119,7 +124,7 @@ class TensorPlanner:
         )
 
     def _paths(self, sublayer: Sublayer) -> list[str]:
-        """Paths from the layer of the sublayer's tensors."""
+        """Paths from the layer of the sublayer's tensors, without buffers."""
         spec = self.family.spec(sublayer.kind)
         prefix = f"{self.prefix}{sublayer.layers[0]}."
         names = [name.removeprefix(prefix) for name in self.source.names() if name.startswith(prefix)]
@@ -134,7 +139,7 @@ class TensorPlanner:
                 raise ValueError(
                     f"{self.source.folder} has no tensor {prefix}{path}.weight, which {self.family.name} needs"
                 )
-        return [name for name in names if name.startswith(_roots(spec)) and not name.endswith(IGNORED)]
+        return [name for name in names if name.startswith(_roots(spec)) and not _is_buffer(spec, name)]
 
     def _part(self, sublayer: Sublayer, path: str, read: Read) -> Tensor:
         """One tensor of one sublayer: read, averaged over its layers, sliced."""
@@ -176,23 +181,14 @@ class FusedPlanner(TensorPlanner):
         parts = ("weight", "bias") if self.family.norm_kind == "layer" else ("weight",)
         planned += [self._moved(f"{FUSED.final_norm}.{part}", self.family.final_norm, part) for part in parts]
         if not self.config.tie_word_embeddings:
-            planned.append(self._moved(f"{FUSED.head}.weight", self._head()))
+            planned.append(self._moved(f"{FUSED.head}.weight", self.family.head))
         return planned
 
     def _moved(self, name: str, path: str, part: str = "weight") -> PlannedTensor:
-        stored = f"{self._stored(path)}.{part}"
+        stored = self.names.of(f"{path}.{part}")
         if stored not in self.source:
             raise ValueError(f"{self.source.folder} has no tensor {stored}, which {self.family.name} needs")
         return self._planned(name, lambda read: read(stored))
-
-    def _stored(self, path: str) -> str:
-        """What the checkpoint calls a module that lies at a path from the causal language model."""
-        whole = self.prefix == f"{self.family.layers}." or path == self.family.head
-        return path if whole else path.partition(".")[2]
-
-    def _head(self) -> str:
-        stored = self.family.stored_head
-        return self.family.head if stored is None or f"{stored}.weight" not in self.source else stored
 
     def _any_bias(self, projection: Projection) -> bool:
         ending = f".{projection.path}.bias"
@@ -201,11 +197,9 @@ class FusedPlanner(TensorPlanner):
     def _check_known(self, sublayers: tuple[Sublayer, ...]) -> None:
         """Refuse tensors that would be left behind."""
         for sublayer in sublayers:
-            spec = self.family.spec(sublayer.kind)
-            known = {spec.norm, *spec.head_norms, *(projection.path for projection in spec.projections)}
+            known = _known(self.family.spec(sublayer.kind))
             for path in self._paths(sublayer):
-                module, _, name = path.rpartition(".")
-                if module not in known and name not in BUFFERS:
+                if path.rpartition(".")[0] not in known:
                     raise ValueError(f"{path} of {self.family.name} cannot be stored in the fused form")
 
     def _norms(self, kind: str, sublayers: tuple[Sublayer, ...]) -> dict[str, Compute]:
@@ -339,16 +333,16 @@ def _roots(spec: SublayerSpec) -> tuple[str, ...]:
     return tuple(f"{root}." for root in (spec.norm, *spec.modules))
 
 
+def _known(spec: SublayerSpec) -> set[str | None]:
+    """Paths of the modules that have weights."""
+    return {spec.norm, *spec.head_norms, spec.post_norm, *(projection.path for projection in spec.projections)}
+
+
+def _is_buffer(spec: SublayerSpec, path: str) -> bool:
+    module, _, name = path.rpartition(".")
+    return name in BUFFERS and module not in _known(spec)
+
+
 def _projection(spec: SublayerSpec, path: str) -> Projection | None:
     module = path.rpartition(".")[0]
     return next((projection for projection in spec.projections if projection.path == module), None)
-
-
-def layer_prefix(source: Checkpoint, family: Family) -> str:
-    """What the names of the layers' tensors begin with; some checkpoints leave out the model's own name."""
-    for path in (family.layers, family.layers.partition(".")[2]):
-        if any(name.startswith(f"{path}.") for name in source.names()):
-            return f"{path}."
-    raise ValueError(
-        f"{source.folder} has no tensors named {family.layers}.*, as {family.name} has; is its config.json right?"
-    )

@@ -9,6 +9,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from surgeon.checkpoint.fused_config import GLOBAL_WIDTHS_KEY, WIDTHS_KEY
+from surgeon.checkpoint.names import Names
 from surgeon.checkpoint.read import Checkpoint, locate
 from surgeon.checkpoint.remote_code import FUSED, PROGRAM
 from surgeon.errors import shown
@@ -21,12 +22,23 @@ MOST_LABELS = 1_000_000  # of a classifier, which a config.json may speak of
 __all__ = ["PROGRAM_KEY", "compute_dtype", "is_fused", "load", "read_config", "stored_program"]
 
 
-def compute_dtype(stored: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype to compute in: what is stored, but float32 for 16-bit weights on a CPU.
+def compute_dtype(checkpoint: Checkpoint, family: Family, device: torch.device) -> torch.dtype:
+    """The dtype to compute in: that in which the embedding is stored, but float32 for 16-bit weights on a CPU.
 
-    Many CPUs compute 16-bit matrix products hundreds of times slower than float32 ones, and numbers should not
-    depend on which CPU it was.
+    What config.json says is not looked at, and what other tensors are stored in does not count: the stream begins as
+    rows of the embedding, norms are often kept in more digits, and buffers may be of any kind. Many CPUs compute 16-bit
+    matrix products hundreds of times slower than float32 ones, and numbers should not depend on which CPU it was.
+
+    Raises:
+        ValueError: if the embedding is missing, or holds no floating-point numbers.
     """
+    name = Names(checkpoint, family).of(f"{family.embedding}.weight")
+    stored = checkpoint.dtype(name)
+    if not stored.is_floating_point:
+        raise ValueError(
+            f"{checkpoint.folder}: tensor {name} holds {str(stored).removeprefix('torch.')}, which cannot be computed "
+            "in; use a checkpoint of floating-point weights"
+        )
     return torch.float32 if device.type == "cpu" and stored in (torch.float16, torch.bfloat16) else stored
 
 
@@ -35,7 +47,7 @@ def load(path_or_name: str | Path, dtype: torch.dtype | None = None, device_map:
 
     Args:
         path_or_name: a checkpoint folder (edited by surgeon or not) or a hub name.
-        dtype: to compute in; by default that of the weights, but float32 for 16-bit weights on a CPU.
+        dtype: to compute in; by default that of the stored embedding, but float32 for 16-bit weights on a CPU.
         device_map: as in `transformers`: "auto", a device, or a mapping of modules to devices.
 
     Raises:
@@ -48,8 +60,7 @@ def load(path_or_name: str | Path, dtype: torch.dtype | None = None, device_map:
     program = stored_program(checkpoint)
     if dtype is None:
         device = torch.device("cuda" if device_map is not None and torch.cuda.is_available() else "cpu")
-        stored = checkpoint.dtype(checkpoint.names()[0])
-        dtype = compute_dtype(stored, device)
+        dtype = compute_dtype(checkpoint, family_of(config), device)
     model_class: Any = AutoModelForCausalLM
     options = {"dtype": dtype, "device_map": device_map, "ignore_mismatched_sizes": True, "output_loading_info": True}
     options["config"] = config
@@ -69,6 +80,8 @@ def load(path_or_name: str | Path, dtype: torch.dtype | None = None, device_map:
 def read_config(checkpoint: Checkpoint) -> Any:
     """The `transformers` configuration of a checkpoint: that of the stock architecture, whatever its form.
 
+    Its `tie_word_embeddings` says what `transformers` makes of it: no, where a head of other numbers is stored, too.
+
     Raises:
         ValueError: if the architecture is not supported, or config.json is not what its architecture needs.
     """
@@ -85,7 +98,9 @@ def read_config(checkpoint: Checkpoint) -> Any:
             config = AutoConfig.from_pretrained(checkpoint.folder)
     except Exception as error:  # whatever it trips over is a fault of the file
         raise ValueError(f"{checkpoint.folder / 'config.json'} is not a valid configuration: {error}") from error
-    _check_sizes(checkpoint.folder / "config.json", config, family_of(config))
+    family = family_of(config)
+    _check_sizes(checkpoint.folder / "config.json", config, family)
+    config.tie_word_embeddings = Names(checkpoint, family).are_tied(bool(config.tie_word_embeddings))
     return config
 
 

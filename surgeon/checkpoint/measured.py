@@ -1,8 +1,8 @@
 """Measurements for a model card: what `surgeon eval`, `surgeon bench` and `surgeon search` have written.
 
-A measurement is taken only if it is of the checkpoint that the card is for: of its own weights under its own program,
-or of its source's weights under the program that was exported, which computes the same. Those of the source's weights
-under their unedited program stand beside it, to compare.
+A measurement is taken only if it is of the checkpoint that the card is for: of itself under its own program, or of its
+source under the program that was exported, which computes the same. Those of the source under its unedited program
+stand beside it, to compare.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SHORT_HASH = 12
 
 
 class MeasuredElsewhere(ValueError):
-    """Results that are of other weights, or of another program."""
+    """Results that are of another model, or of another program."""
 
 
 @dataclass(frozen=True)
@@ -32,42 +32,42 @@ class Identity:
 
     Attributes:
         name: of the checkpoint.
-        weights_hash: of its weights; None while they are not written yet.
+        model_hash: its own; None while it is not written yet.
         program: over its own layers.
-        source_hash: of the weights that it was made of.
+        source_hash: of the model that it was made of; None if surgeon.json, of an earlier version, does not say it.
         source_program: the program that was exported, over the source's layers.
         dense: the source's unedited program.
     """
 
     name: str
-    weights_hash: str | None
+    model_hash: str | None
     program: Program
-    source_hash: str
+    source_hash: str | None
     source_program: Program
     dense: Program
 
-    def is_edited(self, path: Path, weights_hash: str, program: Program) -> bool:
+    def is_edited(self, path: Path, model_hash: str, program: Program) -> bool:
         """Whether it is of the checkpoint, and not of its source as it was.
 
         Raises:
             MeasuredElsewhere: if it is of neither, saying what it is of.
         """
-        if (weights_hash, program) in ((self.weights_hash, self.program), (self.source_hash, self.source_program)):
+        if (model_hash, program) in ((self.model_hash, self.program), (self.source_hash, self.source_program)):
             return True
-        if (weights_hash, program) == (self.source_hash, self.dense):
+        if (model_hash, program) == (self.source_hash, self.dense):
             return False
-        if weights_hash in (self.weights_hash, self.source_hash):
+        if model_hash in (self.model_hash, self.source_hash):
             raise MeasuredElsewhere(
                 f"{path} was measured under another program than that of {self.name}: {_cut(program)}"
             )
-        own = f"its source has {_short(self.source_hash)}"
-        if self.weights_hash is not None:
-            own = f"it has {_short(self.weights_hash)}, {own}"
+        own = "its source is not known"
+        if self.source_hash is not None:
+            own = f"its source has {_short(self.source_hash)}"
+        if self.model_hash is not None:
+            own = f"it has {_short(self.model_hash)}, {own}"
         else:
             own += "; what was measured on an exported checkpoint itself is for surgeon card"
-        raise MeasuredElsewhere(
-            f"{path} was measured on other weights ({_short(weights_hash)}) than {self.name}'s: {own}"
-        )
+        raise MeasuredElsewhere(f"{path} was measured on another model ({_short(model_hash)}) than {self.name}: {own}")
 
 
 @dataclass(frozen=True)
@@ -207,14 +207,14 @@ def _kind(file: Path, record: dict[str, Any]) -> str:
 
 
 def _text(file: Path, record: dict[str, Any], identity: Identity) -> Iterator[Score]:
-    edited = identity.is_edited(file, record["weights_hash"], Program.parse(record["program"]))
+    edited = identity.is_edited(file, record["model_hash"], Program.parse(record["program"]))
     against = record.get("against")
     yield from _on_text(record, record, edited, "the original" if against is None else public(against))
 
 
 def _search(file: Path, record: dict[str, Any], identity: Identity) -> Iterator[Score]:
     best = record["best"]
-    if not identity.is_edited(file, record["weights_hash"], Program.parse(best["program"])):
+    if not identity.is_edited(file, record["model_hash"], Program.parse(best["program"])):
         return
     for values, edited in ((best, True), (record["original"], False)):
         ends = {name: (values[f"{name}_low"], values[f"{name}_high"]) for name in (DIVERGENCE,)}
@@ -240,7 +240,7 @@ def _tasks(file: Path, record: dict[str, Any], identity: Identity) -> Iterator[S
     from surgeon.quality.tasks_results import PROVENANCE_KEY, scores
 
     own = record[PROVENANCE_KEY]
-    edited = identity.is_edited(file, own["weights_hash"], Program.parse(own["program"]))
+    edited = identity.is_edited(file, own["model_hash"], Program.parse(own["program"]))
     for one in scores(record):
         metric = one.metric if one.filter == "none" else f"{one.metric} ({one.filter})"
         shots = "" if one.shots is None else f"{one.shots}-shot, "
@@ -257,7 +257,7 @@ def _bench(file: Path, record: dict[str, Any], identity: Identity) -> Iterator[B
     results = record["results"]
     own = [_is_own(file, record, one, identity) for one in results]
     if not any(own):
-        identity.is_edited(file, record["weights_hash"], Program.parse(results[0]["text"]))  # says what it is of
+        identity.is_edited(file, record["model_hash"], Program.parse(results[0]["text"]))  # says what it is of
         raise MeasuredElsewhere(f"{file} has times of other programs only, and none of {identity.name}'s")
     first = results[0]
     if len({len(one["rounds"]) for one in results}) > 1:
@@ -282,7 +282,7 @@ def _is_own(file: Path, record: dict[str, Any], one: dict[str, Any], identity: I
     if one["checkpoint"] != record["results"][0]["checkpoint"] or not one["connected"]:
         return False
     try:
-        return identity.is_edited(file, record["weights_hash"], Program.parse(one["text"]))
+        return identity.is_edited(file, record["model_hash"], Program.parse(one["text"]))
     except MeasuredElsewhere:
         return False
 
@@ -322,8 +322,8 @@ def _dataset(source: str) -> str | None:
     return None if name == "demo" or public(source) != source or Path(name).suffix or Path(name).exists() else source
 
 
-def _short(weights_hash: str) -> str:
-    return f"sha256:{weights_hash[:SHORT_HASH]}..."
+def _short(model_hash: str) -> str:
+    return f"sha256:{model_hash[:SHORT_HASH]}..."
 
 
 def _cut(program: Program, most: int = 80) -> str:

@@ -7,6 +7,7 @@ file is said before any work begins.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from io import FileIO
@@ -22,11 +23,22 @@ from surgeon.demo import demo_model
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+WEIGHTS_KEY = "transformers_weights"  # of config.json: another file, or index, to load in place of these
+WEIGHTS_ENDINGS = (".safetensors", ".safetensors.index.json")
+ADAPTER_FILE = "adapter_config.json"
 DEMO = "demo"
 # Of a model on the hub: what it consists of, and what says under which terms it may be used.
 WANTED = (
     *("*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "merges.txt", "vocab.*", "*.tiktoken"),
     *("README.md", "LICENSE*", "NOTICE*", "USE_POLICY*"),
+)
+# Entries of config.json that change nothing of what is computed: who wrote it and for which software, how training was
+# begun, and the dtype, which the weights themselves have.
+NOT_COMPUTED = frozenset(
+    (
+        *("_name_or_path", "_commit_hash", "transformers_version", "architectures", "auto_map"),
+        *("dtype", "torch_dtype", "use_cache", "initializer_range", WEIGHTS_KEY),
+    )
 )
 BLOCK = 1 << 20  # bytes read at a time: a block stays in the processor's cache
 
@@ -76,11 +88,17 @@ class Checkpoint:
 
     Raises:
         FileNotFoundError: if config.json, the weights or one of their shards is missing.
-        ValueError: if a file is truncated, is not what it claims to be, or lies outside the folder.
+        ValueError: if a file is truncated, is not what it claims to be, or lies outside the folder, or an adapter lies
+            in it.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        if (folder / ADAPTER_FILE).exists():
+            raise ValueError(
+                f"{folder} holds an adapter ({ADAPTER_FILE}), which transformers would apply where peft is installed, "
+                "and nothing else would; merge it into its model (peft's merge_and_unload), or move it elsewhere"
+            )
         check_inside(folder, folder / "config.json")
         self.config = read_json(folder / "config.json")
         self._stored: dict[str, StoredTensor] = {}
@@ -92,14 +110,13 @@ class Checkpoint:
             raise ValueError(f"{folder} holds no tensors")
 
     def _index(self) -> dict[str, set[str]]:
-        """The weight files, and the tensors that the index says are in each."""
-        index, single = self.folder / INDEX_FILE, self.folder / SINGLE_FILE
-        if not index.exists():
-            if not single.exists():
-                raise FileNotFoundError(
-                    f"{self.folder} has no {SINGLE_FILE} and no {INDEX_FILE}; only safetensors weights are read"
-                )
-            return {SINGLE_FILE: set()}
+        """The weight files, and the tensors that the index says are in each: those that `transformers` would load.
+
+        Of one file and an index beside it, that is the file, and the index with its shards lies idle.
+        """
+        index = self.folder / self._weights_file()
+        if index.suffix == ".safetensors":
+            return {index.name: set()}
         check_inside(self.folder, index)
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
@@ -116,12 +133,31 @@ class Checkpoint:
                 raise FileNotFoundError(f"{self.folder / file} is missing: {index.name} names it")
         return dict(sorted(shards.items()))
 
+    def _weights_file(self) -> str:
+        """The name of the one file, or of the index of several."""
+        named = self.config.get(WEIGHTS_KEY)
+        if named is not None:
+            if not isinstance(named, str) or Path(named).name != named or not named.endswith(WEIGHTS_ENDINGS):
+                raise ValueError(
+                    f"{self.folder / 'config.json'} should name a *{' or *'.join(WEIGHTS_ENDINGS)} of its folder as "
+                    f"{WEIGHTS_KEY}, not {str(named)[:200]!r}"
+                )
+            if not (self.folder / named).is_file():
+                raise FileNotFoundError(f"{self.folder / named} is missing: config.json names it as {WEIGHTS_KEY}")
+            return named
+        for name in (SINGLE_FILE, INDEX_FILE):
+            if (self.folder / name).exists():
+                return name
+        raise FileNotFoundError(
+            f"{self.folder} has no {SINGLE_FILE} and no {INDEX_FILE}; only safetensors weights are read"
+        )
+
     def _add(self, path: Path, expected: set[str]) -> None:
         """Take in one file's tensors, those too that the index forgets: whatever loads the file, loads them."""
         check_inside(self.folder, path)
         held = read_header(path)
         for name in sorted(expected - held.keys()):
-            raise ValueError(f"tensor {name!r} is not in {path.name}, where {INDEX_FILE} says it is")
+            raise ValueError(f"tensor {name!r} is not in {path.name}, where the index says it is")
         for name, stored in held.items():
             if name in self.files:
                 raise ValueError(
@@ -179,8 +215,17 @@ class Checkpoint:
         self._of(name)
         return safe_open(self.files[name], framework="pt")
 
+    def model_hash(self) -> str:
+        """SHA-256 over what config.json says of the model and over its weights: which model this is.
+
+        The order of config.json's entries does not count, nor do those that change nothing of what is computed.
+        """
+        meant = {key: value for key, value in self.config.items() if key not in NOT_COMPUTED}
+        text = json.dumps(meant, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(f"{text}\n{self.weights_hash()}".encode()).hexdigest()
+
     def weights_hash(self) -> str:
-        """SHA-256 over the names and contents of the weight files: which weights these are. They are read once."""
+        """SHA-256 over the names and contents of the weight files, which are read once."""
         if not self._weights_hash:
             digest = hashlib.sha256()
             for path in sorted(set(self.files.values())):

@@ -16,8 +16,8 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from surgeon.checkpoint.fuse import layer_prefix
 from surgeon.checkpoint.load import check_complete, compute_dtype, is_fused, read_config
+from surgeon.checkpoint.names import layer_prefix
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.families import Family, SublayerSpec, family_of
 from surgeon.model import PROGRAM_KEY
@@ -82,7 +82,7 @@ def load_streamed(folder: Path, device: str = "cpu") -> PreTrainedModel:
     if PROGRAM_KEY in checkpoint.config or is_fused(checkpoint):
         raise ValueError(f"{folder} is an edited model, which has to fit into memory")
     family = family_of(config)
-    dtype = compute_dtype(checkpoint.dtype(checkpoint.names()[0]), torch.device(device))
+    dtype = compute_dtype(checkpoint, family, torch.device(device))
     with init_empty_weights(include_buffers=False):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
     _fill(model, _without_layers(folder, config, family, dtype).to(device), family)

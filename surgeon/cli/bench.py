@@ -207,8 +207,8 @@ def _write(folder: Path, model: str, results: list[Result], settings: dict[str, 
     from surgeon.report.bench import bench_record, bench_table, draw_bench
 
     table = bench_table(results)
-    weights_hash = Checkpoint(results[0].candidate.plan.folder).weights_hash()
-    record = provenance(model, weights_hash, **settings, results=bench_record(results))
+    model_hash = Checkpoint(results[0].candidate.plan.folder).model_hash()
+    record = provenance(model, model_hash, **settings, results=bench_record(results))
     write_table(folder / "bench.csv", table)
     write_json(folder / "bench.json", record)
     draw_bench(table, folder / "bench.png", heading)

@@ -151,7 +151,7 @@ def _on_text(
     print(found.line())
     if output is not None:
         more = {"data": windows.source, "data_hash": windows.digest, "window": windows.ids.shape[1]}
-        record = candidate.provenance(candidate.checkpoint.weights_hash(), **more, **found.to_json())
+        record = candidate.provenance(candidate.checkpoint.model_hash(), **more, **found.to_json())
         write_json(output / "text.json", record | ({} if original is None else {"against": original.name}))
 
 
@@ -170,7 +170,7 @@ def _on_tasks(
 
     for note in loaded.notes:
         print(f"note: {note}", file=sys.stderr)
-    weights = candidate.checkpoint.weights_hash()
+    weights = candidate.checkpoint.model_hash()
     with Answers(output, candidate.identity(weights, device)) as answers:
         lm = TaskModel(candidate.load(device), candidate.tokenizer, answers, settings.batch_size)
         results = run_tasks(lm, loaded, candidate.name, settings)

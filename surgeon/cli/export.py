@@ -81,12 +81,12 @@ def export(
 
 
 def _bound(steps: Recipe, original: Original, chosen: bool) -> Recipe:
-    """The recipe, bound to the original's weights; a model that the user chose may have others than it was made for."""
-    found = original.checkpoint.weights_hash()
+    """The recipe, bound to the original; a model that the user chose may be another than it was made for."""
+    found = original.checkpoint.model_hash(), original.checkpoint.weights_hash()
     if not chosen:
-        steps.require_weights(found)
-    warn(filter(None, [steps.mismatch(found)]))
-    return replace(steps, weights=found)
+        steps.require_model(*found)
+    warn(filter(None, [steps.mismatch(*found)]))
+    return replace(steps, weights=found[0])
 
 
 def _summary(plan: ExportPlan, proof: Proof) -> str:

@@ -132,7 +132,7 @@ def scan(
         subject.windows,
         output,
         selection,
-        weights_hash=subject.weights_hash,
+        model_hash=subject.model_hash,
         seed=seed,
         screened=screen,
         memory=subject.memory,

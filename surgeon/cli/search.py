@@ -65,7 +65,7 @@ def search(
         divergence_on(subject.model, subject.windows, subject.memory, output),
         settings={
             "format": FORMAT,
-            "weights": subject.weights_hash,
+            "model_hash": subject.model_hash,
             "data": subject.windows.digest,
             "budget": budget,
             "seed": seed,

@@ -56,7 +56,7 @@ def sensitivity(
         subject.model,
         subject.windows,
         output,
-        weights_hash=subject.weights_hash,
+        model_hash=subject.model_hash,
         power=PowerIteration(iterations=iterations, seed=seed),
         jacobian_windows=windows_for_jacobians,
         memory=subject.memory,

@@ -69,8 +69,8 @@ def similarity(
         raise ValueError("--sensitivity is used with --scan only; add --scan and a folder made by surgeon scan")
     subject = open_measured(model, data, tokens, window, separator, memory)
     # What is wrong with the folders is said before any work begins.
-    measured = None if scan is None else read_scan(scan, subject.weights_hash)
-    pairs = None if sensitivity is None else read_pairs(sensitivity, subject.weights_hash)
+    measured = None if scan is None else read_scan(scan, subject.model_hash)
+    pairs = None if sensitivity is None else read_pairs(sensitivity, subject.model_hash)
     inputs = {"scan": measured and measured.source, "sensitivity": sensitivity and str(sensitivity)}
     record = subject.provenance(**{name: value for name, value in inputs.items() if value})
     found = measure_similarity(subject.model, subject.windows, output, record, subject.memory)

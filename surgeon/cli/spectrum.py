@@ -104,7 +104,7 @@ def spectrum(
         whitening,
         output,
         wanted,
-        weights_hash=subject.weights_hash,
+        model_hash=subject.model_hash,
         record=record,
     )
     warn(notes_on(found.matrices))

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from surgeon.checkpoint.load import load, read_config, stored_program
-from surgeon.checkpoint.read import Checkpoint, locate
+from surgeon.checkpoint.read import Checkpoint, locate, read_json
 from surgeon.errors import did_you_mean
 from surgeon.families import family_of
 from surgeon.model import check_layers, edit
@@ -62,13 +62,14 @@ class Candidate:
         model = load(self.checkpoint.folder, device_map="auto" if where == "cuda" else None)
         return model if self.program is None else edit(model, self.program)
 
-    def identity(self, weights_hash: str, device: str) -> dict[str, Any]:
+    def identity(self, model_hash: str, device: str) -> dict[str, Any]:
         """What a model's answers on some device depend on, as JSON values."""
+        generation = self.checkpoint.folder / "generation_config.json"
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         words = json.dumps(self.tokenizer.get_vocab(), sort_keys=True) if backend is None else backend.to_str()
         return {
-            "weights_hash": weights_hash,
-            "config": self.checkpoint.config,
+            "model_hash": model_hash,
+            "generation": read_json(generation) if generation.is_file() else None,  # penalties, end tokens
             "program": self.runs,
             "tokenizer": words,
             "special": self.tokenizer.special_tokens_map,
@@ -76,11 +77,11 @@ class Candidate:
             "lm_eval": version("lm_eval"),
         }
 
-    def provenance(self, weights_hash: str, **more: Any) -> dict[str, Any]:
+    def provenance(self, model_hash: str, **more: Any) -> dict[str, Any]:
         """The record that goes into the results."""
         if self.recipe is not None:
             more = {"recipe": self.recipe} | more
-        return provenance(self.model, weights_hash, program=self.runs, **more)
+        return provenance(self.model, model_hash, program=self.runs, **more)
 
 
 def open_candidate(name: str, program: str | None = None) -> Candidate:
@@ -93,7 +94,7 @@ def open_candidate(name: str, program: str | None = None) -> Candidate:
     Raises:
         FileNotFoundError: if there is no such model or recipe, or a file of it is missing.
         ValueError: if a file is damaged, the program does not fit, there is no tokenizer, or a recipe was made for
-            other weights.
+            another model.
     """
     recipe = None
     if is_recipe(name):
@@ -108,7 +109,7 @@ def open_candidate(name: str, program: str | None = None) -> Candidate:
     if recipe is not None:
         chosen = recipe.program(layers, steps)
         if recipe.weights is not None:
-            recipe.require_weights(checkpoint.weights_hash())
+            recipe.require_model(checkpoint.model_hash(), checkpoint.weights_hash())
     if chosen is not None:
         check_layers(chosen, layers)
     text = None if recipe is None else Path(name).read_text(encoding="utf-8")

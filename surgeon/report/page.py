@@ -25,7 +25,7 @@ from surgeon.report.words import listed
 
 TEMPLATES = Path(__file__).parent / "html"
 _LONGEST_VALUE = 600  # characters of a value in the provenance, before it is cut short
-_FIRST = ("command", "model", "weights_hash", "data", "data_hash", "seed")
+_FIRST = ("command", "model", "model_hash", "data", "data_hash", "seed")
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Chapter:
     """
 
     name: str
-    weights_hash: str
+    model_hash: str
     anchor: str
     summary: Sequence[Finding]
     missing: Sequence[str]
@@ -108,26 +108,26 @@ def render(paths: Iterable[Path]) -> str:
 
 
 def _chapters(runs: Sequence[Run]) -> list[Chapter]:
-    """One for each set of weights, in the order in which they were named."""
-    # Records without a hash go by the model's name, and never into a chapter of weights that are known.
+    """One for each model, in the order in which they were named."""
+    # Records without a hash go by the model's name, and never into a chapter of a model that is known.
     exported: dict[Path, str] = {}
     groups: dict[str, list[Run]] = {}
     for run in runs:
         if run.kind is CHECKPOINT:
             with told_with_files(run):
-                exported[run.folder.resolve()] = run.weights_hash
+                exported[run.folder.resolve()] = run.model_hash
     for run in runs:
         # What was measured on an exported checkpoint belongs to the model it was made of.
         with told_with_files(run):
-            weights = exported.get(Path(run.model).resolve(), run.weights_hash)
-        groups.setdefault(weights or f"name {run.model}", []).append(run)
+            of = exported.get(Path(run.model).resolve(), run.model_hash)
+        groups.setdefault(of or f"name {run.model}", []).append(run)
     return [
         _chapter(number, "" if key.startswith("name ") else key, group)
         for number, (key, group) in enumerate(groups.items(), start=1)
     ]
 
 
-def _chapter(number: int, weights_hash: str, runs: Sequence[Run]) -> Chapter:
+def _chapter(number: int, model_hash: str, runs: Sequence[Run]) -> Chapter:
     anchor = f"model-{number}"
     ordered = sorted(runs, key=lambda run: KINDS.index(run.kind))
     sections = [_section(f"{anchor}-{place}", run, ordered) for place, run in enumerate(ordered, start=1)]
@@ -140,11 +140,11 @@ def _chapter(number: int, weights_hash: str, runs: Sequence[Run]) -> Chapter:
             missing += [f"{name}: {line}" if name else line for line in run.kind.missing(run)]
     present = {run.kind.name for run in runs}
     missing += [kind.without for kind in KINDS if kind.without and kind.name not in present]
-    of_original = [run for run in ordered if run.weights_hash == weights_hash] or ordered
+    of_original = [run for run in ordered if run.model_hash == model_hash] or ordered
     names = listed(dict.fromkeys(_short_name(run.model) for run in of_original))
     return Chapter(
         names,
-        weights_hash[:SHORT_HASH],
+        model_hash[:SHORT_HASH],
         anchor,
         summary,
         list(dict.fromkeys(missing)),

@@ -67,14 +67,14 @@ class Run:
         return self.kind.model_of(self.record)[0]
 
     @property
-    def weights_hash(self) -> str:
+    def model_hash(self) -> str:
         """Of the model that was operated on; empty where the record has none."""
         return self.kind.model_of(self.record)[1]
 
 
 def model_in_record(record: dict[str, Any]) -> tuple[str, str]:
-    """Model and weights' hash where `surgeon.provenance` puts them."""
-    return str(record.get("model") or "a model without a name"), str(record.get("weights_hash") or "")
+    """Model and its hash where `surgeon.provenance` puts them."""
+    return str(record.get("model") or "a model without a name"), str(record.get("model_hash") or "")
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Kind:
         missing: what a run leaves out.
         provenance: of the record, what says where the numbers come from.
         is_ours: looks into a record whose name alone does not tell.
-        model_of: the model's name and its weights' hash in a record.
+        model_of: the model's name and its hash in a record.
     """
 
     name: str

@@ -54,7 +54,7 @@ def open_candidates(
 
     Raises:
         FileNotFoundError: if there is no such model or recipe.
-        ValueError: if one cannot be run by these ranks, or is a recipe for other weights, saying why.
+        ValueError: if one cannot be run by these ranks, or is a recipe for another model, saying why.
     """
     first = _open(model, needs, program)
     found = [first]
@@ -78,7 +78,8 @@ def _open(text: str, needs: Needs, program: str | None = None) -> Candidate:
     recipe = read_recipe(Path(text))
     plan = needs.plan(recipe.model, _first_program(recipe, needs))
     if recipe.weights is not None:
-        recipe.require_weights(Checkpoint(plan.folder).weights_hash())
+        checkpoint = Checkpoint(plan.folder)
+        recipe.require_model(checkpoint.model_hash(), checkpoint.weights_hash())
     return Candidate(_short(Path(text).stem), plan)
 
 

@@ -53,8 +53,8 @@ def make_plan(
         max_tokens: tokens of prompt and output together; None for as many as the model takes.
         program: run this one instead of the checkpoint's own.
         device: "cpu" or "cuda".
-        dtype: to compute in, "float32", "bfloat16" or "float16"; "auto" for that of the weights, but float32 for 16-bit
-            weights on a CPU.
+        dtype: to compute in, "float32", "bfloat16" or "float16"; "auto" for that of the stored embedding, but
+            float32 for 16-bit weights on a CPU.
         decoding: as `Plan.decoding`.
 
     Raises:
@@ -102,7 +102,7 @@ def make_plan(
         max_tokens=max_tokens,
         tied=bool(config.tie_word_embeddings),
         ends=_end_tokens(folder, config),
-        dtype=_dtype(dtype, source.dtype(f"{family.embedding}.weight"), torch.device(device)),
+        dtype=_dtype(dtype) or compute_dtype(checkpoint, family, torch.device(device)),
         attention_scale=_attention_scale(config),
         attention_softcap=_softcap(config, family.attention_softcap),
         windows=_windows(config, family, layers),
@@ -113,9 +113,10 @@ def make_plan(
     )
 
 
-def _dtype(wanted: str, stored: torch.dtype, device: torch.device) -> torch.dtype:
+def _dtype(wanted: str) -> torch.dtype | None:
+    """What was asked for; None for "auto"."""
     if wanted == "auto":
-        return compute_dtype(stored, device)
+        return None
     if wanted not in DTYPES:
         raise ValueError(f"there is no dtype {wanted!r} to compute in; {did_you_mean(wanted, ('auto', *DTYPES))}")
     return DTYPES[wanted]
@@ -140,6 +141,8 @@ def _count_layers(checkpoint: Checkpoint, family: Family) -> int:
 
 def _check_shapes(program: Program, source: Source, config: Any) -> None:
     """Refuse weights that are missing or do not fit each other, before a rank trips over them."""
+    if not config.tie_word_embeddings:  # the head does not stand for the embedding
+        source.checkpoint.shape(source.names.own(f"{source.family.embedding}.weight"))
     for path, expected in _expected_shapes(program, source, config).items():
         found = source.shape(path)
         if len(found) != len(expected) or any(e not in (None, f) for e, f in zip(expected, found, strict=True)):

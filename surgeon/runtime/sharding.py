@@ -7,11 +7,10 @@ projections, what comes out are matrices by role ("q.weight"), (out_features, in
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import torch
 from torch import Tensor
 
+from surgeon.checkpoint.names import Names
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.families import Family, Projection, SublayerSpec
 from surgeon.families.base import Unit
@@ -31,37 +30,19 @@ class Source:
     def __init__(self, checkpoint: Checkpoint, family: Family, head_dim: int) -> None:
         self.checkpoint = checkpoint
         self.family = family
+        self.names = Names(checkpoint, family)
         self.head_dim = head_dim
 
-    @cached_property
-    def _root(self) -> str:
-        """What tensor names leave out: checkpoints of bare decoders lack the causal language model's own prefix."""
-        name = f"{self.family.embedding}.weight"
-        root = self.family.embedding.partition(".")[0] + "."
-        return root if name not in self.checkpoint and name.removeprefix(root) in self.checkpoint else ""
-
-    def _name(self, path: str) -> str:
-        """What the checkpoint calls a tensor that lies at a path from the causal language model."""
-        head, stored = f"{self.family.head}.", self.family.stored_head
-        if stored is not None and path.startswith(head):
-            renamed = f"{stored}.{path.removeprefix(head)}"
-            return renamed if renamed in self.checkpoint else path
-        return path.removeprefix(self._root) if self._root else path
-
     def __contains__(self, path: str) -> bool:
-        return self._name(path) in self.checkpoint
+        return self.names.of(path) in self.checkpoint
 
     def shape(self, path: str) -> tuple[int, ...]:
         """The shape of a tensor, by its path from the causal language model."""
-        return self.checkpoint.shape(self._name(path))
-
-    def dtype(self, path: str) -> torch.dtype:
-        """The dtype a tensor is stored in."""
-        return self.checkpoint.dtype(self._name(path))
+        return self.checkpoint.shape(self.names.of(path))
 
     def tensor(self, path: str, bounds: Bounds | None = None, dim: int = 0) -> Tensor:
         """A tensor, or a part of it along one dimension."""
-        name = self._name(path)
+        name = self.names.of(path)
         return self.checkpoint.tensor(name) if bounds is None else self.checkpoint.part(name, dim, *bounds)
 
     def units(self, sublayer: Sublayer) -> dict[Unit, int]:

@@ -16,12 +16,12 @@ from surgeon.search.study import Measured, PairStudy, Trial
 RECIPE_FILE, TRIALS_FILE, RECORD_FILE = "recipe.yaml", "trials.csv", "search.json"
 
 
-def found_recipe(model: str, weights_hash: str, study: PairStudy, trial: Trial) -> Recipe:
+def found_recipe(model: str, model_hash: str, study: PairStudy, trial: Trial) -> Recipe:
     """The recipe that makes a trial's program of the model, bound to the weights it was found on."""
     operations = (as_operation(trial.pairs),) if trial.pairs else ()
     program = study.program(trial.pairs)
     expect = Expect(effective_depth=program.effective_depth(study.steps_per_layer), sync_points=program.sync_points(2))
-    return Recipe(model, operations, expect, weights_hash)
+    return Recipe(model, operations, expect, model_hash)
 
 
 def write_recipe(path: Path, model: str, study: PairStudy, record: dict[str, Any]) -> None:
@@ -37,7 +37,7 @@ def write_recipe(path: Path, model: str, study: PairStudy, record: dict[str, Any
         *([f"# its 95% interval {low:.4g} to {high:.4g},"] if math.isfinite(high) else []),
         f"# perplexity {measured.perplexity:.4g}; the original's is {dense.perplexity:.4g}.",
     ]
-    write_text(path, "\n".join(lines) + "\n" + found_recipe(model, record["weights_hash"], study, best).to_yaml())
+    write_text(path, "\n".join(lines) + "\n" + found_recipe(model, record["model_hash"], study, best).to_yaml())
 
 
 def trials_table(study: PairStudy) -> pd.DataFrame:

@@ -163,7 +163,12 @@ class PairStudy:
             self.study.set_user_attr(SETTINGS, self.settings)
             return
         for name, value in self.settings.items():
-            if stored.get(name) != value:
+            if name not in stored:
+                raise ValueError(
+                    f"{self.folder} holds a search of an earlier version, which does not say its {name}; "
+                    "use another output folder"
+                )
+            if stored[name] != value:
                 raise ValueError(
                     f"{self.folder} holds a search with another {name} ({stored.get(name)}, not {value}); "
                     "use another output folder, or the same settings to go on"

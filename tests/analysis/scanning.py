@@ -22,7 +22,7 @@ LAYERS = 4
 
 def run(folder: Path, windows: Windows, model: Any = None, operations: list[str] | None = None, **options: Any) -> Scan:
     """A scan; options that say which cells are taken out for `select`."""
-    options = {"weights_hash": "weights"} | options
+    options = {"model_hash": "weights"} | options
     wanted = {name: options.pop(name) for name in ("layers", "every", "max_length", "permutations") if name in options}
     model = model or tiny_model("llama", LAYERS)
     return scan(model, windows, folder, select(operations or SCANNED, LAYERS, **wanted), **options)

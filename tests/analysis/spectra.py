@@ -36,12 +36,12 @@ def run(
     ranks: str = "1/4,1/2",
     measured: Windows = MEASURED,
     calibration: Windows = CALIBRATION,
-    weights_hash: str = "weights",
+    model_hash: str = "weights",
     record: dict[str, Any] | None = None,
     **wanted: Any,
 ) -> Spectrum:
     asked = request(model.config, ranks=parse_ranks(ranks) if ranks else (), **wanted)
-    return spectrum(model, measured, calibration, folder, asked, weights_hash=weights_hash, record=record)
+    return spectrum(model, measured, calibration, folder, asked, model_hash=model_hash, record=record)
 
 
 def rows_of(place: int, counts: list[int]) -> list[int]:

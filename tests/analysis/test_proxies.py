@@ -40,7 +40,7 @@ def write_scan(folder: Path, cells: list[tuple[Any, ...]], **record: Any) -> Non
     columns = ["operation", "first", "last", "perplexity", "divergence"]
     pd.DataFrame(cells, columns=columns).to_csv(folder / "cells.csv", index=False, na_rep="nan")
     (folder / "scan.json").write_text(
-        json.dumps({"weights_hash": "ours", "model": "it", "base_perplexity": BASE} | record)
+        json.dumps({"model_hash": "ours", "model": "it", "base_perplexity": BASE} | record)
     )
 
 
@@ -162,10 +162,10 @@ def test_p_of_a_few_values_is_exact() -> None:
 
 
 def test_a_scan_of_another_model_is_refused(tmp_path: Path) -> None:
-    write_scan(tmp_path, [("prune", 0, 0, 9.0, 0.1)], weights_hash="t" * 64, model="theirs")
-    with pytest.raises(ValueError, match="scan of another model: theirs with weights tttttttttttt, .* are ours;"):
+    write_scan(tmp_path, [("prune", 0, 0, 9.0, 0.1)], model_hash="t" * 64, model="theirs")
+    with pytest.raises(ValueError, match="scan of another model: theirs with the hash tttttttttttt, .* has ours;"):
         read_scan(tmp_path, "ours")
-    (tmp_path / "sensitivity.json").write_text(json.dumps({"weights_hash": "other", "model": "theirs"}))
+    (tmp_path / "sensitivity.json").write_text(json.dumps({"model_hash": "other", "model": "theirs"}))
     with pytest.raises(ValueError, match="sensitivity of another model"):
         read_pairs(tmp_path, "ours")
 
@@ -177,7 +177,7 @@ def test_a_scan_of_another_model_is_refused(tmp_path: Path) -> None:
         (lambda folder: (folder / "cells.csv").unlink(), "has no cells.csv"),
         (lambda folder: (folder / "cells.csv").write_text(""), "no table of comma-separated"),
         (lambda folder: (folder / "cells.csv").write_text("operation,first\nprune,0\n"), "has no column last"),
-        (lambda folder: (folder / "scan.json").write_text('{"weights_hash": "ours"}'), "no base_perplexity"),
+        (lambda folder: (folder / "scan.json").write_text('{"model_hash": "ours"}'), "no base_perplexity"),
     ],
 )
 def test_damaged_scans(damage: Any, message: str, tmp_path: Path) -> None:

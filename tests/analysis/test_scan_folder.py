@@ -108,7 +108,7 @@ def test_cells_are_added_to_a_folder(windows: Windows, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"weights_hash": "other"}, "another model .*weights, now other"),
+        ({"model_hash": "other"}, "another model .*weights, now other"),
         ({"seed": 1}, "another seed: 0, now 1"),
         (
             {"windows": Windows(torch.zeros(WINDOWS, TOKENS + 1, dtype=torch.long), "", "digest")},

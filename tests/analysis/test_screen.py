@@ -104,7 +104,7 @@ def windows(model: Any) -> Windows:
 def run(folder: Path, windows: Windows, model: Any, screened: bool = True, **options: Any) -> Scan:
     operations = options.pop("operations", OPERATIONS)
     selection = select(operations, LAYERS, permutations=options.pop("permutations", 1))
-    return scan(model, windows, folder, selection, weights_hash="weights", screened=screened, **options)
+    return scan(model, windows, folder, selection, model_hash="weights", screened=screened, **options)
 
 
 def expected_windows(nll: np.ndarray, base: np.ndarray) -> list[int]:

@@ -41,7 +41,7 @@ def windows() -> Windows:
 
 
 def run(folder: Path, windows: Windows, model: Any = None, **options: Any) -> Sensitivity:
-    options = {"weights_hash": "weights", "power": POWER, "jacobian_windows": 2} | options
+    options = {"model_hash": "weights", "power": POWER, "jacobian_windows": 2} | options
     return sensitivity(model or tiny_model("llama", LAYERS), windows, folder, **options)
 
 
@@ -175,7 +175,7 @@ def test_what_is_finished_runs_nothing_again(windows: Windows, tmp_path: Path, m
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"weights_hash": "other"}, "another model .hash of its weights.: weights, now other"),
+        ({"model_hash": "other"}, "another model .hash of its configuration and weights.: weights, now other"),
         ({"power": PowerIteration(iterations=7)}, "another number of iterations: 300, now 7"),
         ({"jacobian_windows": 3}, r"choice of windows for Jacobians: \[0, 4\], now \[0, 2, 4\]"),
     ],

@@ -56,7 +56,7 @@ def test_what_is_measured_is_not_measured_again(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"weights_hash": "other"}, "another model (hash of its weights): weights, now other"),
+        ({"model_hash": "other"}, "another model (hash of its configuration and weights): weights, now other"),
         ({"measured": text(5, 12, 8)}, "another text (hash of its tokens): digest 5 x"),
         ({"calibration": text(8, 12, 6)}, "another calibration text (hash of its tokens): digest 9 x"),
         ({"measured": text(5, 11, 5)}, "another text"),

@@ -187,10 +187,10 @@ def write(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
-def on_text(weights_hash: str, program: str, **more: Any) -> dict[str, Any]:
+def on_text(model_hash: str, program: str, **more: Any) -> dict[str, Any]:
     numbers = {"perplexity": 7.5, "perplexity_interval": [7, 8], "divergence": None, "divergence_interval": None}
     data = {"data": "/home/me/secret/wiki.txt", "data_hash": "d", "tokens": 1000}
-    return {"weights_hash": weights_hash, "program": program, **numbers, **data, **more}
+    return {"model_hash": model_hash, "program": program, **numbers, **data, **more}
 
 
 def timed(program: str, text: str, rates: list[float], checkpoint: str = "/x/fused", **more: Any) -> dict[str, Any]:
@@ -208,10 +208,10 @@ def quality_rows(folder: Path) -> dict[str, list[str]]:
 def test_quality_of_the_checkpoint_and_of_its_source(
     copied: Path, identity: Identity, write: Callable[..., Path]
 ) -> None:
-    own = on_text(identity.weights_hash, "A0 F0 A1 F1", divergence=0.25, divergence_interval=[0.2, 0.3])
+    own = on_text(identity.model_hash, "A0 F0 A1 F1", divergence=0.25, divergence_interval=[0.2, 0.3])
     lm_eval = {"group_subtasks": {}, "higher_is_better": {"piqa": {"acc": True}}, "n-shot": {"piqa": 0}}
     values = {"alias": "piqa", "sample_len": 1838, "acc,none": 0.75, "acc_stderr,none": 0.01}
-    provenance = {"weights_hash": identity.source_hash, "program": PROGRAMS["fused"]}
+    provenance = {"model_hash": identity.source_hash, "program": PROGRAMS["fused"]}
     tasks = {"results": {"piqa": values}, "surgeon": provenance, "configs": {"piqa": {"dataset_path": "ybisk/piqa"}}}
     files = [
         write("text.json", **own).parent,
@@ -231,9 +231,9 @@ def test_quality_of_the_checkpoint_and_of_its_source(
 def test_a_search_brings_the_original_along(copied: Path, identity: Identity, write: Callable[..., Path]) -> None:
     numbers = {"perplexity": 9.5, "divergence": 0.5, "divergence_low": None, "divergence_high": None, "tokens": 500}
     best = {"trial": 3, "program": PROGRAMS["fused"], **numbers}
-    record = {"weights_hash": identity.source_hash, "data": "wikitext:wikitext-2-raw-v1", "data_hash": "d"}
+    record = {"model_hash": identity.source_hash, "data": "wikitext:wikitext-2-raw-v1", "data_hash": "d"}
     path = write("search.json", **record, best=best, original=numbers | {"perplexity": 9, "divergence": 0})
-    unwritten = replace(identity, weights_hash=None)
+    unwritten = replace(identity, model_hash=None)
     write_card(copied, "mine", read_measured([path], unwritten))
     on = "(wikitext:wikitext-2-raw-v1, 500 tokens)"
     assert quality_rows(copied)[f"perplexity {on}"] == ["9.5", "9"]
@@ -245,7 +245,7 @@ def test_a_search_brings_the_original_along(copied: Path, identity: Identity, wr
 def test_speed(copied: Path, identity: Identity, write: Callable[..., Path]) -> None:
     cost = {"program": "fused", "compression": "int8", "divergence": 6e-5, "predicted": 1024}
     runs = [timed("fused", "A0 F0 A1 F1", [30, 60, 20]), timed("{A0|F0}", "{A0 | F0}", [20, 20, 20], "/x/other")]
-    record = {"weights_hash": identity.weights_hash, "place": "2 ranks (cpu, shm)", "rounds": 3, "compression": [cost]}
+    record = {"model_hash": identity.model_hash, "place": "2 ranks (cpu, shm)", "rounds": 3, "compression": [cost]}
     write_card(copied, "mine", read_measured([write("bench.json", **record, results=runs)], identity))
     rows, text = quality_rows(copied), " ".join(card_of(copied).split())
     assert rows["**mine**"] == ["1", "50", "10", "30", ""]
@@ -260,7 +260,7 @@ def test_speed(copied: Path, identity: Identity, write: Callable[..., Path]) -> 
         (
             "text.json",
             on_text(HASH, DENSE),
-            r"measured on other weights \(sha256:000000000000...\) than fused's: it has",
+            r"measured on another model \(sha256:000000000000...\) than fused: it has",
         ),
         ("text.json", on_text("SOURCE", "A0 F0"), "measured under another program than that of fused: A0 F0$"),
         (
@@ -268,19 +268,19 @@ def test_speed(copied: Path, identity: Identity, write: Callable[..., Path]) -> 
             on_text("SOURCE", DENSE, tokens="many"),
             r"is not what surgeon eval --data writes \(ValueError: .*many",
         ),
-        ("text.json", {"perplexity": 3}, r"is not what surgeon eval --data writes \(KeyError: 'weights_hash'\)"),
-        ("search.json", {"weights_hash": "SOURCE", "best": {"program": "A9"}}, "another program"),
-        ("bench.json", {"weights_hash": HASH, "results": [timed("x", DENSE, [1])]}, "measured on other weights"),
-        ("bench.json", {"weights_hash": "SOURCE", "results": [timed("x", DENSE, [1])]}, "none of fused's"),
-        ("bench.json", {"weights_hash": HASH, "results": []}, "is not what surgeon bench writes|other programs only"),
-        ("scan.json", {"weights_hash": HASH}, "holds no results of surgeon eval, bench or search"),
+        ("text.json", {"perplexity": 3}, r"is not what surgeon eval --data writes \(KeyError: 'model_hash'\)"),
+        ("search.json", {"model_hash": "SOURCE", "best": {"program": "A9"}}, "another program"),
+        ("bench.json", {"model_hash": HASH, "results": [timed("x", DENSE, [1])]}, "measured on another model"),
+        ("bench.json", {"model_hash": "SOURCE", "results": [timed("x", DENSE, [1])]}, "none of fused's"),
+        ("bench.json", {"model_hash": HASH, "results": []}, "is not what surgeon bench writes|other programs only"),
+        ("scan.json", {"model_hash": HASH}, "holds no results of surgeon eval, bench or search"),
     ],
 )
 def test_what_was_measured_on_something_else_is_refused(
     identity: Identity, write: Callable[..., Path], name: str, record: dict[str, Any], said: str
 ) -> None:
-    if record.get("weights_hash") == "SOURCE":
-        record = record | {"weights_hash": identity.source_hash}
+    if record.get("model_hash") == "SOURCE":
+        record = record | {"model_hash": identity.source_hash}
     with pytest.raises(ValueError, match=said):
         read_measured([write(name, **record)], identity)
 
@@ -294,8 +294,8 @@ def test_results_that_are_none(identity: Identity, tmp_path: Path) -> None:
         (tmp_path / "text.json").write_text(text, errors="surrogateescape")
         with pytest.raises(ValueError, match="is not valid JSON|should hold a JSON object"):
             read_measured([tmp_path], identity)
-    unwritten = replace(identity, weights_hash=None)
-    (tmp_path / "text.json").write_text(json.dumps(on_text(identity.weights_hash, "A0 F0 A1 F1")))
+    unwritten = replace(identity, model_hash=None)
+    (tmp_path / "text.json").write_text(json.dumps(on_text(identity.model_hash, "A0 F0 A1 F1")))
     with pytest.raises(ValueError, match="what was measured on an exported checkpoint itself is for surgeon card"):
         read_measured([tmp_path], unwritten)
 

@@ -17,6 +17,7 @@ from surgeon.checkpoint.hunks import Hunk, hunks
 from surgeon.program import Program
 from tests.checkpoint.helpers import run_export
 from tests.models import save_checkpoint
+from tests.stored import with_head_only, with_own_head
 
 DENSE = "A0 F0 A1 F1 A2 F2 A3 F3 A4 F4"
 
@@ -172,3 +173,14 @@ def test_files(source: Path, tmp_path: Path) -> None:
         "tokenizer_config.json": "different",
     }
     assert not found.equal
+
+
+@pytest.mark.parametrize(("family", "store"), [("gpt_neox", with_own_head), ("llama", with_head_only)])
+def test_a_head_under_another_name_is_the_same(family: str, store: Callable[[Path], Path], tmp_path: Path) -> None:
+    store(save_checkpoint(tmp_path / "source", family, 3))
+    run_export(tmp_path / "source", tmp_path / "target", "{A1 F1 | A2 F2}")
+    found = Compared.open(tmp_path / "source", tmp_path / "target").compare().tensors
+    assert found is not None
+    assert not found.different
+    assert not found.only_b
+    assert {key.layers for key in found.only_a} == {(0,)}

@@ -273,7 +273,7 @@ def test_the_report_says_what_was_done(tmp_path: Path) -> None:
         "model": "source",
         "num_layers": 6,
         "parameters": sum(weight.numel() for weight in weights_of(tmp_path / "source").values()),
-        "weights_hash": Checkpoint(tmp_path / "source").weights_hash(),
+        "model_hash": Checkpoint(tmp_path / "source").model_hash(),
         "card": {"metadata": {}, "notes": []},
     }
     assert report["effective_depth"] == 4

@@ -10,8 +10,16 @@ import pytest
 import torch
 
 import surgeon
+from surgeon.analysis.subject import model_bytes
+from surgeon.checkpoint.load import compute_dtype
+from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.streamed import load_streamed
+from surgeon.families import FAMILIES
 from surgeon.model import program_of
+from surgeon.runtime.prepare import make_plan
 from tests.checkpoint.helpers import logits_of, run_export, save_source
+from tests.models import tiny_model
+from tests.stored import configure, store, tensors_of, with_buffers
 
 GLOBAL = {"allow_global_per_layer_attribute_access": True}
 
@@ -97,3 +105,27 @@ def test_a_fused_checkpoint_can_be_edited_further(source: Path, tmp_path: Path) 
 def test_what_does_not_fit_is_said(broken: Any, entries: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         surgeon.load(broken(**entries))
+
+
+def test_the_dtype_to_compute_in_is_that_of_the_embedding(tmp_path: Path) -> None:
+    tiny_model("gpt2", 2).to(torch.bfloat16).save_pretrained(tmp_path)
+    with_buffers(configure(tmp_path, dtype="float16"))
+    norms = {name: t.float() for name, t in tensors_of(tmp_path).items() if ".ln_1." in name}
+    store(tmp_path, tensors_of(tmp_path) | norms)
+    checkpoint = Checkpoint(tmp_path)
+    assert checkpoint.dtype(checkpoint.names()[0]) in (torch.float64, torch.int64)
+    for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
+        assert compute_dtype(checkpoint, FAMILIES["gpt2"], torch.device(device)) == dtype
+        numbers = sum(tensor.numel() for tensor in tensors_of(tmp_path).values())
+        assert model_bytes(checkpoint, torch.device(device)) == numbers * dtype.itemsize
+        assert make_plan(tmp_path, 1, 16, device=device).dtype == dtype
+    for model in (surgeon.load(tmp_path), load_streamed(tmp_path)):
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+def test_an_embedding_of_integers_is_refused(tmp_path: Path) -> None:
+    tiny_model("llama", 2).save_pretrained(tmp_path)
+    tensors = tensors_of(tmp_path)
+    store(tmp_path, tensors | {"model.embed_tokens.weight": tensors["model.embed_tokens.weight"].to(torch.int8)})
+    with pytest.raises(ValueError, match=r"model.embed_tokens.weight holds int8, which cannot be computed in"):
+        surgeon.load(tmp_path)

@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
 from surgeon.checkpoint.export import Original
 from surgeon.checkpoint.header import read_header
 from surgeon.checkpoint.read import Checkpoint, read_json
 from tests.checkpoint.helpers import run_export, save_source, weights_of
+from tests.stored import configure, with_index
 
 PRUNED = "A0 F0 A2 F2"
 INDEX = "model.safetensors.index.json"
@@ -156,6 +158,52 @@ def test_a_tensor_that_the_index_forgets_is_there(index: Callable[..., Path], tm
     run_export(folder, tmp_path / "target", PRUNED)
 
 
+def test_of_a_file_and_an_index_the_one_that_transformers_loads_is_read(tmp_path: Path) -> None:
+    model = save_source(tmp_path / "both", num_layers=3)
+    alone = Checkpoint(tmp_path / "both").model_hash()
+    with_index(tmp_path / "both")
+    checkpoint = Checkpoint(tmp_path / "both")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "both")
+    assert torch.equal(loaded.model.norm.weight, model.model.norm.weight)
+    assert torch.equal(checkpoint.tensor("model.norm.weight"), model.model.norm.weight)
+    assert {path.name for path in checkpoint.files.values()} == {"model.safetensors"}
+    assert checkpoint.model_hash() == alone
+    (tmp_path / "both" / INDEX).write_text("{")  # not looked at
+    Checkpoint(tmp_path / "both")
+
+
+@pytest.mark.parametrize("named", ["other.safetensors", "other.safetensors.index.json"])
+def test_weights_that_the_configuration_names(named: str, tmp_path: Path) -> None:
+    model = save_source(tmp_path / "source", num_layers=3)
+    with_index(tmp_path / "source")
+    configure(tmp_path / "source", transformers_weights=named)
+    with pytest.raises(FileNotFoundError, match=rf"{named} is missing: config.json names it as transformers_weights"):
+        Checkpoint(tmp_path / "source")
+    (tmp_path / "source" / ("model.safetensors" if named.endswith("safetensors") else INDEX)).rename(
+        tmp_path / "source" / named
+    )
+    norm = AutoModelForCausalLM.from_pretrained(tmp_path / "source").model.norm.weight
+    assert torch.equal(norm, model.model.norm.weight) == named.endswith("safetensors")
+    assert torch.equal(Checkpoint(tmp_path / "source").tensor("model.norm.weight"), norm)
+    run_export(tmp_path / "source", tmp_path / "target", PRUNED)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "target").model.norm.weight, norm)
+
+
+def test_an_adapter_in_the_folder_is_refused(tmp_path: Path) -> None:
+    save_source(tmp_path, num_layers=1)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"holds an adapter .adapter_config.json., .*; merge it into its model"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("named", ["../model.safetensors", "a/b.safetensors", "pytorch_model.bin", "", 5, ["x"]])
+def test_weights_that_the_configuration_must_not_name(named: Any, tmp_path: Path) -> None:
+    save_source(tmp_path, num_layers=1)
+    configure(tmp_path, transformers_weights=named)
+    with pytest.raises(ValueError, match=r"should name a \*.safetensors or .* of its folder as transformers_weights"):
+        Checkpoint(tmp_path)
+
+
 def test_a_tensor_in_two_files_is_refused(sharded: Path) -> None:
     first, second, *_ = sorted(sharded.glob("*.safetensors"))
     held = weights_of(sharded)
@@ -219,3 +267,32 @@ def test_a_file_that_shrinks_while_it_is_read(sharded: Path) -> None:
     os.truncate(path, 100)
     with pytest.raises(OSError, match="became shorter while it was read"):
         list(checkpoint.blocks("lm_head.weight"))
+
+
+def test_a_models_hash_is_of_what_config_json_means_and_of_the_weights(tmp_path: Path) -> None:
+    save_source(tmp_path, num_layers=1)
+    known = Checkpoint(tmp_path).model_hash()
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    for same in (
+        dict(reversed(config.items())),
+        config | {"transformers_version": "4.0", "_name_or_path": "/elsewhere", "use_cache": False},
+        {key: value for key, value in config.items() if key != "dtype"} | {"torch_dtype": "float16"},
+    ):
+        path.write_text(json.dumps(same, indent=1))
+        assert Checkpoint(tmp_path).model_hash() == known
+    rope = config["rope_parameters"] | {"rope_theta": 5.0}
+    for other in (
+        config | {"rope_parameters": rope},
+        config | {"rms_norm_eps": 1e-3},
+        {key: value for key, value in config.items() if key != "rms_norm_eps"},
+        config | {"something_new": 1},
+    ):
+        path.write_text(json.dumps(other))
+        assert Checkpoint(tmp_path).model_hash() != known
+    path.write_text(json.dumps(config))
+    assert Checkpoint(tmp_path).model_hash() == known
+    weights = Checkpoint(tmp_path).weights_hash()
+    save_file(weights_of(tmp_path) | {"model.norm.weight": torch.ones(32)}, tmp_path / "model.safetensors")
+    assert Checkpoint(tmp_path).weights_hash() != weights
+    assert Checkpoint(tmp_path).model_hash() != known

@@ -18,10 +18,10 @@ def recipe(tmp_path: Path, tiny_checkpoint: Path) -> Path:
     return path
 
 
-def write_text_quality(folder: Path, weights_hash: str, program: str, perplexity: float) -> Path:
+def write_text_quality(folder: Path, model_hash: str, program: str, perplexity: float) -> Path:
     folder.mkdir()
     numbers = {"perplexity": perplexity, "perplexity_interval": None, "divergence": None, "divergence_interval": None}
-    record = {"weights_hash": weights_hash, "program": program, "data": "demo", "data_hash": "d", "tokens": 100}
+    record = {"model_hash": model_hash, "program": program, "data": "demo", "data_hash": "d", "tokens": 100}
     (folder / "text.json").write_text(json.dumps(record | numbers))
     return folder
 
@@ -29,19 +29,19 @@ def write_text_quality(folder: Path, weights_hash: str, program: str, perplexity
 def test_results_at_export_and_afterwards(
     surgeon_says: Run, recipe: Path, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
-    source = Checkpoint(tiny_checkpoint).weights_hash()
+    source = Checkpoint(tiny_checkpoint).model_hash()
     before = write_text_quality(tmp_path / "before", source, "A0 F0 A1 F1 A2 F2 A3 F3", 3.5)
     found = write_text_quality(tmp_path / "found", source, "A0 F0 A2 F2 A3 F3", 4.5)
     other = write_text_quality(tmp_path / "other", "0" * 64, "A0 F0", 4.5)
     target = tmp_path / "edited"
     code, _, err = surgeon_says("export", recipe, "-o", target, "--results", other)
     assert (code, err.count("\n"), target.exists()) == (1, 1, False)
-    assert "was measured on other weights (sha256:000000000000...)" in err
+    assert "was measured on another model (sha256:000000000000...)" in err
     assert surgeon_says("export", recipe, "-o", target, "--results", found, "--results", before)[0] == 0
     card = target / "README.md"
     assert "| perplexity (demo, 100 tokens) | 4.5 | 3.5 |" in card.read_text()
 
-    own = write_text_quality(tmp_path / "own", Checkpoint(target).weights_hash(), "A0 F0 A1 F1 A2 F2", 4.25)
+    own = write_text_quality(tmp_path / "own", Checkpoint(target).model_hash(), "A0 F0 A1 F1 A2 F2", 4.25)
     assert surgeon_says("card", target, "--results", own / "text.json") == (0, f"{card}\n", "")
     assert "| perplexity (demo, 100 tokens) | 4.25 |" in card.read_text()
     assert "| 3.5 |" not in card.read_text()

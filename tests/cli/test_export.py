@@ -101,7 +101,7 @@ def test_mistakes_get_one_line_and_write_nothing(
 def test_a_recipe_made_for_other_weights(
     run: Run, recipe: Callable[[str], Path], tmp_path: Path, tiny_checkpoint: Path
 ) -> None:
-    path, own, other = recipe("- prune: {layers: '1:2'}"), Checkpoint(tiny_checkpoint).weights_hash(), "0" * 64
+    path, own, other = recipe("- prune: {layers: '1:2'}"), Checkpoint(tiny_checkpoint).model_hash(), "0" * 64
     text = path.read_text()
     path.write_text(f"{text}weights: sha256:{other}\n")
     code, out, err = run(path, "-o", tmp_path / "out")

@@ -13,6 +13,7 @@ from surgeon.analysis import subject
 from surgeon.analysis.cells import HEATMAPS
 from surgeon.cli.app import main
 from tests.cli.conftest import Run
+from tests.stored import configure
 
 
 def errors_in(err: str) -> int:
@@ -39,7 +40,7 @@ def test_all_heatmaps(scan: Run, tmp_path: Path) -> None:
     assert (table["tokens"] == 4 * 31).all()
     record = json.loads((folder / "scan.json").read_text())
     assert (record["seed"], record["window"], record["tokens"], record["tokens_predicted"]) == (4, 32, 128, 124)
-    assert len(record["weights_hash"]) == len(record["data_hash"]) == 64
+    assert len(record["model_hash"]) == len(record["data_hash"]) == 64
     assert f"{record['sublayers_run']['total']:,}; a loop over cells would have run" in out
     assert f"base perplexity {record['base_perplexity']:.4g}" in out
     assert "scan: done" in err
@@ -193,3 +194,16 @@ def test_a_model_without_a_tokenizer(scan: Run, tiny_checkpoint: Path) -> None:
     assert code == 1
     assert "tokenizer" in err
     assert errors_in(err) == 1
+
+
+def test_a_folder_of_another_configuration_is_refused(scan: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    assert scan("--operation", "prune")[0] == 0
+    before = (tmp_path / "out" / "cells.csv").read_bytes()
+    config = json.loads((tiny_checkpoint / "config.json").read_text())
+    configure(tiny_checkpoint, rope_parameters=config["rope_parameters"] | {"rope_theta": 7.0})
+    code, _, err = scan("--operation", "prune")
+    assert (code, errors_in(err)) == (1, 1)
+    assert "holds a scan of another model (hash of its configuration and weights): " in err
+    configure(tiny_checkpoint, rope_parameters=config["rope_parameters"], transformers_version="0")
+    assert scan("--operation", "prune")[0] == 0
+    assert (tmp_path / "out" / "cells.csv").read_bytes() == before

@@ -18,6 +18,7 @@ from surgeon.program import Program
 from surgeon.quality.head import OutputHead, Quality, Reference
 from surgeon.recipe import read_recipe
 from tests.models import save_checkpoint
+from tests.stored import configure
 
 SIZES = ["--tokens", "256", "--window", "64", "--trials", "6"]
 
@@ -38,7 +39,7 @@ def test_results_and_resumption(
     assert program.effective_depth() == 3
     assert str(program) in said
     assert Path(recipe.model) == tiny_checkpoint
-    assert recipe.weights == Checkpoint(tiny_checkpoint).weights_hash()
+    assert recipe.weights == Checkpoint(tiny_checkpoint).model_hash()
     table = pd.read_csv(output / "trials.csv")
     assert len(table) == 6
     assert (table["depth"] == 3).all()
@@ -49,7 +50,7 @@ def test_results_and_resumption(
     assert record["best"]["program"] == str(program)
     assert record["original"]["divergence"] == pytest.approx(0, abs=1e-6)
     assert record["original"].keys() < record["best"].keys()
-    assert {"model", "weights_hash", "data_hash", "seed", "versions", "command"} <= record.keys()
+    assert {"model", "model_hash", "data_hash", "seed", "versions", "command"} <= record.keys()
     assert (output / "quality-against-depth.png").stat().st_size > 10_000
     before = (output / "trials.csv").read_bytes()
     assert search(tiny_checkpoint, tiny_text, output) == 0
@@ -150,3 +151,12 @@ def test_help_has_the_words_of_the_other_commands(capsys: pytest.CaptureFixture[
     for words in (DATA_HELP, "Tokens in a window. Default: 512", "The most memory the process may take"):
         assert all(words in text for text in texts)
     assert "depth=12" in texts[1]
+
+
+def test_a_search_on_another_configuration_is_refused(
+    tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert search(tiny_checkpoint, tiny_text, tmp_path / "search") == 0
+    configure(tiny_checkpoint, rms_norm_eps=0.5)
+    assert search(tiny_checkpoint, tiny_text, tmp_path / "search") == 1
+    assert "holds a search with another model_hash (" in capsys.readouterr().err

@@ -39,7 +39,7 @@ def test_a_recipe_and_the_checkpoint_made_of_it(
     form: str, surgeon_says: Run, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     recipe = tmp_path / "edit.yaml"
-    weights = Checkpoint(tiny_checkpoint).weights_hash()
+    weights = Checkpoint(tiny_checkpoint).model_hash()
     bound = f"weights: sha256:{weights}\n"
     recipe.write_text(f"surgeon: 1\nmodel: {tiny_checkpoint}\n{bound}operations:\n  {OPERATIONS[form]}\n")
     code, out, err = surgeon_says("show", recipe, "-o", tmp_path / "edit.png")

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 import surgeon
 import surgeon.demo
+from surgeon.checkpoint.read import Checkpoint
 from surgeon.demo.corpus import library_files, library_text
 
 
@@ -60,3 +61,8 @@ def test_a_python_without_its_sources_says_so(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
     with pytest.raises(FileNotFoundError, match="pass a text file of your own with --data"):
         surgeon.demo_data()
+
+
+def test_the_recipe_in_the_readme_names_the_demo_model() -> None:
+    readme = Path(__file__).parents[2] / "README.md"
+    assert f"weights: sha256:{Checkpoint(surgeon.demo_model()).model_hash()} " in readme.read_text(encoding="utf-8")

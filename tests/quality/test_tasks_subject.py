@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ def test_a_recipe_a_program_and_exports_are_the_same_model(recipe: Path, tiny_ch
 
 def test_what_is_recorded(recipe: Path, tiny_checkpoint: Path, tmp_path: Path) -> None:
     record = open_candidate(str(recipe)).provenance("hash", seed=3)
-    assert (record["model"], record["weights_hash"], record["program"]) == (str(tiny_checkpoint), "hash", PAIRED)
+    assert (record["model"], record["model_hash"], record["program"]) == (str(tiny_checkpoint), "hash", PAIRED)
     assert record["recipe"] == recipe.read_text()
     assert main(["export", str(recipe), "-o", str(tmp_path / "program"), "--form", "program"]) == 0
     assert open_candidate(str(tmp_path / "program")).runs == PAIRED
@@ -49,13 +50,18 @@ def test_what_is_recorded(recipe: Path, tiny_checkpoint: Path, tmp_path: Path) -
 
 
 def test_answers_depend_on_model_program_and_tokenizer(tiny_checkpoint: Path) -> None:
-    seen = [open_candidate(str(tiny_checkpoint), program).identity("hash", "cpu") for program in (None, PAIRED)]
-    seen.append(open_candidate(str(tiny_checkpoint)).identity("other", "cpu"))
+    def identity(program: str | None = None) -> dict[str, Any]:
+        candidate = open_candidate(str(tiny_checkpoint), program)
+        return candidate.identity(candidate.checkpoint.model_hash(), "cpu")
+
+    seen = [identity(program) for program in (None, PAIRED)]
+    (tiny_checkpoint / "generation_config.json").write_text('{"repetition_penalty": 1.5}')
+    seen.append(identity())
     for name, key in (("tokenizer_config.json", "eos_token"), ("config.json", "rms_norm_eps")):
         path = tiny_checkpoint / name
         settings = json.loads(path.read_text())
         path.write_text(json.dumps(settings | {key: "<s>" if key == "eos_token" else 0.5}))
-        seen.append(open_candidate(str(tiny_checkpoint)).identity("hash", "cpu"))
+        seen.append(identity())
     assert len({json.dumps(identity, sort_keys=True) for identity in seen}) == 5
 
 

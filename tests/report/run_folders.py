@@ -42,13 +42,13 @@ def read_csv(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def record(model: str = "tiny", weights_hash: str = "a" * 64, **more: Any) -> dict[str, Any]:
+def record(model: str = "tiny", model_hash: str = "a" * 64, **more: Any) -> dict[str, Any]:
     """What `surgeon.provenance` writes."""
     own = {
         "format": FORMAT,
         "command": f"surgeon something {model}",
         "model": model,
-        "weights_hash": weights_hash,
+        "model_hash": model_hash,
         "seed": 3,
         "data": "text.txt",
         "data_hash": "d" * 64,
@@ -217,7 +217,7 @@ def make_checkpoint(folder: Path, **source: Any) -> Path:
         "effective_depth": 2.0,
         "sync_points_on_two_ranks": 4,
         "recipe": None,
-        "source": {"model": "tiny", "num_layers": 3, "weights_hash": "a" * 64} | source,
+        "source": {"model": "tiny", "num_layers": 3, "model_hash": "a" * 64} | source,
         "proof": {
             "tokens": 128,
             "logit_scale": 3.0,

@@ -71,7 +71,7 @@ def test_models_are_kept_apart(tmp_path: Path) -> None:
 
     one = make_scan(tmp_path / "one", ("prune",), 5, model="first-model")
     two = make_scan(
-        tmp_path / "two", ("prune",), 5, worse, model="second-model", weights_hash="b" * 64, base_perplexity=1000.0
+        tmp_path / "two", ("prune",), 5, worse, model="second-model", model_hash="b" * 64, base_perplexity=1000.0
     )
     search = make_search(tmp_path / "search", model="first-model")
     page = page_of(one, two, search)
@@ -89,7 +89,7 @@ def test_models_are_kept_apart(tmp_path: Path) -> None:
 
 def test_an_exported_checkpoint_belongs_to_its_model(tmp_path: Path) -> None:
     scan, exported = make_scan(tmp_path / "scan"), make_checkpoint(tmp_path / "fused")
-    measured = make_evaluation(tmp_path / "tasks", model=str(exported), weights_hash="c" * 64)
+    measured = make_evaluation(tmp_path / "tasks", model=str(exported), model_hash="c" * 64)
     page = page_of(scan, exported, measured)
     assert sum(a.get("class") == "chapter" for _, a in page.tags) == 1
     assert page.text("h1") == "tiny"

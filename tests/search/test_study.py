@@ -88,7 +88,7 @@ def test_programs_that_overflow_are_infinitely_bad(finite: tuple[int, ...], tmp_
     best = studies[1].best()
     assert math.isfinite(best.measured.divergence) == bool(finite)
     assert set(best.pairs) <= set(finite) or not finite
-    write_results(tmp_path, "model", studies[1], {"command": "surgeon search", "weights_hash": "0" * 64})
+    write_results(tmp_path, "model", studies[1], {"command": "surgeon search", "model_hash": "0" * 64})
     table = pd.read_csv(tmp_path / "trials.csv")
     assert (table["divergence"].isin([math.inf]) == table["divergence_low"].isna()).all()
     record = json.loads((tmp_path / "search.json").read_text(), parse_constant=pytest.fail)  # no Infinity, no NaN

@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+import surgeon
 from surgeon.families import FAMILIES
 from tests.checkpoint.helpers import plain_logits, relative_error
 from tests.models import VOCABULARY, tiny_model
+from tests.stored import configure, with_head_only, with_own_head
 from tests.vllm_plugin import fake_vllm
 
 OVERRIDES: dict[str, dict[str, Any]] = {
@@ -75,6 +77,20 @@ def test_logits(family: str, build: Build, tmp_path: Path) -> None:
     program = WHOLE if family == "gemma2" else SLICED
     expected = plain_logits(save(tmp_path, family, program), program, IDS)
     assert relative_error(logits([build(tmp_path)]), expected) < 1e-4
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("store", [with_own_head, with_head_only])
+def test_embeddings_that_are_said_to_be_tied(
+    store: Callable[[Path], Path], family: str, build: Build, tmp_path: Path
+) -> None:
+    program = "A0 F0 {A1 F1 | A2 F2} >A3"
+    tiny_model(family, tie_word_embeddings=True).save_pretrained(tmp_path)
+    store(tmp_path)
+    expected = plain_logits(surgeon.load(tmp_path), program, IDS)
+    configure(tmp_path, model_type=f"surgeon_{family}", surgeon_program=program)
+    assert relative_error(logits([build(tmp_path)]), expected) < 1e-4
+    assert relative_error(logits([build(tmp_path, stage, 2) for stage in range(2)]), expected) < 1e-4
 
 
 @pytest.mark.parametrize("number", [2, 3])

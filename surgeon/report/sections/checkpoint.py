@@ -54,7 +54,7 @@ def _is_export(record: dict[str, Any]) -> bool:
 
 def _model_of(record: dict[str, Any]) -> tuple[str, str]:
     source = record["source"]
-    return str(source.get("model") or "a model without a name"), str(source.get("weights_hash") or "")
+    return str(source.get("model") or "a model without a name"), str(source.get("model_hash") or "")
 
 
 CHECKPOINT = Kind(
