@@ -13,7 +13,13 @@ from typing import Literal
 MOST_LOGPROBS = 64
 MOST_STOPS = 64
 
+UNDEFINED = -1  # in place of a token: the logits that it was to be chosen from are not finite
+
 FinishReason = Literal["stop", "length", "cancelled"]
+
+
+class UndefinedLogits(ValueError):
+    """The model's logits are NaN or infinite somewhere, so that it predicts nothing there."""
 
 
 class QueueFull(ValueError):

@@ -125,6 +125,7 @@ async def _chunks(
                 break
             arrived = await choices.next()
     except ApiError as error:  # too late for its status
+        choices.close()
         note_outcome(scope, error.status)
         yield _line(error.body())
         return

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from surgeon.cli.app import main
 from surgeon.runtime.text import Continuation
+from tests.models import damage
 
 REPOSITORY = Path(__file__).parents[2]
 PROMPT = "The quick brown fox"
@@ -253,6 +254,17 @@ def test_files_without_prompts(
 def test_no_prompt_at_all(tiny_checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(tiny_checkpoint)]) == 1
     assert capfd.readouterr().err == "error: there is nothing to go on from; give --prompt TEXT or --prompts FILE\n"
+
+
+@pytest.mark.parametrize("options", [[], ["--temperature", "1"], ["--decoding", "static", "--json"]], ids=str)
+def test_logits_that_are_not_finite(
+    options: list[str], tiny_checkpoint: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    damage(tiny_checkpoint, AutoTokenizer.from_pretrained(tiny_checkpoint).bos_token_id)
+    assert generate(tiny_checkpoint, *options) == 1
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert re.fullmatch(r"error: the model's logits are not finite \(NaN or infinity\).* 0 new ones.*\n", err)
 
 
 def test_a_checkpoint_without_tokenizer(tiny_checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
