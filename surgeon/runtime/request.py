@@ -144,6 +144,8 @@ class Event:
         queue_seconds: from `submit` until the request was first let in; 0 if it was cancelled before.
         prompt_logprobs: of the next tokens of the prompt, if asked for: of its second token first, and of all of them
             by the time that the first new token comes.
+        offsets: where each of `tokens` begins in the text of all events, in characters; of end tokens, which are no
+            text, where they stand. Empty if the service has no tokenizer.
     """
 
     request: int
@@ -154,6 +156,7 @@ class Event:
     usage: Usage
     queue_seconds: float = 0.0
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    offsets: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -124,6 +124,7 @@ class OpenRequest:
             usage=self._usage(),
             queue_seconds=0.0 if output.admitted is None else max(0.0, output.admitted - self._submitted),
             prompt_logprobs=output.prompt_logprobs,
+            offsets=() if token is None or self._text is None else (self._text.begins,),
         )
 
     def cancelled(self) -> Event:

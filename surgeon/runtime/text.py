@@ -58,12 +58,20 @@ def encode(tokenizer: Any, prompt: str) -> list[int]:
 
 
 class Continuation:
-    """Turns new tokens into text, piece by piece, whose sum is the text that follows the prompt."""
+    """Turns new tokens into text, piece by piece, whose sum is the text that follows the prompt.
+
+    Attributes:
+        begins: where in that sum the newest token begins: one of several that make a character where that begins, one
+            that is no text (an end token) where it stands.
+    """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
         self.tokenizer = tokenizer
         self.tokens = list(prompt[-CONTEXT:])
-        self.written = len(self._text(self.tokens))
+        self.begins = 0
+        self._newest = self._text(self.tokens)
+        self._returned = 0
+        self.written = len(self._newest)
 
     def _text(self, tokens: list[int]) -> str:
         # Cleaning up would change text that has been written already.
@@ -73,12 +81,22 @@ class Continuation:
     def add(self, token: int) -> str:
         """The text that one more token adds; empty while a character is unfinished."""
         self.tokens.append(token)
-        text = self._text(self.tokens)
+        before, text = self._newest, self._text(self.tokens)
+        self._newest = text
+        # However many characters are unfinished, they may become a single one.
+        place = min(_alike(before, text), len(text.rstrip(UNFINISHED)))
+        self.begins = self._returned + max(0, place - self.written)
         if text.endswith(UNFINISHED):
             return ""
-        piece, self.written = text[self.written :], len(text)
+        piece = self._rest_of(text)
         if len(self.tokens) > MOST_CONTEXT:
             self._forget(text)
+        return piece
+
+    def _rest_of(self, text: str) -> str:
+        """What of a text has not been returned."""
+        piece, self.written = text[self.written :], len(text)
+        self._returned += len(piece)
         return piece
 
     def _forget(self, text: str) -> None:
@@ -89,13 +107,18 @@ class Continuation:
         kept = self.tokens[-CONTEXT:]
         rest = self._text(kept)
         if text.endswith(rest) and UNFINISHED not in rest:
-            self.tokens, self.written = kept, len(rest)
+            self.tokens, self.written, self._newest = kept, len(rest), rest
 
     def rest(self) -> str:
         """The text not returned yet."""
-        text = self._text(self.tokens)
-        piece, self.written = text[self.written :], len(text)
-        return piece
+        return self._rest_of(self._newest)
+
+
+def _alike(first: str, second: str) -> int:
+    """With how many characters both texts begin."""
+    if second.startswith(first):
+        return len(first)
+    return next((place for place, pair in enumerate(zip(first, second, strict=False)) if len({*pair}) > 1), len(second))
 
 
 class StopTexts:

@@ -58,12 +58,26 @@ class Texts:
             tokens, text = given, None
         if not tokens:
             raise invalid("prompt is empty: it has no tokens; give at least one", "prompt")
-        return Prompt(tokens, text, self._offsets(tokens) if with_offsets else [])
+        return Prompt(tokens, text, self._offsets(tokens, text) if with_offsets else [])
 
-    def _offsets(self, tokens: list[int]) -> list[int]:
-        """Where each token begins in the text of all of them; of special ones, which are no text, where they stand."""
-        text = Continuation(self.tokenizer, ())
-        return list(accumulate((len(text.add(token)) for token in tokens[:-1]), initial=0))
+    def _offsets(self, tokens: list[int], text: str | None) -> list[int]:
+        """Where each token begins in the text: the given one, or else that of the tokens.
+
+        Where a tokenizer does not write the given text again (it has special tokens in it, or is normalised), only the
+        tokenizer itself can tell.
+        """
+        continuation, pieces, offsets = Continuation(self.tokenizer, ()), [], []
+        for token in tokens:
+            pieces.append(continuation.add(token))
+            offsets.append(continuation.begins)
+        written = "".join([*pieces, continuation.rest()])
+        if text in (None, written) or not self.tokenizer.is_fast:
+            return offsets
+        with self._lock:
+            places = self.tokenizer(text, return_offsets_mapping=True).offset_mapping
+        # Tokens that the tokenizer has added lie nowhere, (0, 0): they stand behind the one before.
+        ends = accumulate((end for _, end in places), max, initial=0)
+        return [start if start < end else before for (start, end), before in zip(places, ends, strict=False)]
 
     def chat(self, messages: list[dict[str, Any]]) -> Prompt:
         """The messages in the model's own chat template, up to where its answer begins.

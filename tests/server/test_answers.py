@@ -223,7 +223,11 @@ def test_echoed_prompts_are_scored(client: OpenAI, reference: Any, tokenizer: An
         assert logprobs.tokens[0] == "<s>"
         assert "".join(logprobs.tokens[1 : len(tokens)]) == PROMPT
         # The first token, <s>, is no text.
-        assert logprobs.text_offset == [0, *(len("".join(logprobs.tokens[1:end])) for end in range(1, len(values)))]
+        assert logprobs.text_offset is not None
+        starts = [0, *(len("".join(logprobs.tokens[1:end])) for end in range(1, len(tokens)))]
+        assert logprobs.text_offset[: len(tokens)] == starts
+        for token, offset in zip(logprobs.tokens[len(tokens) :], logprobs.text_offset[len(tokens) :], strict=True):
+            assert choice.text[offset:].startswith(token) or "\ufffd" in token or token == "</s>"
         chunks = list(client.completions.create(prompt=prompt, stream=True, **asked))
         assert "".join(chunk.choices[0].text for chunk in chunks) == choice.text
         pieces = [chunk.choices[0].logprobs for chunk in chunks]
