@@ -30,8 +30,8 @@ class QueueFull(ValueError):
 class Sampling:
     """How the next tokens are chosen, and when to end.
 
-    The filters apply in this order: repetition penalty, temperature, top_k, top_p, min_p. Log-probabilities are
-    those of the model itself, before any of them.
+    The filters apply in this order: repetition penalty, suppressed tokens, temperature, top_k, top_p, min_p. Log-
+    probabilities are those of the model itself, before any of them.
 
     Attributes:
         temperature: 0 takes the most likely token (greedy); the logits are divided by it otherwise.
@@ -48,6 +48,8 @@ class Sampling:
         prompt_logprobs: the same for the prompt's tokens but the first; no part of the prompt is taken from the cache
             then.
         ignore_end: go on after the model's own end tokens.
+        suppress_tokens: token ids that are never chosen; those beyond the vocabulary mean nothing.
+        begin_suppress_tokens: the same for the first new token.
     """
 
     temperature: float = 0.0
@@ -61,6 +63,8 @@ class Sampling:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     ignore_end: bool = False
+    suppress_tokens: tuple[int, ...] = ()
+    begin_suppress_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _check("temperature", self.temperature, self.temperature >= 0, "at least 0")
@@ -78,7 +82,8 @@ class Sampling:
     @property
     def greedy(self) -> bool:
         """Whether nothing but the most likely token is asked for, for which ranks need not exchange all logits."""
-        return self.temperature == 0 and self.repetition_penalty == 1 and self.logprobs is None
+        changed = self.repetition_penalty != 1 or self.suppress_tokens or self.begin_suppress_tokens
+        return self.temperature == 0 and not changed and self.logprobs is None
 
 
 def _check(name: str, value: float | None, fits: bool, allowed: str) -> None:

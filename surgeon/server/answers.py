@@ -61,7 +61,7 @@ async def chat(request: Request, state: State, body: ChatBody) -> Response:
 async def _answer(request: Request, state: State, body: Body, prompts: list[Prompt], style: Format) -> Response:
     answers, asks = [], []
     for prompt in prompts:
-        sampling = body.sampling(len(prompt.tokens), state.service.max_tokens)
+        sampling = body.sampling(len(prompt.tokens), state.service.max_tokens, state.defaults)
         for number in range(body.choices):
             answers.append(Answer(prompt))
             asks.append((prompt.tokens, _seeded(sampling, number)))

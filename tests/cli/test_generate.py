@@ -256,6 +256,30 @@ def test_no_prompt_at_all(tiny_checkpoint: Path, capfd: pytest.CaptureFixture[st
     assert capfd.readouterr().err == "error: there is nothing to go on from; give --prompt TEXT or --prompts FILE\n"
 
 
+@pytest.mark.parametrize("decoding", ["dynamic", "static"])
+def test_settings_of_the_checkpoint_apply(decoding: str, endless: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    plain = continued(endless, PROMPT)
+    tokenizer = AutoTokenizer.from_pretrained(endless)
+    first, *others = tokenizer(plain, add_special_tokens=False).input_ids
+    file = endless / "generation_config.json"
+    settings = {"repetition_penalty": 3.0, "suppress_tokens": [others[-1], 5000], "begin_suppress_tokens": [first]}
+    texts = {plain}
+    for name in settings:
+        file.write_text(json.dumps({"eos_token_id": None, "no_repeat_ngram_size": 0, name: settings[name]}))
+        expected = continued(endless, PROMPT)
+        assert generate(endless, "--tp", "2" if decoding == "dynamic" else "1", "--decoding", decoding) == 0
+        out, err = capfd.readouterr()
+        assert out == expected + "\n"
+        assert "warning" not in err
+        texts.add(out)
+    assert len(texts) == 4
+    file.write_text(json.dumps({"eos_token_id": None, "repetition_penalty": 3.0, "bad_words_ids": [[9]]}))
+    assert generate(endless, "--repetition-penalty", "1", "--decoding", decoding) == 0
+    out, err = capfd.readouterr()
+    assert out == plain + "\n"
+    assert "warning: generation_config.json sets bad_words_ids ([[9]]), which is not applied" in err
+
+
 @pytest.mark.parametrize("options", [[], ["--temperature", "1"], ["--decoding", "static", "--json"]], ids=str)
 def test_logits_that_are_not_finite(
     options: list[str], tiny_checkpoint: Path, capfd: pytest.CaptureFixture[str]
