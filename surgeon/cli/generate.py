@@ -27,6 +27,7 @@ from surgeon.cli.sending import parse_sending
 
 if TYPE_CHECKING:
     from surgeon.runtime.defaults import Defaults
+    from surgeon.runtime.encoding import Encoder
     from surgeon.runtime.request import Event, Sampling, Usage
     from surgeon.runtime.service import Stream
 
@@ -113,6 +114,8 @@ def generate(
     """
     from surgeon.report.generation import describe_generation
     from surgeon.runtime.defaults import read_defaults
+    from surgeon.runtime.encoding import Encoder
+    from surgeon.runtime.prepare import make_plan
     from surgeon.runtime.request import Sampling
     from surgeon.runtime.service import Service
     from surgeon.runtime.text import open_tokenizer
@@ -134,8 +137,9 @@ def generate(
     _warn_of_unapplied(defaults, sampling)
     sending = parse_sending(tp, link_delay, link_bandwidth, compress)
     texts = read_prompts(prompt or [], prompts)
-    tokenizer = open_tokenizer(model)
-    tokens = [_encode(tokenizer, text, place if len(texts) > 1 else None) for place, text in texts.items()]
+    tokenizer, most = open_tokenizer(model), make_plan(model, tp, None, program).max_tokens
+    encoder = Encoder(tokenizer)
+    tokens = [_encode(encoder, text, most, place if len(texts) > 1 else None) for place, text in texts.items()]
     with Service(
         model,
         ranks=tp,
@@ -179,12 +183,12 @@ def _warn_of_unapplied(defaults: Defaults, sampling: Sampling) -> None:
         warnings.warn(complaint, stacklevel=2)
 
 
-def _encode(tokenizer: Any, prompt: str, place: str | None) -> list[int]:
+def _encode(encoder: Encoder, prompt: str, most: int, place: str | None) -> list[int]:
     """The tokens of a prompt; an error says where it stands, if that is given."""
     from surgeon.runtime.text import encode
 
     try:
-        return encode(tokenizer, prompt)
+        return encode(encoder, prompt, most)
     except ValueError as error:
         raise (error if place is None else ValueError(f"{place}: {error}")) from None
 

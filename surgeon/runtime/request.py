@@ -12,6 +12,7 @@ from typing import Literal
 
 MOST_LOGPROBS = 64
 MOST_STOPS = 64
+MOST_STOP_CHARACTERS = 1 << 16
 
 UNDEFINED = -1  # in place of a token: the logits that it was to be chosen from are not finite
 
@@ -77,7 +78,9 @@ class Sampling:
         for name, number in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             _check(name, number, number is None or 0 <= number <= MOST_LOGPROBS, f"in 0..{MOST_LOGPROBS}")
         if isinstance(self.stop, str) or not all(self.stop) or len(self.stop) > MOST_STOPS:
-            raise ValueError(f"stop must be up to {MOST_STOPS} texts, none of them empty, not {self.stop!r}")
+            raise ValueError(f"stop must be up to {MOST_STOPS} texts, none of them empty, not {self.stop!s:.60}")
+        if (characters := sum(map(len, self.stop))) > MOST_STOP_CHARACTERS:
+            raise ValueError(f"stop must have {MOST_STOP_CHARACTERS} characters at most in all, not {characters}")
 
     @property
     def greedy(self) -> bool:

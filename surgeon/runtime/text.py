@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 
 from surgeon.checkpoint.load import read_config
 from surgeon.checkpoint.read import Checkpoint, locate, read_json
+from surgeon.runtime.encoding import Encoder
 
 CONTEXT = 16  # earlier tokens decoded with the new ones, because tokenizers write a text's first token differently
 MOST_CONTEXT = 4 * CONTEXT
@@ -41,17 +42,25 @@ def has_modeling_file(folder: Path) -> bool:
     return path.exists() and "auto_map" in read_json(path)
 
 
-def encode(tokenizer: Any, prompt: str) -> list[int]:
+def encode(encoder: Encoder, prompt: str, most: int) -> list[int]:
     """The token ids of a prompt.
 
+    Args:
+        most: how many it may have.
+
     Raises:
-        ValueError: if it has none, or is not text.
+        ValueError: if it has none, certainly has more, or is not text.
     """
+    if (fewest := encoder.fewest(prompt)) > most:
+        raise ValueError(
+            f"the prompt has {len(prompt)} characters, which are at least {fewest} tokens, and the model has {most} "
+            "positions; shorten it"
+        )
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"the prompt is not text in UTF-8 (at character {error.start})") from error
-    tokens: list[int] = tokenizer(prompt).input_ids
+    tokens = encoder(prompt)
     if not tokens:
         raise ValueError("the prompt is empty: it has no tokens; give at least one character")
     return tokens

@@ -195,6 +195,10 @@ def test_what_changes_nothing_is_said(endless: Path, capfd: pytest.CaptureFixtur
         (["--collectives", "none"], "error: collectives none leave the ranks unconnected, .* use auto .*"),
         (["--max-new-tokens", "500"], "error: prompt and output together are 5.. tokens, .* 128 positions.*"),
         (["--prompt", "fox " * 99], "error: prompt and output together are .* tokens, .* 128 positions.*"),
+        (
+            ["--prompt", "fox " * 500],
+            "error: --prompt 2: the prompt has 2000 characters, .* at least .* 128 positions.*",
+        ),
         (["--temperature", "-1"], "error: temperature must be at least 0, not -1.0"),
         (["--temperature", "nan"], "error: temperature must be at least 0, not nan"),
         (["--top-p", "1.5"], "error: top_p must be above 0 and at most 1, not 1.5"),

@@ -57,7 +57,7 @@ def test_offsets_after_special_tokens_and_characters_of_several_tokens(echo: boo
     # A special token within the text, one within a character, and a byte that never becomes a character.
     tokens = [*new, special, *tokens_of(tokenizer, "dog"), *tokens_of(tokenizer, "🦊")[:1], *new, special]
     for given in (PROMPT, tokenizer(PROMPT).input_ids):
-        prompt = texts.prompt(given, with_offsets=True)
+        prompt = texts.located(texts.prompt(given, 99))
         style = CompletionFormat("tiny", texts, wants_logprobs=True, echo=echo)
         events = events_of(tokenizer, prompt.tokens, tokens)
         whole, streamed = Answer(prompt), Answer(prompt)
@@ -89,11 +89,12 @@ def test_offsets_of_bytes_that_are_shown_one_by_one_until_they_are_a_character()
 @pytest.mark.parametrize("text", ["fox</s>jumps", "</s></s>naïve dog", "dog 🦊</s>"])
 def test_prompts_with_special_tokens_in_their_text(text: str) -> None:
     tokenizer = tiny_tokenizer()
-    prompt = Texts(tokenizer).prompt(text, with_offsets=True)
+    texts = Texts(tokenizer)
+    prompt = texts.located(texts.prompt(text, 99))
     assert len(prompt.offsets) == len(prompt.tokens)
     assert prompt.offsets == sorted(prompt.offsets)
     for token, offset in list(zip(prompt.tokens, prompt.offsets, strict=True))[1:]:
-        piece = Texts(tokenizer).piece(token)
+        piece = texts.piece(token)
         assert UNFINISHED in piece or text[offset:].startswith(piece)
 
 
