@@ -172,7 +172,8 @@ class Quiet(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether to write it."""
         line = record.getMessage().partition("\n")[0]
-        if line.startswith("Exception in ASGI"):
+        defect = record.exc_info and not line.startswith("socket.accept()")  # which clients can cause
+        if defect or line.startswith("Exception in ASGI"):
             return True
         now = time.monotonic()
         if now - self._since.get(line, -LOG_SECONDS) < LOG_SECONDS:
