@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import nn
 from transformers import (
@@ -119,6 +120,14 @@ def tiny_tokenizer(text: str = TEXT) -> PreTrainedTokenizerFast:
     tokenizer.train_from_iterator([text] * 2, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+
+
+def damage(folder: Path, token: int | slice, value: float = float("nan")) -> None:
+    """Make what a saved Llama computes of a token, and of all behind it, no number; other texts are as they were."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.embed_tokens.weight"][token] = value
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def save_checkpoint(

@@ -26,6 +26,8 @@ from surgeon.cli.prompts import read_prompts
 from surgeon.cli.sending import parse_sending
 
 if TYPE_CHECKING:
+    from surgeon.runtime.defaults import Defaults
+    from surgeon.runtime.encoding import Encoder
     from surgeon.runtime.request import Event, Sampling, Usage
     from surgeon.runtime.service import Stream
 
@@ -60,8 +62,13 @@ def generate(
         float, typer.Option(help="Draw among tokens at least this times as likely as the most likely one.")
     ] = 0.0,
     repetition_penalty: Annotated[
-        float, typer.Option(help="Above 1, tokens of prompt and text so far become less likely.")
-    ] = 1.0,
+        float | None,
+        typer.Option(
+            help="Above 1, tokens of prompt and text so far become less likely. Default: the checkpoint's own "
+            "(generation_config.json), or 1, which is none.",
+            show_default=False,
+        ),
+    ] = None,
     seed: Annotated[
         int | None,
         typer.Option(
@@ -100,22 +107,39 @@ def generate(
     """Continue texts on one or more ranks; what they write goes to stdout, figures to stderr.
 
     The text of one prompt is shown as it comes, those of several in the order of the prompts, each below a line with
-    the prompt's beginning. The ranks are started here, or by torchrun (see --tp); every rank loads its own slices of
-    the weights only. The texts are the same for any number of ranks.
+    the prompt's beginning. Of generation_config.json, repetition_penalty and suppressed tokens apply; what else it sets
+    and would change the text, drawing tokens among it, is named and not applied. The ranks are started here, or by
+    torchrun (see --tp); every rank loads its own slices of the weights only. The texts are the same for any number of
+    ranks.
     """
     from surgeon.report.generation import describe_generation
+    from surgeon.runtime.defaults import read_defaults
+    from surgeon.runtime.encoding import Encoder
+    from surgeon.runtime.prepare import make_plan
     from surgeon.runtime.request import Sampling
     from surgeon.runtime.service import Service
     from surgeon.runtime.text import open_tokenizer
 
+    defaults = read_defaults(model)
     sampling = Sampling(
-        temperature, top_p, top_k, min_p, repetition_penalty, seed, max_new_tokens, stop=tuple(stop or ())
+        temperature,
+        top_p,
+        top_k,
+        min_p,
+        defaults.repetition_penalty if repetition_penalty is None else repetition_penalty,
+        seed,
+        max_new_tokens,
+        stop=tuple(stop or ()),
+        suppress_tokens=defaults.suppress_tokens,
+        begin_suppress_tokens=defaults.begin_suppress_tokens,
     )
     _warn_of_ignored(sampling)
+    _warn_of_unapplied(defaults, sampling)
     sending = parse_sending(tp, link_delay, link_bandwidth, compress)
     texts = read_prompts(prompt or [], prompts)
-    tokenizer = open_tokenizer(model)
-    tokens = [_encode(tokenizer, text, place if len(texts) > 1 else None) for place, text in texts.items()]
+    tokenizer, most = open_tokenizer(model), make_plan(model, tp, None, program).max_tokens
+    encoder = Encoder(tokenizer)
+    tokens = [_encode(encoder, text, most, place if len(texts) > 1 else None) for place, text in texts.items()]
     with Service(
         model,
         ranks=tp,
@@ -151,12 +175,20 @@ def _warn_of_ignored(sampling: Sampling) -> None:
         warnings.warn(f"{ignored}: of no effect without --temperature, which draws tokens", stacklevel=2)
 
 
-def _encode(tokenizer: Any, prompt: str, place: str | None) -> list[int]:
+def _warn_of_unapplied(defaults: Defaults, sampling: Sampling) -> None:
+    asked = {"do_sample", "temperature"} if sampling.temperature else set()
+    plain = type(sampling)()
+    asked |= {name for name in ("top_p", "top_k", "min_p") if getattr(sampling, name) != getattr(plain, name)}
+    if complaint := defaults.complaint(asked):
+        warnings.warn(complaint, stacklevel=2)
+
+
+def _encode(encoder: Encoder, prompt: str, most: int, place: str | None) -> list[int]:
     """The tokens of a prompt; an error says where it stands, if that is given."""
     from surgeon.runtime.text import encode
 
     try:
-        return encode(tokenizer, prompt)
+        return encode(encoder, prompt, most)
     except ValueError as error:
         raise (error if place is None else ValueError(f"{place}: {error}")) from None
 

@@ -82,8 +82,9 @@ def serve(
 
     /v1/completions and /v1/chat/completions answer whole or as a stream; /v1/models names the model; /health and
     /metrics (for Prometheus) need no key. Requests are computed together as they come, with a temperature of 1 unless
-    they say otherwise. SIGTERM finishes those that are open and takes no more; Ctrl-C, or a second SIGTERM, ends at
-    once.
+    they say otherwise; repetition_penalty and suppressed tokens are the checkpoint's own (generation_config.json), and
+    what else that sets and would change the text is named at the start. SIGTERM finishes those that are open and takes
+    no more; Ctrl-C, or a second SIGTERM, ends at once.
 
     Try it: curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json'
     -d '{"prompt": "import os", "max_tokens": 20}'
@@ -92,6 +93,7 @@ def serve(
 
     import surgeon.server  # noqa: F401 - first, because it says at once if a package is missing
     from surgeon.memory import parse_size
+    from surgeon.runtime.defaults import read_defaults
     from surgeon.runtime.service import Service
     from surgeon.runtime.text import open_tokenizer
     from surgeon.server.run import bind, run, url_of
@@ -102,7 +104,9 @@ def serve(
         raise ValueError("the API key is empty; give one, or leave --api-key and SURGEON_API_KEY out")
     limit = None if memory is None else parse_size(memory)
     sending = parse_sending(tp, link_delay, link_bandwidth, compress)
-    tokenizer = open_tokenizer(model)
+    tokenizer, defaults = open_tokenizer(model), read_defaults(model)
+    if complaint := defaults.complaint():
+        warnings.warn(f"{complaint}; requests have to say so themselves", stacklevel=1)
     with bind(host, port) as bound:
         if api_key is None and host not in LOOPBACK:
             warnings.warn(f"whoever reaches {host} can use the model; set --api-key or SURGEON_API_KEY", stacklevel=1)
@@ -124,7 +128,7 @@ def serve(
             decoding=decoding,
         ) as service:
             name = served_model_name or name_of(model)
-            state = State(service, Texts(tokenizer), name, max_batch + max_waiting, api_key)
+            state = State(service, Texts(tokenizer), name, max_batch + max_waiting, defaults, api_key)
             run(state, bound, lambda: print(f"serving {name} at {url_of(bound)}", file=sys.stderr, flush=True))
 
 

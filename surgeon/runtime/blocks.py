@@ -198,9 +198,12 @@ class BlockPool:
     def _evict(self, number: int) -> None:
         for _ in range(number):
             block, _ = self._idle.popitem(last=False)
-            del self._known[self._key.pop(block)]
-            del self._number[block]
+            self._unlearn(block)
             self._gaps.give(block)
+
+    def _unlearn(self, block: int) -> None:
+        del self._known[self._key.pop(block)]
+        del self._number[block]
 
     def learn(self, table: BlockTable, tokens: Sequence[int], computed: int) -> None:
         """Let others share the blocks of a sequence that the first `computed` tokens fill."""
@@ -214,6 +217,12 @@ class BlockPool:
                 self._known[key], self._key[block], self._number[block] = block, key, next(self._numbers)
             table.last_known = self._number[block]
             table.known += 1
+
+    def forget(self, table: BlockTable) -> None:
+        """Let no further sequence share the blocks of a table."""
+        for block in table.blocks:
+            if block in self._key:
+                self._unlearn(block)
 
     def close(self, table: BlockTable) -> None:
         """Give back the blocks of a table, which is not to be used again."""

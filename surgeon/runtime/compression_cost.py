@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ from surgeon.runtime.engine import Figures, RankEngine
 from surgeon.runtime.launch import Ranks
 from surgeon.runtime.plan import Plan
 from surgeon.runtime.rank import Rank
+from surgeon.runtime.request import UndefinedLogits
 from surgeon.runtime.text import open_tokenizer
 from surgeon.runtime.worker import ENGINE
 
@@ -110,7 +112,7 @@ def measure_compression(
         name: under which the ranks keep an engine of that plan.
 
     Raises:
-        ValueError: if there is one rank only, or the windows do not fit the plan.
+        ValueError: if there is one rank only, the windows do not fit the plan, or the logits are not finite.
         RankFailed: if a rank fails.
     """
     if plan.ranks == 1 or ranks.collectives == "none":
@@ -143,6 +145,8 @@ def compare_on_rank(rank: Rank, name: str, windows: list[list[int]], kind: Compr
         # The last token's prediction has no token to be compared with.
         first, second = (each.text_logits(window)[:-1] for each in (exact, compressed))
         divergence, nlls = _compare(first, second, tokens[0, 1:])
+        if math.isnan(sum(nlls)):
+            raise UndefinedLogits(f"the logits of {name} are not finite (NaN or infinity); are the weights damaged?")
         divergences.append(divergence)
         exact_nll.append(nlls[0])
         compressed_nll.append(nlls[1])

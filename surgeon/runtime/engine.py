@@ -22,7 +22,7 @@ from surgeon.runtime.collectives import Collectives
 from surgeon.runtime.layers import Attend, Attention, Norm, Pass, rotation, softcap, transposed
 from surgeon.runtime.paged_cache import Index, Layout, PagedCache
 from surgeon.runtime.plan import Plan
-from surgeon.runtime.request import TokenLogprob
+from surgeon.runtime.request import UNDEFINED, TokenLogprob, UndefinedLogits
 from surgeon.runtime.scoring import score
 from surgeon.runtime.sequence import Row, Wanted
 from surgeon.runtime.sharding import Source
@@ -42,9 +42,9 @@ class Results(NamedTuple):
     """What a pass brings; the same on every rank.
 
     Attributes:
-        best: the most likely next token of every row that wants it.
+        best: the most likely next token of every row that wants it; UNDEFINED where the logits are not finite.
         logits: (rows, vocabulary), of those that want logits; None if none does.
-        scores: of every row with targets, how likely each of them is.
+        scores: of every row with targets, how likely each of them is; NaN where the logits are not finite.
     """
 
     best: list[int]
@@ -177,12 +177,18 @@ class RankEngine(Share):
         return self.logits([Row(0, tokens, [(0, blocks)], Wanted.NOTHING)], self.new_cache(blocks))
 
     def greedy(self, prompt: list[int], new_tokens: int) -> list[int]:
-        """Continue one text with the most likely tokens, the same on every rank: without a scheduler or rank 0."""
+        """Continue one text with the most likely tokens, the same on every rank: without a scheduler or rank 0.
+
+        Raises:
+            UndefinedLogits: if the logits are not finite somewhere.
+        """
         found: list[int] = []
         blocks = blocks_for(len(prompt) + new_tokens)
         cache, start, newest = self.new_cache(blocks), 0, prompt
         while len(found) < new_tokens:
             best = self.step([Row(start, newest, [(0, blocks)], Wanted.BEST)], cache).best
+            if UNDEFINED in best:
+                raise UndefinedLogits(f"the model's logits are not finite after {start + len(newest)} tokens")
             start, newest = start + len(newest), best
             found += best
         return found
@@ -280,16 +286,20 @@ class RankEngine(Share):
         return torch.cat(list(gathered), -1)[..., : self.plan.vocabulary]
 
     def best_tokens(self, own: Tensor) -> Tensor:
-        """The most likely token of each text, (texts,), from each rank's own logits, (texts, rows)."""
-        if self.plan.ranks == 1:
-            return own.argmax(-1)
+        """The most likely token of each text, (texts,), from each rank's own logits, (texts, rows).
+
+        It is UNDEFINED where the highest logit is not finite: NaN counts as higher than any number. Nothing waits for
+        a GPU.
+        """
         if own.shape[-1]:
             best, at = own.max(-1)
         else:  # the vocabulary has fewer rows than there are ranks
             best, at = own.new_full(own.shape[:1], -torch.inf), own.new_zeros(own.shape[:1], dtype=torch.long)
+        if self.plan.ranks == 1:
+            return at.masked_fill(~best.isfinite(), UNDEFINED)
         # Two float64 numbers per text instead of a vocabulary; a token id is exact in them.
         candidates = self.collectives.all_gather(
             torch.stack([best.double(), (at + self.first_row).double()], -1), self.counts.vocabulary
         )
-        winner = candidates[..., 0].argmax(0)
-        return candidates[..., 1].gather(0, winner[None])[0].long()
+        highest, winner = candidates[..., 0].max(0)
+        return candidates[..., 1].gather(0, winner[None])[0].long().masked_fill(~highest.isfinite(), UNDEFINED)

@@ -12,8 +12,15 @@ from typing import Literal
 
 MOST_LOGPROBS = 64
 MOST_STOPS = 64
+MOST_STOP_CHARACTERS = 1 << 16
+
+UNDEFINED = -1  # in place of a token: the logits that it was to be chosen from are not finite
 
 FinishReason = Literal["stop", "length", "cancelled"]
+
+
+class UndefinedLogits(ValueError):
+    """The model's logits are NaN or infinite somewhere, so that it predicts nothing there."""
 
 
 class QueueFull(ValueError):
@@ -24,8 +31,8 @@ class QueueFull(ValueError):
 class Sampling:
     """How the next tokens are chosen, and when to end.
 
-    The filters apply in this order: repetition penalty, temperature, top_k, top_p, min_p. Log-probabilities are
-    those of the model itself, before any of them.
+    The filters apply in this order: repetition penalty, suppressed tokens, temperature, top_k, top_p, min_p. Log-
+    probabilities are those of the model itself, before any of them.
 
     Attributes:
         temperature: 0 takes the most likely token (greedy); the logits are divided by it otherwise.
@@ -42,6 +49,8 @@ class Sampling:
         prompt_logprobs: the same for the prompt's tokens but the first; no part of the prompt is taken from the cache
             then.
         ignore_end: go on after the model's own end tokens.
+        suppress_tokens: token ids that are never chosen; those beyond the vocabulary mean nothing.
+        begin_suppress_tokens: the same for the first new token.
     """
 
     temperature: float = 0.0
@@ -55,6 +64,8 @@ class Sampling:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     ignore_end: bool = False
+    suppress_tokens: tuple[int, ...] = ()
+    begin_suppress_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _check("temperature", self.temperature, self.temperature >= 0, "at least 0")
@@ -67,12 +78,15 @@ class Sampling:
         for name, number in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             _check(name, number, number is None or 0 <= number <= MOST_LOGPROBS, f"in 0..{MOST_LOGPROBS}")
         if isinstance(self.stop, str) or not all(self.stop) or len(self.stop) > MOST_STOPS:
-            raise ValueError(f"stop must be up to {MOST_STOPS} texts, none of them empty, not {self.stop!r}")
+            raise ValueError(f"stop must be up to {MOST_STOPS} texts, none of them empty, not {self.stop!s:.60}")
+        if (characters := sum(map(len, self.stop))) > MOST_STOP_CHARACTERS:
+            raise ValueError(f"stop must have {MOST_STOP_CHARACTERS} characters at most in all, not {characters}")
 
     @property
     def greedy(self) -> bool:
         """Whether nothing but the most likely token is asked for, for which ranks need not exchange all logits."""
-        return self.temperature == 0 and self.repetition_penalty == 1 and self.logprobs is None
+        changed = self.repetition_penalty != 1 or self.suppress_tokens or self.begin_suppress_tokens
+        return self.temperature == 0 and not changed and self.logprobs is None
 
 
 def _check(name: str, value: float | None, fits: bool, allowed: str) -> None:
@@ -138,6 +152,8 @@ class Event:
         queue_seconds: from `submit` until the request was first let in; 0 if it was cancelled before.
         prompt_logprobs: of the next tokens of the prompt, if asked for: of its second token first, and of all of them
             by the time that the first new token comes.
+        offsets: where each of `tokens` begins in the text of all events, in characters; of end tokens, which are no
+            text, where they stand. Empty if the service has no tokenizer.
     """
 
     request: int
@@ -148,6 +164,7 @@ class Event:
     usage: Usage
     queue_seconds: float = 0.0
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    offsets: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -28,12 +28,22 @@ class Sampler:
             self._seen = torch.zeros(vocabulary, dtype=torch.bool, device=device)
             self._seen[list(request.prompt)] = True
 
+        def known(tokens: tuple[int, ...]) -> list[int]:
+            return [token for token in tokens if 0 <= token < vocabulary]
+
+        self._suppressed = known(self.sampling.suppress_tokens)
+        self._suppressed_now = known(self.sampling.begin_suppress_tokens) + self._suppressed
+
     def choose(self, logits: Tensor) -> tuple[int, TokenLogprob | None]:
         """The next token, given the model's logits, (vocabulary,), and what is to be reported about it."""
         logits, sampling = logits.float(), self.sampling
         scores = logits
         if self._seen is not None:
             scores = penalise(logits, self._seen, sampling.repetition_penalty)
+        if self._suppressed_now:
+            scores = scores.clone()
+            scores[self._suppressed_now] = -torch.inf
+            self._suppressed_now = self._suppressed
         token = int(scores.argmax()) if sampling.temperature == 0 else draw(scores, sampling, self._random.random())
         if self._seen is not None:
             self._seen[token] = True

@@ -22,15 +22,18 @@ No tensors here.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from surgeon.runtime.blocks import BlockPool, BlockTable
-from surgeon.runtime.request import FinishReason, QueueFull, Request, TokenLogprob
+from surgeon.runtime.request import UNDEFINED, FinishReason, QueueFull, Request, TokenLogprob
 from surgeon.runtime.sequence import Sequence, Share
+
+Ending = FinishReason | Literal["undefined"]  # the latter: the model's logits are not finite
 
 
 class Output(NamedTuple):
@@ -47,7 +50,7 @@ class Output(NamedTuple):
     request: int
     token: int | None
     logprob: TokenLogprob | None
-    finish_reason: FinishReason | None
+    finish_reason: Ending | None
     cached: int
     admitted: float | None
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
@@ -205,22 +208,27 @@ class Scheduler:
 
         Args:
             shares: of the pass, as planned.
-            chosen: the next token of every share that wants one, in their order, and how likely it was.
-            scores: of every share with targets, how likely these are.
+            chosen: the next token of every share that wants one, in their order, and how likely it was; UNDEFINED
+                ends the request.
+            scores: of every share with targets, how likely these are; so does NaN.
         """
         outputs: list[Output] = []
         found, scored = iter(chosen), iter(scores)
         for share in shares:
             sequence, wanted, completes = share.sequence, share.wanted, share.completes
             prompt = tuple(next(scored)) if share.targets is not None else ()
+            token, logprob = next(found) if wanted else (None, None)
+            if token == UNDEFINED or any(math.isnan(one.logprob) for one in prompt):
+                outputs.append(self._give_up(sequence))
+                continue
             sequence.computed += share.tokens
             self.pool.learn(sequence.table, sequence.tokens, sequence.computed)
             if prompt:
                 assert sequence.unscored is not None
                 further = sequence.unscored + len(prompt)
                 sequence.unscored = further if further < len(sequence.request.prompt) else None
-            if wanted:
-                outputs.append(self._append(sequence, *next(found), prompt))
+            if token is not None:
+                outputs.append(self._append(sequence, token, logprob, prompt))
             elif completes:  # and nothing is to be added
                 self.running.remove(sequence)
                 outputs.append(self._finish(sequence, "length", prompt_logprobs=prompt))
@@ -228,12 +236,18 @@ class Scheduler:
                 outputs.append(_output(sequence, None, prompt_logprobs=prompt))
         return outputs
 
+    def _give_up(self, sequence: Sequence) -> Output:
+        """End a request of which the model predicts nothing; nobody shares what it has computed."""
+        self.running.remove(sequence)
+        self.pool.forget(sequence.table)
+        return self._finish(sequence, "undefined")
+
     def _append(
         self, sequence: Sequence, token: int, logprob: TokenLogprob | None, prompt: tuple[TokenLogprob, ...]
     ) -> Output:
         sequence.tokens.append(token)
         self.tally.new_tokens += 1
-        reason: FinishReason | None = None
+        reason: Ending | None = None
         if token in self.limits.ends and not sequence.request.sampling.ignore_end:
             reason = "stop"
         elif len(sequence.tokens) == sequence.last:
@@ -246,7 +260,7 @@ class Scheduler:
     def _finish(
         self,
         sequence: Sequence,
-        reason: FinishReason,
+        reason: Ending,
         token: int | None = None,
         logprob: TokenLogprob | None = None,
         prompt_logprobs: tuple[TokenLogprob, ...] = (),
@@ -258,7 +272,7 @@ class Scheduler:
 
 def _output(
     sequence: Sequence,
-    reason: FinishReason | None,
+    reason: Ending | None,
     token: int | None = None,
     logprob: TokenLogprob | None = None,
     prompt_logprobs: tuple[TokenLogprob, ...] = (),

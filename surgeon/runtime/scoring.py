@@ -28,6 +28,9 @@ def score(
         targets: a token id for each row of `own`; the same on every rank, like all of what is returned.
         top: how many of the most likely tokens to report.
         all_gather: joins the ranks' tensors in a new first dimension.
+
+    Returns:
+        One for each row; its log-probability is NaN if the row's logits are not finite.
     """
     logits = F.pad(own.float(), (0, rows - own.shape[-1]), value=-torch.inf)
     at = torch.tensor(targets, device=own.device)[:, None] - first
@@ -38,7 +41,8 @@ def score(
     sent = torch.cat([part.double() for part in parts], -1)  # a token id is exact in float64
     denominators, found, values, tokens = all_gather(sent).split([1, 1, values.shape[-1], values.shape[-1]], -1)
     total = denominators.logsumexp(0)
-    logprobs = (found.amax(0) - total)[:, 0].tolist()
+    undefined = ~total.isfinite()  # a logit is NaN or infinite, or there is none but -inf
+    logprobs = (found.amax(0) - total).masked_fill(undefined, torch.nan)[:, 0].tolist()
     merged, order = _side_by_side(values - total).topk(min(top, values.shape[-1] * len(values)))
     likeliest = zip(_side_by_side(tokens).gather(-1, order).long().tolist(), merged.tolist(), strict=True)
     tops = [tuple(pair for pair in zip(*pairs, strict=True) if pair[1] > -torch.inf) for pairs in likeliest]

@@ -289,7 +289,7 @@ class Service:
         if opened is None:  # a stop text has ended it already
             return
         event = opened.event(output)
-        if event.finish_reason is not None:
+        if isinstance(event, Exception) or event.finish_reason is not None:
             with self._changed:
                 del self._open[output.request]
                 if output.finish_reason is None:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
-from surgeon.runtime.request import Event, Request, Usage
+from surgeon.runtime.request import Event, Request, UndefinedLogits, Usage
 from surgeon.runtime.scheduler import Output
 from surgeon.runtime.text import Continuation, StopTexts
 
@@ -27,7 +27,8 @@ class Stream:
     - `async for event in stream` does the same in an event loop, without blocking it.
     - `stream.listen(function)` has every event given to a function, on the service's own thread.
 
-    Whatever makes the request fail (`RankFailed` if a rank does) is raised to the first two and given to the third.
+    Whatever makes the request fail is raised to the first two and given to the third: `RankFailed` if a rank does,
+    `UndefinedLogits` if the model's logits are not finite.
 
     Attributes:
         id: the request's.
@@ -101,9 +102,16 @@ class OpenRequest:
         self._new = 0
         self._cached = 0
 
-    def event(self, output: Output) -> Event:
+    def event(self, output: Output) -> Event | UndefinedLogits:
         """What the client is told of something that came from the ranks."""
         token, reason = output.token, output.finish_reason
+        if reason == "undefined":
+            so_far = f"{len(self._request.prompt)} tokens of the prompt, {self._new} new ones"
+            so_far = f"{len(self._request.prompt)} tokens of the prompt, {self._new} new ones"
+            return UndefinedLogits(
+                f"the model's logits are not finite (NaN or infinity), so that nothing follows ({so_far}); are its "
+                "weights damaged, or too large for the dtype?"
+            )
         self._new += token is not None
         self._cached = output.cached
         text = self._shown(token, reason is not None)
@@ -116,6 +124,7 @@ class OpenRequest:
             usage=self._usage(),
             queue_seconds=0.0 if output.admitted is None else max(0.0, output.admitted - self._submitted),
             prompt_logprobs=output.prompt_logprobs,
+            offsets=() if token is None or self._text is None else (self._text.begins,),
         )
 
     def cancelled(self) -> Event:

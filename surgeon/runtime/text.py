@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 
 from surgeon.checkpoint.load import read_config
 from surgeon.checkpoint.read import Checkpoint, locate, read_json
+from surgeon.runtime.encoding import Encoder
 
 CONTEXT = 16  # earlier tokens decoded with the new ones, because tokenizers write a text's first token differently
 MOST_CONTEXT = 4 * CONTEXT
@@ -41,29 +42,45 @@ def has_modeling_file(folder: Path) -> bool:
     return path.exists() and "auto_map" in read_json(path)
 
 
-def encode(tokenizer: Any, prompt: str) -> list[int]:
+def encode(encoder: Encoder, prompt: str, most: int) -> list[int]:
     """The token ids of a prompt.
 
+    Args:
+        most: how many it may have.
+
     Raises:
-        ValueError: if it has none, or is not text.
+        ValueError: if it has none, certainly has more, or is not text.
     """
+    if (fewest := encoder.fewest(prompt)) > most:
+        raise ValueError(
+            f"the prompt has {len(prompt)} characters, which are at least {fewest} tokens, and the model has {most} "
+            "positions; shorten it"
+        )
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"the prompt is not text in UTF-8 (at character {error.start})") from error
-    tokens: list[int] = tokenizer(prompt).input_ids
+    tokens = encoder(prompt)
     if not tokens:
         raise ValueError("the prompt is empty: it has no tokens; give at least one character")
     return tokens
 
 
 class Continuation:
-    """Turns new tokens into text, piece by piece, whose sum is the text that follows the prompt."""
+    """Turns new tokens into text, piece by piece, whose sum is the text that follows the prompt.
+
+    Attributes:
+        begins: where in that sum the newest token begins: one of several that make a character where that begins, one
+            that is no text (an end token) where it stands.
+    """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
         self.tokenizer = tokenizer
         self.tokens = list(prompt[-CONTEXT:])
-        self.written = len(self._text(self.tokens))
+        self.begins = 0
+        self._newest = self._text(self.tokens)
+        self._returned = 0
+        self.written = len(self._newest)
 
     def _text(self, tokens: list[int]) -> str:
         # Cleaning up would change text that has been written already.
@@ -73,12 +90,22 @@ class Continuation:
     def add(self, token: int) -> str:
         """The text that one more token adds; empty while a character is unfinished."""
         self.tokens.append(token)
-        text = self._text(self.tokens)
+        before, text = self._newest, self._text(self.tokens)
+        self._newest = text
+        # However many characters are unfinished, they may become a single one.
+        place = min(_alike(before, text), len(text.rstrip(UNFINISHED)))
+        self.begins = self._returned + max(0, place - self.written)
         if text.endswith(UNFINISHED):
             return ""
-        piece, self.written = text[self.written :], len(text)
+        piece = self._rest_of(text)
         if len(self.tokens) > MOST_CONTEXT:
             self._forget(text)
+        return piece
+
+    def _rest_of(self, text: str) -> str:
+        """What of a text has not been returned."""
+        piece, self.written = text[self.written :], len(text)
+        self._returned += len(piece)
         return piece
 
     def _forget(self, text: str) -> None:
@@ -89,13 +116,18 @@ class Continuation:
         kept = self.tokens[-CONTEXT:]
         rest = self._text(kept)
         if text.endswith(rest) and UNFINISHED not in rest:
-            self.tokens, self.written = kept, len(rest)
+            self.tokens, self.written, self._newest = kept, len(rest), rest
 
     def rest(self) -> str:
         """The text not returned yet."""
-        text = self._text(self.tokens)
-        piece, self.written = text[self.written :], len(text)
-        return piece
+        return self._rest_of(self._newest)
+
+
+def _alike(first: str, second: str) -> int:
+    """With how many characters both texts begin."""
+    if second.startswith(first):
+        return len(first)
+    return next((place for place, pair in enumerate(zip(first, second, strict=False)) if len({*pair}) > 1), len(second))
 
 
 class StopTexts:

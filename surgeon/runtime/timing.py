@@ -25,7 +25,7 @@ from surgeon.runtime.paged_cache import PagedCache
 from surgeon.runtime.placement import Group, Work
 from surgeon.runtime.plan import Plan
 from surgeon.runtime.rank import Rank
-from surgeon.runtime.request import Request
+from surgeon.runtime.request import Request, UndefinedLogits
 from surgeon.runtime.scheduler import Limits
 from surgeon.runtime.sequence import Row
 from surgeon.runtime.worker import complete
@@ -310,10 +310,15 @@ def run_timed(rank: Rank, requests: list[Request], blocks: int, limits: Limits, 
 
     Args:
         events: whether to return every computation and exchange of every pass.
+
+    Raises:
+        UndefinedLogits: if the model predicts nothing for one of them.
     """
     engine: TimedEngine = rank.kept[name]
     recorder = engine.recorder
     recorder.begin(events)
     began = now()
-    complete(rank, requests, blocks, limits, name)
+    outputs, _ = complete(rank, requests, blocks, limits, name)
+    if any(output.finish_reason == "undefined" for output in outputs):
+        raise UndefinedLogits(f"the logits of {name} are not finite (NaN or infinity); are the weights damaged?")
     return Run(began, recorder.passes)

@@ -19,7 +19,7 @@ from surgeon.runtime.engine import Figures, RankEngine
 from surgeon.runtime.paged_cache import PagedCache
 from surgeon.runtime.plan import Plan
 from surgeon.runtime.rank import Rank
-from surgeon.runtime.request import Request, TokenLogprob
+from surgeon.runtime.request import UNDEFINED, Request, TokenLogprob
 from surgeon.runtime.sampling import Sampler
 from surgeon.runtime.scheduler import Limits, Output, Scheduler
 from surgeon.runtime.sequence import Share, Wanted
@@ -183,14 +183,16 @@ class Leader:
         return outputs
 
     def _choose(self, shares: Iterable[Share], best: list[int], logits: Any) -> list[tuple[int, TokenLogprob | None]]:
-        """The next token of every share that wants one."""
+        """The next token of every share that wants one; UNDEFINED where the logits are not finite."""
         likeliest, given = iter(best), iter(() if logits is None else logits)
+        finite = iter(() if logits is None else logits.amax(-1).isfinite().tolist())  # NaN is higher than any number
         chosen: list[tuple[int, TokenLogprob | None]] = []
         for share in shares:
             if share.wanted == Wanted.BEST:
                 chosen.append((next(likeliest), None))
             elif share.wanted == Wanted.LOGITS:
-                chosen.append(self._samplers[share.sequence.request.id].choose(next(given)))
+                row, sampler = next(given), self._samplers[share.sequence.request.id]
+                chosen.append(sampler.choose(row) if next(finite) else (UNDEFINED, None))
         return chosen
 
     def progress(self, outputs: list[Output]) -> Progress:

@@ -39,8 +39,8 @@ async def complete(request: Request, state: State, body: CompletionBody) -> Resp
     body.check()
     several = separate(body.prompt)
     _check_number(state, body, len(several))
-    scored = body.wanted_prompt_logprobs is not None
-    prompts = await asyncio.to_thread(lambda: [state.texts.prompt(one, with_offsets=scored) for one in several])
+    most = state.service.max_tokens
+    prompts = await asyncio.to_thread(lambda: [state.texts.prompt(one, most) for one in several])
     style = CompletionFormat(state.model, state.texts, body.logprobs is not None, bool(body.echo))
     return await _answer(request, state, body, prompts, style)
 
@@ -53,7 +53,7 @@ async def chat(request: Request, state: State, body: ChatBody) -> Response:
     """
     body.check()
     _check_number(state, body, 1)
-    prompt = await asyncio.to_thread(state.texts.chat, body.messages)
+    prompt = await asyncio.to_thread(state.texts.chat, body.messages, state.service.max_tokens)
     style = ChatFormat(state.model, state.texts, bool(body.logprobs))
     return await _answer(request, state, body, [prompt], style)
 
@@ -61,13 +61,15 @@ async def chat(request: Request, state: State, body: ChatBody) -> Response:
 async def _answer(request: Request, state: State, body: Body, prompts: list[Prompt], style: Format) -> Response:
     answers, asks = [], []
     for prompt in prompts:
-        sampling = body.sampling(len(prompt.tokens), state.service.max_tokens)
+        sampling = body.sampling(len(prompt.tokens), state.service.max_tokens, state.defaults)
         for number in range(body.choices):
             answers.append(Answer(prompt))
             asks.append((prompt.tokens, _seeded(sampling, number)))
     choices = Choices(state, body.prompt_field)
     await choices.submit(asks)
     try:
+        if body.wanted_prompt_logprobs is not None:  # only now are the prompts known to be what the model takes
+            await asyncio.to_thread(_locate, state, answers)
         # Only now is it known whether there will be an answer, so only now can a stream have its status.
         first = await _unless_gone(request, choices.next())
         if body.stream:
@@ -81,6 +83,15 @@ async def _answer(request: Request, state: State, body: Body, prompts: list[Prom
         choices.close()
         raise
     return JSONResponse(style.whole(answers, usage_of(answers, body.choices)))
+
+
+def _locate(state: State, answers: list[Answer]) -> None:
+    """Find out where the tokens of prompts lie in their texts; several answers may have the same one."""
+    found: dict[int, Prompt] = {}
+    for answer in answers:
+        number = id(answer.prompt)
+        found[number] = found.get(number) or state.texts.located(answer.prompt)
+        answer.prompt = found[number]
 
 
 def _check_number(state: State, body: Body, prompts: int) -> None:
@@ -125,6 +136,7 @@ async def _chunks(
                 break
             arrived = await choices.next()
     except ApiError as error:  # too late for its status
+        choices.close()
         note_outcome(scope, error.status)
         yield _line(error.body())
         return

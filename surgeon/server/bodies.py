@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from surgeon.errors import did_you_mean
+from surgeon.runtime.defaults import Defaults
 from surgeon.runtime.request import Sampling
 from surgeon.server.errors import invalid, shown
 
@@ -137,12 +138,13 @@ class Body(BaseModel):
         """The same of the prompt's."""
         return None
 
-    def sampling(self, prompt: int, room: int) -> Sampling:
+    def sampling(self, prompt: int, room: int, defaults: Defaults) -> Sampling:
         """How to answer a prompt.
 
         Args:
             prompt: how many tokens it has.
             room: how many tokens prompt and answer may have together.
+            defaults: the model's own, for what the request does not say.
 
         Raises:
             ApiError: if it is too long, or a parameter is out of its range.
@@ -152,7 +154,11 @@ class Body(BaseModel):
             "top_p": self.top_p,
             "top_k": 0 if self.top_k == -1 else self.top_k,  # other servers take -1 for all of them
             "min_p": self.min_p,
-            "repetition_penalty": self.repetition_penalty,
+            "repetition_penalty": (
+                defaults.repetition_penalty if self.repetition_penalty is None else self.repetition_penalty
+            ),
+            "suppress_tokens": defaults.suppress_tokens,
+            "begin_suppress_tokens": defaults.begin_suppress_tokens,
             "seed": self.seed,
             "stop": (self.stop,) if isinstance(self.stop, str) else None if self.stop is None else tuple(self.stop),
             "ignore_end": self.ignore_eos,

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
-from surgeon.runtime.request import Event, QueueFull, Sampling
-from surgeon.server.errors import ApiError, draining, failed, full, invalid
+from surgeon.runtime.request import Event, QueueFull, Sampling, UndefinedLogits
+from surgeon.server.errors import ApiError, draining, failed, full, invalid, undefined
 from surgeon.server.state import State
 
 Ask = tuple[list[int], Sampling]  # a prompt and how to go on from it
@@ -72,7 +72,7 @@ class Choices:
         """Wait for events; all that have come, each with the number of its choice.
 
         Raises:
-            ApiError: if a rank has failed, or the service has ended the request.
+            ApiError: if a rank has failed, the model predicts nothing, or the service has ended the request.
         """
         found = [self._note(*await self._arrived.get())]
         while not self._arrived.empty():
@@ -82,7 +82,7 @@ class Choices:
     def _note(self, choice: int, event: Event | Exception) -> tuple[int, Event]:
         if isinstance(event, Exception):
             self._open.pop(choice, None)
-            raise failed(event)
+            raise undefined(event) if isinstance(event, UndefinedLogits) else failed(event)
         now = time.monotonic()
         if choice not in self._first and event.tokens:
             self._first[choice] = now

@@ -90,6 +90,11 @@ def failed(reason: Exception) -> ApiError:
     return unavailable(f"the server has failed: {reason}", "rank_failed")
 
 
+def undefined(reason: Exception) -> ApiError:
+    """500: the model has no answer to this request; others may get theirs."""
+    return ApiError(500, str(reason), kind="server_error", code="undefined_logits")
+
+
 def internal() -> ApiError:
     """500: a defect; the log has the details, and the client need not know them."""
     return ApiError(500, "internal error; the server's log has the details", kind="server_error")

@@ -20,7 +20,8 @@ class Answer:
     """What one choice has brought so far.
 
     Attributes:
-        offset: characters of the tokens whose log-probabilities have been reported.
+        offsets: where in `text` each token with a log-probability begins.
+        shift: characters of the prompt that come before `text`, once log-probabilities have been reported.
         begun: whether a stream has sent anything of it.
     """
 
@@ -30,13 +31,15 @@ class Answer:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
-    offset: int = 0
+    offsets: list[int] = field(default_factory=list)
+    shift: int = 0
     begun: bool = False
 
     def add(self, event: Event) -> None:
         """Take in what is new."""
         self.text += event.text
         self.logprobs.extend(event.logprobs)
+        self.offsets.extend(event.offsets[: len(event.logprobs)])
         self.prompt_logprobs.extend(event.prompt_logprobs)
         self.finish_reason = event.finish_reason
         self.usage = event.usage
@@ -87,7 +90,7 @@ class CompletionFormat(Format):
 
     def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
         text = self._echoed(answer) + answer.text
-        logprobs = self._logprobs(answer, answer.logprobs, self.echo)
+        logprobs = self._logprobs(answer, answer.logprobs, answer.offsets, self.echo)
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": answer.finish_reason}
 
     def pieces(self, index: int, answer: Answer, event: Event) -> list[dict[str, Any]]:
@@ -97,7 +100,7 @@ class CompletionFormat(Format):
         text = self._echoed(answer) + event.text if begins else event.text
         if not (text or event.logprobs or event.finish_reason):
             return []
-        logprobs = self._logprobs(answer, event.logprobs, self.echo and begins)
+        logprobs = self._logprobs(answer, event.logprobs, event.offsets, self.echo and begins)
         return [{"index": index, "text": text, "logprobs": logprobs, "finish_reason": event.finish_reason}]
 
     def _echoed(self, answer: Answer) -> str:
@@ -106,19 +109,19 @@ class CompletionFormat(Format):
             return ""
         return self.texts.decode(prompt.tokens) if prompt.text is None else prompt.text
 
-    def _logprobs(self, answer: Answer, found: Sequence[TokenLogprob], with_prompt: bool) -> dict[str, Any] | None:
+    def _logprobs(
+        self, answer: Answer, found: Sequence[TokenLogprob], offsets: Sequence[int], with_prompt: bool
+    ) -> dict[str, Any] | None:
         if not self.wants_logprobs:
             return None
         logprobs: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         if with_prompt:
             self._add_prompt(logprobs, answer)
-        for one in found:
-            token = self.texts.piece(one.token)
-            logprobs["tokens"].append(token)
+        for one, offset in zip(found, offsets, strict=False):  # a last event without a token has neither
+            logprobs["tokens"].append(self.texts.piece(one.token))
             logprobs["token_logprobs"].append(_finite(one.logprob))
             logprobs["top_logprobs"].append(self._top(one))
-            logprobs["text_offset"].append(answer.offset)
-            answer.offset += len(token)
+            logprobs["text_offset"].append(answer.shift + offset)
         return logprobs
 
     def _add_prompt(self, logprobs: dict[str, Any], answer: Answer) -> None:
@@ -127,7 +130,7 @@ class CompletionFormat(Format):
         logprobs["token_logprobs"] += [None, *(_finite(one.logprob) for one in answer.prompt_logprobs)]
         logprobs["top_logprobs"] += [None, *map(self._top, answer.prompt_logprobs)]
         logprobs["text_offset"] += answer.prompt.offsets
-        answer.offset = len(self._echoed(answer))
+        answer.shift = len(self._echoed(answer))
 
     def _top(self, one: TokenLogprob) -> dict[str, float]:
         """By text, the chosen token among them; of tokens with the same text (parts of characters) the likeliest."""

@@ -14,13 +14,16 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from types import FrameType
 
 import uvicorn
 
 from surgeon.server.app import make_app
+from surgeon.server.connections import QUEUE, Connection, files_left, patience_for, quieten
 from surgeon.server.state import State
 
+KEEP_ALIVE_SECONDS = 30  # that a connection may be idle between requests
 WRITE_SECONDS = 10  # for clients to read their answers to the end, once all are computed
 FAILED_SECONDS = 3  # the same after a failure; their answers are errors
 
@@ -78,6 +81,8 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        for bound in sockets or ():
+            bound.listen(QUEUE)  # the configuration's number is also how many are accepted at a time
         self.announce()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -121,12 +126,18 @@ def run(state: State, bound: socket.socket, started: Callable[[], None]) -> None
         started: called when the first request can be answered.
 
     Raises:
+        ValueError: if this process may open too few files.
         RankFailed: if a rank has failed.
         KeyboardInterrupt: at SIGINT.
         InterruptedError: at a second SIGTERM.
     """
+    patience = patience_for(files_left())
+    quieten()
     config = uvicorn.Config(
         make_app(state),
+        http=partial(Connection, patience=patience),  # type: ignore[arg-type]
+        backlog=patience.refused,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
         lifespan="off",
         ws="none",
         log_config=None,

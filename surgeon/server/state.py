@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+from surgeon.runtime.defaults import Defaults
 from surgeon.runtime.service import Service
 from surgeon.server.meters import Meters
 from surgeon.server.texts import Texts
@@ -17,6 +18,7 @@ class State:
     Attributes:
         model: the name it is served under.
         capacity: how many requests the service takes at a time, those that wait among them.
+        defaults: how the model wants its tokens chosen, for requests that do not say.
         key: what clients have to send; None if anybody may use the model.
         draining: whether no more requests are taken, because the process is ending.
         created: seconds since 1970.
@@ -26,6 +28,7 @@ class State:
     texts: Texts
     model: str
     capacity: int
+    defaults: Defaults
     key: str | None = None
     draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))

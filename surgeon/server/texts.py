@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
 from jinja2 import TemplateError
 
+from surgeon.runtime.encoding import Encoder
 from surgeon.runtime.text import Continuation
 from surgeon.server.errors import ApiError, invalid, shown
 
@@ -40,36 +40,64 @@ class Texts:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self._lock = threading.Lock()  # a tokenizer fails if two threads set its padding at the same time
-        self._anchor: list[int] = tokenizer(ANCHOR, add_special_tokens=False).input_ids
+        self._encoder = Encoder(tokenizer)
+        self._anchor: list[int] = self._encoder(ANCHOR, special=False)
         self._pieces: dict[int, str] = {}
 
-    def prompt(self, given: str | list[int], with_offsets: bool = False) -> Prompt:
+    def prompt(self, given: str | list[int], most: int) -> Prompt:
         """The prompt of a completion, as text or as token ids.
 
+        Args:
+            most: how many tokens it may have; a text that certainly has more is not looked at any further.
+
         Raises:
-            ApiError: if it has no tokens, or is not text.
+            ApiError: if it has no tokens, certainly too many, or is not text.
         """
         if isinstance(given, str):
-            _check_text(given, "prompt")
-            with self._lock:
-                tokens, text = self.tokenizer(given).input_ids, given
+            tokens, text = self._encode(given, "prompt", most), given
         else:
             tokens, text = given, None
         if not tokens:
             raise invalid("prompt is empty: it has no tokens; give at least one", "prompt")
-        return Prompt(tokens, text, self._offsets(tokens) if with_offsets else [])
+        return Prompt(tokens, text)
 
-    def _offsets(self, tokens: list[int]) -> list[int]:
-        """Where each token begins in the text of all of them; of special ones, which are no text, where they stand."""
-        text = Continuation(self.tokenizer, ())
-        return list(accumulate((len(text.add(token)) for token in tokens[:-1]), initial=0))
+    def _encode(self, text: str, name: str, most: int, special: bool = True) -> list[int]:
+        if (fewest := self._encoder.fewest(text)) > most:
+            reason = f"{name} has {len(text)} characters, which are at least {fewest} tokens; at most {most} fit"
+            raise invalid(reason, name)
+        _check_text(text, name)
+        return self._encoder(text, special)
 
-    def chat(self, messages: list[dict[str, Any]]) -> Prompt:
+    def located(self, prompt: Prompt) -> Prompt:
+        """The same with its offsets."""
+        return replace(prompt, offsets=self._offsets(prompt.tokens, prompt.text))
+
+    def _offsets(self, tokens: list[int], text: str | None) -> list[int]:
+        """Where each token begins in the text: the given one, or else that of the tokens.
+
+        Where a tokenizer does not write the given text again (it has special tokens in it, or is normalised), only the
+        tokenizer itself can tell.
+        """
+        continuation, pieces, offsets = Continuation(self.tokenizer, ()), [], []
+        for token in tokens:
+            pieces.append(continuation.add(token))
+            offsets.append(continuation.begins)
+        written = "".join([*pieces, continuation.rest()])
+        if text in (None, written) or not self.tokenizer.is_fast:
+            return offsets
+        places = self.tokenizer.backend_tokenizer.encode(text).offsets
+        # Tokens that the tokenizer has added lie nowhere, (0, 0): they stand behind the one before.
+        ends = accumulate((end for _, end in places), max, initial=0)
+        return [start if start < end else before for (start, end), before in zip(places, ends, strict=False)]
+
+    def chat(self, messages: list[dict[str, Any]], most: int) -> Prompt:
         """The messages in the model's own chat template, up to where its answer begins.
 
+        Args:
+            most: how many tokens they may have.
+
         Raises:
-            ApiError: if the model has no template, or it does not take these messages.
+            ApiError: if the model has no template, or it does not take these messages, or they are certainly too long.
         """
         if not self.tokenizer.chat_template:
             raise invalid("this model has no chat template (it is no chat model); use /v1/completions", "messages")
@@ -77,11 +105,10 @@ class Texts:
             raise invalid("messages is empty; give at least one message", "messages")
         plain = [_plain(message, f"messages.{number}") for number, message in enumerate(messages)]
         try:
-            with self._lock:
-                tokens = self.tokenizer.apply_chat_template(plain, add_generation_prompt=True, return_dict=False)
+            text: str = self.tokenizer.apply_chat_template(plain, add_generation_prompt=True, tokenize=False)
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise invalid(f"the model's chat template does not take these messages: {error}", "messages") from error
-        return Prompt(tokens)
+        return Prompt(self._encode(text, "messages", most, special=False))
 
     def decode(self, tokens: list[int]) -> str:
         """The text of some tokens from the beginning of a text on."""

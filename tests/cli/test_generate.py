@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from surgeon.cli.app import main
 from surgeon.runtime.text import Continuation
+from tests.models import damage
 
 REPOSITORY = Path(__file__).parents[2]
 PROMPT = "The quick brown fox"
@@ -194,6 +195,10 @@ def test_what_changes_nothing_is_said(endless: Path, capfd: pytest.CaptureFixtur
         (["--collectives", "none"], "error: collectives none leave the ranks unconnected, .* use auto .*"),
         (["--max-new-tokens", "500"], "error: prompt and output together are 5.. tokens, .* 128 positions.*"),
         (["--prompt", "fox " * 99], "error: prompt and output together are .* tokens, .* 128 positions.*"),
+        (
+            ["--prompt", "fox " * 500],
+            "error: --prompt 2: the prompt has 2000 characters, .* at least .* 128 positions.*",
+        ),
         (["--temperature", "-1"], "error: temperature must be at least 0, not -1.0"),
         (["--temperature", "nan"], "error: temperature must be at least 0, not nan"),
         (["--top-p", "1.5"], "error: top_p must be above 0 and at most 1, not 1.5"),
@@ -253,6 +258,41 @@ def test_files_without_prompts(
 def test_no_prompt_at_all(tiny_checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(tiny_checkpoint)]) == 1
     assert capfd.readouterr().err == "error: there is nothing to go on from; give --prompt TEXT or --prompts FILE\n"
+
+
+@pytest.mark.parametrize("decoding", ["dynamic", "static"])
+def test_settings_of_the_checkpoint_apply(decoding: str, endless: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    plain = continued(endless, PROMPT)
+    tokenizer = AutoTokenizer.from_pretrained(endless)
+    first, *others = tokenizer(plain, add_special_tokens=False).input_ids
+    file = endless / "generation_config.json"
+    settings = {"repetition_penalty": 3.0, "suppress_tokens": [others[-1], 5000], "begin_suppress_tokens": [first]}
+    texts = {plain}
+    for name in settings:
+        file.write_text(json.dumps({"eos_token_id": None, "no_repeat_ngram_size": 0, name: settings[name]}))
+        expected = continued(endless, PROMPT)
+        assert generate(endless, "--tp", "2" if decoding == "dynamic" else "1", "--decoding", decoding) == 0
+        out, err = capfd.readouterr()
+        assert out == expected + "\n"
+        assert "warning" not in err
+        texts.add(out)
+    assert len(texts) == 4
+    file.write_text(json.dumps({"eos_token_id": None, "repetition_penalty": 3.0, "bad_words_ids": [[9]]}))
+    assert generate(endless, "--repetition-penalty", "1", "--decoding", decoding) == 0
+    out, err = capfd.readouterr()
+    assert out == plain + "\n"
+    assert "warning: generation_config.json sets bad_words_ids ([[9]]), which is not applied" in err
+
+
+@pytest.mark.parametrize("options", [[], ["--temperature", "1"], ["--decoding", "static", "--json"]], ids=str)
+def test_logits_that_are_not_finite(
+    options: list[str], tiny_checkpoint: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    damage(tiny_checkpoint, AutoTokenizer.from_pretrained(tiny_checkpoint).bos_token_id)
+    assert generate(tiny_checkpoint, *options) == 1
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert re.fullmatch(r"error: the model's logits are not finite \(NaN or infinity\).* 0 new ones.*\n", err)
 
 
 def test_a_checkpoint_without_tokenizer(tiny_checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -30,7 +30,7 @@ from surgeon.runtime.launch import Ranks
 from surgeon.runtime.link import Link
 from surgeon.runtime.timing import Exchange, PassTiming, Run
 from surgeon.runtime.trace import Wires, arrivals, chrome_trace, explain
-from tests.models import VOCABULARY, tiny_model
+from tests.models import VOCABULARY, damage, tiny_model
 
 DELAY = 0.005  # far longer than a step for one token, shorter than one for hundreds
 HIDDEN = 256
@@ -373,6 +373,16 @@ def test_when_a_reduction_arrived() -> None:
     assert arrivals(0, everybody, Wires(shared=False)) == [5.0, 6.2]
     # 100 bytes at 50 bytes a second are there 2 seconds after they were sent, and a second later through the link.
     assert arrivals(0, everybody, Wires(True, Link(1.0, 50.0))) == [4.0, 6.2]
+
+
+def test_a_model_that_computes_no_numbers(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path / "broken")
+    damage(tmp_path / "broken", slice(None))
+    candidates = open_candidates(str(tmp_path / "broken"), [], Needs(ranks=1, tokens=8, device="cpu"))
+    with Ranks(1) as ranks:
+        load_candidates(ranks, candidates)
+        with pytest.raises(ValueError, match="the logits of broken are not finite"):
+            measure(ranks, candidates, [Load(1, 4, 2)], 1, lambda _: None)
 
 
 def test_measurements_are_frozen(results: dict[tuple[str, int], Result]) -> None:

@@ -95,6 +95,21 @@ def test_the_least_recently_used_go_first_and_the_end_before_the_beginning() -> 
     assert len(pool.match([*new, 0])) == 2
 
 
+def test_what_is_forgotten_is_shared_with_nobody_new() -> None:
+    pool = BlockPool(6, 4)
+    tokens = list(range(9))
+    first = pool.open([], 3)
+    assert first is not None
+    pool.learn(first, tokens, 9)
+    second = pool.open(pool.match(tokens), 1)
+    assert second is not None
+    pool.forget(second)
+    pool.close(second)
+    assert (pool.match(tokens), pool.free, pool.idle) == ([], 3, 0)
+    pool.close(first)
+    assert (pool.free, pool.idle) == (6, 0)
+
+
 def test_used_again_means_recently_used() -> None:
     pool = BlockPool(4, 4)
     old, new = list(range(5)), list(range(10, 15))

@@ -18,7 +18,7 @@ from surgeon.runtime.compression_cost import measure_compression, random_windows
 from surgeon.runtime.launch import Ranks
 from surgeon.runtime.prepare import make_plan
 from surgeon.runtime.worker import load
-from tests.models import VOCABULARY, tiny_model
+from tests.models import VOCABULARY, damage, save_checkpoint, tiny_model
 from tests.runtime import on_collectives, on_ranks
 
 KINDS: list[Compression] = ["int8", "int4"]
@@ -184,6 +184,16 @@ def test_the_cost_for_a_model(ranks: Ranks, wide: Path) -> None:
     syncs = Program.parse(PROGRAM).sync_points(number)
     assert (cost.exact_bytes, cost.compressed_bytes) == (18 * syncs * 512, 18 * syncs * 80)
     assert cost.predicted == 16
+
+
+def test_a_model_that_computes_no_numbers_has_no_cost(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path / "broken")
+    damage(folder, 9)
+    plan = make_plan(folder, 2, 16)
+    with Ranks(2) as ranks:
+        ranks.call(load, plan, "broken")
+        with pytest.raises(ValueError, match="not finite"):
+            measure_compression(ranks, plan, [[5, 6, 7], [5, 9, 7]], "int8", "broken")
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,13 @@ from surgeon.runtime.engine import RankEngine
 from surgeon.runtime.layers import rotation
 from surgeon.runtime.plan import Rotary
 from surgeon.runtime.prepare import make_plan
-from tests.models import save_checkpoint
+from surgeon.runtime.request import UNDEFINED, UndefinedLogits
+from surgeon.runtime.sequence import Row, Wanted
+from tests.models import damage, save_checkpoint
 from tests.runtime.on_ranks import chunked_logits
 
 TOLERANCE = 1e-4
+BAD = 9  # the token that a damaged model makes no number of
 FUSABLE = {"gpt_neo": {"attention_types": [[["global"], 2], [["local"], 2]]}}  # neighbours of the same kind
 IDS = torch.randint(2, 97, (2, 24), generator=torch.Generator().manual_seed(5))
 ROPES = {
@@ -160,3 +163,21 @@ def test_rotation_angles() -> None:
     angles = torch.tensor([[3.0, 0.3], [4.0, 0.4]])
     assert torch.allclose(cosine[:, 0], 2 * torch.cat([angles.cos(), angles.cos()], 1))
     assert torch.allclose(signed_sine[:, 0], 2 * torch.cat([-angles.sin(), angles.sin()], 1))
+
+
+@pytest.mark.parametrize("decoding", ["dynamic", "static"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_logits_that_are_not_finite_have_no_likeliest_token(decoding: Any, value: float, tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path / "tiny")
+    damage(folder, BAD, value)
+    plan = replace(make_plan(folder, 1, 64), decoding=decoding)
+    engine = RankEngine(plan, Alone(), torch.device("cpu"))
+    cache = engine.new_cache(2)
+    prompts = [Row(0, [5, 6], [(0, 1)], Wanted.BEST), Row(0, [5, 7], [(1, 1)], Wanted.BEST)]
+    assert min(engine.step(prompts, cache).best) >= 0
+    rows = [Row(2, [BAD], [(0, 1)], Wanted.BEST), Row(2, [8], [(1, 1)], Wanted.BEST)]
+    bad, good = engine.step(rows, cache).best
+    assert bad == UNDEFINED
+    assert good >= 0
+    with pytest.raises(UndefinedLogits, match="not finite after 2 tokens"):
+        engine.greedy([5, BAD], 3)

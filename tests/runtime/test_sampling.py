@@ -96,6 +96,17 @@ def test_greedy_with_a_penalty() -> None:
     assert sampler((0,), 4, repetition_penalty=2.0).choose(logits)[0] == 1
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_suppressed_tokens_are_never_chosen(temperature: float) -> None:
+    logits = torch.tensor([2.0, 9.0, 8.0, -1.0])
+    options = {"suppress_tokens": (1, 99, -1), "begin_suppress_tokens": (2,), "temperature": temperature, "top_k": 1}
+    chooser = sampler((3,), 4, **options)
+    assert [chooser.choose(logits)[0] for _ in range(3)] == [0, 2, 2]
+    assert logits.tolist() == [2.0, 9.0, 8.0, -1.0]
+    assert not Sampling(suppress_tokens=(1,)).greedy
+    assert not Sampling(begin_suppress_tokens=(1,)).greedy
+
+
 def test_the_same_seed_gives_the_same_tokens_and_another_one_others() -> None:
     logits = torch.randn(200, 50, generator=torch.Generator().manual_seed(0))
 

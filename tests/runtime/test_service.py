@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from surgeon.model import edit
 from surgeon.runtime.launch import RankFailed
 from surgeon.runtime.link import Link
-from surgeon.runtime.request import Event, QueueFull, Sampling, Stats
+from surgeon.runtime.request import Event, QueueFull, Sampling, Stats, UndefinedLogits
 from surgeon.runtime.service import Service, Stream
-from tests.models import save_checkpoint
+from tests.models import damage, save_checkpoint
 
 PROMPT = "The quick brown fox"
 NEW = 12
@@ -365,3 +365,25 @@ def test_a_cache_that_limits_the_length(folder: Path, prompt: list[int]) -> None
         assert service.max_tokens == 32
         with pytest.raises(ValueError, match="more than the 32 that fit"):
             service.submit(prompt, LONG)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_logits_that_are_not_finite_fail_their_own_requests_only(
+    ranks: int, tmp_path: Path, prompt: list[int], expected: list[int]
+) -> None:
+    folder = save_checkpoint(tmp_path / "tiny")
+    bad = next(token for token in range(5, 300) if token not in prompt + expected)
+    damage(folder, bad)
+    kinds = [GREEDY, Sampling(temperature=1.0), Sampling(logprobs=2), Sampling(max_new_tokens=0, prompt_logprobs=1)]
+    long = [*prompt * 3, bad, *prompt]
+    with Service(folder, ranks=ranks, max_batch=3) as service:
+        good = service.submit(prompt * 3, GREEDY)
+        for sampling in kinds:
+            with pytest.raises(UndefinedLogits, match=f"not finite .* .{len(long)} tokens of the prompt, 0 new ones"):
+                list(service.submit(long, sampling))
+        assert read(good)[2].finish_reason == "length"
+        # Nothing of the failed texts is taken from the cache.
+        again = read(service.submit(prompt * 3, GREEDY))
+        assert read(service.submit(prompt, GREEDY))[0] == expected
+        assert again[2].finish_reason == "length"
+        assert settled(service, 7)

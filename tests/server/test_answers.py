@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx2
 import openai
 import pytest
+import torch
 from openai import OpenAI
+from transformers import AutoModelForCausalLM
 
 import surgeon
 from tests.models import tiny_tokenizer
-from tests.server.servers import TEMPLATE
+from tests.server.servers import TEMPLATE, serving
 
 if TYPE_CHECKING:
     from tests.server.servers import Server
@@ -39,8 +43,6 @@ def tokenizer() -> Any:
 
 def greedy_tokens(reference: Any, tokens: list[int], new: int = NEW) -> list[int]:
     """What `transformers` adds, end tokens or not."""
-    import torch
-
     sampled = reference.generate(
         torch.tensor([tokens]), do_sample=False, max_new_tokens=new, min_new_tokens=new, eos_token_id=None
     )
@@ -168,8 +170,6 @@ def test_end_tokens_end_unless_ignored(client: OpenAI, tokenizer: Any) -> None:
 
 
 def test_logprobs_are_the_models(client: OpenAI, reference: Any, tokenizer: Any) -> None:
-    import torch
-
     tokens = tokenizer(PROMPT).input_ids
     new = greedy_tokens(reference, tokens, 6)
     with torch.no_grad():
@@ -195,8 +195,6 @@ def test_logprobs_are_the_models(client: OpenAI, reference: Any, tokenizer: Any)
 
 def test_echoed_prompts_are_scored(client: OpenAI, reference: Any, tokenizer: Any) -> None:
     """As `transformers` does, whole and streamed, given as text and as token ids, with new tokens and without."""
-    import torch
-
     tokens = tokenizer(PROMPT).input_ids
     new = greedy_tokens(reference, tokens, 4)
     with torch.no_grad():
@@ -223,7 +221,11 @@ def test_echoed_prompts_are_scored(client: OpenAI, reference: Any, tokenizer: An
         assert logprobs.tokens[0] == "<s>"
         assert "".join(logprobs.tokens[1 : len(tokens)]) == PROMPT
         # The first token, <s>, is no text.
-        assert logprobs.text_offset == [0, *(len("".join(logprobs.tokens[1:end])) for end in range(1, len(values)))]
+        assert logprobs.text_offset is not None
+        starts = [0, *(len("".join(logprobs.tokens[1:end])) for end in range(1, len(tokens)))]
+        assert logprobs.text_offset[: len(tokens)] == starts
+        for token, offset in zip(logprobs.tokens[len(tokens) :], logprobs.text_offset[len(tokens) :], strict=True):
+            assert choice.text[offset:].startswith(token) or "\ufffd" in token or token == "</s>"
         chunks = list(client.completions.create(prompt=prompt, stream=True, **asked))
         assert "".join(chunk.choices[0].text for chunk in chunks) == choice.text
         pieces = [chunk.choices[0].logprobs for chunk in chunks]
@@ -336,3 +338,27 @@ def test_metrics_count(server: Server, tokenizer: Any) -> None:
         assert grown[f"surgeon_{name}_seconds_count"] == 1
     assert after["surgeon_used_blocks"] == 0
     assert after["surgeon_up"] == 1
+
+
+def test_settings_of_the_checkpoint_are_what_requests_that_do_not_say_get(chat_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "with-settings"
+    shutil.copytree(chat_model, folder)
+    settings = {"repetition_penalty": 2.5, "suppress_tokens": [40, 41, 42, 43], "do_sample": True, "top_k": 3}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = tiny_tokenizer()
+    tokens = tokenizer(PROMPT).input_ids
+    expected = model.generate(
+        torch.tensor([tokens]), do_sample=False, top_k=None, max_new_tokens=NEW, eos_token_id=None
+    )[0].tolist()
+    with serving(str(folder)) as server:
+        fields: dict[str, Any] = {"prompt": PROMPT, "max_tokens": NEW, "temperature": 0, **IGNORE_END}
+        own, other = (
+            server.post("/v1/completions", **fields, **more).json()["choices"][0]["text"]
+            for more in ({}, {"repetition_penalty": 1.0})
+        )
+        assert own == text_of(tokenizer, tokens, expected[len(tokens) :])
+        assert other != own
+        complaints = [line for line in server.lines if "generation_config.json" in line]
+        assert len(complaints) == 1
+        assert "do_sample (true), top_k (3), which is not applied; requests have to say so" in complaints[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -98,6 +99,35 @@ def test_bad_bodies(server: Server, path: str, body: Any, param: str | None, mes
     error = answer.json()["error"]
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
     assert re.search(message, error["message"]), error["message"]
+
+
+FAR_TOO_LONG = "The quick brown fox jumps over the lazy dog. " * 200_000
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (COMPLETIONS, {"prompt": FAR_TOO_LONG}),
+        (COMPLETIONS, {"prompt": ["a", FAR_TOO_LONG], "echo": True, "logprobs": 1}),
+        (COMPLETIONS, {"prompt": [7] * 2_000_000, "echo": True, "logprobs": 1}),
+        (CHAT, {"messages": [USER, USER | {"content": FAR_TOO_LONG}]}),
+        (COMPLETIONS, {"prompt": "a", "stop": FAR_TOO_LONG}),
+        (COMPLETIONS, {"prompt": "a", "stop": ["a b c"] * 1_000_000}),
+    ],
+    ids=["text", "texts", "tokens", "chat", "stop", "stops"],
+)
+def test_what_is_far_too_long_is_refused_at_once(server: Server, path: str, fields: dict[str, Any]) -> None:
+    rss, began = psutil.Process(server.process.pid).memory_info().rss, time.monotonic()
+    answer = server.post(path, **fields)
+    assert time.monotonic() - began < 6
+    assert answer.status_code == 400
+    assert len(answer.text) < 1000
+    assert psutil.Process(server.process.pid).memory_info().rss - rss < 400 << 20
+
+
+def test_ids_of_no_token_are_refused_in_scored_prompts_too(server: Server) -> None:
+    answer = server.post(COMPLETIONS, prompt=[5, 10**30], echo=True, logprobs=1)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
 
 
 @pytest.mark.parametrize("prompt", [[1.5] * 500_000, [[1.5]] * 500_000, ["a"] * 500_000], ids=["a", "b", "c"])

@@ -13,7 +13,7 @@ from tests.models import tiny_tokenizer
 
 def test_a_model_without_a_chat_template_refuses_chats() -> None:
     with pytest.raises(ApiError, match="this model has no chat template .* use /v1/completions") as error:
-        Texts(tiny_tokenizer()).chat([{"role": "user", "content": "Hello"}])
+        Texts(tiny_tokenizer()).chat([{"role": "user", "content": "Hello"}], 99)
     assert error.value.status == 400
 
 
@@ -30,8 +30,8 @@ def test_pieces_of_tokens_join_to_the_text() -> None:
 def test_prompts_keep_their_text() -> None:
     tokenizer = tiny_tokenizer()
     texts = Texts(tokenizer)
-    assert texts.prompt([5, 6]) == Prompt([5, 6])
-    assert texts.prompt("dog") == Prompt(tokenizer("dog").input_ids, "dog")
+    assert texts.prompt([5, 6], 9) == Prompt([5, 6])
+    assert texts.prompt("dog", 9) == Prompt(tokenizer("dog").input_ids, "dog")
 
 
 @pytest.mark.parametrize(
