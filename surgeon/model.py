@@ -7,7 +7,7 @@ order and on the inputs that the program says. Parameters keep their names, so t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -19,7 +19,7 @@ from transformers.utils.output_capturing import install_output_capuring_hook
 from surgeon.execute import Branch, Machine, Pending, State, advance, land
 from surgeon.families import Family, SublayerSpec, family_of
 from surgeon.program import ATTENTION, Fork, Program, Step, Sublayer
-from surgeon.weights import derive_sublayer, module_tensors
+from surgeon.weights import ModelWeights, ModuleStore, derive_sublayer
 
 PROGRAM_KEY = "surgeon_program"  # in config.json of a checkpoint that runs an edited program
 PROGRAM_PREFIX = "surgeon_"  # before its model type, so that no stock class takes it and ignores the program
@@ -186,7 +186,6 @@ class EditedLayers(nn.Module):
             self.add_module(str(index), layer)
         self.original = [layers]  # in a list, so that it is not registered a second time
         self.config = config
-        self.layer_configs = list(config.per_layer_config)  # layers of the fused form differ in width
         self.family = family
         self.program = program
         self.stream_tap = StreamTap()
@@ -222,17 +221,14 @@ class EditedLayers(nn.Module):
         """A module with the averaged or sliced weights of this sublayer.
 
         Raises:
-            ValueError: if the layers that it averages differ in width.
+            ValueError: as `derive_sublayer`.
         """
-        config, *others = (self.layer_configs[layer] for layer in sublayer.layers)
-        if any(self.family.units(other) != self.family.units(config) for other in others):
-            raise ValueError(f"{sublayer} cannot be averaged: its layers differ in width")
-        parts = (self.tensors(layer, self.family.spec(sublayer.kind)) for layer in sublayer.layers)
-        return derive_sublayer(sublayer, self.layer(sublayer.layers[0]), parts, self.family, config)
+        return derive_sublayer(sublayer, self.layer(sublayer.layers[0]), self.weights())
 
-    def tensors(self, layer: int, spec: SublayerSpec) -> Mapping[str, Tensor]:
-        """A copy of one sublayer's tensors, by path from the layer."""
-        return module_tensors(self.layer(layer), spec)
+    def weights(self) -> ModelWeights:
+        """The weights of the layers."""
+        store = ModuleStore(self, f"{self.family.layers}.")
+        return ModelWeights(store, self.family, self.family.head_dim(self.config))
 
     def owner(self, sublayer: Sublayer) -> nn.Module:
         """The module below which this sublayer's own modules lie: its layer, or what was derived for it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,9 +14,10 @@ from surgeon.analysis.sharing import Extend, Join, Plan, Reach, Run, sublayers_i
 from surgeon.analysis.states import Held, States
 from surgeon.checkpoint.streamed import StreamedLayers, streamed_layers
 from surgeon.execute import State, advance, fork_output, land
-from surgeon.families import SublayerSpec, family_of
+from surgeon.families import family_of
 from surgeon.model import EditedLayers, ModelMachine, decoder_inputs, decoder_layers
 from surgeon.program import Fork, Program, Sublayer
+from surgeon.weights import ModelWeights
 
 
 class PlanMachine(ModelMachine):
@@ -55,8 +56,8 @@ class _OnDemand(EditedLayers):
             return self.derive(sublayer)
         return super().owner(sublayer) if self.streamed is None else self._read(sublayer, self.streamed)
 
-    def tensors(self, layer: int, spec: SublayerSpec) -> Mapping[str, Tensor]:
-        return super().tensors(layer, spec) if self.streamed is None else self.streamed.tensors(layer, spec)
+    def weights(self) -> ModelWeights:
+        return super().weights() if self.streamed is None else self.streamed.weights(self.family.head_dim(self.config))
 
     def _read(self, sublayer: Sublayer, streamed: StreamedLayers) -> nn.Module:
         if sublayer not in self.kept:

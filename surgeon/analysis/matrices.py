@@ -15,8 +15,8 @@ from surgeon.errors import did_you_mean
 from surgeon.families import Family, Projection, family_of
 from surgeon.model import decoder_layers
 from surgeon.operations.base import show_range
-from surgeon.program import KINDS
-from surgeon.weights import projection_matrix, with_projection
+from surgeon.program import KINDS, Sublayer
+from surgeon.weights import ModelWeights, ModuleStore, with_projection
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,9 @@ class Matrices:
         layers = decoder_layers(model)
         assert isinstance(layers, nn.ModuleList)
         self.layers = layers
+        self.weights = ModelWeights(
+            ModuleStore(layers, f"{self.family.layers}."), self.family, self.family.head_dim(self.config)
+        )
 
     def projection(self, matrix: Matrix) -> Projection:
         """Where a matrix lies in its layer."""
@@ -80,8 +83,7 @@ class Matrices:
 
     def read(self, matrix: Matrix) -> Tensor:
         """The matrix, (out, in)."""
-        weight = self._weight(matrix).detach()
-        return projection_matrix(weight, self.projection(matrix), self.family, self.config)
+        return self.weights.matrix(Sublayer(matrix.kind, (matrix.layer,)), matrix.weight).whole()
 
     @contextmanager
     def replaced(self, matrix: Matrix, values: Tensor) -> Iterator[None]:

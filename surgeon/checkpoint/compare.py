@@ -21,10 +21,10 @@ from surgeon.checkpoint.describe import Description, describe
 from surgeon.checkpoint.export import companions_of
 from surgeon.checkpoint.forms import stored_sources
 from surgeon.checkpoint.hunks import Hunk, hunks
-from surgeon.checkpoint.names import Names, layer_prefix
 from surgeon.checkpoint.read import Checkpoint, locate
 from surgeon.checkpoint.write import as_bytes
 from surgeon.progress import Advance
+from surgeon.weights import Names
 
 PART = 1 << 24  # bytes of a tensor that are compared at a time
 
@@ -205,12 +205,10 @@ def _keys(one: Description, checkpoint: Checkpoint) -> dict[Key, str]:
     for layers in sources:
         labels.append((layers, seen[layers]))
         seen[layers] += 1
-    names, (embedding, head) = (
-        Names(checkpoint, one.family),
-        (f"{p}.weight" for p in (one.family.embedding, one.family.head)),
-    )
+    names = Names(checkpoint, one.family)
+    embedding, head = (f"{path}.weight" for path in (one.family.embedding, one.family.head))
     alike = {names.of(head): head, names.of(embedding): names.own(embedding)}  # whatever name they are stored under
-    pattern = re.compile(rf"{re.escape(layer_prefix(checkpoint, one.family))}(\d+)\.(.+)")
+    pattern = re.compile(rf"{re.escape(names.layers)}(\d+)\.(.+)")
     keys = {}
     for name in checkpoint.names():
         match = pattern.fullmatch(name)

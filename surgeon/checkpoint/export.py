@@ -22,7 +22,6 @@ from surgeon.checkpoint.fused_config import fused_config
 from surgeon.checkpoint.inherit import inherit
 from surgeon.checkpoint.load import PROGRAM_KEY, is_fused, read_config
 from surgeon.checkpoint.measured import Identity, Measured
-from surgeon.checkpoint.names import layer_prefix
 from surgeon.checkpoint.prove import Proof, original_model, prove, reference_of
 from surgeon.checkpoint.read import WEIGHTS_KEY, Checkpoint, check_inside, locate
 from surgeon.checkpoint.remote_code import SHIPPED
@@ -38,6 +37,7 @@ from surgeon.program import Program
 from surgeon.progress import Advance, stretch
 from surgeon.provenance import versions, write_json
 from surgeon.recipe import Recipe
+from surgeon.weights import Names
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # What belongs to a model beside its weights; never code, never pickles, and not the model card: what it says that still
@@ -112,7 +112,7 @@ class Original:
 def _check_tensors(checkpoint: Checkpoint, config: Any, family: Family) -> None:
     """Refuse tensors that are missing, do not fit config.json, or are of no use; further layers may lie idle."""
     _, names = original_model(checkpoint, config, buffers=False)
-    layers = layer_prefix(checkpoint, family)
+    layers = Names(checkpoint, family).layers
     for name in names.unexpected:
         if not name.startswith(layers):
             raise ValueError(f"{name} is no tensor of {family.name} that surgeon knows; it cannot be exported")

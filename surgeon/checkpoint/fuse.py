@@ -22,12 +22,11 @@ from torch import Tensor
 
 from surgeon.checkpoint.forms import StoredLayer
 from surgeon.checkpoint.fused_config import groups_of
-from surgeon.checkpoint.names import Names, layer_prefix
 from surgeon.checkpoint.read import Checkpoint, Stored
 from surgeon.families import Family, Projection, SublayerSpec
 from surgeon.families.fused import FUSED, POSITIONS, PROJECTIONS
 from surgeon.program import ATTENTION, FEED_FORWARD, Sublayer
-from surgeon.weights import average, slice_projection, unit_features
+from surgeon.weights import Names, mean, slice_projection, unit_features
 
 Read = Callable[[str], Tensor]
 # A tensor, or its rows in order, some at a time: what is computed of large tensors is never held as a whole.
@@ -78,7 +77,7 @@ class TensorPlanner:
         self.config = config
         self.dtype = dtype
         self.names = Names(source, family)
-        self.prefix = layer_prefix(source, family)
+        self.prefix = self.names.layers
 
     def plan(self, layers: tuple[StoredLayer, ...]) -> list[PlannedTensor]:
         """All tensors in the order in which a forward pass needs them."""
@@ -144,7 +143,7 @@ class TensorPlanner:
     def _part(self, sublayer: Sublayer, path: str, read: Read) -> Tensor:
         """One tensor of one sublayer: read, averaged over its layers, sliced."""
         tensors = [read(f"{self.prefix}{layer}.{path}") for layer in sublayer.layers]
-        tensor = tensors[0] if len(tensors) == 1 else average({path: tensor.float()} for tensor in tensors)[path]
+        tensor = tensors[0] if len(tensors) == 1 else mean(tensor.float() for tensor in tensors)
         projection = _projection(self.family.spec(sublayer.kind), path)
         if sublayer.piece is None or projection is None:
             return tensor

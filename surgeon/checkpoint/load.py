@@ -9,13 +9,13 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from surgeon.checkpoint.fused_config import GLOBAL_WIDTHS_KEY, WIDTHS_KEY
-from surgeon.checkpoint.names import Names
 from surgeon.checkpoint.read import Checkpoint, locate
 from surgeon.checkpoint.remote_code import FUSED, PROGRAM
 from surgeon.errors import shown
 from surgeon.families import Family, family_named, family_of
 from surgeon.model import PROGRAM_KEY, edit
 from surgeon.program import Program
+from surgeon.weights import Names
 
 MOST_LABELS = 1_000_000  # of a classifier, which a config.json may speak of
 
@@ -100,7 +100,7 @@ def read_config(checkpoint: Checkpoint) -> Any:
         raise ValueError(f"{checkpoint.folder / 'config.json'} is not a valid configuration: {error}") from error
     family = family_of(config)
     _check_sizes(checkpoint.folder / "config.json", config, family)
-    config.tie_word_embeddings = Names(checkpoint, family).are_tied(bool(config.tie_word_embeddings))
+    config.tie_word_embeddings = _are_tied(checkpoint, family, bool(config.tie_word_embeddings))
     return config
 
 
@@ -217,3 +217,22 @@ def _check_widths(checkpoint: Checkpoint) -> None:
         )
     if not checkpoint.config.get(GLOBAL_WIDTHS_KEY):
         raise ValueError(f"{path} has {WIDTHS_KEY}, and so needs {GLOBAL_WIDTHS_KEY}: true")
+
+
+def _are_tied(checkpoint: Checkpoint, family: Family, wanted: bool) -> bool:
+    """Whether embedding and head are the same matrix, as `transformers` finds it when it loads them.
+
+    Args:
+        wanted: whether the configuration says so. If it does and both are stored, they are what is stored.
+    """
+    names = Names(checkpoint, family)
+    embedding, head = (names.own(f"{path}.weight") for path in (family.embedding, family.head))
+    both = embedding in checkpoint and head in checkpoint
+    return wanted and (not both or _are_equal(checkpoint, embedding, head))
+
+
+def _are_equal(held: Checkpoint, one: str, other: str) -> bool:
+    """Whether two tensors are the same, bit for bit; they are read as far as they are."""
+    if (held.dtype(one), held.shape(one)) != (held.dtype(other), held.shape(other)):
+        return False
+    return all(a == b for a, b in zip(held.blocks(one), held.blocks(other), strict=True))

@@ -32,7 +32,7 @@ from surgeon.checkpoint.load import read_config
 from surgeon.checkpoint.on_demand import StoredNames, WeightsOnDemand, build_empty, match_names
 from surgeon.checkpoint.read import Checkpoint, Stored
 from surgeon.checkpoint.remote_code import SHIPPED
-from surgeon.families import SublayerSpec, family_of
+from surgeon.families import family_of
 from surgeon.model import EditedLayers, edit
 from surgeon.program import Program, Sublayer
 from surgeon.progress import Advance
@@ -154,29 +154,6 @@ class _DerivedWhenRun(EditedLayers):
 
     def owner(self, sublayer: Sublayer) -> nn.Module:
         return self.derive(sublayer) if self.is_derived(sublayer) else super().owner(sublayer)
-
-    def tensors(self, layer: int, spec: SublayerSpec) -> Mapping[str, Tensor]:
-        return _WhenLookedUp(self.layer(layer), spec)
-
-
-class _WhenLookedUp(Mapping[str, Tensor]):
-    """One sublayer's tensors, each read when it is looked up."""
-
-    def __init__(self, layer: nn.Module, spec: SublayerSpec) -> None:
-        self.parameters = {
-            f"{root}.{name}": parameter
-            for root in (spec.norm, *spec.modules)
-            for name, parameter in layer.get_submodule(root).named_parameters()
-        }
-
-    def __getitem__(self, path: str) -> Tensor:
-        return self.parameters[path].detach()  # of what is stored, where weights are on demand
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.parameters)
-
-    def __len__(self) -> int:
-        return len(self.parameters)
 
 
 def _random_tokens(config: Any, length: int) -> Tensor:

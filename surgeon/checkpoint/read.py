@@ -170,6 +170,11 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self.files
 
+    @property
+    def where(self) -> str:
+        """What error messages call it."""
+        return str(self.folder)
+
     def names(self) -> list[str]:
         """All tensor names, file by file."""
         return list(self.files)

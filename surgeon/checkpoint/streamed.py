@@ -8,20 +8,20 @@ when the tensors are dropped.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from surgeon.checkpoint.load import check_complete, compute_dtype, is_fused, read_config
-from surgeon.checkpoint.names import layer_prefix
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.families import Family, SublayerSpec, family_of
 from surgeon.model import PROGRAM_KEY
-from surgeon.weights import Tensors
+from surgeon.weights import ModelWeights, Names
 
 
 class StreamedLayers(nn.ModuleList):
@@ -37,27 +37,13 @@ class StreamedLayers(nn.ModuleList):
     ) -> None:
         super().__init__(layers)
         self.checkpoint = checkpoint
-        self.prefix = layer_prefix(checkpoint, family)
+        self.family = family
         self.dtype = dtype
         self.device = device
 
-    def tensors(self, layer: int, spec: SublayerSpec) -> Tensors:
-        """One sublayer's tensors by their path from the layer, read from the files now.
-
-        Raises:
-            ValueError: if one is missing, or has another shape than the architecture asks for.
-        """
-        found = {}
-        for path, parameter in self._expected(layer, spec).items():
-            name = f"{self.prefix}{layer}.{path}"
-            shape = self.checkpoint.shape(name)
-            if shape != tuple(parameter.shape):
-                raise ValueError(
-                    f"{self.checkpoint.folder}: tensor {name} has the shape {shape}, but config.json asks for "
-                    f"{tuple(parameter.shape)}"
-                )
-            found[path] = self.checkpoint.tensor(name).to(self.device, self.dtype)
-        return found
+    def weights(self, head_dim: int) -> ModelWeights:
+        """What the files hold, read when it is asked for."""
+        return ModelWeights(_Converted(self), self.family, head_dim)
 
     def sublayer_bytes(self, spec: SublayerSpec) -> int:
         """How much memory one sublayer's weights take."""
@@ -69,6 +55,50 @@ class StreamedLayers(nn.ModuleList):
             for root in (spec.norm, *spec.modules)
             for name, parameter in self[layer].get_submodule(root).named_parameters()
         }
+
+
+class _Converted:
+    """A checkpoint whose tensors come in another dtype, on a device; the layers' must be as their modules are."""
+
+    def __init__(self, layers: StreamedLayers) -> None:
+        self.layers = layers
+        prefix = Names(layers.checkpoint, layers.family).layers
+        self.expected = {f"{prefix}{name}": tuple(parameter.shape) for name, parameter in layers.named_parameters()}
+
+    @property
+    def where(self) -> str:
+        return self.layers.checkpoint.where
+
+    def names(self) -> Iterable[str]:
+        return self.layers.checkpoint.names()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.layers.checkpoint
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor.
+
+        Raises:
+            ValueError: if it is missing, or has another shape than the architecture asks for.
+        """
+        shape = self.layers.checkpoint.shape(name)
+        if shape != self.expected.get(name, shape):
+            raise ValueError(
+                f"{self.layers.checkpoint.folder}: tensor {name} has the shape {shape}, but config.json asks for "
+                f"{self.expected[name]}"
+            )
+        return shape
+
+    def dtype(self, name: str) -> torch.dtype:  # noqa: ARG002 - the same for all
+        return self.layers.dtype
+
+    def tensor(self, name: str) -> Tensor:
+        self.shape(name)
+        return self.layers.checkpoint.tensor(name).to(self.layers.device, self.layers.dtype)
+
+    def part(self, name: str, dim: int, first: int, end: int) -> Tensor:
+        self.shape(name)
+        return self.layers.checkpoint.part(name, dim, first, end).to(self.layers.device, self.layers.dtype)
 
 
 def load_streamed(folder: Path, device: str = "cpu") -> PreTrainedModel:

@@ -25,9 +25,9 @@ from surgeon.runtime.plan import Plan
 from surgeon.runtime.request import UNDEFINED, TokenLogprob, UndefinedLogits
 from surgeon.runtime.scoring import score
 from surgeon.runtime.sequence import Row, Wanted
-from surgeon.runtime.sharding import Source
 from surgeon.runtime.share import Phase, Share
 from surgeon.runtime.static_decode import CudaRecorder, StaticDecode
+from surgeon.weights import ModelWeights
 
 
 @dataclass
@@ -68,7 +68,7 @@ class RankEngine(Share):
         self.counts = self.figures.prefill
         self._since: float | None = None
         self._static = self._static_decode()
-        source = Source(Checkpoint(plan.folder), plan.family, plan.head_dim)
+        source = ModelWeights(Checkpoint(plan.folder), plan.family, plan.head_dim)
         self.load(source)
         self._load_ends(source)
         # Static passes may be recorded with the address of theirs, which therefore never grow.
@@ -88,7 +88,7 @@ class RankEngine(Share):
         captured = gpu and wanted != "static" and self.collectives.capturable
         return StaticDecode(self, CudaRecorder(self.device) if captured else None)
 
-    def _load_ends(self, source: Source) -> None:
+    def _load_ends(self, source: ModelWeights) -> None:
         """This rank's rows of the embedding and of the head (the same ones where they are tied), and the final norm."""
         family, plan = self.plan.family, self.plan
 

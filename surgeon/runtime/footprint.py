@@ -13,8 +13,8 @@ from surgeon.program import ATTENTION, Program, Sublayer
 from surgeon.runtime.blocks import BLOCK_TOKENS, blocks_for
 from surgeon.runtime.placement import rank_work
 from surgeon.runtime.plan import Plan
-from surgeon.runtime.sharding import Source, unit_bounds
 from surgeon.runtime.torchrun import ranks_of_this_machine
+from surgeon.weights import ModelWeights, unit_bounds
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Footprint:
 
 def footprint(plan: Plan) -> Footprint:
     """What ranks will hold for a plan."""
-    source = Source(Checkpoint(plan.folder), plan.family, plan.head_dim)
+    source = ModelWeights(Checkpoint(plan.folder), plan.family, plan.head_dim)
     program = Program.parse(plan.program)
     rows = -(-plan.vocabulary // plan.ranks) * (1 if plan.tied else 2)
     if plan.family.position_embedding:
@@ -47,18 +47,18 @@ def footprint(plan: Plan) -> Footprint:
     return Footprint(tuple(weights), tuple(block))
 
 
-def _features(source: Source, sublayer: Sublayer) -> int:
+def _features(source: ModelWeights, sublayer: Sublayer) -> int:
     """Rows and columns of all matrices of a slice, each as wide as the stream."""
     width = source.head_dim if sublayer.kind == ATTENTION else 1
     return sum(_size(source, sublayer, p.unit) * width for p in source.family.spec(sublayer.kind).projections)
 
 
-def _kv_heads(source: Source, sublayer: Sublayer) -> int:
+def _kv_heads(source: ModelWeights, sublayer: Sublayer) -> int:
     (k,) = (p for p in source.family.spec(sublayer.kind).projections if p.role == "k")
     return _size(source, sublayer, k.unit)
 
 
-def _size(source: Source, sublayer: Sublayer, unit: Unit) -> int:
+def _size(source: ModelWeights, sublayer: Sublayer, unit: Unit) -> int:
     """How many heads, KV heads or neurons a slice has."""
     first, end = unit_bounds(source.units(sublayer)[unit], sublayer.piece)
     return end - first

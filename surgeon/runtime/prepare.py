@@ -6,7 +6,6 @@ Only this module of the runtime needs `transformers`; ranks start faster without
 from __future__ import annotations
 
 import math
-import re
 from pathlib import Path
 from typing import Any, get_args
 
@@ -25,8 +24,7 @@ from surgeon.model import check_layers
 from surgeon.program import Program
 from surgeon.runtime.placement import rank_work
 from surgeon.runtime.plan import Decoding, Plan, Rotary
-from surgeon.runtime.sharding import Source, indivisible
-from surgeon.weights import require_sliceable
+from surgeon.weights import ModelWeights, indivisible, require_sliceable
 
 # Families whose computation layers.py has: a new one may need more than its description says.
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "opt", "gpt2", "gpt_neo", "gpt_neox")
@@ -74,8 +72,8 @@ def make_plan(
         raise ValueError(f"ranks do not run {family.name} yet (they run {names}); transformers does, in one process")
     if checkpoint.config.get("quantization_config"):
         raise ValueError(f"{folder} holds quantised weights, which ranks cannot share; use the model it was made from")
-    source = Source(checkpoint, family, family.head_dim(config))
-    layers = _count_layers(checkpoint, family)
+    source = ModelWeights(checkpoint, family, family.head_dim(config))
+    layers = source.count_layers()
     given = Program.parse(program) if program else stored_program(checkpoint)
     parsed = given or Program.dense(int(config.num_hidden_layers), family.steps_per_layer)
     check_layers(parsed, layers)
@@ -130,19 +128,10 @@ def _decoding(wanted: str) -> Decoding:
     raise ValueError(f"there is no decoding {wanted!r}; {did_you_mean(wanted, known)}")
 
 
-def _count_layers(checkpoint: Checkpoint, family: Family) -> int:
-    """From the weights: the configuration of an edited checkpoint may count attentions of its program instead."""
-    pattern = re.compile(rf"(?:^|\.){re.escape(family.layers.rpartition('.')[2])}\.(\d+)\.")
-    found = [int(match[1]) for name in checkpoint.names() if (match := pattern.search(name))]
-    if not found:
-        raise ValueError(f"{checkpoint.folder} holds no tensors of {family.name} layers ({family.layers}.0...)")
-    return max(found) + 1
-
-
-def _check_shapes(program: Program, source: Source, config: Any) -> None:
+def _check_shapes(program: Program, source: ModelWeights, config: Any) -> None:
     """Refuse weights that are missing or do not fit each other, before a rank trips over them."""
     if not config.tie_word_embeddings:  # the head does not stand for the embedding
-        source.checkpoint.shape(source.names.own(f"{source.family.embedding}.weight"))
+        source.store.shape(source.names.own(f"{source.family.embedding}.weight"))
     for path, expected in _expected_shapes(program, source, config).items():
         found = source.shape(path)
         if len(found) != len(expected) or any(e not in (None, f) for e, f in zip(expected, found, strict=True)):
@@ -156,7 +145,7 @@ def _check_shapes(program: Program, source: Source, config: Any) -> None:
             )
 
 
-def _expected_shapes(program: Program, source: Source, config: Any) -> dict[str, tuple[int | None, ...]]:
+def _expected_shapes(program: Program, source: ModelWeights, config: Any) -> dict[str, tuple[int | None, ...]]:
     """Shapes by path, as far as the configuration says them (None: layers may differ in width)."""
     family, hidden = source.family, int(config.hidden_size)
     shapes: dict[str, tuple[int | None, ...]] = {
@@ -188,7 +177,7 @@ def _activation(config: Any, family: Family) -> str:
     return name
 
 
-def _check_division(program: Program, source: Source, ranks: int) -> None:
+def _check_division(program: Program, source: ModelWeights, ranks: int) -> None:
     for sublayer in set(program.sublayers()):
         if sublayer.piece is not None:
             _refuse(indivisible(sublayer, source.units(sublayer), replicate=False))
@@ -199,7 +188,7 @@ def _check_division(program: Program, source: Source, ranks: int) -> None:
     raise ValueError(f"{ranks} ranks cannot share this model: {reason}; {_either(fits)} can")
 
 
-def _why_not(program: Program, source: Source, ranks: int) -> str | None:
+def _why_not(program: Program, source: ModelWeights, ranks: int) -> str | None:
     try:
         parts = {
             part.sublayer for rank in range(ranks) for work in rank_work(program, rank, ranks) for part in work.parts
@@ -220,7 +209,7 @@ def _either(numbers: list[str]) -> str:
     return " or ".join([", ".join(numbers[:-1]), numbers[-1]] if len(numbers) > 1 else numbers) or "no number of ranks"
 
 
-def _check_length(config: Any, family: Family, source: Source, max_tokens: int) -> None:
+def _check_length(config: Any, family: Family, source: ModelWeights, max_tokens: int) -> None:
     positions = _positions(config, family, source)
     if max_tokens > positions:
         raise ValueError(
@@ -229,13 +218,13 @@ def _check_length(config: Any, family: Family, source: Source, max_tokens: int) 
         )
 
 
-def _most_tokens(config: Any, family: Family, source: Source) -> int:
+def _most_tokens(config: Any, family: Family, source: ModelWeights) -> int:
     """The longest text that is not refused."""
     limits = _positions(config, family, source), _unchanged(config) if family.rotary else None
     return min(limit for limit in limits if limit is not None)
 
 
-def _positions(config: Any, family: Family, source: Source) -> int:
+def _positions(config: Any, family: Family, source: ModelWeights) -> int:
     if family.position_embedding is None:
         return int(config.max_position_embeddings)
     return source.shape(f"{family.position_embedding}.weight")[0] - family.position_offset

@@ -19,7 +19,7 @@ from surgeon.runtime.layers import Attention, FeedForward, Norm, Pass
 from surgeon.runtime.machine import RankMachine
 from surgeon.runtime.placement import Group, Work, groups_within, rank_work
 from surgeon.runtime.plan import Plan
-from surgeon.runtime.sharding import Source
+from surgeon.weights import ModelWeights
 
 
 @dataclass
@@ -64,7 +64,7 @@ class Share:
         self.sublayers: dict[Sublayer, Attention | FeedForward] = {}
         self.post_norms: dict[Sublayer, Norm] = {}
 
-    def load(self, source: Source) -> None:
+    def load(self, source: ModelWeights) -> None:
         """The slices of this rank's work, and the norms behind the sublayers of every step it has a share in."""
         plan = self.plan
         for sublayer in {part.sublayer for work in self.work for part in work.parts}:
@@ -76,9 +76,9 @@ class Share:
             else:
                 self.sublayers[sublayer] = FeedForward(tensors, spec, plan)
         for sublayer in {sublayer for work in self.work for sublayer in work.step.sublayers}:
-            for name, gain in source.post_norm(sublayer, plan.dtype).items():
-                path = name.removesuffix(".weight")
-                self.post_norms[sublayer] = Norm({name: gain.to(self.device)}, path, plan)
+            if plan.family.spec(sublayer.kind).post_norm is not None:
+                norms = {name: tensor.to(self.device) for name, tensor in source.norms(sublayer, plan.dtype).items()}
+                self.post_norms[sublayer] = Norm(norms, "post_norm", plan)
 
     def attentions(self) -> list[Sublayer]:
         """The attentions of this rank's work, by cache slot."""

@@ -35,10 +35,10 @@ from surgeon.program import Program, Sublayer
 from surgeon.runtime.layers import Norm, Pass, Weighting, rotation
 from surgeon.runtime.plan import Plan
 from surgeon.runtime.prepare import make_plan
-from surgeon.runtime.sharding import Source, unit_bounds
 from surgeon.runtime.share import Share
 from surgeon.vllm_plugin.reduce import connect
 from surgeon.vllm_plugin.requirements import read_settings, reason_against, stage_nodes
+from surgeon.weights import ModelWeights, unit_bounds
 
 
 class ProgramForCausalLM(nn.Module):
@@ -61,7 +61,7 @@ class ProgramForCausalLM(nn.Module):
         self.stages = get_pp_group()
         nodes = stage_nodes(Program.parse(plan.program).nodes, self.stages.rank_in_group, self.stages.world_size)
         self.plan = plan
-        self.source = Source(Checkpoint(plan.folder), plan.family, plan.head_dim)
+        self.source = ModelWeights(Checkpoint(plan.folder), plan.family, plan.head_dim)
         device = torch.empty(0).device  # vLLM builds models with its own as the default
         program = Program(nodes)
         self.share = Share(replace(plan, program=str(program)), connect(settings.reduce, program), device)

@@ -97,13 +97,14 @@ def test_a_layer_is_read_once_where_memory_keeps_nothing(tmp_path: Path, monkeyp
     model = load_streamed(tmp_path)
     layers = streamed_layers(model)
     assert layers is not None
-    read: list[int] = []
-    original = type(layers).tensors
-    monkeypatch.setattr(type(layers), "tensors", lambda self, k, spec: read.append(k) or original(self, k, spec))
+    read: list[str] = []
+    original = layers.checkpoint.tensor
+    monkeypatch.setattr(layers.checkpoint, "tensor", lambda name: read.append(name) or original(name))
     monkeypatch.setattr(measure_module, "streaming_room", lambda *_: measure_module.Streaming(0, 1 << 20, None))
     dense = Program.dense(4)
     list(measure(model, IDS, dense, [prune(dense, layers=range(a, a + 1)) for a in range(4)], at_once=3))
-    assert read == [0, 0, 1, 1, 2, 2, 3, 3]  # attention and feed-forward of each
+    assert len(read) == len(set(read)) == 4 * 9  # two norms and seven matrices of each
+    assert [int(name.split(".")[2]) for name in read] == sorted(4 * [0, 1, 2, 3] + 5 * [0, 1, 2, 3])
 
 
 def test_what_memory_leaves_room_for(tmp_path: Path) -> None:

@@ -12,25 +12,25 @@ import torch
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.families import FAMILIES, family_of
 from surgeon.program import Program, Sublayer
-from surgeon.runtime.sharding import Source, indivisible, unit_bounds
+from surgeon.weights import ModelWeights, indivisible, unit_bounds
 
 
 @pytest.fixture
-def llama(tiny_model: Callable[..., Any], tmp_path: Path) -> tuple[Any, Source]:
+def llama(tiny_model: Callable[..., Any], tmp_path: Path) -> tuple[Any, ModelWeights]:
     model = tiny_model("llama", attention_bias=True, mlp_bias=True)
     model.save_pretrained(tmp_path)
-    return model, Source(Checkpoint(tmp_path), family_of(model.config), 8)
+    return model, ModelWeights(Checkpoint(tmp_path), family_of(model.config), 8)
 
 
 def sublayer(text: str) -> Sublayer:
     return next(Program.parse(text).sublayers())
 
 
-def test_a_slice_of_an_attention(llama: tuple[Any, Source]) -> None:
+def test_a_slice_of_an_attention(llama: tuple[Any, ModelWeights]) -> None:
     model, source = llama
     attention = model.model.layers[2].self_attn
     tensors = source.sublayer(sublayer("A2/2:1"), torch.float32)
-    assert source.post_norm(sublayer("A2"), torch.float32) == {}
+    assert "post_norm.weight" not in tensors
     # 4 heads of 8 features over 2 KV heads: slice 1 has heads 2 and 3, which share KV head 1.
     assert torch.equal(tensors["q.weight"], attention.q_proj.weight[16:32])
     assert torch.equal(tensors["q.bias"], attention.q_proj.bias[16:32])
@@ -43,7 +43,7 @@ def test_a_slice_of_an_attention(llama: tuple[Any, Source]) -> None:
     assert torch.equal(first["o.bias"], attention.o_proj.bias)
 
 
-def test_more_slices_than_kv_heads_share_them(llama: tuple[Any, Source]) -> None:
+def test_more_slices_than_kv_heads_share_them(llama: tuple[Any, ModelWeights]) -> None:
     model, source = llama
     attention = model.model.layers[0].self_attn
     for index in range(4):
@@ -53,27 +53,27 @@ def test_more_slices_than_kv_heads_share_them(llama: tuple[Any, Source]) -> None
         assert torch.equal(tensors["k.weight"], attention.k_proj.weight[first : first + 8])
 
 
-def test_a_slice_of_an_average(llama: tuple[Any, Source]) -> None:
+def test_a_slice_of_an_average(llama: tuple[Any, ModelWeights]) -> None:
     model, source = llama
     tensors = source.sublayer(sublayer("F0~F3/3:2"), torch.float32)
     mean = (model.model.layers[0].mlp.up_proj.weight + model.model.layers[3].mlp.up_proj.weight) / 2
     assert torch.equal(tensors["up.weight"], mean[32:48])
 
 
-def test_units_come_from_the_shapes(llama: tuple[Any, Source]) -> None:
+def test_units_come_from_the_shapes(llama: tuple[Any, ModelWeights]) -> None:
     _, source = llama
-    source.checkpoint.config["num_attention_heads"] = 999
+    source.store.config["num_attention_heads"] = 999
     assert source.units(sublayer("A1")) == {"heads": 4, "kv_heads": 2}
     assert source.units(sublayer("F1")) == {"neurons": 48}
 
 
-def test_only_the_slice_is_read(llama: tuple[Any, Source], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_slice_is_read(llama: tuple[Any, ModelWeights], monkeypatch: pytest.MonkeyPatch) -> None:
     _, source = llama
     whole: list[str] = []
     parts: list[tuple[str, int, int, int]] = []
-    read_whole, read_part = source.checkpoint.tensor, source.checkpoint.part
-    monkeypatch.setattr(source.checkpoint, "tensor", lambda name: whole.append(name) or read_whole(name))
-    monkeypatch.setattr(source.checkpoint, "part", lambda *what: parts.append(what) or read_part(*what))
+    read_whole, read_part = source.store.tensor, source.store.part
+    monkeypatch.setattr(source.store, "tensor", lambda name: whole.append(name) or read_whole(name))
+    monkeypatch.setattr(source.store, "part", lambda *what: parts.append(what) or read_part(*what))
     source.sublayer(sublayer("F1/4:3"), torch.float32)
     layer = "model.layers.1."
     assert whole == [f"{layer}post_attention_layernorm.weight"]
@@ -92,7 +92,8 @@ def test_only_the_slice_is_read(llama: tuple[Any, Source], monkeypatch: pytest.M
         # Slice 1 of 2: heads 2 and 3 of 4 heads of 8, whose q, k and v follow each other head by head.
         (
             "gpt_neox",
-            [("attention.query_key_value.weight", 0, 48, 96), ("attention.dense.weight", 1, 16, 32)],
+            [("attention.query_key_value.weight", 0, first, first + 32) for first in (48, 56, 64)]
+            + [("attention.dense.weight", 1, 16, 32)],
             {"q": [*range(48, 56), *range(72, 80)], "k": [*range(56, 64), *range(80, 88)]},
         ),
         # 4 heads and 2 KV heads: rows of q, of k, of v.
@@ -121,10 +122,10 @@ def test_packed_projections(
 ) -> None:
     model = tiny_model(family)
     model.save_pretrained(tmp_path)
-    source = Source(Checkpoint(tmp_path), FAMILIES[family], 8)
+    source = ModelWeights(Checkpoint(tmp_path), FAMILIES[family], 8)
     parts: list[tuple[str, int, int, int]] = []
-    read_part = source.checkpoint.part
-    monkeypatch.setattr(source.checkpoint, "part", lambda *what: parts.append(what) or read_part(*what))
+    read_part = source.store.part
+    monkeypatch.setattr(source.store, "part", lambda *what: parts.append(what) or read_part(*what))
     tensors = source.sublayer(sublayer("A1/2:1"), torch.float32)
     prefix = f"{FAMILIES[family].layers}.1."
     assert [part for part in parts if part[0].endswith("weight")] == [(prefix + name, *where) for name, *where in reads]
@@ -140,12 +141,11 @@ def test_packed_projections(
 def test_norms_behind_sublayers(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
     model = tiny_model("gemma2")
     model.save_pretrained(tmp_path)
-    source = Source(Checkpoint(tmp_path), FAMILIES["gemma2"], 16)
+    source = ModelWeights(Checkpoint(tmp_path), FAMILIES["gemma2"], 16)
     gains = [layer.post_feedforward_layernorm.weight for layer in model.model.layers]
-    assert torch.equal(source.post_norm(sublayer("F2"), torch.float32)["post_norm.weight"], gains[2])
-    averaged = source.post_norm(sublayer("F0~F3"), torch.float32)["post_norm.weight"]
+    assert torch.equal(source.norms(sublayer("F2"))["post_norm.weight"], gains[2])
+    averaged = source.norms(sublayer("F0~F3"), torch.float32)["post_norm.weight"]
     assert torch.equal(averaged, (gains[0] + gains[3]) / 2)
-    assert "post_norm.weight" not in source.sublayer(sublayer("F2"), torch.float32)
 
 
 def test_sixteen_bit_weights_are_averaged_in_the_computing_dtype(
@@ -153,7 +153,7 @@ def test_sixteen_bit_weights_are_averaged_in_the_computing_dtype(
 ) -> None:
     model = tiny_model("llama").to(torch.bfloat16)
     model.save_pretrained(tmp_path)
-    source = Source(Checkpoint(tmp_path), FAMILIES["llama"], 8)
+    source = ModelWeights(Checkpoint(tmp_path), FAMILIES["llama"], 8)
     found = source.sublayer(sublayer("F0~F1"), torch.float32)["up.weight"]
     layers = [model.model.layers[k].mlp.up_proj.weight.float() for k in (0, 1)]
     assert torch.equal(found, (layers[0] + layers[1]) / 2)
@@ -162,7 +162,7 @@ def test_sixteen_bit_weights_are_averaged_in_the_computing_dtype(
 def test_checkpoints_of_bare_decoders(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
     model = tiny_model("llama", tie_word_embeddings=True)
     model.model.save_pretrained(tmp_path)
-    source = Source(Checkpoint(tmp_path), FAMILIES["llama"], 8)
+    source = ModelWeights(Checkpoint(tmp_path), FAMILIES["llama"], 8)
     assert source.shape("model.embed_tokens.weight") == tuple(model.model.embed_tokens.weight.shape)
     assert source.units(sublayer("A1")) == {"heads": 4, "kv_heads": 2}
 

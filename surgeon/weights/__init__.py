@@ -1,0 +1,49 @@
+"""One view of a model's tensors, wherever they are stored: matrices by layer and role, slices and averages of them.
+
+`Store` is where tensors are (a module in memory, a checkpoint's folder), `ModelWeights` sees one through its family:
+names become paths, modules become roles. The rules of packing, slicing and averaging stand here and nowhere else.
+"""
+
+from surgeon.weights.derive import derive_sublayer, stored_tensors
+from surgeon.weights.layout import (
+    features,
+    indivisible,
+    projection_matrix,
+    require_sliceable,
+    slice_bounds,
+    slice_projection,
+    sliced_features,
+    unit_bounds,
+    unit_features,
+    with_projection,
+)
+from surgeon.weights.matrix import Averaged, Dense, Factored, Matrix, mean
+from surgeon.weights.names import Names
+from surgeon.weights.store import ModuleStore, Store, Tensors
+from surgeon.weights.view import ModelWeights, norm_paths
+
+__all__ = [
+    "Averaged",
+    "Dense",
+    "Factored",
+    "Matrix",
+    "ModelWeights",
+    "ModuleStore",
+    "Names",
+    "Store",
+    "Tensors",
+    "derive_sublayer",
+    "features",
+    "indivisible",
+    "mean",
+    "norm_paths",
+    "projection_matrix",
+    "require_sliceable",
+    "slice_bounds",
+    "slice_projection",
+    "sliced_features",
+    "stored_tensors",
+    "unit_bounds",
+    "unit_features",
+    "with_projection",
+]

@@ -1,0 +1,102 @@
+"""Where a model's tensors are: what every home of weights can be asked, and modules in memory as such a home.
+
+A checkpoint's folder (`surgeon.checkpoint.read.Checkpoint`) is another. Shapes are known without reading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+Tensors = dict[str, Tensor]
+
+
+class Store(Protocol):
+    """Tensors by the names they are stored under."""
+
+    @property
+    def where(self) -> str:
+        """What error messages call it."""
+
+    def names(self) -> Iterable[str]:
+        """All of them."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, without reading it."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of a tensor, without reading it."""
+
+    def tensor(self, name: str) -> Tensor:
+        """One whole tensor."""
+
+    def part(self, name: str, dim: int, first: int, end: int) -> Tensor:
+        """Elements first..end-1 along one dimension (0 or 1) of a tensor."""
+
+
+class ModuleStore:
+    """The parameters of a module in memory, or wherever `accelerate` has put them.
+
+    Args:
+        prefix: of all names, before those that the module itself gives its parameters.
+    """
+
+    where = "the model"
+
+    def __init__(self, module: nn.Module, prefix: str = "") -> None:
+        self.module = module
+        self.prefix = prefix
+
+    def names(self) -> Iterable[str]:
+        """All parameters' names."""
+        return [f"{self.prefix}{name}" for name, _ in self.module.named_parameters(remove_duplicate=False)]
+
+    def __contains__(self, name: str) -> bool:
+        return self._find(name) is not None
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a parameter."""
+        return tuple(self._of(name).shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of a parameter."""
+        return self._of(name).dtype
+
+    def tensor(self, name: str) -> Tensor:
+        """A parameter's values, without a copy where they are in memory; fetched where they are offloaded."""
+        from accelerate.utils import align_module_device
+
+        parameter, owner = self._of(name), self._owner(name)
+        if owner is None or not hasattr(owner, "_hf_hook"):
+            return parameter.detach()
+        with align_module_device(owner):
+            fetched: Tensor = getattr(owner, name.rpartition(".")[2]).detach().clone()
+        return fetched
+
+    def part(self, name: str, dim: int, first: int, end: int) -> Tensor:
+        """A part of a parameter."""
+        return self.tensor(name).narrow(dim, first, end - first)
+
+    def _of(self, name: str) -> nn.Parameter:
+        parameter = self._find(name)
+        if parameter is None:
+            raise ValueError(f"the model has no parameter {name!r}, which its architecture asks for")
+        return parameter
+
+    def _find(self, name: str) -> nn.Parameter | None:
+        owner = self._owner(name)
+        return None if owner is None else owner._parameters.get(name.rpartition(".")[2])
+
+    def _owner(self, name: str) -> nn.Module | None:
+        """The module that has a parameter of its own, looked up anew each time: parameters can be replaced."""
+        if not name.startswith(self.prefix):
+            return None
+        owner: nn.Module | None = self.module
+        for step in name.removeprefix(self.prefix).split(".")[:-1]:
+            owner = None if owner is None else owner._modules.get(step)
+        return owner
