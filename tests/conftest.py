@@ -15,11 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from surgeon.threads import wait_asleep
+
 if TYPE_CHECKING:
     from torch import Tensor
 
 # Nothing in the tests may reach for the network; set before transformers is asked for anything by name.
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+wait_asleep()  # tests share their cores with each other, and with the ranks they start
 
 # Shells start background jobs with Ctrl-C ignored, and every process started from them inherits that: tests that send
 # it to a process of theirs would wait for ever.

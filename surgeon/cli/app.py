@@ -30,6 +30,7 @@ from surgeon.cli.serve import serve
 from surgeon.cli.show import show
 from surgeon.cli.similarity import similarity
 from surgeon.cli.spectrum import spectrum
+from surgeon.threads import wait_asleep
 
 # In the order in which they are used. These modules are light: what a command needs, it imports when it runs.
 COMMANDS = (
@@ -92,6 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command line; returns the exit code. Errors become one line on standard error (see failures.py)."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     debug = _take_debug_flag(arguments)
+    wait_asleep()
     if not debug:
         quiet_libraries()
     try:

@@ -21,7 +21,7 @@ def demo_model() -> Path:
     if not (MODEL_FOLDER / "config.json").is_file():
         raise FileNotFoundError(
             f"the demo model is missing from {MODEL_FOLDER}; install surgeon with its package data, "
-            "or train it again with scripts/train_demo_model.py"
+            "or train it again with scripts/demo_model/train.py"
         )
     return MODEL_FOLDER
 

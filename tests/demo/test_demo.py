@@ -39,7 +39,7 @@ def test_the_model_has_learnt_something() -> None:
 
 def test_a_missing_model_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(surgeon.demo, "MODEL_FOLDER", tmp_path)
-    with pytest.raises(FileNotFoundError, match="train it again with scripts/train_demo_model"):
+    with pytest.raises(FileNotFoundError, match="train it again with scripts/demo_model/train"):
         surgeon.demo_model()
 
 

@@ -14,7 +14,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = ["scripts/demo", "scripts/test", "scripts/environment.sh", ".ci/run"]
+SCRIPTS = [
+    *["scripts/demo", "scripts/test", "scripts/environment.sh", ".ci/run"],
+    *["scripts/vllm/test", "scripts/modeling/test"],
+]
 UTILITIES = ["bash", "cat", "chmod", "cksum", "cp", "dirname", "find", "flock", "head", "mkdir", "rm", "rmdir", "sh"]
 STAND_IN = r"""#!/bin/sh
 cat >/dev/null || exit 9

@@ -1,0 +1,87 @@
+"""What the comparisons of programs by their speed of decoding share: model, programs, options, and what is written."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from surgeon.operations import fuse_attention_mlp, ladder, pair, tracks
+from surgeon.program import Program
+from surgeon.provenance import versions, write_text
+
+RANKS = 2
+LAYERS = 24  # of the random model
+DENSE = "dense"
+
+
+def random_llama() -> PreTrainedModel:
+    """24 layers, 512 wide, 75M parameters, float32; speed does not depend on what the weights are."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=4096,
+        hidden_size=512,
+        intermediate_size=1376,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=2048,
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()  # type: ignore[no-any-return]
+
+
+def random_model(folder: Path) -> Path:
+    """`random_llama` as a checkpoint."""
+    random_llama().save_pretrained(folder)
+    return folder
+
+
+def lp_name(layers: int) -> str:
+    """What tables call the program with pairs."""
+    return f"LP to {_lp(layers).effective_depth():g} layers"
+
+
+def compared(layers: int) -> dict[str, Program]:
+    """The programs compared, by name: one of each kind, the dense one first."""
+    dense, lp, every = Program.dense(layers), _lp(layers), range(layers)
+    return {
+        DENSE: dense,
+        lp_name(layers): lp,
+        "attention \\|\\| MLP": fuse_attention_mlp(dense, every),
+        "ladder": ladder(dense, every),
+        "ladder over LP": ladder(lp, every),
+        "tracks, D = 4": tracks(dense, every, count=RANKS, depth=4),
+    }
+
+
+def _lp(layers: int) -> Program:
+    return pair(Program.dense(layers), range(layers // 4, 3 * layers // 4))
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Sizes of what is decoded, and where the tables go."""
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8])
+    parser.add_argument("--prompt", type=int, default=64)
+    parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("-o", "--output", type=Path, help="write the tables here too, every round beside it as JSON")
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    options = parser.parse_args()
+    if options.new < 2:
+        parser.error("--new must be at least 2: the first token comes out of the prompt's pass")
+    return options
+
+
+def write_tables(output: Path | None, texts: Sequence[str], rounds: Mapping[str, object]) -> None:
+    """The tables, and beside them as JSON what they were made of."""
+    if output is not None:
+        record = {"command": sys.argv, "versions": versions(), **rounds}
+        write_text(output, "\n".join(texts) + "\n")
+        write_text(output.with_suffix(".json"), json.dumps(record, indent=1) + "\n")

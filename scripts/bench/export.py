@@ -1,0 +1,293 @@
+"""Exports of a model larger than memory should be: speed against a plain copy, peak memory, and what interrupts them.
+
+    python scripts/bench/export.py [--size 8GB] [--folder DIR] [--only plain] [--no-faults]
+
+Makes a sharded random Llama in bfloat16 (in DIR, or in a temporary folder that is removed), copies its files with
+`cp -r` and waits until they are on the disk, then exports it in each form, each in a process of its own, and prints
+seconds, GB/s, the ratio to the copy, and the most resident memory. After that an export is killed halfway and started
+again, and others meet a limit on file sizes and a disk that fills up (where a small one may be mounted): the source
+and what was under the target's name must stay as they were.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
+
+from scripts.bench.process import peak_of, start
+from surgeon.memory import parse_size, show_size
+
+PEAK_LIMIT = parse_size("1500MB")
+SLOWEST = 2.0  # times a plain copy
+RECIPES = {
+    "plain": "- prune: {{layers: '1:2'}}",
+    "fused": "- pair: {{layers: '1:{even}'}}",
+    "program": "- ladder: {{layers: '1:{layers}'}}",
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One way of writing the model: bytes written, seconds, and the process's peak resident bytes, if it matters."""
+
+    size: int
+    seconds: float
+    peak: int | None = None
+
+
+def config_for(size: int) -> LlamaConfig:
+    """A Llama of about this many bytes in bfloat16: 4096 wide, or 2048 below 4 GB."""
+    width, inner = (4096, 11008) if size >= 4e9 else (2048, 5632)
+    config = LlamaConfig(
+        hidden_size=width,
+        intermediate_size=inner,
+        num_attention_heads=width // 128,
+        num_key_value_heads=width // 128,
+        vocab_size=32000,
+        dtype="bfloat16",
+    )
+    layer = 2 * (4 * width**2 + 3 * width * inner)
+    config.num_hidden_layers = max(3, round((size - 4 * width * config.vocab_size) / layer))
+    return config
+
+
+def make_model(folder: Path, size: int, shard: int) -> None:
+    """Write the random model; values come from one block of normal numbers, which is quick."""
+    folder.mkdir(parents=True)
+    config = config_for(size)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        outline = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).state_dict()
+    block = torch.randn(1_000_003, generator=torch.Generator().manual_seed(0))
+    shards: list[list[str]] = [[]]
+    held = 0
+    for name, tensor in outline.items():
+        if shards[-1] and held + tensor.nbytes > shard:
+            shards.append([])
+            held = 0
+        shards[-1].append(name)
+        held += tensor.nbytes
+    weight_map = {}
+    for number, names in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file({name: _values(outline[name].shape, block) for name in names}, folder / file, {"format": "pt"})
+        weight_map |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": sum(t.nbytes for t in outline.values())}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _values(shape: torch.Size, block: Tensor) -> Tensor:
+    if len(shape) == 1:
+        return (1 + 0.1 * block[: shape[0]]).bfloat16()
+    scaled = (block / math.sqrt(shape[-1])).bfloat16()
+    return scaled.repeat(-(-shape.numel() // len(block)))[: shape.numel()].view(shape).clone()
+
+
+def copy_of(model: Path, target: Path) -> Run:
+    """What a plain copy takes, until all of it is on the disk."""
+    begun = time.perf_counter()
+    subprocess.run(["cp", "-r", model, target], check=True)
+    sync_all(target)
+    seconds = time.perf_counter() - begun
+    size = size_of(target)
+    shutil.rmtree(target)
+    return Run(size, seconds)
+
+
+def sync_all(folder: Path) -> None:
+    """Wait until a folder's files are on the disk."""
+    for path in (*folder.iterdir(), folder):
+        handle = os.open(path, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
+
+
+def size_of(folder: Path) -> int:
+    """The bytes of all files below a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def recipe_for(model: Path, form: str, folder: Path) -> Path:
+    """A recipe whose program has this form."""
+    layers = json.loads((model / "config.json").read_text())["num_hidden_layers"]
+    operation = RECIPES[form].format(layers=layers, even=1 + 2 * ((layers - 1) // 2))
+    path = folder / f"{form}.yaml"
+    path.write_text(f"surgeon: 1\nmodel: {model}\noperations:\n  {operation}\n")
+    return path
+
+
+def export(recipe: Path, target: Path) -> Run:
+    """One export from its first line to its last."""
+    begun = time.perf_counter()
+    peak = peak_of(start("export", recipe, "-o", target))
+    return Run(size_of(target), time.perf_counter() - begun, peak)
+
+
+def state_of(folder: Path) -> dict[str, tuple[int, int]]:
+    """Every file's size and time of change."""
+    return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(folder.rglob("*"))}
+
+
+def wait_for_bytes(folder: Path, target: str, count: int, process: Any) -> None:
+    """Wait until an unfinished export beside the target has so many bytes."""
+    while sum(map(size_of, folder.glob(f".{target}.*"))) < count:
+        if process.poll() is not None:
+            raise SystemExit(f"the export ended too early: {process.stderr.read()}")
+        time.sleep(0.01)
+
+
+def check_kill(model: Path, recipe: Path, folder: Path) -> str:
+    """Kill an export halfway, start it again with the same command."""
+    before, there = state_of(model), {path.name for path in folder.iterdir()}
+    process = start("export", recipe, "-o", folder / "killed")
+    wait_for_bytes(folder, "killed", size_of(model) // 2, process)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert not (folder / "killed").exists()
+    assert len({path.name for path in folder.iterdir()} - there) == 1  # the partial folder
+    run = export(recipe, folder / "killed")
+    assert {path.name for path in folder.iterdir()} == there | {"killed"}
+    assert state_of(model) == before
+    peak_of(start("show", folder / "killed", "--verify"))
+    shutil.rmtree(folder / "killed")
+    return f"killed with half of it written; the same command again took {run.seconds:.0f} s and left nothing behind"
+
+
+def check_file_limit(model: Path, recipe: Path, folder: Path) -> str:
+    """A limit on the size of files, as users and batch systems have them."""
+    limit = min(path.stat().st_size for path in model.glob("*.safetensors")) // 2
+
+    def begin() -> Any:
+        process = start("export", recipe, "-o", folder / "old", "--overwrite")
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (limit, limit))
+        return process
+
+    return _fails(model, folder, begin)
+
+
+def _fails(model: Path, folder: Path, begin: Callable[[], Any]) -> str:
+    """An export over an earlier target that must end with one line, and leave everything as it was."""
+    (folder / "old").mkdir()
+    shutil.copyfile(model / "config.json", folder / "old" / "config.json")
+    before, old = state_of(model), state_of(folder / "old")
+    process = begin()
+    _, err = process.communicate()
+    said = err.strip().splitlines()[-1]
+    assert process.returncode == 1, err
+    assert said.startswith("error: "), err
+    assert (state_of(model), state_of(folder / "old")) == (before, old)
+    assert not list(folder.glob(".old.*"))
+    shutil.rmtree(folder / "old")
+    return said
+
+
+@contextmanager
+def small_disk(size: int) -> Iterator[Path | None]:
+    """A file system in memory of so many bytes, or None where none may be mounted."""
+    with tempfile.TemporaryDirectory() as name:
+        mounted = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", name], capture_output=True, check=False
+        )
+        if mounted.returncode:
+            yield None
+            return
+        try:
+            yield Path(name)
+        finally:
+            subprocess.run(["umount", name], check=True)
+
+
+def check_full_disk(model: Path, recipe: Path) -> str:
+    """A disk that somebody else fills while the export writes."""
+    spare = 64 << 20
+    with small_disk(size_of(model) + spare) as disk:
+        if disk is None:
+            return "skipped: no permission to mount a small disk"
+
+        def begin() -> Any:
+            process = start("export", recipe, "-o", disk / "old", "--overwrite")
+            wait_for_bytes(disk, "old", 1 << 20, process)
+            with (disk / "filler").open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, 3 * spare)
+            return process
+
+        return _fails(model, disk, begin)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--size", default="8GB")
+    parser.add_argument("--shard", default="1GB")
+    parser.add_argument("--folder", type=Path, help="keep the model here, and use it again")
+    parser.add_argument("--only", choices=RECIPES, action="append")
+    parser.add_argument("--no-faults", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.folder is not None:
+        arguments.folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=arguments.folder and arguments.folder.parent) as temporary:
+        place = Path(temporary)
+        model = (arguments.folder or place / "model").resolve()
+        if not model.exists():
+            make_model(model, parse_size(arguments.size), parse_size(arguments.shard))
+            sync_all(model)
+        passed = measure(model, place, arguments.only or list(RECIPES))
+        if not arguments.no_faults:
+            recipe = recipe_for(model, "plain", place)
+            print("kill -9:", check_kill(model, recipe, place))
+            print("file size limit:", check_file_limit(model, recipe, place))
+            small = place / "small"
+            make_model(small, parse_size("400MB"), parse_size("100MB"))
+            print("full disk:", check_full_disk(small, recipe_for(small, "plain", place)))
+    if not passed:
+        raise SystemExit(f"an export was slower than {SLOWEST:g} copies, or took more than {show_size(PEAK_LIMIT)}")
+
+
+def measure(model: Path, place: Path, forms: list[str]) -> bool:
+    """Print the table; says whether every export was quick and small enough."""
+    runs = {"cp -r and fsync": copy_of(model, place / "copy")}
+    for form in forms:
+        runs[form] = export(recipe_for(model, form, place), place / "target")
+        shutil.rmtree(place / "target")
+    copied = runs["cp -r and fsync"]
+    speed = copied.size / copied.seconds
+    table = Table(title=f"surgeon export of {show_size(size_of(model))} in bfloat16")
+    for heading in ("", "written", "seconds", "GB/s", "of the copy's speed", "peak resident"):
+        table.add_column(heading, justify="right" if heading else "left")
+    passed = True
+    for name, run in runs.items():
+        share = run.size / run.seconds / speed
+        passed = passed and share * SLOWEST >= 1 and (run.peak or 0) <= PEAK_LIMIT
+        peak = "" if run.peak is None else show_size(run.peak)
+        table.add_row(
+            name, show_size(run.size), f"{run.seconds:.1f}", f"{run.size / run.seconds / 1e9:.2f}", f"{share:.2f}", peak
+        )
+    Console(width=100).print(table)
+    return passed
+
+
+if __name__ == "__main__":
+    main()

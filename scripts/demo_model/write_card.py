@@ -1,0 +1,96 @@
+#!/usr/bin/env python3
+"""Write the demo model's card, surgeon/demo/model/README.md: how it was trained, and what its layers tolerate.
+
+    python scripts/demo_model/write_card.py              # about two minutes; run it after scripts/demo_model/train.py
+
+The table is measured here, on held-out standard-library text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from surgeon.analysis.subject import Subject, open_subject
+from surgeon.demo import demo_model
+from surgeon.operations import ladder, pair, parallel, prune
+from surgeon.program import Program
+from surgeon.search.objective import divergence_on
+from surgeon.search.study import Measured
+
+TOKENS = 32768
+
+CARD = """\
+---
+license: apache-2.0
+library_name: transformers
+---
+
+# The demo model
+
+A small deep Llama ({parameters:,} parameters, 16 layers, 128 wide, 4 heads, 2 KV heads, vocabulary 2,048, bfloat16)
+that ships with surgeon, so that its demo and tests need no network. It writes Python badly; it is there to be cut up.
+
+- **Data**: {data}; {training_tokens:,} tokens.
+  One file in sixteen is held out, by a hash of its path (`surgeon/demo/corpus.py`). The text itself is not part
+  of this project.
+- **Training**: `scripts/demo_model/train.py`, {steps:,} steps of {tokens_per_step:,} tokens, AdamW, peak learning rate
+  {peak_learning_rate:g}, cosine schedule, seed {seed}, on two CPU cores.
+- **Held-out perplexity**: {held_out_perplexity:.2f} over all {held_out_tokens:,} held-out tokens in windows of 512
+  ({held_out_perplexity_float32:.2f} before rounding to bfloat16).
+
+## What its layers tolerate
+
+Measured by `python scripts/demo_model/write_card.py` on {tokens:,} held-out tokens; layers count from 0, `2:14` is
+layers 2 to 13. Divergence is KL(original || changed), nats per token.
+
+| change | effective depth | perplexity | divergence |
+|---|---|---|---|
+{rows}
+
+Leaving out one layer gives, for layers 0 to 15, a perplexity of
+{dropped}.
+"""
+
+
+def changes(layers: int) -> dict[str, Program]:
+    """The edits of the table."""
+    dense = Program.dense(layers)
+    return {
+        "none": dense,
+        "LP pairs over `4:12`": pair(dense, range(4, 12)),
+        "LP pairs over `2:14`": pair(dense, range(2, 14)),
+        "LP pairs over all layers": pair(dense, range(layers)),
+        "layers `4:8` in parallel": parallel(dense, range(4, 8)),
+        "layers `2:14` in parallel": parallel(dense, range(2, 14)),
+        "layers `8:10` left out": prune(dense, range(8, 10)),
+        "ladder over `8:16`": ladder(dense, range(8, 16)),
+        "ladder over all layers": ladder(dense, range(layers)),
+    }
+
+
+def card(subject: Subject) -> str:
+    """The text of the card."""
+    layers = subject.model.config.num_hidden_layers
+    named = changes(layers)
+    dropped = [prune(named["none"], range(k, k + 1)) for k in range(layers)]
+    measured = divergence_on(subject.model, subject.windows)([*named.values(), *dropped])
+    rows = [_row(name, program, measured[program]) for name, program in named.items()]
+    facts = json.loads((demo_model() / "training.json").read_text(encoding="utf-8"))
+    perplexities = ", ".join(f"{measured[program].perplexity:.4g}" for program in dropped)
+    return CARD.format(**facts, tokens=subject.windows.ids.numel(), rows="\n".join(rows), dropped=perplexities)
+
+
+def _row(name: str, program: Program, measured: Measured) -> str:
+    return f"| {name} | {program.effective_depth():g} | {measured.perplexity:.2f} | {measured.divergence:.3f} |"
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    text = card(open_subject("demo", "demo", tokens=TOKENS))
+    (demo_model() / "README.md").write_text(text, encoding="utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""Many clients at once against `surgeon serve`, every answer checked; then everything that can go wrong.
+
+    python scripts/load/run.py [MODEL] [--tp 2] [--clients 64] [--seconds 60] [-o FILE.json]
+
+The clients ask for greedy streams without a pause, and every answer has to be the text that transformers gives for the
+prompt on one device, alone. Prompts are held-out source files of Python's standard library, cut at many lengths, each
+asked for again and again. Client, server and ranks share this machine's cores. TTFT is the time to a request's first
+token, TPOT the mean time between its later ones, both as a client sees them. Exit code 1 if an answer or a check
+is wrong. What can go wrong is provoked afterwards (checks.py), which takes about two minutes more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import httpx2
+import numpy as np
+import transformers
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
+
+from scripts.load.cases import Case, make_cases
+from scripts.load.checks import Check, run_checks
+from scripts.load.server import COMPLETIONS, LONGEST_SECONDS, serving
+from surgeon.provenance import versions
+
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass
+class Tally:
+    """What the clients have seen; times in seconds, one per answer."""
+
+    answers: int = 0
+    tokens: int = 0
+    wrong: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    first: list[float] = field(default_factory=list)
+    each: list[float] = field(default_factory=list)
+
+
+async def ask(client: httpx2.AsyncClient, case: Case, options: argparse.Namespace, tally: Tally) -> None:
+    """One streaming request, checked and timed."""
+    body = {
+        "prompt": case.prompt,
+        "max_tokens": options.max_tokens,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    begun, first, last, text, tokens = time.monotonic(), 0.0, 0.0, [], 0
+    async with client.stream("POST", COMPLETIONS, json=body) as response:
+        if response.status_code != 200:
+            tally.errors.append(f"{response.status_code}: {(await response.aread()).decode()[:200]}")
+            return
+        async for line in response.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunk = json.loads(line[6:])
+            if chunk.get("choices"):
+                last = time.monotonic()
+                first = first or last
+                text.append(chunk["choices"][0]["text"])
+            if chunk.get("usage"):
+                tokens = chunk["usage"]["completion_tokens"]
+    tally.answers += 1
+    tally.tokens += tokens
+    tally.first.append(first - begun)
+    if tokens > 1:
+        tally.each.append((last - first) / (tokens - 1))
+    if "".join(text) != case.answer:
+        tally.wrong.append(f"{''.join(text)!r} instead of {case.answer!r}")
+
+
+async def load(url: str, cases: list[Case], options: argparse.Namespace) -> tuple[Tally, float]:
+    """All clients at once, who finish what they have begun when the time is up; what they saw, and the seconds."""
+    tally, begun = Tally(), time.monotonic()
+    limits = httpx2.Limits(max_connections=options.clients)
+
+    async def be_a_client(number: int) -> None:
+        generator = random.Random(number)
+        while time.monotonic() - begun < options.seconds:
+            await ask(client, generator.choice(cases), options, tally)
+
+    async with httpx2.AsyncClient(base_url=url, timeout=LONGEST_SECONDS, limits=limits) as client:
+        await asyncio.gather(*(be_a_client(number) for number in range(options.clients)))
+    return tally, time.monotonic() - begun
+
+
+def figures_of(tally: Tally, seconds: float) -> dict[str, float]:
+    figures = {"requests/s": tally.answers / seconds, "tokens/s": tally.tokens / seconds}
+    for name, times in (("TTFT", tally.first), ("TPOT", tally.each)):
+        for percent in PERCENTILES:
+            figures[f"{name} p{percent} ms"] = 1000 * float(np.percentile(times, percent)) if times else float("nan")
+    return figures
+
+
+def show(tally: Tally, figures: dict[str, float], checks: list[Check]) -> None:
+    console = Console(width=80)
+    verdict = "all as offline" if not tally.wrong else f"{len(tally.wrong)} DIFFER"
+    console.print(f"{tally.answers} answers, {verdict}; {len(tally.errors)} errors")
+    for line in (tally.wrong + tally.errors)[:3]:
+        console.print(line, markup=False, highlight=False)
+    table = Table("figure", "value")
+    for name, value in figures.items():
+        table.add_row(name, f"{value:.3g}" if value < 1 else f"{value:.1f}")
+    console.print(table)
+    if checks:
+        table = Table("check", "seen", "passed")
+        for check in checks:
+            table.add_row(check.name, check.seen, "yes" if check.passed else "NO")
+        console.print(table)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("model", nargs="?", default="demo", help="a checkpoint folder, a hub name, or demo")
+    parser.add_argument("--tp", type=int, default=2, help="ranks")
+    parser.add_argument("--program", help="run this one instead of the checkpoint's own")
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=60.0, help="for how long clients begin new requests")
+    parser.add_argument("--prompts", type=int, default=24, help="different prompts")
+    parser.add_argument("--prompt-tokens", type=int, default=128, help="of the longest prompt")
+    parser.add_argument("--max-tokens", type=int, default=48, help="of an answer")
+    parser.add_argument("--max-batch", type=int, default=16)
+    parser.add_argument("--no-checks", action="store_true", help="only the load")
+    parser.add_argument("-o", "--output", type=Path, help="a JSON file for the figures")
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    options = parse()
+    transformers.utils.logging.disable_progress_bar()
+    cases = make_cases(options)
+    with serving(options, "--max-batch", str(options.max_batch), "--max-waiting", str(options.clients)) as server:
+        tally, seconds = asyncio.run(load(server.url, cases, options))
+        after = server.metrics()
+    figures = figures_of(tally, seconds)
+    figures["prompt tokens shared"] = after["surgeon_cached_tokens_total"] / max(
+        1, after["surgeon_prompt_tokens_total"]
+    )
+    checks = [] if options.no_checks else run_checks(options, cases)
+    show(tally, figures, checks)
+    if options.output:
+        record = {
+            "command": sys.argv,
+            "versions": versions(),
+            "cores": os.cpu_count(),
+            "seconds": seconds,
+            "answers": tally.answers,
+            "wrong": tally.wrong,
+            "errors": tally.errors,
+            "figures": figures,
+            "checks": [asdict(check) for check in checks],
+        }
+        options.output.write_text(json.dumps(record, indent=2) + "\n")
+    passed = tally.answers and not tally.wrong and not tally.errors and all(check.passed for check in checks)
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

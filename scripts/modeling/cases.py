@@ -1,0 +1,65 @@
+"""Writes what scripts/modeling/test checks: tiny checkpoints of all architectures in every form, and what they compute.
+
+    python scripts/modeling/cases.py FOLDER
+
+Expected logits are those of tests/checkpoint/helpers.py's plain computation, which uses neither surgeon's executor nor
+the modeling code of transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the tests' tiny models
+
+import surgeon
+from surgeon.checkpoint.export import Original, plan_export, write_export
+from surgeon.families import FAMILIES, Family
+from surgeon.program import Program
+from tests.checkpoint.helpers import IDS, plain_logits, save_source
+
+NEW_TOKENS = 8
+PAIRS = {"gpt_neo": (1, 3)}  # layers of one kind of attention
+DEFAULT_PAIR = (2, 3)
+
+
+def programs_of(family: Family) -> dict[str, str]:
+    """A program for each form that can hold one of this architecture."""
+    first, second = PAIRS.get(family.model_type, DEFAULT_PAIR)
+    plain = "A0 F0 A2 F2 A1 F1" if family.steps_per_layer == 2 else "[A0 F0] [A2 F2] [A1 F1]"
+    pair = f"[A{first} A{second}] [F{first} F{second}]"
+    if family.mlp.post_norm is not None:  # neither slices nor fusing are exact then
+        return {"plain": plain, "program": f"A0 F0 >A1 >F1 {{A2 F2 | A0 F1}} >{pair}"}
+    sliced = "{A2/2:0 F2/2:0 | A2/2:1 F2/2:1}"
+    fused = f"A0 F0 {pair}" if family.steps_per_layer == 2 else f"[A0 F0] [A{first} F{first} A{second} F{second}]"
+    return {"plain": plain, "program": f"A0 F0 >A1 >F1 {sliced} A0~A1 {pair}", "fused": fused}
+
+
+def write_cases(folder: Path) -> None:
+    """Write the checkpoints, cases.json and expected.pt."""
+    cases: list[dict[str, str]] = []
+    expected: dict[str, dict[str, Any]] = {}
+    for model_type, family in FAMILIES.items():
+        source = folder / f"{model_type}-source"
+        model = save_source(source, model_type, num_layers=4)
+        for form, program in programs_of(family).items():
+            name = f"{model_type}-{form}"
+            plan = plan_export(Original.open(source), Program.parse(program), form)
+            write_export(plan, folder / name, overwrite=True)
+            edited = surgeon.edit(surgeon.load(source), program)
+            tokens = edited.generate(IDS, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0)
+            expected[name] = {"logits": plain_logits(model, program), "tokens": tokens}
+            cases.append({"name": name, "family": model_type, "form": form, "program": program})
+            print(f"{name}: {program}", flush=True)
+    torch.save({"ids": IDS, "expected": expected}, folder / "expected.pt")
+    (folder / "cases.json").write_text(json.dumps(cases, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    write_cases(Path(sys.argv[1]))

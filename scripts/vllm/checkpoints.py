@@ -1,0 +1,123 @@
+"""The checkpoints that cases.py tries: models as they are, and every form that surgeon export makes of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from surgeon.checkpoint.export import Original, plan_export, write_export
+from surgeon.families import FAMILIES, Family
+from surgeon.operations import ladder, pair, parallel, prune, tracks
+from surgeon.program import Program
+from tests.models import tiny_model
+
+# Heads of a width that vLLM's attention on CPUs has; tied random embeddings would only ever repeat the last token.
+TINY = {"hidden_size": 128, "num_attention_heads": 4, "tie_word_embeddings": False}
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "qwen2": {"use_sliding_window": False},  # vLLM's own Qwen2 has a window in all layers or none
+    "qwen3": {"head_dim": 64},
+    # vLLM's own Gemma2 has a tied head, whose large logits a low cap would make equal.
+    "gemma2": {"head_dim": 32, "tie_word_embeddings": True, "final_logit_softcapping": 1e3},
+    "opt": {"word_embed_proj_dim": 128},
+    "gpt_neo": {"attention_types": [[["global"], 1], [["local"], 2], [["global"], 1]]},
+}
+FUSABLE = tuple(name for name, family in FAMILIES.items() if family.attention.post_norm is None)
+NARROWEST = 32  # features of a head that vLLM's attention on CPUs has code for
+
+
+@dataclass(frozen=True)
+class Case:
+    """One checkpoint to be tried.
+
+    Attributes:
+        model: what it was made of.
+        form: "dense" for the model itself, the form of the edited checkpoint, or what the program form holds.
+        plugin: whether it needs surgeon's plugin; without it, vLLM runs where there is no surgeon.
+    """
+
+    model: str
+    form: str
+    folder: Path
+    plugin: bool = False
+
+
+def random_source(folder: Path, model_type: str) -> Path:
+    """A tiny random model of an architecture, norms and biases far from ones and zeros."""
+    tiny_model(model_type, 4, **TINY | OVERRIDES.get(model_type, {})).save_pretrained(folder)
+    return folder
+
+
+def cases_of(name: str, source: Path, folder: Path, with_plugin: bool) -> Iterator[Case]:
+    """Write a model's checkpoints into a folder: pruned, fused where it can be and, for the plugin, several programs.
+
+    Raises:
+        ValueError: if one of them cannot be exported.
+    """
+    original = Original.open(source)
+    layers = int(original.config.num_hidden_layers)
+    dense = Program.dense(layers, original.family.steps_per_layer)
+    programs = {"plain": prune(dense, range(layers // 2, layers // 2 + 1))}
+    if original.family.attention.post_norm is None:
+        programs["fused"] = pair(dense, range(1, layers - 1))
+    yield Case(name, "dense", source)
+    for form, program in programs.items():
+        write_export(plan_export(original, program, form), folder / form)
+        yield Case(name, form, folder / form)
+    for form, program in plugin_programs(dense, layers, original.family).items() if with_plugin else ():
+        write_export(plan_export(original, program, "program"), folder / form)
+        yield Case(name, form, folder / form, plugin=True)
+
+
+def plugin_programs(dense: Program, layers: int, family: Family) -> dict[str, Program]:
+    """What cannot be fused: late steps, and branches that ranks run apart, also with other numbers of attentions."""
+    inner = range(1, layers - 1)
+    found = {
+        "ladder": ladder(dense, range(1, layers)),
+        "ladder+LP": ladder(pair(dense, inner), range(1, layers)),
+        "fork": parallel(dense, inner),
+        "uneven": Program.parse("{A0 F0 A1 | F1 F0} A0 F1"),
+    }
+    if family.attention.post_norm is None:
+        found["tracks"] = tracks(dense, inner, count=2, depth=2)
+    return found
+
+
+def with_wide_heads(source: Path, target: Path) -> Path:
+    """A copy of a Llama whose heads are too narrow for vLLM's attention on CPUs, padded with zeros; or the source.
+
+    It computes the same: rotary pairs keep their angles under another base, and queries are multiplied by what the
+    wider heads' scale takes from them.
+
+    Raises:
+        ValueError: if its heads are too narrow and cannot be padded.
+    """
+    config = json.loads((source / "config.json").read_text())
+    narrow = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    if narrow >= NARROWEST:
+        return source
+    rope, factor = config.get("rope_parameters") or {}, NARROWEST // narrow
+    if config["model_type"] != "llama" or rope.get("rope_type") != "default" or NARROWEST % narrow:
+        raise ValueError(f"{source} has heads of {narrow}, for which vLLM has no attention on CPUs, and which stay so")
+    tensors = load_file(source / "model.safetensors")
+    kept = torch.arange(narrow).unflatten(0, (2, -1)) + torch.tensor([[0], [(NARROWEST - narrow) // 2]])
+    for name, tensor in tensors.items():
+        role = name.split(".")[-2][0] if "self_attn" in name else ""
+        if role in tuple("qkv"):
+            wide = tensor.new_zeros(len(tensor) // narrow, NARROWEST, *tensor.shape[1:])
+            wide[:, kept.flatten()] = tensor.unflatten(0, (-1, narrow)) * (factor**0.5 if role == "q" else 1)
+            tensors[name] = wide.flatten(0, 1)
+        elif role == "o" and tensor.dim() == 2:
+            wide = tensor.new_zeros(len(tensor), tensor.shape[1] // narrow, NARROWEST)
+            wide[:, :, kept.flatten()] = tensor.unflatten(1, (-1, narrow))
+            tensors[name] = wide.flatten(1)
+    target.mkdir()
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    rope = rope | {"rope_theta": rope["rope_theta"] ** factor}
+    (target / "config.json").write_text(json.dumps(config | {"head_dim": NARROWEST, "rope_parameters": rope}))
+    return target

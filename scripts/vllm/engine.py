@@ -1,0 +1,59 @@
+"""Decoding speed in vLLM on CPU ranks, measured in processes of its own environment (decode.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+DECODER = Path(__file__).with_name("decode.py")
+# A module that every process of Python imports first: vLLM as on processors without AVX-512.
+AVX2 = "import torch\n\ntorch.cpu._is_avx512_supported = lambda: False\n"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is generated: tokens of a prompt, new ones, how often, and numbers of texts at a time."""
+
+    prompt: int
+    new: int
+    rounds: int
+    batches: tuple[int, ...]
+
+
+def vllm_environment(ranks: int) -> dict[str, str]:
+    """The environment of a process in which vLLM is to run on so many CPU ranks: a core for each, or all for one."""
+    cores = sorted(os.sched_getaffinity(0))
+    bound = ",".join(map(str, cores)) if ranks == 1 else "|".join(map(str, cores[:ranks]))
+    inherited = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    return inherited | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": bound}
+
+
+def vllm_rates(
+    python: str, model: Path, ranks: int, sizes: Sizes, avx2: bool = False, reduce: str | None = None
+) -> dict[int, float]:
+    """New tokens per second, the first left out, by batch.
+
+    Args:
+        python: the Python of an environment with vllm-cpu.
+        avx2: as on a processor without AVX-512, where vLLM's ranks talk through gloo.
+        reduce: of surgeon's plugin, for checkpoints in the program form.
+
+    Raises:
+        CalledProcessError: if vLLM fails; it has said why.
+    """
+    numbers = map(str, (ranks, sizes.prompt, sizes.new, sizes.rounds, *sizes.batches))
+    command = [python, str(DECODER), str(model), *numbers]
+    if reduce is not None:
+        command += ["--additional-config", json.dumps({"surgeon": {"reduce": reduce}})]
+    environment = vllm_environment(ranks)
+    with tempfile.TemporaryDirectory() as folder:
+        if avx2:
+            (Path(folder) / "sitecustomize.py").write_text(AVX2)
+            environment["PYTHONPATH"] = folder
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, float] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    return {int(batch): rate for batch, rate in found.items()}

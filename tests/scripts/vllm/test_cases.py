@@ -1,0 +1,87 @@
+"""scripts/vllm/test without vLLM: what it tries, how it asks the engines, and what it says of their answers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from scripts.vllm import cases as script
+from tests.models import save_checkpoint, tiny_model
+
+IDS = torch.randint(2, 97, (2, 9), generator=torch.Generator().manual_seed(1))
+# Answers as an engine does: the second model cannot be run, and the third one ends the process without a word.
+ENGINE = """
+import json, sys
+for case in json.load(open(sys.argv[2])):
+    name = case["folder"].rsplit("/", 1)[-1]
+    if name == "third":
+        sys.exit("out of memory")
+    found = {"error": "ValueError: no"} if name == "second" else {"tokens": [[n] * case["tokens"] for n in (1, 2)]}
+    print("some noise", json.dumps({"folder": "not me"}))
+    print(json.dumps({"folder": case["folder"]} | found), flush=True)
+    if name == "second":
+        break
+"""
+
+
+def test_padded_heads_compute_the_same(tmp_path: Path) -> None:
+    model = tiny_model("llama", tie_word_embeddings=True, attention_bias=True)
+    model.save_pretrained(tmp_path / "narrow")
+    wide = AutoModelForCausalLM.from_pretrained(script.with_wide_heads(tmp_path / "narrow", tmp_path / "wide"))
+    assert wide.config.head_dim == 32
+    with torch.no_grad():
+        torch.testing.assert_close(wide(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
+    assert script.with_wide_heads(tmp_path / "wide", tmp_path / "again") == tmp_path / "wide"
+    tiny_model("qwen2").save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match="other has heads of 8, for which vLLM has no attention"):
+        script.with_wide_heads(tmp_path / "other", tmp_path / "again")
+
+
+def test_every_model_is_tried_in_every_form(tmp_path: Path) -> None:
+    source = save_checkpoint(tmp_path / "source", num_layers=4)
+    cases = list(script.cases_of("mine", source, tmp_path, with_plugin=False))
+    assert [(case.form, case.plugin) for case in cases] == [("dense", False), ("plain", False), ("fused", False)]
+    programs = [json.loads((case.folder / "surgeon.json").read_text())["program"] for case in cases[1:]]
+    assert programs == ["A0 F0 A1 F1 A3 F3", "A0 F0 [A1 A2] [F1 F2] A3 F3"]
+    assert script.prompts(cases[0]) == script.prompts(cases[2])
+
+
+def test_an_engine_that_fails_is_started_again_for_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "engine.py").write_text(ENGINE)
+    monkeypatch.setattr(script, "WORKER", tmp_path / "engine.py")
+    cases = []
+    for name in ("first", "second", "third", "fourth"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text('{"vocab_size": 50}')
+        cases.append(script.Case(name, "dense", tmp_path / name))
+    found = script.run("2", cases, tmp_path, sys.executable)
+    fine = {"tokens": [[n] * script.NEW_TOKENS for n in (1, 2)]}
+    assert [found[case.folder].get("error") for case in cases] == [
+        *[None, "ValueError: no"],
+        *["ended with status 1: out of memory", None],
+    ]
+    assert script.verdict(fine, found[cases[0].folder]) == "ok"
+
+
+def test_what_the_table_says() -> None:
+    texts = [[1, 2, 3], [4, 5, 6]]
+    assert script.verdict({"tokens": texts}, {"tokens": texts}) == "ok"
+    other = script.verdict({"tokens": texts}, {"tokens": [[1, 2, 3], [4, 5, 7]]})
+    assert other == "other tokens than transformers: text 1, from new token 2 on"
+    refused = script.verdict({"tokens": texts}, {"error": "ValueError:\n  heads of 8"})
+    assert refused == "vLLM: ValueError: heads of 8"
+    verdicts = {("a", "dense", 1): refused, ("a", "plain", 1): refused, ("a", "fused", 1): "ok"}
+    verdicts |= {("b", "dense", 1): "ok", ("b", "plain", 1): refused, ("b", "fused", 1): other}
+    failed = [key for key in verdicts if script.is_failure(key, verdicts)]
+    assert failed == [("b", "plain", 1), ("b", "fused", 1)]
+    lines = script.table(verdicts, failed)
+    assert [line.split()[:3] for line in lines[2:8]] == [
+        *[["a", "dense", "refused"], ["a", "plain", "refused"], ["a", "fused", "ok"]],
+        *[["b", "dense", "ok"], ["b", "plain", "FAILED"], ["b", "fused", "FAILED"]],
+    ]
+    assert lines[8:] == [f"(1) {refused}", f"(2) {other}"]
