@@ -9,20 +9,17 @@ from shlex import quote
 
 from surgeon.checkpoint.card_text import code, paragraph
 from surgeon.checkpoint.describe import Description
-from surgeon.checkpoint.remote_code import SHIPPED
+from surgeon.checkpoint.forms import Form
 
 PROMPT = "Once upon a time"
 RANKS = 2  # of the examples
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken")
-_WHY_CODE = {
-    "fused": "some of its layers are wider than others, which no class of transformers allows",
-    "program": "its layers do not simply run one after the other, as in every class of transformers",
-}
 
 
 def usage(found: Description, folder: Path, name: str) -> Iterator[str]:
     """The section, for this form."""
-    form = found.form or "plain"
+    form = found.form
+    assert form is not None
     yield "## How to load it\n"
     reason = (found.report or {}).get("reason")
     if isinstance(reason, str):
@@ -45,17 +42,16 @@ def usage(found: Description, folder: Path, name: str) -> Iterator[str]:
         yield code(f"import surgeon\n\nmodel = surgeon.load({json.dumps(name)})", "python")
 
 
-def _transformers(form: str, folder: Path, name: str, has_tokenizer: bool) -> Iterator[str]:
-    shipped = SHIPPED.get(form)
-    if shipped is None:
+def _transformers(form: Form, folder: Path, name: str, has_tokenizer: bool) -> Iterator[str]:
+    if form.shipped is None:
         named = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or []
         yield paragraph(f"It loads in the stock class{f' `{named[0]}`' if named else ''}:")
     else:
         yield paragraph(
-            f"`trust_remote_code=True` is needed because {_WHY_CODE[form]}: `{shipped.file.name}` in this folder "
+            f"`trust_remote_code=True` is needed because {form.why_code}: `{form.shipped.file.name}` in this folder "
             "builds the model. The file needs torch and transformers and nothing else; read it before you trust it."
         )
-    options = json.dumps(name) + (", trust_remote_code=True" if shipped is not None else "")
+    options = json.dumps(name) + (", trust_remote_code=True" if form.shipped is not None else "")
     model = f"model = AutoModelForCausalLM.from_pretrained({options})"
     if not has_tokenizer:
         yield code(f"from transformers import AutoModelForCausalLM\n\n{model}", "python")
@@ -70,17 +66,7 @@ def _transformers(form: str, folder: Path, name: str, has_tokenizer: bool) -> It
     yield code("\n".join(lines), "python")
 
 
-def _vllm(form: str, name: str, has_tokenizer: bool) -> Iterator[str]:
-    command = f"vllm serve {quote(name)} --tensor-parallel-size {RANKS}"
-    if form == "program":
-        yield paragraph(
-            "With surgeon installed beside vLLM (from a clone or a wheel), which finds surgeon's plugin by itself and "
-            "then knows this model; the modeling file in this folder is not used:"
-        )
-        command = f"pip install --no-deps PATH_OF_SURGEON\n{command} --enforce-eager"
-    elif form == "fused":
-        yield paragraph("Unmodified vLLM, without surgeon, by the modeling file in this folder:")
-        command += " --trust-remote-code"
-    else:
-        yield paragraph("Unmodified vLLM, without surgeon:")
+def _vllm(form: Form, name: str, has_tokenizer: bool) -> Iterator[str]:
+    command = form.vllm_command(f"vllm serve {quote(name)} --tensor-parallel-size {RANKS}")
+    yield paragraph(form.on_vllm)
     yield code(command + ("" if has_tokenizer else " --skip-tokenizer-init"), "bash")

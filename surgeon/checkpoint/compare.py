@@ -19,7 +19,6 @@ from torch import Tensor
 
 from surgeon.checkpoint.describe import Description, describe
 from surgeon.checkpoint.export import companions_of
-from surgeon.checkpoint.forms import stored_sources
 from surgeon.checkpoint.hunks import Hunk, hunks
 from surgeon.checkpoint.read import Checkpoint, locate
 from surgeon.checkpoint.write import as_bytes
@@ -176,7 +175,7 @@ def _facts_of(one: Description) -> dict[str, Any]:
     facts = {
         "family": one.family.name,
         "layers": one.num_layers,
-        "form": one.form,
+        "form": one.form and one.form.name,
         "depth": one.program.effective_depth(steps),
         "syncs": one.program.sync_points(2),
         "parameters": None if one.weights is None else one.weights.parameters,
@@ -199,7 +198,8 @@ def _keys(one: Description, checkpoint: Checkpoint) -> dict[Key, str]:
     if one.report is None:  # nothing says that its layers come from other ones
         sources: list[tuple[int, ...]] = [(layer,) for layer in range(int(one.config.num_hidden_layers))]
     else:
-        sources = stored_sources(one.program, one.form or "plain", one.family.steps_per_layer)
+        assert one.form is not None
+        sources = one.form.sources(one.program, one.family.steps_per_layer)
     seen: Counter[tuple[int, ...]] = Counter()
     labels = []
     for layers in sources:

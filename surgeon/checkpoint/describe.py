@@ -9,7 +9,8 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from surgeon.checkpoint.load import is_fused, read_config, stored_program
+from surgeon.checkpoint.forms import Form, form_of
+from surgeon.checkpoint.load import read_config, stored_program
 from surgeon.checkpoint.read import DEMO, Checkpoint, locate, read_json
 from surgeon.errors import shown
 from surgeon.families import Family, family_of
@@ -40,7 +41,7 @@ class Description:
 
     Attributes:
         name: of the checkpoint's folder, or of the recipe.
-        form: "plain", "fused", "program", or None for a recipe.
+        form: None for a recipe.
         model: the unedited model's name, where it is known.
         config: of the checkpoint (for a recipe, of its model), as `transformers` reads it.
         program: over the layers of the unedited model.
@@ -51,7 +52,7 @@ class Description:
     """
 
     name: str
-    form: str | None
+    form: Form | None
     model: str | None
     config: Any
     family: Family
@@ -102,7 +103,6 @@ def _describe_checkpoint(path: Path, name: str | Path) -> Description:
     config = read_config(checkpoint)
     family = family_of(config)
     report, held = _report_of(checkpoint), stored_program(checkpoint)
-    form = "fused" if is_fused(checkpoint) else "program" if held is not None else "plain"
     layers = int(config.num_hidden_layers)
     model, program = None, Program.dense(layers, family.steps_per_layer)
     if report is not None:
@@ -112,7 +112,7 @@ def _describe_checkpoint(path: Path, name: str | Path) -> Description:
         program = held
     return Description(
         name=path.resolve().name if path.is_dir() else str(name),
-        form=form,
+        form=form_of(checkpoint),
         model=model,
         config=config,
         family=family,

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +15,18 @@ import torch
 import surgeon
 from surgeon.checkpoint.card import write_card
 from surgeon.checkpoint.describe import REPORT_FILE, Weights
-from surgeon.checkpoint.forms import Layout, lay_out, per_layer_lists
-from surgeon.checkpoint.fuse import FusedPlanner, PlannedTensor, TensorPlanner
-from surgeon.checkpoint.fused_config import fused_config
+from surgeon.checkpoint.forms import Layout, PlannedTensor, StoredModel, form_of, lay_out
 from surgeon.checkpoint.inherit import inherit
-from surgeon.checkpoint.load import PROGRAM_KEY, is_fused, read_config
+from surgeon.checkpoint.load import read_config
 from surgeon.checkpoint.measured import Identity, Measured
 from surgeon.checkpoint.prove import Proof, original_model, prove, reference_of
-from surgeon.checkpoint.read import WEIGHTS_KEY, Checkpoint, check_inside, locate
-from surgeon.checkpoint.remote_code import SHIPPED
+from surgeon.checkpoint.read import Checkpoint, check_inside, locate
 from surgeon.checkpoint.staging import check_space, check_target, is_full, show_bytes, staged
 from surgeon.checkpoint.tokenizer import keep_tokenizer_class
 from surgeon.checkpoint.verify import Background, FileRecord, ReadBack
 from surgeon.checkpoint.write import shard_limit, split_into_shards, write_weights
 from surgeon.errors import did_you_mean
 from surgeon.families import Family, family_of
-from surgeon.families.fused import FUSED as FUSED_FAMILY
 from surgeon.model import check_layers
 from surgeon.program import Program
 from surgeon.progress import Advance, stretch
@@ -60,18 +55,14 @@ JSON_ALLOWANCE = 1 << 18  # room for the small files that are written beside the
 
 
 @dataclass(frozen=True)
-class Original:
+class Original(StoredModel):
     """The model that is exported.
 
     Attributes:
         name: as the user named it: a folder or a hub name.
-        config: its `transformers` configuration.
     """
 
     name: str
-    checkpoint: Checkpoint
-    config: Any
-    family: Family
 
     @classmethod
     def open(cls, path_or_name: str | Path) -> Original:
@@ -83,8 +74,8 @@ class Original:
         """
         folder = locate(path_or_name)
         checkpoint = Checkpoint(folder)
-        form = "fused" if is_fused(checkpoint) else "program" if PROGRAM_KEY in checkpoint.config else None
-        if form is not None:
+        form = form_of(checkpoint)
+        if form.shipped is not None:
             raise ValueError(
                 f"{folder} is an edited checkpoint already ({form} form); "
                 "export the original model, with one recipe that does everything"
@@ -96,7 +87,7 @@ class Original:
         config = read_config(checkpoint)
         family = family_of(config)
         _check_tensors(checkpoint, config, family)
-        return cls(str(path_or_name), checkpoint, config, family)
+        return cls(checkpoint, config, family, str(path_or_name))
 
     @property
     def public_name(self) -> str:
@@ -171,23 +162,9 @@ def plan_export(original: Original, program: Program, form: str = "auto", dtype:
         raise ValueError(f"unknown dtype {dtype!r}; {did_you_mean(dtype, DTYPES)}")
     check_layers(program, original.config.num_hidden_layers)
     layout = lay_out(program, original.family, original.config, form)
-    planner_class = FusedPlanner if layout.form == "fused" else TensorPlanner
-    planner = planner_class(
-        original.checkpoint, original.family, original.config, None if dtype is None else DTYPES[dtype]
-    )
-    tensors = planner.plan(layout.layers)
-    if layout.form in SHIPPED:
-        tensors = [_under_its_own_name(tensor, original.family) for tensor in tensors]
+    tensors = layout.form.tensors(original, layout, None if dtype is None else DTYPES[dtype])
     companions = companions_of(original.checkpoint.folder)
     return ExportPlan(original, program, layout, tensors, companions, dtype)
-
-
-def _under_its_own_name(tensor: PlannedTensor, family: Family) -> PlannedTensor:
-    """The output head as the model itself calls it: `transformers` renames it for stock classes only."""
-    stored = f"{family.stored_head}."
-    if family.stored_head is None or not tensor.name.startswith(stored):
-        return tensor
-    return replace(tensor, name=f"{family.head}.{tensor.name.removeprefix(stored)}")
 
 
 def write_export(
@@ -245,7 +222,7 @@ def _write_and_prove(
             shards = split_into_shards(plan.tensors, shard_limit(source))
             records = write_weights(partial, shards, advance, read_back.add)
             with stretch(advance, (plan.passes - 2) * size) as told:
-                proof = prove(reference, partial, plan.layout, plan.tensors, told)
+                proof = prove(reference, partial, plan.layout.form, plan.tensors, told)
             read_back.finish()
             hashing.result()
             write_json(partial / REPORT_FILE, _report(plan, proof, recipe, _with_others(partial, records)))
@@ -295,44 +272,12 @@ def companions_of(folder: Path) -> list[Path]:
 
 def written_config(plan: ExportPlan) -> dict[str, Any]:
     """config.json of the new checkpoint."""
-    original, layout = plan.original, plan.layout
-    config = _fused_config(plan) if layout.form == "fused" else _following_config(original, layout)
+    form = plan.layout.form
+    config = form.config(plan.original, plan.layout, plan.tensors)
     if plan.dtype is not None:
         config.pop("torch_dtype", None)
         config["dtype"] = plan.dtype
-    shipped = SHIPPED.get(layout.form)
-    if shipped is not None:
-        model_type = FUSED_FAMILY.model_type if layout.form == "fused" else original.family.model_type
-        config |= {
-            "architectures": [shipped.causal_class(model_type)],
-            "auto_map": shipped.auto_map(model_type),
-            "model_type": shipped.prefix + model_type,
-        }
-    if layout.program is not None:
-        config[PROGRAM_KEY] = str(layout.program)
-    return config
-
-
-def _following_config(original: Original, layout: Layout) -> dict[str, Any]:
-    """The original's configuration, with every per-layer entry following the layers."""
-    config = copy.deepcopy(original.checkpoint.config)
-    for key in ("auto_map", WEIGHTS_KEY):  # files of the original's
-        config.pop(key, None)
-    if type(original.config).from_dict(config).tie_word_embeddings != original.config.tie_word_embeddings:
-        config["tie_word_embeddings"] = original.config.tie_word_embeddings  # most software takes it at its word
-    aliases = original.config.attribute_map
-    config[aliases.get("num_hidden_layers", "num_hidden_layers")] = len(layout.layers)
-    sources = [layer.sources[0] for layer in layout.layers]
-    for key, values in per_layer_lists(original.config, original.checkpoint.config).items():
-        config[key] = [values[source] for source in sources]
-    return config | original.family.per_layer_entries(original.config, sources)
-
-
-def _fused_config(plan: ExportPlan) -> dict[str, Any]:
-    """A configuration of the fused form's own, whatever the original's."""
-    original, shapes = plan.original, {tensor.name: tensor.shape for tensor in plan.tensors}
-    kept = {key: value for key, value in original.checkpoint.config.items() if key in ("dtype", "torch_dtype")}
-    return kept | fused_config(original.family, original.config, plan.layout, shapes)
+    return config | form.class_entries(plan.original.family, plan.layout)
 
 
 def _write_companions(partial: Path, plan: ExportPlan) -> None:
@@ -340,7 +285,7 @@ def _write_companions(partial: Path, plan: ExportPlan) -> None:
     write_json(partial / "config.json", written_config(plan))
     for path in plan.companions:
         shutil.copyfile(path, partial / path.name)
-    shipped = SHIPPED.get(plan.layout.form)
+    shipped = plan.layout.form.shipped
     if shipped is not None:
         shutil.copyfile(shipped.file, partial / shipped.file.name)
         keep_tokenizer_class(partial, plan.original.config)
@@ -351,7 +296,7 @@ def _report(plan: ExportPlan, proof: Proof, recipe: str | None, files: dict[str,
     original = plan.original
     return {
         "surgeon": surgeon.__version__,
-        "form": plan.layout.form,
+        "form": plan.layout.form.name,
         "reason": plan.layout.reason,
         "program": str(plan.program),
         "effective_depth": plan.program.effective_depth(original.family.steps_per_layer),

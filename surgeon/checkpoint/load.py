@@ -6,14 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from surgeon.checkpoint.fused_config import GLOBAL_WIDTHS_KEY, WIDTHS_KEY
+from surgeon.checkpoint.forms import FORMS, form_of
+from surgeon.checkpoint.forms.fused import GLOBAL_WIDTHS_KEY, WIDTHS_KEY
 from surgeon.checkpoint.read import Checkpoint, locate
-from surgeon.checkpoint.remote_code import FUSED, PROGRAM
 from surgeon.errors import shown
 from surgeon.families import Family, family_named, family_of
-from surgeon.model import PROGRAM_KEY, edit
+from surgeon.families.fused import FUSED
+from surgeon.model import PROGRAM_KEY, PROGRAM_PREFIX, edit
 from surgeon.program import Program
 from surgeon.weights import Names
 
@@ -61,11 +62,9 @@ def load(path_or_name: str | Path, dtype: torch.dtype | None = None, device_map:
     if dtype is None:
         device = torch.device("cuda" if device_map is not None and torch.cuda.is_available() else "cpu")
         dtype = compute_dtype(checkpoint, family_of(config), device)
-    model_class: Any = AutoModelForCausalLM
+    model_class = form_of(checkpoint).model_class(config)
     options = {"dtype": dtype, "device_map": device_map, "ignore_mismatched_sizes": True, "output_loading_info": True}
     options["config"] = config
-    if is_fused(checkpoint):
-        model_class = FUSED.model_class(config.model_type)
     try:
         model, report = model_class.from_pretrained(folder, **options)
     except (ArithmeticError, AssertionError, LookupError, TypeError) as error:
@@ -90,12 +89,7 @@ def read_config(checkpoint: Checkpoint) -> Any:
     _check_widths(checkpoint)
     _check_counts(checkpoint)
     try:
-        if is_fused(checkpoint):
-            config = _stock_config(checkpoint, FUSED.config_class(family.model_type))
-        elif PROGRAM_KEY in checkpoint.config:
-            config = _stock_config(checkpoint, CONFIG_MAPPING[family.model_type])
-        else:
-            config = AutoConfig.from_pretrained(checkpoint.folder)
+        config = form_of(checkpoint).stock_config(checkpoint, family)
     except Exception as error:  # whatever it trips over is a fault of the file
         raise ValueError(f"{checkpoint.folder / 'config.json'} is not a valid configuration: {error}") from error
     family = family_of(config)
@@ -126,13 +120,13 @@ def stored_program(checkpoint: Checkpoint) -> Program | None:
 
 def is_fused(checkpoint: Checkpoint) -> bool:
     """Whether a checkpoint is in the fused form."""
-    return _model_type(checkpoint) in FUSED.names
+    return form_of(checkpoint).widths_differ
 
 
 def _model_type(checkpoint: Checkpoint) -> str:
     """config.json's model type, without what a program puts before it."""
     name = str(checkpoint.config.get("model_type"))
-    return name if name in FUSED.names else name.removeprefix(PROGRAM.prefix)
+    return name if name == FUSED.model_type else name.removeprefix(PROGRAM_PREFIX)
 
 
 def _family_in(checkpoint: Checkpoint) -> Family:
@@ -140,16 +134,10 @@ def _family_in(checkpoint: Checkpoint) -> Family:
     name = _model_type(checkpoint)
     if name != str(checkpoint.config.get("model_type")) and PROGRAM_KEY not in checkpoint.config:
         raise ValueError(
-            f"{checkpoint.folder / 'config.json'} has the model_type {PROGRAM.prefix}{name}, and so needs "
+            f"{checkpoint.folder / 'config.json'} has the model_type {PROGRAM_PREFIX}{name}, and so needs "
             f"{PROGRAM_KEY}, the program"
         )
     return family_named(name)
-
-
-def _stock_config(checkpoint: Checkpoint, config_class: Any) -> Any:
-    """The configuration in a config.json whose entries beside it name a program, or classes in a file."""
-    left_out = ("model_type", "auto_map", PROGRAM_KEY)
-    return config_class.from_dict({key: value for key, value in checkpoint.config.items() if key not in left_out})
 
 
 def _check_counts(checkpoint: Checkpoint) -> None:
@@ -210,10 +198,11 @@ def _check_widths(checkpoint: Checkpoint) -> None:
     path = checkpoint.folder / "config.json"
     if WIDTHS_KEY not in checkpoint.config:
         return
-    if not is_fused(checkpoint):
+    if not form_of(checkpoint).widths_differ:
+        able = " or ".join(form.name for form in FORMS.values() if form.widths_differ)
         raise ValueError(
-            f"{path} has layers of different widths ({WIDTHS_KEY}), which only the fused form has "
-            f"(model_type {', '.join(FUSED.names)}), not {checkpoint.config.get('model_type')}; export the model again"
+            f"{path} has layers of different widths ({WIDTHS_KEY}), which only the {able} form has "
+            f"(model_type {FUSED.model_type}), not {checkpoint.config.get('model_type')}; export the model again"
         )
     if not checkpoint.config.get(GLOBAL_WIDTHS_KEY):
         raise ValueError(f"{path} has {WIDTHS_KEY}, and so needs {GLOBAL_WIDTHS_KEY}: true")

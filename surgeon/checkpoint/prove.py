@@ -26,12 +26,10 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.utils import logging
 
 from surgeon.checkpoint import on_demand
-from surgeon.checkpoint.forms import Layout
-from surgeon.checkpoint.fuse import PlannedTensor
+from surgeon.checkpoint.forms import Form, PlannedTensor
 from surgeon.checkpoint.load import read_config
 from surgeon.checkpoint.on_demand import StoredNames, WeightsOnDemand, build_empty, match_names
 from surgeon.checkpoint.read import Checkpoint, Stored
-from surgeon.checkpoint.remote_code import SHIPPED
 from surgeon.families import family_of
 from surgeon.model import EditedLayers, edit
 from surgeon.program import Program, Sublayer
@@ -164,7 +162,7 @@ def _random_tokens(config: Any, length: int) -> Tensor:
 def prove(
     reference: Reference,
     folder: Path,
-    layout: Layout,
+    form: Form,
     tensors: list[PlannedTensor],
     advance: Advance = lambda _: None,
 ) -> Proof:
@@ -180,15 +178,15 @@ def prove(
     tolerance = max((WRITTEN_TOLERANCE[dtype] for dtype in rounded), default=EXACT_TOLERANCE)
     checkpoint = Checkpoint(folder)
     as_written = {name: Stored(checkpoint, name) for name in checkpoint.names()}
-    written = reference.difference(_run_written(checkpoint, layout, reference.tokens, as_written, advance))
+    written = reference.difference(_run_written(checkpoint, form, reference.tokens, as_written, advance))
     exact = written
     if rounded:
         before = {tensor.name: _BeforeRounding(tensor, as_written[tensor.name]) for tensor in tensors}
-        exact = reference.difference(_run_written(checkpoint, layout, reference.tokens, before, advance))
+        exact = reference.difference(_run_written(checkpoint, form, reference.tokens, before, advance))
     for name, found, bound in (("before rounding", exact, EXACT_TOLERANCE), ("as written", written, tolerance)):
         if not found <= bound:  # so that nan is refused too
             raise NotProven(
-                f"the {layout.form} form does not compute what the program does: its logits {name} differ by "
+                f"the {form} form does not compute what the program does: its logits {name} differ by "
                 f"{found:.2g} of their scale (at most {bound:g} is allowed), so nothing was written"
             )
     dtype = str(next(iter(rounded), torch.float32)).removeprefix("torch.")
@@ -228,35 +226,22 @@ class _BeforeRounding:
 
 
 def _run_written(
-    checkpoint: Checkpoint, layout: Layout, tokens: Tensor, stored: Mapping[str, on_demand.Stored], advance: Advance
+    checkpoint: Checkpoint, form: Form, tokens: Tensor, stored: Mapping[str, on_demand.Stored], advance: Advance
 ) -> Tensor:
     """Logits of the checkpoint in the class of its own modeling file, with the weights given under stored names."""
     with _quiet():
-        model = _written_model(checkpoint, layout)
-    family = family_of(model.config) if layout.form == "plain" else None
+        model = build_empty(*form.written_class(checkpoint, read_config(checkpoint)))
+    family = family_of(model.config) if form.shipped is None else None  # the file inside renames nothing
     names = match_names(model, checkpoint.names(), family)
     for what, which in (("missing", names.missing), ("unexpected", names.unexpected)):
         if which:
-            raise NotProven(f"the {layout.form} form has {what} tensors: {', '.join(sorted(which)[:3])}")
+            raise NotProven(f"the {form} form has {what} tensors: {', '.join(sorted(which)[:3])}")
     for name, of in names.by_parameter.items():
         if checkpoint.shape(of) != tuple(model.get_parameter(name).shape):
-            raise NotProven(f"the {layout.form} form has a tensor of a wrong shape: {of}, {checkpoint.shape(of)}")
+            raise NotProven(f"the {form} form has a tensor of a wrong shape: {of}, {checkpoint.shape(of)}")
     of_parameters = {name: stored[of] for name, of in names.by_parameter.items()}
     in_files = {name: Stored(checkpoint, of) for name, of in names.by_parameter.items()}
     return _logits(model, tokens, of_parameters, _told(checkpoint, in_files, advance))
-
-
-def _written_model(checkpoint: Checkpoint, layout: Layout) -> PreTrainedModel:
-    """The checkpoint's model, without its weights: of the stock class, or of that in its own modeling file."""
-    config = read_config(checkpoint)
-    shipped = SHIPPED.get(layout.form)
-    model_class: Any
-    if shipped is None:
-        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    else:
-        model_class = shipped.model_class(config.model_type, checkpoint.folder)
-        config = model_class.config_class.from_pretrained(checkpoint.folder)
-    return build_empty(model_class, config)
 
 
 def _told(checkpoint: Checkpoint, stored: Mapping[str, Stored], advance: Advance) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgeon.checkpoint.fuse import PlannedTensor
+from surgeon.checkpoint.forms import PlannedTensor
 from surgeon.checkpoint.header import DTYPES
 from surgeon.checkpoint.read import BLOCK, INDEX_FILE, SINGLE_FILE, Checkpoint
 from surgeon.checkpoint.verify import FileRecord

@@ -117,5 +117,6 @@ def what_it_is(found: Description) -> str:
     if found.recipe is not None:
         return f"a recipe for {found.model}"
     if found.report is None:
-        return "a checkpoint" if found.form == "plain" else f"a checkpoint in {found.form} form"
+        inside = found.form is not None and found.form.shipped is not None
+        return f"a checkpoint in {found.form} form" if inside else "a checkpoint"
     return f"{found.model} in {found.form} form, by surgeon {found.report.get('surgeon', '?')}"

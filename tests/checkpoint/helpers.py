@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from surgeon.checkpoint.export import Original, plan_export, write_export
+from surgeon.checkpoint.forms import form_of
 from surgeon.checkpoint.prove import Proof
 from surgeon.checkpoint.read import Checkpoint
-from surgeon.checkpoint.remote_code import SHIPPED
 from surgeon.program import Fork, Node, Program, Step, Sublayer
 from tests.models import VOCABULARY, tiny_model
 from tests.reference import Reference
@@ -44,8 +44,8 @@ def run_export(source: Path, target: Path, program: str, **options: Any) -> Proo
 def load_shipped(folder: Path) -> PreTrainedModel:
     """Load a fused or program checkpoint by the modeling file that lies inside it, in float32."""
     config = json.loads((folder / "config.json").read_text())
-    form = json.loads((folder / "surgeon.json").read_text())["form"]
-    shipped = SHIPPED[form]
+    shipped = form_of(Checkpoint(folder)).shipped
+    assert shipped is not None
     model_class = shipped.model_class(config["model_type"].removeprefix(shipped.prefix), folder)
     return model_class.from_pretrained(folder, dtype=torch.float32).eval()
 

@@ -18,7 +18,8 @@ from torch import Tensor
 import surgeon
 from surgeon.checkpoint import write
 from surgeon.checkpoint.export import Original, plan_export
-from surgeon.checkpoint.fuse import FusedPlanner, PlannedTensor
+from surgeon.checkpoint.forms import PlannedTensor
+from surgeon.checkpoint.forms.fused_tensors import FusedPlanner
 from surgeon.checkpoint.prove import NotProven
 from tests.checkpoint.helpers import (
     run_export,

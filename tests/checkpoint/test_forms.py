@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+import ast
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from surgeon.checkpoint.forms import StoredLayer, lay_out, per_layer_lists
+import surgeon
+from surgeon.checkpoint.forms import FORMS, StoredLayer, form_of, lay_out, per_layer_lists
+from surgeon.cli.export import export
 from surgeon.families import FAMILIES, family_of
 from surgeon.program import Program, Sublayer
 from tests.models import tiny_model
 
+PACKAGE = Path(surgeon.__file__).parent
 LLAMA = tiny_model("llama", num_layers=6).config
 
 
@@ -38,12 +44,12 @@ def layout(program: str, config: Any = LLAMA, form: str = "auto") -> Any:
     ],
 )
 def test_the_most_portable_exact_form_is_chosen(program: str, form: str) -> None:
-    assert layout(program).form == form
+    assert layout(program).form.name == form
 
 
 def test_a_less_portable_form_can_be_asked_for() -> None:
-    assert layout("A0 F0 A2 F2", form="fused").form == "fused"
-    assert layout("A0 F0 [A2 A3] [F2 F3]", form="program").form == "program"
+    assert layout("A0 F0 A2 F2", form="fused").form.name == "fused"
+    assert layout("A0 F0 [A2 A3] [F2 F3]", form="program").form.name == "program"
 
 
 @pytest.mark.parametrize(
@@ -97,11 +103,11 @@ def test_models_that_cannot_be_fused_exactly_get_the_program_form(
     if family == "gemma2":
         config.layer_types = ["full_attention"] * 4
     found = layout("A0 F0 [A1 A2] [F1 F2]", config)
-    assert found.form == "program"
+    assert found.form.name == "program"
     assert why in found.reason
     with pytest.raises(ValueError, match=why):
         layout("A0 F0 [A1 A2] [F1 F2]", config, form="fused")
-    assert layout("A0 F0 A2 F2", config).form == "plain"
+    assert layout("A0 F0 A2 F2", config).form.name == "plain"
 
 
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"gemma2"}))
@@ -109,29 +115,54 @@ def test_every_family_without_norms_behind_its_sublayers_can_be_fused(family: st
     config = tiny_model(family, num_layers=6).config
     steps = family_of(config).steps_per_layer
     program = "[A0 F0] [A3 F3 A5 F5]" if steps == 1 else "A0 F0 [A3 A5] [F3 F5]"
-    assert layout(program, config).form == "fused"
+    assert layout(program, config).form.name == "fused"
 
 
 def test_layers_without_a_sequence_of_their_own_steps_are_no_fused_layers() -> None:
     parallel, sequential = (tiny_model("gpt_neox", use_parallel_residual=flag).config for flag in (True, False))
     one, two = "[A0 F0] [A1 F1 A2 F2]", "A0 F0 [A1 A2] [F1 F2]"
-    assert [layout(program, parallel).form for program in (one, two)] == ["fused", "program"]
-    assert [layout(program, sequential).form for program in (one, two)] == ["program", "fused"]
+    assert [layout(program, parallel).form.name for program in (one, two)] == ["fused", "program"]
+    assert [layout(program, sequential).form.name for program in (one, two)] == ["program", "fused"]
 
 
 def test_layers_that_differ_in_the_config_are_not_stored_as_one() -> None:
     kinds = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
     config = tiny_model("qwen3", 4, layer_types=kinds, sliding_window=4, use_sliding_window=True).config
-    assert layout("A1~A2 F1~F2 A0 F0", config).form == "plain"
+    assert layout("A1~A2 F1~F2 A0 F0", config).form.name == "plain"
     with pytest.raises(ValueError, match="layers 0 and 1 differ in the config's layer_types"):
         layout("A0~A1 F0~F1", config, form="plain")
     with pytest.raises(ValueError, match="layers 0 and 1 differ in the config's layer_types"):
         layout("[A0 A1] F0", config, form="fused")
     # What says how far an attention looks says nothing of a feed-forward.
-    assert layout("A0 F1 [A1 A2] [F0 F3]", config).form == "fused"
+    assert layout("A0 F1 [A1 A2] [F0 F3]", config).form.name == "fused"
 
 
 def test_lists_with_an_entry_per_layer_are_found_whatever_their_name() -> None:
     config = tiny_model("qwen3", num_layers=3, eos_token_id=[1, 2, 3]).config
     stored = {"eos_token_id": [1, 2, 3], "architectures": ["a", "b", "c"], "windows": [4, 5, 6], "other": [1, 2]}
     assert per_layer_lists(config, stored) == {"layer_types": ["full_attention"] * 3, "windows": [4, 5, 6]}
+
+
+@pytest.mark.parametrize(
+    ("marks", "form"),
+    [
+        ({"model_type": "llama"}, "plain"),
+        ({"model_type": "surgeon_fused"}, "fused"),
+        ({"model_type": "surgeon_llama", "surgeon_program": "A0 F0"}, "program"),
+        ({"model_type": "surgeon_surgeon_fused", "surgeon_program": "A0 F0"}, "fused"),  # edited, and saved
+    ],
+)
+def test_a_folder_s_form_is_known_by_its_marks(marks: dict[str, Any], form: str) -> None:
+    assert form_of(SimpleNamespace(config=marks)).name == form  # type: ignore[arg-type]
+
+
+def test_a_form_is_asked_and_never_told_by_its_name() -> None:
+    for path in (path for path in (PACKAGE / "checkpoint").rglob("*.py") if "forms" not in path.parts):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Compare):
+                found = {one.value for one in (node.left, *node.comparators) if isinstance(one, ast.Constant)}
+                assert not found & set(FORMS), f"{path}:{node.lineno}"
+
+
+def test_the_command_offers_every_form() -> None:
+    assert get_args(get_args(get_type_hints(export, include_extras=True)["form"])[0]) == ("auto", *FORMS)

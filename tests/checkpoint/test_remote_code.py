@@ -12,13 +12,15 @@ import pytest
 import torch
 
 import surgeon
-from surgeon.checkpoint.remote_code import FUSED, PROGRAM, SHIPPED
+from surgeon.checkpoint.forms import FORMS
+from surgeon.checkpoint.remote_code import FUSED, PROGRAM
 from surgeon.checkpoint.remote_code import modeling_surgeon_program as shipped
 from surgeon.families import FAMILIES
 from surgeon.families.fused import FUSED as FUSED_FAMILY
 from surgeon.program import Program
 from tests.checkpoint.helpers import IDS, logits_of, relative_error, run_export, save_source
 
+SHIPPED = {form.name: form.shipped for form in FORMS.values() if form.shipped is not None}
 WITHOUT_SURGEON = """
 import sys
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from surgeon.checkpoint.fuse import PlannedTensor
+from surgeon.checkpoint.forms import PlannedTensor
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.write import shard_limit, split_into_shards, write_weights
 from tests.checkpoint.helpers import save_source

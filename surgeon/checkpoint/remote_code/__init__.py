@@ -27,6 +27,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -62,6 +63,14 @@ class RemoteCode:
         suffixes = {"AutoConfig": "Config", "AutoModel": "Model", "AutoModelForCausalLM": "ForCausalLM"}
         return {auto: f"{self.module}.{self.names[model_type]}{suffix}" for auto, suffix in suffixes.items()}
 
+    def entries(self, model_type: str) -> dict[str, Any]:
+        """What a checkpoint's config.json says of the classes."""
+        return {
+            "architectures": [self.causal_class(model_type)],
+            "auto_map": self.auto_map(model_type),
+            "model_type": self.prefix + model_type,
+        }
+
     def config_class(self, model_type: str) -> type[PreTrainedConfig]:
         """The configuration's class, this package's own."""
         loaded = self.model_class(model_type).config_class
@@ -94,7 +103,6 @@ PROGRAM = RemoteCode(
     },
     prefix=PROGRAM_PREFIX,
 )
-SHIPPED = {"fused": FUSED, "program": PROGRAM}  # by form
 
 
 def _import(path: Path) -> ModuleType:

@@ -1,17 +1,33 @@
-"""config.json of a checkpoint in the fused form: what an architecture has, in the words of the modeling file inside."""
+"""The fused form: k layers that run side by side are stored as one layer that is k times as wide.
+
+Its configuration says what the architecture has, in the words of the modeling file inside.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from surgeon.checkpoint import remote_code
+from surgeon.checkpoint.forms.base import Form, Layout, StoredModel, config_beside
+from surgeon.checkpoint.forms.fused_tensors import FusedPlanner, groups_of
+from surgeon.checkpoint.forms.planning import PlannedTensor
+from surgeon.checkpoint.forms.stored_layers import (
+    Inexpressible,
+    StoredLayer,
+    require_divisible,
+    require_uniform,
+    stored_layers,
+)
+from surgeon.checkpoint.read import Checkpoint
 from surgeon.families import Family
 from surgeon.families.base import Unit
-from surgeon.families.fused import FUSED, POSITIONS, PROJECTIONS
-from surgeon.program import Sublayer
-
-if TYPE_CHECKING:
-    from surgeon.checkpoint.forms import Layout, StoredLayer
+from surgeon.families.fused import FUSED as FUSED_FAMILY
+from surgeon.families.fused import POSITIONS, PROJECTIONS
+from surgeon.model import PROGRAM_PREFIX
+from surgeon.program import Program
 
 WIDTHS_KEY = "per_layer_config"
 GLOBAL_WIDTHS_KEY = "allow_global_per_layer_attribute_access"  # lets transformers read the other layers' widths
@@ -26,6 +42,59 @@ CARRIED = (
     *("vocab_size", "hidden_size", "max_position_embeddings", "initializer_range", "use_cache", "tie_word_embeddings"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "original_max_position_embeddings"),
 )
+
+
+class Fused(Form):
+    """Layers side by side in one, with the modeling file that builds layers of different widths."""
+
+    name = "fused"
+    shipped = remote_code.FUSED
+    widths_differ = True
+    why_code = "some of its layers are wider than others, which no class of transformers allows"
+    on_vllm = "Unmodified vLLM, without surgeon, by the modeling file in this folder:"
+
+    def lay_out(self, program: Program, family: Family, config: Any) -> Layout:
+        layers = stored_layers(program, family.steps_per_layer)
+        why_not = obstacle(family, config)
+        if why_not is not None:
+            raise Inexpressible(why_not)
+        if family.window_layers is not None:  # the only list that the modeling file goes by
+            require_uniform(layers, {family.window_layers: attention_types(family, config)})
+        require_divisible(program.sublayers(), family, config)
+        wide = sum(not layer.has_stock_width for layer in layers)
+        reason = (
+            f"{wide} of {len(layers)} layers hold several layers side by side; transformers and vLLM load it with the "
+            "modeling file inside (trust_remote_code=True)"
+        )
+        return Layout(self, reason, layers)
+
+    def tensors(self, original: StoredModel, layout: Layout, dtype: torch.dtype | None) -> list[PlannedTensor]:
+        return FusedPlanner(original.checkpoint, original.family, original.config, dtype).plan(layout.layers)
+
+    def config(self, original: StoredModel, layout: Layout, tensors: list[PlannedTensor]) -> dict[str, Any]:
+        """A configuration of the form's own, whatever the original's."""
+        shapes = {tensor.name: tensor.shape for tensor in tensors}
+        kept = {key: value for key, value in original.checkpoint.config.items() if key in ("dtype", "torch_dtype")}
+        return kept | fused_config(original.family, original.config, layout, shapes)
+
+    def class_entries(self, family: Family, layout: Layout) -> dict[str, Any]:  # noqa: ARG002
+        return self.shipped.entries(FUSED_FAMILY.model_type)
+
+    def marks(self, config: dict[str, Any]) -> bool:
+        own = FUSED_FAMILY.model_type
+        return config.get("model_type") in (own, PROGRAM_PREFIX + own)  # the latter was edited again and saved
+
+    def stock_config(self, checkpoint: Checkpoint, family: Family) -> Any:
+        return config_beside(checkpoint, self.shipped.config_class(family.model_type))
+
+    def model_class(self, config: Any) -> Any:
+        return self.shipped.model_class(config.model_type)
+
+    def vllm_command(self, serve: str) -> str:
+        return f"{serve} --trust-remote-code"
+
+
+FUSED = Fused()
 
 
 def obstacle(family: Family, config: Any) -> str | None:
@@ -52,7 +121,7 @@ def fused_config(family: Family, config: Any, layout: Layout, shapes: dict[str, 
     scaled = model_type not in UNSCALED and getattr(config, "scale_attn_weights", True)
     kinds = attention_types(family, config)
     entries = {key: getattr(config, key) for key in CARRIED if hasattr(config, key)} | {
-        "model_type": FUSED.model_type,
+        "model_type": FUSED_FAMILY.model_type,
         "base_model_type": model_type,
         "num_hidden_layers": len(layout.layers),
         "num_attention_heads": units["heads"],
@@ -84,11 +153,6 @@ def fused_config(family: Family, config: Any, layout: Layout, shapes: dict[str, 
         str(k): _widths(layer, family, units) for k, layer in enumerate(layout.layers) if not layer.has_stock_width
     }
     return entries | ({WIDTHS_KEY: widths, GLOBAL_WIDTHS_KEY: True} if widths else {})
-
-
-def groups_of(sublayers: tuple[Sublayer, ...], kv_heads: int) -> list[int]:
-    """How many KV heads each of several attentions, or slices of them, has."""
-    return [kv_heads // (1 if sublayer.piece is None else sublayer.piece[1]) for sublayer in sublayers]
 
 
 def _widths(layer: StoredLayer, family: Family, units: dict[Unit, int]) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint to be written: their names and shapes at once, their values one at a time when asked for.
+"""The tensors of the fused form.
 
 A layer that holds the sublayers S_1 ... S_k side by side computes the sum of their outputs. With g_i and s_i the gain
 and the shift of S_i's own norm, the stored layer's norm has gain 1 and shift 0, and
@@ -13,143 +13,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from surgeon.checkpoint.forms import StoredLayer
-from surgeon.checkpoint.fused_config import groups_of
-from surgeon.checkpoint.read import Checkpoint, Stored
-from surgeon.families import Family, Projection, SublayerSpec
+from surgeon.checkpoint.forms.planning import Compute, Computed, PlannedTensor, Read, TensorPlanner, known_modules
+from surgeon.checkpoint.forms.stored_layers import StoredLayer
+from surgeon.checkpoint.read import Checkpoint
+from surgeon.families import Family, Projection
 from surgeon.families.fused import FUSED, POSITIONS, PROJECTIONS
 from surgeon.program import ATTENTION, FEED_FORWARD, Sublayer
-from surgeon.weights import Names, mean, slice_projection, unit_features
+from surgeon.weights import unit_features
 
-Read = Callable[[str], Tensor]
-# A tensor, or its rows in order, some at a time: what is computed of large tensors is never held as a whole.
-Computed = Tensor | Iterator[Tensor]
-Compute = Callable[[Read], Computed]
 ROWS = 256  # that are computed at a time: they stay in the processor's cache
-# Of modules without weights: causal masks and angles, which early checkpoints store. They follow from the config.
-BUFFERS = ("bias", "masked_bias", "inv_freq")
-
-
-@dataclass(frozen=True)
-class PlannedTensor:
-    """A tensor to be written.
-
-    Attributes:
-        dtype: to be stored in.
-        rounded: whether storing it may lose digits, because it is computed, or stored more coarsely than it was.
-        rows: computes its value, in float32 if it is rounded afterwards: all rows in order, some at a time.
-        copy_of: the stored tensor that it is a copy of, byte for byte, if it is one.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    rounded: bool
-    rows: Callable[[], Iterator[Tensor]]
-    copy_of: Stored | None = None
-
-    def build(self) -> Tensor:
-        """Its whole value."""
-        return _joined(list(self.rows()))
-
-    @property
-    def num_bytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-
-class TensorPlanner:
-    """Plans the tensors of a checkpoint made of another one's layers.
-
-    Raises:
-        ValueError: if the original lacks a tensor that its architecture has, or has one in a layer that is not known.
-    """
-
-    def __init__(self, source: Checkpoint, family: Family, config: Any, dtype: torch.dtype | None) -> None:
-        self.source = source
-        self.family = family
-        self.config = config
-        self.dtype = dtype
-        self.names = Names(source, family)
-        self.prefix = self.names.layers
-
-    def plan(self, layers: tuple[StoredLayer, ...]) -> list[PlannedTensor]:
-        """All tensors in the order in which a forward pass needs them."""
-        outside = [name for name in self.source.names() if not name.startswith(self.prefix)]
-        embeddings = {
-            path.rpartition(".")[2] for path in (self.family.embedding, self.family.position_embedding) if path
-        }
-        first = [name for name in outside if embeddings & set(name.split("."))]
-        last = [name for name in outside if name not in first]
-        planned = [self._copied(name) for name in first]
-        for index, layer in enumerate(layers):
-            for sublayer in layer.sublayers:
-                planned += self._sublayer_tensors(f"{self.prefix}{index}.", sublayer)
-        return planned + [self._copied(name) for name in last]
-
-    def _copied(self, name: str) -> PlannedTensor:
-        """A tensor outside the layers; tied embeddings are the embedding, which most software looks for."""
-        embedding = f"{self.family.embedding}.weight"
-        written = self.names.own(embedding) if name == self.names.of(embedding) else name
-        return self._planned(written, lambda read: read(name))
-
-    def _sublayer_tensors(self, prefix: str, sublayer: Sublayer) -> list[PlannedTensor]:
-        return [self._planned(prefix + path, partial(self._part, sublayer, path)) for path in self._paths(sublayer)]
-
-    def _planned(self, name: str, compute: Compute) -> PlannedTensor:
-        read: dict[str, Tensor] = {}
-
-        def read_shape(source: str) -> Tensor:
-            read[source] = torch.empty(self.source.shape(source), dtype=self.source.dtype(source), device="meta")
-            return read[source]
-
-        outline = list(_rows(compute(read_shape)))
-        first = next(iter(read))
-        original = self.source.dtype(first)
-        dtype = self.dtype if self.dtype is not None and original.is_floating_point else original
-        return PlannedTensor(
-            name,
-            tuple(_joined(outline).shape),
-            dtype,
-            rounded=torch.promote_types(outline[0].dtype, dtype) != dtype,
-            rows=lambda: _rows(compute(self.source.tensor)),
-            copy_of=Stored(self.source, first) if outline[0] is read[first] and dtype == original else None,
-        )
-
-    def _paths(self, sublayer: Sublayer) -> list[str]:
-        """Paths from the layer of the sublayer's tensors, without buffers."""
-        spec = self.family.spec(sublayer.kind)
-        prefix = f"{self.prefix}{sublayer.layers[0]}."
-        names = [name.removeprefix(prefix) for name in self.source.names() if name.startswith(prefix)]
-        known = _roots(self.family.attention) + _roots(self.family.mlp)
-        for name in names:
-            if not name.startswith(known):
-                raise ValueError(
-                    f"{prefix}{name} is no tensor of {self.family.name} that surgeon knows; it cannot be exported"
-                )
-        for path in (spec.norm, *(projection.path for projection in spec.projections)):
-            if f"{path}.weight" not in names:
-                raise ValueError(
-                    f"{self.source.folder} has no tensor {prefix}{path}.weight, which {self.family.name} needs"
-                )
-        return [name for name in names if name.startswith(_roots(spec)) and not _is_buffer(spec, name)]
-
-    def _part(self, sublayer: Sublayer, path: str, read: Read) -> Tensor:
-        """One tensor of one sublayer: read, averaged over its layers, sliced."""
-        tensors = [read(f"{self.prefix}{layer}.{path}") for layer in sublayer.layers]
-        tensor = tensors[0] if len(tensors) == 1 else mean(tensor.float() for tensor in tensors)
-        projection = _projection(self.family.spec(sublayer.kind), path)
-        if sublayer.piece is None or projection is None:
-            return tensor
-        if path.endswith(".bias") and not projection.reads_stream:
-            return tensor if sublayer.piece[0] == 0 else torch.zeros_like(tensor)
-        return slice_projection(tensor, projection, self.family, self.config, sublayer.piece)
 
 
 class FusedPlanner(TensorPlanner):
@@ -176,7 +54,7 @@ class FusedPlanner(TensorPlanner):
             for kind, sublayers in ((ATTENTION, layer.attention), (FEED_FORWARD, layer.feed_forward)):
                 self._check_known(sublayers)
                 tensors = self._norms(kind, sublayers) | self._projections(kind, sublayers)
-                planned += [self._planned(f"{FUSED.layers}.{index}.{path}", build) for path, build in tensors.items()]
+                planned += [self.planned(f"{FUSED.layers}.{index}.{path}", build) for path, build in tensors.items()]
         parts = ("weight", "bias") if self.family.norm_kind == "layer" else ("weight",)
         planned += [self._moved(f"{FUSED.final_norm}.{part}", self.family.final_norm, part) for part in parts]
         if not self.config.tie_word_embeddings:
@@ -187,7 +65,7 @@ class FusedPlanner(TensorPlanner):
         stored = self.names.of(f"{path}.{part}")
         if stored not in self.source:
             raise ValueError(f"{self.source.folder} has no tensor {stored}, which {self.family.name} needs")
-        return self._planned(name, lambda read: read(stored))
+        return self.planned(name, lambda read: read(stored))
 
     def _any_bias(self, projection: Projection) -> bool:
         ending = f".{projection.path}.bias"
@@ -196,8 +74,8 @@ class FusedPlanner(TensorPlanner):
     def _check_known(self, sublayers: tuple[Sublayer, ...]) -> None:
         """Refuse tensors that would be left behind."""
         for sublayer in sublayers:
-            known = _known(self.family.spec(sublayer.kind))
-            for path in self._paths(sublayer):
+            known = known_modules(self.family.spec(sublayer.kind))
+            for path in self.paths(sublayer):
                 if path.rpartition(".")[0] not in known:
                     raise ValueError(f"{path} of {self.family.name} cannot be stored in the fused form")
 
@@ -207,7 +85,7 @@ class FusedPlanner(TensorPlanner):
         parts = ("weight", "bias") if self.family.norm_kind == "layer" else ("weight",)
         tensors: dict[str, Compute] = {}
         for part in parts:
-            compute = partial(self._part, sublayers[0], f"{own.norm}.{part}")
+            compute = partial(self.part, sublayers[0], f"{own.norm}.{part}")
             tensors[f"{written.norm}.{part}"] = compute if len(sublayers) == 1 else partial(_neutral, compute, part)
         for path in own.head_norms:
             tensors[f"{path}.weight"] = partial(self._head_gains, sublayers, f"{path}.weight")
@@ -263,14 +141,14 @@ class FusedPlanner(TensorPlanner):
     def _own_bias(self, sublayer: Sublayer, projection: Projection, read: Read) -> Tensor:
         path = f"{projection.path}.bias"
         if all(f"{self.prefix}{layer}.{path}" in self.source for layer in sublayer.layers):
-            bias = self._part(sublayer, path, read)
+            bias = self.part(sublayer, path, read)
             return bias if not projection.reads_stream else self._own_features(bias, sublayer, projection, dim=0)
         matrix = self._matrix(sublayer, projection, read)
         return matrix.new_zeros(matrix.shape[0])
 
     def _matrix(self, sublayer: Sublayer, projection: Projection, read: Read) -> Tensor:
         """A sublayer's own weight for one projection, (out_features, in_features)."""
-        stored = self._part(sublayer, f"{projection.path}.weight", read)
+        stored = self.part(sublayer, f"{projection.path}.weight", read)
         matrix = self._own_features(stored, sublayer, projection, projection.divided_dim)
         return matrix.T if projection.transposed else matrix
 
@@ -288,11 +166,11 @@ class FusedPlanner(TensorPlanner):
         blocks = self._blocks(sublayers)
         groups = groups_of(sublayers, self.family.units(self.config)["kv_heads"])
         turns = [count // blocks for count in groups]
-        gains = [self._part(sublayer, path, read) for sublayer in sublayers]
+        gains = [self.part(sublayer, path, read) for sublayer in sublayers]
         return torch.cat([gain.expand(times, -1) for gain, times in zip(gains, turns, strict=True)])
 
     def _norm_part(self, sublayer: Sublayer, part: str, read: Read) -> Tensor:
-        return self._part(sublayer, f"{self.family.spec(sublayer.kind).norm}.{part}", read)
+        return self.part(sublayer, f"{self.family.spec(sublayer.kind).norm}.{part}", read)
 
     def _in_turn(self, parts: list[Tensor], sublayers: tuple[Sublayer, ...], dim: int) -> Tensor:
         """Heads (or neurons) of several sublayers along one dimension, a block of each in turn."""
@@ -310,12 +188,9 @@ class FusedPlanner(TensorPlanner):
         return math.gcd(*groups_of(sublayers, self.family.units(self.config)["kv_heads"]))
 
 
-def _rows(computed: Computed) -> Iterator[Tensor]:
-    return iter([computed]) if isinstance(computed, Tensor) else computed
-
-
-def _joined(rows: list[Tensor]) -> Tensor:
-    return rows[0] if len(rows) == 1 else torch.cat(rows)
+def groups_of(sublayers: tuple[Sublayer, ...], kv_heads: int) -> list[int]:
+    """How many KV heads each of several attentions, or slices of them, has."""
+    return [kv_heads // (1 if sublayer.piece is None else sublayer.piece[1]) for sublayer in sublayers]
 
 
 def _neutral(compute: Callable[[Read], Tensor], part: str, read: Read) -> Tensor:
@@ -326,22 +201,3 @@ def _neutral(compute: Callable[[Read], Tensor], part: str, read: Read) -> Tensor
 
 def _slices(sublayer: Sublayer) -> int:
     return 1 if sublayer.piece is None else sublayer.piece[1]
-
-
-def _roots(spec: SublayerSpec) -> tuple[str, ...]:
-    return tuple(f"{root}." for root in (spec.norm, *spec.modules))
-
-
-def _known(spec: SublayerSpec) -> set[str | None]:
-    """Paths of the modules that have weights."""
-    return {spec.norm, *spec.head_norms, spec.post_norm, *(projection.path for projection in spec.projections)}
-
-
-def _is_buffer(spec: SublayerSpec, path: str) -> bool:
-    module, _, name = path.rpartition(".")
-    return name in BUFFERS and module not in _known(spec)
-
-
-def _projection(spec: SublayerSpec, path: str) -> Projection | None:
-    module = path.rpartition(".")[0]
-    return next((projection for projection in spec.projections if projection.path == module), None)

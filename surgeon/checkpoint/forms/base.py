@@ -1,0 +1,146 @@
+"""What a form is: how a program is stored as a checkpoint, how such a checkpoint is known, and how it is used."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+
+from surgeon.checkpoint.forms.planning import PlannedTensor, TensorPlanner
+from surgeon.checkpoint.forms.stored_layers import StoredLayer, per_layer_lists, stored_layers
+from surgeon.checkpoint.read import WEIGHTS_KEY, Checkpoint
+from surgeon.checkpoint.remote_code import RemoteCode
+from surgeon.families import Family
+from surgeon.model import PROGRAM_KEY
+from surgeon.program import Program
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """A checkpoint with its `transformers` configuration and its family."""
+
+    checkpoint: Checkpoint
+    config: Any
+    family: Family
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What is to be written.
+
+    Attributes:
+        reason: why this form, in a sentence for the user.
+        layers: the layers of the checkpoint, in order.
+        program: the program over those layers, where they do not simply run one after the other.
+    """
+
+    form: Form
+    reason: str
+    layers: tuple[StoredLayer, ...]
+    program: Program | None = None
+
+
+class Form(ABC):
+    """One way to store a program; there is one object of each, in `FORMS`.
+
+    Attributes:
+        name: as users give it.
+        shipped: the modeling file inside its checkpoints, if they need one.
+        widths_differ: whether its layers may differ in width.
+        why_code: why it needs the modeling file, for people who have to trust it.
+        on_vllm: how vLLM runs it, in a sentence.
+    """
+
+    name: str
+    shipped: RemoteCode | None = None
+    widths_differ = False
+    why_code = ""
+    on_vllm: str
+
+    def __str__(self) -> str:
+        return self.name
+
+    # What a program becomes.
+
+    @abstractmethod
+    def lay_out(self, program: Program, family: Family, config: Any) -> Layout:
+        """The layers that hold the program exactly.
+
+        Raises:
+            Inexpressible: if there are none, saying why.
+        """
+
+    def sources(self, program: Program, steps_per_layer: int) -> list[tuple[int, ...]]:
+        """For each layer of a checkpoint in this form, the original's layers that it is made of.
+
+        Raises:
+            ValueError: if the form cannot hold the program.
+        """
+        return [tuple(layer.sources) for layer in stored_layers(program, steps_per_layer)]
+
+    def tensors(self, original: StoredModel, layout: Layout, dtype: torch.dtype | None) -> list[PlannedTensor]:
+        """All tensors of the checkpoint, in the order in which a forward pass needs them.
+
+        Args:
+            dtype: to store floating-point numbers in; None to keep each tensor's own.
+
+        Raises:
+            ValueError: if the original lacks a tensor, or has one that would be left behind.
+        """
+        planner = TensorPlanner(original.checkpoint, original.family, original.config, dtype)
+        return planner.plan(layout.layers)
+
+    def config(self, original: StoredModel, layout: Layout, tensors: list[PlannedTensor]) -> dict[str, Any]:  # noqa: ARG002
+        """config.json, apart from what names classes: the original's, every per-layer entry following the layers."""
+        config = copy.deepcopy(original.checkpoint.config)
+        for key in ("auto_map", WEIGHTS_KEY):  # files of the original's
+            config.pop(key, None)
+        if type(original.config).from_dict(config).tie_word_embeddings != original.config.tie_word_embeddings:
+            config["tie_word_embeddings"] = original.config.tie_word_embeddings  # most software takes it at its word
+        aliases = original.config.attribute_map
+        config[aliases.get("num_hidden_layers", "num_hidden_layers")] = len(layout.layers)
+        sources = [layer.sources[0] for layer in layout.layers]
+        for key, values in per_layer_lists(original.config, original.checkpoint.config).items():
+            config[key] = [values[source] for source in sources]
+        return config | original.family.per_layer_entries(original.config, sources)
+
+    def class_entries(self, family: Family, layout: Layout) -> dict[str, Any]:  # noqa: ARG002
+        """What config.json says of the classes that build the model, and of what they run."""
+        return {}
+
+    # What is in a folder.
+
+    def marks(self, config: dict[str, Any]) -> bool:  # noqa: ARG002
+        """Whether a config.json has this form's mark."""
+        return False
+
+    @abstractmethod
+    def stock_config(self, checkpoint: Checkpoint, family: Family) -> Any:
+        """The `transformers` configuration of a checkpoint, without what names a program or classes in a file."""
+
+    def model_class(self, config: Any) -> Any:  # noqa: ARG002
+        """The class that `surgeon.load` builds, whose code is never the folder's own."""
+        return AutoModelForCausalLM
+
+    def written_class(self, checkpoint: Checkpoint, config: Any) -> tuple[Any, Any]:
+        """The class that others build, in the modeling file inside the checkpoint if it has one; its configuration."""
+        if self.shipped is None:
+            return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config
+        model_class: Any = self.shipped.model_class(config.model_type, checkpoint.folder)
+        return model_class, model_class.config_class.from_pretrained(checkpoint.folder)
+
+    # How it is used.
+
+    def vllm_command(self, serve: str) -> str:
+        """What to type for vLLM, from `vllm serve` with the model's name."""
+        return serve
+
+
+def config_beside(checkpoint: Checkpoint, config_class: Any) -> Any:
+    """The configuration in a config.json whose other entries name a program, or classes in a file."""
+    left_out = ("model_type", "auto_map", PROGRAM_KEY)
+    return config_class.from_dict({key: value for key, value in checkpoint.config.items() if key not in left_out})

@@ -1,0 +1,169 @@
+"""The tensors of a checkpoint to be written: their names and shapes at once, their values one at a time when asked for.
+
+Nothing here knows which form they are for; what a form stores in another way than the original, its own planner says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surgeon.checkpoint.forms.stored_layers import StoredLayer
+from surgeon.checkpoint.read import Checkpoint, Stored
+from surgeon.families import Family, Projection, SublayerSpec
+from surgeon.program import Sublayer
+from surgeon.weights import Names, mean, slice_projection
+
+Read = Callable[[str], Tensor]
+# A tensor, or its rows in order, some at a time: what is computed of large tensors is never held as a whole.
+Computed = Tensor | Iterator[Tensor]
+Compute = Callable[[Read], Computed]
+# Of modules without weights: causal masks and angles, which early checkpoints store. They follow from the config.
+BUFFERS = ("bias", "masked_bias", "inv_freq")
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """A tensor to be written.
+
+    Attributes:
+        dtype: to be stored in.
+        rounded: whether storing it may lose digits, because it is computed, or stored more coarsely than it was.
+        rows: computes its value, in float32 if it is rounded afterwards: all rows in order, some at a time.
+        copy_of: the stored tensor that it is a copy of, byte for byte, if it is one.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    rounded: bool
+    rows: Callable[[], Iterator[Tensor]]
+    copy_of: Stored | None = None
+
+    def build(self) -> Tensor:
+        """Its whole value."""
+        return _joined(list(self.rows()))
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class TensorPlanner:
+    """Plans the tensors of a checkpoint made of another one's layers.
+
+    Raises:
+        ValueError: if the original lacks a tensor that its architecture has, or has one in a layer that is not known.
+    """
+
+    def __init__(self, source: Checkpoint, family: Family, config: Any, dtype: torch.dtype | None) -> None:
+        self.source = source
+        self.family = family
+        self.config = config
+        self.dtype = dtype
+        self.names = Names(source, family)
+        self.prefix = self.names.layers
+
+    def plan(self, layers: tuple[StoredLayer, ...]) -> list[PlannedTensor]:
+        """All tensors in the order in which a forward pass needs them."""
+        outside = [name for name in self.source.names() if not name.startswith(self.prefix)]
+        embeddings = {
+            path.rpartition(".")[2] for path in (self.family.embedding, self.family.position_embedding) if path
+        }
+        first = [name for name in outside if embeddings & set(name.split("."))]
+        last = [name for name in outside if name not in first]
+        planned = [self._copied(name) for name in first]
+        for index, layer in enumerate(layers):
+            for sublayer in layer.sublayers:
+                planned += self._sublayer_tensors(f"{self.prefix}{index}.", sublayer)
+        return planned + [self._copied(name) for name in last]
+
+    def _copied(self, name: str) -> PlannedTensor:
+        """A tensor outside the layers; tied embeddings are the embedding, which most software looks for."""
+        embedding = f"{self.family.embedding}.weight"
+        written = self.names.own(embedding) if name == self.names.of(embedding) else name
+        return self.planned(written, lambda read: read(name))
+
+    def _sublayer_tensors(self, prefix: str, sublayer: Sublayer) -> list[PlannedTensor]:
+        return [self.planned(prefix + path, partial(self.part, sublayer, path)) for path in self.paths(sublayer)]
+
+    def planned(self, name: str, compute: Compute) -> PlannedTensor:
+        read: dict[str, Tensor] = {}
+
+        def read_shape(source: str) -> Tensor:
+            read[source] = torch.empty(self.source.shape(source), dtype=self.source.dtype(source), device="meta")
+            return read[source]
+
+        outline = list(_rows(compute(read_shape)))
+        first = next(iter(read))
+        original = self.source.dtype(first)
+        dtype = self.dtype if self.dtype is not None and original.is_floating_point else original
+        return PlannedTensor(
+            name,
+            tuple(_joined(outline).shape),
+            dtype,
+            rounded=torch.promote_types(outline[0].dtype, dtype) != dtype,
+            rows=lambda: _rows(compute(self.source.tensor)),
+            copy_of=Stored(self.source, first) if outline[0] is read[first] and dtype == original else None,
+        )
+
+    def paths(self, sublayer: Sublayer) -> list[str]:
+        """Paths from the layer of the sublayer's tensors, without buffers."""
+        spec = self.family.spec(sublayer.kind)
+        prefix = f"{self.prefix}{sublayer.layers[0]}."
+        names = [name.removeprefix(prefix) for name in self.source.names() if name.startswith(prefix)]
+        known = _roots(self.family.attention) + _roots(self.family.mlp)
+        for name in names:
+            if not name.startswith(known):
+                raise ValueError(
+                    f"{prefix}{name} is no tensor of {self.family.name} that surgeon knows; it cannot be exported"
+                )
+        for path in (spec.norm, *(projection.path for projection in spec.projections)):
+            if f"{path}.weight" not in names:
+                raise ValueError(
+                    f"{self.source.folder} has no tensor {prefix}{path}.weight, which {self.family.name} needs"
+                )
+        return [name for name in names if name.startswith(_roots(spec)) and not _is_buffer(spec, name)]
+
+    def part(self, sublayer: Sublayer, path: str, read: Read) -> Tensor:
+        """One tensor of one sublayer: read, averaged over its layers, sliced."""
+        tensors = [read(f"{self.prefix}{layer}.{path}") for layer in sublayer.layers]
+        tensor = tensors[0] if len(tensors) == 1 else mean(tensor.float() for tensor in tensors)
+        projection = _projection(self.family.spec(sublayer.kind), path)
+        if sublayer.piece is None or projection is None:
+            return tensor
+        if path.endswith(".bias") and not projection.reads_stream:
+            return tensor if sublayer.piece[0] == 0 else torch.zeros_like(tensor)
+        return slice_projection(tensor, projection, self.family, self.config, sublayer.piece)
+
+
+def _rows(computed: Computed) -> Iterator[Tensor]:
+    return iter([computed]) if isinstance(computed, Tensor) else computed
+
+
+def _joined(rows: list[Tensor]) -> Tensor:
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+
+def _roots(spec: SublayerSpec) -> tuple[str, ...]:
+    return tuple(f"{root}." for root in (spec.norm, *spec.modules))
+
+
+def known_modules(spec: SublayerSpec) -> set[str | None]:
+    """Paths of the modules that have weights."""
+    return {spec.norm, *spec.head_norms, spec.post_norm, *(projection.path for projection in spec.projections)}
+
+
+def _is_buffer(spec: SublayerSpec, path: str) -> bool:
+    module, _, name = path.rpartition(".")
+    return name in BUFFERS and module not in known_modules(spec)
+
+
+def _projection(spec: SublayerSpec, path: str) -> Projection | None:
+    module = path.rpartition(".")[0]
+    return next((projection for projection in spec.projections if projection.path == module), None)

@@ -1,0 +1,109 @@
+"""Programs as layers to be stored: which sublayers each of them holds, and what keeps a program from having any."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from surgeon.families import Family
+from surgeon.families.base import PER_LAYER_LISTS
+from surgeon.program import ATTENTION, FEED_FORWARD, Fork, Node, Program, Step, Sublayer
+from surgeon.weights import slice_bounds
+
+
+@dataclass(frozen=True)
+class StoredLayer:
+    """One layer of the written checkpoint: the sublayers that lie side by side in it."""
+
+    attention: tuple[Sublayer, ...]
+    feed_forward: tuple[Sublayer, ...]
+
+    @property
+    def sublayers(self) -> tuple[Sublayer, ...]:
+        return self.attention + self.feed_forward
+
+    @property
+    def has_stock_width(self) -> bool:
+        """Whether it is as wide as the layers of the original."""
+        return all(len(side) == 1 and side[0].piece is None for side in (self.attention, self.feed_forward))
+
+    @property
+    def sources(self) -> list[int]:
+        """The original's layers that it is made of, the attention's first one first."""
+        return list(dict.fromkeys(layer for sublayer in self.sublayers for layer in sublayer.layers))
+
+    @property
+    def attention_sources(self) -> list[int]:
+        """The original's layers that its attention is made of: what says how far it looks must be the same in them."""
+        return list(dict.fromkeys(layer for sublayer in self.attention for layer in sublayer.layers))
+
+
+class Inexpressible(ValueError):
+    """A form cannot hold this program exactly; the message says why."""
+
+
+def stored_layers(program: Program, steps_per_layer: int) -> tuple[StoredLayer, ...]:
+    """The program as layers of one attention step and one feed-forward step each, or of one step that holds both."""
+    steps = list(map(_plain_step, program.nodes))
+    if steps_per_layer == 1:
+        return tuple(StoredLayer(_of_kind(step, ATTENTION), _of_kind(step, FEED_FORWARD)) for step in steps)
+    for index, step in enumerate(steps):
+        kind, what = ((ATTENTION, "an attention"), (FEED_FORWARD, "a feed-forward"))[index % 2]
+        if {sublayer.kind for sublayer in step.sublayers} != {kind}:
+            raise Inexpressible(f"{step} stands where a layer has {what} step")
+    if len(steps) % 2:
+        raise Inexpressible("the last attention step has no feed-forward step after it")
+    return tuple(StoredLayer(a.sublayers, f.sublayers) for a, f in zip(steps[::2], steps[1::2], strict=True))
+
+
+def per_layer_lists(config: Any, stored: dict[str, Any]) -> dict[str, list[Any]]:
+    """The configuration's lists with one entry per layer, by key.
+
+    Args:
+        config: as `transformers` reads it, which fills in some of them for some architectures.
+        stored: config.json as it stands, with keys that `transformers` does not know too.
+    """
+    candidates = {key: getattr(config, key, None) for key in PER_LAYER_LISTS} | stored
+    return {
+        key: value
+        for key, value in candidates.items()
+        if isinstance(value, list)
+        and len(value) == config.num_hidden_layers
+        and key != "architectures"
+        and not key.endswith(("_token_id", "_token_ids"))
+    }
+
+
+def require_uniform(layers: tuple[StoredLayer, ...], lists: dict[str, list[Any]]) -> None:
+    """What is stored as one layer must come from layers whose entries in per-layer lists agree."""
+    for key, values in lists.items():
+        for layer in layers:
+            first, *others = layer.attention_sources if key in PER_LAYER_LISTS else layer.sources
+            for other in others:
+                if values[other] != values[first]:
+                    raise Inexpressible(f"layers {first} and {other} differ in the config's {key}")
+
+
+def require_divisible(sublayers: Iterable[Sublayer], family: Family, config: Any) -> None:
+    """Every slice must get a whole number of heads and neurons."""
+    units = family.units(config)
+    for sublayer in sublayers:
+        if sublayer.piece is not None:
+            for unit in dict.fromkeys(projection.unit for projection in family.spec(sublayer.kind).projections):
+                slice_bounds(units[unit], sublayer.piece, f"{unit} of {sublayer}")
+
+
+def _plain_step(node: Node) -> Step:
+    if isinstance(node, Fork):
+        raise Inexpressible(f"the fork {node} runs whole streams side by side")
+    if node.late:
+        raise Inexpressible(f"the step {node} is late")
+    return node
+
+
+def _of_kind(step: Step, kind: str) -> tuple[Sublayer, ...]:
+    found = tuple(sublayer for sublayer in step.sublayers if sublayer.kind == kind)
+    if not found:
+        raise Inexpressible(f"{step} has no {'attention' if kind == ATTENTION else 'feed-forward'} beside the rest")
+    return found
