@@ -1,5 +1,5 @@
-"""The process of one rank; see rank.py."""
+"""The process of one rank; see processes/rank.py."""
 
-from surgeon.runtime.rank import main
+from surgeon.runtime.processes.rank import main
 
 main()
