@@ -26,8 +26,8 @@ from surgeon.checkpoint.streamed import load_streamed
 from surgeon.families import FAMILIES, family_of
 from surgeon.model import edit, program_of, restore
 from surgeon.program import Program
-from surgeon.runtime.launch import Ranks
-from surgeon.runtime.prepare import make_plan
+from surgeon.runtime.plan.checks import make_plan
+from surgeon.runtime.processes.ranks import Ranks
 from tests.checkpoint.helpers import IDS, load_shipped, logits_of, plain_logits, relative_error
 from tests.drawn import DTYPES, Case, cases
 from tests.runtime.on_ranks import logits_in_chunks

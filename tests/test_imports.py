@@ -19,7 +19,7 @@ GROUPS = [
     ["families"],
     ["execute", "weights", "model", "operations", "recipe"],
     ["analysis", "quality", "heal", "checkpoint", "runtime", "cost"],
-    ["search", "vllm_plugin"],
+    ["search", "bench", "vllm_plugin"],
     ["report", "server", "cli"],
 ]
 LEVELS = {name: level for level, group in enumerate(GROUPS) for name in group}

@@ -44,17 +44,17 @@ from scripts.bench.decoding import (
     write_tables,
 )
 from scripts.vllm.engine import Sizes, vllm_rates
+from surgeon.bench.expected import ENDS, expected_decode
+from surgeon.bench.measure import Candidate, Load, Result, Split, load_candidates, measure
+from surgeon.bench.timing import Run
 from surgeon.cli.app import main as surgeon
 from surgeon.program import Program
 from surgeon.progress import progress
-from surgeon.runtime.bench import Candidate, Load, Result, Split, load_candidates, measure
-from surgeon.runtime.compress import LARGEST_INTEGER, Compression
-from surgeon.runtime.expected import ENDS, expected_decode
-from surgeon.runtime.launch import Ranks
-from surgeon.runtime.link import Link
-from surgeon.runtime.prepare import make_plan
-from surgeon.runtime.rank import threads_per_rank
-from surgeon.runtime.timing import Run
+from surgeon.runtime.comm.link import Link
+from surgeon.runtime.comm.quantised import LARGEST_INTEGER, Compression
+from surgeon.runtime.plan.checks import make_plan
+from surgeon.runtime.processes.rank import threads_per_rank
+from surgeon.runtime.processes.ranks import Ranks
 
 LP, UPPER_BOUND = lp_name(LAYERS), "upper bound"
 RECIPE = 'surgeon: 1\nmodel: {model}\noperations:\n  - pair: {{layers: "6:18"}}\nexpect: {{effective_depth: 18}}\n'

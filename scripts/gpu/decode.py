@@ -35,17 +35,17 @@ from transformers.utils import logging
 
 from surgeon.program import Program, Step
 from surgeon.provenance import command_line, versions, write_text
-from surgeon.runtime.blocks import blocks_for
-from surgeon.runtime.collectives import Alone
-from surgeon.runtime.engine import RankEngine
-from surgeon.runtime.launch import Ranks
-from surgeon.runtime.layers import Attention
-from surgeon.runtime.plan import Decoding
-from surgeon.runtime.prepare import make_plan
-from surgeon.runtime.request import Request, Sampling
-from surgeon.runtime.scheduler import Limits
-from surgeon.runtime.sequence import Row, Wanted
-from surgeon.runtime.worker import complete, load
+from surgeon.runtime.batching.blocks import blocks_for
+from surgeon.runtime.batching.request import Request, Sampling
+from surgeon.runtime.batching.scheduler import Limits
+from surgeon.runtime.batching.sequence import Row, Wanted
+from surgeon.runtime.comm.collectives import Alone
+from surgeon.runtime.model.engine import RankEngine
+from surgeon.runtime.model.layers import Attention
+from surgeon.runtime.plan.checks import make_plan
+from surgeon.runtime.plan.specification import Decoding
+from surgeon.runtime.processes.ranks import Ranks
+from surgeon.runtime.processes.worker import complete, load
 
 TARGET = 0.75  # of the measured bandwidth, at batch 1
 BANDWIDTH_BYTES = 2 << 30  # of one tensor; far more than any cache holds

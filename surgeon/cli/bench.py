@@ -22,10 +22,10 @@ from surgeon.cli.options import (
 from surgeon.cli.sending import parse_sending
 
 if TYPE_CHECKING:
-    from surgeon.runtime.bench import Candidate, Load, Result
-    from surgeon.runtime.compress import Compression
-    from surgeon.runtime.compression_cost import CompressionCost
-    from surgeon.runtime.link import Link
+    from surgeon.bench.compression_cost import CompressionCost
+    from surgeon.bench.measure import Candidate, Load, Result
+    from surgeon.runtime.comm.link import Link
+    from surgeon.runtime.comm.quantised import Compression
 
 COMPARED_TOKENS = 1024  # predicted with exact and with compressed reductions
 RANDOM = "random tokens"
@@ -98,12 +98,12 @@ def bench(
     With --compress the same weights also predict some tokens with exact and with compressed reductions: divergence is
     KL(exact || compressed) over the full vocabulary.
     """
+    from surgeon.bench.candidates import Needs, open_candidates
+    from surgeon.bench.measure import Load, load_candidates, measure
     from surgeon.progress import progress
     from surgeon.report.bench import bench_table, describe_bench
     from surgeon.report.compression import compression_record, describe_compression
-    from surgeon.runtime.bench import Load, load_candidates, measure
-    from surgeon.runtime.candidates import Needs, open_candidates
-    from surgeon.runtime.launch import Ranks, check_sending, choose_collectives, choose_device
+    from surgeon.runtime.processes.ranks import Ranks, check_sending, choose_collectives, choose_device
 
     loads = [Load(size, prompt, new, seed) for size in _batches(batch)]
     stretch = _stretch(layers)
@@ -139,7 +139,7 @@ def _texts(
     candidates: list[Candidate], compression: str | None, data: str | None, length: int, seed: int
 ) -> dict[str, list[list[int]]]:
     """What each program that sends anything is to predict; empty without compression."""
-    from surgeon.runtime.compression_cost import windows_of
+    from surgeon.bench.compression_cost import windows_of
 
     if compression is None:
         if data is not None:
@@ -153,7 +153,7 @@ def _texts(
 def _compression_costs(
     ranks: Any, candidates: list[Candidate], texts: dict[str, list[list[int]]], kind: Compression | None
 ) -> dict[str, CompressionCost]:
-    from surgeon.runtime.compression_cost import measure_compression
+    from surgeon.bench.compression_cost import measure_compression
 
     plans = {one.name: one.plan for one in candidates}
     if kind is None:
@@ -176,7 +176,7 @@ def _stretch(layers: str | None) -> range | None:
 
 def _check_files(output: Path | None, trace: Path | None, device: str) -> None:
     """Say what is wrong with what is to be written before anything is measured."""
-    from surgeon.runtime.torchrun import read_place
+    from surgeon.runtime.processes.torchrun import read_place
 
     if trace is not None and device != "cpu":
         raise ValueError("--trace shows what processes do, and GPUs go on while theirs wait; use --device cpu")
@@ -191,10 +191,10 @@ def _check_files(output: Path | None, trace: Path | None, device: str) -> None:
 def _write_trace(path: Path, ranks: Any, candidates: list[Candidate], load: Load, way: str, link: Link | None) -> None:
     import json
 
+    from surgeon.bench.measure import shared_vocabulary
+    from surgeon.bench.measure import trace as run_traced
+    from surgeon.bench.trace import Wires, chrome_trace
     from surgeon.provenance import write_text
-    from surgeon.runtime.bench import shared_vocabulary
-    from surgeon.runtime.bench import trace as run_traced
-    from surgeon.runtime.trace import Wires, chrome_trace
 
     runs = run_traced(ranks, candidates, load, shared_vocabulary(candidates))
     write_text(path, json.dumps(chrome_trace(runs, Wires(way == "shm", link))) + "\n")

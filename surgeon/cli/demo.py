@@ -114,10 +114,10 @@ def _speeds(variants: list[Variant]) -> dict[str, list[tuple[float, float, int]]
 
     The fastest of some interleaved rounds counts: what else runs on the machine can only slow a round down.
     """
+    from surgeon.bench.measure import Candidate, Load, load_candidates, measure
     from surgeon.program import Program
-    from surgeon.runtime.bench import Candidate, Load, load_candidates, measure
-    from surgeon.runtime.launch import Ranks, choose_collectives, choose_device
-    from surgeon.runtime.prepare import make_plan
+    from surgeon.runtime.plan.checks import make_plan
+    from surgeon.runtime.processes.ranks import Ranks, choose_collectives, choose_device
 
     device = choose_device("auto", RANKS)
     load = Load(batch=1, prompt=PROMPT_TOKENS, new=NEW_TOKENS)

@@ -26,9 +26,9 @@ from surgeon.cli.prompts import read_prompts
 from surgeon.cli.sending import parse_sending
 
 if TYPE_CHECKING:
+    from surgeon.runtime.batching.request import Event, Sampling, Usage
     from surgeon.runtime.defaults import Defaults
     from surgeon.runtime.encoding import Encoder
-    from surgeon.runtime.request import Event, Sampling, Usage
     from surgeon.runtime.service import Stream
 
 SHOWN_CHARACTERS = 60  # of a prompt, above its text
@@ -113,10 +113,10 @@ def generate(
     ranks.
     """
     from surgeon.report.generation import describe_generation
+    from surgeon.runtime.batching.request import Sampling
     from surgeon.runtime.defaults import read_defaults
     from surgeon.runtime.encoding import Encoder
-    from surgeon.runtime.prepare import make_plan
-    from surgeon.runtime.request import Sampling
+    from surgeon.runtime.plan.checks import make_plan
     from surgeon.runtime.service import Service
     from surgeon.runtime.text import open_tokenizer
 

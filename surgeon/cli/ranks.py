@@ -14,7 +14,7 @@ def settle_ranks(context: typer.Context, tp: int) -> int:
         ValueError: if --tp is given and torchrun has started another number, or its variables make no sense.
         OSError: if rank 0 is not found, or goes.
     """
-    from surgeon.runtime.torchrun import check_ranks, read_place
+    from surgeon.runtime.processes.torchrun import check_ranks, read_place
 
     place = read_place()
     if place is None:
@@ -23,10 +23,10 @@ def settle_ranks(context: typer.Context, tp: int) -> int:
     if given is not None and given.name != "DEFAULT":
         check_ranks(place, tp)
     if place.rank:
-        from surgeon.runtime.joining import be_rank
+        from surgeon.runtime.processes.joining import be_rank
 
         be_rank(place)
-    from surgeon.runtime.meeting import meeting_at
+    from surgeon.runtime.processes.rendezvous import meeting_at
 
     meeting_at(place)  # now, so that the others wait for this process and not for a time-out, and end when it does
     return place.ranks

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
-    from surgeon.runtime.compress import Compression
-    from surgeon.runtime.link import Link
+    from surgeon.runtime.comm.link import Link
+    from surgeon.runtime.comm.quantised import Compression
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ def parse_sending(ranks: int, delay: str | None, bandwidth: str | None, compress
     Raises:
         ValueError: if the delay or the bandwidth cannot be read.
     """
-    from surgeon.runtime.link import parse_link
+    from surgeon.runtime.comm.link import parse_link
 
     link = parse_link(delay, bandwidth)
     if ranks == 1 and (link is not None or compression is not None):

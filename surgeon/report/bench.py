@@ -14,10 +14,10 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from surgeon.bench.measure import Measurement, Result, Split
 from surgeon.memory import show_size
 from surgeon.program import Program
 from surgeon.provenance import whole_file
-from surgeon.runtime.bench import Measurement, Result, Split
 
 MS = 1e3
 COLUMNS = {

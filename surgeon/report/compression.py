@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from surgeon.bench.compression_cost import CompressionCost
 from surgeon.report.bench import aligned
-from surgeon.runtime.compression_cost import CompressionCost
 
 
 def describe_compression(costs: Mapping[str, CompressionCost], text: str) -> str:

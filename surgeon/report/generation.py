@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from surgeon.program import Program
-from surgeon.runtime.collectives import Counts
-from surgeon.runtime.compress import Compression
-from surgeon.runtime.engine import Figures
-from surgeon.runtime.plan import Plan
-from surgeon.runtime.request import Usage
-from surgeon.runtime.share import Phase
+from surgeon.runtime.batching.request import Usage
+from surgeon.runtime.comm.collectives import Counts
+from surgeon.runtime.comm.quantised import Compression
+from surgeon.runtime.model.engine import Figures
+from surgeon.runtime.model.program import Phase
+from surgeon.runtime.plan.specification import Plan
 
 
 def describe_generation(

@@ -1,9 +1,9 @@
-"""The process of one rank; see rank.py."""
+"""The process of one rank; see processes/rank.py."""
 
 from surgeon.threads import wait_asleep
 
 wait_asleep()
 
-from surgeon.runtime.rank import main  # noqa: E402 - imports torch
+from surgeon.runtime.processes.rank import main  # noqa: E402 - imports torch
 
 main()

@@ -25,18 +25,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from surgeon.runtime.blocks import BLOCK_TOKENS
-from surgeon.runtime.compress import Compression
-from surgeon.runtime.engine import Figures
-from surgeon.runtime.footprint import choose_blocks
-from surgeon.runtime.launch import RankFailed, Ranks, check_sending, choose_collectives, choose_device
-from surgeon.runtime.link import Link
-from surgeon.runtime.prepare import make_plan
-from surgeon.runtime.request import QueueFull, Request, Sampling, Stats
-from surgeon.runtime.scheduler import Limits, Output, check_length
+from surgeon.runtime.batching.blocks import BLOCK_TOKENS
+from surgeon.runtime.batching.request import QueueFull, Request, Sampling, Stats
+from surgeon.runtime.batching.scheduler import Limits, Output, check_length
+from surgeon.runtime.comm.link import Link
+from surgeon.runtime.comm.quantised import Compression
+from surgeon.runtime.model.engine import Figures
+from surgeon.runtime.plan.checks import make_plan
+from surgeon.runtime.plan.memory import choose_blocks
+from surgeon.runtime.processes.ranks import RankFailed, Ranks, check_sending, choose_collectives, choose_device
+from surgeon.runtime.processes.watchdog import PATIENCE_SECONDS, Pulse, Watchdog
+from surgeon.runtime.processes.worker import Account, Cancel, Progress, Report, load, serve
 from surgeon.runtime.stream import Listener, OpenRequest, Stream
-from surgeon.runtime.watchdog import PATIENCE_SECONDS, Pulse, Watchdog
-from surgeon.runtime.worker import Account, Cancel, Progress, Report, load, serve
 
 __all__ = ["Listener", "Service", "Stream"]
 

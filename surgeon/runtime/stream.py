@@ -11,8 +11,8 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
-from surgeon.runtime.request import Event, Request, UndefinedLogits, Usage
-from surgeon.runtime.scheduler import Output
+from surgeon.runtime.batching.request import Event, Request, UndefinedLogits, Usage
+from surgeon.runtime.batching.scheduler import Output
 from surgeon.runtime.text import Continuation, StopTexts
 
 _LOG = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from surgeon.runtime.request import Event, Sampling
+from surgeon.runtime.batching.request import Event, Sampling
 from surgeon.server.bodies import Body, ChatBody, CompletionBody
 from surgeon.server.choices import Choices
 from surgeon.server.errors import GONE, ApiError, invalid

@@ -11,8 +11,8 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from surgeon.errors import did_you_mean
+from surgeon.runtime.batching.request import Sampling
 from surgeon.runtime.defaults import Defaults
-from surgeon.runtime.request import Sampling
 from surgeon.server.errors import invalid, shown
 
 MOST_CHOICES = 128

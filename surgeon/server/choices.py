@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
-from surgeon.runtime.request import Event, QueueFull, Sampling, UndefinedLogits
+from surgeon.runtime.batching.request import Event, QueueFull, Sampling, UndefinedLogits
 from surgeon.server.errors import ApiError, draining, failed, full, invalid, undefined
 from surgeon.server.state import State
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from surgeon.runtime.request import Event, FinishReason, TokenLogprob, Usage
+from surgeon.runtime.batching.request import Event, FinishReason, TokenLogprob, Usage
 from surgeon.server.texts import UNFINISHED, Prompt, Texts
 
 LEAST_LOGPROB = -9999.0

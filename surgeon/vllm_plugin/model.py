@@ -32,10 +32,10 @@ from vllm.sequence import IntermediateTensors
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.execute import State, land
 from surgeon.program import Program, Sublayer
-from surgeon.runtime.layers import Norm, Pass, Weighting, rotation
-from surgeon.runtime.plan import Plan
-from surgeon.runtime.prepare import make_plan
-from surgeon.runtime.share import Share
+from surgeon.runtime.model.layers import Norm, Pass, Weighting, rotation
+from surgeon.runtime.model.program import Share
+from surgeon.runtime.plan.checks import make_plan
+from surgeon.runtime.plan.specification import Plan
 from surgeon.vllm_plugin.reduce import connect
 from surgeon.vllm_plugin.requirements import read_settings, reason_against, stage_nodes
 from surgeon.weights import ModelWeights, unit_bounds

@@ -26,9 +26,9 @@ from torch import Tensor
 from vllm.distributed.parallel_state import get_tp_group, in_the_same_node_as
 
 from surgeon.program import Program, steps_of
-from surgeon.runtime.collectives import Alone, Collectives, TorchCollectives
-from surgeon.runtime.placement import Group
-from surgeon.runtime.shared_memory import SharedMemoryCollectives, create_memory
+from surgeon.runtime.comm.collectives import Alone, Collectives, TorchCollectives
+from surgeon.runtime.comm.shared_memory import SharedMemoryCollectives, create_memory
+from surgeon.runtime.plan.placement import Group
 
 
 def connect(way: str, program: Program) -> Collectives:

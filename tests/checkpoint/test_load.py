@@ -16,7 +16,7 @@ from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.streamed import load_streamed
 from surgeon.families import FAMILIES
 from surgeon.model import program_of
-from surgeon.runtime.prepare import make_plan
+from surgeon.runtime.plan.checks import make_plan
 from tests.checkpoint.helpers import logits_of, run_export, save_source
 from tests.models import tiny_model
 from tests.stored import configure, store, tensors_of, with_buffers

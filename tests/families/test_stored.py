@@ -22,9 +22,9 @@ from surgeon.cli.app import main
 from surgeon.families import FAMILIES, family_of
 from surgeon.program import Program, layer_nodes
 from surgeon.quality.data import load_windows
-from surgeon.runtime.collectives import Alone
-from surgeon.runtime.engine import RankEngine
-from surgeon.runtime.prepare import make_plan
+from surgeon.runtime.comm.collectives import Alone
+from surgeon.runtime.model.engine import RankEngine
+from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.text import open_tokenizer
 from tests.checkpoint.helpers import load_shipped, logits_of, relative_error, run_export
 from tests.models import VOCABULARY, tiny_model

@@ -11,10 +11,10 @@ import pytest
 import torch
 from matplotlib.image import imread
 
+from surgeon.bench.measure import Candidate, Load, Measurement, Result, Split
 from surgeon.report.bench import bench_record, bench_table, describe_bench, draw_bench
-from surgeon.runtime.bench import Candidate, Load, Measurement, Result, Split
-from surgeon.runtime.collectives import Counts
-from surgeon.runtime.plan import Plan
+from surgeon.runtime.comm.collectives import Counts
+from surgeon.runtime.plan.specification import Plan
 
 PLAN = Plan(
     folder=Path("model"),

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from surgeon.runtime.blocks import blocks_for
-from surgeon.runtime.collectives import Collectives, Counts
-from surgeon.runtime.engine import RankEngine
-from surgeon.runtime.plan import Plan
-from surgeon.runtime.rank import Rank
-from surgeon.runtime.request import Request
-from surgeon.runtime.scheduler import Limits, Tally
-from surgeon.runtime.sequence import Row, Wanted
-from surgeon.runtime.worker import ENGINE, Leader, follow
+from surgeon.runtime.batching.blocks import blocks_for
+from surgeon.runtime.batching.request import Request
+from surgeon.runtime.batching.scheduler import Limits, Tally
+from surgeon.runtime.batching.sequence import Row, Wanted
+from surgeon.runtime.comm.collectives import Collectives, Counts
+from surgeon.runtime.model.engine import RankEngine
+from surgeon.runtime.plan.specification import Plan
+from surgeon.runtime.processes.rank import Rank
+from surgeon.runtime.processes.worker import ENGINE, Leader, follow
 
 
 def logits_in_chunks(rank: Rank, plan: Plan, chunks: list[Tensor]) -> tuple[Tensor, list[Counts], Counts]:

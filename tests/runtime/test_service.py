@@ -19,9 +19,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from surgeon.model import edit
-from surgeon.runtime.launch import RankFailed
-from surgeon.runtime.link import Link
-from surgeon.runtime.request import Event, QueueFull, Sampling, Stats, UndefinedLogits
+from surgeon.runtime.batching.request import Event, QueueFull, Sampling, Stats, UndefinedLogits
+from surgeon.runtime.comm.link import Link
+from surgeon.runtime.processes.ranks import RankFailed
 from surgeon.runtime.service import Service, Stream
 from tests.models import damage, save_checkpoint
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from surgeon.runtime.request import Event, Request, Sampling, TokenLogprob
-from surgeon.runtime.scheduler import Output
+from surgeon.runtime.batching.request import Event, Request, Sampling, TokenLogprob
+from surgeon.runtime.batching.scheduler import Output
 from surgeon.runtime.stream import OpenRequest
 from surgeon.server.formats import Answer, CompletionFormat
 from surgeon.server.texts import UNFINISHED, Texts

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from scripts.bench import runtime
+from surgeon.bench.measure import Candidate, Load, Measurement, Result, Split
+from surgeon.bench.timing import PassTiming, Run
 from surgeon.program import Program
-from surgeon.runtime.bench import Candidate, Load, Measurement, Result, Split
-from surgeon.runtime.collectives import Counts
-from surgeon.runtime.link import Link
-from surgeon.runtime.timing import PassTiming, Run
+from surgeon.runtime.comm.collectives import Counts
+from surgeon.runtime.comm.link import Link
 
 STEP, REST, DELAY, BYTES = 0.002, 0.003, 0.001, 2048
 

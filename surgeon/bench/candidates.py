@@ -1,0 +1,111 @@
+"""What a user names to be measured: a checkpoint, a recipe, a program, or a variant by its name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from surgeon.bench.measure import Candidate
+from surgeon.bench.variants import UPPER_BOUND, is_variant, middle_layers, variant
+from surgeon.checkpoint.read import Checkpoint
+from surgeon.demo import MODEL_FOLDER
+from surgeon.program import Program
+from surgeon.recipe import Recipe, is_recipe, read_recipe
+from surgeon.runtime.plan.checks import make_plan
+from surgeon.runtime.plan.specification import Plan
+
+_PROGRAM = re.compile(r"\s*(>|\[|\{|[AF]\d)")
+_LONGEST_NAME = 18  # so that tables fit a terminal
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What all that is measured has in common.
+
+    Attributes:
+        tokens: of prompt and output together.
+        device: "cpu" or "cuda".
+        dtype, decoding: as `make_plan` takes them.
+    """
+
+    ranks: int
+    tokens: int
+    device: str
+    dtype: str = "auto"
+    decoding: str = "auto"
+
+    def plan(self, model: str | Path, program: str | None = None) -> Plan:
+        """A checkpoint's plan, as `make_plan` makes it."""
+        return make_plan(model, self.ranks, self.tokens, program, self.device, self.dtype, self.decoding)
+
+
+def open_candidates(
+    model: str, compared: Sequence[str], needs: Needs, program: str | None = None, layers: range | None = None
+) -> list[Candidate]:
+    """The model first, then what is compared with it, all under different names.
+
+    Args:
+        model: a checkpoint folder, hub name, "demo", or recipe.
+        compared: any of these, programs, or names of variants of the model's unedited program.
+        program: of the model, instead of its own.
+        layers: that variants change; all but the first and last two by default.
+
+    Raises:
+        FileNotFoundError: if there is no such model or recipe.
+        ValueError: if one cannot be run by these ranks, or is a recipe for another model, saying why.
+    """
+    first = _open(model, needs, program)
+    found = [first]
+    for text in compared:
+        if is_variant(text):
+            found.append(_variant(text, first.plan, needs, layers))
+        elif _PROGRAM.match(text) and not Path(text).exists():
+            found.append(Candidate(_short(text), needs.plan(first.plan.folder, text)))
+        else:
+            found.append(_open(text, needs))
+    return _apart(found)
+
+
+def _open(text: str, needs: Needs, program: str | None = None) -> Candidate:
+    if not is_recipe(text):
+        plan = needs.plan(text, program)
+        name = "demo" if plan.folder == MODEL_FOLDER else Path(text).resolve().name
+        return Candidate(_short(name), plan)
+    if program is not None:
+        raise ValueError(f"{text} is a recipe and has a program of its own; give --program with a checkpoint")
+    recipe = read_recipe(Path(text))
+    plan = needs.plan(recipe.model, _first_program(recipe, needs))
+    if recipe.weights is not None:
+        checkpoint = Checkpoint(plan.folder)
+        recipe.require_model(checkpoint.model_hash(), checkpoint.weights_hash())
+    return Candidate(_short(Path(text).stem), plan)
+
+
+def _first_program(recipe: Recipe, needs: Needs) -> str:
+    plan = needs.plan(recipe.model)
+    return str(recipe.program(plan.layers, plan.family.steps_per_layer))
+
+
+def _variant(name: str, first: Plan, needs: Needs, layers: range | None) -> Candidate:
+    if name == UPPER_BOUND:
+        return Candidate(name, first, connected=False)
+    dense = Program.dense(first.layers, first.family.steps_per_layer)
+    stretch = range(0) if name == "dense" else layers or middle_layers(first.layers)
+    return Candidate(name, needs.plan(first.folder, str(variant(name, dense, stretch, needs.ranks))))
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 3] + "..."
+
+
+def _apart(candidates: list[Candidate]) -> list[Candidate]:
+    """The same with a number behind names that occur again."""
+    seen: dict[str, int] = {}
+    found = []
+    for candidate in candidates:
+        number = seen[candidate.name] = seen.get(candidate.name, 0) + 1
+        suffix = f" ({number})" if number > 1 else ""
+        found.append(replace(candidate, name=candidate.name[: _LONGEST_NAME - len(suffix)] + suffix))
+    return found

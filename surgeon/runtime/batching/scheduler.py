@@ -1,0 +1,297 @@
+"""What every forward pass computes: continuous batching, chunks of prompts, admission, preemption, cancellation.
+
+Only rank 0 has a scheduler; the other ranks are sent the rows of each pass. A pass takes, in this order,
+
+1. one token of every sequence that is being continued, the oldest first;
+2. the next chunk of every prompt that has been begun, as far as the budget of tokens goes;
+3. the first chunk of waiting requests, first come, first served: nobody is let past one that does not fit yet.
+
+A request is let in when there are free blocks for all its tokens so far and one more for every running sequence that
+may need another one (so that they do not take each other's at once, which costs far more passes over prompts than
+blocks that wait for their owner). What else they will add is not reserved, because outputs mostly end before their
+limit. When a sequence needs a block and none is free, the youngest running one is preempted: it gives back its
+blocks, goes to the front of the queue, and is computed again later from prompt and output so far. What it gave back
+can be shared until it is overwritten, its own return included, so this often costs little. The oldest sequence is
+never preempted by others and no request is accepted that could not run alone, so all of them end.
+
+A request that asks how likely its prompt is shares no blocks until that is known: what they hold are keys and values,
+not predictions.
+
+No tensors here.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Sequence as Several
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from surgeon.runtime.batching.blocks import BlockPool, BlockTable
+from surgeon.runtime.batching.request import UNDEFINED, FinishReason, QueueFull, Request, TokenLogprob
+from surgeon.runtime.batching.sequence import Sequence, Share
+
+Ending = FinishReason | Literal["undefined"]  # the latter: the model's logits are not finite
+
+
+class Output(NamedTuple):
+    """What a pass brought for one request; what the client's process is sent.
+
+    Attributes:
+        token: the new one, if any.
+        finish_reason: if this was the last.
+        cached: tokens of the prompt that were not computed.
+        admitted: when the request was first let in, by the machine's monotonic clock; None if it never was.
+        prompt_logprobs: of the next tokens of the prompt.
+    """
+
+    request: int
+    token: int | None
+    logprob: TokenLogprob | None
+    finish_reason: Ending | None
+    cached: int
+    admitted: float | None
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a scheduler lets in.
+
+    Attributes:
+        max_batch: sequences in one pass.
+        max_tokens: tokens of one sequence, prompt and output.
+        max_waiting: how many requests may be open beyond `max_batch`.
+        pass_tokens: tokens of one pass.
+        ends: token ids that end a text.
+    """
+
+    max_batch: int
+    max_tokens: int
+    max_waiting: int = 64
+    pass_tokens: int = 512
+    ends: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_batch", 1), ("max_tokens", 2), ("max_waiting", 0), ("pass_tokens", self.max_batch)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
+
+
+@dataclass
+class Tally:
+    """What a scheduler has done so far, in tokens and requests."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    new_tokens: int = 0
+    finished: int = 0
+    preempted: int = 0
+
+
+class Scheduler:
+    """Open requests and the blocks they use. `plan` and `advance` are called in turn.
+
+    Attributes:
+        waiting: in the order in which they will be let in.
+        running: in the order in which they were let in.
+    """
+
+    def __init__(self, pool: BlockPool, limits: Limits) -> None:
+        self.pool = pool
+        self.limits = limits
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.tally = Tally()
+        self._refused_at = -1  # the pool's releases when the first in the queue did not fit
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is open."""
+        return not self.running and not self.waiting
+
+    def submit(self, request: Request) -> None:
+        """Put a request at the end of the queue.
+
+        Raises:
+            QueueFull: if too many are open.
+            ValueError: if it is longer than a sequence or the cache may be.
+        """
+        limits = self.limits
+        if len(self.waiting) + len(self.running) >= limits.max_batch + limits.max_waiting:
+            raise QueueFull(f"{limits.max_batch + limits.max_waiting} requests are open already; try again later")
+        check_length(request, min(limits.max_tokens, self.pool.blocks * self.pool.block_tokens))
+        self.waiting.append(Sequence.of(request))
+
+    def cancel(self, request: int) -> Output | None:
+        """End a request and free its blocks; None if it is not open."""
+        for sequence in (*self.running, *self.waiting):
+            if sequence.request.id == request:
+                (self.running if sequence in self.running else self.waiting).remove(sequence)
+                return self._finish(sequence, "cancelled")
+        return None
+
+    def plan(self) -> list[Share]:
+        """The shares of the next pass; empty only if no request is open."""
+        shares = self._continued()
+        budget = self.limits.pass_tokens - len(shares)
+        for sequence in self.running:
+            if budget and (left := len(sequence.tokens) - sequence.computed) > 1:
+                shares.append(Share(sequence, min(left, budget)))
+                budget -= shares[-1].tokens
+        while budget and self.waiting and len(self.running) < self.limits.max_batch and self._admit():
+            sequence = self.running[-1]
+            shares.append(Share(sequence, min(len(sequence.tokens) - sequence.computed, budget)))
+            budget -= shares[-1].tokens
+        return shares
+
+    def _continued(self) -> list[Share]:
+        """The sequences that lack one token, each with a block for it."""
+        shares: list[Share] = []
+        size = self.pool.block_tokens
+        for sequence in tuple(self.running):
+            if len(sequence.tokens) - sequence.computed != 1:
+                continue
+            if len(sequence.tokens) > len(sequence.table.blocks) * size and not self._make_room(sequence):
+                break  # it was the youngest
+            shares.append(Share(sequence, 1))
+        return shares
+
+    def _make_room(self, sequence: Sequence) -> bool:
+        """Give a running sequence one more block; False if it had to be preempted itself."""
+        while not self.pool.free:
+            youngest = self.running.pop()
+            self._preempt(youngest)
+            if youngest is sequence:
+                return False
+        self.pool.grow(sequence.table, 1)
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.pool.close(sequence.table)
+        sequence.table, sequence.computed = BlockTable(), 0
+        self.waiting.appendleft(sequence)
+        self.tally.preempted += 1
+
+    def _admit(self) -> bool:
+        """Let in the first of the queue if there is room for all its tokens."""
+        pool = self.pool
+        if self._refused_at == pool.releases:
+            return False
+        sequence = self.waiting[0]
+        shared = pool.match(sequence.tokens)
+        if sequence.unscored is not None:
+            del shared[(sequence.unscored - 1) // pool.block_tokens :]
+        new = pool.blocks_for(len(sequence.tokens)) - len(shared)
+        spare = sum(pool.blocks_for(other.last - 1) > len(other.table.blocks) for other in self.running)
+        table = pool.open(shared, new) if new + spare <= pool.free else None
+        if table is None:
+            self._refused_at = pool.releases
+            return False
+        sequence.table, sequence.computed = table, len(shared) * pool.block_tokens
+        if sequence.admitted is None:
+            sequence.admitted, sequence.cached = time.monotonic(), sequence.computed
+            self.tally.prompt_tokens += len(sequence.tokens)
+            self.tally.cached_tokens += sequence.computed
+        self.running.append(self.waiting.popleft())
+        return True
+
+    def advance(
+        self,
+        shares: Several[Share],
+        chosen: Several[tuple[int, TokenLogprob | None]],
+        scores: Several[Several[TokenLogprob]] = (),
+    ) -> list[Output]:
+        """Note that a pass has been computed.
+
+        Args:
+            shares: of the pass, as planned.
+            chosen: the next token of every share that wants one, in their order, and how likely it was; UNDEFINED
+                ends the request.
+            scores: of every share with targets, how likely these are; so does NaN.
+        """
+        outputs: list[Output] = []
+        found, scored = iter(chosen), iter(scores)
+        for share in shares:
+            sequence, wanted, completes = share.sequence, share.wanted, share.completes
+            prompt = tuple(next(scored)) if share.targets is not None else ()
+            token, logprob = next(found) if wanted else (None, None)
+            if token == UNDEFINED or any(math.isnan(one.logprob) for one in prompt):
+                outputs.append(self._give_up(sequence))
+                continue
+            sequence.computed += share.tokens
+            self.pool.learn(sequence.table, sequence.tokens, sequence.computed)
+            if prompt:
+                assert sequence.unscored is not None
+                further = sequence.unscored + len(prompt)
+                sequence.unscored = further if further < len(sequence.request.prompt) else None
+            if token is not None:
+                outputs.append(self._append(sequence, token, logprob, prompt))
+            elif completes:  # and nothing is to be added
+                self.running.remove(sequence)
+                outputs.append(self._finish(sequence, "length", prompt_logprobs=prompt))
+            elif prompt:
+                outputs.append(_output(sequence, None, prompt_logprobs=prompt))
+        return outputs
+
+    def _give_up(self, sequence: Sequence) -> Output:
+        """End a request of which the model predicts nothing; nobody shares what it has computed."""
+        self.running.remove(sequence)
+        self.pool.forget(sequence.table)
+        return self._finish(sequence, "undefined")
+
+    def _append(
+        self, sequence: Sequence, token: int, logprob: TokenLogprob | None, prompt: tuple[TokenLogprob, ...]
+    ) -> Output:
+        sequence.tokens.append(token)
+        self.tally.new_tokens += 1
+        reason: Ending | None = None
+        if token in self.limits.ends and not sequence.request.sampling.ignore_end:
+            reason = "stop"
+        elif len(sequence.tokens) == sequence.last:
+            reason = "length"
+        if reason is None:
+            return _output(sequence, None, token, logprob, prompt)
+        self.running.remove(sequence)
+        return self._finish(sequence, reason, token, logprob, prompt)
+
+    def _finish(
+        self,
+        sequence: Sequence,
+        reason: Ending,
+        token: int | None = None,
+        logprob: TokenLogprob | None = None,
+        prompt_logprobs: tuple[TokenLogprob, ...] = (),
+    ) -> Output:
+        self.pool.close(sequence.table)
+        self.tally.finished += 1
+        return _output(sequence, reason, token, logprob, prompt_logprobs)
+
+
+def _output(
+    sequence: Sequence,
+    reason: Ending | None,
+    token: int | None = None,
+    logprob: TokenLogprob | None = None,
+    prompt_logprobs: tuple[TokenLogprob, ...] = (),
+) -> Output:
+    return Output(sequence.request.id, token, logprob, reason, sequence.cached, sequence.admitted, prompt_logprobs)
+
+
+def check_length(request: Request, room: int) -> None:
+    """Refuse a request that could not even run alone.
+
+    Args:
+        room: how many tokens prompt and output may have together.
+
+    Raises:
+        ValueError: if it has more, or an empty prompt.
+    """
+    prompt, new = len(request.prompt), request.sampling.max_new_tokens
+    if not prompt:
+        raise ValueError("the prompt is empty: it has no tokens; give at least one")
+    if prompt + new > room:
+        mend = "shorten the prompt" if prompt >= room else f"ask for at most {room - prompt} new ones"
+        raise ValueError(f"{prompt} tokens of the prompt and {new} new ones are more than the {room} that fit; {mend}")

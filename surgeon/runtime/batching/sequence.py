@@ -1,0 +1,123 @@
+"""An open request as the scheduler keeps it, and what a pass computes of it. No tensors here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import NamedTuple
+
+from surgeon.runtime.batching.blocks import BlockTable, Run
+from surgeon.runtime.batching.request import Request
+
+
+class Wanted(IntEnum):
+    """What a row's last token is to give."""
+
+    NOTHING = 0  # a prompt that goes on in a later pass, or is not to be continued
+    BEST = 1  # the most likely next token
+    LOGITS = 2  # logits of the whole vocabulary
+
+
+class Targets(NamedTuple):
+    """Tokens of the prompt of which a row is to say how likely they are.
+
+    Attributes:
+        first: the row's token that predicts the first of them.
+        tokens: those that follow it and the ones after it.
+        top: how many of the most likely tokens to report at each place.
+    """
+
+    first: int
+    tokens: list[int]
+    top: int
+
+
+class Row(NamedTuple):
+    """What one pass computes of one sequence; this is what ranks are sent.
+
+    Attributes:
+        start: how many of the sequence's tokens are in the cache.
+        tokens: the next ones.
+        runs: the sequence's blocks, with room for these tokens.
+        wanted: of the last token.
+        targets: of the others, and of the last one too while the prompt goes on behind it; None if nobody asks.
+    """
+
+    start: int
+    tokens: list[int]
+    runs: list[Run]
+    wanted: Wanted
+    targets: Targets | None = None
+
+
+@dataclass(eq=False)
+class Sequence:
+    """An open request.
+
+    Attributes:
+        tokens: prompt and output so far.
+        wanted: of a pass that completes them.
+        last: how many they are when the request ends at the latest. The last one is not computed.
+        computed: how many of them are in the cache.
+        table: its blocks, while it runs.
+        cached: tokens of the prompt that were not computed when it was first let in.
+        admitted: when that was.
+        unscored: the first token of the prompt whose log-probability is asked for and not known; None if there is none.
+    """
+
+    request: Request
+    tokens: list[int]
+    wanted: Wanted
+    last: int
+    unscored: int | None
+    computed: int = 0
+    table: BlockTable = field(default_factory=BlockTable)
+    cached: int = 0
+    admitted: float | None = None
+
+    @classmethod
+    def of(cls, request: Request) -> Sequence:
+        """A request that has just come."""
+        prompt, sampling = list(request.prompt), request.sampling
+        wanted = Wanted.BEST if sampling.greedy else Wanted.LOGITS
+        scored = sampling.prompt_logprobs is not None and len(prompt) > 1
+        return cls(
+            request,
+            prompt,
+            wanted if sampling.max_new_tokens else Wanted.NOTHING,
+            last=len(prompt) + sampling.max_new_tokens,
+            unscored=1 if scored else None,
+        )
+
+
+class Share(NamedTuple):
+    """A sequence's part in a pass: its next `tokens` tokens."""
+
+    sequence: Sequence
+    tokens: int
+
+    @property
+    def completes(self) -> bool:
+        """Whether all tokens so far are in the cache then."""
+        return self.sequence.computed + self.tokens == len(self.sequence.tokens)
+
+    @property
+    def wanted(self) -> Wanted:
+        """Of the last token."""
+        return self.sequence.wanted if self.completes else Wanted.NOTHING
+
+    @property
+    def targets(self) -> Targets | None:
+        """What it tells of the prompt."""
+        sequence, prompt = self.sequence, self.sequence.request.prompt
+        top, begin = sequence.request.sampling.prompt_logprobs, sequence.unscored
+        tokens = () if begin is None else prompt[begin : sequence.computed + self.tokens + 1]
+        if begin is None or top is None or not tokens:
+            return None
+        return Targets(begin - 1 - sequence.computed, list(tokens), top)
+
+    def row(self) -> Row:
+        """What the ranks compute."""
+        sequence, first = self.sequence, self.sequence.computed
+        tokens = sequence.tokens[first : first + self.tokens]
+        return Row(first, tokens, sequence.table.runs, self.wanted, self.targets)

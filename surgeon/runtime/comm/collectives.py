@@ -1,0 +1,232 @@
+"""Collectives: a small interface that counts calls and bytes, and what implements it.
+
+A rank talks to the others through one `Collectives` per group of ranks. They are asynchronous: `all_reduce` starts one
+and returns a function that waits for it, so that several can be in flight. `link.py` and `quantised.py` wrap others.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch does export them
+
+from surgeon.runtime.plan.placement import Group
+
+# Longer than any prefill; a rank that dies is noticed by the process that started it long before.
+TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass
+class Counts:
+    """Collectives that one rank has started, and the bytes of their operands on this rank."""
+
+    all_reduces: int = 0
+    all_gathers: int = 0
+    bytes: int = 0
+
+    def __sub__(self, other: Counts) -> Counts:
+        return Counts(
+            self.all_reduces - other.all_reduces, self.all_gathers - other.all_gathers, self.bytes - other.bytes
+        )
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(
+            self.all_reduces + other.all_reduces, self.all_gathers + other.all_gathers, self.bytes + other.bytes
+        )
+
+    def __floordiv__(self, passes: int) -> Counts:
+        return Counts(self.all_reduces // passes, self.all_gathers // passes, self.bytes // passes)
+
+    def copy(self) -> Counts:
+        """The counts as they are now."""
+        return Counts(self.all_reduces, self.all_gathers, self.bytes)
+
+
+class Collectives(ABC):
+    """One rank's connection to the ranks of a group.
+
+    Attributes:
+        rank: this rank.
+        group: the ranks of the group, this one among them.
+    """
+
+    def __init__(self, rank: int, group: Group) -> None:
+        self.rank = rank
+        self.group = group
+        self._subgroups: dict[Group, Collectives] = {}
+
+    def all_reduce(self, tensor: Tensor, counts: Counts) -> Callable[[], Tensor]:
+        """Start summing a tensor over the group; waiting on the result gives the sum.
+
+        Every rank of the group calls this with the same shape and dtype, in the same order. The tensor belongs to the
+        collective from then on.
+
+        Args:
+            counts: where to count the call, if anything is sent.
+        """
+        if len(self.group) == 1:
+            return lambda: tensor
+        counts.all_reduces += 1
+        counts.bytes += tensor.nbytes
+        return self._all_reduce(tensor)
+
+    def all_gather(self, tensor: Tensor, counts: Counts) -> Tensor:
+        """The group's tensors, all of one shape, joined along a new first dimension in the order of the ranks."""
+        return self.start_all_gather(tensor, counts)()
+
+    def start_all_gather(self, tensor: Tensor, counts: Counts) -> Callable[[], Tensor]:
+        """The same, but only started; waiting on the result gives the joined tensors."""
+        if len(self.group) == 1:
+            return lambda: tensor[None]
+        counts.all_gathers += 1
+        counts.bytes += tensor.nbytes
+        return self._all_gather(tensor)
+
+    @property
+    def exact(self) -> Collectives:
+        """The same ranks, but nothing that is sent loses precision."""
+        return self
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a CUDA graph can hold these collectives: they wait on the device only, never in this process."""
+        return False
+
+    def subgroup(self, group: Group) -> Collectives:
+        """The connection to some ranks of this group only.
+
+        Every rank of this group asks for the same subgroups in the same order, those it is not in among them.
+        """
+        if group == self.group:
+            return self
+        if group not in self._subgroups:
+            self._subgroups[group] = self._connect(group)
+        return self._subgroups[group]
+
+    @abstractmethod
+    def _connect(self, group: Group) -> Collectives: ...
+
+    @abstractmethod
+    def _all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]: ...
+
+    @abstractmethod
+    def _all_gather(self, tensor: Tensor) -> Callable[[], Tensor]: ...
+
+
+class Alone(Collectives):
+    """A group of one rank: nothing is sent and nothing is counted."""
+
+    def __init__(self) -> None:
+        super().__init__(0, (0,))
+
+    @property
+    def capturable(self) -> bool:
+        return True
+
+    def _connect(self, group: Group) -> Collectives:
+        raise AssertionError(f"one rank has no subgroup {group}")
+
+    def _all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
+        return lambda: tensor
+
+    def _all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
+        return lambda: tensor[None]
+
+
+class Unconnected(Collectives):
+    """Ranks that never wait for each other and add nothing up: what they compute is wrong, as fast as can be.
+
+    It tells what communication costs: no way of connecting ranks is faster (the "upper bound" of Ladder Residual,
+    table 2).
+    """
+
+    @property
+    def capturable(self) -> bool:
+        return True
+
+    def all_reduce(self, tensor: Tensor, counts: Counts) -> Callable[[], Tensor]:  # noqa: ARG002 - nothing is sent
+        """This rank's own tensor."""
+        return self._all_reduce(tensor)
+
+    def start_all_gather(self, tensor: Tensor, counts: Counts) -> Callable[[], Tensor]:  # noqa: ARG002
+        """This rank's own tensor, once for each rank."""
+        return self._all_gather(tensor)
+
+    def _connect(self, group: Group) -> Collectives:
+        return Unconnected(self.rank, group)
+
+    def _all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
+        return lambda: tensor
+
+    def _all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
+        return lambda: tensor.expand(len(self.group), *tensor.shape)
+
+
+class StoreAddress(NamedTuple):
+    """A TCP store that is open already, on this machine or another.
+
+    Attributes:
+        prefix: of the keys that belong to these ranks.
+    """
+
+    host: str
+    port: int
+    prefix: str
+
+    def connect(self) -> PrefixStore:
+        """The store, as one of its clients sees it."""
+        return PrefixStore(self.prefix, TCPStore(self.host, self.port, timeout=TIMEOUT, wait_for_workers=False))
+
+
+class TorchCollectives(Collectives):
+    """Collectives of `torch.distributed`: gloo, or NCCL on GPUs."""
+
+    def __init__(self, rank: int, group: Group, process_group: Any = None) -> None:
+        super().__init__(rank, group)
+        self.process_group = process_group  # None is all ranks
+
+    @classmethod
+    def connect(cls, backend: str, rank: int, ranks: int, rendezvous: Path | StoreAddress) -> TorchCollectives:
+        """Meet the other ranks.
+
+        Args:
+            backend: "gloo", or "nccl" for GPUs (each process chooses its device before).
+            rendezvous: on one machine a file that does not exist yet (a path is never taken, unlike a port).
+        """
+        store = FileStore(str(rendezvous), ranks) if isinstance(rendezvous, Path) else rendezvous.connect()
+        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
+        return cls(rank, tuple(range(ranks)))
+
+    @property
+    def capturable(self) -> bool:
+        return bool(dist.get_backend(self.process_group) == "nccl")
+
+    def _connect(self, group: Group) -> Collectives:
+        return TorchCollectives(self.rank, group, dist.new_group(list(group)))
+
+    def _all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
+        work: Any = dist.all_reduce(tensor, group=self.process_group, async_op=True)
+
+        def wait() -> Tensor:
+            work.wait()
+            return tensor
+
+        return wait
+
+    def _all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
+        gathered = [torch.empty_like(tensor) for _ in self.group]
+        work: Any = dist.all_gather(gathered, tensor.contiguous(), group=self.process_group, async_op=True)
+
+        def wait() -> Tensor:
+            work.wait()
+            return torch.stack(gathered)
+
+        return wait

@@ -1,0 +1,143 @@
+"""An emulated link between ranks: what slower wires would cost, measured where there are none.
+
+Only waiting is emulated. A transfer takes its time from when it is started, so that what a rank computes meanwhile
+hides it, as on a real link; what is sent arrives by whatever the wrapped collectives are, and not before they are done.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from surgeon.memory import parse_size
+from surgeon.runtime.comm.collectives import Collectives
+from surgeon.runtime.plan.placement import Group
+
+SPIN_SECONDS = 0.0002  # a sleep may end this much late
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a rank sends through.
+
+    Attributes:
+        delay: seconds from a transfer's last byte being sent to its end, whatever its size.
+        bandwidth: bytes per second that a rank can send.
+    """
+
+    delay: float = 0.0
+    bandwidth: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.delay < math.inf:
+            raise ValueError(f"the delay of a link must be at least 0 seconds, not {self.delay:g}")
+        if not self.bandwidth > 0:
+            raise ValueError(f"the bandwidth of a link must be above 0 bytes per second, not {self.bandwidth:g}")
+
+
+def parse_link(delay: str | None, bandwidth: str | None) -> Link | None:
+    """The link that a user describes, such as "1ms" and "1GB" (per second; "1GB/s" will do, too); None if by nothing.
+
+    Raises:
+        ValueError: if either cannot be read.
+    """
+    if delay is None and bandwidth is None:
+        return None
+    seconds = 0.0 if delay is None else parse_seconds(delay)
+    return Link(seconds, math.inf if bandwidth is None else parse_size(bandwidth.removesuffix("/s")))
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds in a duration such as 1ms, 200us or 0.5s.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|ms|us)\s*", text)
+    if match is None:
+        raise ValueError(f"{text!r} is no delay; write e.g. 1ms, 200us or 0.5s")
+    return float(match[1]) / {"s": 1, "ms": 1_000, "us": 1_000_000}[match[2]]
+
+
+class Clock(Protocol):
+    """What tells the time and lets it pass."""
+
+    def now(self) -> float:
+        """Seconds."""
+
+    def wait_until(self, when: float) -> None:
+        """Return when it is this late, or later."""
+
+
+class SystemClock(Clock):
+    """The machine's clock."""
+
+    def now(self) -> float:
+        """Seconds since some moment."""
+        return time.perf_counter()
+
+    def wait_until(self, when: float) -> None:
+        """Sleep for most of the time; the rest is too short for that."""
+        asleep = when - self.now() - SPIN_SECONDS
+        if asleep > 0:
+            time.sleep(asleep)
+        while self.now() < when:
+            pass
+
+
+class Line:
+    """One rank's link as it is used: transfers in flight share the bandwidth, one after the other."""
+
+    def __init__(self, link: Link, clock: Clock) -> None:
+        self.link = link
+        self.clock = clock
+        self.free_from = -math.inf
+
+    def send(self, size: float) -> float:
+        """Start a transfer of so many bytes now; returns when it ends."""
+        self.free_from = max(self.clock.now(), self.free_from) + size / self.link.bandwidth
+        return self.free_from + self.link.delay
+
+
+class EmulatedLink(Collectives):
+    """Other collectives, as if there were a link of a certain delay and bandwidth between the ranks.
+
+    A rank of n sends 2 (n - 1) / n of its bytes in an all-reduce and n - 1 times its bytes in an all-gather, as around
+    a ring: for two ranks, its bytes.
+    """
+
+    def __init__(self, inner: Collectives, link: Link, clock: Clock | None = None, line: Line | None = None) -> None:
+        """Wrap.
+
+        Args:
+            line: that another group of the same rank sends through too; by default one of its own.
+        """
+        super().__init__(inner.rank, inner.group)
+        self.inner = inner
+        self.line = line or Line(link, clock or SystemClock())
+
+    def _connect(self, group: Group) -> Collectives:
+        return EmulatedLink(self.inner.subgroup(group), self.line.link, line=self.line)
+
+    def _all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
+        others = len(self.group) - 1
+        end = self.line.send(2 * others / len(self.group) * tensor.nbytes)
+        return self._ending_at(end, self.inner._all_reduce(tensor))
+
+    def _all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
+        end = self.line.send((len(self.group) - 1) * tensor.nbytes)
+        return self._ending_at(end, self.inner._all_gather(tensor))
+
+    def _ending_at(self, end: float, wait: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        def wait_longer() -> Tensor:
+            result = wait()
+            self.line.clock.wait_until(end)
+            return result
+
+        return wait_longer

@@ -1,0 +1,237 @@
+"""The arithmetic of one slice of a sublayer, of the embedding and of the head, in plain PyTorch.
+
+Shapes: T tokens of a pass, of all its sequences one after another, D head_dim, H heads and K KV heads of the slice, h
+the stream's width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from surgeon.families import SublayerSpec
+from surgeon.runtime.plan.specification import Plan, Rotary
+from surgeon.weights import Tensors
+
+Activation = Callable[[Tensor], Tensor]
+
+# What transformers calls them; ranks import transformers, which takes seconds, only for others.
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_new": partial(F.gelu, approximate="tanh"),
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
+def activation(name: str) -> Activation:
+    """The activation that `transformers` knows by this name."""
+    if name in ACTIVATIONS:
+        return ACTIVATIONS[name]
+    from transformers.activations import ACT2FN
+
+    function: Activation = ACT2FN[name]
+    return function
+
+
+@dataclass(frozen=True)
+class Weighting:
+    """How an attention makes weights of the products of its queries and keys, besides the softmax.
+
+    Attributes:
+        scale: what products are multiplied by; None for 1 / sqrt(D).
+        window: how many tokens a token looks at, itself the last of them; None for all up to itself.
+        softcap: the bound c of scores that are c * tanh(score / c); None without one.
+    """
+
+    scale: float | None = None
+    window: int | None = None
+    softcap: float | None = None
+
+
+# Puts new keys and, behind them, values, (T, 2 * K, D), into a slot of the cache; queries (T, H, D) to attended values
+# (T, H * D).
+Attend = Callable[[int, Tensor, Tensor, Weighting], Tensor]
+
+
+@dataclass
+class Pass:
+    """What all attentions share in one forward pass.
+
+    Attributes:
+        attend: over the sequences of the pass.
+        rotation: cosine and signed sine, (T, 1, up to D) each, or None without rotary positions.
+    """
+
+    attend: Attend
+    rotation: tuple[Tensor, Tensor] | None
+
+
+class Norm:
+    """An RMS norm, or a layer norm where there is a shift or the family says so."""
+
+    def __init__(self, tensors: Tensors, path: str, plan: Plan) -> None:
+        self.gain, self.shift = tensors[f"{path}.weight"], tensors.get(f"{path}.bias")
+        if plan.family.unit_offset:  # 1 + a small number would lose the small one's digits in 16 bits
+            self.gain = 1 + self.gain.to(torch.promote_types(self.gain.dtype, torch.float32))
+        self.epsilon = plan.epsilon
+        self.rms = plan.family.norm_kind == "rms"
+        self.mean_of: tuple[Tensor, Tensor] | None = None
+        if self.rms and self.gain.device.type == "cpu" and plan.dtype == torch.float32:
+            width = len(self.gain)
+            self.mean_of = self.gain.new_tensor(self.epsilon), self.gain.new_full((width,), 1 / width)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The normed stream, (T, h)."""
+        if self.mean_of is not None:
+            # On CPUs PyTorch makes an RMS norm of eleven operations; one token's pass is a twentieth faster with these.
+            epsilon, weights = self.mean_of
+            return (x * torch.addmv(epsilon, x.square(), weights).rsqrt_().unsqueeze(-1)).mul_(self.gain)
+        if self.rms:
+            return F.rms_norm(x.to(self.gain.dtype), self.gain.shape, self.gain, self.epsilon).to(x.dtype)
+        return F.layer_norm(x, self.gain.shape, self.gain, self.shift, self.epsilon)
+
+
+def transposed(weight: Tensor) -> Tensor:
+    """A weight (out_features, in_features) as (in_features, out_features), lying as the device's products want it."""
+    return weight.t().contiguous() if weight.device.type == "cpu" else weight.t()
+
+
+class Linear:
+    """One or more projections of the same input, by their roles, as one matrix product.
+
+    On CPUs the weights lie the other way round than in `torch.nn.Linear`, (in_features, all out_features): products of
+    few tokens take half to nine tenths of the time that way. On GPUs they are views of weights that lie as usual.
+    """
+
+    def __init__(self, tensors: Tensors, roles: list[str]) -> None:
+        weights = [tensors[f"{role}.weight"] for role in roles]
+        biases = [tensors.get(f"{role}.bias") for role in roles]
+        self.weight = transposed(torch.cat(weights))
+        self.bias: Tensor | None = None
+        if any(bias is not None for bias in biases):
+            filled = [w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, biases, strict=True)]
+            self.bias = torch.cat(filled)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(T, in_features) to (T, all out_features)."""
+        return torch.mm(x, self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
+
+
+class Attention:
+    """A slice of an attention sublayer, its norm inside; the output is the slice's part of the sum.
+
+    A norm behind the sublayer (Gemma2) is not in it: it needs the whole sum.
+    """
+
+    def __init__(self, tensors: Tensors, spec: SublayerSpec, plan: Plan, window: int | None) -> None:
+        self.norm = Norm(tensors, "norm", plan)
+        self.qkv = Linear(tensors, ["q", "k", "v"])
+        self.o = Linear(tensors, ["o"])
+        self.head_dim = plan.head_dim
+        self.heads = tensors["q.weight"].shape[0] // plan.head_dim
+        self.kv_heads = tensors["k.weight"].shape[0] // plan.head_dim
+        self.weighting = Weighting(plan.attention_scale, window, plan.attention_softcap)
+        self.epsilon = plan.epsilon
+        self.head_gain: Tensor | None = None
+        if spec.head_norms:
+            q_gain, k_gain = tensors["q_norm.weight"], tensors["k_norm.weight"]
+            self.head_gain = torch.cat([q_gain.expand(self.heads, -1), k_gain.expand(self.kv_heads, -1)])
+
+    def __call__(self, stream: Tensor, slot: int, forward: Pass) -> Tensor:
+        """(T, h) to (T, h)."""
+        turned = self.heads + self.kv_heads
+        qkv = self.qkv(self.norm(stream)).view(len(stream), turned + self.kv_heads, self.head_dim)
+        queries_keys = qkv[:, :turned]
+        if self.head_gain is not None:
+            normed = F.rms_norm(queries_keys, (self.head_dim,), None, self.epsilon)
+            torch.mul(normed, self.head_gain, out=queries_keys)
+        if forward.rotation is not None:
+            rotate_(queries_keys, *forward.rotation)
+        return self.o(forward.attend(slot, qkv[:, : self.heads], qkv[:, self.heads :], self.weighting))
+
+
+class FeedForward:
+    """A slice of a feed-forward sublayer, its norm inside; the output is the slice's part of the sum."""
+
+    def __init__(self, tensors: Tensors, spec: SublayerSpec, plan: Plan) -> None:
+        self.norm = Norm(tensors, "norm", plan)
+        self.gated = any(projection.role == "gate" for projection in spec.projections)
+        self.up = Linear(tensors, ["gate", "up"] if self.gated else ["up"])
+        self.down = Linear(tensors, ["down"])
+        self.activation = activation(plan.activation)
+
+    def __call__(self, stream: Tensor) -> Tensor:
+        """(T, h) to (T, h)."""
+        wide = self.up(self.norm(stream))
+        if self.gated:
+            gate, up = wide.chunk(2, dim=-1)
+            return self.down(self.activation(gate) * up)
+        return self.down(self.activation(wide))
+
+
+def rotate_(x: Tensor, cosine: Tensor, signed_sine: Tensor) -> None:
+    """Turn pairs of features (i, i + R/2) of (T, heads, D) in place; the sine's first half is negated beforehand.
+
+    R is the width of the angles, up to D; features beyond it have no position.
+    """
+    width = cosine.shape[-1]
+    turned = x[..., :width]
+    other_half = turned.roll(width // 2, -1)
+    turned.mul_(cosine).addcmul_(other_half, signed_sine)
+
+
+def rotation(rotary: Rotary, first: int, tokens: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and signed sine, (tokens, 1, features that turn) each, for positions from `first` on."""
+    frequencies = torch.tensor(rotary.inverse_frequencies, dtype=torch.float32, device=like.device)
+    positions = torch.arange(first, first + tokens, dtype=torch.float32, device=like.device)
+    angles = positions[:, None, None] * frequencies
+    cosine, sine = angles.cos() * rotary.scale, angles.sin() * rotary.scale
+    return torch.cat([cosine, cosine], -1).to(like.dtype), torch.cat([-sine, sine], -1).to(like.dtype)
+
+
+def attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    weighting: Weighting,
+    mask: Tensor | None = None,
+    causal: bool = False,
+) -> Tensor:
+    """Attended values, (1, H, Q, D), of queries (1, H, Q, D) over keys and values (1, K, N, D).
+
+    Args:
+        weighting: its window is in the mask, or in which keys are given.
+        mask: (Q, N), true where a query looks at a key; None for everywhere.
+        causal: in place of a mask: query i looks at keys 0 to i.
+    """
+    if weighting.softcap is None:
+        grouped = queries.shape[1] > keys.shape[1]
+        return F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, is_causal=causal, scale=weighting.scale, enable_gqa=grouped
+        )
+    kv_heads, head_dim = keys.shape[1], queries.shape[-1]
+    scale = head_dim**-0.5 if weighting.scale is None else weighting.scale
+    together = queries.unflatten(1, (kv_heads, -1)).flatten(2, 3)  # the heads of a KV group as if they were queries
+    scores = softcap((together @ keys.transpose(-1, -2)) * scale, weighting.softcap)
+    scores = scores.unflatten(2, (-1, queries.shape[2]))
+    if causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(values.dtype)
+    attended: Tensor = (weights.flatten(2, 3) @ values).unflatten(2, (-1, queries.shape[2])).flatten(1, 2)
+    return attended
+
+
+def softcap(numbers: Tensor, bound: float) -> Tensor:
+    """Numbers of any shape, pressed between -bound and bound (Gemma2): bound * tanh(numbers / bound)."""
+    capped: Tensor = (numbers / bound).tanh_().mul_(bound)
+    return capped

@@ -1,0 +1,258 @@
+"""Decode passes of few fixed shapes, which a GPU can repeat from a recording without Python in between.
+
+The passes of paged_cache.py go through sequences one by one, and their shapes change with every token: right for CPUs,
+but a GPU would wait for all those small launches. A static pass computes one token of each of its texts at once. It has
+room for so many texts and so many blocks of each, both rounded up to powers of two, so that there are few sizes. All
+that changes from one pass of a size to the next is the contents of one tensor of inputs: token, position and block
+table of each text. Lines without a text write to a block that nobody reads.
+
+Nothing in it waits for the device until the chosen tokens are read, so that it can be recorded as a CUDA graph
+(`CudaRecorder`), collectives included where they can be (`Collectives.capturable`). Otherwise the same pass runs as it
+is. The program, its executor and the layers are those of every other pass; only attention is another.
+
+Shapes: B texts, W blocks of each, N tokens that are read of each, D head_dim, H heads and K KV heads of a slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from surgeon.runtime.batching.blocks import BLOCK_TOKENS
+from surgeon.runtime.batching.sequence import Row
+from surgeon.runtime.comm.collectives import Counts
+from surgeon.runtime.model.layers import Weighting, softcap
+from surgeon.runtime.model.paged_cache import PagedCache
+
+if TYPE_CHECKING:
+    from surgeon.runtime.model.engine import RankEngine
+
+WARM_UPS = 2  # passes before a recording, in which libraries choose kernels and allocate what a recording may not
+TOKEN, POSITION, TABLE = 0, 1, 2  # columns of the inputs; the table takes all further ones
+
+
+class Outputs(NamedTuple):
+    """What a static pass brings, on the device.
+
+    Attributes:
+        best: the most likely next token of each text, (B,), the same on every rank.
+        logits: of each text, (B, this rank's rows of the vocabulary).
+    """
+
+    best: Tensor
+    logits: Tensor
+
+
+Replay = Callable[[], Outputs]  # computes again what was recorded, from what its tensors hold now
+Recorder = Callable[[Replay], Replay]
+
+
+class PassSize(NamedTuple):
+    """How many texts a static pass has room for, and how many blocks of each."""
+
+    texts: int
+    blocks: int
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], most_blocks: int) -> PassSize:
+        """The size for these rows.
+
+        Args:
+            most_blocks: that a text can have.
+        """
+        longest = max(row.start for row in rows) // BLOCK_TOKENS + 1
+        return cls(_power_of_two(len(rows)), min(_power_of_two(longest), most_blocks))
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()
+
+
+class StaticLayout:
+    """Where the texts of a static pass lie in the cache, all of it computed on the device.
+
+    Attributes:
+        positions: of the tokens, (B,), each in its text.
+    """
+
+    def __init__(self, inputs: Tensor, cache: PagedCache) -> None:
+        """Read the inputs, (B, 2 + W)."""
+        self.positions = inputs[:, POSITION]
+        self._cache = cache
+        self._tables = inputs[:, TABLE:]
+        self._dtype = cache.stored.dtype
+        self._own = self._places(self.positions[:, None])[:, 0]
+        self._views: dict[int | None, tuple[Tensor, Tensor]] = {}
+
+    def attend(self, slot: int, queries: Tensor, keys_values: Tensor, weighting: Weighting) -> Tensor:
+        """Put new keys and values, (B, 2 * K, D), into a slot; queries (B, H, D) to attended values (B, H * D)."""
+        texts, heads, head_dim = queries.shape
+        kv_heads = keys_values.shape[1] // 2
+        cached = self._cache.pairs[slot]
+        cached.index_copy_(1, self._own, keys_values.transpose(0, 1))
+        places, mask = self._view(weighting.window)
+        read = cached.index_select(1, places).view(2, kv_heads, texts, -1, head_dim).transpose(1, 2)
+        # The heads of one KV group are like several tokens that look at the same keys.
+        grouped = queries.view(texts, kv_heads, heads // kv_heads, head_dim)
+        return _attention(grouped, read[0], read[1], mask, weighting).reshape(texts, heads * head_dim)
+
+    def _places(self, tokens: Tensor) -> Tensor:
+        """Where tokens of each text, (B, any), lie in the cache."""
+        return self._tables.gather(1, tokens // BLOCK_TOKENS) * BLOCK_TOKENS + tokens % BLOCK_TOKENS
+
+    def _view(self, window: int | None) -> tuple[Tensor, Tensor]:
+        """What attentions with such a window read: the places of N tokens of each text, (B * N,), and their mask.
+
+        The mask, (B, 1, 1, N), is 0, or minus infinity where there is no such token. There the text's own newest token
+        is read instead: a place that nobody has written to may hold what is no number, and 0 times that is none.
+        """
+        room = self._tables.shape[1] * BLOCK_TOKENS
+        if window is not None and window >= room:
+            window = None
+        if window not in self._views:
+            newest = self.positions[:, None]
+            tokens = torch.arange(room if window is None else window, device=newest.device)[None]
+            if window is not None:
+                tokens = tokens + (newest - (window - 1))
+            seen = (tokens >= 0) & (tokens <= newest)
+            places = self._places(torch.where(seen, tokens, newest)).flatten()
+            mask = torch.zeros(seen.shape, dtype=self._dtype, device=newest.device).masked_fill(~seen, -torch.inf)
+            self._views[window] = places, mask[:, None, None]
+        return self._views[window]
+
+
+def _attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, weighting: Weighting) -> Tensor:
+    """Attended values, (B, K, H / K, D), of queries of that shape over keys and values (B, K, N, D)."""
+    if weighting.softcap is None:
+        return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=weighting.scale)
+    scale = queries.shape[-1] ** -0.5 if weighting.scale is None else weighting.scale
+    scores = softcap((queries @ keys.transpose(-1, -2)) * scale, weighting.softcap) + mask
+    return scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(values.dtype) @ values
+
+
+class StaticPass:
+    """The fixed tensors of passes of one size.
+
+    Attributes:
+        inputs: on the device, (B, 2 + W).
+        replay: computes the pass.
+        layers, vocabulary: the collectives that a replay starts without counting them.
+    """
+
+    def __init__(self, size: PassSize, unread_block: int, device: torch.device) -> None:
+        """Allocate.
+
+        Args:
+            unread_block: that lines without a text write to.
+        """
+        self._unread_block = unread_block
+        self._host = torch.zeros(size.texts, TABLE + size.blocks, dtype=torch.long, pin_memory=device.type == "cuda")
+        self._lines = self._host.numpy()
+        self._numbers = torch.arange(unread_block + 1).numpy()
+        self.inputs = self._host.to(device, copy=True)
+        self.replay: Replay | None = None
+        self.layers, self.vocabulary = Counts(), Counts()
+
+    def load(self, rows: Sequence[Row]) -> None:
+        """Send the rows to the device; the pass before must have ended."""
+        room = self._lines.shape[1]
+        for line, row in zip(self._lines, rows, strict=False):
+            line[TOKEN], line[POSITION] = row.tokens[0], row.start
+            at = TABLE
+            for first, blocks in row.runs:
+                end = min(at + blocks, room)
+                line[at:end] = self._numbers[first : first + end - at]
+                at = end
+        self._lines[len(rows) :, :TABLE] = 0
+        self._lines[len(rows) :, TABLE] = self._unread_block
+        self.inputs.copy_(self._host, non_blocking=True)
+
+
+class StaticDecode:
+    """The static passes of one engine."""
+
+    spare_blocks = 1  # that a cache has beyond those of texts
+
+    def __init__(self, engine: RankEngine, recorder: Recorder | None) -> None:
+        """Start without any pass.
+
+        Args:
+            recorder: records every pass when its size first comes up; None to compute passes as they are.
+        """
+        self._engine = engine
+        self._recorder = recorder
+        # By cache, because recordings hold its address.
+        self._passes: WeakKeyDictionary[PagedCache, dict[PassSize, StaticPass]] = WeakKeyDictionary()
+
+    @staticmethod
+    def fits(rows: Sequence[Row]) -> bool:
+        """Whether a pass of these rows can be a static one: each adds one token to a text."""
+        return all(row.start and len(row.tokens) == 1 and row.targets is None for row in rows)
+
+    def step(self, rows: Sequence[Row], cache: PagedCache) -> Outputs:
+        """One pass, which extends the cache. The next one may overwrite what it returns."""
+        blocks = cache.tokens // BLOCK_TOKENS - self.spare_blocks
+        size = PassSize.of(rows, blocks)
+        passes = self._passes.setdefault(cache, {})
+        if size not in passes:
+            passes[size] = StaticPass(size, blocks, cache.device)
+        static = passes[size]
+        static.load(rows)
+        if self._recorder is None:
+            return self._compute(static.inputs, cache)
+        if static.replay is None:
+            self._record(static, cache, self._recorder)
+            assert static.replay is not None
+        phase = self._engine.counts
+        phase.layers, phase.vocabulary = phase.layers + static.layers, phase.vocabulary + static.vocabulary
+        return static.replay()
+
+    def _compute(self, inputs: Tensor, cache: PagedCache) -> Outputs:
+        layout = StaticLayout(inputs, cache)
+        logits = self._engine.next_logits(inputs[:, TOKEN], layout.positions, layout.attend)
+        return Outputs(self._engine.best_tokens(logits), logits)
+
+    def _record(self, static: StaticPass, cache: PagedCache, recorder: Recorder) -> None:
+        """Make the pass's replay, with its inputs loaded; what that computes is what the replay will compute again."""
+        phase = self._engine.counts
+        before = phase.layers, phase.vocabulary
+
+        def compute() -> Outputs:
+            phase.layers, phase.vocabulary = Counts(), Counts()  # a recorder may compute several times
+            return self._compute(static.inputs, cache)
+
+        static.replay = recorder(compute)
+        static.layers, static.vocabulary = phase.layers, phase.vocabulary
+        phase.layers, phase.vocabulary = before
+
+
+class CudaRecorder:
+    """Records passes as CUDA graphs, which share their memory: each is done with before another one starts."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, compute: Replay) -> Replay:
+        """Record what a function launches; it is called a few times before, which must do no harm."""
+        current, aside = torch.cuda.current_stream(self._device), torch.cuda.Stream(self._device)
+        aside.wait_stream(current)
+        with torch.cuda.stream(aside):
+            for _ in range(WARM_UPS):
+                compute()
+        current.wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, NCCL's watchdog among them, may ask for events meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            outputs = compute()
+
+        def replay() -> Outputs:
+            graph.replay()
+            return outputs
+
+        return replay

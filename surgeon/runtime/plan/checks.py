@@ -1,0 +1,329 @@
+"""Checking that a model can run on so many ranks, and planning it, before any rank starts.
+
+Only this module of the runtime needs `transformers`; ranks start faster without it.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from surgeon.checkpoint.load import compute_dtype, read_config, stored_program
+from surgeon.checkpoint.read import Checkpoint, locate, read_json
+from surgeon.errors import did_you_mean, first_line, shown
+from surgeon.families import Family, family_named, family_of
+from surgeon.families.fused import FUSED
+from surgeon.model import check_layers
+from surgeon.program import Program
+from surgeon.runtime.plan.placement import rank_work
+from surgeon.runtime.plan.specification import Decoding, Plan, Rotary
+from surgeon.weights import ModelWeights, indivisible, require_sliceable
+
+# Families whose computation layers.py has: a new one may need more than its description says.
+SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "opt", "gpt2", "gpt_neo", "gpt_neox")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)
+MOST_RANKS = 1024  # of one machine
+MOST_FEATURES = 1 << 40  # of a head
+MOST_SUGGESTED = 64  # where numbers of ranks that would do are listed
+
+
+def make_plan(
+    path_or_name: str | Path,
+    ranks: int,
+    max_tokens: int | None,
+    program: str | None = None,
+    device: str = "cpu",
+    dtype: str = "auto",
+    decoding: str = "auto",
+) -> Plan:
+    """Check that a checkpoint's program can run on this many ranks with texts this long, and gather what they need.
+
+    Args:
+        path_or_name: a checkpoint folder (edited by surgeon or not) or a hub name.
+        max_tokens: tokens of prompt and output together; None for as many as the model takes.
+        program: run this one instead of the checkpoint's own.
+        device: "cpu" or "cuda".
+        dtype: to compute in, "float32", "bfloat16" or "float16"; "auto" for that of the stored embedding, but
+            float32 for 16-bit weights on a CPU.
+        decoding: as `Plan.decoding`.
+
+    Raises:
+        FileNotFoundError: if there is no such model or a file of it is missing.
+        ValueError: if the architecture or something in its configuration is not supported, the program names what the
+            model does not have, heads or neurons do not divide among the ranks (with the numbers of ranks that would
+            do), there is no such dtype or way of decoding, or the text is longer than the model's positions.
+    """
+    if not 1 <= ranks <= MOST_RANKS:
+        raise ValueError(f"the number of ranks must lie in 1..{MOST_RANKS}, not {ranks}")
+    folder = locate(path_or_name)
+    checkpoint = Checkpoint(folder)
+    config = read_config(checkpoint)
+    family = family_of(config)
+    if family.model_type not in (*SUPPORTED, FUSED.model_type):
+        names = ", ".join(family_named(name).name for name in SUPPORTED)
+        raise ValueError(f"ranks do not run {family.name} yet (they run {names}); transformers does, in one process")
+    if checkpoint.config.get("quantization_config"):
+        raise ValueError(f"{folder} holds quantised weights, which ranks cannot share; use the model it was made from")
+    source = ModelWeights(checkpoint, family, family.head_dim(config))
+    layers = source.count_layers()
+    given = Program.parse(program) if program else stored_program(checkpoint)
+    parsed = given or Program.dense(int(config.num_hidden_layers), family.steps_per_layer)
+    check_layers(parsed, layers)
+    for sliced in (sublayer for sublayer in parsed.sublayers() if sublayer.piece is not None):
+        require_sliceable(family.spec(sliced.kind), family)
+    _check_shapes(parsed, source, config)
+    _check_division(parsed, source, ranks)
+    if max_tokens is None:
+        max_tokens = _most_tokens(config, family, source)
+    _check_length(config, family, source, max_tokens)
+    vocabulary, hidden = source.shape(f"{family.embedding}.weight")
+    return Plan(
+        folder=folder,
+        model_type=family.model_type,
+        program=str(parsed),
+        ranks=ranks,
+        head_dim=source.head_dim,
+        epsilon=family.epsilon(config),
+        activation=_activation(config, family),
+        rotary=_rotary(config, family, max_tokens) if family.rotary else None,
+        hidden=hidden,
+        vocabulary=vocabulary,
+        layers=layers,
+        max_tokens=max_tokens,
+        tied=bool(config.tie_word_embeddings),
+        ends=_end_tokens(folder, config),
+        dtype=_dtype(dtype) or compute_dtype(checkpoint, family, torch.device(device)),
+        attention_scale=_attention_scale(config),
+        attention_softcap=_softcap(config, family.attention_softcap),
+        windows=_windows(config, family, layers),
+        embedding_scale=hidden**0.5 if family.scaled_embedding else None,
+        logit_softcap=_softcap(config, family.softcap),
+        decoding=_decoding(decoding),
+        described=family if family.model_type == FUSED.model_type else None,
+    )
+
+
+def _dtype(wanted: str) -> torch.dtype | None:
+    """What was asked for; None for "auto"."""
+    if wanted == "auto":
+        return None
+    if wanted not in DTYPES:
+        raise ValueError(f"there is no dtype {wanted!r} to compute in; {did_you_mean(wanted, ('auto', *DTYPES))}")
+    return DTYPES[wanted]
+
+
+def _decoding(wanted: str) -> Decoding:
+    known: tuple[Decoding, ...] = get_args(Decoding)
+    for one in known:
+        if one == wanted:
+            return one
+    raise ValueError(f"there is no decoding {wanted!r}; {did_you_mean(wanted, known)}")
+
+
+def _check_shapes(program: Program, source: ModelWeights, config: Any) -> None:
+    """Refuse weights that are missing or do not fit each other, before a rank trips over them."""
+    if not config.tie_word_embeddings:  # the head does not stand for the embedding
+        source.store.shape(source.names.own(f"{source.family.embedding}.weight"))
+    for path, expected in _expected_shapes(program, source, config).items():
+        found = source.shape(path)
+        if len(found) != len(expected) or any(e not in (None, f) for e, f in zip(expected, found, strict=True)):
+            wanted = ", ".join("any" if size is None else str(size) for size in expected)
+            raise ValueError(f"tensor {path} has the shape {found}, where the configuration asks for ({wanted})")
+    for sublayer in set(program.sublayers()):
+        units = source.units(sublayer)
+        if "kv_heads" in units and units["heads"] % units["kv_heads"]:
+            raise ValueError(
+                f"{sublayer} has {units['heads']} heads, which do not divide among {units['kv_heads']} KV heads"
+            )
+
+
+def _expected_shapes(program: Program, source: ModelWeights, config: Any) -> dict[str, tuple[int | None, ...]]:
+    """Shapes by path, as far as the configuration says them (None: layers may differ in width)."""
+    family, hidden = source.family, int(config.hidden_size)
+    shapes: dict[str, tuple[int | None, ...]] = {
+        f"{family.embedding}.weight": (None, hidden),
+        f"{family.final_norm}.weight": (hidden,),
+    }
+    if not config.tie_word_embeddings:
+        shapes[f"{family.head}.weight"] = (source.shape(f"{family.embedding}.weight")[0], hidden)
+    if family.position_embedding:
+        shapes[f"{family.position_embedding}.weight"] = (None, hidden)
+    for sublayer in set(program.sublayers()):
+        spec = family.spec(sublayer.kind)
+        for prefix in (f"{family.layers}.{layer}." for layer in sublayer.layers):
+            shapes[f"{prefix}{spec.norm}.weight"] = (hidden,)
+            turns = (None,) if family.model_type == FUSED.model_type else ()
+            shapes |= {f"{prefix}{norm}.weight": (*turns, source.head_dim) for norm in spec.head_norms}
+            if spec.post_norm is not None:
+                shapes[f"{prefix}{spec.post_norm}.weight"] = (hidden,)
+            for projection in spec.projections:
+                shape = (hidden, None) if projection.divided_dim else (None, hidden)
+                shapes[f"{prefix}{projection.path}.weight"] = shape
+    return shapes
+
+
+def _activation(config: Any, family: Family) -> str:
+    name = str(getattr(config, family.activation))
+    if name not in ACT2FN:
+        raise ValueError(f"there is no activation {name!r}; {did_you_mean(name, ACT2FN)}")
+    return name
+
+
+def _check_division(program: Program, source: ModelWeights, ranks: int) -> None:
+    for sublayer in set(program.sublayers()):
+        if sublayer.piece is not None:
+            _refuse(indivisible(sublayer, source.units(sublayer), replicate=False))
+    reason = _why_not(program, source, ranks)
+    if reason is None:
+        return
+    fits = [str(n) for n in range(1, MOST_SUGGESTED + 1) if _why_not(program, source, n) is None]
+    raise ValueError(f"{ranks} ranks cannot share this model: {reason}; {_either(fits)} can")
+
+
+def _why_not(program: Program, source: ModelWeights, ranks: int) -> str | None:
+    try:
+        parts = {
+            part.sublayer for rank in range(ranks) for work in rank_work(program, rank, ranks) for part in work.parts
+        }
+    except ValueError as error:  # a fork that does not spread over the ranks
+        return str(error)
+    reasons = {part: indivisible(part, source.units(part), replicate=True) for part in sorted(parts, key=str)}
+    first_of_kind = {part.kind: reason for part, reason in reversed(reasons.items()) if reason}
+    return " and ".join(first_of_kind[kind] for kind in sorted(first_of_kind)) or None
+
+
+def _refuse(reason: str | None) -> None:
+    if reason:
+        raise ValueError(reason)
+
+
+def _either(numbers: list[str]) -> str:
+    return " or ".join([", ".join(numbers[:-1]), numbers[-1]] if len(numbers) > 1 else numbers) or "no number of ranks"
+
+
+def _check_length(config: Any, family: Family, source: ModelWeights, max_tokens: int) -> None:
+    positions = _positions(config, family, source)
+    if max_tokens > positions:
+        raise ValueError(
+            f"prompt and output together are {max_tokens} tokens, and the model has {positions} positions; "
+            "shorten the prompt or ask for fewer tokens"
+        )
+
+
+def _most_tokens(config: Any, family: Family, source: ModelWeights) -> int:
+    """The longest text that is not refused."""
+    limits = _positions(config, family, source), _unchanged(config) if family.rotary else None
+    return min(limit for limit in limits if limit is not None)
+
+
+def _positions(config: Any, family: Family, source: ModelWeights) -> int:
+    if family.position_embedding is None:
+        return int(config.max_position_embeddings)
+    return source.shape(f"{family.position_embedding}.weight")[0] - family.position_offset
+
+
+def _unchanged(config: Any) -> int | None:
+    """Up to how many tokens rotary positions do not depend on the text's length, if they do beyond."""
+    rope = config.rope_parameters
+    kind = rope["rope_type"]
+    if kind not in ROPE_TYPES:
+        raise ValueError(
+            f"rope_type in config.json must be known, not {shown(kind)}; {did_you_mean(str(kind), ROPE_TYPES)}"
+        )
+    if kind not in ("dynamic", "longrope"):
+        return None
+    first = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+    if type(first) is not int or first < 1:
+        raise ValueError(
+            f"original_max_position_embeddings in config.json must be a number of tokens, not {shown(first)}"
+        )
+    return first
+
+
+def _windows(config: Any, family: Family, layers: int) -> tuple[int | None, ...]:
+    """How many tokens each layer's attention looks at; nothing if all of them look at everything.
+
+    Raises:
+        ValueError: if the configuration does not say which layers have a window, or it is below 1.
+    """
+    window = None if family.window is None else getattr(config, family.window)
+    if window is None:
+        return ()
+    if window < 1:
+        raise ValueError(f"{family.window} must be at least 1 token, not {window}")
+    if family.window_layers is None:
+        return (window,) * layers
+    windowed = family.windowed(config)
+    if len(windowed) != layers:
+        raise ValueError(
+            f"{family.window_layers} in config.json has an entry for each of {len(windowed)} layers, and the "
+            f"checkpoint holds {layers}; attention windows need one for each"
+        )
+    windows = tuple(window if here else None for here in windowed)
+    return windows if any(windows) else ()
+
+
+def _softcap(config: Any, attribute: str | None) -> float | None:
+    """The bound of scores or logits that the configuration sets, if the family has one."""
+    bound = None if attribute is None else getattr(config, attribute)
+    if bound is None:
+        return None
+    if bound <= 0:
+        raise ValueError(f"{attribute} must be above 0, not {bound}")
+    return float(bound)
+
+
+def _attention_scale(config: Any) -> float | None:
+    if config.model_type == FUSED.model_type:
+        return float(config.attention_scaling)
+    if config.model_type == "gemma2":
+        scalar = config.query_pre_attn_scalar
+        if not 0 < scalar < MOST_FEATURES:
+            raise ValueError(f"query_pre_attn_scalar in config.json must be above 0, not {shown(scalar)}")
+        return float(scalar**-0.5)
+    unscaled = config.model_type == "gpt_neo" or not getattr(config, "scale_attn_weights", True)
+    return 1.0 if unscaled else None
+
+
+def _rotary(config: Any, family: Family, max_tokens: int) -> Rotary:
+    first = _unchanged(config)
+    if first is not None and max_tokens > first:
+        kind = config.rope_parameters["rope_type"]
+        raise ValueError(
+            f"{kind} rotary positions change beyond {first} tokens, which is not supported; "
+            f"keep prompt and output together within {first} tokens (now {max_tokens})"
+        )
+    # The class is the same in all families but for a part of the features, which Llama's takes no notice of.
+    made: Any = GPTNeoXRotaryEmbedding if family.partly_rotary else LlamaRotaryEmbedding
+    try:
+        module = made(config)
+        rotary = Rotary(tuple(module.inv_freq.tolist()), float(module.attention_scaling))
+    except Exception as error:  # whatever it trips over is a fault of the file
+        raise ValueError(f"{_not_rotary(config)} ({type(error).__name__}: {first_line(error)})") from error
+    if not all(map(math.isfinite, (*rotary.inverse_frequencies, rotary.scale))):
+        raise ValueError(f"{_not_rotary(config)} (an angle is infinite, or no number)")
+    return rotary
+
+
+def _not_rotary(config: Any) -> str:
+    return f"config.json describes no rotary positions: rope_parameters are {shown(config.rope_parameters, 200)}"
+
+
+def _end_tokens(folder: Path, config: Any) -> tuple[int, ...]:
+    path = folder / "generation_config.json"
+    ends = read_json(path).get("eos_token_id") if path.is_file() else None
+    if ends is None:
+        path, ends = folder / "config.json", getattr(config, "eos_token_id", None)
+    found = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    for end in found:
+        if type(end) is not int:
+            raise ValueError(f"{path}: eos_token_id must be a token's number, or a list of them, not {shown(ends)}")
+    return tuple(found)

@@ -1,0 +1,99 @@
+"""How much memory weights and cache will take on every rank, from the shapes in a checkpoint and before any is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from surgeon.checkpoint.read import Checkpoint
+from surgeon.families.base import Unit
+from surgeon.memory import FREE_SHARE, free_bytes, show_size
+from surgeon.program import ATTENTION, Program, Sublayer
+from surgeon.runtime.batching.blocks import BLOCK_TOKENS, blocks_for
+from surgeon.runtime.plan.placement import rank_work
+from surgeon.runtime.plan.specification import Plan
+from surgeon.runtime.processes.torchrun import ranks_of_this_machine
+from surgeon.weights import ModelWeights, unit_bounds
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes by rank. Norms and biases are left out: they are a thousandth of it.
+
+    Attributes:
+        weights: matrices, embedding and head.
+        block: one block of the cache.
+    """
+
+    weights: tuple[int, ...]
+    block: tuple[int, ...]
+
+
+def footprint(plan: Plan) -> Footprint:
+    """What ranks will hold for a plan."""
+    source = ModelWeights(Checkpoint(plan.folder), plan.family, plan.head_dim)
+    program = Program.parse(plan.program)
+    rows = -(-plan.vocabulary // plan.ranks) * (1 if plan.tied else 2)
+    if plan.family.position_embedding:
+        rows += source.shape(f"{plan.family.position_embedding}.weight")[0]
+    weights, block = [], []
+    for rank in range(plan.ranks):
+        parts = [part for work in rank_work(program, rank, plan.ranks) for part in work.parts]
+        features = rows + sum(_features(source, sublayer) for sublayer in {part.sublayer for part in parts})
+        weights.append(features * plan.hidden * plan.dtype.itemsize)
+        kv_heads = sum(_kv_heads(source, part.sublayer) for part in parts if part.slot is not None)
+        block.append(2 * kv_heads * plan.head_dim * BLOCK_TOKENS * plan.dtype.itemsize)
+    return Footprint(tuple(weights), tuple(block))
+
+
+def _features(source: ModelWeights, sublayer: Sublayer) -> int:
+    """Rows and columns of all matrices of a slice, each as wide as the stream."""
+    width = source.head_dim if sublayer.kind == ATTENTION else 1
+    return sum(_size(source, sublayer, p.unit) * width for p in source.family.spec(sublayer.kind).projections)
+
+
+def _kv_heads(source: ModelWeights, sublayer: Sublayer) -> int:
+    (k,) = (p for p in source.family.spec(sublayer.kind).projections if p.role == "k")
+    return _size(source, sublayer, k.unit)
+
+
+def _size(source: ModelWeights, sublayer: Sublayer, unit: Unit) -> int:
+    """How many heads, KV heads or neurons a slice has."""
+    first, end = unit_bounds(source.units(sublayer)[unit], sublayer.piece)
+    return end - first
+
+
+def choose_blocks(plan: Plan, device: str, max_batch: int, blocks: int | None, memory: int | None) -> int:
+    """How many blocks the cache is to have.
+
+    Args:
+        device: "cpu", where all ranks of a machine share its memory, or "cuda", where each has its own. Of several
+            machines, this one is looked at, and the ranks of every other are taken to have as much.
+        max_batch: where `blocks` is None, as many of the longest sequences have room if the memory does.
+        memory: what weights and cache may take, on this machine together or on each GPU; most of what is free if None.
+
+    Raises:
+        ValueError: if there is not enough memory for the weights and the blocks; it says what would fit.
+    """
+    sizes, here = footprint(plan), ranks_of_this_machine(plan.ranks)
+    if device == "cpu":
+        weights, block = (sum(sorted(each)[-here:]) for each in (sizes.weights, sizes.block))
+        free = free_bytes()
+    else:
+        weights, block = max(sizes.weights), max(sizes.block)
+        free = min(int(FREE_SHARE * torch.cuda.mem_get_info(rank)[0]) for rank in range(here))
+    allowed = free if memory is None else memory
+    fitting = (allowed - weights) // block if block else 1 << 30  # a program without attention has no cache
+    limit = f"{show_size(allowed)} {'are free' if memory is None else 'are allowed'}"
+    place = "" if device == "cpu" else " on each GPU"
+    if fitting < 1:
+        raise ValueError(f"the weights take {show_size(weights)}{place} and {limit}; give more memory or another model")
+    if blocks is None:
+        return min(fitting, max_batch * blocks_for(plan.max_tokens))
+    if blocks > fitting:
+        raise ValueError(
+            f"weights of {show_size(weights)} and {blocks} blocks of {show_size(block)} do not fit: {limit}{place}; "
+            f"at most {fitting} blocks do ({fitting * BLOCK_TOKENS} tokens)"
+        )
+    return blocks

@@ -1,0 +1,134 @@
+"""What torchrun tells each process it starts, on one machine or several: who it is, and where all of them meet.
+
+Under torchrun the process with RANK 0 runs the command, and every other one becomes a rank of it (rendezvous.py says
+how they find each other). Without these variables the ranks are processes that the command starts itself.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+VARIABLES = (*NUMBERS, "MASTER_ADDR")
+SIGNS = ("RANK", "WORLD_SIZE")  # whoever sets one of these starts several processes; the others are also set without
+
+PATIENCE_VARIABLE = "SURGEON_JOIN_SECONDS"
+PATIENCE_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a rank runs.
+
+    Attributes:
+        local_rank: its number among the ranks of its machine.
+        local_ranks: how many there are on its machine.
+        interface: by which it reaches the other machines; None where all ranks are on one.
+    """
+
+    local_rank: int
+    local_ranks: int
+    interface: str | None = None
+
+
+@dataclass(frozen=True)
+class Place:
+    """One process among those that torchrun has started.
+
+    Attributes:
+        rank: RANK, its number among all.
+        ranks: WORLD_SIZE, how many there are.
+        local_rank: LOCAL_RANK, its number on this machine; also that of its GPU.
+        local_ranks: LOCAL_WORLD_SIZE, how many there are on this machine.
+        address: MASTER_ADDR, a name or an address of the machine with rank 0.
+        port: MASTER_PORT, of the store through which they find each other.
+        hosted: whether that store is torchrun's own; else rank 0 opens it.
+        attempt: how often torchrun has restarted the processes.
+        patience: seconds until the processes must have found each other.
+    """
+
+    rank: int
+    ranks: int
+    local_rank: int
+    local_ranks: int
+    address: str
+    port: int
+    hosted: bool = False
+    attempt: int = 0
+    patience: float = PATIENCE_SECONDS
+
+
+def read_place(environment: Mapping[str, str] = os.environ) -> Place | None:
+    """This process's place; None if nobody but surgeon starts ranks.
+
+    Raises:
+        ValueError: if a variable is missing, is no number, or contradicts another.
+    """
+    if not any(environment.get(name) for name in SIGNS):
+        return None
+    missing = [name for name in VARIABLES if not environment.get(name)]
+    if missing:
+        found = next(f"{name}={environment[name]}" for name in SIGNS if environment.get(name))
+        raise ValueError(
+            f"the environment has {found}, but {', '.join(missing)} not set; start the processes with torchrun, "
+            f"or unset {found.partition('=')[0]} to start the ranks from here"
+        )
+    numbers = {name: _number(environment, name) for name in NUMBERS}
+    _check_below(numbers, "RANK", "WORLD_SIZE")
+    _check_below(numbers, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    if not 1 <= numbers["MASTER_PORT"] <= 65535:
+        raise ValueError(f"MASTER_PORT must lie in 1..65535, not {numbers['MASTER_PORT']}")
+    return Place(
+        rank=numbers["RANK"],
+        ranks=numbers["WORLD_SIZE"],
+        local_rank=numbers["LOCAL_RANK"],
+        local_ranks=numbers["LOCAL_WORLD_SIZE"],
+        address=environment["MASTER_ADDR"],
+        port=numbers["MASTER_PORT"],
+        hosted=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        attempt=int(environment.get("TORCHELASTIC_RESTART_COUNT") or 0),
+        patience=_patience(environment),
+    )
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    if not environment[name].isdecimal():
+        raise ValueError(f"{name} must be a number, not {environment[name]!r}")
+    return int(environment[name])
+
+
+def _check_below(numbers: Mapping[str, int], name: str, count: str) -> None:
+    if numbers[name] >= numbers[count]:
+        raise ValueError(f"{name} must be less than {count}, which is {numbers[count]}, not {numbers[name]}")
+
+
+def _patience(environment: Mapping[str, str]) -> float:
+    text = environment.get(PATIENCE_VARIABLE) or str(PATIENCE_SECONDS)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ValueError(f"{PATIENCE_VARIABLE} must be a number of seconds, not {text!r}")
+    return seconds
+
+
+def check_ranks(place: Place, ranks: int) -> None:
+    """Refuse another number of ranks than there are processes.
+
+    Raises:
+        ValueError: if they differ.
+    """
+    if ranks != place.ranks:
+        raise ValueError(
+            f"--tp {ranks} asks for another number of ranks than torchrun has started (WORLD_SIZE {place.ranks}); "
+            f"leave --tp out or make it {place.ranks}"
+        )
+
+
+def ranks_of_this_machine(ranks: int) -> int:
+    """How many of so many ranks run on this machine."""
+    place = read_place()
+    return ranks if place is None else place.local_ranks

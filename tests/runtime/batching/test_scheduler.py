@@ -1,0 +1,404 @@
+"""What passes are made of: a cache of plain lists stands for the ranks and holds the scheduler to what it promises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from surgeon.runtime.batching.blocks import BlockPool
+from surgeon.runtime.batching.request import QueueFull, Request, Sampling, TokenLogprob
+from surgeon.runtime.batching.scheduler import Limits, Output, Scheduler
+from surgeon.runtime.batching.sequence import Share, Wanted
+
+END = 3
+
+
+def next_token(tokens: list[int]) -> int:
+    """What the pretended model goes on with: a function of everything before, which is END now and then."""
+    return sum((place + 3) * token for place, token in enumerate(tokens)) % 11
+
+
+def pretended(before: list[int | None]) -> float:
+    """The log-probability of whatever follows these tokens."""
+    return -float(sum((place + 1) * (token or 0) for place, token in enumerate(before)))
+
+
+def continued(request: Request) -> list[int]:
+    """What must come out, computed alone."""
+    tokens = list(request.prompt)
+    for _ in range(request.sampling.max_new_tokens):
+        tokens.append(next_token(tokens))
+        if tokens[-1] == END and not request.sampling.ignore_end:
+            break
+    return tokens[len(request.prompt) :]
+
+
+def ask(number: int, prompt: list[int], new: int, ignore_end: bool = True, scored: bool = False) -> Request:
+    sampling = Sampling(max_new_tokens=new, ignore_end=ignore_end, prompt_logprobs=0 if scored else None)
+    return Request(number, tuple(prompt), sampling)
+
+
+@dataclass
+class Machine:
+    """Runs a scheduler's passes on a cache that holds tokens where the real one holds their keys and values."""
+
+    blocks: int = 16
+    block_tokens: int = 4
+    max_batch: int = 4
+    pass_tokens: int = 16
+    max_waiting: int = 64
+    outputs: dict[int, list[Output]] = field(default_factory=dict)
+    passes: list[list[Share]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.pool = BlockPool(self.blocks, self.block_tokens)
+        limits = Limits(self.max_batch, 1000, self.max_waiting, self.pass_tokens, (END,))
+        self.scheduler = Scheduler(self.pool, limits)
+        self.cache: list[int | None] = [None] * (self.blocks * self.block_tokens)
+
+    def places(self, runs: list[tuple[int, int]]) -> list[int]:
+        size = self.block_tokens
+        return [place for first, length in runs for place in range(first * size, (first + length) * size)]
+
+    def step(self) -> list[Share]:
+        """One pass: what is read from the cache must be the tokens before, whoever wrote them."""
+        shares = self.scheduler.plan()
+        self.passes.append(shares)
+        written: set[int] = set()
+        chosen, scores = [], []
+        for share in shares:
+            row = share.row()
+            places, end = self.places(row.runs), row.start + len(row.tokens)
+            assert len(places) >= end
+            for place, token in zip(places[row.start : end], row.tokens, strict=True):
+                assert place not in written, "two sequences write to the same place"
+                written.add(place)
+                self.cache[place] = token
+            before = [self.cache[place] for place in places[:end]]
+            assert before == share.sequence.tokens[:end]
+            if row.wanted != Wanted.NOTHING:
+                assert end == len(share.sequence.tokens)
+                chosen.append((next_token(share.sequence.tokens), None))
+            if row.targets is not None:
+                predicted_by = [row.start + row.targets.first + number for number in range(len(row.targets.tokens))]
+                assert row.start <= predicted_by[0] <= predicted_by[-1] < end
+                assert row.targets.tokens == [share.sequence.tokens[place + 1] for place in predicted_by]
+                scores.append(
+                    [
+                        TokenLogprob(token, pretended(before[: place + 1]))
+                        for token, place in zip(row.targets.tokens, predicted_by, strict=True)
+                    ]
+                )
+        for output in self.scheduler.advance(shares, chosen, scores):
+            self.outputs.setdefault(output.request, []).append(output)
+        self.check(shares)
+        return shares
+
+    def check(self, shares: list[Share]) -> None:
+        assert 0 < sum(share.tokens for share in shares) <= self.pass_tokens
+        assert len({id(share.sequence) for share in shares}) == len(shares) <= self.max_batch
+        used = {block for sequence in self.scheduler.running for block in sequence.table.blocks}
+        assert self.pool.free == self.blocks - len(used)
+
+    def run(self, most: int = 1000) -> None:
+        for _ in range(most):
+            if self.scheduler.idle:
+                return
+            self.step()
+        raise AssertionError(f"not done after {most} passes")
+
+    def passes_of(self, number: int) -> list[int]:
+        return [at for at, shares in enumerate(self.passes) if any(s.sequence.request.id == number for s in shares)]
+
+    def tokens(self, number: int) -> list[int]:
+        return [output.token for output in self.outputs[number] if output.token is not None]
+
+    def prompt_logprobs(self, number: int) -> list[TokenLogprob]:
+        return [logprob for output in self.outputs[number] for logprob in output.prompt_logprobs]
+
+
+def scores(prompt: list[int]) -> list[TokenLogprob]:
+    """What must come out for a prompt, computed alone."""
+    return [TokenLogprob(token, pretended(list(prompt[:place]))) for place, token in enumerate(prompt) if place]
+
+
+def test_prompts_in_chunks_beside_continuations() -> None:
+    machine = Machine(pass_tokens=8)
+    machine.scheduler.submit(ask(0, [1, 2, 3], 6))
+    machine.scheduler.submit(ask(1, list(range(20)), 2))
+    machine.run()
+    sizes = [[(share.sequence.request.id, share.tokens) for share in shares] for shares in machine.passes]
+    assert sizes[:4] == [[(0, 3), (1, 5)], [(0, 1), (1, 7)], [(0, 1), (1, 7)], [(0, 1), (1, 1)]]
+    assert machine.tokens(0) == continued(ask(0, [1, 2, 3], 6))
+    assert machine.tokens(1) == continued(ask(1, list(range(20)), 2))
+
+
+def test_what_rows_are_to_give() -> None:
+    scheduler = Machine(pass_tokens=8).scheduler
+    scheduler.submit(Request(0, (1, 2, 3), Sampling(temperature=1.0, seed=0, max_new_tokens=9)))
+    scheduler.submit(ask(1, list(range(9)), 1))
+    assert [share.row().wanted for share in scheduler.plan()] == [Wanted.LOGITS, Wanted.NOTHING]
+    with_logprobs = Machine().scheduler
+    with_logprobs.submit(Request(0, (1,), Sampling(logprobs=0, max_new_tokens=9)))
+    with_logprobs.submit(Request(1, (1,), Sampling(max_new_tokens=9)))
+    assert [share.row().wanted for share in with_logprobs.plan()] == [Wanted.LOGITS, Wanted.BEST]
+
+
+def test_the_batch_is_refilled_as_soon_as_one_ends() -> None:
+    machine = Machine(max_batch=2)
+    for number, new in enumerate([2, 5, 3]):
+        machine.scheduler.submit(ask(number, [number + 1], new))
+    machine.run()
+    present = [sorted(share.sequence.request.id for share in shares) for shares in machine.passes]
+    assert present == [[0, 1], [0, 1], [1, 2], [1, 2], [1, 2]]
+
+
+def test_nobody_is_let_past_the_first_in_the_queue() -> None:
+    machine = Machine(blocks=4, max_batch=4)
+    lengths = [9, 12, 1]
+    for number, length in enumerate(lengths):
+        machine.scheduler.submit(ask(number, [number] * length, 3))
+    machine.step()
+    assert [sequence.request.id for sequence in machine.scheduler.running] == [0]
+    machine.run()
+    starts = [machine.passes_of(number)[0] for number in range(3)]
+    assert starts == sorted(starts)
+    for number, length in enumerate(lengths):
+        assert machine.tokens(number) == continued(ask(number, [number] * length, 3))
+
+
+def test_the_youngest_is_preempted_and_the_oldest_never() -> None:
+    machine = Machine(blocks=6, max_batch=3)
+    requests = [ask(number, [number + 1] * 3, 14) for number in range(4)]
+    for request in requests:
+        machine.scheduler.submit(request)
+    machine.run()
+    assert machine.scheduler.tally.preempted > 0
+    assert machine.passes_of(0) == list(range(14))
+    ends = [machine.passes_of(request.id)[-1] for request in requests]
+    assert ends == sorted(ends)
+    assert all(machine.tokens(request.id) == continued(request) for request in requests)
+
+
+def test_what_a_preempted_one_gave_back_it_shares_when_it_returns() -> None:
+    machine = Machine(blocks=8, max_batch=2, pass_tokens=32)
+    for number in range(2):
+        machine.scheduler.submit(ask(number, [number] * 10, 12))
+    machine.run()
+    (returned,) = [
+        shares
+        for shares in machine.passes[1:]
+        for share in shares
+        if share.sequence.request.id == 1 and share.tokens > 1
+    ]
+    assert machine.scheduler.tally.preempted == 1
+    computed = sum(share.tokens for shares in machine.passes for share in shares)
+    assert returned
+    assert computed < 2 * 21 + 18  # all tokens once, and of those given back not all again
+
+
+def test_texts_that_together_fit_exactly_run_together() -> None:
+    """No block is held back for a text that has all it will ever need."""
+    machine = Machine(blocks=12, max_batch=4, pass_tokens=64)
+    requests = [ask(number, [number + 1] * 5, 8) for number in range(4)]  # 12 tokens in the cache, 3 blocks each
+    for request in requests:
+        machine.scheduler.submit(request)
+    machine.step()
+    assert len(machine.scheduler.running) == 4
+    used = []
+    while not machine.scheduler.idle:
+        machine.step()
+        used.append(12 - machine.pool.free)
+    assert max(used) == 12
+    assert machine.scheduler.tally.preempted == 0
+    assert all(machine.tokens(request.id) == continued(request) for request in requests)
+
+
+def test_a_block_is_held_back_for_texts_that_will_need_it() -> None:
+    machine = Machine(blocks=4, max_batch=2)
+    machine.scheduler.submit(ask(0, [1] * 7, 5))  # 2 blocks now, 3 in the end
+    machine.scheduler.submit(ask(1, [2] * 7, 2))  # 2 blocks
+    machine.step()
+    assert [sequence.request.id for sequence in machine.scheduler.running] == [0]
+    machine.run()
+    assert machine.scheduler.tally.preempted == 0
+
+
+def test_more_texts_than_blocks_all_end_right() -> None:
+    """Twenty that together want several times the cache; at times they have all of it."""
+    machine = Machine(blocks=12, max_batch=8, pass_tokens=24)
+    requests = [ask(number, [number % 5 + 1] * (1 + number % 6), 8 + number % 9) for number in range(20)]
+    for request in requests:
+        machine.scheduler.submit(request)
+    free, batches = [], []
+    while not machine.scheduler.idle:
+        batches.append(len(machine.step()))
+        if machine.scheduler.waiting:
+            free.append(machine.pool.free)
+    assert max(batches) > 3
+    assert min(free) == 0
+    assert machine.pool.free == 12
+    for request in requests:
+        assert machine.tokens(request.id) == continued(request)
+
+
+def test_prompts_are_scored_in_chunks_and_nothing_twice() -> None:
+    machine = Machine(pass_tokens=8)
+    prompts = [list(range(1, 21)), [7], [5, 6, 7, 8, 9]]
+    for number, prompt in enumerate(prompts):
+        machine.scheduler.submit(ask(number, prompt, number, scored=True))
+    machine.run()
+    for number, prompt in enumerate(prompts):
+        assert machine.prompt_logprobs(number) == scores(prompt)
+        assert machine.tokens(number) == continued(ask(number, prompt, number))
+        assert machine.outputs[number][-1].finish_reason == "length"
+    assert machine.pool.free == machine.blocks
+
+
+def test_a_prompt_is_scored_anew_though_its_blocks_are_known() -> None:
+    machine = Machine(blocks=32)
+    prompt = list(range(1, 14))
+    for number, scored in enumerate([False, True, False]):
+        machine.scheduler.submit(ask(number, prompt, 1, scored=scored))
+        machine.run()
+    computed = [sum(share.tokens for shares in machine.passes[at : at + 1] for share in shares) for at in range(3)]
+    assert computed == [13, 13, 1]
+    assert machine.prompt_logprobs(1) == scores(prompt)
+    assert machine.prompt_logprobs(2) == []
+
+
+def test_a_prompt_whose_scoring_is_broken_off_goes_on_where_it_was() -> None:
+    """The younger one is preempted amid its prompt, and what it has told is not told again."""
+    machine = Machine(blocks=6, max_batch=2, pass_tokens=3)
+    machine.scheduler.submit(ask(0, [1] * 3, 12))
+    machine.scheduler.submit(ask(1, list(range(1, 16)), 3, scored=True))
+    while not machine.scheduler.tally.preempted:
+        machine.step()
+    assert 0 < len(machine.prompt_logprobs(1)) < 14
+    machine.run()
+    assert machine.prompt_logprobs(1) == scores(list(range(1, 16)))
+    assert machine.tokens(1) == continued(ask(1, list(range(1, 16)), 3))
+
+
+def test_nothing_to_add() -> None:
+    machine = Machine(pass_tokens=8)
+    machine.scheduler.submit(ask(0, [1] * 12, 0))
+    machine.run()
+    assert [(output.token, output.finish_reason) for output in machine.outputs[0]] == [(None, "length")]
+    assert machine.scheduler.tally.new_tokens == 0
+
+
+def test_prefixes_are_shared_between_requests() -> None:
+    machine = Machine(blocks=32)
+    prompt = list(range(13))
+    machine.scheduler.submit(ask(0, prompt, 3))
+    machine.run()
+    for number in (1, 2):
+        machine.scheduler.submit(ask(number, [*prompt, number], 3))
+    shares = machine.step()
+    assert [share.tokens for share in shares] == [2, 2]
+    assert machine.scheduler.tally.cached_tokens == 24
+    assert len({block for share in shares for block in share.sequence.table.blocks}) == 3 + 2
+    machine.run()
+    assert all(machine.tokens(number) == continued(ask(number, [*prompt, number], 3)) for number in (1, 2))
+    assert machine.outputs[1][-1].cached == 12
+    assert machine.pool.free == 32
+
+
+def test_cancelling_frees_blocks_at_once() -> None:
+    machine = Machine(blocks=4, max_batch=4)
+    for number in range(3):
+        machine.scheduler.submit(ask(number, [number] * 11, 3))
+    machine.step()
+    assert machine.pool.free == 1
+    cancelled = machine.scheduler.cancel(0)
+    assert cancelled is not None
+    assert (cancelled.request, cancelled.token, cancelled.finish_reason) == (0, None, "cancelled")
+    assert machine.pool.free == 4
+    assert machine.scheduler.cancel(0) is None
+    waiting = machine.scheduler.cancel(2)
+    assert waiting is not None
+    machine.run()
+    assert set(machine.outputs) == {0, 1}
+    assert machine.tokens(1) == continued(ask(1, [1] * 11, 3))
+
+
+def test_ends() -> None:
+    stopping, going_on = ask(0, [2], 40, ignore_end=False), ask(1, [2], 40)
+    assert len(continued(stopping)) < 40
+    machine = Machine(blocks=32)
+    machine.scheduler.submit(stopping)
+    machine.scheduler.submit(going_on)
+    machine.run()
+    assert machine.tokens(0) == continued(stopping)
+    assert machine.tokens(0)[-1] == END
+    assert [output.finish_reason for output in machine.outputs[0]][-2:] == [None, "stop"]
+    assert machine.tokens(1) == continued(going_on)
+    assert machine.outputs[1][-1].finish_reason == "length"
+
+
+def test_refusals() -> None:
+    scheduler = Machine(blocks=4, max_batch=1, max_waiting=1).scheduler
+    for request, message in [
+        (ask(0, [], 1), "the prompt is empty"),
+        (ask(0, [1] * 10, 7), "10 tokens of the prompt and 7 new ones are more than the 16 that fit; .* at most 6 new"),
+        (ask(0, [1] * 16, 1), "more than the 16 that fit; shorten the prompt"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            scheduler.submit(request)
+    scheduler.submit(ask(0, [1] * 10, 6))
+    scheduler.submit(ask(1, [1], 1))
+    with pytest.raises(QueueFull, match="2 requests are open already"):
+        scheduler.submit(ask(2, [1], 1))
+    with pytest.raises(ValueError, match="pass_tokens must be at least 8, not 4"):
+        Limits(8, 100, pass_tokens=4)
+
+
+jobs = st.tuples(
+    st.lists(st.integers(0, 2), min_size=1, max_size=14),  # few different tokens, so that prefixes are often shared
+    st.integers(0, 12),
+    st.booleans(),  # whether it is to be scored
+    st.integers(0, 6),  # passes until the next one comes
+    st.none() | st.integers(0, 8),  # passes until it is cancelled, if it is
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(jobs, min_size=1, max_size=9), st.integers(7, 12), st.integers(1, 4), st.integers(4, 20))
+def test_whatever_comes_everything_ends_right(
+    found: list[tuple[list[int], int, bool, int, int | None]], blocks: int, max_batch: int, pass_tokens: int
+) -> None:
+    machine = Machine(blocks, 4, max_batch, pass_tokens)
+    scheduler = machine.scheduler
+    requests = [ask(number, prompt, new, scored=scored) for number, (prompt, new, scored, _, _) in enumerate(found)]
+    actions: list[tuple[int, Callable[[], object]]] = []
+    now = 0
+    for request, (_, _, _, pause, patience) in zip(requests, found, strict=True):
+        actions.append((now, lambda request=request: scheduler.submit(request)))
+        if patience is not None:
+            actions.append((now + patience, lambda request=request: scheduler.cancel(request.id)))
+        now += pause
+    clock = 0
+    while actions or not scheduler.idle:
+        for action in [action for action in actions if action[0] <= clock]:
+            action[1]()
+            actions.remove(action)
+        if not scheduler.idle:
+            machine.step()
+        clock += 1
+        assert clock < 3000
+    assert machine.pool.free == blocks
+    for request, (prompt, _, scored, _, patience) in zip(requests, found, strict=True):
+        if patience is None:
+            assert machine.tokens(request.id) == continued(request)
+            assert machine.prompt_logprobs(request.id) == (scores(prompt) if scored else [])
+            assert machine.outputs[request.id][-1].finish_reason == "length"
+        elif request.id in machine.outputs:
+            tokens = machine.tokens(request.id)
+            assert tokens == continued(request)[: len(tokens)]
+    begun = [machine.passes_of(request.id)[0] for request in requests if machine.passes_of(request.id)]
+    assert begun == sorted(begun)

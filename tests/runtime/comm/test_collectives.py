@@ -1,0 +1,139 @@
+"""What every kind of collectives keeps: exact sums, the same on all ranks, of any size and dtype, several in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from surgeon.bench.timing import Recorder, TimedCollectives
+from surgeon.runtime.comm.collectives import Alone, Counts, TorchCollectives, Unconnected
+from surgeon.runtime.comm.link import EmulatedLink, Link
+from surgeon.runtime.comm.quantised import Compressed
+from surgeon.runtime.comm.shared_memory import SLOT_BYTES, SLOTS
+from surgeon.runtime.model.engine import Figures
+from surgeon.runtime.plan.checks import make_plan
+from surgeon.runtime.processes.rank import Settings, rank_device
+from surgeon.runtime.processes.ranks import Ranks, choose_collectives, choose_device
+from surgeon.runtime.processes.torchrun import Seat
+from tests.runtime import on_ranks
+from tests.runtime.comm import on_collectives
+
+
+@pytest.fixture(scope="module", params=[("gloo", 2), ("shm", 2), ("shm", 5)], ids=lambda pair: f"{pair[0]}{pair[1]}")
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    kind, number = request.param
+    with Ranks(number, collectives=kind) as started:
+        yield started
+
+
+def expected_sum(number: int, size: int, dtype: torch.dtype) -> Tensor:
+    return torch.stack([on_ranks.part(rank, size, torch.float64) for rank in range(number)]).sum(0).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64])
+def test_sums_of_any_size(ranks: Ranks, dtype: torch.dtype) -> None:
+    number = len(ranks.pids)
+    sizes = [1, 7, 4096, SLOT_BYTES // 4, SLOT_BYTES // 2 + 3, 3]
+    for sums in ranks.call(on_ranks.sums_in_flight, sizes, dtype, 2):
+        for size, found in zip(sizes, sums, strict=True):
+            assert found.dtype == dtype
+            assert torch.equal(found, expected_sum(number, size, dtype))
+
+
+@pytest.mark.parametrize("depth", [1, 2, SLOTS, 2 * SLOTS + 1])
+def test_many_in_flight(ranks: Ranks, depth: int) -> None:
+    sizes = [1 + number % 5 for number in range(6 * SLOTS + 1)]
+    for sums in ranks.call(on_ranks.sums_in_flight, sizes, torch.float32, depth):
+        for size, found in zip(sizes, sums, strict=True):
+            assert torch.equal(found, expected_sum(len(ranks.pids), size, torch.float32))
+
+
+@pytest.mark.parametrize("size", [1, 300, SLOT_BYTES // 4 + 5])
+def test_gathered_in_the_order_of_ranks(ranks: Ranks, size: int) -> None:
+    number = len(ranks.pids)
+    expected = torch.stack([on_ranks.part(rank, size, torch.float32) for rank in range(number)])
+    assert all(torch.equal(found, expected) for found in ranks.call(on_ranks.gathered, size, torch.float32))
+
+
+def test_ranks_that_come_late(ranks: Ranks) -> None:
+    number, rounds = len(ranks.pids), 12
+    assert ranks.call(on_ranks.staggered_sums, rounds) == [float(number * sum(range(rounds)))] * number
+
+
+def test_subgroups_reduce_among_themselves(ranks: Ranks) -> None:
+    number = len(ranks.pids)
+    groups = [(0, 1)] if number == 2 else [(0, 1), (2, 3, 4), (1, 2)]  # a subgroup may be everybody
+    for rank, found in enumerate(ranks.call(on_ranks.group_sums, groups, 5)):
+        own = [float(sum(group)) for group in groups if rank in group]
+        assert [float(value) for value in found] == [*own, float(number)] * 5
+
+
+def test_one_rank_sends_and_counts_nothing() -> None:
+    counts = Counts()
+    tensor = torch.arange(3.0)
+    assert torch.equal(Alone().all_reduce(tensor, counts)(), tensor)
+    assert torch.equal(Alone().all_gather(tensor, counts), tensor[None])
+    assert counts == Counts()
+
+
+def test_ranks_that_are_not_connected_add_nothing_up(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    plan = make_plan(tmp_path, 2, 8)
+    with Ranks(2, collectives="none") as unconnected:
+        for rank, (total, gathered, counts) in enumerate(unconnected.call(on_collectives.unconnected)):
+            assert torch.equal(total, torch.tensor([float(rank)]))
+            assert torch.equal(gathered, torch.full((2, 1), float(rank)))
+            assert counts == Counts()
+        # A whole model runs all the same, and says nothing of worth: a service refuses it.
+        (first, _, vocabulary), (second, _, _) = unconnected.call(
+            on_ranks.logits_in_chunks, plan, [torch.ones(1, 4).long()]
+        )
+        assert first.shape == second.shape == (1, 4, 97)
+        assert not torch.equal(first, second)
+        assert vocabulary == Counts()
+
+
+def test_choosing_collectives_and_devices() -> None:
+    assert choose_collectives("auto", "cpu") == "shm"
+    assert choose_collectives("auto", "cuda") == "nccl"
+    assert choose_collectives("gloo", "cpu") == "gloo"
+    assert choose_collectives("none", "cpu") == choose_collectives("none", "cuda") == "none"
+    with pytest.raises(ValueError, match="nccl does not connect ranks on a cpu device; use shm or gloo"):
+        choose_collectives("nccl", "cpu")
+    with pytest.raises(ValueError, match="'glo'.*did you mean 'gloo'"):
+        choose_collectives("glo", "cpu")
+    assert choose_device("auto", 10_000) == choose_device("cpu", 2) == "cpu"
+    with pytest.raises(ValueError, match="10000 ranks need a GPU each"):
+        choose_device("cuda", 10_000)
+    with pytest.raises(ValueError, match="no device 'gpu'"):
+        choose_device("gpu", 1)
+
+
+@pytest.mark.parametrize(("kind", "gpus", "number"), [("gloo", 1, 0), ("gloo", 2, 1), ("gloo", 4, 3), ("nccl", 4, 3)])
+def test_the_gpu_of_a_rank(kind: str, gpus: int, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    settings = Settings(3, 4, Seat(3, 4), "cuda", kind, Path("unused"))
+    assert rank_device(settings) == torch.device("cuda", number)
+
+
+@pytest.mark.parametrize(("kind", "gpus"), [("nccl", 3), ("gloo", 0)])
+def test_a_rank_without_a_gpu(kind: str, gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with pytest.raises(ValueError, match=f"there is no GPU 3 for rank 3, only {gpus}"):
+        rank_device(Settings(3, 4, Seat(3, 4), "cuda", kind, Path("unused")))
+
+
+def test_what_a_cuda_graph_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = "nccl"
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda _: backend)
+    nccl = TorchCollectives(0, (0, 1))
+    timed = TimedCollectives(nccl, Recorder(Figures(), True))
+    assert all(one.capturable for one in (Alone(), Unconnected(0, (0, 1)), nccl, Compressed(nccl, "int8"), timed))
+    assert not EmulatedLink(nccl, Link(0.001)).capturable  # the process waits, where the device would go on
+    backend = "gloo"
+    assert not any(one.capturable for one in (nccl, Compressed(nccl, "int8"), timed))

@@ -1,0 +1,82 @@
+"""What only collectives through shared memory have: tensors of any kind, ranks that outnumber cores, waiting."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+
+from surgeon.runtime.comm import shared_memory
+from surgeon.runtime.comm.collectives import Counts
+from surgeon.runtime.comm.shared_memory import SLOT_BYTES, SharedMemoryCollectives, create_memory
+from surgeon.runtime.processes.ranks import Ranks
+from tests.runtime import on_ranks
+from tests.runtime.comm import on_collectives
+
+
+@pytest.fixture
+def members() -> Iterator[list[SharedMemoryCollectives]]:
+    """Three ranks in one process, of which none ever waits if all of them start before any asks."""
+    descriptor = create_memory(3)
+    yield [SharedMemoryCollectives(rank, (0, 1, 2), descriptor, 3) for rank in range(3)]
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int32, torch.int64])
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 5), (2, 0, 4), (2, 3, 7)])
+def test_any_dtype_and_shape(
+    members: list[SharedMemoryCollectives], dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    parts = [torch.randint(-9, 9, shape, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(3)]
+    sums = [member.all_reduce(part, Counts()) for member, part in zip(members, parts, strict=True)]
+    gathered = [member.start_all_gather(part, Counts()) for member, part in zip(members, parts, strict=True)]
+    for total, together in zip(sums, gathered, strict=True):
+        assert torch.equal(total(), parts[0] + parts[1] + parts[2])
+        assert torch.equal(together(), torch.stack(parts))
+
+
+def test_tensors_that_are_views(members: list[SharedMemoryCollectives]) -> None:
+    whole = torch.arange(24.0).view(4, 6)
+    views = [whole.T, whole[:, ::2].T.repeat(2, 1), whole.flip(0).T]
+    sums = [member.all_reduce(view, Counts()) for member, view in zip(members, views, strict=True)]
+    assert all(torch.equal(total(), views[0] + views[1] + views[2]) for total in sums)
+
+
+def test_a_rank_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "TIMEOUT", timedelta(seconds=0.2))
+    descriptor = create_memory(3)
+    collectives = SharedMemoryCollectives(0, (0, 2), descriptor, 3)
+    wait = collectives.all_reduce(torch.ones(2), Counts())
+    used = time.process_time()
+    with pytest.raises(TimeoutError, match="rank 0 has waited 0 s for rank 2, in vain"):
+        wait()
+    assert time.process_time() - used < 0.1
+    os.close(descriptor)
+
+
+def test_more_ranks_than_cores() -> None:
+    number = 4 * (os.cpu_count() or 1) if (os.cpu_count() or 1) <= 3 else 12
+    groups = [tuple(range(first, first + 2)) for first in range(0, number, 2)]
+    with Ranks(number, collectives="shm") as ranks:
+        sizes = [1, 4096, SLOT_BYTES // 4 + 1]
+        for sums in ranks.call(on_ranks.sums_in_flight, sizes, torch.float32, 2):
+            for size, found in zip(sizes, sums, strict=True):
+                assert torch.equal(found, sum(on_ranks.part(rank, size, torch.float32) for rank in range(number)))
+        for rank, found in enumerate(ranks.call(on_ranks.group_sums, groups, 20)):
+            own = float(sum(next(group for group in groups if rank in group)))
+            assert [float(value) for value in found] == [own, float(number)] * 20
+
+
+def test_idle_ranks_leave_the_processor_alone() -> None:
+    with Ranks(3, collectives="shm") as ranks:
+        ranks.call(on_ranks.staggered_sums, 3)
+        before = ranks.call(on_collectives.processor_seconds)
+        time.sleep(1.0)
+        idle = [after - b for after, b in zip(ranks.call(on_collectives.processor_seconds), before, strict=True)]
+        waiting = ranks.call(on_collectives.wait_for_a_late_rank, 1.0)
+    assert max(idle) < 0.02
+    assert max(waiting) < 0.1  # of a second in which ranks 1 and 2 wait for rank 0

@@ -1,0 +1,174 @@
+"""Numbers of every kind of program on 1, 2 and 4 ranks against one process of `transformers`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from surgeon.families import FAMILIES
+from surgeon.model import edit
+from surgeon.operations import desync, fuse_attention_mlp, tracks
+from surgeon.program import Node, Program, Step
+from surgeon.runtime.batching.blocks import blocks_for
+from surgeon.runtime.batching.request import Request, Sampling
+from surgeon.runtime.batching.scheduler import Limits
+from surgeon.runtime.plan.checks import SUPPORTED, make_plan
+from surgeon.runtime.processes.ranks import Ranks
+from surgeon.runtime.processes.worker import Progress, complete, load, unload
+from tests.models import VOCABULARY, tiny_model
+from tests.runtime.on_ranks import logits_in_chunks
+
+TOLERANCE = 1e-4
+# Mistral, Phi3, and some layers of Qwen2, Gemma2 and GPT-Neo have windows of 5 tokens.
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "mistral": {},
+    "qwen2": {},
+    "qwen3": {"tie_word_embeddings": True},
+    "gemma2": {},
+    "opt": {},
+    "gpt_neox": {"tie_word_embeddings": False},
+    "phi3": {},
+    "gpt2": {},
+    "gpt_neo": {},
+}
+DENSE = Program.dense(4)
+PROGRAMS = {
+    "dense": "A0 F0 A1 F1 A2 F2 A3 F3",
+    "shuffle and prune": "A0 F0 A3 F3 A1 F1",
+    "a layer twice": "A0 F0 A1 F1 A1 F1",
+    "merge": "A0 F0 A1~A2 F1~F2 A3 F3",
+    "LP": "A0 F0 [A1 A2] [F1 F2] A3 F3",
+    "three in a step": "A0 F0 [A1 A2 A3] [F1 F2 F3]",
+    "the same one twice in a step": "A0 F0 [A1 A1] [F1 F1 F2]",
+    "four in a step": "[A0 A1 A2 A3] [F0 F1 F2 F3]",
+    "attention || MLP": "[A0 F0] [A1 F1] [A2 F2] [A3 F3]",
+    "ladder": "A0 F0 >A1 >F1 >A2 >F2 A3 F3",
+    "ladder to the end": "A0 >F0 >A1 >F1 >A2 >F2 >A3 >F3",
+    "ladder over LP": "A0 F0 >[A1 A2] >[F1 F2] >A3 >F3",
+    "PAR": "A0 F0 {A1 F1 | A2 F2} A3 F3",
+    "a fork read late": "A0 F0 {A1 F1 | A2 F2} >A3 >F3",
+    "ladders in a fork": "{A0 >F0 >A1 >F1 | >A2 >F2 A3}",
+    "a fork in a fork": "A0 {A1 {F1 | F2} | F0 A2} F3",
+    "a branch that is a fork": "{{A0 F0 | A1 F1} | A2 F2}",
+    "tracks": "A0 F0 {A1/2:0 F1/2:0 A2/2:0 F2/2:0 | A1/2:1 F1/2:1 A2/2:1 F2/2:1} A3 F3",
+    "sync-point drop": "{A0/2:0 F0/2:0 | A0/2:1 F0/2:1} {A1/2:0 F1/2:0 | A1/2:1 F1/2:1}",
+    "four branches": "{A0 F0 | A1 F1 | A2 F2 | A3 F3}",
+    "averaged slices": "{A0~A1/2:0 | A0~A1/2:1} [F0~F1/2:0 F0~F1/2:1]",
+    "tracks that meet twice": str(tracks(DENSE, range(0, 4), count=2, depth=2)),
+    "a shorter last track": str(tracks(DENSE, range(1, 4), count=2, depth=2)),
+    "tracks of one-step layers": str(tracks(Program.dense(4, 1), range(1, 4), count=2, depth=3)),
+    "desync": str(desync(DENSE, range(1, 4), count=2)),
+    "fused attention and MLP": str(fuse_attention_mlp(DENSE, range(1, 3))),
+}
+# Families that compute what another one does, or that differ from one in how weights are stored only.
+SHORT = ("mistral", "qwen2", "phi3", "gpt2", "gpt_neo")
+SHORT_LIST = ("dense", "merge", "LP", "attention || MLP", "ladder", "tracks that meet twice", "desync")
+CASES = [
+    (family, name)
+    for family in OVERRIDES
+    for name in (SHORT_LIST if family in SHORT else PROGRAMS)
+    if family != "gemma2" or "/" not in PROGRAMS[name]  # its sublayers cannot be sliced
+]
+IDS = torch.randint(2, VOCABULARY, (2, 11), generator=torch.Generator().manual_seed(3))
+CHUNKS = [IDS[:, :6], IDS[:, 6:10], IDS[:, 10:]]  # prefill, several tokens after others, decode
+
+Checkpoints = dict[str, Path]
+
+
+@pytest.fixture(
+    scope="module", params=[(1, "gloo"), (2, "gloo"), (4, "gloo"), (4, "shm")], ids=lambda pair: f"{pair[1]}{pair[0]}"
+)
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    number, collectives = request.param
+    with Ranks(number, collectives=collectives) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    folder = tmp_path_factory.mktemp("parity")
+    for family in OVERRIDES:
+        tiny_model(family, **OVERRIDES[family]).save_pretrained(folder / family)
+    return {family: folder / family for family in OVERRIDES}
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[tuple[str, str], Tensor]:
+    """Logits of one process, by family and name of the program."""
+    found = {}
+    models = {family: tiny_model(family, **overrides) for family, overrides in OVERRIDES.items()}
+    for family, name in CASES:
+        with torch.no_grad():
+            found[family, name] = edit(models[family], PROGRAMS[name])(input_ids=IDS, use_cache=False).logits
+    return found
+
+
+def test_every_supported_family_is_compared() -> None:
+    assert set(OVERRIDES) == set(SUPPORTED) == set(FAMILIES)
+
+
+def outputs_reduced(nodes: tuple[Node, ...], ranks: int, norms_behind: bool) -> int:
+    """How many streams' worth of outputs are reduced: one per step and fork.
+
+    Sublayers with norms behind them are reduced side by side where they are sliced, because each is normed by itself.
+    """
+    if ranks == 1:
+        return 0
+    count = 0
+    for node in nodes:
+        if isinstance(node, Step):
+            whole = len({sublayer.kind for sublayer in node.sublayers}) == 1 and len(node.sublayers) % ranks == 0
+            count += len(node.sublayers) if norms_behind and not whole else 1
+        else:
+            each = max(1, ranks // len(node.branches))
+            count += 1 + max(outputs_reduced(branch, each, norms_behind) for branch in node.branches)
+    return count
+
+
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_logits_and_counts(
+    family: str, name: str, ranks: Ranks, checkpoints: Checkpoints, expected: dict[tuple[str, str], Tensor]
+) -> None:
+    number, program = len(ranks.pids), Program.parse(PROGRAMS[name])
+    plan = make_plan(checkpoints[family], number, IDS.shape[1], str(program))
+    answers = ranks.call(logits_in_chunks, plan, CHUNKS)
+    reference = expected[family, name]
+    for logits, _, vocabulary in answers:
+        error = (logits - reference).abs().max() / reference.abs().max()
+        assert error < TOLERANCE
+        assert vocabulary.all_reduces == vocabulary.all_gathers == (len(CHUNKS) if number > 1 else 0)
+    # The rank whose branches have the most steps is the one that the others wait for.
+    for chunk, counts in zip(CHUNKS, zip(*(counts for _, counts, _ in answers), strict=True), strict=True):
+        assert max(count.all_reduces for count in counts) == program.sync_points(number)
+        outputs = outputs_reduced(program.nodes, number, norms_behind=family == "gemma2")
+        assert max(count.bytes for count in counts) == outputs * chunk.numel() * plan.hidden * 4
+        assert all(count.all_gathers == 0 for count in counts)
+
+
+@pytest.mark.parametrize("vocabulary", [5, VOCABULARY])
+def test_greedy_tokens(vocabulary: int, ranks: Ranks, tmp_path: Path) -> None:
+    """Of five rows of an embedding on four ranks, the last one has none."""
+    model = tiny_model("llama", vocab_size=vocabulary)
+    model.save_pretrained(tmp_path)
+    prompts = IDS % vocabulary
+    wanted = model.generate(prompts, max_new_tokens=16, do_sample=False, eos_token_id=None)[:, prompts.shape[1] :]
+    plan = make_plan(tmp_path, len(ranks.pids), prompts.shape[1] + 16)
+    ranks.call(load, plan)
+    sampling = Sampling(max_new_tokens=16, ignore_end=True)
+    requests = [Request(number, tuple(prompt), sampling) for number, prompt in enumerate(prompts.tolist())]
+    limits, blocks = Limits(len(prompts), plan.max_tokens), len(prompts) * blocks_for(plan.max_tokens)
+    heard: list[Progress] = []
+    answers = ranks.call(complete, requests, blocks, limits, notify=heard.append)
+    by_text = zip(*(progress.outputs for progress in heard), strict=True)
+    assert [[output.token for output in text] for text in by_text] == wanted.tolist()
+    assert answers[0][0] == [output for progress in heard for output in progress.outputs]
+    decode = [figures.decode for _, figures in answers]
+    assert {phase.passes for phase in decode} == {15}
+    assert max(phase.layers.all_reduces for phase in decode) == 15 * DENSE.sync_points(len(ranks.pids))
+    ranks.call(unload)

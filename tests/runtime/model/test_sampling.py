@@ -1,0 +1,174 @@
+"""Sampling against plain computations with lists, and how often each token comes."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from surgeon.runtime.batching.request import Request, Sampling
+from surgeon.runtime.model import sampling as module
+from surgeon.runtime.model.sampling import Sampler, draw, logprob_of, penalise
+
+CPU = torch.device("cpu")
+
+
+def sampler(prompt: tuple[int, ...] = (0,), vocabulary: int = 50, **options: Any) -> Sampler:
+    return Sampler(Request(0, prompt, Sampling(**({"seed": 1} | options))), vocabulary, CPU)
+
+
+def kept_by_lists(scores: list[float], sampling: Sampling) -> dict[int, float]:
+    """The probability of every token that the filters leave, from their definitions."""
+    kept = sorted(range(len(scores)), key=lambda token: -scores[token])
+    kept = kept[: sampling.top_k or len(kept)]
+    weights = {token: math.exp((scores[token] - max(scores)) / sampling.temperature) for token in kept}
+    total = sum(weights.values())
+    chances = {token: weight / total for token, weight in weights.items()}
+    if sampling.top_p < 1:
+        needed, before = [], 0.0
+        for token in kept:
+            if before < sampling.top_p:
+                needed.append(token)
+            before += chances[token]
+        chances = {token: chances[token] for token in needed}
+    chances = {token: chance for token, chance in chances.items() if chance >= sampling.min_p * max(chances.values())}
+    return {token: chance / sum(chances.values()) for token, chance in chances.items()}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from([0.3, 1.0, 2.5]),
+    st.sampled_from([0, 1, 7, 900]),
+    st.sampled_from([1.0, 0.9, 0.35]),
+    st.sampled_from([0.0, 0.05, 1.0]),
+)
+def test_every_kept_token_has_its_share_of_the_numbers(
+    seed: int, temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    """Numbers spread evenly over [0, 1) give each token as often as its probability says, and no other one."""
+    scores = torch.randn(40, generator=torch.Generator().manual_seed(seed)) * 2
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    expected = kept_by_lists(scores.double().tolist(), sampling)
+    number = 200
+    found = Counter(draw(scores, sampling, (i + 0.5) / number) for i in range(number))
+    assert set(found) <= set(expected)
+    for token, chance in expected.items():
+        assert abs(found[token] - chance * number) <= 1
+
+
+def test_nuclei_wider_than_those_looked_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "NUCLEUS", 4)
+    scores = torch.randn(40, generator=torch.Generator().manual_seed(3))
+    sampling = Sampling(temperature=1.5, top_p=0.8)
+    expected = kept_by_lists(scores.double().tolist(), sampling)
+    assert len(expected) > 4
+    assert {draw(scores, sampling, (i + 0.5) / 2000) for i in range(2000)} == set(expected)
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-30, 1e30, 1e300])
+def test_extreme_temperatures(temperature: float) -> None:
+    scores = torch.tensor([1.0, 5.0, -torch.inf, 4.999])
+    found = {draw(scores, Sampling(temperature=temperature), i / 100) for i in range(100)}
+    assert found == ({1} if temperature < 1 else {0, 1, 3})
+
+
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1}])
+def test_the_ends_of_the_range(options: dict[str, Any]) -> None:
+    scores = torch.tensor([0.0, 0.1, -torch.inf, 0.3])
+    for uniform in (0.0, math.nextafter(1.0, 0.0)):
+        assert draw(scores, Sampling(temperature=1.0, **options), uniform) in (0, 1, 3)
+
+
+def test_greedy_with_a_penalty() -> None:
+    logits = torch.tensor([2.0, 1.5, -1.0, -1.5])
+    assert penalise(logits, torch.tensor([True, False, True, False]), 2.0).tolist() == [1.0, 1.5, -2.0, -1.5]
+    chooser = sampler((3,), 4, repetition_penalty=2.0)
+    assert [chooser.choose(logits)[0] for _ in range(4)] == [0, 1, 0, 0]
+    without = sampler((3,), 4)
+    assert [without.choose(logits)[0] for _ in range(2)] == [0, 0]
+    assert sampler((0,), 4, repetition_penalty=2.0).choose(logits)[0] == 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_suppressed_tokens_are_never_chosen(temperature: float) -> None:
+    logits = torch.tensor([2.0, 9.0, 8.0, -1.0])
+    options = {"suppress_tokens": (1, 99, -1), "begin_suppress_tokens": (2,), "temperature": temperature, "top_k": 1}
+    chooser = sampler((3,), 4, **options)
+    assert [chooser.choose(logits)[0] for _ in range(3)] == [0, 2, 2]
+    assert logits.tolist() == [2.0, 9.0, 8.0, -1.0]
+    assert not Sampling(suppress_tokens=(1,)).greedy
+    assert not Sampling(begin_suppress_tokens=(1,)).greedy
+
+
+def test_the_same_seed_gives_the_same_tokens_and_another_one_others() -> None:
+    logits = torch.randn(200, 50, generator=torch.Generator().manual_seed(0))
+
+    def chosen(**options: Any) -> list[int]:
+        own = sampler(temperature=1.0, **options)
+        return [own.choose(row)[0] for row in logits]
+
+    assert chosen(seed=5) == chosen(seed=5)
+    assert chosen(seed=5) != chosen(seed=6)
+    assert chosen(seed=-5) != chosen(seed=5)
+
+
+def test_frequencies_of_a_seeded_request() -> None:
+    own = sampler(vocabulary=3, temperature=1.0)
+    logits = torch.tensor([0.2, 0.3, 0.5]).log()
+    found = Counter(own.choose(logits)[0] for _ in range(3000))
+    for token, chance in enumerate([0.2, 0.3, 0.5]):
+        assert abs(found[token] / 3000 - chance) < 4 * (chance * (1 - chance) / 3000) ** 0.5
+
+
+def test_logprobs_are_the_models_own() -> None:
+    logits = torch.randn(50, generator=torch.Generator().manual_seed(2))
+    reference = [float(x) - math.log(sum(math.exp(y) for y in logits.tolist())) for x in logits]
+    own = sampler((4,), temperature=0.2, top_k=2, repetition_penalty=3.0, logprobs=3)
+    token, reported = own.choose(logits)
+    assert reported is not None
+    assert reported.token == token
+    assert reported.logprob == pytest.approx(reference[token], abs=1e-5)
+    order = sorted(range(50), key=lambda other: -reference[other])
+    assert [other for other, _ in reported.top] == order[:3]
+    assert [value for _, value in reported.top] == pytest.approx([reference[other] for other in order[:3]], abs=1e-5)
+    assert logprob_of(7, logits, 0).top == ()
+    assert len(logprob_of(7, logits[:8], 20).top) == 8
+    assert sampler().choose(logits)[1] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -0.5}, "temperature must be at least 0, not -0.5"),
+        ({"temperature": math.nan}, "temperature must be at least 0, not nan"),
+        ({"temperature": math.inf}, "temperature .* not inf"),
+        ({"top_p": 0}, "top_p must be above 0 and at most 1, not 0"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"top_k": -1}, "top_k must be at least 0"),
+        ({"min_p": 2}, r"min_p must be in 0..1, not 2"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be above 0"),
+        ({"seed": 1 << 64}, "seed must be within 64 bits"),
+        ({"max_new_tokens": -1}, "max_new_tokens must be at least 0, not -1"),
+        ({"logprobs": 65}, r"logprobs must be in 0..64, not 65"),
+        ({"stop": ("a", "")}, "stop must be up to 64 texts, none of them empty"),
+        ({"stop": "abc"}, "stop must be"),
+    ],
+)
+def test_values_out_of_range(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Sampling(**options)
+
+
+def test_what_is_greedy() -> None:
+    plain = Sampling()
+    assert plain.greedy
+    assert replace(plain, top_p=0.5, top_k=3, min_p=0.1, seed=4).greedy  # nothing of this changes the likeliest
+    for change in ({"temperature": 0.1}, {"repetition_penalty": 1.1}, {"logprobs": 0}):
+        assert not replace(plain, **change).greedy

@@ -1,0 +1,115 @@
+"""Ranks that fail in every way: the others end, the message names the one that failed, nothing stays behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from surgeon.runtime.processes.rank import threads_per_rank
+from surgeon.runtime.processes.ranks import RankFailed, Ranks
+from tests.runtime import on_ranks
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def gone(pids: list[int], seconds: float = 60.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(map(is_running, pids))
+
+
+@pytest.fixture(autouse=True)
+def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setenv("TMPDIR", str(folder))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("how", "collectives", "error", "message"),
+    [
+        ("kill", "shm", RankFailed, r"rank 1 \(process \d+\) was ended by SIGKILL.*"),
+        ("kill", "gloo", RankFailed, r"rank 1 \(process \d+\) was ended by SIGKILL.*"),
+        ("exit", "gloo", RankFailed, "rank 1 ended with exit code 3: .+"),
+        ("value", "shm", ValueError, "7 is too many; use 6"),
+        ("runtime", "gloo", RankFailed, "rank 1 failed: RuntimeError: something broke"),
+    ],
+)
+def test_a_rank_that_fails(
+    how: str, collectives: str, error: type[Exception], message: str, own_temporary_folder: Path
+) -> None:
+    with Ranks(2, collectives=collectives) as ranks:
+        pids = ranks.call(on_ranks.process_id)
+        assert pids == ranks.pids
+        began = time.monotonic()
+        with pytest.raises(error) as caught:
+            ranks.call(on_ranks.fail, 1, how)
+        assert re.fullmatch(message, str(caught.value))
+        assert time.monotonic() - began < 60  # on a busy machine; a hang would last minutes
+        assert gone(pids, 0)
+    if how in ("value", "runtime"):
+        assert "in fail" in caught.value.__notes__[0]  # the rank's traceback, for --debug
+    assert list(own_temporary_folder.iterdir()) == []
+
+
+def test_a_rank_killed_between_calls() -> None:
+    with Ranks(2) as ranks:
+        os.kill(ranks.pids[0], signal.SIGKILL)
+        with pytest.raises(RankFailed, match="rank 0 .* was ended by SIGKILL.*"):
+            ranks.call(on_ranks.process_id)
+
+
+def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert [threads_per_rank(ranks) for ranks in (1, 5, 20)] == [12, 2, 1]
+    for value, threads in [("3", 3), ("64", 6), ("", 6), ("0", 1), ("many", 6)]:
+        monkeypatch.setenv("OMP_NUM_THREADS", value)
+        assert threads_per_rank(2) == threads
+
+
+STARTER = """
+import sys, time
+from surgeon.runtime.processes.ranks import Ranks
+with Ranks(2) as ranks:
+    print(*ranks.pids, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGINT"])
+def test_ranks_end_with_the_process_that_started_them(name: str, own_temporary_folder: Path) -> None:
+    starter = subprocess.Popen(
+        [sys.executable, "-c", STARTER], cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert starter.stdout is not None
+    with starter:
+        pids = [int(word) for word in starter.stdout.readline().split()]
+        assert len(pids) == 2
+        assert all(map(is_running, pids))
+        starter.send_signal(signal.Signals[name])
+        try:
+            assert starter.wait(60) != 0
+        finally:
+            starter.kill()
+    assert gone(pids)
+    assert list(own_temporary_folder.iterdir()) == []
