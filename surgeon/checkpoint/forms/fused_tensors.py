@@ -19,13 +19,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgeon.checkpoint.forms.planning import Compute, Computed, PlannedTensor, Read, TensorPlanner, known_modules
+from surgeon.checkpoint.forms.planning import (
+    Compute,
+    Computed,
+    PlannedTensor,
+    TensorPlanner,
+    averaging_dtype,
+    known_modules,
+)
 from surgeon.checkpoint.forms.stored_layers import StoredLayer
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.families import Family, Projection
 from surgeon.families.fused import FUSED, POSITIONS, PROJECTIONS
 from surgeon.program import ATTENTION, FEED_FORWARD, Sublayer
-from surgeon.weights import unit_features
+from surgeon.weights import ModelWeights
 
 ROWS = 256  # that are computed at a time: they stay in the processor's cache
 
@@ -62,10 +69,11 @@ class FusedPlanner(TensorPlanner):
         return planned
 
     def _moved(self, name: str, path: str, part: str = "weight") -> PlannedTensor:
-        stored = self.names.of(f"{path}.{part}")
-        if stored not in self.source:
+        whole = f"{path}.{part}"
+        if whole not in self.weights:
+            stored = self.weights.names.of(whole)
             raise ValueError(f"{self.source.folder} has no tensor {stored}, which {self.family.name} needs")
-        return self.planned(name, lambda read: read(stored))
+        return self.planned(name, lambda weights: weights.tensor(whole))
 
     def _any_bias(self, projection: Projection) -> bool:
         ending = f".{projection.path}.bias"
@@ -100,14 +108,14 @@ class FusedPlanner(TensorPlanner):
                 tensors[f"{path}.bias"] = partial(self._bias, sublayers, projection)
         return tensors
 
-    def _weight(self, sublayers: tuple[Sublayer, ...], projection: Projection, read: Read) -> Computed:
+    def _weight(self, sublayers: tuple[Sublayer, ...], projection: Projection, weights: ModelWeights) -> Computed:
         """(out_features, in_features) of all sublayers; float32 if there are several."""
-        matrices = [self._matrix(sublayer, projection, read) for sublayer in sublayers]
+        matrices = [self._matrix(sublayer, projection, weights) for sublayer in sublayers]
         if len(matrices) == 1:
             return matrices[0]
         if not projection.reads_stream:
             return self._columns(matrices, sublayers)
-        gains = [self._norm_part(sublayer, "weight", read).float() for sublayer in sublayers]
+        gains = [self._norm_part(sublayer, "weight", weights).float() for sublayer in sublayers]
         return self._folded(matrices, gains, sublayers)
 
     def _folded(self, matrices: list[Tensor], gains: list[Tensor], sublayers: tuple[Sublayer, ...]) -> Iterator[Tensor]:
@@ -124,9 +132,9 @@ class FusedPlanner(TensorPlanner):
             parts = [matrix[first : first + ROWS].float() for matrix in matrices]
             yield self._in_turn(parts, sublayers, dim=1)
 
-    def _bias(self, sublayers: tuple[Sublayer, ...], projection: Projection, read: Read) -> Tensor:
+    def _bias(self, sublayers: tuple[Sublayer, ...], projection: Projection, weights: ModelWeights) -> Tensor:
         """(out_features,) of all sublayers; float32 if there are several."""
-        biases = [self._own_bias(sublayer, projection, read) for sublayer in sublayers]
+        biases = [self._own_bias(sublayer, projection, weights) for sublayer in sublayers]
         if len(biases) == 1:
             return biases[0]
         biases = [bias.float() for bias in biases]
@@ -134,43 +142,31 @@ class FusedPlanner(TensorPlanner):
             return torch.stack(biases).sum(dim=0)
         if self.family.norm_kind == "layer":
             for index, sublayer in enumerate(sublayers):
-                shift = self._norm_part(sublayer, "bias", read).float()
-                biases[index] = biases[index] + self._matrix(sublayer, projection, read).float() @ shift
+                shift = self._norm_part(sublayer, "bias", weights).float()
+                biases[index] = biases[index] + self._matrix(sublayer, projection, weights).float() @ shift
         return self._in_turn(biases, sublayers, dim=0)
 
-    def _own_bias(self, sublayer: Sublayer, projection: Projection, read: Read) -> Tensor:
-        path = f"{projection.path}.bias"
-        if all(f"{self.prefix}{layer}.{path}" in self.source for layer in sublayer.layers):
-            bias = self.part(sublayer, path, read)
-            return bias if not projection.reads_stream else self._own_features(bias, sublayer, projection, dim=0)
-        matrix = self._matrix(sublayer, projection, read)
+    def _own_bias(self, sublayer: Sublayer, projection: Projection, weights: ModelWeights) -> Tensor:
+        bias = weights.bias(sublayer, projection.role, averaging_dtype(sublayer))
+        if bias is not None:
+            return bias
+        matrix = self._matrix(sublayer, projection, weights)
         return matrix.new_zeros(matrix.shape[0])
 
-    def _matrix(self, sublayer: Sublayer, projection: Projection, read: Read) -> Tensor:
+    def _matrix(self, sublayer: Sublayer, projection: Projection, weights: ModelWeights) -> Tensor:
         """A sublayer's own weight for one projection, (out_features, in_features)."""
-        stored = self.part(sublayer, f"{projection.path}.weight", read)
-        matrix = self._own_features(stored, sublayer, projection, projection.divided_dim)
-        return matrix.T if projection.transposed else matrix
+        return weights.matrix(sublayer, projection.role).whole(averaging_dtype(sublayer))
 
-    def _own_features(self, stored: Tensor, sublayer: Sublayer, projection: Projection, dim: int) -> Tensor:
-        """What belongs to one projection of those packed into a module."""
-        spec = self.family.spec(sublayer.kind)
-        if sum(other.path == projection.path for other in spec.projections) == 1:
-            return stored
-        units = {unit: count // _slices(sublayer) for unit, count in self.family.units(self.config).items()}
-        own = unit_features(projection, spec, units, self.family.unit_width(self.config, projection.unit))
-        return stored.index_select(dim, own.flatten().to(stored.device))
-
-    def _head_gains(self, sublayers: tuple[Sublayer, ...], path: str, read: Read) -> Tensor:
+    def _head_gains(self, sublayers: tuple[Sublayer, ...], path: str, weights: ModelWeights) -> Tensor:
         """Gains of the norms of heads, (turns, head_dim), in the order in which the sublayers' heads take turns."""
         blocks = self._blocks(sublayers)
         groups = groups_of(sublayers, self.family.units(self.config)["kv_heads"])
         turns = [count // blocks for count in groups]
-        gains = [self.part(sublayer, path, read) for sublayer in sublayers]
+        gains = [self.part(sublayer, path, weights) for sublayer in sublayers]
         return torch.cat([gain.expand(times, -1) for gain, times in zip(gains, turns, strict=True)])
 
-    def _norm_part(self, sublayer: Sublayer, part: str, read: Read) -> Tensor:
-        return self.part(sublayer, f"{self.family.spec(sublayer.kind).norm}.{part}", read)
+    def _norm_part(self, sublayer: Sublayer, part: str, weights: ModelWeights) -> Tensor:
+        return self.part(sublayer, f"{self.family.spec(sublayer.kind).norm}.{part}", weights)
 
     def _in_turn(self, parts: list[Tensor], sublayers: tuple[Sublayer, ...], dim: int) -> Tensor:
         """Heads (or neurons) of several sublayers along one dimension, a block of each in turn."""
@@ -193,11 +189,7 @@ def groups_of(sublayers: tuple[Sublayer, ...], kv_heads: int) -> list[int]:
     return [kv_heads // (1 if sublayer.piece is None else sublayer.piece[1]) for sublayer in sublayers]
 
 
-def _neutral(compute: Callable[[Read], Tensor], part: str, read: Read) -> Tensor:
+def _neutral(compute: Callable[[ModelWeights], Tensor], part: str, weights: ModelWeights) -> Tensor:
     """A norm's gain or shift that changes nothing."""
-    original = compute(read)
+    original = compute(weights)
     return torch.ones_like(original) if part == "weight" else torch.zeros_like(original)
-
-
-def _slices(sublayer: Sublayer) -> int:
-    return 1 if sublayer.piece is None else sublayer.piece[1]

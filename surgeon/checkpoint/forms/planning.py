@@ -15,14 +15,13 @@ from torch import Tensor
 
 from surgeon.checkpoint.forms.stored_layers import StoredLayer
 from surgeon.checkpoint.read import Checkpoint, Stored
-from surgeon.families import Family, Projection, SublayerSpec
+from surgeon.families import Family, SublayerSpec
 from surgeon.program import Sublayer
-from surgeon.weights import Names, mean, slice_projection
+from surgeon.weights import ModelWeights, mean
 
-Read = Callable[[str], Tensor]
 # A tensor, or its rows in order, some at a time: what is computed of large tensors is never held as a whole.
 Computed = Tensor | Iterator[Tensor]
-Compute = Callable[[Read], Computed]
+Compute = Callable[[ModelWeights], Computed]
 # Of modules without weights: causal masks and angles, which early checkpoints store. They follow from the config.
 BUFFERS = ("bias", "masked_bias", "inv_freq")
 
@@ -66,8 +65,11 @@ class TensorPlanner:
         self.family = family
         self.config = config
         self.dtype = dtype
-        self.names = Names(source, family)
-        self.prefix = self.names.layers
+        head_dim = family.head_dim(config)
+        self.weights = ModelWeights(source, family, head_dim)
+        self.shapes = _ShapesOnly(source)
+        self.outlines = ModelWeights(self.shapes, family, head_dim)
+        self.prefix = self.weights.names.layers
 
     def plan(self, layers: tuple[StoredLayer, ...]) -> list[PlannedTensor]:
         """All tensors in the order in which a forward pass needs them."""
@@ -86,20 +88,17 @@ class TensorPlanner:
     def _copied(self, name: str) -> PlannedTensor:
         """A tensor outside the layers; tied embeddings are the embedding, which most software looks for."""
         embedding = f"{self.family.embedding}.weight"
-        written = self.names.own(embedding) if name == self.names.of(embedding) else name
-        return self.planned(written, lambda read: read(name))
+        names = self.weights.names
+        written = names.own(embedding) if name == names.of(embedding) else name
+        return self.planned(written, lambda weights: weights.store.tensor(name))
 
     def _sublayer_tensors(self, prefix: str, sublayer: Sublayer) -> list[PlannedTensor]:
         return [self.planned(prefix + path, partial(self.part, sublayer, path)) for path in self.paths(sublayer)]
 
     def planned(self, name: str, compute: Compute) -> PlannedTensor:
-        read: dict[str, Tensor] = {}
-
-        def read_shape(source: str) -> Tensor:
-            read[source] = torch.empty(self.source.shape(source), dtype=self.source.dtype(source), device="meta")
-            return read[source]
-
-        outline = list(_rows(compute(read_shape)))
+        """A tensor of this name; how it is computed is tried on shapes alone."""
+        read = self.shapes.read = {}
+        outline = list(_rows(compute(self.outlines)))
         first = next(iter(read))
         original = self.source.dtype(first)
         dtype = self.dtype if self.dtype is not None and original.is_floating_point else original
@@ -108,7 +107,7 @@ class TensorPlanner:
             tuple(_joined(outline).shape),
             dtype,
             rounded=torch.promote_types(outline[0].dtype, dtype) != dtype,
-            rows=lambda: _rows(compute(self.source.tensor)),
+            rows=lambda: _rows(compute(self.weights)),
             copy_of=Stored(self.source, first) if outline[0] is read[first] and dtype == original else None,
         )
 
@@ -130,16 +129,47 @@ class TensorPlanner:
                 )
         return [name for name in names if name.startswith(_roots(spec)) and not _is_buffer(spec, name)]
 
-    def part(self, sublayer: Sublayer, path: str, read: Read) -> Tensor:
-        """One tensor of one sublayer: read, averaged over its layers, sliced."""
-        tensors = [read(f"{self.prefix}{layer}.{path}") for layer in sublayer.layers]
-        tensor = tensors[0] if len(tensors) == 1 else mean(tensor.float() for tensor in tensors)
-        projection = _projection(self.family.spec(sublayer.kind), path)
-        if sublayer.piece is None or projection is None:
-            return tensor
-        if path.endswith(".bias") and not projection.reads_stream:
-            return tensor if sublayer.piece[0] == 0 else torch.zeros_like(tensor)
-        return slice_projection(tensor, projection, self.family, self.config, sublayer.piece)
+    def part(self, sublayer: Sublayer, path: str, weights: ModelWeights) -> Tensor:
+        """One tensor of a whole sublayer as its layers store it; in float32 if it is their average."""
+        tensors = (weights.tensor(f"{self.family.layers}.{layer}.{path}") for layer in sublayer.layers)
+        return mean(tensors, averaging_dtype(sublayer))
+
+
+class _ShapesOnly:
+    """A checkpoint whose tensors have no values.
+
+    Attributes:
+        read: what was asked for, in order.
+    """
+
+    def __init__(self, source: Checkpoint) -> None:
+        self.source = source
+        self.read: dict[str, Tensor] = {}
+        self.where = source.where
+
+    def names(self) -> list[str]:
+        return self.source.names()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.source
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.source.shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.source.dtype(name)
+
+    def tensor(self, name: str) -> Tensor:
+        self.read[name] = torch.empty(self.shape(name), dtype=self.dtype(name), device="meta")
+        return self.read[name]
+
+    def part(self, name: str, dim: int, first: int, end: int) -> Tensor:
+        return self.tensor(name).narrow(dim, first, end - first)
+
+
+def averaging_dtype(sublayer: Sublayer) -> torch.dtype | None:
+    """Averages are computed, and rounded when they are written; what is not averaged keeps its own dtype."""
+    return torch.float32 if len(sublayer.layers) > 1 else None
 
 
 def _rows(computed: Computed) -> Iterator[Tensor]:
@@ -162,8 +192,3 @@ def known_modules(spec: SublayerSpec) -> set[str | None]:
 def _is_buffer(spec: SublayerSpec, path: str) -> bool:
     module, _, name = path.rpartition(".")
     return name in BUFFERS and module not in known_modules(spec)
-
-
-def _projection(spec: SublayerSpec, path: str) -> Projection | None:
-    module = path.rpartition(".")[0]
-    return next((projection for projection in spec.projections if projection.path == module), None)
