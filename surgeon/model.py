@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import partial
+from importlib import import_module
 from types import MethodType
 from typing import Any
 
@@ -19,7 +20,9 @@ from transformers.utils.output_capturing import install_output_capuring_hook
 from surgeon.execute import Branch, Machine, Pending, State, advance, land
 from surgeon.families import Family, SublayerSpec, family_of
 from surgeon.program import ATTENTION, Fork, Program, Step, Sublayer
-from surgeon.weights import ModelWeights, ModuleStore, derive_sublayer
+from surgeon.weights import ModelWeights, ModuleStore, NamedTensors, derive_sublayer, stored_tensors
+
+Group = tuple[tuple[int, ...], int | None]
 
 PROGRAM_KEY = "surgeon_program"  # in config.json of a checkpoint that runs an edited program
 PROGRAM_PREFIX = "surgeon_"  # before its model type, so that no stock class takes it and ignores the program
@@ -46,7 +49,7 @@ def edit(
         program = Program.parse(program)
     original = restore(model)
     family = family_of(original.config)
-    parent, name = _decoder_layers(original, family)
+    parent, name = decoder_parent(original)
     layers = getattr(parent, name)
     check_layers(program, len(layers))
     edited = (layers_class or EditedLayers)(layers, original.config, family, program)
@@ -77,7 +80,7 @@ def program_of(model: PreTrainedModel) -> Program:
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList | EditedLayers:
     """The decoder's list of layers, or what stands in for it."""
-    parent, name = _decoder_layers(model, family_of(model.config))
+    parent, name = decoder_parent(model)
     layers: nn.ModuleList | EditedLayers = getattr(parent, name)
     return layers
 
@@ -96,7 +99,7 @@ def decoder_inputs(model: PreTrainedModel, input_ids: Tensor) -> tuple[Tensor, l
     """
     require_unedited(model)
     family = family_of(model.config)
-    parent, name = _decoder_layers(model, family)
+    parent, name = decoder_parent(model)
     layers = getattr(parent, name)
     tap = _InputTap(layers, model.config, family, Program.dense(len(layers), family.steps_per_layer))
     setattr(parent, name, tap)
@@ -133,41 +136,22 @@ def check_layers(program: Program, num_layers: int) -> None:
 
 
 def _save_edited(model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
-    """Save an edited model as the original's weights and configuration plus the program, which `surgeon.load` runs.
+    """Stands in for an edited model's own `save_pretrained`: see `surgeon.checkpoint.in_memory.save_edited`.
 
-    Stands in for the model's own `save_pretrained`, which would write a configuration that fits the program beside
-    weights that fit the original. `transformers` refuses to load what is written, because of its model type: it would
-    run the unedited model. `surgeon export` writes checkpoints for it.
-
-    Raises:
-        ValueError: if the program has merged or sliced sublayers, which have weights of their own.
+    It is found by its name when it is needed: how a program is stored is known above this module, not in it.
     """
-    parent, name = _decoder_layers(model, family_of(model.config))
-    edited: EditedLayers = getattr(parent, name)
-    derived = [str(sublayer) for sublayer in edited.program.sublayers() if edited.is_derived(sublayer)]
-    if derived:
-        raise ValueError(
-            f"save_pretrained cannot keep {derived[0]}, which has weights of its own; "
-            "write the program with surgeon export, or call surgeon.restore first"
-        )
-    config, config_class = model.config, type(model.config)
-    setattr(parent, name, edited.undo(config))
-    setattr(config, PROGRAM_KEY, str(edited.program))
-    config.__class__ = type(
-        config_class.__name__, (config_class,), {"model_type": f"{PROGRAM_PREFIX}{config.model_type}"}
-    )
-    try:
-        type(model).save_pretrained(model, *args, **kwargs)
-    finally:
-        config.__class__ = config_class
-        delattr(config, PROGRAM_KEY)
-        setattr(parent, name, edited)
-        edited.describe_in(config)
+    import_module("surgeon.checkpoint.in_memory").save_edited(model, *args, **kwargs)
 
 
-def _decoder_layers(model: PreTrainedModel, family: Family) -> tuple[nn.Module, str]:
-    path, _, name = family.layers.rpartition(".")
+def decoder_parent(model: PreTrainedModel) -> tuple[nn.Module, str]:
+    """The module that has the decoder's list of layers, and its name there."""
+    path, _, name = family_of(model.config).layers.rpartition(".")
     return model.get_submodule(path), name
+
+
+def group_of(sublayer: Sublayer) -> Group:
+    """The layers whose weights a derived sublayer has, and how many slices they are cut into."""
+    return sublayer.layers, None if sublayer.piece is None else sublayer.piece[1]
 
 
 class EditedLayers(nn.Module):
@@ -205,6 +189,35 @@ class EditedLayers(nn.Module):
         if checkpointed is not None:
             self.gradient_checkpointing = True
             self._gradient_checkpointing_func = checkpointed._gradient_checkpointing_func
+
+    @property
+    def stored_groups(self) -> dict[Group, int]:
+        """Derived sublayers by the layer that they are stored in, behind the original ones.
+
+        The attention and the feed-forward of the same average make one layer, slices of one number all of it.
+        """
+        groups: dict[Group, int] = {}
+        for sublayer in self.program.sublayers():
+            if self.is_derived(sublayer):
+                groups.setdefault(group_of(sublayer), len(self.original[0]) + len(groups))
+        return groups
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *arguments: Any) -> None:
+        """Derived sublayers are stored as layers (`stored_groups`): a trainer that goes on finds them there."""
+        for sublayer in dict.fromkeys(self.program.sublayers()):
+            index = self.stored_groups.get(group_of(sublayer)) if self.is_derived(sublayer) else None
+            stored = f"{prefix}{index}."
+            own = {name: tensor for name, tensor in state_dict.items() if name.startswith(stored)}
+            if own:
+                inside = f"{self.family.layers}.0."
+                store = NamedTensors({f"{inside}{name.removeprefix(stored)}": own[name] for name in own})
+                weights = ModelWeights(store, self.family, self.family.head_dim(self.config))
+                values = stored_tensors(Sublayer(sublayer.kind, (0,), sublayer.piece), weights)
+                state_dict |= {f"{prefix}{sublayer}.{path}": value for path, value in values.items()}
+        for index in self.stored_groups.values():
+            for name in [name for name in state_dict if name.startswith(f"{prefix}{index}.")]:
+                del state_dict[name]
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def layer(self, index: int) -> nn.Module:
         """The original layer."""

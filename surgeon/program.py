@@ -18,8 +18,8 @@ tensors, models or files.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 ATTENTION = "A"
 FEED_FORWARD = "F"
@@ -194,6 +194,10 @@ class Program:
         """Every sublayer in program order, once per occurrence."""
         return (sublayer for step in steps_of(self.nodes) for sublayer in step.sublayers)
 
+    def renamed(self, rename: Callable[[Sublayer], Sublayer]) -> Program:
+        """The same program with other sublayers in the place of its own."""
+        return Program(_renamed(self.nodes, rename))
+
     def parameters(self, shapes: LayerShapes) -> int:
         """How many parameters its sublayers have, those that occur several times counted once.
 
@@ -259,6 +263,16 @@ def ranks_per_branch(fork: Fork, ranks: int) -> int:
             f"use a number of ranks that {branches} divides, or at most {branches}"
         )
     return ranks // branches
+
+
+def _renamed(nodes: tuple[Node, ...], rename: Callable[[Sublayer], Sublayer]) -> tuple[Node, ...]:
+    renamed: list[Node] = []
+    for node in nodes:
+        if isinstance(node, Step):
+            renamed.append(replace(node, sublayers=tuple(map(rename, node.sublayers))))
+        else:
+            renamed.append(Fork(tuple(_renamed(branch, rename) for branch in node.branches)))
+    return tuple(renamed)
 
 
 def _longest_chain(nodes: tuple[Node, ...]) -> int:

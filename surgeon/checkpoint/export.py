@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import surgeon
 from surgeon.checkpoint.card import write_card
@@ -19,7 +20,7 @@ from surgeon.checkpoint.forms import Layout, PlannedTensor, StoredModel, form_of
 from surgeon.checkpoint.inherit import inherit
 from surgeon.checkpoint.load import read_config
 from surgeon.checkpoint.measured import Identity, Measured
-from surgeon.checkpoint.prove import Proof, original_model, prove, reference_of
+from surgeon.checkpoint.prove import Proof, original_model, prove, reference_of, require_alike
 from surgeon.checkpoint.read import Checkpoint, check_inside, locate
 from surgeon.checkpoint.staging import check_space, check_target, is_full, show_bytes, staged
 from surgeon.checkpoint.tokenizer import keep_tokenizer_class
@@ -174,6 +175,7 @@ def write_export(
     recipe: str | None = None,
     advance: Advance = lambda _: None,
     measured: Measured | None = None,
+    alive: Callable[[Tensor], Tensor] | None = None,
 ) -> Proof:
     """Write the checkpoint, prove it, and give it its name.
 
@@ -182,6 +184,7 @@ def write_export(
         recipe: the recipe's text, to be kept in surgeon.json.
         advance: told of every amount of bytes gone through, in all `plan.passes` times `plan.weight_bytes`.
         measured: for the model card.
+        alive: logits (batch, tokens, vocabulary) of a model in memory that the original was written from, on tokens.
 
     Raises:
         NotProven: if what was written does not compute what the program does.
@@ -194,7 +197,7 @@ def write_export(
     check_target(target, overwrite)
     check_space(target.parent, plan.needed_bytes)
     with _one_core_left():
-        return _write_and_prove(plan, target, overwrite, recipe, advance, measured)
+        return _write_and_prove(plan, target, overwrite, recipe, advance, measured, alive)
 
 
 @contextmanager
@@ -209,12 +212,20 @@ def _one_core_left() -> Iterator[None]:
 
 
 def _write_and_prove(
-    plan: ExportPlan, target: Path, overwrite: bool, recipe: str | None, advance: Advance, measured: Measured | None
+    plan: ExportPlan,
+    target: Path,
+    overwrite: bool,
+    recipe: str | None,
+    advance: Advance,
+    measured: Measured | None,
+    alive: Callable[[Tensor], Tensor] | None,
 ) -> Proof:
     source, size = plan.original.checkpoint, plan.weight_bytes
     hashing = Background(source.model_hash)  # reads all files once more, beside everything else
     with stretch(advance, size) as told:
         reference = reference_of(source, plan.original.config, plan.program, told)
+    if alive is not None:
+        require_alike(reference, alive, {source.dtype(name) for name in source.names()})
     try:
         with staged(target, overwrite) as partial:
             _write_companions(partial, plan)

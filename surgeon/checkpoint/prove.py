@@ -14,7 +14,7 @@ Weights are read from their files when they are needed, so that a model of any s
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,6 +123,25 @@ def reference_of(checkpoint: Checkpoint, config: Any, program: Program, advance:
             f"{checkpoint.folder} damaged?"
         )
     return reference
+
+
+def require_alike(reference: Reference, alive: Callable[[Tensor], Tensor], dtypes: set[torch.dtype]) -> None:
+    """Refuse to export what a model in memory does not compute.
+
+    Args:
+        alive: its logits on tokens, in its own dtypes.
+        dtypes: of its weights: 16-bit ones are computed in float32 here, and not there.
+
+    Raises:
+        NotProven: if its logits differ from the reference by more than rounding can explain.
+    """
+    tolerance = max(WRITTEN_TOLERANCE.get(dtype, EXACT_TOLERANCE) for dtype in dtypes)
+    found = reference.difference(alive(reference.tokens))
+    if not found <= tolerance:
+        raise NotProven(
+            f"the model in memory does not compute what its weights and program say: its logits differ by {found:.2g} "
+            f"of their scale (at most {tolerance:g} is allowed); is a module of it replaced, or changed by a hook?"
+        )
 
 
 def original_model(checkpoint: Checkpoint, config: Any, buffers: bool = True) -> tuple[PreTrainedModel, StoredNames]:

@@ -44,6 +44,23 @@ def staged(target: Path, overwrite: bool = False) -> Iterator[Path]:
     """
     target = Path.cwd() / target
     check_target(target, overwrite)
+    with scratch(target) as folder:
+        yield folder
+        for path in (*folder.iterdir(), folder):
+            sync(path)
+        _publish(folder, target, overwrite)
+
+
+@contextmanager
+def scratch(target: Path) -> Iterator[Path]:
+    """Give a new, empty folder beside the target, which is removed when the block ends.
+
+    If this process dies in between, the next one that writes to the target removes it.
+
+    Raises:
+        PermissionError: if nothing can be written beside the target.
+    """
+    target = Path.cwd() / target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         remove_stale(target)
@@ -56,9 +73,6 @@ def staged(target: Path, overwrite: bool = False) -> Iterator[Path]:
         ) from error
     try:
         yield folder
-        for path in (*folder.iterdir(), folder):
-            sync(path)
-        _publish(folder, target, overwrite)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)

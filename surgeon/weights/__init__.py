@@ -4,9 +4,10 @@
 names become paths, modules become roles. The rules of packing, slicing and averaging stand here and nowhere else.
 """
 
-from surgeon.weights.derive import derive_sublayer, stored_tensors
+from surgeon.weights.derive import by_role, derive_sublayer, module_with, packed, stored_tensors
 from surgeon.weights.layout import (
     features,
+    holds_output_bias,
     indivisible,
     projection_matrix,
     require_sliceable,
@@ -19,7 +20,7 @@ from surgeon.weights.layout import (
 )
 from surgeon.weights.matrix import Averaged, Dense, Factored, Matrix, mean
 from surgeon.weights.names import Names
-from surgeon.weights.store import ModuleStore, Store, Tensors
+from surgeon.weights.store import ModuleStore, NamedTensors, Store, Tensors
 from surgeon.weights.view import ModelWeights, norm_paths
 
 __all__ = [
@@ -29,14 +30,19 @@ __all__ = [
     "Matrix",
     "ModelWeights",
     "ModuleStore",
+    "NamedTensors",
     "Names",
     "Store",
     "Tensors",
+    "by_role",
     "derive_sublayer",
     "features",
+    "holds_output_bias",
     "indivisible",
     "mean",
+    "module_with",
     "norm_paths",
+    "packed",
     "projection_matrix",
     "require_sliceable",
     "slice_bounds",

@@ -8,7 +8,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor, nn
 
-from surgeon.families import SublayerSpec
+from surgeon.families import Projection, SublayerSpec
 from surgeon.program import Sublayer
 from surgeon.weights.layout import indivisible, modules_of, require_sliceable, unit_features
 from surgeon.weights.store import Tensors
@@ -32,15 +32,24 @@ def derive_sublayer(sublayer: Sublayer, owner: nn.Module, weights: ModelWeights)
         reason = indivisible(sublayer, weights.units(sublayer))
         if reason is not None:
             raise ValueError(f"{reason}; use a number of slices that divides them")
-    tensors = stored_tensors(sublayer, weights)
-    shell = nn.Module().train(owner.training)
-    for path in (spec.norm, *spec.modules):
-        setattr(shell, path, _copy_with(owner.get_submodule(path), path, tensors))
+    shell = module_with(stored_tensors(sublayer, weights), owner, spec)
     if sublayer.piece is not None:
         for path in spec.counts:
             parent, _, name = f"{spec.modules[0]}.{path}".rpartition(".")
             counting = attrgetter(parent)(shell)
             setattr(counting, name, getattr(counting, name) // sublayer.piece[1])
+    return shell
+
+
+def module_with(tensors: Tensors, owner: nn.Module, spec: SublayerSpec) -> nn.Module:
+    """A copy of one sublayer of a layer, under the same inner paths, with other tensors, by path from the layer.
+
+    Raises:
+        ValueError: if a module has a parameter that is not among them.
+    """
+    shell = nn.Module().train(owner.training)
+    for path in (spec.norm, *spec.modules):
+        setattr(shell, path, _copy_with(owner.get_submodule(path), path, tensors))
     return shell
 
 
@@ -50,43 +59,54 @@ def stored_tensors(sublayer: Sublayer, weights: ModelWeights) -> Tensors:
     Projections are packed and transposed as in a layer. A bias that another slice holds is zero.
     """
     spec = weights.family.spec(sublayer.kind)
-    paths = norm_paths(spec)
-    tensors = {}
-    for name, tensor in weights.norms(sublayer).items():
-        what, _, part = name.rpartition(".")
-        tensors[f"{paths[what]}.{part}"] = tensor.clone()
+    tensors = packed(by_role(sublayer, weights), spec, weights.width(sublayer.kind))
     for path in modules_of(spec):
-        tensors[f"{path}.weight"] = _packed_weight(sublayer, spec, path, weights)
-        if f"{weights.family.layers}.{sublayer.layers[0]}.{path}.bias" in weights:
-            tensors[f"{path}.bias"] = _packed_bias(sublayer, spec, path, weights)
+        bias = f"{weights.family.layers}.{sublayer.layers[0]}.{path}.bias"
+        if bias in weights and f"{path}.bias" not in tensors:
+            tensors[f"{path}.bias"] = torch.zeros_like(weights.tensor(bias))
     return tensors
 
 
-def _packed_weight(sublayer: Sublayer, spec: SublayerSpec, path: str, weights: ModelWeights) -> Tensor:
-    packed = modules_of(spec)[path]
-    parts = [weights.matrix(sublayer, projection.role).whole() for projection in packed]
-    stored = [part.T if projection.transposed else part for part, projection in zip(parts, packed, strict=True)]
-    return _in_place(stored, sublayer, spec, path, weights, packed[0].divided_dim)
+def by_role(sublayer: Sublayer, weights: ModelWeights) -> Tensors:
+    """A sublayer's tensors by role as it stores them; norms as `ModelWeights.norms` gives them."""
+    found = weights.norms(sublayer)
+    for projection in weights.family.spec(sublayer.kind).projections:
+        role = projection.role
+        found[f"{role}.weight"] = weights.matrix(sublayer, role).whole()
+        bias = weights.bias(sublayer, role)
+        if bias is not None:
+            found[f"{role}.bias"] = bias
+    return found
 
 
-def _packed_bias(sublayer: Sublayer, spec: SublayerSpec, path: str, weights: ModelWeights) -> Tensor:
-    packed = modules_of(spec)[path]
-    parts = [weights.bias(sublayer, projection.role) for projection in packed]
-    held = [part for part in parts if part is not None]
-    if len(held) < len(parts):  # another slice adds it
-        return torch.zeros_like(weights.tensor(f"{weights.family.layers}.{sublayer.layers[0]}.{path}.bias"))
-    return _in_place(held, sublayer, spec, path, weights, 0) if packed[0].reads_stream else held[0].clone()
+def packed(tensors: Tensors, spec: SublayerSpec, width: int) -> Tensors:
+    """The inverse of `by_role`: tensors by path from the layer, each in memory of its own.
+
+    Args:
+        width: of one head; 1 for a feed-forward.
+    """
+    found = {}
+    for name, path in norm_paths(spec).items():
+        for part in ("weight", "bias"):
+            if f"{name}.{part}" in tensors:
+                found[f"{path}.{part}"] = tensors[f"{name}.{part}"].clone()
+    for path, projections in modules_of(spec).items():
+        own = [tensors[f"{projection.role}.weight"] for projection in projections]
+        stored = [one.T if projections[0].transposed else one for one in own]
+        found[f"{path}.weight"] = _in_place(stored, projections, spec, width, projections[0].divided_dim)
+        biases = [tensors[f"{one.role}.bias"] for one in projections if f"{one.role}.bias" in tensors]
+        if biases:
+            found[f"{path}.bias"] = _in_place(biases, projections, spec, width, 0)
+    return found
 
 
-def _in_place(
-    parts: list[Tensor], sublayer: Sublayer, spec: SublayerSpec, path: str, weights: ModelWeights, dim: int
-) -> Tensor:
-    """The projections of a module where each lies in it."""
+def _in_place(parts: list[Tensor], projections: list[Projection], spec: SublayerSpec, width: int, dim: int) -> Tensor:
+    """The projections of a module where each lies in it, along one dimension."""
     if len(parts) == 1:
         return parts[0].clone(memory_format=torch.contiguous_format)
-    units = {unit: size // (sublayer.piece or (0, 1))[1] for unit, size in weights.units(sublayer).items()}
+    units = {one.unit: part.shape[dim] // width for one, part in zip(projections, parts, strict=True)}
+    places = [unit_features(projection, spec, units, width).flatten() for projection in projections]
     together = torch.cat(parts, dim)
-    places = [unit_features(one, spec, units, weights.width(sublayer.kind)).flatten() for one in modules_of(spec)[path]]
     return together.index_select(dim, torch.cat(places).argsort().to(together.device))
 
 

@@ -39,6 +39,40 @@ class Store(Protocol):
         """Elements first..end-1 along one dimension (0 or 1) of a tensor."""
 
 
+class NamedTensors:
+    """Tensors that are given, by their names."""
+
+    where = "the state dict"
+
+    def __init__(self, tensors: Tensors) -> None:
+        self.tensors = tensors
+
+    def names(self) -> Iterable[str]:
+        """All of them."""
+        return self.tensors
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor."""
+        return tuple(self.tensor(name).shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of a tensor."""
+        return self.tensor(name).dtype
+
+    def tensor(self, name: str) -> Tensor:
+        """One of them."""
+        if name not in self.tensors:
+            raise ValueError(f"the state dict has no {name!r}, which its architecture asks for")
+        return self.tensors[name]
+
+    def part(self, name: str, dim: int, first: int, end: int) -> Tensor:
+        """A part of one."""
+        return self.tensor(name).narrow(dim, first, end - first)
+
+
 class ModuleStore:
     """The parameters of a module in memory, or wherever `accelerate` has put them.
 
@@ -85,7 +119,10 @@ class ModuleStore:
     def _of(self, name: str) -> nn.Parameter:
         parameter = self._find(name)
         if parameter is None:
-            raise ValueError(f"the model has no parameter {name!r}, which its architecture asks for")
+            raise ValueError(
+                f"the model has no parameter {name!r}, which its architecture asks for; if it has adapters, merge "
+                "adapters into the model first"
+            )
         return parameter
 
     def _find(self, name: str) -> nn.Parameter | None:

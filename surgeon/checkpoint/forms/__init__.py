@@ -25,6 +25,7 @@ from surgeon.program import Program
 
 __all__ = [
     "FORMS",
+    "PROGRAM",
     "Form",
     "Inexpressible",
     "Layout",

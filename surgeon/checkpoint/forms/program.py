@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +15,7 @@ from surgeon.checkpoint.forms.stored_layers import StoredLayer, require_divisibl
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.families import Family
 from surgeon.model import PROGRAM_KEY
-from surgeon.program import ATTENTION, FEED_FORWARD, Fork, Node, Program, Step, Sublayer
+from surgeon.program import ATTENTION, FEED_FORWARD, Program, Sublayer
 
 
 class ProgramForm(Form):
@@ -35,9 +34,9 @@ class ProgramForm(Form):
         layers = tuple(StoredLayer((Sublayer(ATTENTION, key),), (Sublayer(FEED_FORWARD, key),)) for key in keys)
         require_divisible(program.sublayers(), family, config)
         place = {key: index for index, key in enumerate(keys)}
-        renumbered = _renumber(program.nodes, lambda s: replace(s, layers=(place[s.layers],)))
+        renumbered = program.renamed(lambda sublayer: replace(sublayer, layers=(place[sublayer.layers],)))
         reason = "transformers loads it with the modeling file inside (trust_remote_code=True), which runs the program"
-        return Layout(self, reason, layers, Program(renumbered))
+        return Layout(self, reason, layers, renumbered)
 
     def sources(self, program: Program, steps_per_layer: int) -> list[tuple[int, ...]]:  # noqa: ARG002
         return _used(program)
@@ -73,13 +72,3 @@ def _under_its_own_name(tensor: PlannedTensor, family: Family) -> PlannedTensor:
     if family.stored_head is None or not tensor.name.startswith(stored):
         return tensor
     return replace(tensor, name=f"{family.head}.{tensor.name.removeprefix(stored)}")
-
-
-def _renumber(nodes: tuple[Node, ...], rename: Callable[[Sublayer], Sublayer]) -> tuple[Node, ...]:
-    renamed: list[Node] = []
-    for node in nodes:
-        if isinstance(node, Step):
-            renamed.append(replace(node, sublayers=tuple(map(rename, node.sublayers))))
-        else:
-            renamed.append(Fork(tuple(_renumber(branch, rename) for branch in node.branches)))
-    return tuple(renamed)
