@@ -18,10 +18,18 @@ from surgeon.cli.options import (
     TokensOption,
     WindowOption,
 )
+from surgeon.operations.declare import HEATMAPS, described
 
 if TYPE_CHECKING:
     from surgeon.analysis.scan import Scan
     from surgeon.analysis.subject import Subject
+
+
+def _heatmaps_listed() -> str:
+    """All heatmaps, those of the paper first, as the help text lists them."""
+    first = [name for name, heatmap in HEATMAPS.items() if heatmap.paper]
+    others = [described(name, heatmap.note) for name, heatmap in HEATMAPS.items() if not heatmap.paper]
+    return ", ".join([f"{', '.join(first)} (the default: these five)", *others])
 
 
 def scan(
@@ -32,9 +40,7 @@ def scan(
         list[str] | None,
         typer.Option(
             "--operation",
-            help="A heatmap to make; may be repeated. shuffle, prune, merge, parallel, 2-parallel (the default: "
-            "these five), 3-parallel, lp (pairs as tensor parallelism runs them), ladder, prune-attention, prune-mlp, "
-            "or all.",
+            help=f"A heatmap to make; may be repeated. {_heatmaps_listed()}, or all.",
         ),
     ] = None,
     layers: Annotated[

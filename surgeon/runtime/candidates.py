@@ -14,7 +14,7 @@ from surgeon.recipe import Recipe, is_recipe, read_recipe
 from surgeon.runtime.bench import Candidate
 from surgeon.runtime.plan import Plan
 from surgeon.runtime.prepare import make_plan
-from surgeon.runtime.variants import UPPER_BOUND, is_variant, middle_layers, variant
+from surgeon.runtime.variants import DENSE, UPPER_BOUND, is_variant, middle_layers, variant
 
 _PROGRAM = re.compile(r"\s*(>|\[|\{|[AF]\d)")
 _LONGEST_NAME = 18  # so that tables fit a terminal
@@ -91,7 +91,7 @@ def _variant(name: str, first: Plan, needs: Needs, layers: range | None) -> Cand
     if name == UPPER_BOUND:
         return Candidate(name, first, connected=False)
     dense = Program.dense(first.layers, first.family.steps_per_layer)
-    stretch = range(0) if name == "dense" else layers or middle_layers(first.layers)
+    stretch = range(0) if name == DENSE else layers or middle_layers(first.layers)
     return Candidate(name, needs.plan(first.folder, str(variant(name, dense, stretch, needs.ranks))))
 
 

@@ -15,11 +15,11 @@ from surgeon.operations import (
     merge,
     pair,
     parallel,
-    permutation,
     prune,
     shuffle,
     tracks,
 )
+from surgeon.operations.shuffle import permutation
 from surgeon.program import Program
 from surgeon.recipe import parse_recipe
 
