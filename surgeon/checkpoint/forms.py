@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from surgeon.checkpoint.fused_config import attention_types, obstacle
+from surgeon.checkpoint.remote_code import PROGRAM
 from surgeon.errors import did_you_mean
 from surgeon.families import Family
 from surgeon.families.base import PER_LAYER_LISTS
@@ -157,6 +158,11 @@ def _fused(program: Program, family: Family, config: Any) -> Layout:
 
 
 def _program(program: Program, family: Family, config: Any) -> Layout:
+    if family.model_type not in PROGRAM.names:
+        raise Inexpressible(
+            f"the modeling file that travels inside has no classes for {family.name} "
+            '(CONTRIBUTING.md, "Adding a family", says how it gets them)'
+        )
     keys = sorted({sublayer.layers for sublayer in program.sublayers()})
     layers = tuple(StoredLayer((Sublayer(ATTENTION, key),), (Sublayer(FEED_FORWARD, key),)) for key in keys)
     _require_divisible(program.sublayers(), family, config)
