@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from surgeon.analysis.scan import Scan
     from surgeon.analysis.subject import Subject
 
+_RANDOM = " and ".join(name for name, heatmap in HEATMAPS.items() if heatmap.seeded)
+
 
 def _heatmaps_listed() -> str:
     """All heatmaps, those of the paper first, as the help text lists them."""
@@ -63,7 +65,7 @@ def scan(
         int,
         typer.Option(
             "--permutations",
-            help="Random orders for each cell of shuffle, which is the mean over them (of log perplexity); "
+            help=f"Random orders for each cell of {_RANDOM}, which is the mean over them (of log perplexity); "
             "permutations.csv has each.",
         ),
     ] = 1,
@@ -99,7 +101,7 @@ def scan(
             "--memory.",
         ),
     ] = 1,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of the random orders of shuffle.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help=f"Seed of the random orders of {_RANDOM}.")] = 0,
 ) -> None:
     """Measure what every contiguous stretch of layers tolerates, and draw it as heatmaps.
 
