@@ -20,7 +20,9 @@ GROUPS = [
     ["execute", "weights", "model", "operations", "recipe"],
     ["analysis", "quality", "heal", "checkpoint", "runtime", "cost"],
     ["search", "bench", "vllm_plugin"],
-    ["report", "server", "cli"],
+    ["report", "server"],
+    ["testing"],
+    ["cli"],
 ]
 LEVELS = {name: level for level, group in enumerate(GROUPS) for name in group}
 HEAVY = {"torch", "transformers", "pandas", "matplotlib", "optuna", "numpy", "datasets", "lm_eval", "yaml"}
@@ -91,6 +93,10 @@ def modules_imported_by(code: str) -> set[str]:
 )
 def test_light_things_import_nothing_heavy(code: str) -> None:
     assert modules_imported_by(code) & HEAVY == set()
+
+
+def test_operations_are_light_enough_for_help_texts() -> None:
+    assert modules_imported_by("import surgeon.operations") & {*HEAVY, "pydantic"} == set()
 
 
 def test_every_public_name_is_there() -> None:

@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from surgeon.errors import did_you_mean
-from surgeon.operations import ladder, merge, pair, parallel, prune, shuffle
 from surgeon.operations.base import show_range
+from surgeon.operations.declare import HEATMAPS
 from surgeon.program import Program
 
-# The first five are those of the paper's figure 4, under its names and in its order.
-HEATMAPS: dict[str, Callable[..., Program]] = {
-    "shuffle": shuffle,
-    "prune": prune,
-    "merge": merge,
-    "parallel": parallel,
-    "2-parallel": partial(pair, form="par", size=2),
-    "3-parallel": partial(pair, form="par", size=3),
-    "lp": partial(pair, form="lp"),
-    "ladder": ladder,
-    "prune-attention": partial(prune, sublayers="attention"),
-    "prune-mlp": partial(prune, sublayers="mlp"),
-}
-SCANNED = tuple(HEATMAPS)[:5]  # unless others are asked for
+SCANNED = tuple(name for name, heatmap in HEATMAPS.items() if heatmap.paper)  # unless others are asked for
 ALL = "all"
-SEEDED = ("shuffle",)
 
 
 @dataclass(frozen=True)
@@ -67,7 +53,7 @@ class Selection:
         layers: only stretches inside this range.
         every: stretches begin at multiples of this from the range's start, and their lengths are multiples of it.
         max_length: the longest stretch, in layers.
-        permutations: how many random orders a cell of `shuffle` is the mean over.
+        permutations: how many seeds a cell of what is random (`shuffle`) is the mean over.
     """
 
     operations: tuple[str, ...]
@@ -168,7 +154,7 @@ def selected_cells(selections: Sequence[Selection], num_layers: int, seed: int, 
         for layers in sorted(wanted, key=lambda s: (s.start, s.stop)):
             apply = partial(HEATMAPS[name], dense, layers=layers)
             cell = Cell(name, layers.start, layers.stop - 1, ())
-            if name in SEEDED:
+            if HEATMAPS[name].seeded:
                 programs = tuple(apply(seed=one) for one in seeds)
                 cells.append(replace(cell, programs=programs, seeds=seeds))
             else:

@@ -15,7 +15,6 @@ Every proxy is so made that more of it should mean more damage. A stretch of lay
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,8 @@ from surgeon.analysis.sensitivity import RECORD as SENSITIVITY_RECORD
 from surgeon.analysis.sensitivity import TABLE as PAIRS
 from surgeon.analysis.similarity import CKA_COLUMNS, Similarity
 from surgeon.checkpoint.read import read_json
+from surgeon.errors import did_you_mean
+from surgeon.operations.declare import HEATMAPS
 from surgeon.provenance import write_table
 
 PROXIES_TABLE = "proxies.csv"
@@ -38,7 +39,6 @@ DAMAGES = ("divergence", "log_perplexity_ratio")
 PAIR_COLUMNS = ("bound", "relative_bound", "relative_first_order", "relative_error")  # of sensitivity.csv
 LAYER_SUMS = ("block_influence", "attention_size", "mlp_size")
 _NEEDED = ("operation", "first", "last", "perplexity", "divergence")
-_GROUPS = re.compile(r"(\d+)-")
 
 Values = NDArray[np.float64]
 
@@ -68,6 +68,9 @@ def read_scan(folder: Path, model_hash: str) -> MeasuredScan:
     record = read_json(_existing(folder, SCAN_RECORD, "scan"))
     _check_model(folder, "scan", record, model_hash)
     cells = _read_table(_existing(folder, CELLS, "scan"), _NEEDED)
+    for name in cells["operation"].unique():
+        if name not in HEATMAPS:
+            raise ValueError(f"{folder / CELLS} has an unknown operation {name!r}; {did_you_mean(str(name), HEATMAPS)}")
     base = record.get("base_perplexity")
     if not isinstance(base, int | float) or not base > 0:
         raise ValueError(f"{folder / SCAN_RECORD} has no base_perplexity above 0; run surgeon scan again")
@@ -92,17 +95,16 @@ def read_pairs(folder: Path, model_hash: str) -> pd.DataFrame:
 def readers(operation: str, first: int, last: int, num_layers: int) -> list[int]:
     """The layers that an operation on first..last takes the contribution of the layer before them from, or delays it.
 
-    In parallel or merged these are all layers but the first; in groups of n (n-parallel; lp, which is in twos) all but
-    the first of each whole group. Pruned layers are lost to the next one after the stretch too. In a ladder the first
-    layer as well reads late.
+    In parallel or merged these are all layers but the first; where layers are taken together in groups, all but the
+    first of each whole group. Layers that are left out are lost to the next one after the stretch too. Where layers
+    read late, the first one does as well.
     """
-    grouped = _GROUPS.match(operation)
-    if grouped or operation == "lp":
-        size = int(grouped[1]) if grouped else 2
-        whole = (last - first + 1) // size * size
-        return [first + place for place in range(whole) if place % size]
-    start = max(1, first) if operation == "ladder" else first + 1
-    end = last + 1 if operation.startswith("prune") else last
+    heatmap = HEATMAPS[operation]
+    if heatmap.group > 1:
+        whole = (last - first + 1) // heatmap.group * heatmap.group
+        return [first + place for place in range(whole) if place % heatmap.group]
+    start = max(1, first) if heatmap.late else first + 1
+    end = last + 1 if heatmap.removes else last
     return list(range(start, min(end, num_layers - 1) + 1))
 
 

@@ -26,7 +26,7 @@ from surgeon.analysis.program_journal import ProgramJournal
 from surgeon.analysis.sharing import share
 from surgeon.analysis.walk import Walk
 from surgeon.model import program_of, require_unedited
-from surgeon.operations import pair
+from surgeon.operations.pair import pair
 from surgeon.progress import progress
 from surgeon.provenance import FORMAT, write_json, write_table
 from surgeon.quality.data import Windows

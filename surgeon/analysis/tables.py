@@ -9,8 +9,7 @@ import numpy as np
 import pandas as pd
 
 from surgeon.analysis.cells import Cell
-from surgeon.operations import permutation
-from surgeon.program import Program
+from surgeon.program import ATTENTION, Program
 from surgeon.quality.summary import ESTIMATE_COLUMNS, Values, estimate, perplexity_interval
 
 COLUMNS = ["operation", "first", "last", *ESTIMATE_COLUMNS, "tokens", "sublayers_run"]
@@ -66,7 +65,12 @@ def permutations_table(outcomes: Iterable[Outcome], base: Base, lookup: Lookup) 
         cell, windows = one.cell, one.windows
         for seed, program in zip(cell.seeds, cell.programs, strict=False):
             found = estimate(*lookup(program, windows), base.nll, windows)
-            order = " ".join(map(str, permutation(cell.layers, seed)))
             numbers = (found.perplexity, found.divergence, len(windows) * base.tokens)
-            rows.append((cell.operation, cell.first, cell.last, seed, order, *numbers))
+            rows.append((cell.operation, cell.first, cell.last, seed, order_of(program, cell.layers), *numbers))
     return pd.DataFrame(rows, columns=PERMUTATION_COLUMNS)
+
+
+def order_of(program: Program, layers: range) -> str:
+    """The order in which a program runs these layers, by their attentions."""
+    run = (sublayer.layers[0] for sublayer in program.sublayers() if sublayer.kind == ATTENTION)
+    return " ".join(str(layer) for layer in run if layer in layers)

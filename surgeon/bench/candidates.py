@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from surgeon.bench.measure import Candidate
-from surgeon.bench.variants import UPPER_BOUND, is_variant, middle_layers, variant
+from surgeon.bench.variants import DENSE, UPPER_BOUND, is_variant, middle_layers, variant
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.demo import MODEL_FOLDER
 from surgeon.program import Program
@@ -92,7 +92,7 @@ def _variant(name: str, first: Plan, needs: Needs, layers: range | None) -> Cand
     if name == UPPER_BOUND:
         return Candidate(name, first, connected=False)
     dense = Program.dense(first.layers, first.family.steps_per_layer)
-    stretch = range(0) if name == "dense" else layers or middle_layers(first.layers)
+    stretch = range(0) if name == DENSE else layers or middle_layers(first.layers)
     return Candidate(name, needs.plan(first.folder, str(variant(name, dense, stretch, needs.ranks))))
 
 

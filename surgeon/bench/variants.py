@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from surgeon.errors import did_you_mean
-from surgeon.operations import desync, fuse_attention_mlp, ladder, pair, tracks
 from surgeon.operations.base import show_range
+from surgeon.operations.declare import VARIANTS, Variant
 from surgeon.program import Program
 
+DENSE = "dense"  # the unedited program
 UPPER_BOUND = "upper-bound"  # the program compared with, on ranks that do not wait for each other
-TRACKS = "tracks:"
 SPARED = 2  # layers at either end that the papers leave alone
-VARIANTS = ("dense", "lp", "ladder", "ladder-over-lp", "fused", "tracks:D", "desync", UPPER_BOUND)
+
+
+def variant_names() -> tuple[str, ...]:
+    """All variants, in the order in which they are listed."""
+    return (DENSE, *VARIANTS, UPPER_BOUND)
 
 
 def is_variant(name: str) -> bool:
-    """Whether it is a name of this list (`tracks:4` for tracks that meet every 4 layers)."""
-    return name in VARIANTS or name.startswith(TRACKS)
+    """Whether it is the name of a variant (`tracks:4` for tracks that meet every 4 layers)."""
+    return name in (DENSE, UPPER_BOUND) or _declared(name) is not None
 
 
 def middle_layers(num_layers: int) -> range:
@@ -43,30 +47,45 @@ def variant(name: str, dense: Program, layers: range, ranks: int) -> Program:
     Raises:
         ValueError: if there is no such variant, or the operation refuses the layers.
     """
+    if name == DENSE:
+        return dense
+    declared = _declared(name)
+    if declared is None:
+        raise ValueError(f"there is no program {name!r} to build; {did_you_mean(name, variant_names())}")
+    if declared.ranks is not None and ranks < 2:
+        raise ValueError(f"{name} has a slice of the layers for each rank; use --tp 2 or more")
     try:
-        if name == "dense":
-            return dense
-        if name == "lp":
-            return pair(dense, layers)
-        if name == "ladder":
-            return ladder(dense, layers)
-        if name == "ladder-over-lp":
-            return ladder(pair(dense, layers), layers)
-        if name == "fused":
-            return fuse_attention_mlp(dense, layers)
-        if name == "desync" and ranks > 1:
-            return desync(dense, layers, count=ranks)
-        if name.startswith(TRACKS) and ranks > 1:
-            return tracks(dense, layers, count=ranks, depth=_depth(name))
+        return _built(name, declared, dense, layers, ranks)
     except ValueError as error:
         raise ValueError(f"{name} of layers {show_range(layers)}: {error}") from error
-    if is_variant(name) and name != UPPER_BOUND:
-        raise ValueError(f"{name} has a slice of the layers for each rank; use --tp 2 or more")
-    raise ValueError(f"there is no program {name!r} to build; {did_you_mean(name, VARIANTS)}")
 
 
-def _depth(name: str) -> int:
-    depth = name.removeprefix(TRACKS)
-    if not depth.isdecimal() or int(depth) < 1:
-        raise ValueError(f"write how many layers a track has, as in {TRACKS}4")
-    return int(depth)
+def _built(name: str, declared: Variant, dense: Program, layers: range, ranks: int) -> Program:
+    if declared.over is not None:
+        dense = _built(declared.over, VARIANTS[declared.over], dense, layers, ranks)
+    given = {**declared.parameters, **_number_in(name, declared)}
+    if declared.ranks is not None:
+        given[declared.ranks] = ranks
+    return declared.function(dense, layers, **given)
+
+
+def _declared(name: str) -> Variant | None:
+    for shown, declared in VARIANTS.items():
+        if name == shown or (declared.argument is not None and name.startswith(_before_number(shown))):
+            return declared
+    return None
+
+
+def _before_number(name: str) -> str:
+    return name.partition(":")[0] + ":"
+
+
+def _number_in(name: str, declared: Variant) -> dict[str, int]:
+    """The parameter that is given behind a variant's name, if it has one."""
+    if declared.argument is None:
+        return {}
+    start = _before_number(name)
+    number = name.removeprefix(start)
+    if not number.isdecimal() or int(number) < 1:
+        raise ValueError(f"write {declared.meaning}, as in {start}4")
+    return {declared.argument: int(number)}

@@ -20,6 +20,7 @@ from surgeon.cli.options import (
     RanksOption,
 )
 from surgeon.cli.sending import parse_sending
+from surgeon.operations.declare import VARIANTS, described
 
 if TYPE_CHECKING:
     from surgeon.bench.compression_cost import CompressionCost
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 COMPARED_TOKENS = 1024  # predicted with exact and with compressed reductions
 RANDOM = "random tokens"
+_VARIANTS_LISTED = ", ".join(described(name, variant.note) for name, variant in VARIANTS.items())
 
 
 def bench(
@@ -39,8 +41,7 @@ def bench(
         list[str] | None,
         typer.Option(
             help="Measure this too, in turns, and compare; may be repeated. A checkpoint, a recipe, a program such as "
-            '"A0 F0 [A1 A2] [F1 F2]", or a variant of the model: dense, lp, ladder, ladder-over-lp, fused (attention '
-            "and MLP side by side), tracks:D (tracks that meet every D layers), desync, upper-bound (without any "
+            f'"A0 F0 [A1 A2] [F1 F2]", or a variant of the model: dense, {_VARIANTS_LISTED}, upper-bound (without any '
             "communication: wrong results, and the best time there can be).",
             show_default=False,
         ),

@@ -18,10 +18,20 @@ from surgeon.cli.options import (
     TokensOption,
     WindowOption,
 )
+from surgeon.operations.declare import HEATMAPS, described
 
 if TYPE_CHECKING:
     from surgeon.analysis.scan import Scan
     from surgeon.analysis.subject import Subject
+
+_RANDOM = " and ".join(name for name, heatmap in HEATMAPS.items() if heatmap.seeded)
+
+
+def _heatmaps_listed() -> str:
+    """All heatmaps, those of the paper first, as the help text lists them."""
+    first = [name for name, heatmap in HEATMAPS.items() if heatmap.paper]
+    others = [described(name, heatmap.note) for name, heatmap in HEATMAPS.items() if not heatmap.paper]
+    return ", ".join([f"{', '.join(first)} (the default: these five)", *others])
 
 
 def scan(
@@ -32,9 +42,7 @@ def scan(
         list[str] | None,
         typer.Option(
             "--operation",
-            help="A heatmap to make; may be repeated. shuffle, prune, merge, parallel, 2-parallel (the default: "
-            "these five), 3-parallel, lp (pairs as tensor parallelism runs them), ladder, prune-attention, prune-mlp, "
-            "or all.",
+            help=f"A heatmap to make; may be repeated. {_heatmaps_listed()}, or all.",
         ),
     ] = None,
     layers: Annotated[
@@ -57,7 +65,7 @@ def scan(
         int,
         typer.Option(
             "--permutations",
-            help="Random orders for each cell of shuffle, which is the mean over them (of log perplexity); "
+            help=f"Random orders for each cell of {_RANDOM}, which is the mean over them (of log perplexity); "
             "permutations.csv has each.",
         ),
     ] = 1,
@@ -93,7 +101,7 @@ def scan(
             "--memory.",
         ),
     ] = 1,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of the random orders of shuffle.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help=f"Seed of the random orders of {_RANDOM}.")] = 0,
 ) -> None:
     """Measure what every contiguous stretch of layers tolerates, and draw it as heatmaps.
 

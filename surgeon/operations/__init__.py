@@ -1,28 +1,19 @@
-"""The edits a recipe can ask for, one short file each."""
+"""The edits a recipe can ask for, one short file each.
+
+Every module of this folder is imported here, so that an operation is known as soon as its file is there. Code that is
+checked for types takes a function from its module (`from surgeon.operations.pair import pair`); otherwise the package
+has it, too (`from surgeon.operations import pair`).
+"""
+
+from importlib import import_module
+from pkgutil import iter_modules
 
 from surgeon.operations.base import OPERATIONS, Operation, operation
-from surgeon.operations.desync import desync
-from surgeon.operations.fuse_attention_mlp import fuse_attention_mlp
-from surgeon.operations.ladder import ladder
-from surgeon.operations.merge import merge
-from surgeon.operations.pair import pair
-from surgeon.operations.parallel import parallel
-from surgeon.operations.prune import prune
-from surgeon.operations.shuffle import permutation, shuffle
-from surgeon.operations.tracks import tracks
+from surgeon.operations.declare import HEATMAPS, VARIANTS, Heatmap, Variant
 
-__all__ = [
-    "OPERATIONS",
-    "Operation",
-    "desync",
-    "fuse_attention_mlp",
-    "ladder",
-    "merge",
-    "operation",
-    "pair",
-    "parallel",
-    "permutation",
-    "prune",
-    "shuffle",
-    "tracks",
-]
+__all__ = ["HEATMAPS", "OPERATIONS", "VARIANTS", "Heatmap", "Operation", "Variant", "operation"]
+
+for _name in sorted(found.name for found in iter_modules(__path__)):
+    import_module(f"{__name__}.{_name}")
+# Over the modules, which importing them has put under the same names.
+globals().update({name: one.function for name, one in OPERATIONS.items()})

@@ -7,13 +7,16 @@ sees weights or models, only the program: whether layers are still free to be ed
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from pydantic import BaseModel, ConfigDict, create_model
-
+from surgeon.operations.declare import HEATMAPS, VARIANTS, Heatmap, Variant, check_free, declare
 from surgeon.program import Node, Program, Sublayer, layer_nodes, steps_of
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 F = TypeVar("F", bound=Callable[..., Program])
 
@@ -29,10 +32,9 @@ class OperationFunction(Protocol):
 
 @dataclass(frozen=True)
 class Operation:
-    """A registered operation: its function, and the model its parameters are checked against."""
+    """A registered operation."""
 
     function: OperationFunction
-    parameters: type[BaseModel]
 
     @property
     def name(self) -> str:
@@ -44,20 +46,50 @@ class Operation:
         """The first line of its description."""
         return inspect.getdoc(self.function).split("\n")[0]  # type: ignore[union-attr]
 
+    @cached_property
+    def parameters(self) -> type[BaseModel]:
+        """The model that its parameters are checked against; made when needed, because pydantic is slow to load."""
+        from pydantic import ConfigDict, create_model
+
+        fields: dict[str, Any] = {}
+        for name, parameter in inspect.signature(self.function, eval_str=True).parameters.items():
+            if name not in ("program", "layers"):
+                default = ... if parameter.default is inspect.Parameter.empty else parameter.default
+                fields[name] = (parameter.annotation, default)
+        return create_model(self.name, __config__=ConfigDict(extra="forbid", strict=True), **fields)
+
+    @property
+    def heatmaps(self) -> dict[str, Heatmap]:
+        """The maps of a scan that it declares, by name."""
+        return {name: one for name, one in HEATMAPS.items() if one.function is self.function}
+
+    @property
+    def variants(self) -> dict[str, Variant]:
+        """The variants of a bench that it declares, by name."""
+        return {name: one for name, one in VARIANTS.items() if one.function is self.function}
+
 
 OPERATIONS: dict[str, Operation] = {}
 
 
-def operation(function: F) -> F:
-    """Register a function as an operation under its own name."""
-    fields: dict[str, Any] = {}
-    for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
-        if name not in ("program", "layers"):
-            default = ... if parameter.default is inspect.Parameter.empty else parameter.default
-            fields[name] = (parameter.annotation, default)
-    model = create_model(function.__name__, __config__=ConfigDict(extra="forbid", strict=True), **fields)
-    OPERATIONS[function.__name__] = Operation(function, model)
-    return function
+def operation(
+    *, heatmaps: Mapping[str, Heatmap] | None = None, variants: Mapping[str, Variant] | None = None
+) -> Callable[[F], F]:
+    """Register a function as an operation under its own name, with the maps and variants that it gives, by theirs.
+
+    Raises:
+        ValueError: if another operation has one of the names.
+    """
+
+    def register(function: F) -> F:
+        name = function.__name__
+        check_free(name, function, OPERATIONS[name].function if name in OPERATIONS else None)
+        declare(HEATMAPS, heatmaps or {}, function)
+        declare(VARIANTS, variants or {}, function)
+        OPERATIONS[name] = Operation(function)
+        return function
+
+    return register
 
 
 @dataclass(frozen=True)

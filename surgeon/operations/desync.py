@@ -1,11 +1,12 @@
 """Drop the synchronisation between attention and feed-forward."""
 
 from surgeon.operations.base import find_stretch, operation
+from surgeon.operations.declare import Variant
 from surgeon.operations.slices import fork_of_slices
 from surgeon.program import Program
 
 
-@operation
+@operation(variants={"desync": Variant(place=6, ranks="count")})
 def desync(program: Program, layers: range, count: int) -> Program:
     """Let slices of each layer meet after the feed-forward only, not after the attention too (sync-point drop).
 

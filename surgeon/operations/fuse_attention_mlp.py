@@ -1,10 +1,11 @@
 """Run attention and feed-forward of a layer side by side."""
 
 from surgeon.operations.base import find_stretch, operation
+from surgeon.operations.declare import Variant
 from surgeon.program import Program, layer_nodes
 
 
-@operation
+@operation(variants={"fused": Variant(place=4, note="attention and MLP side by side")})
 def fuse_attention_mlp(program: Program, layers: range) -> Program:
     """Let attention and feed-forward of each layer read the same stream (GPT-J and PaLM; Ladder Residual's Parallel).
 

@@ -1,10 +1,14 @@
 """Let steps read the stream late."""
 
 from surgeon.operations.base import layers_of, operation, require_present, show_range
+from surgeon.operations.declare import Heatmap, Variant
 from surgeon.program import Fork, Node, Program, Step
 
 
-@operation
+@operation(
+    heatmaps={"ladder": Heatmap("Ladder", place=8, late=True, curves=True)},
+    variants={"ladder": Variant(place=2), "ladder-over-lp": Variant(place=3, over="lp")},
+)
 def ladder(program: Program, layers: range) -> Program:
     """Make every step of the layers read the stream one step late (Ladder Residual, equation 2).
 

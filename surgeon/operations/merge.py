@@ -1,10 +1,11 @@
 """Run one layer with averaged weights in place of several."""
 
 from surgeon.operations.base import averaged, find_stretch, operation
+from surgeon.operations.declare import Heatmap
 from surgeon.program import Program, Step, steps_of
 
 
-@operation
+@operation(heatmaps={"merge": Heatmap("Merge", place=3, paper=True, style=4)})
 def merge(program: Program, layers: range) -> Program:
     """Replace the layers by one with the average of their weights (Layer Parallelism, section 3, figure 3b)."""
     stretch = find_stretch(program, layers)

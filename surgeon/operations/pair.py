@@ -3,10 +3,20 @@
 from typing import Literal
 
 from surgeon.operations.base import find_stretch, operation
+from surgeon.operations.declare import Heatmap, Variant
 from surgeon.program import Fork, Node, Program, Step, steps_of
 
+_AS_RUN = "pairs as tensor parallelism runs them"
 
-@operation
+
+@operation(
+    heatmaps={
+        "2-parallel": Heatmap("2-Parallel", {"form": "par"}, place=5, paper=True, group=2, curves=True, style=6),
+        "3-parallel": Heatmap("3-Parallel", {"form": "par", "size": 3}, place=6, group=3, style=7),
+        "lp": Heatmap("LP pairs", place=7, group=2, curves=True, verb="pair", note=_AS_RUN),
+    },
+    variants={"lp": Variant(place=1)},
+)
 def pair(program: Program, layers: range, form: Literal["lp", "par"] = "lp", size: int = 2) -> Program:
     """Run neighbouring layers two by two in parallel; of an odd stretch, the last layer stays as it is.
 

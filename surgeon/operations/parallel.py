@@ -1,10 +1,11 @@
 """Run layers side by side."""
 
 from surgeon.operations.base import find_stretch, operation
+from surgeon.operations.declare import Heatmap
 from surgeon.program import Fork, Program
 
 
-@operation
+@operation(heatmaps={"parallel": Heatmap("Parallel", place=4, paper=True, style=5)})
 def parallel(program: Program, layers: range) -> Program:
     """Run all the layers on the same input and add what each of them adds (Layer Parallelism, equation PAR)."""
     stretch = find_stretch(program, layers)

@@ -3,12 +3,19 @@
 from typing import Literal
 
 from surgeon.operations.base import find_stretch, operation
+from surgeon.operations.declare import Heatmap
 from surgeon.program import ATTENTION, FEED_FORWARD, Node, Program, Step, steps_of
 
 _PRUNED = {"both": {ATTENTION, FEED_FORWARD}, "attention": {ATTENTION}, "mlp": {FEED_FORWARD}}
 
 
-@operation
+@operation(
+    heatmaps={
+        "prune": Heatmap("Prune", place=2, paper=True, removes=True, style=1, verb="remove"),
+        "prune-attention": Heatmap("Prune attention", {"sublayers": "attention"}, place=9, removes=True, style=2),
+        "prune-mlp": Heatmap("Prune MLP", {"sublayers": "mlp"}, place=10, removes=True, style=3),
+    }
+)
 def prune(program: Program, layers: range, sublayers: Literal["both", "attention", "mlp"] = "both") -> Program:
     """Leave the layers out (Layer Parallelism, section 3, figure 3c), or only their attentions or feed-forwards.
 

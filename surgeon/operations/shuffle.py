@@ -3,6 +3,7 @@
 import random
 
 from surgeon.operations.base import find_stretch, operation
+from surgeon.operations.declare import Heatmap
 from surgeon.program import Program
 
 
@@ -13,7 +14,7 @@ def permutation(layers: range, seed: int) -> list[int]:
     return order
 
 
-@operation
+@operation(heatmaps={"shuffle": Heatmap("Shuffle", place=1, paper=True)})
 def shuffle(program: Program, layers: range, seed: int = 0) -> Program:
     """Run the layers in a random order, fixed by the seed (Layer Parallelism, section 3, figure 3a)."""
     stretch = find_stretch(program, layers)

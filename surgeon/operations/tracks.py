@@ -1,11 +1,22 @@
 """Split layers into tracks that meet every few layers."""
 
 from surgeon.operations.base import find_stretch, operation
+from surgeon.operations.declare import Variant
 from surgeon.operations.slices import fork_of_slices
 from surgeon.program import Program
 
 
-@operation
+@operation(
+    variants={
+        "tracks:D": Variant(
+            place=5,
+            argument="depth",
+            meaning="how many layers a track has",
+            ranks="count",
+            note="tracks that meet every D layers",
+        )
+    }
+)
 def tracks(program: Program, layers: range, count: int, depth: int) -> Program:
     """Run slices of the layers as tracks that meet every `depth` layers (Parallel Track, algorithm 1).
 

@@ -13,17 +13,16 @@ from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from surgeon.operations.declare import HEATMAPS
 from surgeon.provenance import whole_file
-from surgeon.report.heatmap import CAP, TITLES, largest_shown
+from surgeon.report.heatmap import CAP, largest_shown, title_of
 
-# Pairs leave the last layer of an odd stretch as it was, so that odd lengths say nothing new.
-DRAWN = {"2-parallel": 2, "lp": 2, "ladder": 1}  # and the lengths drawn are multiples of this
 MOST_LINES = 16
 _COLOURS = "viridis_r"
 
 
 def draw_curves(table: pd.DataFrame, base_perplexity: float, folder: Path, model: str, cap: float = CAP) -> list[Path]:
-    """Write `curves-<operation>.png` for lp, 2-parallel and ladder, where a scan's table has them.
+    """Write `curves-<operation>.png` for each operation in a scan's table that declares it.
 
     The horizontal axis is the last layer of the stretch, the vertical one perplexity; the colour of a line is the
     stretch's number of layers.
@@ -37,12 +36,13 @@ def draw_curves(table: pd.DataFrame, base_perplexity: float, folder: Path, model
         The files written.
     """
     written = []
-    for name, step in DRAWN.items():
+    for name in (name for name, heatmap in HEATMAPS.items() if heatmap.curves):
         cells = table[table["operation"] == name]
         length = cells["last"] - cells["first"] + 1
-        cells = cells.assign(length=length)[length % step == 0]
+        # Layers that fill no group stay as they were, so that other lengths say nothing new.
+        cells = cells.assign(length=length)[length % HEATMAPS[name].group == 0]
         if len(cells):
-            title = f"{TITLES[name]}: {model}, base perplexity {base_perplexity:.4g}"
+            title = f"{title_of(name)}: {model}, base perplexity {base_perplexity:.4g}"
             written.append(_draw(cells, base_perplexity, folder / f"curves-{name}.png", title, cap))
     return written
 

@@ -14,20 +14,9 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Colormap, LogNorm, Normalize
 from matplotlib.figure import Figure
 
+from surgeon.operations.declare import HEATMAPS
 from surgeon.provenance import whole_file
 
-TITLES = {
-    "shuffle": "Shuffle",
-    "prune": "Prune",
-    "merge": "Merge",
-    "parallel": "Parallel",
-    "2-parallel": "2-Parallel",
-    "3-parallel": "3-Parallel",
-    "lp": "LP pairs",
-    "ladder": "Ladder",
-    "prune-attention": "Prune attention",
-    "prune-mlp": "Prune MLP",
-}
 CAP = 3.0  # colours end at this multiple of the base perplexity, at the latest
 LEAST_CAP = 1.1
 MOST = 0.85  # where a few cells are beyond the cap, colours tell this share of the cells apart, with some room
@@ -36,6 +25,11 @@ _COLOURS = "viridis"
 _BEYOND = "#fff6c2"  # paler than the scale's last colour, so that a capped cell is seen to be one
 _NO_STRETCH = "0.88"
 _PANELS_IN_A_ROW = 5
+
+
+def title_of(operation: str) -> str:
+    """As pictures name an operation."""
+    return HEATMAPS[operation].title if operation in HEATMAPS else operation
 
 
 def draw_heatmaps(
@@ -63,7 +57,7 @@ def draw_heatmaps(
         scale = _scale([values], base_perplexity, cap)
         _draw(axes, values, scale)
         _colour_bar(figure, [axes], [values], scale)
-        axes.set_title(f"{TITLES.get(name, name)}: {model}, base perplexity {base_perplexity:.4g}", fontsize=11)
+        axes.set_title(f"{title_of(name)}: {model}, base perplexity {base_perplexity:.4g}", fontsize=11)
         written.append(_save(figure, folder / f"heatmap-{name}.png"))
     if len(grids) > 1:
         same = grid(table)
@@ -105,7 +99,7 @@ def _overview(grids: dict[str, pd.DataFrame], base: float, path: Path, model: st
     panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).ravel()
     for place, (panel, (name, values)) in enumerate(zip(panels, grids.items(), strict=False)):
         _draw(panel, values, scale, small=True)
-        panel.set_title(f"({chr(ord('a') + place)}) {TITLES.get(name, name)}", fontsize=11)
+        panel.set_title(f"({chr(ord('a') + place)}) {title_of(name)}", fontsize=11)
         if place % columns:
             panel.set_ylabel("")
         if place + columns < len(grids):

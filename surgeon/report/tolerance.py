@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from surgeon.analysis.cells import HEATMAPS
+from surgeon.operations.declare import HEATMAPS
 from surgeon.program import Program
 
-PAIRS, PAIRS_OF_STREAMS, PRUNE = "lp", "2-parallel", "prune"
-_GROUPS = re.compile(r"(\d+)-parallel")
+PAIRS, PAIRS_OF_STREAMS, PRUNE = "lp", "2-parallel", "prune"  # what the summary asks about by name
 _SUBLAYERS = re.compile(r"[^AF]*[AF]\d+[^AF>\[{]*")
 _SAME = 1e-6  # relative; perplexities this close are one
 
@@ -69,8 +68,7 @@ class ScanTable:
 
 def group_size(operation: str) -> int:
     """How many layers an operation takes together: 2 for pairs, 3 for triplets, 1 where there are no groups."""
-    groups = _GROUPS.fullmatch(operation)
-    return 2 if operation == PAIRS else int(groups[1]) if groups else 1
+    return HEATMAPS[operation].group if operation in HEATMAPS else 1
 
 
 def changed_layers(operation: str, first: int, last: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from surgeon.operations import pair
+from surgeon.operations.pair import pair
 from surgeon.program import Program
 from surgeon.recipe import AppliedOperation
 

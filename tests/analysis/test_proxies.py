@@ -161,6 +161,13 @@ def test_p_of_a_few_values_is_exact() -> None:
     assert rank_correlation(range(10), range(10)).p == pytest.approx(2 / math.factorial(10))
 
 
+def test_a_scan_with_an_operation_that_is_not_known_is_refused(tmp_path: Path) -> None:
+    """Which layers it robs of what the layers before them add cannot be told."""
+    write_scan(tmp_path, [("prune", 0, 0, 9.0, 0.5), ("4-parallel", 0, 0, 9.0, 0.5)])
+    with pytest.raises(ValueError, match="cells.csv has an unknown operation '4-parallel'; did you mean '3-parallel'"):
+        read_scan(tmp_path, "ours")
+
+
 def test_a_scan_of_another_model_is_refused(tmp_path: Path) -> None:
     write_scan(tmp_path, [("prune", 0, 0, 9.0, 0.1)], model_hash="t" * 64, model="theirs")
     with pytest.raises(ValueError, match="scan of another model: theirs with the hash tttttttttttt, .* has ours;"):

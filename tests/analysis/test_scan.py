@@ -17,7 +17,7 @@ import surgeon
 from surgeon.analysis.cells import HEATMAPS, SCANNED, permutation_seeds, scan_cells
 from surgeon.analysis.tables import COLUMNS, PERMUTATION_COLUMNS
 from surgeon.families import family_of
-from surgeon.operations import permutation
+from surgeon.operations.shuffle import permutation
 from surgeon.program import Program
 from surgeon.quality.data import Windows
 from tests.analysis.scanning import LAYERS, plain_nll, run

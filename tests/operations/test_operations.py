@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
 
 from surgeon.operations import (
     OPERATIONS,
+    Operation,
     desync,
     fuse_attention_mlp,
     ladder,
     merge,
     pair,
     parallel,
-    permutation,
     prune,
     shuffle,
     tracks,
 )
+from surgeon.operations.shuffle import permutation
 from surgeon.program import Program
 from surgeon.recipe import parse_recipe
+from surgeon.testing import OperationContract
 
 DENSE = Program.dense(6)
 FUSED = Program.dense(4, steps_per_layer=1)
@@ -147,19 +148,19 @@ def test_the_papers_llama_2_7b_configuration() -> None:
     assert program.effective_depth() == 19
 
 
-@pytest.mark.parametrize("name", sorted(OPERATIONS))
-def test_ranges_are_checked(name: str) -> None:
-    apply = partial(OPERATIONS[name].function, **PARAMETERS.get(name, {}))
-    with pytest.raises(ValueError, match=r"layers 4:9 are out of range: the model's layers are 0:6"):
-        apply(DENSE, range(4, 9))
-    with pytest.raises(ValueError, match="are empty"):
-        apply(DENSE, range(4, 4))
-    with pytest.raises(ValueError, match="overlap"):
-        apply(prune(DENSE, range(1, 3)), range(2, 5))
-    assert OPERATIONS[name].summary.endswith((".", ")."))
+class TestOperations(OperationContract):
+    @pytest.fixture(params=sorted(set(OPERATIONS) - {"ladder"}))
+    def operation(self, request: pytest.FixtureRequest) -> Operation:
+        return OPERATIONS[request.param]
+
+    @pytest.fixture
+    def given(self, operation: Operation) -> dict[str, Any]:
+        return PARAMETERS.get(operation.name, {})
 
 
-@pytest.mark.parametrize("name", sorted(set(OPERATIONS) - {"ladder"}))
-def test_layers_another_operation_changed_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="overlap with what an earlier operation changed"):
-        OPERATIONS[name].function(pair(DENSE, range(0, 4)), range(3, 6), **PARAMETERS.get(name, {}))
+class TestLadder(OperationContract):
+    edits_steps = True
+
+    @pytest.fixture
+    def operation(self) -> Operation:
+        return OPERATIONS["ladder"]

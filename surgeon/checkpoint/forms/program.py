@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING
 from surgeon.checkpoint import remote_code
 from surgeon.checkpoint.forms.base import Form, Layout, StoredModel, config_beside
 from surgeon.checkpoint.forms.planning import PlannedTensor
-from surgeon.checkpoint.forms.stored_layers import StoredLayer, require_divisible
+from surgeon.checkpoint.forms.stored_layers import Inexpressible, StoredLayer, require_divisible
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.families import Family
 from surgeon.model import PROGRAM_KEY
@@ -30,6 +30,11 @@ class ProgramForm(Form):
     )
 
     def lay_out(self, program: Program, family: Family, config: Any) -> Layout:
+        if family.model_type not in remote_code.PROGRAM.names:
+            raise Inexpressible(
+                f"the modeling file that travels inside has no classes for {family.name} "
+                '(CONTRIBUTING.md, "Adding a family", says how it gets them)'
+            )
         keys = _used(program)
         layers = tuple(StoredLayer((Sublayer(ATTENTION, key),), (Sublayer(FEED_FORWARD, key),)) for key in keys)
         require_divisible(program.sublayers(), family, config)

@@ -7,16 +7,16 @@ from typing import Any
 
 import pandas as pd
 
-from surgeon.analysis.cells import HEATMAPS
+from surgeon.operations.declare import HEATMAPS
 from surgeon.report.blocks import Block, Finding, Paragraph, Table
+from surgeon.report.heatmap import title_of
 from surgeon.report.runs import Kind, Run, TableFile
 from surgeon.report.sections.scan_charts import charts, reach_table
-from surgeon.report.sections.scan_maps import colours_of, heatmaps, ribbon, title_of
+from surgeon.report.sections.scan_maps import colours_of, heatmaps, ribbon
 from surgeon.report.svg import TOLERANCES
 from surgeon.report.tolerance import (
     PAIRS,
     PAIRS_OF_STREAMS,
-    PRUNE,
     ScanTable,
     longest_within,
     never_to_touch,
@@ -40,8 +40,6 @@ _ENDS = ("first", "last")
 _KNOWN = {"operation": HEATMAPS}
 _NAMED = 3  # layers that the summary names as the cheapest and as the dearest
 _LIMIT = TOLERANCES[-1]
-# The ways to a shorter model that most people ask for first: a layer that allows none of them is to be left alone.
-_SHORTENING = {PRUNE: "remove", PAIRS: "pair"}
 
 
 def _scan_of(run: Run) -> ScanTable:
@@ -106,8 +104,9 @@ def _spread_of_orders(orders: pd.DataFrame) -> str:
         return ""
     ratio = float((spread["max"] / spread["min"]).median())
     count = int(spread["count"].max())
+    random = listed(map(title_of, dict.fromkeys(orders["operation"])), "or")
     return (
-        f"A cell of Shuffle is the mean over {count} random orders; in half of the cells the worst order's perplexity "
+        f"A cell of {random} is the mean over {count} random orders; in half of the cells the worst order's perplexity "
         f"is more than {number(ratio, 3)} times the best one's."
     )
 
@@ -226,11 +225,13 @@ def _untouchable(scan: ScanTable) -> Finding:
             f"Every layer is part of some change of every scanned kind within {allowance(_LIMIT)} of the perplexity."
         )
         return Finding("Layers never to touch", every, "no layer", "is never to be touched")
-    tried = [name for name in scan.operations if name in _SHORTENING] or scan.operations
+    # A layer that allows none of the ways to a shorter model that most people ask for first is to be left alone.
+    verbs = {name: heatmap.verb for name, heatmap in HEATMAPS.items() if heatmap.verb}
+    tried = [name for name in scan.operations if name in verbs] or scan.operations
     alone = sorted(layer for layer, names in kinds.items() if {title_of(name) for name in tried} <= set(names))
-    how = listed((_SHORTENING.get(name, title_of(name)) for name in tried), "or")
+    how = listed((verbs.get(name, title_of(name)) for name in tried), "or")
     it = "it" if len(alone) == 1 else "them"
-    what = f"no measured way to {how} {it}" if set(tried) & set(_SHORTENING) else "no measured change"
+    what = f"no measured way to {how} {it}" if set(tried) & set(verbs) else "no measured change"
     figure = f"{'layer' if len(alone) == 1 else 'layers'} {layer_list(alone)}" if alone else "no layer"
     label = f"{'is' if len(alone) < 2 else 'are'} never to be touched: {what} within {allowance(_LIMIT)}"
     return Finding("Layers never to touch", " ".join(sentences), figure, label)

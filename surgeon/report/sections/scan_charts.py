@@ -9,15 +9,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from surgeon.operations.declare import HEATMAPS
 from surgeon.report.blocks import Block, Chart, Gallery, Table
 from surgeon.report.chart import STYLES, Axis, Point, Series, draw_chart, layer_axis, log_axis
-from surgeon.report.heatmap import CAP, LEAST_CAP
-from surgeon.report.sections.scan_maps import title_of
+from surgeon.report.heatmap import CAP, LEAST_CAP, title_of
 from surgeon.report.svg import TOLERANCES
 from surgeon.report.tolerance import (
     PAIRS,
-    PAIRS_OF_STREAMS,
-    PRUNE,
     ScanTable,
     best_by_depth,
     group_size,
@@ -26,19 +24,6 @@ from surgeon.report.tolerance import (
 )
 from surgeon.report.words import allowance, change, interval, number, plural, stretch
 
-_PRUNING = (PRUNE, "prune-attention", "prune-mlp")
-_CURVES = (PAIRS, PAIRS_OF_STREAMS, "ladder")
-# Each operation looks the same in all charts.
-_STYLES = {
-    PAIRS: 0,
-    PRUNE: 1,
-    "prune-attention": 2,
-    "prune-mlp": 3,
-    "merge": 4,
-    "parallel": 5,
-    PAIRS_OF_STREAMS: 6,
-    "3-parallel": 7,
-}
 _MOST_POINTS = 0.8  # of the points of a chart lie well inside it
 
 
@@ -50,7 +35,8 @@ def charts(scan: ScanTable) -> list[Block]:
     blocks: list[Block] = [Gallery(side_by_side)] if side_by_side else []
     if best:
         blocks.append(_depth_table(scan, best))
-    curves = [_by_end(scan, name) for name in _CURVES if len(scan.of_operation(name))]
+    drawn = sorted((name for name, heatmap in HEATMAPS.items() if heatmap.curves), key=lambda name: name != PAIRS)
+    curves = [_by_end(scan, name) for name in drawn if len(scan.of_operation(name))]
     if curves:
         caption = (
             "One line for each length of the stretch (eight of them where there are more), by where it ends: figure 7 "
@@ -58,6 +44,11 @@ def charts(scan: ScanTable) -> list[Block]:
         )
         blocks.append(Gallery(curves, caption))
     return blocks
+
+
+def _style(operation: str) -> int:
+    """Each operation looks the same in all charts."""
+    return HEATMAPS[operation].style if operation in HEATMAPS else 0
 
 
 def quality(cell: Any) -> str:
@@ -95,14 +86,15 @@ def _above(values: Sequence[float], axis: Axis) -> str:
 
 def _removing_one(scan: ScanTable) -> Chart | None:
     series = []
-    for place, operation in enumerate(_PRUNING):
+    removing = [name for name, heatmap in HEATMAPS.items() if heatmap.removes]
+    for place, operation in enumerate(removing):
         cells = single_layers(scan, operation).sort_values("first")
         ends = [cells.get(f"divergence_{end}", pd.Series(math.nan, cells.index)) for end in ("low", "high")]
         rows = zip(_points(cells, "first", "divergence"), *ends, strict=True)
-        aside = (place - 1) * 0.18  # so that bars do not hide each other
+        aside = (place - (len(removing) - 1) / 2) * 0.18  # so that bars do not hide each other
         points = [Point(point.x + aside, point.y, point.tip, low, high) for point, low, high in rows]
         if points:
-            series.append(Series(title_of(operation), points, _STYLES[operation], line=False))
+            series.append(Series(title_of(operation), points, _style(operation), line=False))
     if not series:
         return None
     values = [value for one in series for point in one.points for value in (point.y, point.low, point.high)]
@@ -117,8 +109,7 @@ def _removing_one(scan: ScanTable) -> Chart | None:
 
 def _by_depth(scan: ScanTable, best: dict[str, pd.DataFrame]) -> Chart:
     series = [
-        Series(title_of(name), _points(cells, "depth", "perplexity"), _STYLES.get(name, 0))
-        for name, cells in best.items()
+        Series(title_of(name), _points(cells, "depth", "perplexity"), _style(name)) for name, cells in best.items()
     ]
     values = [point.y for one in series for point in one.points]
     depths = [point.x for one in series for point in one.points]

@@ -10,8 +10,9 @@ from typing import Any
 import pandas as pd
 from markupsafe import Markup
 
+from surgeon.operations.declare import HEATMAPS
 from surgeon.report.blocks import Gallery, Map, Table
-from surgeon.report.heatmap import TITLES
+from surgeon.report.heatmap import title_of
 from surgeon.report.svg import MANY_LAYERS, MARKED, WIDE, ColourScale, Grid, colour_bar, draw_map
 from surgeon.report.tolerance import ScanTable, changed_layers, cheapest_with, group_size, shown_stretch
 from surgeon.report.values import cell_table, map_cells
@@ -19,11 +20,6 @@ from surgeon.report.words import allowance, change, number, stretch
 
 _ORDERS_SHOWN = 12  # layers of a random order, before it is cut short
 _FIELDS = {"perplexity": "perplexity", "divergence": "divergence"}
-
-
-def title_of(operation: str) -> str:
-    """As pictures name an operation."""
-    return TITLES.get(operation, operation)
 
 
 def colours_of(table: pd.DataFrame, base: float) -> ColourScale:
@@ -73,8 +69,8 @@ def _heatmap(
         spans = zip(cells["first"], cells["last"], strict=True)
         lengths = {changed_layers(operation, first, last) for first, last in spans} - {0}
         data |= {"programs": _programs(operation, lengths, scan.steps_per_layer), "group": group_size(operation)}
-    if operation == "shuffle" and orders is not None:
-        data["notes"] = _orders(cells, orders)
+    if _is_random(operation) and orders is not None:
+        data["notes"] = _orders(cells, orders[orders["operation"] == operation])
     return Map(
         draw_map(grid, scale, described, border=scan.base * MARKED),
         title,
@@ -92,7 +88,11 @@ def _evenly(layers: Sequence[int] | pd.Series[Any]) -> range:
 
 def _programs(operation: str, lengths: set[int], steps: int) -> dict[str, str]:
     """The changed part of the program by its number of layers, written for layers from 0."""
-    return {str(n): shown_stretch(operation, n, steps) for n in sorted(lengths)} if operation != "shuffle" else {}
+    return {} if _is_random(operation) else {str(n): shown_stretch(operation, n, steps) for n in sorted(lengths)}
+
+
+def _is_random(operation: str) -> bool:
+    return operation in HEATMAPS and HEATMAPS[operation].seeded
 
 
 def _orders(cells: pd.DataFrame, orders: pd.DataFrame) -> list[str]:

@@ -10,8 +10,8 @@ import pandas as pd
 
 from surgeon.report.blocks import Block, Chart, Finding, Gallery, Map, Paragraph, Table
 from surgeon.report.chart import Point, Series, draw_chart, layer_axis, log_axis, value_axis
+from surgeon.report.heatmap import title_of
 from surgeon.report.runs import Kind, Run, TableFile
-from surgeon.report.sections.scan_maps import title_of
 from surgeon.report.svg import MANY_LAYERS, ColourScale, Grid, colour_bar, draw_map
 from surgeon.report.values import cell_table, map_cells
 from surgeon.report.words import MINUS, layer_list, listed, number

@@ -1,0 +1,276 @@
+"""What every family keeps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from surgeon.checkpoint.export import Original, plan_export, write_export
+from surgeon.checkpoint.load import load
+from surgeon.checkpoint.remote_code import PROGRAM
+from surgeon.families import family_of
+from surgeon.families.base import PER_LAYER_LISTS
+from surgeon.model import decoder_layers, edit, program_of, restore
+from surgeon.program import Program
+from surgeon.testing.sublayers import EDITS, LAYERS, OwnSublayers, Sublayers, sliced
+from surgeon.weights import features, projection_matrix, with_projection
+
+
+class FamilyContract:
+    """Tests of one family, on a small random model of it.
+
+        class TestLlama(FamilyContract):
+            @pytest.fixture(scope="class")
+            def family_model(self):
+                return LlamaForCausalLM(LlamaConfig(num_hidden_layers=4, hidden_size=32, attention_dropout=0.4, ...))
+
+    The model has four layers and at least 90 tokens in its vocabulary and 32 positions. Give it all the architecture
+    can have: fewer KV heads than heads (both even), windows shorter than 11 tokens, biases; dropout in any case; and
+    gains and biases far from 1 and 0, so that taking another layer's gives other numbers.
+
+    Attributes:
+        drops_out: whether the model drops anything while it trains.
+    """
+
+    drops_out: ClassVar[bool] = True
+
+    @pytest.fixture(scope="class")
+    def family_model(self) -> PreTrainedModel:
+        """The model; the tests edit and restore it."""
+        raise NotImplementedError("give a fixture `family_model` that returns a small random model of four layers")
+
+    def plain(self, model: PreTrainedModel) -> Sublayers | None:  # noqa: ARG002 - for those that override it
+        """A computation of the model's sublayers from its weights, independent of its modules, if there is one."""
+        return None
+
+    @pytest.fixture
+    def model(self, family_model: PreTrainedModel) -> PreTrainedModel:
+        """The model, unedited and in evaluation mode."""
+        model: PreTrainedModel = restore(family_model).eval()
+        assert len(decoder_layers(model)) == LAYERS, f"family_model needs {LAYERS} layers"
+        return model
+
+    @pytest.fixture
+    def ids(self) -> Tensor:
+        """Two texts, (2, 11)."""
+        return torch.randint(3, 90, (2, 11), generator=torch.Generator().manual_seed(0))
+
+    def test_described_modules_and_units_are_there(self, model: PreTrainedModel) -> None:
+        family = family_of(model.config)
+        layer = model.get_submodule(family.layers).get_submodule("0")
+        for kind in "AF":
+            spec = family.spec(kind)
+            for path in (spec.norm, *spec.modules, *spec.head_norms):
+                layer.get_submodule(path)
+            for projection in spec.projections:
+                weight = layer.get_parameter(f"{projection.path}.weight")
+                packed = [other for other in spec.projections if other.path == projection.path]
+                units = [family.units(model.config)[p.unit] * family.unit_width(model.config, p.unit) for p in packed]
+                assert weight.shape[projection.divided_dim] == sum(units)
+        for described in (family.embedding, family.final_norm, family.head, family.position_embedding):
+            if described is not None:
+                model.get_submodule(described)
+
+    def test_the_unedited_program_is_the_stock_model_bit_for_bit(self, model: PreTrainedModel, ids: Tensor) -> None:
+        stock = _logits(model, ids)
+        program = program_of(model)
+        assert program == _dense(model)
+        assert torch.equal(stock, _logits(edit(model, program), ids))
+        assert program_of(model) == program
+
+    def test_it_trains_and_drops_out_as_the_stock_model_does(self, model: PreTrainedModel, ids: Tensor) -> None:
+        """Dropout is where the architecture has it, draws the same numbers, and is on only while the model trains."""
+        stock = _in_training(model, ids)
+        assert torch.equal(stock, _logits(model, ids)) != self.drops_out
+        edit(model, _dense(model))
+        assert torch.equal(_in_training(model, ids), stock)
+        assert torch.equal(_logits(model, ids), _logits(restore(model), ids))
+
+    def test_edited_in_training_it_goes_on_training(self, model: PreTrainedModel, ids: Tensor) -> None:
+        stock = _in_training(model, ids)
+        for mode in (True, False):
+            edit(restore(model).train(mode), _dense(model))
+            assert {module.training for module in model.modules()} == {mode}
+        restore(edit(model, _dense(model)).train())  # and what it was told while edited is not forgotten
+        assert {module.training for module in edit(model, _dense(model)).modules()} == {True}
+        torch.manual_seed(5)
+        assert torch.equal(_logits(model, ids), stock)
+
+    @pytest.mark.parametrize("name", EDITS)
+    def test_edits_equal_their_equations(self, model: PreTrainedModel, ids: Tensor, name: str) -> None:
+        """Over the model's own sublayers, and over those of the plain computation where there is one."""
+        own, plain = OwnSublayers(model, ids), self.plain(model)
+        expected = [
+            sublayers.logits(EDITS[name][1](sublayers, sublayers.embed(ids)))
+            for sublayers in (own, plain)
+            if sublayers is not None
+        ]
+        found = _logits(_edited(model, name), ids)
+        for logits in expected:
+            torch.testing.assert_close(found, logits, rtol=2e-5, atol=2e-5)
+
+    def test_what_cannot_be_sliced_says_so(self, model: PreTrainedModel) -> None:
+        if family_of(model.config).attention.post_norm is None:
+            assert edit(model, sliced(_dense(model)))
+            return
+        with pytest.raises(ValueError, match="cannot be sliced: their output goes through a norm"):
+            edit(model, sliced(_dense(model)))
+
+    @pytest.mark.parametrize("name", EDITS)
+    def test_cached_generation_equals_uncached(self, model: PreTrainedModel, ids: Tensor, name: str) -> None:
+        running: Any = _edited(model, name)
+        arguments = {
+            "attention_mask": torch.ones_like(ids),
+            "max_new_tokens": 8,
+            "do_sample": False,
+            "eos_token_id": None,
+        }
+        with torch.no_grad():
+            cached = running.generate(ids, use_cache=True, **arguments)
+            uncached = running.generate(ids, use_cache=False, **arguments)
+        assert cached.shape[1] == ids.shape[1] + 8
+        assert torch.equal(cached, uncached)
+
+    @pytest.mark.parametrize("program", ["F0 F1", "[F2 F3] >F0"])
+    def test_without_attention_positions_go_on_with_the_cache(
+        self, model: PreTrainedModel, ids: Tensor, program: str
+    ) -> None:
+        edit(model, program)
+        cache: Any = None
+        steps: list[Tensor] = []
+        with torch.no_grad():
+            whole = _logits(model, ids)
+            for some in ids.split([4, 1, 6], 1):
+                out = model(input_ids=some, past_key_values=cache, use_cache=True)
+                cache = out.past_key_values
+                steps.append(out.logits)
+        assert cache.get_seq_length() == ids.shape[1]
+        torch.testing.assert_close(torch.cat(steps, 1), whole)
+
+    @pytest.mark.parametrize("name", ["dense", "lp", "par", "ladder", "merge"])
+    def test_left_padding_changes_nothing(self, model: PreTrainedModel, ids: Tensor, name: str) -> None:
+        _edited(model, name)
+        pad = torch.zeros(2, 3, dtype=torch.long)
+        mask = torch.cat([pad, torch.ones_like(ids)], 1)
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        got = _logits(model, torch.cat([pad, ids], 1), attention_mask=mask, position_ids=positions)
+        torch.testing.assert_close(got[:, pad.shape[1] :], _logits(model, ids), rtol=1e-4, atol=1e-5)
+
+    @pytest.mark.parametrize("name", ["shuffle", "prune", "repeat", "lp"])
+    def test_per_layer_entries_of_the_config_follow_their_layers(self, model: PreTrainedModel, name: str) -> None:
+        before = model.config.to_dict()
+        order = order_of_attentions(model, name)
+        _edited(model, name)
+        for key in PER_LAYER_LISTS:
+            if before.get(key) is not None:
+                assert getattr(model.config, key) == [before[key][k] for k in order]
+        assert model.config.num_hidden_layers == len(order)
+        assert restore(model).config.to_dict() == before
+
+    @pytest.mark.parametrize("name", EDITS)
+    def test_restoring_gives_everything_back(self, model: PreTrainedModel, ids: Tensor, name: str) -> None:
+        stock, config = _logits(model, ids), model.config.to_dict()
+        weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        restore(_edited(model, name))
+        assert model.config.to_dict() == config
+        assert program_of(model) == _dense(model)
+        after = model.state_dict()
+        assert list(after) == list(weights)
+        assert all(torch.equal(after[name], tensor) for name, tensor in weights.items())
+        assert torch.equal(_logits(model, ids), stock)
+
+    def test_projections_are_found_where_they_are_packed(self, model: PreTrainedModel) -> None:
+        """Each projection's own matrix, and the product with it against what the module gives on its features."""
+        family, config = family_of(model.config), model.config
+        layer = model.get_submodule(family.layers).get_submodule("1")
+        projections = (*family.attention.projections, *family.mlp.projections)
+        for projection in projections:
+            module: Any = layer.get_submodule(projection.path)
+            matrix = projection_matrix(module.weight, projection, family, config)
+            x = torch.randn(3, matrix.shape[1])
+            own = features(projection, family, config).flatten()
+            with torch.no_grad():
+                got = module(x) - (0 if module.bias is None else module.bias)
+            expected = got[:, own] if projection.reads_stream else got
+            torch.testing.assert_close(x @ matrix.T, expected, rtol=1e-4, atol=1e-5)
+            changed = with_projection(module.weight, matrix * 2, projection, family, config)
+            torch.testing.assert_close(projection_matrix(changed, projection, family, config), matrix * 2)
+            for other in {p for p in projections if p.path == projection.path} - {projection}:
+                assert torch.equal(
+                    projection_matrix(changed, other, family, config),
+                    projection_matrix(module.weight, other, family, config),
+                )
+
+    @pytest.mark.parametrize("name", ["prune", "merge"])
+    def test_a_plain_export_loads_again(self, model: PreTrainedModel, ids: Tensor, name: str, tmp_path: Path) -> None:
+        """In surgeon, and in `transformers` without it; layers that the config calls different are not merged."""
+        model.save_pretrained(tmp_path / "source")
+        lists = [getattr(model.config, key, None) for key in PER_LAYER_LISTS]
+        expected = _logits(_edited(model, name), ids)
+        if name == "merge" and any(entries is not None and entries[1] != entries[2] for entries in lists):
+            with pytest.raises(ValueError, match="layers 1 and 2 differ in the config's"):
+                _export(tmp_path, program_of(model), "plain")
+            return
+        _export(tmp_path, program_of(model), "plain")
+        stock = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32)
+        for written in (load(tmp_path / "plain"), stock.eval()):
+            _assert_same(_logits(written, ids), expected)
+
+    def test_an_export_with_the_program_loads_again(self, model: PreTrainedModel, ids: Tensor, tmp_path: Path) -> None:
+        """Or, for architectures that the modeling file does not know, says so."""
+        model.save_pretrained(tmp_path / "source")
+        expected = _logits(_edited(model, "ladder"), ids)
+        model_type = model.config.model_type
+        if model_type not in PROGRAM.names:
+            with pytest.raises(ValueError, match="the modeling file that travels inside has no classes for"):
+                _export(tmp_path, program_of(model), "program")
+            return
+        _export(tmp_path, program_of(model), "program")
+        shipped: Any = PROGRAM.model_class(model_type, tmp_path / "program")
+        for written in (load(tmp_path / "program"), shipped.from_pretrained(tmp_path / "program").eval()):
+            _assert_same(_logits(written, ids), expected)
+
+
+def order_of_attentions(model: PreTrainedModel, name: str) -> list[int]:
+    """The layers of the attentions that the unedited model runs after one of EDITS, in order."""
+    program = EDITS[name][0](_dense(model))
+    return [sublayer.layers[0] for sublayer in program.sublayers() if sublayer.kind == "A"]
+
+
+def _dense(model: PreTrainedModel) -> Program:
+    return Program.dense(LAYERS, family_of(model.config).steps_per_layer)
+
+
+def _edited(model: PreTrainedModel, name: str) -> PreTrainedModel:
+    program = EDITS[name][0](_dense(model))
+    if family_of(model.config).attention.post_norm and any(sublayer.piece for sublayer in program.sublayers()):
+        pytest.skip("the family cannot be sliced; that it says so is tested by itself")
+    return edit(model, program)
+
+
+def _logits(model: PreTrainedModel, ids: Tensor, **arguments: Tensor) -> Tensor:
+    with torch.no_grad():
+        logits: Tensor = model(input_ids=ids, **arguments).logits
+    return logits
+
+
+def _in_training(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Logits with dropout, the same numbers each time."""
+    torch.manual_seed(5)
+    logits = _logits(model.train(), ids)
+    model.eval()
+    return logits
+
+
+def _export(folder: Path, program: Program, form: str) -> None:
+    """From `source` in a folder to a folder with the form's name beside it."""
+    write_export(plan_export(Original.open(folder / "source"), program, form), folder / form)
+
+
+def _assert_same(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * expected.abs().max().item())

@@ -1,0 +1,251 @@
+"""Edits as equations over a model's own sublayers: what an edited model has to compute.
+
+A model's attentions and feed-forwards are taken from its modules as its family describes them, called with what the
+stock model calls them with. Neither programs nor the executor have a part in it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from surgeon.families import SublayerSpec, family_of
+from surgeon.operations.ladder import ladder
+from surgeon.operations.merge import merge
+from surgeon.operations.pair import pair
+from surgeon.operations.parallel import parallel
+from surgeon.operations.prune import prune
+from surgeon.program import Program
+
+LAYERS = 4  # of the models under contract
+_STREAM = object()  # stands in an attention's arguments for the normed stream
+
+
+class Sublayers(Protocol):
+    """A model over unpadded tokens, taken apart; streams are (batch, tokens, hidden).
+
+    Attributes:
+        one_step: whether attention and feed-forward of a layer read the same stream.
+    """
+
+    @property
+    def one_step(self) -> bool: ...
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """The stream that the first layer reads."""
+        ...
+
+    def attention(self, k: int, x: Tensor) -> Tensor:
+        """What layer k's attention adds to a stream, its norm inside."""
+        ...
+
+    def feed_forward(self, k: int, x: Tensor) -> Tensor:
+        """What layer k's feed-forward adds to a stream, its norm inside."""
+        ...
+
+    def logits(self, x: Tensor) -> Tensor:
+        """What the model makes of the last stream: (batch, tokens, vocabulary)."""
+        ...
+
+    def averaged(self, layers: list[int], into: int) -> Sublayers:
+        """A copy in which one layer has the average of several layers' weights."""
+        ...
+
+
+class OwnSublayers:
+    """`Sublayers` of a `transformers` model, from its own modules, for tokens of one shape.
+
+    Args:
+        model: which runs no edited program; it is copied.
+        ids: the tokens.
+
+    Raises:
+        AssertionError: if an attention does not read what the norm of its description gives.
+    """
+
+    def __init__(self, model: PreTrainedModel, ids: Tensor) -> None:
+        self.family = family_of(model.config)
+        self.model = copy.deepcopy(model).eval()
+        self.ids = ids
+        self.calls = [self._call_of_attention(k) for k in range(len(self.layers))]
+
+    @property
+    def one_step(self) -> bool:
+        return self.family.steps_per_layer == 1
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The model's own."""
+        layers = self.model.get_submodule(self.family.layers)
+        assert isinstance(layers, nn.ModuleList)
+        return layers
+
+    @torch.no_grad()
+    def _run(self) -> Tensor:
+        logits: Tensor = self.model(input_ids=self.ids, use_cache=False).logits
+        return logits
+
+    def _call_of_attention(self, k: int) -> tuple[list[Any], dict[str, Any]]:
+        """What the model hands an attention, with a placeholder for the stream."""
+        spec, normed, calls = self.family.attention, [], []
+        norm, attention = self.layers[k].get_submodule(spec.norm), self.layers[k].get_submodule(spec.modules[0])
+        hooks = [
+            norm.register_forward_hook(lambda _, __, output: normed.append(output)),
+            attention.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True),
+        ]
+        self._run()
+        for hook in hooks:
+            hook.remove()
+        ((args, kwargs),) = calls
+        positional = [_STREAM if value is normed[0] else value for value in args]
+        named = {name: _STREAM if value is normed[0] else value for name, value in kwargs.items()}
+        given = [value for value in (*positional, *named.values()) if value is _STREAM]
+        assert len(given) == 1, f"{spec.modules[0]} of layer {k} does not read what {spec.norm} gives"
+        return positional, named
+
+    def embed(self, ids: Tensor) -> Tensor:
+        assert ids is self.ids, "the arguments of attentions are those of other tokens"
+        found: list[Tensor] = []
+
+        def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            found.append(args[0] if args else kwargs["hidden_states"])
+
+        hook = self.layers[0].register_forward_pre_hook(keep, with_kwargs=True)
+        self._run()
+        hook.remove()
+        return found[0]
+
+    @torch.no_grad()
+    def attention(self, k: int, x: Tensor) -> Tensor:
+        spec, (args, kwargs) = self.family.attention, self.calls[k]
+        normed = self._through(k, [spec.norm], x)
+        positional = [normed if value is _STREAM else value for value in args]
+        named = {name: normed if value is _STREAM else value for name, value in kwargs.items()}
+        output = self.layers[k].get_submodule(spec.modules[0])(*positional, **named)
+        return self._through(k, spec.modules[1:], output[0] if isinstance(output, tuple) else output)
+
+    @torch.no_grad()
+    def feed_forward(self, k: int, x: Tensor) -> Tensor:
+        spec: SublayerSpec = self.family.mlp
+        return self._through(k, (spec.norm, *spec.modules), x)
+
+    def _through(self, k: int, paths: Iterable[str], x: Tensor) -> Tensor:
+        for path in paths:
+            x = self.layers[k].get_submodule(path)(x)
+        return x
+
+    def logits(self, x: Tensor) -> Tensor:
+        norm = self.model.get_submodule(self.family.final_norm)
+        hook = norm.register_forward_pre_hook(lambda _, __: (x,))
+        logits = self._run()
+        hook.remove()
+        return logits
+
+    @torch.no_grad()
+    def averaged(self, layers: list[int], into: int) -> OwnSublayers:
+        other = OwnSublayers(self.model, self.ids)
+        parameters = [dict(self.layers[k].named_parameters()) for k in layers]
+        for name, parameter in other.layers[into].named_parameters():
+            parameter.copy_(torch.stack([one[name] for one in parameters]).mean(0))
+        return other
+
+
+def layer(s: Sublayers, k: int, x: Tensor) -> Tensor:
+    """The stream after a whole unedited layer."""
+    if s.one_step:
+        return x + s.attention(k, x) + s.feed_forward(k, x)
+    x = x + s.attention(k, x)
+    return x + s.feed_forward(k, x)
+
+
+def sequential(s: Sublayers, x: Tensor, layers: list[int]) -> Tensor:
+    """Layers one after the other."""
+    for k in layers:
+        x = layer(s, k, x)
+    return x
+
+
+def lp(s: Sublayers, x: Tensor) -> Tensor:
+    """Layers 1 and 2 as an LP pair."""
+    x = layer(s, 0, x)
+    if s.one_step:
+        x = x + s.attention(1, x) + s.feed_forward(1, x) + s.attention(2, x) + s.feed_forward(2, x)
+    else:
+        x = x + s.attention(1, x) + s.attention(2, x)
+        x = x + s.feed_forward(1, x) + s.feed_forward(2, x)
+    return layer(s, 3, x)
+
+
+def par(s: Sublayers, x: Tensor) -> Tensor:
+    """Layers 1 to 3, each with a stream of its own."""
+    x = layer(s, 0, x)
+    return x + sum(layer(s, k, x) - x for k in (1, 2, 3))
+
+
+def ladder_from_one(s: Sublayers, x: Tensor) -> Tensor:
+    """Ladder Residual, equation 2: x_{i+1} = x_i + h_{i+1}(x_{i-1}) for every step from layer 1 on."""
+    steps: list[Callable[[Tensor], Tensor]]
+    if s.one_step:
+        steps = [partial(_both, s, k) for k in range(LAYERS)]
+    else:
+        steps = [partial(half, k) for k in range(LAYERS) for half in (s.attention, s.feed_forward)]
+    late = len(steps) // LAYERS
+    previous = x
+    for index, step in enumerate(steps):
+        previous, x = x, x + step(previous if index >= late else x)
+    return x
+
+
+def _both(s: Sublayers, k: int, x: Tensor) -> Tensor:
+    return s.attention(k, x) + s.feed_forward(k, x)
+
+
+def beside(s: Sublayers, x: Tensor) -> Tensor:
+    """Attention and feed-forward of each layer on the same stream."""
+    for k in range(LAYERS):
+        x = x + _both(s, k, x)
+    return x
+
+
+def one_after_the_other(s: Sublayers, x: Tensor) -> Tensor:
+    """The feed-forward of each layer after its attention."""
+    for k in range(LAYERS):
+        x = x + s.attention(k, x)
+        x = x + s.feed_forward(k, x)
+    return x
+
+
+def moved(program: Program, order: list[int]) -> Program:
+    """The layers of a dense program in another order."""
+    steps = len(program) // LAYERS
+    return Program(tuple(node for k in order for node in program.nodes[k * steps : (k + 1) * steps]))
+
+
+def sliced(program: Program) -> Program:
+    """Layer 0 in two slices, then layer 1."""
+    if len(program) == LAYERS:
+        return Program.parse("[A0/2:0 F0/2:0 A0/2:1 F0/2:1] [A1 F1]")
+    return Program.parse("[A0/2:0 A0/2:1] [F0/2:0 F0/2:1] A1 F1")
+
+
+Edit = tuple[Callable[[Program], Program], Callable[[Sublayers, Tensor], Tensor]]
+# By name: what is made of the dense program, and the stream that it has to end with.
+EDITS: dict[str, Edit] = {
+    "dense": (lambda p: p, lambda s, x: sequential(s, x, [0, 1, 2, 3])),
+    "shuffle": (lambda p: moved(p, [0, 2, 1, 3]), lambda s, x: sequential(s, x, [0, 2, 1, 3])),
+    "prune": (lambda p: prune(p, range(1, 3)), lambda s, x: sequential(s, x, [0, 3])),
+    "repeat": (lambda p: moved(p, [0, 1, 1, 3, 1]), lambda s, x: sequential(s, x, [0, 1, 1, 3, 1])),
+    "merge": (lambda p: merge(p, range(1, 3)), lambda s, x: sequential(s.averaged([1, 2], 1), x, [0, 1, 3])),
+    "lp": (lambda p: pair(p, range(1, 3)), lp),
+    "par": (lambda p: parallel(p, range(1, 4)), par),
+    "ladder": (lambda p: ladder(p, range(1, 4)), ladder_from_one),
+    "attention beside MLP": (lambda _: Program.dense(LAYERS, 1), beside),
+    "attention before MLP": (lambda _: Program.dense(LAYERS, 2), one_after_the_other),
+    "slices of one layer": (sliced, lambda s, x: sequential(s, x, [0, 1])),
+}

@@ -1,0 +1,193 @@
+"""What somebody else adds, in a file of their own: an operation and a family, each under its contract."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from surgeon.families import FAMILIES, Family
+from surgeon.families.llama import LLAMA
+from surgeon.operations.base import OPERATIONS, Operation, find_stretch, operation
+from surgeon.operations.declare import HEATMAPS, VARIANTS, Heatmap, Variant
+from surgeon.program import Program
+from surgeon.testing import FamilyContract, OperationContract, OwnSublayers
+from tests.models import disturb
+
+# -- an operation --
+
+
+@operation(heatmaps={"reverse": Heatmap("Reverse")}, variants={"reversed": Variant({"every": 2})})
+def reverse(program: Program, layers: range, every: int = 1) -> Program:
+    """Run every n-th of the layers, the last one first."""
+    if every < 1:
+        raise ValueError(f"every must be at least 1, not {every}")
+    stretch = find_stretch(program, layers)
+    return stretch.replaced_by(*(node for layer in stretch.layers[::-every] for node in layer))
+
+
+REVERSE = OPERATIONS.pop("reverse")  # registered for these tests alone
+DECLARED = {"heatmaps": {"reverse": HEATMAPS.pop("reverse")}, "variants": {"reversed": VARIANTS.pop("reversed")}}
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    OPERATIONS["reverse"] = REVERSE
+    HEATMAPS.update(DECLARED["heatmaps"])
+    VARIANTS.update(DECLARED["variants"])
+    yield
+    del OPERATIONS["reverse"], HEATMAPS["reverse"], VARIANTS["reversed"]
+
+
+@pytest.mark.usefixtures("registered")
+class TestReverse(OperationContract):
+    @pytest.fixture
+    def operation(self) -> Operation:
+        return OPERATIONS["reverse"]
+
+
+# -- a family --
+
+
+class OurConfig(LlamaConfig):
+    model_type = "our_llama"
+
+
+class OurForCausalLM(LlamaForCausalLM):
+    config_class = OurConfig
+
+
+AutoConfig.register("our_llama", OurConfig)
+AutoModelForCausalLM.register(OurConfig, OurForCausalLM)
+OURS = replace(LLAMA, name="Our Llama", model_type="our_llama")
+SMALL: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 97,
+    "attention_dropout": 0.4,
+    "attention_bias": True,
+    "mlp_bias": True,
+}
+
+
+class TestOurFamily(FamilyContract):
+    @pytest.fixture(scope="class")
+    def family_model(self) -> Iterator[PreTrainedModel]:
+        FAMILIES["our_llama"] = OURS
+        torch.manual_seed(0)
+        model = OurForCausalLM(OurConfig(**SMALL))
+        disturb(model)
+        yield model
+        del FAMILIES["our_llama"]
+
+
+# -- contracts that are not kept --
+
+
+def broken(function: Any) -> Operation:
+    return Operation(function)
+
+
+def untouched_outside(program: Program, layers: range) -> Program:
+    """Drop the first layer whatever is asked for."""
+    find_stretch(program, layers)
+    return Program(program.nodes[2:])
+
+
+def random_each_time(program: Program, layers: range, seen: list[int] = []) -> Program:  # noqa: B006
+    """Give another program every time."""
+    seen.append(0)
+    stretch = find_stretch(program, layers)
+    return stretch.replaced_by(*(node for layer in stretch.layers for node in layer * (len(seen) % 2 + 1)))
+
+
+def unseeded(program: Program, layers: range, seed: int = 0) -> Program:  # noqa: ARG001
+    """Take a seed and do nothing with it."""
+    return program
+
+
+def past_the_end(program: Program, layers: range) -> Program:
+    """Take any layers."""
+    nodes = program.nodes
+    return Program(nodes[: 2 * layers.start] + nodes[2 * layers.stop :])
+
+
+@pytest.mark.parametrize(
+    ("function", "test", "arguments"),
+    [
+        (untouched_outside, "test_it_says_what_it_makes_of_a_program", {"steps_per_layer": 2}),
+        (random_each_time, "test_it_says_what_it_makes_of_a_program", {"steps_per_layer": 2}),
+        (unseeded, "test_its_seed_is_all_that_is_random", {}),
+        (past_the_end, "test_layers_that_are_not_there_are_refused", {"steps_per_layer": 2}),
+        (past_the_end, "test_layers_another_operation_changed_are_refused", {}),
+    ],
+)
+def test_operations_that_break_the_contract_fail_it(function: Any, test: str, arguments: dict[str, Any]) -> None:
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        getattr(OperationContract(), test)(broken(function), {}, **arguments)
+
+
+HALVED = (replace(LLAMA.attention.projections[0], unit="kv_heads"), *LLAMA.attention.projections[1:])
+
+
+def described(**changes: Any) -> Family:
+    return replace(OURS, **changes)
+
+
+@pytest.mark.parametrize(
+    ("family", "test", "with_ids"),
+    [
+        (
+            described(attention=replace(LLAMA.attention, norm="post_attention_layernorm")),
+            "test_the_unedited_program_is_the_stock_model_bit_for_bit",
+            True,
+        ),
+        (
+            described(dropout="attention_dropout"),
+            "test_it_trains_and_drops_out_as_the_stock_model_does",
+            True,
+        ),
+        (described(attention=replace(LLAMA.attention, projections=HALVED)), "test_described_modules_and_units", False),
+    ],
+)
+def test_families_that_break_the_contract_fail_it(
+    family: Family, test: str, with_ids: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FAMILIES, "our_llama", family)
+    torch.manual_seed(0)
+    model = OurForCausalLM(OurConfig(**SMALL)).eval()
+    disturb(model)
+    ids = torch.randint(3, 90, (2, 11))
+    (name,) = (name for name in dir(FamilyContract) if name.startswith(test))
+    with pytest.raises(AssertionError):
+        getattr(FamilyContract(), name)(model, *([ids] if with_ids else []))
+
+
+def test_an_equation_needs_the_norm_that_the_attention_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = described(attention=replace(LLAMA.attention, norm="post_attention_layernorm"))
+    monkeypatch.setitem(FAMILIES, "our_llama", wrong)
+    with pytest.raises(AssertionError, match="self_attn of layer 0 does not read what post_attention_layernorm gives"):
+        OwnSublayers(OurForCausalLM(OurConfig(**SMALL)), torch.tensor([[4, 5, 6]]))
+
+
+def test_contracts_without_a_fixture_say_what_is_missing() -> None:
+    for contract, fixture in ((OperationContract, "operation"), (FamilyContract, "family_model")):
+        with pytest.raises(NotImplementedError, match=f"give a fixture `{fixture}`"):
+            getattr(contract, fixture).__wrapped__(contract())
+
+
+def test_without_pytest_the_error_says_how_to_get_it() -> None:
+    code = "import sys; sys.modules['pytest'] = None\nimport surgeon.testing"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.endswith(
+        "ImportError: surgeon.testing needs pytest, which is not installed: pip install pytest\n"
+    )
