@@ -288,7 +288,7 @@ def written_config(plan: ExportPlan) -> dict[str, Any]:
     if plan.dtype is not None:
         config.pop("torch_dtype", None)
         config["dtype"] = plan.dtype
-    return config | form.class_entries(plan.original.family, plan.layout)
+    return config | form.class_entries(plan.original, plan.layout)
 
 
 def _write_companions(partial: Path, plan: ExportPlan) -> None:

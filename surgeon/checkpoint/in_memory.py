@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from surgeon.checkpoint.export import DTYPES, Original, companions_of, plan_export, write_export
-from surgeon.checkpoint.forms import PROGRAM, Layout
+from surgeon.checkpoint.forms import PROGRAM, Layout, StoredModel
 from surgeon.checkpoint.prove import Proof
+from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.staging import check_target, scratch
 from surgeon.checkpoint.tokenizer import keep_tokenizer_class
 from surgeon.families import family_of
@@ -116,7 +117,8 @@ def save_edited(model: PreTrainedModel, save_directory: str | Path, **options: A
     if not options.get("is_main_process", True):
         return
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    entries = PROGRAM.class_entries(family, Layout(PROGRAM, "", (), stored.program))
+    saved = StoredModel(Checkpoint(folder), model.config, family)
+    entries = PROGRAM.class_entries(saved, Layout(PROGRAM, "", (), stored.program))
     write_json(folder / "config.json", config | entries)
     shutil.copyfile(PROGRAM.shipped.file, folder / PROGRAM.shipped.file.name)
     keep_tokenizer_class(folder, model.config)

@@ -6,22 +6,9 @@ from typing import Any
 
 from surgeon.families.base import Family, Projection, SublayerSpec
 from surgeon.families.fused import FUSED
-from surgeon.families.gemma2 import GEMMA2
-from surgeon.families.gpt2 import GPT2
-from surgeon.families.gpt_neo import GPT_NEO
-from surgeon.families.gpt_neox import GPT_NEOX
-from surgeon.families.llama import LLAMA
-from surgeon.families.mistral import MISTRAL
-from surgeon.families.opt import OPT
-from surgeon.families.phi3 import PHI3
-from surgeon.families.qwen2 import QWEN2
-from surgeon.families.qwen3 import QWEN3
+from surgeon.families.registry import FAMILIES
 
 __all__ = ["FAMILIES", "Family", "Projection", "SublayerSpec", "family_named", "family_of"]
-
-FAMILIES = {
-    family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, PHI3, OPT, GPT2, GPT_NEO, GPT_NEOX)
-}
 
 
 def family_named(model_type: str) -> Family:

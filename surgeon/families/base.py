@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+Scale = Callable[[Any], float | None]  # of a config: a factor; None where the architecture has none
+
 Unit = Literal["heads", "kv_heads", "neurons"]
 LOCAL = ("sliding_attention", "local")  # what configs call layers whose attention has a window
-PER_LAYER_LISTS = ("layer_types", "attention_layers")  # config attributes with one item per layer
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,10 @@ def _no_obstacle(_: Any) -> str | None:
     return None
 
 
+def _no_factor(_: Any) -> float | None:
+    return None
+
+
 @dataclass(frozen=True)
 class Family:
     """One architecture.
@@ -115,19 +120,31 @@ class Family:
         partly_rotary: whether only some features of a head may; other classes rotate all, whatever the config says.
         position_embedding: path of a learned position embedding, if any.
         position_offset: how many entries of it come before position 0 (OPT has 2).
+        positions_from_mask: whether positions count what the attention mask lets through, unless they are given.
+        rotary_layers: the config attribute that says of each layer whether it has rotary positions; all have where
+            there is none.
         dropout: the config attribute with the dropout probability of sublayer outputs while training, if any.
+        module_dropout: the same where the sublayers' own modules do it.
+        attention_dropout: the same of attention weights.
+        embedding_dropout: the same of the stream before the first layer, if any.
         steps_per_layer: 2, or 1 where attention and MLP of a layer read the same stream (GPT-NeoX).
         softcap: the config attribute with the bound c of output logits that are c * tanh(logits / c), if any.
         attention_softcap: the same for the scores of attentions.
         window: the config attribute with how many tokens an attention looks at, itself the last of them, if any.
         window_layers: the config attribute that says which layers have the window; all of them where there is none.
-        scaled_embedding: whether embeddings are multiplied by the square root of the stream's width (Gemma2).
+        layer_lists: config attributes with one item per layer that says something of its attention.
+        embedding_scale: what embeddings are multiplied by.
+        attention_scale: what products of queries and keys are multiplied by; by default 1 / sqrt(head_dim).
+        output_scale: what is multiplied with the output of every sublayer before it is added (Granite).
+        logit_scale: what output logits are multiplied by, before they are capped.
+        head_norm_turns: whether gains of head norms are (turns, head_dim): one for each layer whose heads take turns.
         arguments: names of what the decoder hands a layer by position after the stream.
         returns_tuple: whether a layer returns its stream as the first item of a tuple.
         variant: the description of a model with this config, where it depends on more than the model type.
         follow: config entries that describe layers in another way than one list item per layer, rewritten so that
             layer i is described as layer `sources[i]` was.
         unsupported: says why a config of this family cannot be operated on, or returns None.
+        unfusable: says why its layers cannot be stored side by side in one, or returns None.
     """
 
     name: str
@@ -147,20 +164,31 @@ class Family:
     partly_rotary: bool = False
     position_embedding: str | None = None
     position_offset: int = 0
+    positions_from_mask: bool = False
+    rotary_layers: str | None = None
     stored_head: str | None = None
     dropout: str | None = None
+    module_dropout: str | None = None
+    attention_dropout: str = "attention_dropout"
+    embedding_dropout: str | None = None
     steps_per_layer: int = 2
     unit_offset: bool = False
     softcap: str | None = None
     attention_softcap: str | None = None
     window: str | None = None
     window_layers: str | None = None
-    scaled_embedding: bool = False
+    layer_lists: tuple[str, ...] = ("layer_types",)
+    embedding_scale: Scale = _no_factor
+    attention_scale: Scale = _no_factor
+    output_scale: Scale = _no_factor
+    logit_scale: Scale = _no_factor
+    head_norm_turns: bool = False
     arguments: tuple[str, ...] = ()
     returns_tuple: bool = False
     variant: Callable[[Family, Any], Family] = _unvaried
     follow: Callable[[Any, Sequence[int]], dict[str, Any]] = _nothing_else
     unsupported: Callable[[Any], str | None] = _no_obstacle
+    unfusable: Callable[[Any], str | None] = _no_obstacle
 
     def spec(self, kind: str) -> SublayerSpec:
         """The description of a sublayer of kind "A" or "F"."""
@@ -191,7 +219,7 @@ class Family:
         Args:
             sources: for each new layer, the layer whose description it gets.
         """
-        lists = {key: getattr(config, key, None) for key in PER_LAYER_LISTS}
+        lists = {key: getattr(config, key, None) for key in self.layer_lists}
         entries = {key: [values[k] for k in sources] for key, values in lists.items() if values is not None}
         return entries | self.follow(config, sources)
 
@@ -203,6 +231,22 @@ class Family:
         if self.window_layers is None:
             return [True] * layers
         return [kind in LOCAL for kind in getattr(config, self.window_layers)]
+
+    def rotates(self, config: Any) -> list[bool]:
+        """Which layers' attentions have rotary positions."""
+        if self.rotary_layers is None or getattr(config, self.rotary_layers) is None:
+            return [self.rotary] * int(config.num_hidden_layers)
+        return list(map(bool, getattr(config, self.rotary_layers)))
+
+    def angles(self, config: Any) -> tuple[tuple[float, ...], float]:
+        """Of rotary positions: how far each pair of features turns per position, and the factor on cosine and sine."""
+        from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+        # The class is the same in all families but for a part of the features, which Llama's takes no notice of.
+        made: Any = GPTNeoXRotaryEmbedding if self.partly_rotary else LlamaRotaryEmbedding
+        module = made(config)
+        return tuple(module.inv_freq.tolist()), float(module.attention_scaling)
 
     def head_dim(self, config: Any) -> int:
         """The width of one head under this config."""

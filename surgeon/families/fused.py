@@ -4,30 +4,22 @@ Its configuration says what the family it came from has; see `checkpoint/remote_
 """
 
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 from surgeon.families.base import Family, Projection
-from surgeon.families.gpt2 import GPT2
-from surgeon.families.gpt_neo import GPT_NEO
-from surgeon.families.gpt_neox import GPT_NEOX
 from surgeon.families.llama import LLAMA
-from surgeon.families.mistral import MISTRAL
-from surgeon.families.opt import OPT
-from surgeon.families.phi3 import PHI3
-from surgeon.families.qwen2 import QWEN2
-from surgeon.families.qwen3 import QWEN3
+from surgeon.families.registry import FAMILIES
 
-_NAMES = {
-    family.model_type: family.name for family in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, OPT, GPT2, GPT_NEO, GPT_NEOX)
-}
 POSITIONS = "model.embed_positions"  # where positions are learned
 
 
 def _variant(family: Family, config: Any) -> Family:
     head_norms = ("self_attn.q_norm", "self_attn.k_norm") if config.head_norm else ()
+    base = FAMILIES.get(config.base_model_type)
     return replace(
         family,
-        name=_NAMES.get(config.base_model_type, family.name),
+        name=family.name if base is None else base.name,
         norm_kind="layer" if config.norm == "layer" else "rms",
         attention=replace(family.attention, head_norms=head_norms),
         mlp=family.mlp if config.gated else replace(family.mlp, projections=family.mlp.projections[1:]),
@@ -48,6 +40,8 @@ FUSED = replace(
     dropout="residual_dropout",
     window="sliding_window",
     window_layers="layer_types",
+    attention_scale=attrgetter("attention_scaling"),
+    head_norm_turns=True,
     variant=_variant,
 )
 

@@ -1,8 +1,24 @@
 """Gemma2: norms after sublayers too, gains stored as 1 + weight, windows in every other layer, capped logits."""
 
 from dataclasses import replace
+from typing import Any
 
+from surgeon.errors import shown
 from surgeon.families.llama import LLAMA
+
+MOST_FEATURES = 1 << 40  # of a head
+
+
+def _embedding_scale(config: Any) -> float:
+    return float(config.hidden_size**0.5)
+
+
+def _attention_scale(config: Any) -> float:
+    scalar = config.query_pre_attn_scalar
+    if not 0 < scalar < MOST_FEATURES:
+        raise ValueError(f"query_pre_attn_scalar in config.json must be above 0, not {shown(scalar)}")
+    return float(scalar**-0.5)
+
 
 GEMMA2 = replace(
     LLAMA,
@@ -25,5 +41,6 @@ GEMMA2 = replace(
     attention_softcap="attn_logit_softcapping",
     window="sliding_window",
     window_layers="layer_types",
-    scaled_embedding=True,
+    embedding_scale=_embedding_scale,
+    attention_scale=_attention_scale,
 )

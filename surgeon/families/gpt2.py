@@ -13,6 +13,10 @@ def _unsupported(config: Any) -> str | None:
     return None
 
 
+def _attention_scale(config: Any) -> float | None:
+    return None if config.scale_attn_weights else 1.0
+
+
 GPT2 = Family(
     name="GPT-2",
     model_type="gpt2",
@@ -48,6 +52,10 @@ GPT2 = Family(
     gated=False,
     rotary=False,
     position_embedding="transformer.wpe",
+    module_dropout="resid_pdrop",
+    attention_dropout="attn_pdrop",
+    embedding_dropout="embd_pdrop",
+    attention_scale=_attention_scale,
     arguments=("past_key_values", "attention_mask", "encoder_hidden_states"),
     unsupported=_unsupported,
 )

@@ -10,6 +10,10 @@ def _follow(config: Any, sources: Sequence[int]) -> dict[str, Any]:
     return {"attention_types": [[[config.attention_layers[k]], 1] for k in sources]}
 
 
+def _attention_scale(_: Any) -> float:
+    return 1.0
+
+
 GPT_NEO = Family(
     name="GPT-Neo",
     model_type="gpt_neo",
@@ -46,6 +50,10 @@ GPT_NEO = Family(
     position_embedding="transformer.wpe",
     window="window_size",
     window_layers="attention_layers",
+    module_dropout="resid_dropout",
+    embedding_dropout="embed_dropout",
+    layer_lists=("layer_types", "attention_layers"),
+    attention_scale=_attention_scale,
     returns_tuple=True,
     follow=_follow,
 )

@@ -46,6 +46,7 @@ GPT_NEOX = Family(
     partly_rotary=True,
     stored_head="embed_out",
     dropout="hidden_dropout",
+    embedding_dropout="hidden_dropout",
     steps_per_layer=1,
     variant=_variant,
 )

@@ -13,6 +13,14 @@ def _unsupported(config: Any) -> str | None:
     return None
 
 
+def _unfusable(config: Any) -> str | None:
+    if config.word_embed_proj_dim not in (None, config.hidden_size):
+        return f"its embeddings are projected to the stream's width (word_embed_proj_dim {config.word_embed_proj_dim})"
+    if config._remove_final_layer_norm:
+        return "it has no final norm (_remove_final_layer_norm)"
+    return None
+
+
 OPT = Family(
     name="OPT",
     model_type="opt",
@@ -47,6 +55,8 @@ OPT = Family(
     rotary=False,
     position_embedding="model.decoder.embed_positions",
     position_offset=2,
+    positions_from_mask=True,
     dropout="dropout",
     unsupported=_unsupported,
+    unfusable=_unfusable,
 )

@@ -10,13 +10,14 @@ from typing import Any
 from transformers import CONFIG_MAPPING
 
 from surgeon.checkpoint.remote_code import PROGRAM
+from surgeon.families import FAMILIES
 
 
 def _program_config(model_type: str) -> Any:
-    name = f"{PROGRAM.names[model_type]}Config"
+    name = f"{PROGRAM.stem(model_type)}Config"
     stock: Any = CONFIG_MAPPING[model_type]
     return type(name, (stock,), {"model_type": PROGRAM.prefix + model_type, "__module__": __name__})
 
 
-CONFIGS: dict[str, Any] = {model_type: _program_config(model_type) for model_type in PROGRAM.names}
+CONFIGS: dict[str, Any] = {model_type: _program_config(model_type) for model_type in FAMILIES}
 globals().update({config.__name__: config for config in CONFIGS.values()})

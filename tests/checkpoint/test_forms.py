@@ -140,7 +140,10 @@ def test_layers_that_differ_in_the_config_are_not_stored_as_one() -> None:
 def test_lists_with_an_entry_per_layer_are_found_whatever_their_name() -> None:
     config = tiny_model("qwen3", num_layers=3, eos_token_id=[1, 2, 3]).config
     stored = {"eos_token_id": [1, 2, 3], "architectures": ["a", "b", "c"], "windows": [4, 5, 6], "other": [1, 2]}
-    assert per_layer_lists(config, stored) == {"layer_types": ["full_attention"] * 3, "windows": [4, 5, 6]}
+    assert per_layer_lists(family_of(config), config, stored) == {
+        "layer_types": ["full_attention"] * 3,
+        "windows": [4, 5, 6],
+    }
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,17 @@ def test_the_program_of_a_program_checkpoint_is_run(source: Path, tmp_path: Path
     assert torch.equal(logits_of(model), logits_of(surgeon.edit(surgeon.load(source), "A0 F0 >A2 >F2")))
 
 
+def test_checkpoints_whose_config_does_not_describe_the_family_load_as_before(source: Path, tmp_path: Path) -> None:
+    """Those of earlier versions: the modeling file inside them has a table of its own."""
+    run_export(source, tmp_path / "target", "A0 F0 >A1 >F1")
+    expected = logits_of(surgeon.load(tmp_path / "target"))
+    config = json.loads((tmp_path / "target" / "config.json").read_text())
+    del config["surgeon_family"]
+    (tmp_path / "target" / "config.json").write_text(json.dumps(config))
+    assert torch.equal(logits_of(surgeon.load(tmp_path / "target")), expected)
+    assert make_plan(tmp_path / "target", 1, 20).program == "A0 F0 >A1 >F1"
+
+
 def test_a_fused_checkpoint_can_be_edited_further(source: Path, tmp_path: Path) -> None:
     run_export(source, tmp_path / "target", "A0 F0 [A1 A2] [F1 F2] A3 F3")
     model = surgeon.edit(surgeon.load(tmp_path / "target"), "A0 F0 >A1 >F1")

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 import surgeon
+from surgeon.checkpoint.forms.program import family_row
 from surgeon.checkpoint.remote_code import PROGRAM
 from surgeon.checkpoint.remote_code import modeling_surgeon_program as shipped
 from surgeon.families import FAMILIES, family_of
@@ -44,7 +45,9 @@ def tracks_of(family: str) -> str:
 def model_running(model: Any, program: str) -> Any:
     """The shipped class with a stock model's weights."""
     model_class = PROGRAM.model_class(model.config.model_type)
-    config = model_class.config_class.from_dict(model.config.to_dict() | {"surgeon_program": program})
+    row = family_row(family_of(model.config), model.config)
+    own = {"surgeon_program": program, "surgeon_family": row}
+    config = model_class.config_class.from_dict(model.config.to_dict() | own)
     running = model_class(config)
     running.load_state_dict(model.state_dict())
     return running.eval()
@@ -123,10 +126,10 @@ def test_checkpoints_load_as_they_were_exported(family: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_slices_as_surgeon_does(family: str) -> None:
     config = tiny_model(family, 1).config
-    own = shipped.FAMILIES[family]
     stock = FAMILIES[family]
+    packed = family_row(stock, config)["packed"]
     for projection in (*stock.attention.projections, *stock.mlp.projections):
-        shares = tuple(getattr(config, key) for key in own.packed.get(projection.path, ())) or (1,)
+        shares = tuple(packed.get(projection.path, (1,)))
         whole = torch.cat([sliced_features(projection, stock, config, (index, 2)) for index in (0, 1)])
         for index in (0, 1):
             expected = sliced_features(projection, stock, config, (index, 2))
@@ -153,7 +156,8 @@ def test_a_layer_is_whole_again_after_a_slice_that_failed() -> None:
 @pytest.mark.parametrize("family", ["opt", "phi3", "gpt2"])
 def test_lora_on_slices(family: str) -> None:
     model = tiny_model(family, 3)
-    names = {path.rpartition(".")[2] for path in (*shipped.FAMILIES[family].reads, *shipped.FAMILIES[family].writes)}
+    row = family_row(FAMILIES[family], model.config)
+    names = {path.rpartition(".")[2] for path in row["reads"] + row["writes"]}
     options = LoraConfig(target_modules=sorted(names), r=2, init_lora_weights=False, lora_bias=family != "phi3")
     torch.manual_seed(0)
     lora = get_peft_model(model_running(model, TRACKS), options)

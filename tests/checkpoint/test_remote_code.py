@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import subprocess
 import sys
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -13,15 +15,16 @@ import torch
 
 import surgeon
 from surgeon.checkpoint.forms import FORMS
-from surgeon.checkpoint.remote_code import FUSED, PROGRAM
+from surgeon.checkpoint.forms.program import family_row
 from surgeon.checkpoint.remote_code import modeling_surgeon_program as shipped
-from surgeon.families import FAMILIES
-from surgeon.families.fused import FUSED as FUSED_FAMILY
+from surgeon.families import FAMILIES, family_of
 from surgeon.program import Program
 from tests.checkpoint.helpers import IDS, logits_of, relative_error, run_export, save_source
+from tests.models import tiny_model
 
 SHIPPED = {form.name: form.shipped for form in FORMS.values() if form.shipped is not None}
 WITHOUT_SURGEON = """
+import pickle
 import sys
 
 class Blocked:
@@ -44,6 +47,7 @@ for folder in sys.argv[2:]:
         from_body = model.lm_head(body(ids).last_hidden_state)
     options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
     tokens = model.generate(ids, **options)
+    assert pickle.loads(pickle.dumps(model.config)).to_dict() == model.config.to_dict()
     model.save_pretrained(folder + "-again")
     again = AutoModelForCausalLM.from_pretrained(folder + "-again", **code).eval()
     uncached = model.generate(ids, use_cache=False, **options)
@@ -95,34 +99,53 @@ def test_modeling_files_need_torch_and_transformers_only(form: str) -> None:
     assert not any(isinstance(node, ast.ImportFrom) and node.level for node in ast.walk(tree))
 
 
-def test_the_program_form_describes_its_families_as_surgeon_does() -> None:
-    assert set(PROGRAM.names) == set(shipped.FAMILIES) == set(FAMILIES)
-    assert set(FUSED.names) == {FUSED_FAMILY.model_type}
-    for model_type, own in shipped.FAMILIES.items():
-        family = FAMILIES[model_type]
-        assert own.attention == (family.attention.norm, *family.attention.modules)
-        assert own.feed_forward == (family.mlp.norm, *family.mlp.modules)
-        projections = (*family.attention.projections, *family.mlp.projections)
-        assert set(own.reads) == {p.path for p in projections if p.reads_stream}
-        assert set(own.writes) == {p.path for p in projections if not p.reads_stream}
-        paths = [p.path for p in projections if not p.interleaved]
-        assert {path: len(keys) for path, keys in own.packed.items()} == {
-            path: paths.count(path) for path in paths if paths.count(path) > 1
-        }
-        counts = [f"{spec.modules[0]}.{path}" for spec in (family.attention, family.mlp) for path in spec.counts]
-        assert list(own.counts) == [path for path in counts if path.rpartition(".")[0] not in own.reads]
-        for same in ("dropout", "arguments", "returns_tuple"):
-            assert getattr(own, same) == getattr(family, same)
-        assert own.slot == family.attention.cache_slot
+@pytest.mark.parametrize("form", list(SHIPPED))
+def test_modeling_files_name_no_architecture(form: str) -> None:
+    nodes = ast.walk(ast.parse(SHIPPED[form].file.read_text()))
+    assert not {node.value for node in nodes if isinstance(node, ast.Constant)} & set(FAMILIES)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_config_json_describes_the_family(model_type: str) -> None:
+    config = tiny_model(model_type, 1).config
+    family = family_of(config)
+    row = json.loads(json.dumps(family_row(family, config)))
+    config.surgeon_family = row
+    own = shipped.family_in(config)
+    assert own.attention == (family.attention.norm, *family.attention.modules)
+    assert own.feed_forward == (family.mlp.norm, *family.mlp.modules)
+    projections = (*family.attention.projections, *family.mlp.projections)
+    assert set(own.reads) == {p.path for p in projections if p.reads_stream}
+    assert set(own.writes) == {p.path for p in projections if not p.reads_stream}
+    layer = tiny_model(model_type, 1).get_submodule(family.layers)[0]
+    for path, shares in own.packed.items():
+        assert layer.get_submodule(path).weight.numel() % sum(shares) == 0
+    for path in own.counts:
+        assert isinstance(attrgetter(path)(layer), int), path
+    assert isinstance(attrgetter(own.slot)(layer), int)
+
+
+def test_what_describes_no_architecture_is_refused() -> None:
+    config = tiny_model("llama", 1).config
+    for row in (None, "llama", {"attention": []}):
+        config.surgeon_family = row
+        with pytest.raises(ValueError, match="surgeon_family must describe the architecture by attention"):
+            shipped.family_in(config)
 
 
 @pytest.mark.parametrize("form", list(SHIPPED))
 def test_modeling_files_have_the_classes_that_configurations_name(form: str) -> None:
-    for model_type in SHIPPED[form].names:
+    for model_type in FAMILIES:
         for name in SHIPPED[form].auto_map(model_type).values():
             assert isinstance(
                 getattr(sys.modules[SHIPPED[form].model_class(model_type).__module__], name.partition(".")[2]), type
             )
+
+
+@pytest.mark.parametrize("name", ["ProgramConfig", "ProgramNobodyModel", "Llama", "__path__"])
+def test_the_modeling_file_has_no_other_names(name: str) -> None:
+    with pytest.raises(AttributeError, match=f"no attribute '{name}'"):
+        getattr(shipped, name)
 
 
 @pytest.mark.parametrize(

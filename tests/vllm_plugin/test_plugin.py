@@ -15,6 +15,7 @@ import pytest
 from transformers import AutoConfig, LlamaConfig
 
 from surgeon.checkpoint.remote_code import PROGRAM
+from surgeon.families import FAMILIES
 from surgeon.program import Program
 from surgeon.vllm_plugin.requirements import reason_against, stage_nodes
 from tests.checkpoint.helpers import run_export, save_source
@@ -33,7 +34,7 @@ def test_vllm_starts_it_as_often_as_it_likes(monkeypatch: pytest.MonkeyPatch) ->
     register = EntryPoint("surgeon", points["surgeon"], GROUP).load()
     register()
     register()
-    assert set(found) == {PROGRAM.causal_class(name) for name in PROGRAM.names}
+    assert set(found) == {PROGRAM.causal_class(name) for name in FAMILIES}
     (model,) = set(found.values())
     module, _, name = model.partition(":")
     assert f"class {name}(" in (ROOT / f"{module.replace('.', '/')}.py").read_text()

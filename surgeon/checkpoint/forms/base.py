@@ -13,7 +13,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 from surgeon.checkpoint.forms.planning import PlannedTensor, TensorPlanner
 from surgeon.checkpoint.forms.stored_layers import StoredLayer, per_layer_lists, stored_layers
 from surgeon.checkpoint.read import WEIGHTS_KEY, Checkpoint
-from surgeon.checkpoint.remote_code import RemoteCode
+from surgeon.checkpoint.remote_code import FAMILY_KEY, RemoteCode
 from surgeon.families import Family
 from surgeon.model import PROGRAM_KEY
 from surgeon.program import Program
@@ -104,11 +104,11 @@ class Form(ABC):
         aliases = original.config.attribute_map
         config[aliases.get("num_hidden_layers", "num_hidden_layers")] = len(layout.layers)
         sources = [layer.sources[0] for layer in layout.layers]
-        for key, values in per_layer_lists(original.config, original.checkpoint.config).items():
+        for key, values in per_layer_lists(original.family, original.config, original.checkpoint.config).items():
             config[key] = [values[source] for source in sources]
         return config | original.family.per_layer_entries(original.config, sources)
 
-    def class_entries(self, family: Family, layout: Layout) -> dict[str, Any]:  # noqa: ARG002
+    def class_entries(self, original: StoredModel, layout: Layout) -> dict[str, Any]:  # noqa: ARG002
         """What config.json says of the classes that build the model, and of what they run."""
         return {}
 
@@ -142,5 +142,5 @@ class Form(ABC):
 
 def config_beside(checkpoint: Checkpoint, config_class: Any) -> Any:
     """The configuration in a config.json whose other entries name a program, or classes in a file."""
-    left_out = ("model_type", "auto_map", PROGRAM_KEY)
+    left_out = ("model_type", "auto_map", PROGRAM_KEY, FAMILY_KEY)
     return config_class.from_dict({key: value for key, value in checkpoint.config.items() if key not in left_out})

@@ -32,10 +32,6 @@ from surgeon.program import Program
 WIDTHS_KEY = "per_layer_config"
 GLOBAL_WIDTHS_KEY = "allow_global_per_layer_attribute_access"  # lets transformers read the other layers' widths
 
-UNSCALED = ("gpt_neo",)  # attentions whose products are not divided by the square root of the head's width
-ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop")
-EMBEDDING_DROPOUT = {"gpt2": "embd_pdrop", "gpt_neo": "embed_dropout", "gpt_neox": "hidden_dropout"}
-RESIDUAL_DROPOUT = {"gpt2": "resid_pdrop", "gpt_neo": "resid_dropout"}  # where their own modules do it
 PATHS = {role: projection.path for role, projection in PROJECTIONS.items()}
 # What means the same in every architecture.
 CARRIED = (
@@ -59,7 +55,7 @@ class Fused(Form):
         if why_not is not None:
             raise Inexpressible(why_not)
         if family.window_layers is not None:  # the only list that the modeling file goes by
-            require_uniform(layers, {family.window_layers: attention_types(family, config)})
+            require_uniform(layers, family, {family.window_layers: attention_types(family, config)})
         require_divisible(program.sublayers(), family, config)
         wide = sum(not layer.has_stock_width for layer in layers)
         reason = (
@@ -77,7 +73,7 @@ class Fused(Form):
         kept = {key: value for key, value in original.checkpoint.config.items() if key in ("dtype", "torch_dtype")}
         return kept | fused_config(original.family, original.config, layout, shapes)
 
-    def class_entries(self, family: Family, layout: Layout) -> dict[str, Any]:  # noqa: ARG002
+    def class_entries(self, original: StoredModel, layout: Layout) -> dict[str, Any]:  # noqa: ARG002
         return self.shipped.entries(FUSED_FAMILY.model_type)
 
     def marks(self, config: dict[str, Any]) -> bool:
@@ -101,11 +97,7 @@ def obstacle(family: Family, config: Any) -> str | None:
     """Why layers of this model cannot be stored side by side exactly; None if they can."""
     if family.attention.post_norm is not None:
         return f"{family.name} norms what a sublayer adds to the stream, and the norm of a sum is not the sum of norms"
-    if getattr(config, "word_embed_proj_dim", None) not in (None, config.hidden_size):
-        return f"its embeddings are projected to the stream's width (word_embed_proj_dim {config.word_embed_proj_dim})"
-    if getattr(config, "_remove_final_layer_norm", False):
-        return "it has no final norm (_remove_final_layer_norm)"
-    return None
+    return family.unfusable(config)
 
 
 def fused_config(family: Family, config: Any, layout: Layout, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
@@ -116,13 +108,15 @@ def fused_config(family: Family, config: Any, layout: Layout, shapes: dict[str, 
         shapes: of the tensors to be written, by name.
     """
     biases = {role: any(name.endswith(f"{path}.bias") for name in shapes) for role, path in PATHS.items()}
-    model_type, units = config.model_type, family.units(config)
-    dropout = RESIDUAL_DROPOUT.get(model_type) or family.dropout
-    scaled = model_type not in UNSCALED and getattr(config, "scale_attn_weights", True)
+    units, scale = family.units(config), family.attention_scale(config)
+
+    def dropped(attribute: str | None) -> Any:
+        return 0.0 if attribute is None else getattr(config, attribute)
+
     kinds = attention_types(family, config)
     entries = {key: getattr(config, key) for key in CARRIED if hasattr(config, key)} | {
         "model_type": FUSED_FAMILY.model_type,
-        "base_model_type": model_type,
+        "base_model_type": family.model_type,
         "num_hidden_layers": len(layout.layers),
         "num_attention_heads": units["heads"],
         "num_key_value_heads": units["kv_heads"],
@@ -133,7 +127,7 @@ def fused_config(family: Family, config: Any, layout: Layout, shapes: dict[str, 
         "parallel_residual": family.steps_per_layer == 1,
         "qkv_bias": biases["q"],
         "o_bias": biases["o"],
-        "attention_scaling": family.head_dim(config) ** -0.5 if scaled else 1.0,
+        "attention_scaling": family.head_dim(config) ** -0.5 if scale is None else scale,
         "head_norm": bool(family.attention.head_norms),
         "layer_types": [kinds[layer.sources[0]] for layer in layout.layers],
         "sliding_window": getattr(config, family.window) if family.window else None,
@@ -144,10 +138,10 @@ def fused_config(family: Family, config: Any, layout: Layout, shapes: dict[str, 
         "rope_parameters": _rope_parameters(family, config) if family.rotary else None,
         "learned_positions": shapes.get(f"{POSITIONS}.weight", (0,))[0],
         "position_offset": family.position_offset,
-        "positions_from_mask": bool(family.position_offset),
-        "attention_dropout": next(getattr(config, key) for key in ATTENTION_DROPOUT if hasattr(config, key)),
-        "residual_dropout": getattr(config, dropout) if dropout else 0.0,
-        "embedding_dropout": getattr(config, EMBEDDING_DROPOUT.get(model_type, ""), 0.0),
+        "positions_from_mask": family.positions_from_mask,
+        "attention_dropout": dropped(family.attention_dropout),
+        "residual_dropout": dropped(family.dropout or family.module_dropout),
+        "embedding_dropout": dropped(family.embedding_dropout),
     }
     widths = {
         str(k): _widths(layer, family, units) for k, layer in enumerate(layout.layers) if not layer.has_stock_width

@@ -25,7 +25,7 @@ class Plain(Form):
             if not layer.has_stock_width:
                 wide = " ".join(map(str, layer.sublayers))
                 raise Inexpressible(f"{wide} would be a layer of another width than the others")
-        require_uniform(layers, per_layer_lists(config, config.to_dict()))
+        require_uniform(layers, family, per_layer_lists(family, config, config.to_dict()))
         reason = f"the program is a sequence of {len(layers)} whole layers, which any software loads"
         return Layout(self, reason, layers)
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import CONFIG_MAPPING
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # type: ignore[attr-defined]
 
 from surgeon.checkpoint import remote_code
 from surgeon.checkpoint.forms.base import Form, Layout, StoredModel, config_beside
 from surgeon.checkpoint.forms.planning import PlannedTensor
 from surgeon.checkpoint.forms.stored_layers import Inexpressible, StoredLayer, require_divisible
 from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.remote_code import FAMILY_KEY
 from surgeon.families import Family
 from surgeon.model import PROGRAM_KEY
 from surgeon.program import ATTENTION, FEED_FORWARD, Program, Sublayer
@@ -30,10 +33,10 @@ class ProgramForm(Form):
     )
 
     def lay_out(self, program: Program, family: Family, config: Any) -> Layout:
-        if family.model_type not in remote_code.PROGRAM.names:
+        if family.model_type not in CONFIG_MAPPING_NAMES:
             raise Inexpressible(
-                f"the modeling file that travels inside has no classes for {family.name} "
-                '(CONTRIBUTING.md, "Adding a family", says how it gets them)'
+                f"the modeling file that travels inside builds on transformers' own classes, and there are none for "
+                f"{family.name}"
             )
         keys = _used(program)
         layers = tuple(StoredLayer((Sublayer(ATTENTION, key),), (Sublayer(FEED_FORWARD, key),)) for key in keys)
@@ -50,8 +53,9 @@ class ProgramForm(Form):
         planned = super().tensors(original, layout, dtype)
         return [_under_its_own_name(tensor, original.family) for tensor in planned]
 
-    def class_entries(self, family: Family, layout: Layout) -> dict[str, Any]:
-        return self.shipped.entries(family.model_type) | {PROGRAM_KEY: str(layout.program)}
+    def class_entries(self, original: StoredModel, layout: Layout) -> dict[str, Any]:
+        runs = {PROGRAM_KEY: str(layout.program), FAMILY_KEY: family_row(original.family, original.config)}
+        return self.shipped.entries(original.family.model_type) | runs
 
     def marks(self, config: dict[str, Any]) -> bool:
         return PROGRAM_KEY in config
@@ -64,6 +68,35 @@ class ProgramForm(Form):
 
 
 PROGRAM = ProgramForm()
+
+
+def family_row(family: Family, config: Any) -> dict[str, Any]:
+    """What config.json tells the modeling file of an architecture; `Family` there says what each entry is."""
+    specs = (family.attention, family.mlp)
+    projections = [projection for spec in specs for projection in spec.projections]
+    reads = list(dict.fromkeys(p.path for p in projections if p.reads_stream))
+    counts = [f"{spec.modules[0]}.{path}" for spec in specs for path in spec.counts]
+    return {
+        "attention": [family.attention.norm, *family.attention.modules],
+        "feed_forward": [family.mlp.norm, *family.mlp.modules],
+        "reads": reads,
+        "writes": [p.path for p in projections if not p.reads_stream],
+        "packed": {path: shares for path in reads if len(shares := _shares(family, config, path)) > 1},
+        "counts": [path for path in counts if path.rpartition(".")[0] not in reads],  # slices replace those whole
+        "slot": family.attention.cache_slot,
+        "layer_lists": list(family.layer_lists),
+        "dropout": family.dropout,
+        "output_scale": family.output_scale(config),
+        "arguments": list(family.arguments),
+        "returns_tuple": family.returns_tuple,
+    }
+
+
+def _shares(family: Family, config: Any, path: str) -> list[int]:
+    """How wide the projections are that lie side by side in a module, in the smallest whole numbers."""
+    projections = [p for spec in (family.attention, family.mlp) for p in spec.projections if p.path == path]
+    widths = [family.units(config)[p.unit] for p in projections if not p.interleaved]  # those: a slice is one stretch
+    return [width // math.gcd(*widths) for width in widths]
 
 
 def _used(program: Program) -> list[tuple[int, ...]]:

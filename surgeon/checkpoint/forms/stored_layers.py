@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from surgeon.families import Family
-from surgeon.families.base import PER_LAYER_LISTS
 from surgeon.program import ATTENTION, FEED_FORWARD, Fork, Node, Program, Step, Sublayer
 from surgeon.weights import slice_bounds
 
@@ -57,14 +56,14 @@ def stored_layers(program: Program, steps_per_layer: int) -> tuple[StoredLayer, 
     return tuple(StoredLayer(a.sublayers, f.sublayers) for a, f in zip(steps[::2], steps[1::2], strict=True))
 
 
-def per_layer_lists(config: Any, stored: dict[str, Any]) -> dict[str, list[Any]]:
+def per_layer_lists(family: Family, config: Any, stored: dict[str, Any]) -> dict[str, list[Any]]:
     """The configuration's lists with one entry per layer, by key.
 
     Args:
         config: as `transformers` reads it, which fills in some of them for some architectures.
         stored: config.json as it stands, with keys that `transformers` does not know too.
     """
-    candidates = {key: getattr(config, key, None) for key in PER_LAYER_LISTS} | stored
+    candidates = {key: getattr(config, key, None) for key in family.layer_lists} | stored
     return {
         key: value
         for key, value in candidates.items()
@@ -75,11 +74,11 @@ def per_layer_lists(config: Any, stored: dict[str, Any]) -> dict[str, list[Any]]
     }
 
 
-def require_uniform(layers: tuple[StoredLayer, ...], lists: dict[str, list[Any]]) -> None:
+def require_uniform(layers: tuple[StoredLayer, ...], family: Family, lists: dict[str, list[Any]]) -> None:
     """What is stored as one layer must come from layers whose entries in per-layer lists agree."""
     for key, values in lists.items():
         for layer in layers:
-            first, *others = layer.attention_sources if key in PER_LAYER_LISTS else layer.sources
+            first, *others = layer.attention_sources if key in family.layer_lists else layer.sources
             for other in others:
                 if values[other] != values[first]:
                     raise Inexpressible(f"layers {first} and {other} differ in the config's {key}")

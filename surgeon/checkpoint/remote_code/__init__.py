@@ -1,9 +1,9 @@
 """The modeling files that travel inside exported checkpoints: short, and needing only torch and transformers.
 
-Which class loads which architecture is data here, so that a new architecture is a class in a modeling file and a line
-in its table.
+Neither names an architecture: the fused form's file builds one of its own, and the program form's makes the classes for
+any that `transformers` has, which config.json describes.
 
-What config.json of a checkpoint in the program form says, for a Llama (`model_type` "llama", `names` "ProgramLlama"):
+What config.json of a checkpoint in the program form says, for a Llama (`model_type` "llama", class `LlamaConfig`):
 
     model_type       "surgeon_llama": no stock class takes it, so that loading without trust_remote_code is refused
                      (as "llama" it would silently run the unedited layers)
@@ -11,12 +11,14 @@ What config.json of a checkpoint in the program form says, for a Llama (`model_t
     auto_map         AutoConfig, AutoModel and AutoModelForCausalLM: ProgramLlamaConfig, ProgramLlamaModel and
                      ProgramLlamaForCausalLM of modeling_surgeon_program.py
     surgeon_program  the program's text, over the stored layers
+    surgeon_family   where a layer of the architecture has its sublayers, and how the decoder calls it (`Family` in the
+                     modeling file)
     the rest         as in the original's, `num_hidden_layers` and lists with one entry per layer following the stored
                      layers
 
 `ProgramLlamaConfig` is `LlamaConfig` but for its `model_type`, and so for every architecture. Without running the file:
-take "surgeon_" off the `model_type`, leave `auto_map` out, and read the rest as the stock configuration, as
-`surgeon.checkpoint.load.read_config` does.
+take "surgeon_" off the `model_type`, leave out `auto_map` and what begins with "surgeon_", and read the rest as the
+stock configuration, as `surgeon.checkpoint.load.read_config` does.
 """
 
 from __future__ import annotations
@@ -24,12 +26,13 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from surgeon.model import PROGRAM_PREFIX
 
@@ -40,13 +43,13 @@ class RemoteCode:
 
     Attributes:
         module: the file's name without .py, the same here and in a checkpoint.
-        names: by `model_type`, without the prefix, what its classes' names begin with; Config, Model or ForCausalLM
+        stem: of a `model_type`, without the prefix, what its classes' names begin with; Config, Model or ForCausalLM
             follows.
         prefix: what its checkpoints put before the original's `model_type`.
     """
 
     module: str
-    names: dict[str, str]
+    stem: Callable[[str], str]
     prefix: str = ""
 
     @property
@@ -56,12 +59,12 @@ class RemoteCode:
 
     def causal_class(self, model_type: str) -> str:
         """The name of the class with a language-model head."""
-        return f"{self.names[model_type]}ForCausalLM"
+        return f"{self.stem(model_type)}ForCausalLM"
 
     def auto_map(self, model_type: str) -> dict[str, str]:
         """The `auto_map` of a checkpoint's config.json."""
         suffixes = {"AutoConfig": "Config", "AutoModel": "Model", "AutoModelForCausalLM": "ForCausalLM"}
-        return {auto: f"{self.module}.{self.names[model_type]}{suffix}" for auto, suffix in suffixes.items()}
+        return {auto: f"{self.module}.{self.stem(model_type)}{suffix}" for auto, suffix in suffixes.items()}
 
     def entries(self, model_type: str) -> dict[str, Any]:
         """What a checkpoint's config.json says of the classes."""
@@ -86,23 +89,17 @@ class RemoteCode:
         return loaded
 
 
-FUSED = RemoteCode("modeling_surgeon_fused", {"surgeon_fused": "SurgeonFused"})  # one for all architectures
-PROGRAM = RemoteCode(
-    "modeling_surgeon_program",
-    {
-        "llama": "ProgramLlama",
-        "mistral": "ProgramMistral",
-        "qwen2": "ProgramQwen2",
-        "qwen3": "ProgramQwen3",
-        "gemma2": "ProgramGemma2",
-        "phi3": "ProgramPhi3",
-        "opt": "ProgramOPT",
-        "gpt2": "ProgramGPT2",
-        "gpt_neo": "ProgramGPTNeo",
-        "gpt_neox": "ProgramGPTNeoX",
-    },
-    prefix=PROGRAM_PREFIX,
-)
+def _program_stem(model_type: str) -> str:
+    return f"Program{CONFIG_MAPPING[model_type].__name__.removesuffix('Config')}"
+
+
+def _fused_stem(_: str) -> str:
+    return "SurgeonFused"  # one for all architectures
+
+
+FAMILY_KEY = "surgeon_family"  # in config.json, beside the program
+FUSED = RemoteCode("modeling_surgeon_fused", _fused_stem)
+PROGRAM = RemoteCode("modeling_surgeon_program", _program_stem, prefix=PROGRAM_PREFIX)
 
 
 def _import(path: Path) -> ModuleType:

@@ -10,7 +10,7 @@ and what each one reads:
     {A4 F4 | A5 F5}  a fork: each branch has a stream of its own, started from x; what all of them added is added to x
 
 The stock model is used as it is, except that its list of layers is replaced by one that runs the program. What differs
-between architectures stands in the table FAMILIES.
+between architectures stands in its config's `surgeon_family`.
 
 While a model lives, its config has one entry per attention of the program, so that caches and masks fit; written out,
 it has one per stored layer. There are no layers whose outputs `output_hidden_states` could collect: it is refused.
@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # type: ignore[attr-defined]
 from transformers.pytorch_utils import Conv1D
 
 
@@ -38,80 +39,24 @@ class Family(NamedTuple):
     feed_forward: tuple[str, ...]
     reads: tuple[str, ...]  # projections of the normed stream: a slice has some of their output features
     writes: tuple[str, ...]  # projections to the stream: a slice has some of their input features
-    packed: dict[str, tuple[str, ...]]  # several in one: each one's share of the features, as config attributes
-    counts: tuple[str, ...] = ()  # attributes that count heads or their features: less in a slice
-    slot: str = "self_attn.layer_idx"  # the attribute that says which entry of the cache the attention uses
-    dropout: str | None = None  # the config's probability of dropping sublayer outputs while training
-    arguments: tuple[str, ...] = ()  # what the decoder hands a layer by position after the stream
-    returns_tuple: bool = False  # whether a layer returns (stream, attention weights)
+    packed: dict[str, list[int]]  # several in one: how wide each is, in proportion
+    counts: tuple[str, ...]  # attributes that count heads or their features: less in a slice
+    slot: str  # the attribute that says which entry of the cache the attention uses
+    layer_lists: tuple[str, ...]  # config attributes with an item per layer that says something of its attention
+    dropout: str | None  # the config's probability of dropping sublayer outputs while training
+    output_scale: float | None  # what sublayer outputs are multiplied by
+    arguments: tuple[str, ...]  # what the decoder hands a layer by position after the stream
+    returns_tuple: bool  # whether a layer returns (stream, attention weights)
 
 
-HEADS = "num_attention_heads"
-KV_HEADS = "num_key_value_heads"
-LLAMA = Family(
-    attention=("input_layernorm", "self_attn"),
-    feed_forward=("post_attention_layernorm", "mlp"),
-    reads=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"),
-    writes=("self_attn.o_proj", "mlp.down_proj"),
-    packed={},
-)
-GPT2 = Family(
-    attention=("ln_1", "attn"),
-    feed_forward=("ln_2", "mlp"),
-    reads=("attn.c_attn", "mlp.c_fc"),
-    writes=("attn.c_proj", "mlp.c_proj"),
-    packed={"attn.c_attn": (HEADS, HEADS, HEADS)},
-    counts=("attn.split_size",),
-    slot="attn.layer_idx",
-    arguments=("past_key_values", "attention_mask", "encoder_hidden_states"),
-)
-FAMILIES = {
-    "llama": LLAMA,
-    "mistral": LLAMA,
-    "qwen2": LLAMA,
-    "qwen3": LLAMA,
-    "gemma2": LLAMA._replace(
-        attention=("input_layernorm", "self_attn", "post_attention_layernorm"),
-        feed_forward=("pre_feedforward_layernorm", "mlp", "post_feedforward_layernorm"),
-    ),
-    "phi3": LLAMA._replace(
-        reads=("self_attn.qkv_proj", "mlp.gate_up_proj"),
-        packed={
-            "self_attn.qkv_proj": (HEADS, KV_HEADS, KV_HEADS),
-            "mlp.gate_up_proj": ("intermediate_size", "intermediate_size"),
-        },
-        counts=("self_attn.config.num_attention_heads", "self_attn.num_key_value_heads"),
-        dropout="resid_pdrop",
-    ),
-    "opt": Family(
-        attention=("self_attn_layer_norm", "self_attn"),
-        feed_forward=("final_layer_norm", "fc1", "activation_fn", "fc2"),
-        reads=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "fc1"),
-        writes=("self_attn.out_proj", "fc2"),
-        packed={},
-        counts=("self_attn.num_heads",),
-        dropout="dropout",
-    ),
-    "gpt2": GPT2,
-    "gpt_neo": GPT2._replace(
-        reads=("attn.attention.q_proj", "attn.attention.k_proj", "attn.attention.v_proj", "mlp.c_fc"),
-        writes=("attn.attention.out_proj", "mlp.c_proj"),
-        packed={},
-        counts=("attn.attention.num_heads",),
-        slot="attn.attention.layer_id",
-        arguments=(),
-        returns_tuple=True,
-    ),
-    "gpt_neox": Family(
-        attention=("input_layernorm", "attention"),
-        feed_forward=("post_attention_layernorm", "mlp"),
-        reads=("attention.query_key_value", "mlp.dense_h_to_4h"),
-        writes=("attention.dense", "mlp.dense_4h_to_h"),
-        packed={},  # q, k and v are, but head by head, so that a slice is one stretch
-        slot="attention.layer_idx",
-        dropout="hidden_dropout",
-    ),
-}
+def family_in(config: Any) -> Family:
+    """The architecture that a config describes."""
+    row = getattr(config, "surgeon_family", None)
+    if not isinstance(row, dict) or set(row) != set(Family._fields):
+        fields = ", ".join(Family._fields)
+        raise ValueError(f"surgeon_family must describe the architecture by {fields}, not be {str(row)[:200]}")
+    entries: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+    return Family(**entries)
 
 
 class Sublayer(NamedTuple):
@@ -239,7 +184,7 @@ class ProgramLayers(nn.Module):
         for index, layer in enumerate(layers):
             self.add_module(str(index), layer)
         self.config, self.family, self.nodes = config, family, nodes
-        self.shares = {path: tuple(getattr(config, key) for key in keys) for path, keys in family.packed.items()}
+        self.shares = {path: tuple(shares) for path, shares in family.packed.items()}
         self.num_attentions = sum(sublayer.kind == "A" for sublayer in sublayers(nodes))
         self.num_slots = max(1, self.num_attentions)
 
@@ -295,6 +240,8 @@ class ProgramLayers(nn.Module):
             x = x[0] if isinstance(x, tuple) else x
             for path in others:
                 x = layer.get_submodule(path)(x)
+        if self.family.output_scale is not None:
+            x = x * self.family.output_scale
         if self.family.dropout is not None:
             x = nn.functional.dropout(x, getattr(self.config, self.family.dropout), self.training)
         output: Tensor = x.to(stream.device)
@@ -338,12 +285,12 @@ class RunsProgram(nn.Module):
     """Comes before a stock model class, and makes it run the program."""
 
     config: Any
-    family: Family
 
     def __init__(self, config: Any) -> None:
         config = copy.deepcopy(config)
         describe_layers(config)
         super().__init__(config)
+        self.family = family_in(config)
         path, layers = next((path, m) for path, m in self.named_modules() if isinstance(m, nn.ModuleList))
         set_at(self, path, ProgramLayers(layers, config, self.family, parse(config.surgeon_program)))
         decoder = self.get_submodule(path.rpartition(".")[0])
@@ -369,7 +316,7 @@ class KeepsProgram:
 def describe_slots(config: Any) -> None:
     """Make the config's per-layer entries describe the program's attentions."""
     used = [sublayer.layer for sublayer in sublayers(parse(config.surgeon_program)) if sublayer.kind == "A"] or [0]
-    lists = {key: getattr(config, key, None) for key in ("layer_types", "attention_layers")}
+    lists = {key: getattr(config, key, None) for key in family_in(config).layer_lists}
     depth = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
     slots = {key: [values[layer] for layer in used] for key, values in lists.items() if values} | {depth: len(used)}
     config.surgeon_stored = {key: getattr(config, key) for key in slots}
@@ -383,16 +330,15 @@ def describe_layers(config: Any) -> None:
         setattr(config, key, value)
 
 
-def define_classes(model_type: str, family: Family) -> dict[str, type]:
-    """ProgramLlamaConfig, ProgramLlamaModel and ProgramLlamaForCausalLM for "llama", and so on.
+def define_classes(stock: type) -> dict[str, type]:
+    """ProgramLlamaConfig, ProgramLlamaModel and ProgramLlamaForCausalLM for LlamaConfig, and so on.
 
     The configuration has a model type of its own, so that no stock class loads the checkpoint and ignores the program.
     """
-    stock = CONFIG_MAPPING[model_type]
     name = f"Program{stock.__name__.removesuffix('Config')}"
-    own_type = {"__module__": __name__, "model_type": f"surgeon_{model_type}"}
+    own_type = {"__module__": __name__, "model_type": f"surgeon_{stock.model_type}"}  # type: ignore[attr-defined]
     config = type(f"{name}Config", (KeepsProgram, stock), own_type)
-    body: Any = {"__module__": __name__, "config_class": config, "family": family}
+    body: Any = {"__module__": __name__, "config_class": config}
     model: Any = MODEL_MAPPING[stock]
     causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING[stock]
     return {
@@ -402,5 +348,12 @@ def define_classes(model_type: str, family: Family) -> dict[str, type]:
     }
 
 
-for _model_type, _family in FAMILIES.items():
-    globals().update(define_classes(_model_type, _family))
+def __getattr__(name: str) -> Any:
+    """The classes of an architecture, made when one of them is first asked for."""
+    match = re.fullmatch(r"Program(\w+?)(Config|Model|ForCausalLM)", name)
+    stock = f"{match[1]}Config" if match else None
+    for model_type, config_name in CONFIG_MAPPING_NAMES.items():
+        if config_name == stock:
+            globals().update(define_classes(CONFIG_MAPPING[model_type]))
+            return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

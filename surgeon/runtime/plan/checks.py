@@ -12,13 +12,11 @@ from typing import Any, get_args
 import torch
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from surgeon.checkpoint.load import compute_dtype, read_config, stored_program
 from surgeon.checkpoint.read import Checkpoint, locate, read_json
 from surgeon.errors import did_you_mean, first_line, shown
-from surgeon.families import Family, family_named, family_of
+from surgeon.families import Family, family_of
 from surgeon.families.fused import FUSED
 from surgeon.model import check_layers
 from surgeon.program import Program
@@ -26,12 +24,9 @@ from surgeon.runtime.plan.placement import rank_work
 from surgeon.runtime.plan.specification import Decoding, Plan, Rotary
 from surgeon.weights import ModelWeights, indivisible, require_sliceable
 
-# Families whose computation layers.py has: a new one may need more than its description says.
-SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "opt", "gpt2", "gpt_neo", "gpt_neox")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)
 MOST_RANKS = 1024  # of one machine
-MOST_FEATURES = 1 << 40  # of a head
 MOST_SUGGESTED = 64  # where numbers of ranks that would do are listed
 
 
@@ -67,9 +62,6 @@ def make_plan(
     checkpoint = Checkpoint(folder)
     config = read_config(checkpoint)
     family = family_of(config)
-    if family.model_type not in (*SUPPORTED, FUSED.model_type):
-        names = ", ".join(family_named(name).name for name in SUPPORTED)
-        raise ValueError(f"ranks do not run {family.name} yet (they run {names}); transformers does, in one process")
     if checkpoint.config.get("quantization_config"):
         raise ValueError(f"{folder} holds quantised weights, which ranks cannot share; use the model it was made from")
     source = ModelWeights(checkpoint, family, family.head_dim(config))
@@ -101,10 +93,10 @@ def make_plan(
         tied=bool(config.tie_word_embeddings),
         ends=_end_tokens(folder, config),
         dtype=_dtype(dtype) or compute_dtype(checkpoint, family, torch.device(device)),
-        attention_scale=_attention_scale(config),
+        attention_scale=family.attention_scale(config),
         attention_softcap=_softcap(config, family.attention_softcap),
         windows=_windows(config, family, layers),
-        embedding_scale=hidden**0.5 if family.scaled_embedding else None,
+        embedding_scale=family.embedding_scale(config),
         logit_softcap=_softcap(config, family.softcap),
         decoding=_decoding(decoding),
         described=family if family.model_type == FUSED.model_type else None,
@@ -160,7 +152,7 @@ def _expected_shapes(program: Program, source: ModelWeights, config: Any) -> dic
         spec = family.spec(sublayer.kind)
         for prefix in (f"{family.layers}.{layer}." for layer in sublayer.layers):
             shapes[f"{prefix}{spec.norm}.weight"] = (hidden,)
-            turns = (None,) if family.model_type == FUSED.model_type else ()
+            turns = (None,) if family.head_norm_turns else ()
             shapes |= {f"{prefix}{norm}.weight": (*turns, source.head_dim) for norm in spec.head_norms}
             if spec.post_norm is not None:
                 shapes[f"{prefix}{spec.post_norm}.weight"] = (hidden,)
@@ -281,18 +273,6 @@ def _softcap(config: Any, attribute: str | None) -> float | None:
     return float(bound)
 
 
-def _attention_scale(config: Any) -> float | None:
-    if config.model_type == FUSED.model_type:
-        return float(config.attention_scaling)
-    if config.model_type == "gemma2":
-        scalar = config.query_pre_attn_scalar
-        if not 0 < scalar < MOST_FEATURES:
-            raise ValueError(f"query_pre_attn_scalar in config.json must be above 0, not {shown(scalar)}")
-        return float(scalar**-0.5)
-    unscaled = config.model_type == "gpt_neo" or not getattr(config, "scale_attn_weights", True)
-    return 1.0 if unscaled else None
-
-
 def _rotary(config: Any, family: Family, max_tokens: int) -> Rotary:
     first = _unchanged(config)
     if first is not None and max_tokens > first:
@@ -301,11 +281,8 @@ def _rotary(config: Any, family: Family, max_tokens: int) -> Rotary:
             f"{kind} rotary positions change beyond {first} tokens, which is not supported; "
             f"keep prompt and output together within {first} tokens (now {max_tokens})"
         )
-    # The class is the same in all families but for a part of the features, which Llama's takes no notice of.
-    made: Any = GPTNeoXRotaryEmbedding if family.partly_rotary else LlamaRotaryEmbedding
     try:
-        module = made(config)
-        rotary = Rotary(tuple(module.inv_freq.tolist()), float(module.attention_scaling))
+        rotary = Rotary(*family.angles(config))
     except Exception as error:  # whatever it trips over is a fault of the file
         raise ValueError(f"{_not_rotary(config)} ({type(error).__name__}: {first_line(error)})") from error
     if not all(map(math.isfinite, (*rotary.inverse_frequencies, rotary.scale))):
