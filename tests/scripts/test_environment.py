@@ -18,7 +18,22 @@ SCRIPTS = [
     *["scripts/demo", "scripts/test", "scripts/environment.sh", ".ci/run"],
     *["scripts/vllm/test", "scripts/modeling/test"],
 ]
-UTILITIES = ["bash", "cat", "chmod", "cksum", "cp", "dirname", "find", "flock", "head", "mkdir", "rm", "rmdir", "sh"]
+UTILITIES = [
+    "bash",
+    "cat",
+    "chmod",
+    "cksum",
+    "cp",
+    "dirname",
+    "find",
+    "flock",
+    "head",
+    "mkdir",
+    "rm",
+    "rmdir",
+    "sh",
+    "tail",
+]
 STAND_IN = r"""#!/bin/sh
 cat >/dev/null || exit 9
 here=${0%/*}
@@ -33,7 +48,8 @@ case "$*" in
         cp "$0" "$folder/bin/python" ;;
     "-m pip --python"*) ;;
     "-m pip install"*)
-        test -z "$PIP_FAILS" || exit 1
+        echo "Collecting many packages"
+        test -z "$PIP_FAILS" || { echo "ERROR: no network"; exit 1; }
         printf '#!/bin/sh\necho "surgeon $*"\n' >"$here/surgeon"
         chmod +x "$here/surgeon" ;;
     "-m pytest"*)
@@ -96,13 +112,75 @@ def test_scripts_are_valid_bash(script: str) -> None:
 
 
 def test_first_call_makes_everything_and_the_second_nothing(clone: Clone) -> None:
-    first = clone.run("demo", "--trials", "3 4")
-    assert (first.returncode, first.stdout) == (0, "surgeon demo --trials 3 4\n")
+    first = clone.run("test", "-s", "a b")
+    assert (first.returncode, first.stdout) == (0, f"pytest -s a b in {clone.root}\n")
     assert clone.made_environment
-    assert "-c constraints.txt -e .[dev]" in clone.calls.read_text()
-    second = clone.run("test", "-k", "a b")
-    assert (second.returncode, second.stdout) == (0, f"pytest -k a b in {clone.root}\n")
-    assert clone.calls.read_text() == "-m pytest -k a b\n"
+    assert "-c constraints.txt -e .[dev]\n" in clone.calls.read_text()
+    assert clone.run("test", "-s").returncode == 0
+    assert clone.calls.read_text() == "-m pytest -s\n"
+
+
+def test_the_demo_installs_no_developer_tools_and_the_tests_add_them(clone: Clone) -> None:
+    demo = clone.run("demo", "--trials", "3 4")
+    assert (demo.returncode, demo.stdout) == (0, "surgeon demo --trials 3 4\n")
+    assert "-c constraints.txt -e .\n" in clone.calls.read_text()
+    clone.run("demo")
+    assert not clone.calls.read_text()
+    clone.run("test")
+    assert not clone.made_environment
+    assert "-c constraints.txt -e .[dev]\n" in clone.calls.read_text()
+    for script in ("demo", "test"):
+        clone.run(script)
+        assert not clone.installed
+
+
+def test_the_demo_takes_no_developer_tools_away(clone: Clone) -> None:
+    clone.run("test")
+    with (clone.root / "pyproject.toml").open("a") as opened:
+        opened.write("# changed\n")
+    assert clone.run("demo").returncode == 0
+    assert "-c constraints.txt -e .[dev]\n" in clone.calls.read_text()
+    clone.run("test")
+    assert not clone.installed
+
+
+def test_an_installation_takes_a_few_lines_and_keeps_those_of_pip(clone: Clone) -> None:
+    said = clone.run("demo").stderr
+    assert said.count("\n") == 4
+    assert "PyTorch" in said
+    assert "minutes" in said
+    log = clone.root / ".venv" / ".surgeon-pip.log"
+    assert str(log) in said
+    assert log.read_text() == "Collecting many packages\n"
+
+
+def test_where_pip_fails_its_last_words_are_shown_and_the_rest_named(clone: Clone) -> None:
+    failed = clone.run("demo", PIP_FAILS="1")
+    assert failed.returncode == 1
+    assert "ERROR: no network" in failed.stderr
+    assert failed.stderr.splitlines()[-1].startswith("error: installing into .venv did not work")
+    assert str(clone.root / ".venv" / ".surgeon-pip.log") in failed.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "workers"),
+    [
+        ([], True),
+        (["-x", "-k", "pair"], True),
+        (["tests/operations", "-k", "pair"], False),
+        (["tests/operations/test_operations.py::test_pair"], False),
+        (["--pdb"], False),
+    ],
+)
+def test_tests_run_side_by_side_unless_they_are_few(clone: Clone, arguments: list[str], workers: bool) -> None:
+    (clone.root / "tests/operations").mkdir(parents=True)
+    (clone.root / "tests/operations/test_operations.py").touch()
+    (clone.path / "nproc").write_text("#!/bin/sh\necho 32\n")
+    (clone.path / "nproc").chmod(0o755)
+    given = " ".join([*(["-n 8 --dist worksteal"] if workers else []), *arguments])
+    assert clone.run("test", *arguments).stdout == f"pytest {given} in {clone.root}\n"
+    (clone.path / "nproc").write_text("#!/bin/sh\necho 1\n")
+    assert "-n" not in clone.run("test").stdout
 
 
 @pytest.mark.parametrize("file", ["pyproject.toml", "constraints.txt"])
@@ -118,7 +196,7 @@ def test_a_changed_file_is_installed_into_the_same_environment(clone: Clone, fil
 
 
 def test_an_interrupted_installation_starts_afresh(clone: Clone) -> None:
-    assert "pip's message" in clone.run(PIP_FAILS="1").stderr
+    assert "pip's last words" in clone.run(PIP_FAILS="1").stderr
     half_done = clone.root / ".venv" / "half-done"
     half_done.touch()
     assert clone.run().stdout == "surgeon demo\n"
