@@ -221,7 +221,7 @@ def bytes_read(engine: RankEngine, texts: Load) -> int:
     for made in engine.sublayers.values():
         if isinstance(made, Attention):
             matrices += [made.qkv.weight, made.o.weight]
-            token_bytes += 2 * made.kv_heads * made.head_dim * engine.plan.dtype.itemsize
+            token_bytes += 2 * made.kv_heads * made.head_dim * engine.plan.dtype_bytes
         else:
             matrices += [made.up.weight, made.down.weight]
     return sum(matrix.nbytes for matrix in matrices) + texts.batch * (texts.prompt + texts.new // 2) * token_bytes

@@ -36,7 +36,7 @@ from vllm_engine import Sizes, vllm_rates
 
 from surgeon.bench.expected import ENDS, expected_decode
 from surgeon.bench.measure import Candidate, Load, Result, Split, load_candidates, measure
-from surgeon.bench.timing import Run
+from surgeon.bench.timing import RankRun
 from surgeon.cli.app import main as surgeon
 from surgeon.operations import fuse_attention_mlp, ladder, pair, tracks
 from surgeon.program import Program
@@ -173,7 +173,7 @@ def expected(result: Result, dense: Result, delay: Sequence[float]) -> float:
     return median(expected_decode(program, runs, one) for runs, one in zip(result.runs, delay, strict=True))
 
 
-def computing(run: Run) -> float:
+def computing(run: RankRun) -> float:
     """Seconds that a rank computes per decoding pass."""
     return fmean(one.seconds - (one.waiting or 0.0) for one in run.passes if one.decode)
 

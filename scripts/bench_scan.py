@@ -42,7 +42,7 @@ from surgeon.families import family_of
 from surgeon.model import decoder_inputs
 from surgeon.program import Program
 from surgeon.quality.data import Windows, load_windows
-from surgeon.quality.head import OutputHead, Quality, Reference
+from surgeon.quality.head import OutputHead, Quality, ReferencePredictions
 
 TOLERANCE = 1e-4  # relative, and in nats absolute where a divergence is next to nothing
 CHECK_EVERY = 23  # cells
@@ -81,7 +81,7 @@ class Bench:
         self.at_once = max(1, TOKENS_AT_ONCE["cpu"] // ids.shape[1])
         self.dense = Program.dense(model.config.num_hidden_layers, family_of(model.config).steps_per_layer)
         self.head = OutputHead(model)
-        self.references: list[Reference] = []
+        self.references: list[ReferencePredictions] = []
         self.captured: list[Tensor] = []
         self.head.norm.register_forward_pre_hook(lambda _, inputs: self.captured.append(inputs[0]))
 

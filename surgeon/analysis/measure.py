@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from surgeon.analysis.machine import PlanMachine, run_plan
 from surgeon.analysis.order import by_layer
-from surgeon.analysis.sharing import Plan, share
+from surgeon.analysis.sharing import SharedPlan, share
 from surgeon.analysis.states import States
 from surgeon.analysis.walk import kept_bytes, raise_not_finite
 from surgeon.checkpoint.streamed import StreamedLayers, streamed_layers
@@ -24,7 +24,7 @@ from surgeon.errors import is_out_of_memory
 from surgeon.families import family_of
 from surgeon.memory import free_bytes, resident_bytes, show_size
 from surgeon.program import Program
-from surgeon.quality.head import OutputHead, Quality, Reference
+from surgeon.quality.head import OutputHead, Quality, ReferencePredictions
 
 # On a CPU 4,096 tokens of a small model were a third slower than 2 x 2,048: what a layer computes outgrows the cache.
 TOKENS_AT_ONCE = {"cpu": 2048, "cuda": 32768}
@@ -33,11 +33,11 @@ _SLACK = 1.5
 _FIRST_USE = 40 << 20
 
 
-References = dict[range, Reference]  # by windows
+References = dict[range, ReferencePredictions]  # by windows
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredWindows:
     """One program's quality on some of the windows.
 
     Attributes:
@@ -75,7 +75,7 @@ def measure(
     references: References | None = None,
     memory: int | None = None,
     folder: Path | None = None,
-) -> Iterator[Measured]:
+) -> Iterator[MeasuredWindows]:
     """The quality of the dense program and of others, some windows at a time.
 
     Where memory turns out too small for so many windows, half as many are run together from there on.
@@ -138,9 +138,9 @@ class _ChunkRun:
         self.ran, self.all_windows = ran, all_windows
         self.streamed = streamed_layers(model) is not None
         self.planned: list[Program] | None = None
-        self.plan = Plan((), (), {}, 0)
+        self.plan = SharedPlan((), (), {}, 0)
 
-    def measure(self, chunk: Tensor, windows: range, needed: list[Program]) -> Iterator[Measured]:
+    def measure(self, chunk: Tensor, windows: range, needed: list[Program]) -> Iterator[MeasuredWindows]:
         """The programs that need it on these windows, the dense one first unless its reference is kept."""
         if not needed:
             return
@@ -155,7 +155,7 @@ class _ChunkRun:
             for program, stream in run_plan(self.plan, machine, partial(self._ran, len(windows)), states):
                 quality = self._quality(program, stream, chunk, windows)
                 if program in needed:
-                    yield Measured(program, windows.start, Quality(quality.nll.cpu(), quality.divergence.cpu()))
+                    yield MeasuredWindows(program, windows.start, Quality(quality.nll.cpu(), quality.divergence.cpu()))
 
     def _ran(self, windows: int, sublayers: int) -> None:
         self.ran(sublayers * windows / self.all_windows)
@@ -170,7 +170,7 @@ class _ChunkRun:
 
 
 def windows_at_once(
-    model: PreTrainedModel, plan: Plan, ids: Tensor, memory: int | None = None, batch: int | None = None
+    model: PreTrainedModel, plan: SharedPlan, ids: Tensor, memory: int | None = None, batch: int | None = None
 ) -> int:
     """How many windows to run together.
 
@@ -206,7 +206,7 @@ def windows_in_a_walk(
         ValueError: if not even one window fits into the limit, saying which limit would do.
     """
     beside += kept_bytes(model)
-    held = Plan((), (), {}, streams)
+    held = SharedPlan((), (), {}, streams)
     return _fitting(model, ids, lambda tokens: beside + working_bytes(model, held, tokens), memory)
 
 
@@ -255,7 +255,7 @@ def _task_bytes(model: PreTrainedModel, streamed: StreamedLayers, tokens: int) -
     return _FIRST_USE + int(_SLACK * _activation_bytes(model, tokens)) + 3 * weights
 
 
-def working_bytes(model: PreTrainedModel, plan: Plan, tokens: int) -> int:
+def working_bytes(model: PreTrainedModel, plan: SharedPlan, tokens: int) -> int:
     """An upper estimate of what running a plan on this many tokens takes beside the model."""
     size: int = model.config.hidden_size * max(4, model.dtype.itemsize)
     states = (plan.peak_tensors + 2) * tokens * size  # and what a reference keeps
@@ -271,7 +271,7 @@ def _activation_bytes(model: PreTrainedModel, tokens: int) -> int:
     return max(layer, OutputHead(model).working_bytes(tokens))
 
 
-def _derived_bytes(model: PreTrainedModel, plan: Plan) -> int:
+def _derived_bytes(model: PreTrainedModel, plan: SharedPlan) -> int:
     """What averaging layers' weights on the way takes: the sum so far, the next layer, and the average's module."""
     if all(len(sublayer.layers) == 1 for program in plan.sublayers for sublayer in program.sublayers()):
         return 0

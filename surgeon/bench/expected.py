@@ -14,15 +14,15 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from surgeon.bench.timing import PassTiming, Run
+from surgeon.bench.timing import PassTiming, RankRun
 from surgeon.execute import Branch, Machine, Pending, run
 from surgeon.program import Fork, Program, Step
-from surgeon.runtime.plan.placement import Group, fork_share
+from surgeon.runtime.plan.placement import Group, assigned_branches
 
 ENDS = 2  # the embedding's reduction and the gathering of the head's best tokens hide behind nothing
 
 
-def expected_decode(program: Program, runs: Sequence[Run], delay: float) -> float:
+def expected_decode(program: Program, runs: Sequence[RankRun], delay: float) -> float:
     """Seconds per decoding pass, the mean, if nothing but computation and the link took time.
 
     Args:
@@ -110,8 +110,8 @@ class _SimulatedRanks(Machine):
         return wait
 
     def assign(self, fork: Fork) -> Iterable[tuple[Branch, Machine]]:
-        shares = dict.fromkeys(fork_share(fork, rank, self.group) for rank in self.group)
-        for branches, group in shares:
+        assigned = dict.fromkeys(assigned_branches(fork, rank, self.group) for rank in self.group)
+        for branches, group in assigned:
             machine = _SimulatedRanks(self.clocks, self.steps, group, self.delay, self.starting)
             for branch in branches:
                 yield branch, machine

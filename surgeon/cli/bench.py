@@ -176,11 +176,11 @@ def _stretch(layers: str | None) -> range | None:
 
 def _check_files(output: Path | None, trace: Path | None, device: str) -> None:
     """Say what is wrong with what is to be written before anything is measured."""
-    from surgeon.runtime.processes.torchrun import read_place
+    from surgeon.runtime.processes.torchrun import read_environment
 
     if trace is not None and device != "cpu":
         raise ValueError("--trace shows what processes do, and GPUs go on while theirs wait; use --device cpu")
-    if trace is not None and read_place() is not None:
+    if trace is not None and read_environment() is not None:
         raise ValueError("--trace puts all ranks on one clock, and machines have one each; leave it out under torchrun")
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ from surgeon.cli.scan import scan
 from surgeon.cli.search import search
 
 if TYPE_CHECKING:
-    from surgeon.search.study import Measured
+    from surgeon.search.study import MeasuredProgram
 
 RANKS = 2
 NEW_TOKENS = 64
@@ -95,7 +95,7 @@ def _quoted(path: Path) -> str:
     return shlex.quote(str(path))
 
 
-def _measure(variants: list[Variant], tokens: int) -> list[Measured]:
+def _measure(variants: list[Variant], tokens: int) -> list[MeasuredProgram]:
     """Perplexity and divergence of every variant, on the text that the scan and the search were measured on."""
     from surgeon.analysis.subject import open_subject
     from surgeon.program import Program
@@ -138,7 +138,7 @@ def _speeds(variants: list[Variant]) -> dict[str, list[tuple[float, float, int]]
 
 
 def _print_table(
-    variants: list[Variant], measured: list[Measured], speeds: dict[str, list[tuple[float, float, int]]]
+    variants: list[Variant], measured: list[MeasuredProgram], speeds: dict[str, list[tuple[float, float, int]]]
 ) -> None:
     from rich.console import Console
     from rich.table import Table

@@ -97,7 +97,7 @@ def serve(
     from surgeon.runtime.service import Service
     from surgeon.runtime.text import open_tokenizer
     from surgeon.server.run import bind, run, url_of
-    from surgeon.server.state import State
+    from surgeon.server.state import ServerState
     from surgeon.server.texts import Texts
 
     if api_key is not None and not api_key.strip():
@@ -128,7 +128,7 @@ def serve(
             decoding=decoding,
         ) as service:
             name = served_model_name or name_of(model)
-            state = State(service, Texts(tokenizer), name, max_batch + max_waiting, defaults, api_key)
+            state = ServerState(service, Texts(tokenizer), name, max_batch + max_waiting, defaults, api_key)
             run(state, bound, lambda: print(f"serving {name} at {url_of(bound)}", file=sys.stderr, flush=True))
 
 

@@ -34,6 +34,7 @@ from surgeon.runtime.model.engine import Figures
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.memory import choose_blocks
 from surgeon.runtime.processes.ranks import RankFailed, Ranks, check_sending, choose_collectives, choose_device
+from surgeon.runtime.processes.torchrun import ranks_of_this_machine
 from surgeon.runtime.processes.watchdog import PATIENCE_SECONDS, Pulse, Watchdog
 from surgeon.runtime.processes.worker import Account, Cancel, Progress, Report, load, serve
 from surgeon.runtime.stream import Listener, OpenRequest, Stream
@@ -109,7 +110,7 @@ class Service:
             )
         check_sending(self.collectives, self.device, link, compression)
         self.plan = make_plan(model, ranks, max_tokens, program, self.device, dtype, decoding)
-        self.blocks = choose_blocks(self.plan, self.device, max_batch, blocks, memory)
+        self.blocks = choose_blocks(self.plan, self.device, max_batch, blocks, memory, ranks_of_this_machine(ranks))
         self.max_tokens = min(self.plan.max_tokens, self.blocks * BLOCK_TOKENS)
         limits = Limits(max_batch, self.max_tokens, max_waiting, max(512, max_batch), self.plan.ends)
         self.failure: Exception | None = None

@@ -17,7 +17,7 @@ from surgeon.program import Program
 from surgeon.quality.data import Windows
 from surgeon.quality.head import Quality, joined
 from surgeon.quality.summary import estimate
-from surgeon.search.study import Measure, Measured
+from surgeon.search.study import Measure, MeasuredProgram
 
 
 def divergence_on(
@@ -47,7 +47,7 @@ def divergence_on(
         ran(amount)
         stay_below(memory)
 
-    def measure_together(programs: list[Program]) -> dict[Program, Measured]:
+    def measure_together(programs: list[Program]) -> dict[Program, MeasuredProgram]:
         nonlocal at_once
         # Never more than before: what is known of the original is known of windows that were run together.
         at_once = min(at_once, windows_at_once(model, share([dense, *programs]), windows.ids, memory))
@@ -60,6 +60,6 @@ def divergence_on(
     return measure_together
 
 
-def _summary(parts: list[Quality], tokens: int) -> Measured:
+def _summary(parts: list[Quality], tokens: int) -> MeasuredProgram:
     found = estimate(*joined(parts))
-    return Measured(found.perplexity, found.divergence, found.divergence_low, found.divergence_high, tokens)
+    return MeasuredProgram(found.perplexity, found.divergence, found.divergence_low, found.divergence_high, tokens)

@@ -1,4 +1,4 @@
-"""A program checkpoint as a model of vLLM: every rank runs its share of the program with the one executor.
+"""A program checkpoint as a model of vLLM: every rank runs its part of the program with the one executor.
 
 Embedding, output head and attention with its cache are vLLM's; what lies between is what this package's own runtime
 computes, read slice by slice from the checkpoint. The number of KV heads may differ between attentions and ranks (a
@@ -32,8 +32,8 @@ from vllm.sequence import IntermediateTensors
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.execute import State, land
 from surgeon.program import Program, Sublayer
-from surgeon.runtime.model.layers import Norm, Pass, Weighting, rotation
-from surgeon.runtime.model.program import Share
+from surgeon.runtime.model.layers import Norm, Pass, Weighting, rotation, torch_dtype
+from surgeon.runtime.model.program import RankProgram
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.sharding import Source, unit_bounds
@@ -47,7 +47,7 @@ class ProgramForCausalLM(nn.Module):
     supports_pp = True  # as vLLM asks
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
-        """Plan the rank's share and make its caches known; weights are read later, by `load_weights`.
+        """Plan what the rank computes and make its caches known; weights are read later, by `load_weights`.
 
         Raises:
             ValueError: if vLLM is asked for what programs cannot do, or the program does not fit this many ranks.
@@ -64,8 +64,8 @@ class ProgramForCausalLM(nn.Module):
         self.source = Source(Checkpoint(plan.folder), plan.family, plan.head_dim)
         device = torch.empty(0).device  # vLLM builds models with its own as the default
         program = Program(nodes)
-        self.share = Share(replace(plan, program=str(program)), connect(settings.reduce, program), device)
-        widths = [self._width(attention) for attention in self.share.attentions()]
+        self.rank_program = RankProgram(replace(plan, program=str(program)), connect(settings.reduce, program), device)
+        widths = [self._width(attention) for attention in self.rank_program.attentions()]
         # vLLM wants a cache on every rank, also where a rank's part of the program has no attention.
         self.slots = nn.ModuleList(
             self._slot(vllm_config, f"{prefix}stage{self.stages.rank_in_group}.slots.{slot}", *width)
@@ -118,11 +118,11 @@ class ProgramForCausalLM(nn.Module):
         if self.loaded:
             raise ValueError("surgeon's plugin reads weights from the checkpoint once; start vLLM anew for other ones")
         self.loaded = True
-        plan, family, device = self.plan, self.plan.family, self.share.device
-        self.share.load(self.source)
+        plan, family, device = self.plan, self.plan.family, self.rank_program.device
+        self.rank_program.load(self.source)
 
         def read(path: str) -> Tensor:
-            return self.source.tensor(path).to(plan.dtype).to(device)
+            return self.source.tensor(path).to(torch_dtype(plan)).to(device)
 
         stored = {"embedding": family.embedding, "head": family.head}
         parameters: Iterable[tuple[str, Any]] = self.named_parameters()
@@ -132,7 +132,7 @@ class ProgramForCausalLM(nn.Module):
         paths = [f"{family.final_norm}.{part}" for part in ("weight", "bias")]
         tensors = {path: read(path) for path in paths if path in self.source}
         self.final_norm = Norm(tensors, family.final_norm, plan)
-        like = torch.empty(0, dtype=plan.dtype, device=device)
+        like = torch.empty(0, dtype=torch_dtype(plan), device=device)
         self.positions: Tensor | None = None
         if family.position_embedding is not None:
             self.positions = read(f"{family.position_embedding}.weight")[family.position_offset :]
@@ -180,7 +180,7 @@ class ProgramForCausalLM(nn.Module):
         else:
             pending = intermediate_tensors["pending"]
             state = State(intermediate_tensors["stream"], lambda: pending)
-        state = self.share.run(state, Pass(self._attend, rotation_here))
+        state = self.rank_program.run(state, Pass(self._attend, rotation_here))
         if not self.stages.is_last_rank:
             assert state.pending is not None
             return IntermediateTensors({"stream": state.stream, "pending": state.pending()})

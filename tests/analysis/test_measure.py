@@ -10,7 +10,7 @@ import torch
 from surgeon.analysis import measure as measure_module
 from surgeon.analysis.cells import scan_cells
 from surgeon.analysis.measure import measure, windows_at_once, working_bytes
-from surgeon.analysis.sharing import Plan, share
+from surgeon.analysis.sharing import SharedPlan, share
 from surgeon.program import Program
 from surgeon.quality.head import OutputHead, Quality
 from tests.models import VOCABULARY, tiny_model
@@ -31,11 +31,11 @@ def ids() -> torch.Tensor:
 
 
 @pytest.fixture
-def plan() -> Plan:
+def plan() -> SharedPlan:
     return share([Program.dense(LAYERS), *(cell.program for cell in scan_cells(["prune", "merge"], LAYERS, 0))])
 
 
-def test_a_limit_makes_batches_smaller(model: Any, plan: Plan, ids: torch.Tensor) -> None:
+def test_a_limit_makes_batches_smaller(model: Any, plan: SharedPlan, ids: torch.Tensor) -> None:
     assert windows_at_once(model, plan, ids) == 6
     assert windows_at_once(model, plan, ids, batch=4) == 4
     for windows in (1, 3, 6):
@@ -44,7 +44,7 @@ def test_a_limit_makes_batches_smaller(model: Any, plan: Plan, ids: torch.Tensor
         assert windows_at_once(model, plan, ids, memory=exactly, batch=1) == 1
 
 
-def test_too_small_a_limit_says_what_would_do(model: Any, plan: Plan, ids: torch.Tensor) -> None:
+def test_too_small_a_limit_says_what_would_do(model: Any, plan: SharedPlan, ids: torch.Tensor) -> None:
     with pytest.raises(
         ValueError, match=r"limit of 50MB .* libraries hold 100MB, .* use --memory \d+MB or more"
     ) as caught:
@@ -53,7 +53,7 @@ def test_too_small_a_limit_says_what_would_do(model: Any, plan: Plan, ids: torch
     assert windows_at_once(model, plan, ids, memory=enough << 20) >= 1
 
 
-def test_long_windows_go_one_by_one(model: Any, plan: Plan) -> None:
+def test_long_windows_go_one_by_one(model: Any, plan: SharedPlan) -> None:
     assert windows_at_once(model, plan, torch.zeros(3, 4096, dtype=torch.long)) == 1
 
 

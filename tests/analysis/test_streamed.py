@@ -14,7 +14,7 @@ import surgeon
 from surgeon.analysis import measure as measure_module
 from surgeon.analysis.measure import measure, windows_at_once
 from surgeon.analysis.order import by_layer, place
-from surgeon.analysis.sharing import Extend, Reach, Run, reads, share
+from surgeon.analysis.sharing import Extend, Reach, RunStep, reads, share
 from surgeon.checkpoint.load import load
 from surgeon.checkpoint.streamed import load_streamed, streamed_layers
 from surgeon.families import FAMILIES, family_of
@@ -79,11 +79,11 @@ def test_sweeps_run_what_needs_a_layer_together() -> None:
         turns = [
             place(
                 task.step.sublayers
-                if isinstance(task, Run)
+                if isinstance(task, RunStep)
                 else [s for t in steps_of(task.branch) for s in t.sublayers]
             )
             for task in tasks
-            if isinstance(task, Run | Extend)
+            if isinstance(task, RunStep | Extend)
         ]
         return sum(later < earlier for earlier, later in pairwise(turns))
 

@@ -23,7 +23,7 @@ from surgeon.bench.measure import (
     summarise,
     trace,
 )
-from surgeon.bench.timing import Exchange, PassTiming, Run
+from surgeon.bench.timing import Exchange, PassTiming, RankRun
 from surgeon.bench.trace import Wires, arrivals, chrome_trace, explain
 from surgeon.operations import ladder, pair, tracks
 from surgeon.program import Program, Step
@@ -138,7 +138,7 @@ def passes(*seconds: tuple[float, float], decode: bool) -> list[PassTiming]:
 def test_the_split_is_of_the_rank_that_waits_most() -> None:
     prompts = [passes((3.0, 1.0), decode=False), passes((3.0, 2.0), decode=False)]
     later = [passes((4.0, 3.0), (6.0, 5.0), decode=True), passes((4.0, 1.0), (6.0, 1.0), decode=True)]
-    runs = [Run(9.0, first + then) for first, then in zip(prompts, later, strict=True)]
+    runs = [RankRun(9.0, first + then) for first, then in zip(prompts, later, strict=True)]
     one = summarise(runs, Load(2, 3, 3), connected=True)
     assert (one.first_token, one.prefill, one.decode, one.per_token) == (4.0, 3.0, 10.0, 5.0)
     assert one.rate == 6 / 14
@@ -148,7 +148,7 @@ def test_the_split_is_of_the_rank_that_waits_most() -> None:
 
 
 def test_of_ranks_that_do_not_wait_the_slowest_counts() -> None:
-    runs = [Run(9.0, passes((seconds, 0.0), decode=False)) for seconds in (1.0, 5.0, 2.0)]
+    runs = [RankRun(9.0, passes((seconds, 0.0), decode=False)) for seconds in (1.0, 5.0, 2.0)]
     one = summarise(runs, Load(1, 3, 1), connected=False)
     assert (one.prefill, one.prefill_pass.rank) == (5.0, 1)
 

@@ -1,4 +1,4 @@
-"""One rank's share of a model: it runs the program with the one executor, for many sequences in one pass.
+"""A rank's engine: it runs the program with the one executor, for many sequences in one pass.
 
 A pass is a list of rows, each the next tokens of one sequence: one token of a text that is being continued, or a chunk
 of a prompt. Ranks keep nothing about sequences but their keys and values; which rows a pass has is decided on rank 0
@@ -21,9 +21,9 @@ from surgeon.runtime.batching.blocks import BLOCK_TOKENS, blocks_for
 from surgeon.runtime.batching.request import UNDEFINED, TokenLogprob, UndefinedLogits
 from surgeon.runtime.batching.sequence import Row, Wanted
 from surgeon.runtime.comm.collectives import Collectives
-from surgeon.runtime.model.layers import Attend, Attention, Norm, Pass, rotation, softcap, transposed
-from surgeon.runtime.model.paged_cache import Index, Layout, PagedCache
-from surgeon.runtime.model.program import Phase, Share
+from surgeon.runtime.model.layers import Attend, Attention, Norm, Pass, rotation, softcap, torch_dtype, transposed
+from surgeon.runtime.model.paged_cache import Index, PagedCache, PagedLayout
+from surgeon.runtime.model.program import Phase, RankProgram
 from surgeon.runtime.model.scoring import score
 from surgeon.runtime.model.static_decode import CudaRecorder, StaticDecode
 from surgeon.runtime.plan.specification import Plan
@@ -55,7 +55,7 @@ class Results(NamedTuple):
 SCORED_TOKENS = 64  # whose logits are computed at a time: those of a long prompt would fill the memory
 
 
-class RankEngine(Share):
+class RankEngine(RankProgram):
     """The slices of a model that one rank holds, and the collectives that make them whole.
 
     Attributes:
@@ -93,7 +93,7 @@ class RankEngine(Share):
         family, plan = self.plan.family, self.plan
 
         def read(path: str, bounds: tuple[int, int] | None = None) -> Tensor:
-            return source.tensor(path, bounds).to(plan.dtype).to(self.device)
+            return source.tensor(path, bounds).to(torch_dtype(plan)).to(self.device)
 
         self.rows = -(-plan.vocabulary // plan.ranks)  # per rank; the last rank may have fewer
         self.first_row = min(self.rank * self.rows, plan.vocabulary)
@@ -149,7 +149,7 @@ class RankEngine(Share):
 
     def _dynamic_step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
         """A pass of whatever shape the rows have."""
-        layout = Layout(rows, cache)
+        layout = PagedLayout(rows, cache)
         stream = self._forward(rows, layout)
         return Results(*self._next(stream, layout, [row.wanted for row in rows]), self._scores(stream, rows))
 
@@ -169,7 +169,7 @@ class RankEngine(Share):
     def logits(self, rows: Sequence[Row], cache: PagedCache) -> Tensor:
         """One forward pass; logits of all its tokens, (tokens, vocabulary), on every rank."""
         self.counts = self.figures.prefill
-        return self._gather(self._own_logits(self._forward(rows, Layout(rows, cache))))
+        return self._gather(self._own_logits(self._forward(rows, PagedLayout(rows, cache))))
 
     def text_logits(self, tokens: list[int]) -> Tensor:
         """Logits of one text, (tokens, vocabulary), on every rank, with a cache of its own."""
@@ -193,7 +193,7 @@ class RankEngine(Share):
             found += best
         return found
 
-    def _forward(self, rows: Sequence[Row], layout: Layout) -> Tensor:
+    def _forward(self, rows: Sequence[Row], layout: PagedLayout) -> Tensor:
         """The stream after the program, (tokens, hidden)."""
         tokens = torch.tensor([token for row in rows for token in row.tokens], dtype=torch.long, device=self.device)
         turned = None
@@ -261,7 +261,7 @@ class RankEngine(Share):
 
         return score(self._own_logits(stream), self.first_row, self.rows, targets, top, all_gather)
 
-    def _next(self, stream: Tensor, layout: Layout, wanted: list[Wanted]) -> tuple[list[int], Tensor | None]:
+    def _next(self, stream: Tensor, layout: PagedLayout, wanted: list[Wanted]) -> tuple[list[int], Tensor | None]:
         """What the rows want of their last tokens; only these go through the head."""
         last = [at for at, want in zip(layout.last, wanted, strict=True) if want]
         if not last:

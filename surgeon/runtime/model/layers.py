@@ -41,6 +41,13 @@ def activation(name: str) -> Activation:
     return function
 
 
+def torch_dtype(plan: Plan) -> torch.dtype:
+    """What the plan is computed in."""
+    found = getattr(torch, plan.dtype)
+    assert isinstance(found, torch.dtype)
+    return found
+
+
 @dataclass(frozen=True)
 class Weighting:
     """How an attention makes weights of the products of its queries and keys, besides the softmax.
@@ -84,7 +91,7 @@ class Norm:
         self.epsilon = plan.epsilon
         self.rms = plan.family.norm_kind == "rms"
         self.mean_of: tuple[Tensor, Tensor] | None = None
-        if self.rms and self.gain.device.type == "cpu" and plan.dtype == torch.float32:
+        if self.rms and self.gain.device.type == "cpu" and torch_dtype(plan) == torch.float32:
             width = len(self.gain)
             self.mean_of = self.gain.new_tensor(self.epsilon), self.gain.new_full((width,), 1 / width)
 

@@ -16,7 +16,7 @@ Shapes: B texts, W blocks of each, N tokens that are read of each, D head_dim, H
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,11 +26,9 @@ from torch import Tensor
 from surgeon.runtime.batching.blocks import BLOCK_TOKENS
 from surgeon.runtime.batching.sequence import Row
 from surgeon.runtime.comm.collectives import Counts
-from surgeon.runtime.model.layers import Weighting, softcap
+from surgeon.runtime.model.layers import Attend, Weighting, softcap
 from surgeon.runtime.model.paged_cache import PagedCache
-
-if TYPE_CHECKING:
-    from surgeon.runtime.model.engine import RankEngine
+from surgeon.runtime.model.program import Phase
 
 WARM_UPS = 2  # passes before a recording, in which libraries choose kernels and allocate what a recording may not
 TOKEN, POSITION, TABLE = 0, 1, 2  # columns of the inputs; the table takes all further ones
@@ -48,8 +46,24 @@ class Outputs(NamedTuple):
     logits: Tensor
 
 
+class TokenModel(Protocol):
+    """What computes the logits of one token of each of some texts: the engine.
+
+    Attributes:
+        counts: where collectives are counted now.
+    """
+
+    counts: Phase
+
+    def next_logits(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """This rank's logits, (texts, rows), of tokens (texts,) at positions (texts,)."""
+
+    def best_tokens(self, own: Tensor) -> Tensor:
+        """The most likely token of each text, (texts,), the same on every rank."""
+
+
 Replay = Callable[[], Outputs]  # computes again what was recorded, from what its tensors hold now
-Recorder = Callable[[Replay], Replay]
+GraphRecorder = Callable[[Replay], Replay]
 
 
 class PassSize(NamedTuple):
@@ -178,7 +192,7 @@ class StaticDecode:
 
     spare_blocks = 1  # that a cache has beyond those of texts
 
-    def __init__(self, engine: RankEngine, recorder: Recorder | None) -> None:
+    def __init__(self, engine: TokenModel, recorder: GraphRecorder | None) -> None:
         """Start without any pass.
 
         Args:
@@ -217,7 +231,7 @@ class StaticDecode:
         logits = self._engine.next_logits(inputs[:, TOKEN], layout.positions, layout.attend)
         return Outputs(self._engine.best_tokens(logits), logits)
 
-    def _record(self, static: StaticPass, cache: PagedCache, recorder: Recorder) -> None:
+    def _record(self, static: StaticPass, cache: PagedCache, recorder: GraphRecorder) -> None:
         """Make the pass's replay, with its inputs loaded; what that computes is what the replay will compute again."""
         phase = self._engine.counts
         before = phase.layers, phase.vocabulary

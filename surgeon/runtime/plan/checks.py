@@ -10,7 +10,6 @@ import re
 from pathlib import Path
 from typing import Any, get_args
 
-import torch
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
@@ -30,7 +29,7 @@ from surgeon.weights import require_sliceable
 
 # Families whose computation layers.py has: a new one may need more than its description says.
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "opt", "gpt2", "gpt_neo", "gpt_neox")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = ("float32", "bfloat16", "float16")
 ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)
 MOST_RANKS = 1024  # of one machine
 MOST_FEATURES = 1 << 40  # of a head
@@ -102,7 +101,7 @@ def make_plan(
         max_tokens=max_tokens,
         tied=bool(config.tie_word_embeddings),
         ends=_end_tokens(folder, config),
-        dtype=_dtype(dtype) or compute_dtype(checkpoint, family, torch.device(device)),
+        dtype=_dtype(dtype) or str(compute_dtype(checkpoint, family, device)).removeprefix("torch."),
         attention_scale=_attention_scale(config),
         attention_softcap=_softcap(config, family.attention_softcap),
         windows=_windows(config, family, layers),
@@ -113,13 +112,13 @@ def make_plan(
     )
 
 
-def _dtype(wanted: str) -> torch.dtype | None:
+def _dtype(wanted: str) -> str | None:
     """What was asked for; None for "auto"."""
     if wanted == "auto":
         return None
     if wanted not in DTYPES:
         raise ValueError(f"there is no dtype {wanted!r} to compute in; {did_you_mean(wanted, ('auto', *DTYPES))}")
-    return DTYPES[wanted]
+    return wanted
 
 
 def _decoding(wanted: str) -> Decoding:

@@ -19,10 +19,16 @@ from surgeon.runtime.comm.collectives import StoreAddress
 from surgeon.runtime.comm.link import Link
 from surgeon.runtime.comm.quantised import Compression
 from surgeon.runtime.comm.shared_memory import create_memory
-from surgeon.runtime.processes.rank import RankError, Settings
+from surgeon.runtime.processes.rank import RankError, RankSettings
 from surgeon.runtime.processes.rank_process import JoinedRank, RankFailed, RankProcess, StartedRank, noted
-from surgeon.runtime.processes.rendezvous import meeting_at
-from surgeon.runtime.processes.torchrun import Place, Seat, check_ranks, ranks_of_this_machine, read_place
+from surgeon.runtime.processes.rendezvous import rendezvous_at
+from surgeon.runtime.processes.torchrun import (
+    RankLocation,
+    TorchrunEnvironment,
+    check_ranks,
+    ranks_of_this_machine,
+    read_environment,
+)
 
 __all__ = ["RankFailed", "Ranks", "check_sending", "choose_collectives", "choose_device"]
 
@@ -64,15 +70,15 @@ class Ranks:
         self._failure: str | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="surgeon-ranks-")
         self._processes: list[RankProcess] = []
-        place = read_place()
+        torchrun = read_environment()
         memory = create_memory(ranks) if self.collectives == "shm" and ranks > 1 else None
         try:
-            rendezvous = self._start(ranks, memory) if place is None else self._gather(place, ranks)
+            rendezvous = self._start(ranks, memory) if torchrun is None else self._gather(torchrun, ranks)
             for process in self._processes:
-                settings = Settings(
+                settings = RankSettings(
                     rank=process.rank,
                     ranks=ranks,
-                    seat=process.seat,
+                    location=process.location,
                     device=device,
                     collectives=self.collectives,
                     rendezvous=rendezvous,
@@ -96,26 +102,28 @@ class Ranks:
         channels = [[writer for _, writer in pipes], *([reader] for reader, _ in pipes)]
         try:
             for rank, channel in enumerate(channels):
-                self._processes.append(StartedRank(rank, Seat(rank, ranks), folder, channel, memory))
+                self._processes.append(StartedRank(rank, RankLocation(rank, ranks), folder, channel, memory))
         finally:
             for descriptor in [end for pipe in pipes for end in pipe]:
                 os.close(descriptor)
         return folder / "rendezvous"
 
-    def _gather(self, place: Place, ranks: int) -> StoreAddress:
+    def _gather(self, torchrun: TorchrunEnvironment, ranks: int) -> StoreAddress:
         """Wait for the processes of torchrun, and start rank 0; they meet at a store."""
-        check_ranks(place, ranks)
-        if place.rank:
-            raise ValueError(f"this process has RANK {place.rank} of torchrun's, and only that with RANK 0 has ranks")
-        meeting = meeting_at(place)
-        guests = meeting.guests()
-        channel = [guest.channel.fileno() for guest in guests]
-        joined = [JoinedRank(guest) for guest in guests]
+        check_ranks(torchrun, ranks)
+        if torchrun.rank:
+            raise ValueError(
+                f"this process has RANK {torchrun.rank} of torchrun's, and only that with RANK 0 has ranks"
+            )
+        rendezvous = rendezvous_at(torchrun)
+        arrived = rendezvous.accept()
+        channel = [connections.channel.fileno() for connections in arrived]
+        joined = [JoinedRank(connections) for connections in arrived]
         self._processes += joined
-        self._processes.insert(0, StartedRank(0, meeting.seat, Path(self._folder.name), channel))
-        for guest in guests:
-            guest.channel.close()  # it is rank 0's now
-        return meeting.store
+        self._processes.insert(0, StartedRank(0, rendezvous.location, Path(self._folder.name), channel))
+        for connections in arrived:
+            connections.channel.close()  # it is rank 0's now
+        return rendezvous.store
 
     @property
     def names(self) -> list[str]:
@@ -260,7 +268,7 @@ def choose_collectives(wanted: str, device: str) -> str:
         ValueError: if there is no such way, or it does not fit the device or torchrun.
     """
     fitting: tuple[str, ...] = {"cpu": ("shm", "gloo"), "cuda": ("nccl", "gloo")}[device]
-    if read_place() is not None:
+    if read_environment() is not None:
         if wanted == "shm":
             raise ValueError("shm connects only ranks that surgeon starts itself; under torchrun use gloo or auto")
         fitting = tuple(way for way in fitting if way != "shm")

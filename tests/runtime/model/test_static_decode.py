@@ -160,7 +160,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def engine_of(
-    folder: Path, program: str, decoding: Decoding, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    folder: Path, program: str, decoding: Decoding, dtype: str = "float32", device: str = "cpu"
 ) -> RankEngine:
     plan = replace(make_plan(folder, 1, 128, PROGRAMS[program]), decoding=decoding, dtype=dtype)
     return RankEngine(plan, Alone(), torch.device(device))
@@ -194,7 +194,7 @@ def test_logits_are_those_of_any_pass(family: str, program: str, checkpoints: di
 
 
 def test_sixteen_bits(checkpoints: dict[str, Path]) -> None:
-    static, dynamic = (engine_of(checkpoints["llama"], "dense", one, torch.bfloat16) for one in ("static", "dynamic"))
+    static, dynamic = (engine_of(checkpoints["llama"], "dense", one, "bfloat16") for one in ("static", "dynamic"))
     assert next(all_logits(static)).dtype == torch.bfloat16
     assert error_between(static, dynamic) < 0.03
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from surgeon.execute import Pending
 from surgeon.runtime.comm.collectives import Alone
 from surgeon.runtime.model.engine import RankEngine
-from surgeon.runtime.model.machine import RankMachine
+from surgeon.runtime.model.program import RankMachine
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.processes.watchdog import PULSES, Pulse, Watchdog
 from tests.models import tiny_model
