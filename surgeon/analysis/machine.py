@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from surgeon.analysis.sharing import Extend, Join, Reach, RunStep, SharedPlan, sublayers_in
 from surgeon.analysis.states import Held, States
 from surgeon.checkpoint.streamed import StreamedLayers, streamed_layers
-from surgeon.execute import State, advance, fork_output, land
+from surgeon.execute import Partial, State, advance, fork_output, land
 from surgeon.families import SublayerSpec, family_of
 from surgeon.model import EditedLayers, ModelMachine, decoder_inputs, decoder_layers
 from surgeon.program import Fork, Program, Sublayer
@@ -109,7 +109,7 @@ def _result(task: RunStep | Extend | Join, registers: States, machine: PlanMachi
         added = fork_output(Fork((task.branch,)), start.stream, machine)
         return added if total is None else total + added
     assert total is not None
-    state = State(start.stream, machine.reduce(total), start.added)
+    state = State(start.stream, machine.reduce(Partial(total)), start.added)
     return land(state) if task.land else state
 
 

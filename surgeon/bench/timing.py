@@ -15,7 +15,7 @@ from statistics import fmean
 
 from torch import Tensor
 
-from surgeon.execute import Branch, Machine, Pending
+from surgeon.execute import Partial
 from surgeon.program import Fork, Step
 from surgeon.runtime.batching.request import Request, UndefinedLogits
 from surgeon.runtime.batching.scheduler import Limits
@@ -276,23 +276,17 @@ class TimedMachine(RankMachine):
     ) -> None:
         super().__init__(engine, shared, group, work)
         self.recorder = recorder
-        self.joins = False
 
-    def compute(self, step: Step, stream: Tensor) -> Tensor:
+    def compute(self, step: Step, stream: Tensor) -> Partial:
         self.recorder.what = step
         began = now()
-        output = super().compute(step, stream)
+        partial = super().compute(step, stream)
         self.recorder.computations.append(Computation(step, began, now()))
-        return output
+        return partial
 
-    def reduce(self, output: Tensor) -> Pending:
-        if self.joins:
-            self.recorder.what, self.joins = JOIN, False
-        return super().reduce(output)
-
-    def assign(self, fork: Fork) -> list[tuple[Branch, Machine]]:
-        self.joins = True
-        return list(super().assign(fork))
+    def join(self, fork: Fork, added: Tensor) -> Partial:
+        self.recorder.what = JOIN
+        return super().join(fork, added)
 
 
 def load_timed(rank: Rank, plan: Plan, name: str, connected: bool = True) -> None:

@@ -13,7 +13,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from surgeon.execute import Branch, Machine, Pending, State, advance, land
+from surgeon.execute import Branch, Machine, Partial, Pending, State, advance, land
 from surgeon.program import ATTENTION, Fork, Program, Step, Sublayer
 from surgeon.runtime.comm.collectives import Collectives, Counts
 from surgeon.runtime.model.layers import Attention, FeedForward, Norm, Pass, torch_dtype
@@ -111,55 +111,59 @@ class RankMachine(Machine):
 
     def __init__(self, rank_program: RankProgram, shared: Pass, group: Group, work: Iterator[Work]) -> None:
         self.rank_program = rank_program
-        self.rank_programd = shared
+        self.shared = shared
         self.group = group
         self.work = work  # shared with the machines of forks: the executor comes to steps in this order
-        self.counted_elsewhere = False
-        self.norms_due: list[Norm] = []  # of the output that is reduced next, by sublayer
 
-    def compute(self, step: Step, stream: Tensor) -> Tensor:
+    def compute(self, step: Step, stream: Tensor) -> Partial:
         work = next(self.work)
         assert work.step == step, f"the executor is at {step}, the rank's work at {work.step}"
         outputs = [self._output(part, stream) for part in work.parts]
         self.rank_program.passes += 1 / len(self.rank_program.work)
         if self.rank_program.post_norms and not work.whole:
             return self._side_by_side(work, outputs)
-        return reduce(torch.add, outputs)
+        return Partial(reduce(torch.add, outputs))
 
     def _output(self, part: Part, stream: Tensor) -> Tensor:
         made = self.rank_program.sublayers[part.sublayer]
         if isinstance(made, Attention):
             assert part.slot is not None
-            output = made(stream, part.slot, self.rank_programd)
+            output = made(stream, part.slot, self.shared)
         else:
             output = made(stream)
         norm = self.rank_program.post_norms.get(part.sublayer)  # slices have none
         return output if norm is None else norm(output)
 
-    def _side_by_side(self, work: Work, outputs: list[Tensor]) -> Tensor:
-        """This rank's parts of the outputs of all the step's sublayers, (sublayers, tokens, hidden)."""
-        self.norms_due = [self.rank_program.post_norms[sublayer] for sublayer in work.step.sublayers]
-        if len(self.norms_due) == 1:
-            return outputs[0][None]
-        stacked = outputs[0].new_zeros(len(self.norms_due), *outputs[0].shape)
+    def _side_by_side(self, work: Work, outputs: list[Tensor]) -> Partial:
+        """This rank's parts of the outputs of the step's sublayers, (sublayers, tokens, hidden), and their norms."""
+        norms = [self.rank_program.post_norms[sublayer] for sublayer in work.step.sublayers]
+
+        def finish(totals: Tensor) -> Tensor:
+            return reduce(torch.add, (norm(total) for norm, total in zip(norms, totals, strict=True)))
+
+        if len(norms) == 1:
+            return Partial(outputs[0][None], finish)
+        stacked = outputs[0].new_zeros(len(norms), *outputs[0].shape)
         for part, output in zip(work.parts, outputs, strict=True):
             stacked[part.index] = output
-        return stacked
+        return Partial(stacked, finish)
 
-    def reduce(self, output: Tensor) -> Pending:
+    def reduce(self, partial: Partial) -> Pending:
+        part, finish = partial
         if len(self.group) == 1:
-            return lambda: output
-        if self.counted_elsewhere:
-            output, self.counted_elsewhere = torch.zeros_like(output), False
-        wait = self.rank_program.groups[self.group].all_reduce(output, self.rank_program.counts.layers)
-        if not self.norms_due:
-            return wait
-        norms, self.norms_due = self.norms_due, []
-        return lambda: reduce(torch.add, (norm(total) for norm, total in zip(norms, wait(), strict=True)))
+            return lambda: part if finish is None else finish(part)
+        wait = self.rank_program.groups[self.group].all_reduce(part, self.rank_program.counts.layers)
+        return wait if finish is None else lambda: finish(wait())
 
     def assign(self, fork: Fork) -> Iterable[tuple[Branch, Machine]]:
-        branches, group = assigned_branches(fork, self.rank_program.rank, self.group)
-        machine = self.rank_program.machine(self.rank_programd, group, self.work)
-        # A group of several ranks has its branch's output on each of them; only the first adds it to the fork's sum.
-        self.counted_elsewhere = group.index(self.rank_program.rank) > 0
+        branches, group = self._assigned(fork)
+        machine = self.rank_program.machine(self.shared, group, self.work)
         return [(branch, machine) for branch in branches]
+
+    def join(self, fork: Fork, added: Tensor) -> Partial:
+        # A group of several ranks has its branch's output on each of them; only the first adds it to the fork's sum.
+        _, group = self._assigned(fork)
+        return Partial(added if group[0] == self.rank_program.rank else torch.zeros_like(added))
+
+    def _assigned(self, fork: Fork) -> tuple[tuple[Branch, ...], Group]:
+        return assigned_branches(fork, self.rank_program.rank, self.group)

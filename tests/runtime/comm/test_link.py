@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgeon.execute import Pending, run
+from surgeon.execute import Machine, Partial, Pending, run
 from surgeon.program import Fork, Program, Step
 from surgeon.runtime.comm.collectives import Collectives, Counts
 from surgeon.runtime.comm.link import SPIN_SECONDS, Clock, EmulatedLink, Link, SystemClock, parse_link, parse_seconds
@@ -96,18 +96,18 @@ def test_more_ranks_send_more() -> None:
     assert clock.time == 124 + 48
 
 
-class Pipeline:
+class Pipeline(Machine):
     """A rank that computes for a while in each step and reduces through a link."""
 
     def __init__(self, link: EmulatedLink, clock: HandClock, seconds: float) -> None:
         self.link, self.clock, self.seconds = link, clock, seconds
 
-    def compute(self, step: Step, stream: Tensor) -> Tensor:  # noqa: ARG002
+    def compute(self, step: Step, stream: Tensor) -> Partial:  # noqa: ARG002
         self.clock.time += self.seconds
-        return torch.zeros_like(stream)
+        return Partial(torch.zeros_like(stream))
 
-    def reduce(self, output: Tensor) -> Pending:
-        return self.link.all_reduce(output, Counts())
+    def reduce(self, partial: Partial) -> Pending:
+        return self.link.all_reduce(partial.part, Counts())
 
     def assign(self, fork: Fork) -> Iterable[Any]:
         raise NotImplementedError
