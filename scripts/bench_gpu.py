@@ -216,7 +216,7 @@ def decode(engine: RankEngine, texts: Load, rounds: int) -> Decoded:
 
 def bytes_read(engine: RankEngine, texts: Load) -> int:
     """Weights, head, and the keys and values of all texts halfway."""
-    matrices = [engine.head]
+    matrices = [engine.vocabulary.head]
     token_bytes = 0
     for made in engine.sublayers.values():
         if isinstance(made, Attention):

@@ -28,7 +28,5 @@ def settle_ranks(context: typer.Context, tp: int) -> int:
         be_rank(torchrun)
     from surgeon.runtime.processes.rendezvous import rendezvous_at
 
-    rendezvous_at(
-        torchrun
-    )  # now, so that the others wait for this process and not for a time-out, and end when it does
+    rendezvous_at(torchrun)  # now, so that the others wait for this process, not for a time-out, and end when it does
     return torchrun.ranks

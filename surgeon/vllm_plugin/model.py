@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from vllm.distributed import (
     get_pp_group,
@@ -32,7 +31,8 @@ from vllm.sequence import IntermediateTensors
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.execute import State, land
 from surgeon.program import Program, Sublayer
-from surgeon.runtime.model.layers import Norm, Pass, Weighting, rotation, torch_dtype
+from surgeon.runtime.model.ends import Ends, embedded_among, read
+from surgeon.runtime.model.layers import Pass, Weighting, rotation, torch_dtype
 from surgeon.runtime.model.program import RankProgram
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Plan
@@ -121,30 +121,20 @@ class ProgramForCausalLM(nn.Module):
         plan, family, device = self.plan, self.plan.family, self.rank_program.device
         self.rank_program.load(self.source)
 
-        def read(path: str) -> Tensor:
-            return self.source.tensor(path).to(torch_dtype(plan)).to(device)
-
         stored = {"embedding": family.embedding, "head": family.head}
         parameters: Iterable[tuple[str, Any]] = self.named_parameters()
         for name, parameter in parameters:
             end, _, what = name.partition(".")
-            parameter.weight_loader(parameter, read(f"{stored[end]}.{what}"))
-        paths = [f"{family.final_norm}.{part}" for part in ("weight", "bias")]
-        tensors = {path: read(path) for path in paths if path in self.source}
-        self.final_norm = Norm(tensors, family.final_norm, plan)
+            parameter.weight_loader(parameter, read(self.source, plan, device, f"{stored[end]}.{what}"))
+        self.ends = Ends(self.source, plan, device)
         like = torch.empty(0, dtype=torch_dtype(plan), device=device)
-        self.positions: Tensor | None = None
-        if family.position_embedding is not None:
-            self.positions = read(f"{family.position_embedding}.weight")[family.position_offset :]
         self.angles = None if plan.rotary is None else rotation(plan.rotary, 0, plan.max_tokens, like)
-        self.scale = None if plan.embedding_scale is None else like.new_tensor(plan.embedding_scale)
         del self.source
         return {name for name, _ in self.named_parameters()}
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """Embeddings (tokens, hidden), without what is added for positions."""
-        embedded = self._look_up(input_ids)
-        return embedded if self.scale is None else embedded * self.scale
+        return self.ends.scaled(self._look_up(input_ids))
 
     def _look_up(self, tokens: Tensor) -> Tensor:
         """Each rank looks up the tokens among its own rows; the others' give zero.
@@ -155,11 +145,10 @@ class ProgramForCausalLM(nn.Module):
         if self.plan.ranks == 1:
             whole: Tensor = self.embedding(tokens)
             return whole
-        rows = self.embedding.shard_indices
-        own = tokens - rows.org_vocab_start_index
-        outside = (own < 0) | (own >= rows.org_vocab_end_index - rows.org_vocab_start_index)
-        found = F.embedding(own.masked_fill(outside, 0), self.embedding.weight).masked_fill(outside[:, None], 0)
-        total: Tensor = tensor_model_parallel_all_reduce(found)
+        shard = self.embedding.shard_indices
+        first, end = shard.org_vocab_start_index, shard.org_vocab_end_index
+        own = embedded_among(tokens, self.embedding.weight[: end - first], first)
+        total: Tensor = tensor_model_parallel_all_reduce(own)
         return total
 
     def forward(
@@ -176,7 +165,7 @@ class ProgramForCausalLM(nn.Module):
             if stream is None:
                 assert input_ids is not None
                 stream = self.embed_input_ids(input_ids)
-            state = State(stream if self.positions is None else stream + self.positions[positions])
+            state = State(self.ends.placed(stream, positions))
         else:
             pending = intermediate_tensors["pending"]
             state = State(intermediate_tensors["stream"], lambda: pending)
@@ -184,7 +173,7 @@ class ProgramForCausalLM(nn.Module):
         if not self.stages.is_last_rank:
             assert state.pending is not None
             return IntermediateTensors({"stream": state.stream, "pending": state.pending()})
-        return self.final_norm(land(state).stream)
+        return self.ends.final_norm(land(state).stream)
 
     def _attend(self, slot: int, queries: Tensor, keys_values: Tensor, _: Weighting) -> Tensor:
         keys, values = keys_values.chunk(2, dim=1)

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from surgeon.runtime.batching.blocks import BLOCK_TOKENS, BlockRun
 from surgeon.runtime.batching.sequence import Row
+from surgeon.runtime.model.ends import Index
 from surgeon.runtime.model.layers import Weighting, attention
-
-Index = slice | Tensor  # which of some places, in order
 
 
 class PagedCache:

@@ -20,13 +20,12 @@ from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from surgeon.runtime.batching.blocks import BLOCK_TOKENS
 from surgeon.runtime.batching.sequence import Row
 from surgeon.runtime.comm.collectives import Counts
-from surgeon.runtime.model.layers import Attend, Weighting, softcap
+from surgeon.runtime.model.layers import Attend, Weighting, attention
 from surgeon.runtime.model.paged_cache import PagedCache
 from surgeon.runtime.model.program import Phase
 
@@ -113,7 +112,7 @@ class StaticLayout:
         read = cached.index_select(1, places).view(2, kv_heads, texts, -1, head_dim).transpose(1, 2)
         # The heads of one KV group are like several tokens that look at the same keys.
         grouped = queries.view(texts, kv_heads, heads // kv_heads, head_dim)
-        return _attention(grouped, read[0], read[1], mask, weighting).reshape(texts, heads * head_dim)
+        return attention(grouped, read[0], read[1], weighting, mask).reshape(texts, heads * head_dim)
 
     def _places(self, tokens: Tensor) -> Tensor:
         """Where tokens of each text, (B, any), lie in the cache."""
@@ -138,15 +137,6 @@ class StaticLayout:
             mask = torch.zeros(seen.shape, dtype=self._dtype, device=newest.device).masked_fill(~seen, -torch.inf)
             self._views[window] = places, mask[:, None, None]
         return self._views[window]
-
-
-def _attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, weighting: Weighting) -> Tensor:
-    """Attended values, (B, K, H / K, D), of queries of that shape over keys and values (B, K, N, D)."""
-    if weighting.softcap is None:
-        return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=weighting.scale)
-    scale = queries.shape[-1] ** -0.5 if weighting.scale is None else weighting.scale
-    scores = softcap((queries @ keys.transpose(-1, -2)) * scale, weighting.softcap) + mask
-    return scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(values.dtype) @ values
 
 
 class StaticPass:
