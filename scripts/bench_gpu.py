@@ -44,7 +44,7 @@ from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.model.layers import Attention
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Decoding
-from surgeon.runtime.processes.ranks import Ranks
+from surgeon.runtime.processes.ranks import RankOptions, Ranks
 from surgeon.runtime.processes.worker import complete, load
 
 TARGET = 0.75  # of the measured bandwidth, at batch 1
@@ -310,7 +310,7 @@ def on_two_ranks(folder: Path, device: str, texts: Load) -> list[list[int]]:
     sampling = Sampling(max_new_tokens=texts.new, ignore_end=True)
     requests = [Request(number, tuple(text), sampling) for number, text in enumerate(texts.prompts(plan.vocabulary))]
     found: list[list[int]] = [[] for _ in requests]
-    with Ranks(2, device=device, collectives="gloo") as ranks:
+    with Ranks(RankOptions(2, device=device, collectives="gloo")) as ranks:
         ranks.call(load, plan)
         limits = Limits(texts.batch, plan.max_tokens, pass_tokens=texts.batch * texts.prompt)
         for output in ranks.call(complete, requests, texts.batch * (texts.blocks + 1), limits)[0][0]:

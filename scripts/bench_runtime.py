@@ -46,7 +46,7 @@ from surgeon.runtime.comm.link import Link
 from surgeon.runtime.comm.quantised import LARGEST_INTEGER, Compression
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.processes.rank import threads_per_rank
-from surgeon.runtime.processes.ranks import Ranks
+from surgeon.runtime.processes.ranks import RankOptions, Ranks
 
 RANKS = 2
 LAYERS = 24
@@ -125,7 +125,7 @@ def measure_way(way: Way, folder: Path, options: argparse.Namespace) -> list[Res
         Candidate(name, make_plan(folder, RANKS, options.prompt + options.new, str(program)), name != UPPER_BOUND)
         for name, program in programs().items()
     ]
-    with Ranks(RANKS, collectives=way.collectives, link=way.link, compression=way.compression) as ranks:
+    with Ranks(RankOptions(RANKS, collectives=way.collectives, link=way.link, compression=way.compression)) as ranks:
         return measure_candidates(ranks, candidates, way.name, options)
 
 
@@ -135,7 +135,7 @@ def measure_one_rank(folder: Path, options: argparse.Namespace) -> list[Result]:
         Candidate(name, make_plan(folder, 1, options.prompt + options.new, str(programs()[name])))
         for name in (DENSE, LP)
     ]
-    with Ranks(1) as ranks:
+    with Ranks(RankOptions(1)) as ranks:
         return measure_candidates(ranks, candidates, "one rank", options)
 
 

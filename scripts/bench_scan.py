@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTr
 
 import surgeon
 from surgeon.analysis.cells import SCANNED, Cell, scan_cells, select
-from surgeon.analysis.measure import TOKENS_AT_ONCE, measure
+from surgeon.analysis.measure import TOKENS_AT_ONCE, MeasureOptions, measure
 from surgeon.analysis.scan import Scan, scan
 from surgeon.analysis.screen import HOPELESS
 from surgeon.analysis.sharing import plain_sublayers, share, simplify
@@ -88,7 +88,7 @@ class Bench:
     def shared(self, programs: list[Program]) -> dict[Program, Numbers]:
         wanted = {program: simplify(program) for program in programs}
         values: dict[Program, list[Quality]] = {}
-        for measured in measure(self.model, self.ids, self.dense, wanted.values(), self.at_once):
+        for measured in measure(self.model, self.ids, self.dense, wanted.values(), MeasureOptions(self.at_once)):
             values.setdefault(measured.program, []).append(measured.quality)
             self.captured.clear()
         return {program: _numbers(values[simple]) for program, simple in wanted.items()}

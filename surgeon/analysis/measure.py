@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -64,17 +64,38 @@ class Streaming:
     folder: Path | None
 
 
+@dataclass(frozen=True)
+class MeasureOptions:
+    """How programs are measured; checked as it is made.
+
+    Attributes:
+        at_once: how many windows are run together.
+        is_done: says which programs need no measurement on some windows.
+        ran: called with the work done: sublayers times the share of the windows they ran on.
+        references: keeps what the dense program predicts, so that a later call with the same dictionary runs it on
+            none of these windows again (and yields it only if it is among the programs).
+        memory: for a model whose weights are streamed, the limit in bytes on the memory of the whole process.
+        folder: where such a model's hidden states are put that do not fit into it.
+
+    Raises:
+        ValueError: if no window is to be run, or no memory may be taken.
+    """
+
+    at_once: int
+    is_done: Callable[[Program, range], bool] = lambda *_: False
+    ran: Callable[[float], Any] = lambda _: None
+    references: References = field(default_factory=dict)
+    memory: int | None = None
+    folder: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name, number in (("at_once", self.at_once), ("memory", self.memory)):
+            if number is not None and number < 1:
+                raise ValueError(f"{name} must be at least 1, not {number}")
+
+
 def measure(
-    model: PreTrainedModel,
-    ids: Tensor,
-    dense: Program,
-    programs: Iterable[Program],
-    at_once: int,
-    is_done: Callable[[Program, range], bool] = lambda *_: False,
-    ran: Callable[[float], Any] = lambda _: None,
-    references: References | None = None,
-    memory: int | None = None,
-    folder: Path | None = None,
+    model: PreTrainedModel, ids: Tensor, dense: Program, programs: Iterable[Program], options: MeasureOptions
 ) -> Iterator[MeasuredWindows]:
     """The quality of the dense program and of others, some windows at a time.
 
@@ -84,26 +105,19 @@ def measure(
         model: unedited; it is left as it is.
         ids: (windows, tokens).
         dense: the model's own program, which the others' divergence is from.
-        at_once: how many windows are run together.
-        is_done: says which programs need no measurement on these windows.
-        ran: called with the work done: sublayers times the share of the windows they ran on.
-        references: keeps what the dense program predicts, so that a later call with the same dictionary runs it on
-            none of these windows again (and yields it only if it is among the programs).
-        memory: for a model whose weights are streamed, the limit in bytes on the memory of the whole process.
-        folder: where such a model's hidden states are put that do not fit into it.
 
     Raises:
         ValueError: if the model's own predictions are not finite.
         OSError: if the disk is too small for hidden states.
     """
     programs = list(programs)
-    run = _ChunkRun(model, dense, memory, folder, {} if references is None else references, ran, len(ids))
+    run, at_once = _ChunkRun(model, dense, options, len(ids)), options.at_once
     finished: dict[Program, int] = {}  # until which window, where a chunk had to be given up
     start = 0
     while start < len(ids):
         windows = range(start, min(start + at_once, len(ids)))
-        asked = programs if windows in run.references else [dense, *programs]
-        needed = [p for p in asked if not is_done(p, windows) and finished.get(p, 0) < windows.stop]
+        asked = programs if windows in options.references else [dense, *programs]
+        needed = [p for p in asked if not options.is_done(p, windows) and finished.get(p, 0) < windows.stop]
         try:
             for measured in run.measure(ids[start : windows.stop].to(model.device), windows, needed):
                 yield measured
@@ -122,20 +136,11 @@ def measure(
 class _ChunkRun:
     """Measures programs on some windows; keeps the plan of the windows before where it is the same."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        dense: Program,
-        memory: int | None,
-        folder: Path | None,
-        references: References,
-        ran: Callable[[float], Any],
-        all_windows: int,
-    ) -> None:
-        self.model, self.dense, self.references = model, dense, references
-        self.memory, self.folder = memory, folder
+    def __init__(self, model: PreTrainedModel, dense: Program, options: MeasureOptions, all_windows: int) -> None:
+        self.model, self.dense, self.references = model, dense, options.references
+        self.memory, self.folder, self.ran = options.memory, options.folder, options.ran
         self.head = OutputHead(model)
-        self.ran, self.all_windows = ran, all_windows
+        self.all_windows = all_windows
         self.streamed = streamed_layers(model) is not None
         self.planned: list[Program] | None = None
         self.plan = SharedPlan((), (), {}, 0)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from surgeon.analysis import screen
 from surgeon.analysis.cells import Cell, Selection, selected_cells
-from surgeon.analysis.measure import MeasuredWindows, measure, windows_at_once
+from surgeon.analysis.measure import MeasuredWindows, MeasureOptions, measure, windows_at_once
 from surgeon.analysis.scan_journal import ScanJournal
 from surgeon.analysis.sharing import SharedPlan, plain_sublayers, share, simplify
 from surgeon.analysis.tables import Base, Outcome, cell_values, cells_table, permutations_table
@@ -202,8 +202,8 @@ class _Run:
     ) -> Iterator[MeasuredWindows]:
         folder, dense = self.journal.folder, self.work.dense
         if self.workers is None or set(programs) <= {dense}:  # workers measure the unedited model beside others only
-            todo = self.model, ids, dense, programs, self.at_once, is_done, ran
-            return measure(*todo, memory=self.memory, folder=folder)
+            options = MeasureOptions(self.at_once, is_done, ran, memory=self.memory, folder=folder)
+            return measure(self.model, ids, dense, programs, options)
         job = Job(self.workers.checkpoint, ids, str(dense), tuple(map(str, programs)), memory=self.memory)
         return measure_in_workers(replace(job, batch=self.workers.batch, folder=folder), self.workers.count, ran)
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgeon.analysis.measure import MeasuredWindows, measure, windows_at_once
+from surgeon.analysis.measure import MeasuredWindows, MeasureOptions, measure, windows_at_once
 from surgeon.analysis.sharing import share
 from surgeon.analysis.subject import load_for_analysis
 from surgeon.checkpoint.read import Checkpoint
@@ -183,7 +183,8 @@ def _measured(job: Job, ran: Callable[[float], Any]) -> Iterator[MeasuredWindows
     model = load_for_analysis(Checkpoint(job.checkpoint), job.memory, job.device)
     dense, programs = Program.parse(job.dense), [Program.parse(text) for text in job.programs]
     at_once = windows_at_once(model, share([dense, *programs]), job.ids, job.memory, job.batch)
-    return measure(model, job.ids, dense, programs, at_once, ran=ran, memory=job.memory, folder=job.folder)
+    options = MeasureOptions(at_once, ran=ran, memory=job.memory, folder=job.folder)
+    return measure(model, job.ids, dense, programs, options)
 
 
 def _end_with_parent() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from surgeon.analysis.measure import References, measure, windows_at_once
+from surgeon.analysis.measure import MeasureOptions, References, measure, windows_at_once
 from surgeon.analysis.sharing import share
 from surgeon.memory import stay_below
 from surgeon.model import program_of, require_unedited
@@ -51,9 +51,9 @@ def divergence_on(
         nonlocal at_once
         # Never more than before: what is known of the original is known of windows that were run together.
         at_once = min(at_once, windows_at_once(model, share([dense, *programs]), windows.ids, memory))
-        todo = model, windows.ids, dense, programs, at_once
+        options = MeasureOptions(at_once, ran=ran_some, references=references, memory=memory, folder=folder)
         parts: dict[Program, list[Quality]] = defaultdict(list)
-        for part in measure(*todo, ran=ran_some, references=references, memory=memory, folder=folder):
+        for part in measure(model, windows.ids, dense, programs, options):
             parts[part.program].append(part.quality)
         return {program: _summary(parts[program], windows.predicted) for program in programs}
 

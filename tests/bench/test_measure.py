@@ -29,7 +29,7 @@ from surgeon.operations import ladder, pair, tracks
 from surgeon.program import Program, Step
 from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.comm.link import Link
-from surgeon.runtime.processes.ranks import Ranks
+from surgeon.runtime.processes.ranks import RankOptions, Ranks
 from tests.models import VOCABULARY, damage, tiny_model
 
 DELAY = 0.005  # far longer than a step for one token, shorter than one for hundreds
@@ -63,7 +63,7 @@ def candidates(checkpoint: Path) -> list[Candidate]:
 
 @pytest.fixture(scope="module")
 def ranks(candidates: list[Candidate]) -> Iterator[Ranks]:
-    with Ranks(2, link=Link(DELAY)) as started:
+    with Ranks(RankOptions(2, link=Link(DELAY))) as started:
         load_candidates(started, candidates)
         yield started
 
@@ -379,7 +379,7 @@ def test_a_model_that_computes_no_numbers(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path / "broken")
     damage(tmp_path / "broken", slice(None))
     candidates = open_candidates(str(tmp_path / "broken"), [], Needs(ranks=1, tokens=8, device="cpu"))
-    with Ranks(1) as ranks:
+    with Ranks(RankOptions(1)) as ranks:
         load_candidates(ranks, candidates)
         with pytest.raises(ValueError, match="the logits of broken are not finite"):
             measure(ranks, candidates, [Load(1, 4, 2)], 1, lambda _: None)

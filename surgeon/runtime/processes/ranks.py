@@ -7,6 +7,7 @@ import pickle
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import TracebackType
@@ -30,9 +31,35 @@ from surgeon.runtime.processes.torchrun import (
     read_environment,
 )
 
-__all__ = ["RankFailed", "Ranks", "check_sending", "choose_collectives", "choose_device"]
+__all__ = ["RankFailed", "RankOptions", "Ranks", "check_sending", "choose_collectives", "choose_device"]
 
 GRACE_SECONDS = 0.5  # how long to look for the rank that failed first, when another reports that it lost it
+
+
+@dataclass(frozen=True)
+class RankOptions:
+    """How many ranks there are, on what, and how they are connected; checked as it is made.
+
+    Attributes:
+        ranks: how many.
+        device: "cpu", or "cuda" for one GPU per rank; `choose_device` says which for "auto".
+        collectives: as `choose_collectives` takes it, and then what it has chosen.
+        link: emulate one of this delay and bandwidth between the ranks.
+        compression: send the reductions of the program's steps as integers of this many bits.
+
+    Raises:
+        ValueError: if the collectives do not fit the device, or the link or compression do not fit them.
+    """
+
+    ranks: int = 1
+    device: str = "cpu"
+    collectives: str = "auto"
+    link: Link | None = None
+    compression: Compression | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "collectives", choose_collectives(self.collectives, self.device))
+        check_sending(self.collectives, self.device, self.link, self.compression)
 
 
 class Ranks:
@@ -42,31 +69,15 @@ class Ranks:
     outlives them. Under torchrun only rank 0 is; the others are the processes of torchrun that have joined this one.
     """
 
-    def __init__(
-        self,
-        ranks: int,
-        device: str = "cpu",
-        collectives: str = "auto",
-        link: Link | None = None,
-        compression: Compression | None = None,
-    ) -> None:
+    def __init__(self, options: RankOptions) -> None:
         """Start them, or wait until they have joined.
 
-        Args:
-            ranks: how many.
-            device: "cpu", or "cuda" for one GPU per rank.
-            collectives: as `choose_collectives` takes it.
-            link: emulate one of this delay and bandwidth between the ranks.
-            compression: send the reductions of the program's steps as integers of this many bits.
-
         Raises:
-            ValueError: if the collectives do not fit the device, or the link or compression do not fit them; if
-                torchrun has started another number of processes, or this is not the one with rank 0.
+            ValueError: if torchrun has started another number of processes, or this is not the one with rank 0.
             TimeoutError: if some of torchrun's processes do not join.
             RankFailed: if a rank cannot start.
         """
-        self.collectives = choose_collectives(collectives, device)
-        check_sending(self.collectives, device, link, compression)
+        ranks, self.collectives = options.ranks, options.collectives
         self._failure: str | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="surgeon-ranks-")
         self._processes: list[RankProcess] = []
@@ -79,12 +90,12 @@ class Ranks:
                     rank=process.rank,
                     ranks=ranks,
                     location=process.location,
-                    device=device,
+                    device=options.device,
                     collectives=self.collectives,
                     rendezvous=rendezvous,
                     memory=memory,
-                    link=link,
-                    compression=compression,
+                    link=options.link,
+                    compression=options.compression,
                 )
                 self._send(process, settings)
             self._results(None)

@@ -18,7 +18,7 @@ from surgeon.runtime.comm.shared_memory import SLOT_BYTES, SLOTS
 from surgeon.runtime.model.engine import Figures
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.processes.rank import RankSettings, rank_device
-from surgeon.runtime.processes.ranks import Ranks, choose_collectives, choose_device
+from surgeon.runtime.processes.ranks import RankOptions, Ranks, choose_collectives, choose_device
 from surgeon.runtime.processes.torchrun import RankLocation
 from tests.runtime import on_ranks
 from tests.runtime.comm import on_collectives
@@ -27,7 +27,7 @@ from tests.runtime.comm import on_collectives
 @pytest.fixture(scope="module", params=[("gloo", 2), ("shm", 2), ("shm", 5)], ids=lambda pair: f"{pair[0]}{pair[1]}")
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     kind, number = request.param
-    with Ranks(number, collectives=kind) as started:
+    with Ranks(RankOptions(number, collectives=kind)) as started:
         yield started
 
 
@@ -84,7 +84,7 @@ def test_one_rank_sends_and_counts_nothing() -> None:
 def test_ranks_that_are_not_connected_add_nothing_up(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
     plan = make_plan(tmp_path, 2, 8)
-    with Ranks(2, collectives="none") as unconnected:
+    with Ranks(RankOptions(2, collectives="none")) as unconnected:
         for rank, (total, gathered, counts) in enumerate(unconnected.call(on_collectives.unconnected)):
             assert torch.equal(total, torch.tensor([float(rank)]))
             assert torch.equal(gathered, torch.full((2, 1), float(rank)))
@@ -101,6 +101,7 @@ def test_ranks_that_are_not_connected_add_nothing_up(tiny_model: Callable[..., A
 def test_choosing_collectives_and_devices() -> None:
     assert choose_collectives("auto", "cpu") == "shm"
     assert choose_collectives("auto", "cuda") == "nccl"
+    assert RankOptions(2).collectives == "shm"
     assert choose_collectives("gloo", "cpu") == "gloo"
     assert choose_collectives("none", "cpu") == choose_collectives("none", "cuda") == "none"
     with pytest.raises(ValueError, match="nccl does not connect ranks on a cpu device; use shm or gloo"):

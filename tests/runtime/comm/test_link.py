@@ -15,7 +15,7 @@ from surgeon.program import Fork, Program, Step
 from surgeon.runtime.comm.collectives import Collectives, Counts
 from surgeon.runtime.comm.link import SPIN_SECONDS, Clock, EmulatedLink, Link, SystemClock, parse_link, parse_seconds
 from surgeon.runtime.plan.placement import Group
-from surgeon.runtime.processes.ranks import Ranks, check_sending
+from surgeon.runtime.processes.ranks import RankOptions, Ranks, check_sending
 from tests.runtime.comm import on_collectives
 
 
@@ -141,7 +141,7 @@ def test_waiting_costs_little_processor_time() -> None:
 
 def test_ranks_really_compute_while_transfers_are_under_way() -> None:
     delay, rounds = 0.05, 6
-    with Ranks(2, collectives="shm", link=Link(delay=delay)) as ranks:
+    with Ranks(RankOptions(2, collectives="shm", link=Link(delay=delay))) as ranks:
         waiting = fastest(ranks, rounds, 0.0)
         overlapped = fastest(ranks, rounds, delay)
     assert rounds * delay <= waiting < 1.6 * rounds * delay
@@ -154,7 +154,8 @@ def fastest(ranks: Ranks, *arguments: float) -> float:
 
 
 def test_bandwidth_counts_bytes_on_ranks() -> None:
-    with Ranks(2, collectives="shm", link=Link(bandwidth=4 * 4096 / 0.02)) as ranks:  # a sum of 4096 floats in 20 ms
+    link = Link(bandwidth=4 * 4096 / 0.02)  # a sum of 4096 floats in 20 ms
+    with Ranks(RankOptions(2, collectives="shm", link=link)) as ranks:
         assert 0.2 <= fastest(ranks, 10, 0.0, 4096) < 0.35
 
 

@@ -43,7 +43,7 @@ from surgeon.runtime.model.static_decode import (
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.placement import Group
 from surgeon.runtime.plan.specification import Decoding
-from surgeon.runtime.processes.ranks import Ranks
+from surgeon.runtime.processes.ranks import RankOptions, Ranks
 from surgeon.runtime.processes.worker import complete, load, unload
 from tests.models import VOCABULARY, tiny_model
 from tests.runtime.model.test_paged_cache import places_of, plain_attention
@@ -355,7 +355,7 @@ LONG = [Request(90 + at, tuple(PROMPTS[at]), Sampling(max_new_tokens=40, ignore_
 
 @pytest.fixture(scope="module", params=[1, 2])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    with Ranks(request.param, collectives="gloo") as started:
+    with Ranks(RankOptions(request.param, collectives="gloo")) as started:
         yield started
 
 

@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from surgeon.cli.app import main
-from surgeon.runtime.processes.ranks import Ranks, choose_collectives, choose_device
+from surgeon.runtime.processes.ranks import RankOptions, Ranks, choose_collectives, choose_device
 from surgeon.runtime.processes.torchrun import VARIABLES, TorchrunEnvironment, ranks_of_this_machine, read_environment
 
 REPOSITORY = Path(__file__).parents[2]
@@ -229,10 +229,10 @@ def test_another_number_of_ranks(
     message = "--tp 3 asks for another number of ranks than torchrun has started (WORLD_SIZE 2); leave --tp out or"
     assert capfd.readouterr() == ("", f"error: {message} make it 2\n")
     with pytest.raises(ValueError, match="WORLD_SIZE 2"):
-        Ranks(3)
+        Ranks(RankOptions(3))
     environment(RANK="1", LOCAL_RANK="1")
     with pytest.raises(ValueError, match="this process has RANK 1 of torchrun's, and only that with RANK 0 has ranks"):
-        Ranks(2)
+        Ranks(RankOptions(2))
 
 
 def test_ranks_that_do_not_come(
