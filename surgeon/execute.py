@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import reduce
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,17 +23,34 @@ Pending = Callable[[], Tensor]  # waits for a reduction that was started, and re
 Branch = tuple[Node, ...]
 
 
+class Partial(NamedTuple):
+    """What a machine has computed towards a node's output.
+
+    Attributes:
+        part: to be summed over the ranks; on one device the sum is this itself.
+        finish: makes the output, (batch, tokens, hidden), of the sum, as a norm behind a sublayer has to; None where
+            the sum is the output.
+    """
+
+    part: Tensor
+    finish: Callable[[Tensor], Tensor] | None = None
+
+
 class Machine(Protocol):
     """What a program runs on: one device, or one rank of several."""
 
-    def compute(self, step: Step, stream: Tensor) -> Tensor:
-        """The sum of the step's sublayers' outputs, (batch, tokens, hidden): on a rank, only this rank's part of it."""
+    def compute(self, step: Step, stream: Tensor) -> Partial:
+        """The sum of the outputs of the step's sublayers: on a rank, only this rank's part of it."""
 
-    def reduce(self, output: Tensor) -> Pending:
-        """Start summing the ranks' parts; waiting on the result gives the whole sum."""
+    def reduce(self, partial: Partial) -> Pending:
+        """Start summing the ranks' parts; waiting on the result gives the output."""
 
     def assign(self, fork: Fork) -> Iterable[tuple[Branch, Machine]]:
-        """The branches this rank has a share in, each with the machine (the group of ranks) that runs it."""
+        """The branches this rank computes or helps compute, each with the machine (the group of ranks) that runs it."""
+
+    def join(self, fork: Fork, added: Tensor) -> Partial:  # noqa: ARG002 - a group of ranks asks who else has it
+        """What this rank has of a fork's output when its branches have added this, (batch, tokens, hidden)."""
+        return Partial(added)
 
 
 @dataclass(frozen=True)
@@ -63,13 +80,11 @@ def advance(state: State, node: Node, machine: Machine) -> State:
     """The state after one more node; the given state stays valid, so that several programs can go on from it."""
     if isinstance(node, Step) and node.late:
         # Started before the previous one has landed, so that two reductions can be in flight at once.
-        pending = machine.reduce(machine.compute(node, state.stream))
+        pending = machine.reduce(partial_output(node, state.stream, machine))
         landed = land(state)
     else:
         landed = land(state)
-        stream = landed.stream
-        output = fork_output(node, stream, machine) if isinstance(node, Fork) else machine.compute(node, stream)
-        pending = machine.reduce(output)
+        pending = machine.reduce(partial_output(node, landed.stream, machine))
     return State(landed.stream, pending, landed.added)
 
 
@@ -79,6 +94,13 @@ def land(state: State) -> State:
         return state
     output = state.pending()
     return State(state.stream + output, None, None if state.added is None else state.added + output)
+
+
+def partial_output(node: Node, stream: Tensor, machine: Machine) -> Partial:
+    """What this machine has of a node's output."""
+    if isinstance(node, Step):
+        return machine.compute(node, stream)
+    return machine.join(node, fork_output(node, stream, machine))
 
 
 def fork_output(fork: Fork, stream: Tensor, machine: Machine) -> Tensor:

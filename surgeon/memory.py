@@ -48,6 +48,13 @@ def free_bytes() -> int:
     return int(FREE_SHARE * psutil.virtual_memory().available)
 
 
+def gpu_free_bytes(number: int) -> int:
+    """The same of a GPU's memory."""
+    import torch
+
+    return int(FREE_SHARE * torch.cuda.mem_get_info(number)[0])
+
+
 def stay_below(limit: int | None) -> None:
     """Near a limit in bytes, give memory that was freed inside this process back to the system (on Linux).
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import install_output_capuring_hook
 
-from surgeon.execute import Branch, Machine, Pending, State, advance, land
+from surgeon.execute import Branch, Machine, Partial, Pending, State, advance, land
 from surgeon.families import Family, SublayerSpec, family_of
 from surgeon.program import ATTENTION, Fork, Program, Step, Sublayer
 from surgeon.weights import ModelWeights, ModuleStore, NamedTensors, derive_sublayer, stored_tensors
@@ -329,15 +329,15 @@ class ModelMachine(Machine):
         self.arguments = arguments
         self.next_slot = 0  # each attention that runs takes the next cache slot
 
-    def compute(self, step: Step, stream: Tensor) -> Tensor:
+    def compute(self, step: Step, stream: Tensor) -> Partial:
         outputs = [self.sublayer(sublayer, stream) for sublayer in step.sublayers]
         total = outputs[0]
         for output in outputs[1:]:
             total = total + output.to(total.device)
-        return total.to(stream.device)
+        return Partial(total.to(stream.device))
 
-    def reduce(self, output: Tensor) -> Pending:
-        return lambda: output
+    def reduce(self, partial: Partial) -> Pending:
+        return lambda: partial.part
 
     def assign(self, fork: Fork) -> Iterable[tuple[Branch, Machine]]:
         return [(branch, self) for branch in fork.branches]

@@ -27,7 +27,7 @@ from surgeon.families import FAMILIES, family_of
 from surgeon.model import edit, program_of, restore
 from surgeon.program import Program
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.processes.ranks import Ranks
+from surgeon.runtime.processes.ranks import RankOptions, Ranks
 from tests.checkpoint.helpers import IDS, load_shipped, logits_of, plain_logits, relative_error
 from tests.drawn import DTYPES, Case, cases
 from tests.runtime.on_ranks import logits_in_chunks
@@ -37,7 +37,7 @@ TOLERANCE = 1e-4
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    with Ranks(2) as started:
+    with Ranks(RankOptions(2)) as started:
         yield started
 
 

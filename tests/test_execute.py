@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgeon.execute import Branch, Machine, Pending, State, advance, land, run
+from surgeon.execute import Branch, Machine, Partial, Pending, State, advance, land, run
 from surgeon.program import Fork, Program, Step, Sublayer
 
 torch.manual_seed(0)
@@ -37,17 +37,17 @@ class OneDevice(Machine):
     def __init__(self) -> None:
         self.log: list[str] = []
 
-    def compute(self, step: Step, stream: Tensor) -> Tensor:
+    def compute(self, step: Step, stream: Tensor) -> Partial:
         self.log.append(f"compute {step}")
-        return torch.stack([toy(sublayer, stream) for sublayer in step.sublayers]).sum(0)
+        return Partial(torch.stack([toy(sublayer, stream) for sublayer in step.sublayers]).sum(0))
 
-    def reduce(self, output: Tensor) -> Pending:
+    def reduce(self, partial: Partial) -> Pending:
         number = sum(entry.startswith("start") for entry in self.log)
         self.log.append(f"start {number}")
 
         def wait() -> Tensor:
             self.log.append(f"wait {number}")
-            return output
+            return partial.part if partial.finish is None else partial.finish(partial.part)
 
         return wait
 
@@ -162,3 +162,19 @@ def test_a_machine_without_a_share_in_a_fork_adds_nothing() -> None:
 
     x = torch.randn(1, 2, 6, dtype=torch.float64)
     assert torch.equal(run(Program.parse("{A0 | F0}"), x, Idle()), x)
+
+
+def test_what_finishes_an_output_lands_with_it() -> None:
+    """A norm behind a sublayer, say: of the whole sum, and also of what is in flight while a late step computes."""
+
+    class Finishing(OneDevice):
+        def compute(self, step: Step, stream: Tensor) -> Partial:
+            return Partial(super().compute(step, stream).part, lambda total: 2 * total)
+
+    x = torch.randn(1, 2, 6, dtype=torch.float64)
+    machine = Finishing()
+    y = x + 2 * A(0, x)
+    expected = y + 2 * A(1, x)
+    torch.testing.assert_close(run(Program.parse("A0 >A1"), x, machine), expected, rtol=1e-12, atol=1e-12)
+    forked = x + 2 * A(0, x) + 2 * A(1, x)  # what a fork joins is finished already
+    torch.testing.assert_close(run(Program.parse("{A0 | A1}"), x, machine), forked, rtol=1e-12, atol=1e-12)

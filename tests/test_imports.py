@@ -25,6 +25,13 @@ GROUPS = [
     ["cli"],
 ]
 LEVELS = {name: level for level, group in enumerate(GROUPS) for name in group}
+# The floors of the runtime; what lies beside its folders is the client's side, which knows all of them. `sharding`
+# reads weights and knows no floor.
+ROOMS = ["sharding", "batching", "plan", "comm", "model", "processes"]
+WITHOUT_TORCH = ["batching", "plan"]
+# Modules that import each other, and class names that stand for two things, for as long as they do.
+KNOWN_CIRCLES = [{"surgeon.checkpoint.forms", "surgeon.checkpoint.fused_config"}]
+KNOWN_NAMESAKES = {"Stored"}
 HEAVY = {"torch", "transformers", "pandas", "matplotlib", "optuna", "numpy", "datasets", "lm_eval", "yaml"}
 
 
@@ -74,6 +81,107 @@ def test_the_program_knows_nothing() -> None:
     assert set(imported_parts(PACKAGE / "program.py")) == set()
 
 
+def room_of(name: str) -> int:
+    """On which floor of the runtime a module's name lies; the client's side is the highest."""
+    room = name.removeprefix("surgeon.runtime.").partition(".")[0]
+    return ROOMS.index(room) if room in ROOMS else len(ROOMS)
+
+
+def test_rooms_of_the_runtime_import_one_way() -> None:
+    wrong = [
+        f"{name} imports {other}"
+        for name, others in import_graph().items()
+        if name.startswith("surgeon.runtime.")
+        for other in others
+        if other.startswith("surgeon.runtime.") and room_of(other) > room_of(name)
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("room", WITHOUT_TORCH)
+def test_rooms_without_torch(room: str) -> None:
+    for path in (PACKAGE / "runtime" / room).glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert "torch" not in {name.partition(".")[0] for name in names}, f"{path}:{node}"
+
+
+def import_graph() -> dict[str, set[str]]:
+    """The modules of the package that each module imports when it is imported itself, or would for its types."""
+    names = {module_name(path): path for path in PACKAGE.rglob("*.py") if "remote_code" not in path.parts}
+    graph: dict[str, set[str]] = {}
+    for name, path in names.items():
+        found: set[str] = set()
+        for node in top_level(ast.parse(path.read_text()).body):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            else:
+                one_by_one = {f"{node.module}.{alias.name}" for alias in node.names}
+                found |= {each if each in names else str(node.module) for each in one_by_one}
+        graph[name] = (found & names.keys()) - {name}
+    return graph
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+def top_level(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Imports outside functions, those for types only among them."""
+    for node in body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
+        elif isinstance(node, ast.If | ast.Try):
+            yield from top_level(node.body)
+
+
+def circles(graph: dict[str, set[str]]) -> list[set[str]]:
+    """The strongly connected components of more than one node (Tarjan 1972)."""
+    number: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    open_nodes: list[str] = []
+    found: list[set[str]] = []
+
+    def visit(node: str) -> None:
+        number[node] = lowest[node] = len(number)
+        open_nodes.append(node)
+        for other in graph[node]:
+            if other not in number:
+                visit(other)
+            if other in open_nodes:
+                lowest[node] = min(lowest[node], lowest[other])
+        if lowest[node] == number[node]:
+            first = open_nodes.index(node)
+            component = set(open_nodes[first:])
+            del open_nodes[first:]
+            if len(component) > 1:
+                found.append(component)
+
+    for node in graph:
+        if node not in number:
+            visit(node)
+    return found
+
+
+def test_circles_are_found() -> None:
+    graph = {"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": {"e"}, "e": {"d"}, "f": {"a", "e"}}
+    assert sorted(map(sorted, circles(graph))) == [["a", "b", "c"], ["d", "e"]]
+
+
+def test_there_are_no_circles() -> None:
+    assert [circle for circle in circles(import_graph()) if circle not in KNOWN_CIRCLES] == []
+
+
+def test_a_class_name_stands_for_one_thing() -> None:
+    places: dict[str, list[str]] = {}
+    for path in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(path.relative_to(PACKAGE).as_posix())
+    assert {name: where for name, where in places.items() if len(where) > 1 and name not in KNOWN_NAMESAKES} == {}
+
+
 def modules_imported_by(code: str) -> set[str]:
     """The top-level modules that a fresh interpreter has after running some code."""
     script = f"import sys\n{code}\nprint('MODULES', *{{name.partition('.')[0] for name in sys.modules}})"
@@ -89,6 +197,8 @@ def modules_imported_by(code: str) -> set[str]:
         "from surgeon.cli.app import main; main(['--help'])",
         "from surgeon.cli.app import main; main(['scan', '--help'])",
         "from surgeon.cli.app import main; main(['--version'])",
+        "import surgeon.runtime.batching.scheduler",
+        "import surgeon.runtime.plan.placement, surgeon.runtime.plan.specification",
     ],
 )
 def test_light_things_import_nothing_heavy(code: str) -> None:

@@ -46,7 +46,7 @@ from scripts.bench.decoding import (
 from scripts.vllm.engine import Sizes, vllm_rates
 from surgeon.bench.expected import ENDS, expected_decode
 from surgeon.bench.measure import Candidate, Load, Result, Split, load_candidates, measure
-from surgeon.bench.timing import Run
+from surgeon.bench.timing import RankRun
 from surgeon.cli.app import main as surgeon
 from surgeon.program import Program
 from surgeon.progress import progress
@@ -54,7 +54,7 @@ from surgeon.runtime.comm.link import Link
 from surgeon.runtime.comm.quantised import LARGEST_INTEGER, Compression
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.processes.rank import threads_per_rank
-from surgeon.runtime.processes.ranks import Ranks
+from surgeon.runtime.processes.ranks import RankOptions, Ranks
 
 LP, UPPER_BOUND = lp_name(LAYERS), "upper bound"
 RECIPE = 'surgeon: 1\nmodel: {model}\noperations:\n  - pair: {{layers: "6:18"}}\nexpect: {{effective_depth: 18}}\n'
@@ -104,7 +104,7 @@ def measure_way(way: Way, folder: Path, options: argparse.Namespace) -> list[Res
         Candidate(name, make_plan(folder, RANKS, options.prompt + options.new, str(program)), name != UPPER_BOUND)
         for name, program in programs().items()
     ]
-    with Ranks(RANKS, collectives=way.collectives, link=way.link, compression=way.compression) as ranks:
+    with Ranks(RankOptions(RANKS, collectives=way.collectives, link=way.link, compression=way.compression)) as ranks:
         return measure_candidates(ranks, candidates, way.name, options)
 
 
@@ -114,7 +114,7 @@ def measure_one_rank(folder: Path, options: argparse.Namespace) -> list[Result]:
         Candidate(name, make_plan(folder, 1, options.prompt + options.new, str(programs()[name])))
         for name in (DENSE, LP)
     ]
-    with Ranks(1) as ranks:
+    with Ranks(RankOptions(1)) as ranks:
         return measure_candidates(ranks, candidates, "one rank", options)
 
 
@@ -152,7 +152,7 @@ def expected(result: Result, dense: Result, delay: Sequence[float]) -> float:
     return median(expected_decode(program, runs, one) for runs, one in zip(result.runs, delay, strict=True))
 
 
-def computing(run: Run) -> float:
+def computing(run: RankRun) -> float:
     """Seconds that a rank computes per decoding pass."""
     return fmean(one.seconds - (one.waiting or 0.0) for one in run.passes if one.decode)
 

@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts fi
 import surgeon
 from scripts.bench.decoding import random_llama
 from surgeon.analysis.cells import SCANNED, Cell, scan_cells, select
-from surgeon.analysis.measure import TOKENS_AT_ONCE, measure
+from surgeon.analysis.measure import TOKENS_AT_ONCE, MeasureOptions, measure
 from surgeon.analysis.scan import Scan, scan
 from surgeon.analysis.screen import HOPELESS
 from surgeon.analysis.sharing import plain_sublayers, share, simplify
@@ -45,7 +45,7 @@ from surgeon.families import family_of
 from surgeon.model import decoder_inputs
 from surgeon.program import Program
 from surgeon.quality.data import Windows, load_windows
-from surgeon.quality.head import OutputHead, Quality, Reference
+from surgeon.quality.head import OutputHead, Quality, ReferencePredictions
 
 TOLERANCE = 1e-4  # relative, and in nats absolute where a divergence is next to nothing
 CHECK_EVERY = 23  # cells
@@ -83,14 +83,14 @@ class Bench:
         self.at_once = max(1, TOKENS_AT_ONCE["cpu"] // ids.shape[1])
         self.dense = Program.dense(model.config.num_hidden_layers, family_of(model.config).steps_per_layer)
         self.head = OutputHead(model)
-        self.references: list[Reference] = []
+        self.references: list[ReferencePredictions] = []
         self.captured: list[Tensor] = []
         self.head.norm.register_forward_pre_hook(lambda _, inputs: self.captured.append(inputs[0]))
 
     def shared(self, programs: list[Program]) -> dict[Program, Numbers]:
         wanted = {program: simplify(program) for program in programs}
         values: dict[Program, list[Quality]] = {}
-        for measured in measure(self.model, self.ids, self.dense, wanted.values(), self.at_once):
+        for measured in measure(self.model, self.ids, self.dense, wanted.values(), MeasureOptions(self.at_once)):
             values.setdefault(measured.program, []).append(measured.quality)
             self.captured.clear()
         return {program: _numbers(values[simple]) for program, simple in wanted.items()}

@@ -16,7 +16,7 @@ from surgeon.demo import demo_model
 from surgeon.operations import ladder, pair, parallel, prune
 from surgeon.program import Program
 from surgeon.search.objective import divergence_on
-from surgeon.search.study import Measured
+from surgeon.search.study import MeasuredProgram
 
 TOKENS = 32768
 
@@ -81,7 +81,7 @@ def card(subject: Subject) -> str:
     return CARD.format(**facts, tokens=subject.windows.ids.numel(), rows="\n".join(rows), dropped=perplexities)
 
 
-def _row(name: str, program: Program, measured: Measured) -> str:
+def _row(name: str, program: Program, measured: MeasuredProgram) -> str:
     return f"| {name} | {program.effective_depth():g} | {measured.perplexity:.2f} | {measured.divergence:.3f} |"
 
 

@@ -44,7 +44,7 @@ from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.model.layers import Attention
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Decoding
-from surgeon.runtime.processes.ranks import Ranks
+from surgeon.runtime.processes.ranks import RankOptions, Ranks
 from surgeon.runtime.processes.worker import complete, load
 
 TARGET = 0.75  # of the measured bandwidth, at batch 1
@@ -216,12 +216,12 @@ def decode(engine: RankEngine, texts: Load, rounds: int) -> Decoded:
 
 def bytes_read(engine: RankEngine, texts: Load) -> int:
     """Weights, head, and the keys and values of all texts halfway."""
-    matrices = [engine.head]
+    matrices = [engine.vocabulary.head]
     token_bytes = 0
     for made in engine.sublayers.values():
         if isinstance(made, Attention):
             matrices += [made.qkv.weight, made.o.weight]
-            token_bytes += 2 * made.kv_heads * made.head_dim * engine.plan.dtype.itemsize
+            token_bytes += 2 * made.kv_heads * made.head_dim * engine.plan.dtype_bytes
         else:
             matrices += [made.up.weight, made.down.weight]
     return sum(matrix.nbytes for matrix in matrices) + texts.batch * (texts.prompt + texts.new // 2) * token_bytes
@@ -310,7 +310,7 @@ def on_two_ranks(folder: Path, device: str, texts: Load) -> list[list[int]]:
     sampling = Sampling(max_new_tokens=texts.new, ignore_end=True)
     requests = [Request(number, tuple(text), sampling) for number, text in enumerate(texts.prompts(plan.vocabulary))]
     found: list[list[int]] = [[] for _ in requests]
-    with Ranks(2, device=device, collectives="gloo") as ranks:
+    with Ranks(RankOptions(2, device=device, collectives="gloo")) as ranks:
         ranks.call(load, plan)
         limits = Limits(texts.batch, plan.max_tokens, pass_tokens=texts.batch * texts.prompt)
         for output in ranks.call(complete, requests, texts.batch * (texts.blocks + 1), limits)[0][0]:

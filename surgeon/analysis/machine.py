@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from surgeon.analysis.sharing import Extend, Join, Plan, Reach, Run, sublayers_in
+from surgeon.analysis.sharing import Extend, Join, Reach, RunStep, SharedPlan, sublayers_in
 from surgeon.analysis.states import Held, States
 from surgeon.checkpoint.streamed import StreamedLayers, streamed_layers
-from surgeon.execute import State, advance, fork_output, land
+from surgeon.execute import Partial, State, advance, fork_output, land
 from surgeon.families import family_of
 from surgeon.model import EditedLayers, ModelMachine, decoder_inputs, decoder_layers
 from surgeon.program import Fork, Program, Sublayer
@@ -74,7 +74,7 @@ class _OnDemand(EditedLayers):
 
 @torch.inference_mode()
 def run_plan(
-    plan: Plan,
+    plan: SharedPlan,
     machine: PlanMachine,
     ran: Callable[[int], Any] = lambda _: None,
     states: States | None = None,
@@ -97,10 +97,10 @@ def run_plan(
             del registers[register]
 
 
-def _result(task: Run | Extend | Join, registers: States, machine: PlanMachine) -> Held:
+def _result(task: RunStep | Extend | Join, registers: States, machine: PlanMachine) -> Held:
     """What a task leaves in its register: a state, or a running sum of what branches add."""
     before = _state(registers[task.source])
-    if isinstance(task, Run):
+    if isinstance(task, RunStep):
         state = advance(before, task.step, machine)
         return land(state) if task.land else state
     start = land(before)
@@ -110,7 +110,7 @@ def _result(task: Run | Extend | Join, registers: States, machine: PlanMachine) 
         added = fork_output(Fork((task.branch,)), start.stream, machine)
         return added if total is None else total + added
     assert total is not None
-    state = State(start.stream, machine.reduce(total), start.added)
+    state = State(start.stream, machine.reduce(Partial(total)), start.added)
     return land(state) if task.land else state
 
 

@@ -37,7 +37,7 @@ class Matrix:
 
 
 @dataclass(frozen=True)
-class Rank:
+class TargetRank:
     """A rank as the user asks for it.
 
     Attributes:
@@ -166,7 +166,7 @@ def parse_weights(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def parse_ranks(text: str) -> tuple[Rank, ...]:
+def parse_ranks(text: str) -> tuple[TargetRank, ...]:
     """Ranks from a list such as "1/8,0.5,32", each once.
 
     Raises:
@@ -178,7 +178,7 @@ def parse_ranks(text: str) -> tuple[Rank, ...]:
     return tuple(dict.fromkeys(ranks))
 
 
-def _parse_rank(text: str) -> Rank:
+def _parse_rank(text: str) -> TargetRank:
     is_share = "." in text or "/" in text
     try:
         number = Fraction(text) if is_share else Fraction(int(text))
@@ -188,10 +188,10 @@ def _parse_rank(text: str) -> Rank:
         raise ValueError(f"rank {text} must be more than 0")
     if is_share and number > 1:
         raise ValueError(f"rank {text} is above the full rank; a share is at most 1.0, a whole number has no point")
-    return Rank(number, is_share)
+    return TargetRank(number, is_share)
 
 
-def check_rank(rank: Rank, matrix: Matrix, full_rank: int) -> None:
+def check_rank(rank: TargetRank, matrix: Matrix, full_rank: int) -> None:
     """Refuse a rank above that of a matrix.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from surgeon.analysis.machine import PlanMachine, run_plan
 from surgeon.analysis.order import by_layer
-from surgeon.analysis.sharing import Plan, share
+from surgeon.analysis.sharing import SharedPlan, share
 from surgeon.analysis.states import States
 from surgeon.analysis.walk import kept_bytes, raise_not_finite
 from surgeon.checkpoint.streamed import StreamedLayers, streamed_layers
@@ -24,7 +24,7 @@ from surgeon.errors import is_out_of_memory
 from surgeon.families import family_of
 from surgeon.memory import free_bytes, resident_bytes, show_size
 from surgeon.program import Program
-from surgeon.quality.head import OutputHead, Quality, Reference
+from surgeon.quality.head import OutputHead, Quality, ReferencePredictions
 
 # On a CPU 4,096 tokens of a small model were a third slower than 2 x 2,048: what a layer computes outgrows the cache.
 TOKENS_AT_ONCE = {"cpu": 2048, "cuda": 32768}
@@ -33,11 +33,11 @@ _SLACK = 1.5
 _FIRST_USE = 40 << 20
 
 
-References = dict[range, Reference]  # by windows
+References = dict[range, ReferencePredictions]  # by windows
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredWindows:
     """One program's quality on some of the windows.
 
     Attributes:
@@ -64,18 +64,39 @@ class Streaming:
     folder: Path | None
 
 
+@dataclass(frozen=True)
+class MeasureOptions:
+    """How programs are measured; checked as it is made.
+
+    Attributes:
+        at_once: how many windows are run together.
+        is_done: says which programs need no measurement on some windows.
+        ran: called with the work done: sublayers times the share of the windows they ran on.
+        references: keeps what the dense program predicts, so that a later call with the same dictionary runs it on
+            none of these windows again (and yields it only if it is among the programs).
+        memory: for a model whose weights are streamed, the limit in bytes on the memory of the whole process.
+        folder: where such a model's hidden states are put that do not fit into it.
+
+    Raises:
+        ValueError: if no window is to be run, or no memory may be taken.
+    """
+
+    at_once: int
+    is_done: Callable[[Program, range], bool] = lambda *_: False
+    ran: Callable[[float], Any] = lambda _: None
+    references: References = field(default_factory=dict)
+    memory: int | None = None
+    folder: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name, number in (("at_once", self.at_once), ("memory", self.memory)):
+            if number is not None and number < 1:
+                raise ValueError(f"{name} must be at least 1, not {number}")
+
+
 def measure(
-    model: PreTrainedModel,
-    ids: Tensor,
-    dense: Program,
-    programs: Iterable[Program],
-    at_once: int,
-    is_done: Callable[[Program, range], bool] = lambda *_: False,
-    ran: Callable[[float], Any] = lambda _: None,
-    references: References | None = None,
-    memory: int | None = None,
-    folder: Path | None = None,
-) -> Iterator[Measured]:
+    model: PreTrainedModel, ids: Tensor, dense: Program, programs: Iterable[Program], options: MeasureOptions
+) -> Iterator[MeasuredWindows]:
     """The quality of the dense program and of others, some windows at a time.
 
     Where memory turns out too small for so many windows, half as many are run together from there on.
@@ -84,26 +105,19 @@ def measure(
         model: unedited; it is left as it is.
         ids: (windows, tokens).
         dense: the model's own program, which the others' divergence is from.
-        at_once: how many windows are run together.
-        is_done: says which programs need no measurement on these windows.
-        ran: called with the work done: sublayers times the share of the windows they ran on.
-        references: keeps what the dense program predicts, so that a later call with the same dictionary runs it on
-            none of these windows again (and yields it only if it is among the programs).
-        memory: for a model whose weights are streamed, the limit in bytes on the memory of the whole process.
-        folder: where such a model's hidden states are put that do not fit into it.
 
     Raises:
         ValueError: if the model's own predictions are not finite.
         OSError: if the disk is too small for hidden states.
     """
     programs = list(programs)
-    run = _ChunkRun(model, dense, memory, folder, {} if references is None else references, ran, len(ids))
+    run, at_once = _ChunkRun(model, dense, options, len(ids)), options.at_once
     finished: dict[Program, int] = {}  # until which window, where a chunk had to be given up
     start = 0
     while start < len(ids):
         windows = range(start, min(start + at_once, len(ids)))
-        asked = programs if windows in run.references else [dense, *programs]
-        needed = [p for p in asked if not is_done(p, windows) and finished.get(p, 0) < windows.stop]
+        asked = programs if windows in options.references else [dense, *programs]
+        needed = [p for p in asked if not options.is_done(p, windows) and finished.get(p, 0) < windows.stop]
         try:
             for measured in run.measure(ids[start : windows.stop].to(model.device), windows, needed):
                 yield measured
@@ -122,25 +136,16 @@ def measure(
 class _ChunkRun:
     """Measures programs on some windows; keeps the plan of the windows before where it is the same."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        dense: Program,
-        memory: int | None,
-        folder: Path | None,
-        references: References,
-        ran: Callable[[float], Any],
-        all_windows: int,
-    ) -> None:
-        self.model, self.dense, self.references = model, dense, references
-        self.memory, self.folder = memory, folder
+    def __init__(self, model: PreTrainedModel, dense: Program, options: MeasureOptions, all_windows: int) -> None:
+        self.model, self.dense, self.references = model, dense, options.references
+        self.memory, self.folder, self.ran = options.memory, options.folder, options.ran
         self.head = OutputHead(model)
-        self.ran, self.all_windows = ran, all_windows
+        self.all_windows = all_windows
         self.streamed = streamed_layers(model) is not None
         self.planned: list[Program] | None = None
-        self.plan = Plan((), (), {}, 0)
+        self.plan = SharedPlan((), (), {}, 0)
 
-    def measure(self, chunk: Tensor, windows: range, needed: list[Program]) -> Iterator[Measured]:
+    def measure(self, chunk: Tensor, windows: range, needed: list[Program]) -> Iterator[MeasuredWindows]:
         """The programs that need it on these windows, the dense one first unless its reference is kept."""
         if not needed:
             return
@@ -155,7 +160,7 @@ class _ChunkRun:
             for program, stream in run_plan(self.plan, machine, partial(self._ran, len(windows)), states):
                 quality = self._quality(program, stream, chunk, windows)
                 if program in needed:
-                    yield Measured(program, windows.start, Quality(quality.nll.cpu(), quality.divergence.cpu()))
+                    yield MeasuredWindows(program, windows.start, Quality(quality.nll.cpu(), quality.divergence.cpu()))
 
     def _ran(self, windows: int, sublayers: int) -> None:
         self.ran(sublayers * windows / self.all_windows)
@@ -170,7 +175,7 @@ class _ChunkRun:
 
 
 def windows_at_once(
-    model: PreTrainedModel, plan: Plan, ids: Tensor, memory: int | None = None, batch: int | None = None
+    model: PreTrainedModel, plan: SharedPlan, ids: Tensor, memory: int | None = None, batch: int | None = None
 ) -> int:
     """How many windows to run together.
 
@@ -206,7 +211,7 @@ def windows_in_a_walk(
         ValueError: if not even one window fits into the limit, saying which limit would do.
     """
     beside += kept_bytes(model)
-    held = Plan((), (), {}, streams)
+    held = SharedPlan((), (), {}, streams)
     return _fitting(model, ids, lambda tokens: beside + working_bytes(model, held, tokens), memory)
 
 
@@ -255,7 +260,7 @@ def _task_bytes(model: PreTrainedModel, streamed: StreamedLayers, tokens: int) -
     return _FIRST_USE + int(_SLACK * _activation_bytes(model, tokens)) + 3 * weights
 
 
-def working_bytes(model: PreTrainedModel, plan: Plan, tokens: int) -> int:
+def working_bytes(model: PreTrainedModel, plan: SharedPlan, tokens: int) -> int:
     """An upper estimate of what running a plan on this many tokens takes beside the model."""
     size: int = model.config.hidden_size * max(4, model.dtype.itemsize)
     states = (plan.peak_tensors + 2) * tokens * size  # and what a reference keeps
@@ -271,7 +276,7 @@ def _activation_bytes(model: PreTrainedModel, tokens: int) -> int:
     return max(layer, OutputHead(model).working_bytes(tokens))
 
 
-def _derived_bytes(model: PreTrainedModel, plan: Plan) -> int:
+def _derived_bytes(model: PreTrainedModel, plan: SharedPlan) -> int:
     """What averaging layers' weights on the way takes: the sum so far, the next layer, and the average's module."""
     if all(len(sublayer.layers) == 1 for program in plan.sublayers for sublayer in program.sublayers()):
         return 0

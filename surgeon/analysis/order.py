@@ -11,11 +11,21 @@ import heapq
 from collections import defaultdict
 from collections.abc import Iterable
 
-from surgeon.analysis.sharing import Extend, Plan, Reach, Run, Task, last_uses, new_sublayers, peak_tensors, reads
+from surgeon.analysis.sharing import (
+    Extend,
+    Reach,
+    RunStep,
+    SharedPlan,
+    Task,
+    last_uses,
+    new_sublayers,
+    peak_tensors,
+    reads,
+)
 from surgeon.program import FEED_FORWARD, Program, Sublayer, steps_of
 
 
-def by_layer(plan: Plan, first: Program | None = None) -> Plan:
+def by_layer(plan: SharedPlan, first: Program | None = None) -> SharedPlan:
     """The same tasks in sweeps over the layers.
 
     Args:
@@ -41,7 +51,7 @@ def by_layer(plan: Plan, first: Program | None = None) -> Plan:
             for follower in waiting.ready_after(task.target):
                 sweep.push(follower)
     tasks += held
-    return Plan(tuple(tasks), frees := last_uses(tasks), new_sublayers(tasks), peak_tensors(tasks, frees))
+    return SharedPlan(tuple(tasks), frees := last_uses(tasks), new_sublayers(tasks), peak_tensors(tasks, frees))
 
 
 def place(sublayers: Iterable[Sublayer]) -> int:
@@ -102,7 +112,7 @@ class _Sweep:
 
 def _turn(task: Task) -> int | None:
     """Where in a sweep a task has its turn; None if it needs no weights."""
-    if isinstance(task, Run):
+    if isinstance(task, RunStep):
         return place(task.step.sublayers)
     if isinstance(task, Extend):
         return place(sublayer for step in steps_of(task.branch) for sublayer in step.sublayers)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from surgeon.analysis.measure import Measured
+from surgeon.analysis.measure import MeasuredWindows
 from surgeon.journal import Journal
 from surgeon.program import Program
 from surgeon.quality.head import Quality
@@ -35,7 +35,7 @@ class ProgramJournal(Journal):
         nll, divergence = quality.nll.tolist(), quality.divergence.tolist()
         self.keep({"program": str(program), "windows": list(windows), "nll": nll, "divergence": divergence})
 
-    def add_new(self, measured: Iterable[Measured], windows: Sequence[int]) -> None:
+    def add_new(self, measured: Iterable[MeasuredWindows], windows: Sequence[int]) -> None:
         """Keep what comes in, unless it is here already.
 
         Args:

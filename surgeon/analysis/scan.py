@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 
 from surgeon.analysis import screen
 from surgeon.analysis.cells import Cell, Selection, selected_cells
-from surgeon.analysis.measure import Measured, measure, windows_at_once
+from surgeon.analysis.measure import MeasuredWindows, MeasureOptions, measure, windows_at_once
 from surgeon.analysis.scan_journal import ScanJournal
-from surgeon.analysis.sharing import Plan, plain_sublayers, share, simplify
+from surgeon.analysis.sharing import SharedPlan, plain_sublayers, share, simplify
 from surgeon.analysis.tables import Base, Outcome, cell_values, cells_table, permutations_table
 from surgeon.analysis.workers import Job, Workers, measure_in_workers
 from surgeon.families import family_of
@@ -114,7 +114,7 @@ class _Work:
     cells: list[Cell]
     programs: dict[Program, Program]  # of each cell's program, the form that is run
     dense: Program
-    plan: Plan
+    plan: SharedPlan
 
     @classmethod
     def of(cls, model: PreTrainedModel, selections: list[Selection], seed: int) -> _Work:
@@ -179,7 +179,7 @@ class _Run:
         nll, _ = cell_values(cell, windows, self.values)
         return screen.is_settled(nll - self.journal.values(self.work.dense, windows)[0])
 
-    def _measure(self, name: str, cells: Sequence[Cell], plan: Plan, windows: list[int]) -> None:
+    def _measure(self, name: str, cells: Sequence[Cell], plan: SharedPlan, windows: list[int]) -> None:
         """Run these cells' programs on these windows, where the journal does not have them yet."""
         journal, programs = self.journal, self.work.run_for(cells)
         share_of_all = len(windows) / len(self.windows.ids)
@@ -197,11 +197,13 @@ class _Run:
             missing = [p for p in programs if not journal.is_done(p, windows)]
             journal.add_new(self._numbers(self.windows.ids[windows], missing, is_done, ran), windows)
 
-    def _numbers(self, ids: Tensor, programs: list[Program], is_done: IsDone, ran: Advance) -> Iterator[Measured]:
+    def _numbers(
+        self, ids: Tensor, programs: list[Program], is_done: IsDone, ran: Advance
+    ) -> Iterator[MeasuredWindows]:
         folder, dense = self.journal.folder, self.work.dense
         if self.workers is None or set(programs) <= {dense}:  # workers measure the unedited model beside others only
-            todo = self.model, ids, dense, programs, self.at_once, is_done, ran
-            return measure(*todo, memory=self.memory, folder=folder)
+            options = MeasureOptions(self.at_once, is_done, ran, memory=self.memory, folder=folder)
+            return measure(self.model, ids, dense, programs, options)
         job = Job(self.workers.checkpoint, ids, str(dense), tuple(map(str, programs)), memory=self.memory)
         return measure_in_workers(replace(job, batch=self.workers.batch, folder=folder), self.workers.count, ran)
 

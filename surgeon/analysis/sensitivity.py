@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from surgeon.analysis.correlation import rank_correlation
 from surgeon.analysis.jacobian import OperatorNorm, PowerIteration, differentiable
 from surgeon.analysis.lp_error import TERMS, layer_norm, pair_terms
-from surgeon.analysis.measure import measure, windows_at_once
+from surgeon.analysis.measure import MeasureOptions, measure, windows_at_once
 from surgeon.analysis.program_journal import ProgramJournal
 from surgeon.analysis.sharing import share
 from surgeon.analysis.walk import Walk
@@ -245,8 +245,8 @@ class _Damage:
         at_once = windows_at_once(self.model, plan, self.ids, self.memory)
         done = sum(plan.sublayers[p] for p in self.programs if is_done(p, self.everything))
         with progress("damage", plan.total_sublayers, "sublayers", done) as ran:
-            todo = self.model, self.ids, self.dense, self.programs, at_once, is_done, ran
-            measured = measure(*todo, memory=self.memory, folder=self.journal.folder)
+            options = MeasureOptions(at_once, is_done, ran, memory=self.memory, folder=self.journal.folder)
+            measured = measure(self.model, self.ids, self.dense, self.programs, options)
             self.journal.add_new(measured, self.everything)
 
     def columns(self, first: int) -> dict[str, float]:

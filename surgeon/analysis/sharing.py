@@ -18,7 +18,7 @@ Branch = tuple[Node, ...]
 
 
 @dataclass(frozen=True)
-class Run:
+class RunStep:
     """Advance the state in a register by one step.
 
     Attributes:
@@ -59,11 +59,11 @@ class Reach:
     source: int
 
 
-Task = Run | Extend | Join | Reach
+Task = RunStep | Extend | Join | Reach
 
 
 @dataclass(frozen=True)
-class Plan:
+class SharedPlan:
     """Tasks in the order to run them; register 0 holds the embedded tokens.
 
     Attributes:
@@ -83,7 +83,7 @@ class Plan:
         return sum(self.sublayers.values())
 
 
-def share(programs: Iterable[Program]) -> Plan:
+def share(programs: Iterable[Program]) -> SharedPlan:
     """Plan the evaluation of these programs, equal ones once.
 
     The first program is reached first, unless it contains a fork and another one branches off before that fork.
@@ -93,7 +93,7 @@ def share(programs: Iterable[Program]) -> Plan:
         root.add(program)
     tasks = list(_Writer(root).tasks())
     frees = last_uses(tasks)
-    return Plan(tuple(tasks), frees, new_sublayers(tasks), peak_tensors(tasks, frees))
+    return SharedPlan(tuple(tasks), frees, new_sublayers(tasks), peak_tensors(tasks, frees))
 
 
 def simplify(program: Program) -> Program:
@@ -111,7 +111,7 @@ def plain_sublayers(programs: Iterable[Program]) -> int:
 
 def sublayers_in(task: Task) -> int:
     """How many sublayers one task runs."""
-    if isinstance(task, Run):
+    if isinstance(task, RunStep):
         return len(task.step.sublayers)
     if isinstance(task, Extend):
         return sum(len(step.sublayers) for step in steps_of(task.branch))
@@ -184,7 +184,7 @@ class _Writer:
         for branch, total in reversed(tree.sums.items()):
             self.waiting.append((Extend(branch, register, None, -1), total))
         for step, after in reversed(tree.steps.items()):
-            self.waiting.append((Run(step, register, -1, after.lands), after))
+            self.waiting.append((RunStep(step, register, -1, after.lands), after))
 
     def summed(self, place: _Sum, source: int, total: int) -> None:
         """Push what goes on from a running sum: first the forks that end with it, so that fewer sums live at a time."""
@@ -228,7 +228,7 @@ def peak_tensors(tasks: list[Task], frees: tuple[tuple[int, ...], ...]) -> int:
     peak = 1
     for task, freed in zip(tasks, frees, strict=True):
         if not isinstance(task, Reach):
-            waits = isinstance(task, Run | Join) and not task.land
+            waits = isinstance(task, RunStep | Join) and not task.land
             held[task.target] = 2 if waits else 1  # the stream, and an output that is not yet added to it
         peak = max(peak, sum(held.values()))
         for register in freed:

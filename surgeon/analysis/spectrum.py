@@ -21,7 +21,7 @@ from surgeon.analysis.lowrank import Decomposition, decompose, truncate
 from surgeon.analysis.matrices import (
     Matrices,
     Matrix,
-    Rank,
+    TargetRank,
     check_rank,
     choose_layers,
     choose_weights,
@@ -40,7 +40,7 @@ from surgeon.program import Sublayer
 from surgeon.progress import progress
 from surgeon.provenance import write_json, write_table
 from surgeon.quality.data import Windows
-from surgeon.quality.head import OutputHead, Reference, joined
+from surgeon.quality.head import OutputHead, ReferencePredictions, joined
 from surgeon.quality.summary import perplexity
 
 SPECTRUM_TABLE, VALUES_TABLE, DAMAGE_TABLE = "spectrum.csv", "singular_values.csv", "damage.csv"
@@ -51,7 +51,7 @@ DEFAULT_RANKS = parse_ranks("1/8,1/4,1/2,3/4")
 
 
 @dataclass(frozen=True)
-class Request:
+class SpectrumRequest:
     """What one command asks for; made by `request`, which checks it.
 
     Attributes:
@@ -61,7 +61,7 @@ class Request:
 
     layers: range
     weights: tuple[str, ...]
-    ranks: tuple[Rank, ...]
+    ranks: tuple[TargetRank, ...]
     method: Method
 
     def to_json(self) -> dict[str, Any]:
@@ -94,9 +94,9 @@ def request(
     *,
     layers: range | None = None,
     weights: Sequence[str] | None = None,
-    ranks: Sequence[Rank] = DEFAULT_RANKS,
+    ranks: Sequence[TargetRank] = DEFAULT_RANKS,
     method: Method = "whitened",
-) -> Request:
+) -> SpectrumRequest:
     """What to do with a model of this configuration; by default all of it.
 
     Raises:
@@ -105,7 +105,7 @@ def request(
     if method not in get_args(Method):
         raise ValueError(f"there is no method {method!r}; use whitened or plain")
     chosen = choose_weights(family_of(config), weights)
-    return Request(choose_layers(config.num_hidden_layers, layers), chosen, tuple(ranks), method)
+    return SpectrumRequest(choose_layers(config.num_hidden_layers, layers), chosen, tuple(ranks), method)
 
 
 def spectrum(
@@ -113,7 +113,7 @@ def spectrum(
     windows: Windows,
     calibration: Windows,
     folder: Path,
-    wanted: Request,
+    wanted: SpectrumRequest,
     *,
     model_hash: str,
     record: dict[str, Any] | None = None,
@@ -151,7 +151,7 @@ def spectrum(
 class _Work:
     """The matrices asked for, and how each of them is decomposed and truncated."""
 
-    def __init__(self, model: PreTrainedModel, wanted: Request) -> None:
+    def __init__(self, model: PreTrainedModel, wanted: SpectrumRequest) -> None:
         self.model, self.wanted = model, wanted
         self.matrices = Matrices(model)
         self.all = find_matrices(self.matrices.family, wanted.layers, wanted.weights)
@@ -198,7 +198,7 @@ class _Work:
         sublayers = run.sublayers(place)
         return [matrix for matrix in self.all if Sublayer(matrix.kind, (matrix.layer,)) in sublayers]
 
-    def _references(self, run: DenseRun, windows: Windows) -> list[Reference]:
+    def _references(self, run: DenseRun, windows: Windows) -> list[ReferencePredictions]:
         """What the unedited model predicts, some windows at a time."""
         references = [self.head.reference(stream, ids) for ids, stream in run.rest()]
         if all(reference.quality.nll.isfinite().all() for reference in references):
@@ -212,7 +212,7 @@ class _Work:
         self,
         calibrating: DenseRun,
         measured: DenseRun | None,
-        references: list[Reference],
+        references: list[ReferencePredictions],
         journal: SpectrumJournal,
         ran: Callable[[float], Any],
     ) -> None:
@@ -260,7 +260,7 @@ class _Work:
         matrix: Matrix,
         found: Decomposition,
         run: DenseRun,
-        references: list[Reference],
+        references: list[ReferencePredictions],
         journal: SpectrumJournal,
         ran: Callable[[float], Any],
     ) -> None:

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from surgeon.analysis.sharing import Plan, reads
+from surgeon.analysis.sharing import SharedPlan, reads
 from surgeon.execute import State
 from surgeon.memory import show_size
 from surgeon.weights import Tensors
@@ -37,7 +37,7 @@ class States(MutableMapping[int, Held]):
         OSError: when the disk is full.
     """
 
-    def __init__(self, plan: Plan, limit: int | None = None, folder: Path | None = None) -> None:
+    def __init__(self, plan: SharedPlan, limit: int | None = None, folder: Path | None = None) -> None:
         self.limit = limit
         self.folder = None if limit is None else Path(tempfile.mkdtemp(prefix=PREFIX, dir=folder))
         self.last_use = {register: turn for turn, task in enumerate(plan.tasks) for register in reads(task)}

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgeon.analysis.measure import Measured, measure, windows_at_once
+from surgeon.analysis.measure import MeasuredWindows, MeasureOptions, measure, windows_at_once
 from surgeon.analysis.sharing import share
 from surgeon.analysis.subject import load_for_analysis
 from surgeon.checkpoint.read import Checkpoint
@@ -75,7 +75,9 @@ class Job:
     folder: Path | None = None
 
 
-def measure_in_workers(job: Job, workers: int, ran: Callable[[float], Any] = lambda _: None) -> Iterator[Measured]:
+def measure_in_workers(
+    job: Job, workers: int, ran: Callable[[float], Any] = lambda _: None
+) -> Iterator[MeasuredWindows]:
     """What `measure` yields for the job's programs, measured by several processes.
 
     Args:
@@ -125,7 +127,7 @@ def split(job: Job, workers: int) -> list[Job]:
     ]
 
 
-def _collect(processes: Sequence[BaseProcess], messages: Any, ran: Callable[[float], Any]) -> Iterator[Measured]:
+def _collect(processes: Sequence[BaseProcess], messages: Any, ran: Callable[[float], Any]) -> Iterator[MeasuredWindows]:
     """Pass on what the workers send, until all of them have ended."""
     running = len(processes)
     while running:
@@ -137,7 +139,7 @@ def _collect(processes: Sequence[BaseProcess], messages: Any, ran: Callable[[flo
         match message:
             case ("measured", program, start, nll, divergence):
                 quality = Quality(torch.from_numpy(nll), torch.from_numpy(divergence))
-                yield Measured(Program.parse(program), start, quality)
+                yield MeasuredWindows(Program.parse(program), start, quality)
             case ("ran", amount):
                 ran(amount)
             case ("warning", text):
@@ -176,12 +178,13 @@ def _work(job: Job, messages: Any) -> None:
         messages.put(("failed", known, str(error) if known else traceback.format_exc()))
 
 
-def _measured(job: Job, ran: Callable[[float], Any]) -> Iterator[Measured]:
+def _measured(job: Job, ran: Callable[[float], Any]) -> Iterator[MeasuredWindows]:
     torch.set_num_threads(job.threads)
     model = load_for_analysis(Checkpoint(job.checkpoint), job.memory, job.device)
     dense, programs = Program.parse(job.dense), [Program.parse(text) for text in job.programs]
     at_once = windows_at_once(model, share([dense, *programs]), job.ids, job.memory, job.batch)
-    return measure(model, job.ids, dense, programs, at_once, ran=ran, memory=job.memory, folder=job.folder)
+    options = MeasureOptions(at_once, ran=ran, memory=job.memory, folder=job.folder)
+    return measure(model, job.ids, dense, programs, options)
 
 
 def _end_with_parent() -> None:

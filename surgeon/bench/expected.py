@@ -14,15 +14,15 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from surgeon.bench.timing import PassTiming, Run
-from surgeon.execute import Branch, Machine, Pending, run
+from surgeon.bench.timing import PassTiming, RankRun
+from surgeon.execute import Branch, Machine, Partial, Pending, run
 from surgeon.program import Fork, Program, Step
-from surgeon.runtime.plan.placement import Group, fork_share
+from surgeon.runtime.plan.placement import Group, assigned_branches
 
 ENDS = 2  # the embedding's reduction and the gathering of the head's best tokens hide behind nothing
 
 
-def expected_decode(program: Program, runs: Sequence[Run], delay: float) -> float:
+def expected_decode(program: Program, runs: Sequence[RankRun], delay: float) -> float:
     """Seconds per decoding pass, the mean, if nothing but computation and the link took time.
 
     Args:
@@ -66,9 +66,9 @@ def expected_seconds(
     starting = starting or [0.0] * len(clocks)
     machine = _SimulatedRanks(clocks, [iter(each) for each in steps], tuple(range(len(clocks))), delay, starting)
     stream = torch.zeros(1)
-    machine.reduce(stream)()
+    machine.reduce(Partial(stream))()
     run(program, stream, machine)
-    machine.reduce(stream)()
+    machine.reduce(Partial(stream))()
     return max(clocks)
 
 
@@ -89,14 +89,14 @@ class _SimulatedRanks(Machine):
         self.delay = delay
         self.starting = starting
 
-    def compute(self, step: Step, stream: Tensor) -> Tensor:  # noqa: ARG002 - only its time matters
+    def compute(self, step: Step, stream: Tensor) -> Partial:  # noqa: ARG002 - only its time matters
         for rank in self.group:
             self.clocks[rank] += next(self.steps[rank])
-        return stream
+        return Partial(stream)
 
-    def reduce(self, output: Tensor) -> Pending:
+    def reduce(self, partial: Partial) -> Pending:
         if len(self.group) == 1:
-            return lambda: output
+            return lambda: partial.part
         started = [self.clocks[rank] for rank in self.group]
         there = [max(*started, own + self.delay) for own in started]
         for rank in self.group:
@@ -105,13 +105,13 @@ class _SimulatedRanks(Machine):
         def wait() -> Tensor:
             for rank, when in zip(self.group, there, strict=True):
                 self.clocks[rank] = max(self.clocks[rank], when)
-            return output
+            return partial.part
 
         return wait
 
     def assign(self, fork: Fork) -> Iterable[tuple[Branch, Machine]]:
-        shares = dict.fromkeys(fork_share(fork, rank, self.group) for rank in self.group)
-        for branches, group in shares:
+        assigned = dict.fromkeys(assigned_branches(fork, rank, self.group) for rank in self.group)
+        for branches, group in assigned:
             machine = _SimulatedRanks(self.clocks, self.steps, group, self.delay, self.starting)
             for branch in branches:
                 yield branch, machine

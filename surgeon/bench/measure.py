@@ -14,7 +14,7 @@ from statistics import fmean
 
 import torch
 
-from surgeon.bench.timing import PassTiming, Run, load_timed, run_timed
+from surgeon.bench.timing import PassTiming, RankRun, load_timed, run_timed
 from surgeon.runtime.batching.blocks import blocks_for
 from surgeon.runtime.batching.request import Request, Sampling
 from surgeon.runtime.batching.scheduler import Limits
@@ -114,7 +114,7 @@ class Result:
     candidate: Candidate
     load: Load
     rounds: list[Measurement] = field(default_factory=list)
-    runs: list[list[Run]] = field(default_factory=list)
+    runs: list[list[RankRun]] = field(default_factory=list)
 
 
 def load_candidates(ranks: Ranks, candidates: Iterable[Candidate]) -> None:
@@ -123,13 +123,13 @@ def load_candidates(ranks: Ranks, candidates: Iterable[Candidate]) -> None:
         ranks.call(load_timed, candidate.plan, candidate.name, candidate.connected)
 
 
-def run_once(ranks: Ranks, candidate: Candidate, load: Load, vocabulary: int, events: bool = False) -> list[Run]:
+def run_once(ranks: Ranks, candidate: Candidate, load: Load, vocabulary: int, events: bool = False) -> list[RankRun]:
     """Run one program once; what each rank measured."""
     plan = candidate.plan
     pass_tokens = max(load.batch * load.prompt, load.batch)
     limits = Limits(max_batch=load.batch, max_tokens=plan.max_tokens, pass_tokens=pass_tokens)
     blocks = load.batch * blocks_for(load.prompt + load.new)
-    runs: list[Run] = ranks.call(run_timed, load.requests(vocabulary), blocks, limits, candidate.name, events)
+    runs: list[RankRun] = ranks.call(run_timed, load.requests(vocabulary), blocks, limits, candidate.name, events)
     return runs
 
 
@@ -159,13 +159,13 @@ def measure(
     return results
 
 
-def trace(ranks: Ranks, candidates: Iterable[Candidate], load: Load, vocabulary: int) -> dict[str, list[Run]]:
+def trace(ranks: Ranks, candidates: Iterable[Candidate], load: Load, vocabulary: int) -> dict[str, list[RankRun]]:
     """Every computation and exchange of the pass with the prompts and of one later pass, by program and rank."""
     found = {}
     for candidate in candidates:
         short = Load(load.batch, load.prompt, min(TRACED_TOKENS, load.new), load.seed)
         runs = run_once(ranks, candidate, short, vocabulary, events=True)
-        found[candidate.name] = [Run(run.began, [run.passes[0], *run.passes[1:][-1:]]) for run in runs]
+        found[candidate.name] = [RankRun(run.began, [run.passes[0], *run.passes[1:][-1:]]) for run in runs]
     return found
 
 
@@ -174,7 +174,7 @@ def shared_vocabulary(candidates: Iterable[Candidate]) -> int:
     return min(candidate.plan.vocabulary for candidate in candidates)
 
 
-def summarise(runs: Sequence[Run], load: Load, connected: bool) -> Measurement:
+def summarise(runs: Sequence[RankRun], load: Load, connected: bool) -> Measurement:
     """The figures of one run, given what each rank measured.
 
     Rank 0 chooses the tokens, so that its times are the ones that count; ranks that are not connected do not wait for

@@ -15,7 +15,7 @@ from statistics import fmean
 
 from torch import Tensor
 
-from surgeon.execute import Branch, Machine, Pending
+from surgeon.execute import Partial
 from surgeon.program import Fork, Step
 from surgeon.runtime.batching.request import Request, UndefinedLogits
 from surgeon.runtime.batching.scheduler import Limits
@@ -23,8 +23,8 @@ from surgeon.runtime.batching.sequence import Row
 from surgeon.runtime.comm.collectives import Collectives, Counts, Unconnected
 from surgeon.runtime.model.engine import Figures, RankEngine, Results
 from surgeon.runtime.model.layers import Pass
-from surgeon.runtime.model.machine import RankMachine
 from surgeon.runtime.model.paged_cache import PagedCache
+from surgeon.runtime.model.program import RankMachine
 from surgeon.runtime.plan.placement import Group, Work
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.processes.rank import Rank
@@ -110,7 +110,7 @@ class PassTiming:
 
 
 @dataclass
-class Run:
+class RankRun:
     """What one rank measured while some texts were continued.
 
     Attributes:
@@ -121,7 +121,7 @@ class Run:
     passes: list[PassTiming]
 
 
-class Recorder:
+class PassRecorder:
     """Collects what happens in a pass.
 
     Attributes:
@@ -176,7 +176,7 @@ class Recorder:
 class TimedCollectives(Collectives):
     """Other collectives, whose every call is noted."""
 
-    def __init__(self, inner: Collectives, recorder: Recorder) -> None:
+    def __init__(self, inner: Collectives, recorder: PassRecorder) -> None:
         super().__init__(inner.rank, inner.group)
         self.inner = inner
         self.recorder = recorder
@@ -246,7 +246,7 @@ class TimedEngine(RankEngine):
     """A rank's engine that notes where its passes' time goes."""
 
     def __init__(self, plan: Plan, rank: Rank, collectives: Collectives) -> None:
-        self.recorder = Recorder(Figures(), rank.device.type == "cuda")
+        self.recorder = PassRecorder(Figures(), rank.device.type == "cuda")
         super().__init__(plan, TimedCollectives(collectives, self.recorder), rank.device)
 
     def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
@@ -272,27 +272,21 @@ class TimedMachine(RankMachine):
     """One pass on one rank, whose every step is noted."""
 
     def __init__(
-        self, engine: RankEngine, shared: Pass, group: Group, work: Iterator[Work], recorder: Recorder
+        self, engine: RankEngine, shared: Pass, group: Group, work: Iterator[Work], recorder: PassRecorder
     ) -> None:
         super().__init__(engine, shared, group, work)
         self.recorder = recorder
-        self.joins = False
 
-    def compute(self, step: Step, stream: Tensor) -> Tensor:
+    def compute(self, step: Step, stream: Tensor) -> Partial:
         self.recorder.what = step
         began = now()
-        output = super().compute(step, stream)
+        partial = super().compute(step, stream)
         self.recorder.computations.append(Computation(step, began, now()))
-        return output
+        return partial
 
-    def reduce(self, output: Tensor) -> Pending:
-        if self.joins:
-            self.recorder.what, self.joins = JOIN, False
-        return super().reduce(output)
-
-    def assign(self, fork: Fork) -> list[tuple[Branch, Machine]]:
-        self.joins = True
-        return list(super().assign(fork))
+    def join(self, fork: Fork, added: Tensor) -> Partial:
+        self.recorder.what = JOIN
+        return super().join(fork, added)
 
 
 def load_timed(rank: Rank, plan: Plan, name: str, connected: bool = True) -> None:
@@ -305,7 +299,9 @@ def load_timed(rank: Rank, plan: Plan, name: str, connected: bool = True) -> Non
     rank.kept[name] = TimedEngine(plan, rank, rank.collectives if connected or rank.settings.ranks == 1 else apart)
 
 
-def run_timed(rank: Rank, requests: list[Request], blocks: int, limits: Limits, name: str, events: bool = False) -> Run:
+def run_timed(
+    rank: Rank, requests: list[Request], blocks: int, limits: Limits, name: str, events: bool = False
+) -> RankRun:
     """Runs on a rank: continue texts until all have ended, and say where the time went.
 
     Args:
@@ -321,4 +317,4 @@ def run_timed(rank: Rank, requests: list[Request], blocks: int, limits: Limits, 
     outputs, _ = complete(rank, requests, blocks, limits, name)
     if any(output.finish_reason == "undefined" for output in outputs):
         raise UndefinedLogits(f"the logits of {name} are not finite (NaN or infinity); are the weights damaged?")
-    return Run(began, recorder.passes)
+    return RankRun(began, recorder.passes)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from surgeon.bench.timing import Exchange, PassTiming, Run
+from surgeon.bench.timing import Exchange, PassTiming, RankRun
 from surgeon.program import ATTENTION, Step, Sublayer
 from surgeon.runtime.comm.link import Link
 
@@ -19,7 +19,7 @@ PASSES, COMPUTE, WAITING, COMMUNICATION = 0, 1, 2, 3  # rows; what is in flight 
 ROW_NAMES = {PASSES: "forward passes", COMPUTE: "compute", WAITING: "waiting for other ranks"}
 MICROSECONDS = 1e6
 
-Event = dict[str, Any]
+TraceEvent = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class Wires:
     link: Link | None = None
 
 
-def chrome_trace(runs: dict[str, list[Run]], wires: Wires) -> dict[str, Any]:
+def chrome_trace(runs: dict[str, list[RankRun]], wires: Wires) -> dict[str, Any]:
     """The content of a trace file.
 
     Args:
         runs: by program and rank, with computations and exchanges kept.
     """
-    events: list[Event] = []
+    events: list[TraceEvent] = []
     for name, by_rank in runs.items():
         start = min(run.passes[0].began for run in by_rank)
         for rank, run in enumerate(by_rank):
@@ -54,14 +54,14 @@ def chrome_trace(runs: dict[str, list[Run]], wires: Wires) -> dict[str, Any]:
     return {"traceEvents": events + list(_row_names(events)), "displayTimeUnit": "ms"}
 
 
-def _names(process: int, name: str) -> list[Event]:
+def _names(process: int, name: str) -> list[TraceEvent]:
     return [
         {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": name}},
         {"ph": "M", "name": "process_sort_index", "pid": process, "tid": 0, "args": {"sort_index": process}},
     ]
 
 
-def _row_names(events: Sequence[Event]) -> Iterator[Event]:
+def _row_names(events: Sequence[TraceEvent]) -> Iterator[TraceEvent]:
     for process, row in sorted({(event["pid"], event["tid"]) for event in events if event["ph"] == "X"}):
         name = ROW_NAMES.get(row, f"in flight {row - COMMUNICATION + 1}")
         yield {"ph": "M", "name": "thread_name", "pid": process, "tid": row, "args": {"name": name}}
@@ -70,8 +70,8 @@ def _row_names(events: Sequence[Event]) -> Iterator[Event]:
 
 def _pass_events(
     one: PassTiming, rank: int, everybody: Sequence[PassTiming], wires: Wires, process: int, start: float
-) -> Iterator[Event]:
-    def event(row: int, name: str, began: float, ended: float, **more: Any) -> Event:
+) -> Iterator[TraceEvent]:
+    def event(row: int, name: str, began: float, ended: float, **more: Any) -> TraceEvent:
         times = {"ts": (began - start) * MICROSECONDS, "dur": max(0.0, ended - began) * MICROSECONDS}
         return {"ph": "X", "name": name, "cat": _category(row), "pid": process, "tid": row, **times, "args": more}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from surgeon.checkpoint.card_text import paragraph, table
-from surgeon.checkpoint.measured import Bench, Measured, Score, Speed
+from surgeon.checkpoint.measured import Bench, CardScore, Measured, Speed
 
 MS = 1e3
 
@@ -25,7 +25,7 @@ def measured_parts(measured: Measured, name: str) -> Iterator[str]:
             yield from _speed(bench, name)
 
 
-def _quality(scores: tuple[Score, ...], name: str) -> str:
+def _quality(scores: tuple[CardScore, ...], name: str) -> str:
     """One row for each number, the unedited model's beside it where it was measured in the same way."""
     found = {(one.key, one.metric, one.edited): one for one in scores}
     rows = dict.fromkeys((one.key, one.metric) for one in scores)

@@ -76,7 +76,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Tensors:
+class TensorComparison:
     """How the tensors of two checkpoints compare.
 
     Attributes:
@@ -105,14 +105,14 @@ class Comparison:
     b: Description
     facts: dict[str, Pair] = field(default_factory=dict)
     hunks: tuple[Hunk, ...] = ()
-    tensors: Tensors | None = None
+    tensors: TensorComparison | None = None
     config: dict[str, Pair] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
 
     @property
     def equal(self) -> bool:
         """Whether nothing differs."""
-        found = self.tensors or Tensors()
+        found = self.tensors or TensorComparison()
         return not (self.facts or self.hunks or self.config or self.files or found.only_a or found.only_b) and not (
             found.different
         )
@@ -219,7 +219,7 @@ def _keys(one: Description, checkpoint: Checkpoint) -> dict[Key, str]:
 
 def _compare_tensors(
     a: Checkpoint, a_names: dict[Key, str], b: Checkpoint, b_names: dict[Key, str], advance: Advance
-) -> Tensors:
+) -> TensorComparison:
     equal, different = 0, []
     for key in sorted(a_names.keys() & b_names.keys()):
         difference = _compare_tensor(key, a, a_names[key], b, b_names[key])
@@ -231,7 +231,7 @@ def _compare_tensors(
     only_a, only_b = sorted(a_names.keys() - b_names.keys()), sorted(b_names.keys() - a_names.keys())
     advance(sum(_size(a, a_names[key]) for key in only_a))
     counts = Counter(key.layer for key in a_names.keys() | b_names.keys())
-    return Tensors(equal, tuple(only_a), tuple(only_b), tuple(different), counts)
+    return TensorComparison(equal, tuple(only_a), tuple(only_b), tuple(different), counts)
 
 
 def _size(checkpoint: Checkpoint, name: str) -> int:

@@ -28,7 +28,7 @@ class Hunk:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Difference:
     """Nodes `a` of one program where the other has nodes `b`; each begins at a place of its own program."""
 
     a: range
@@ -36,7 +36,7 @@ class _Place:
     layers: range
 
     @classmethod
-    def of(cls, first: Program, second: Program, a: range, b: range) -> _Place:
+    def of(cls, first: Program, second: Program, a: range, b: range) -> _Difference:
         """With the layers that these nodes are about."""
         nodes = (*first.nodes[a.start : a.stop], *second.nodes[b.start : b.stop])
         layers = {layer for step in steps_of(nodes) for one in step.sublayers for layer in one.layers}
@@ -47,32 +47,32 @@ def hunks(a: Program, b: Program, steps_per_layer: int = 2) -> list[Hunk]:
     """Where two programs over the same layers differ; places that are about the same layers are one."""
     return [
         Hunk(
-            place.layers.start,
-            place.layers.stop - 1,
-            _text(a.nodes[place.a.start : place.a.stop], place.layers, steps_per_layer),
-            _text(b.nodes[place.b.start : place.b.stop], place.layers, steps_per_layer),
+            each.layers.start,
+            each.layers.stop - 1,
+            _text(a.nodes[each.a.start : each.a.stop], each.layers, steps_per_layer),
+            _text(b.nodes[each.b.start : each.b.stop], each.layers, steps_per_layer),
         )
-        for place in _apart(a, b, _places(a, b))
+        for each in _apart(a, b, _differences(a, b))
     ]
 
 
-def _places(a: Program, b: Program) -> list[_Place]:
+def _differences(a: Program, b: Program) -> list[_Difference]:
     codes = SequenceMatcher(None, a.nodes, b.nodes, autojunk=False).get_opcodes()
     return [
-        _Place.of(a, b, range(a_first, a_end), range(b_first, b_end))
+        _Difference.of(a, b, range(a_first, a_end), range(b_first, b_end))
         for tag, a_first, a_end, b_first, b_end in codes
         if tag != "equal"
     ]
 
 
-def _apart(a: Program, b: Program, places: list[_Place]) -> list[_Place]:
+def _apart(a: Program, b: Program, places: list[_Difference]) -> list[_Difference]:
     """Join places, with all between them, until each is behind the one before it: what was moved takes in the rest."""
     while True:
         at = next((k for k, (p, q) in enumerate(pairwise(places)) if p.layers.stop > q.layers.start), None)
         if at is None:
             return places
         first, second = places[at : at + 2]
-        joined = _Place.of(a, b, range(first.a.start, second.a.stop), range(first.b.start, second.b.stop))
+        joined = _Difference.of(a, b, range(first.a.start, second.a.stop), range(first.b.start, second.b.stop))
         places = [*places[:at], joined, *places[at + 2 :]]
 
 

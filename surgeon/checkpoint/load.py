@@ -23,7 +23,7 @@ MOST_LABELS = 1_000_000  # of a classifier, which a config.json may speak of
 __all__ = ["PROGRAM_KEY", "compute_dtype", "is_fused", "load", "read_config", "stored_program"]
 
 
-def compute_dtype(checkpoint: Checkpoint, family: Family, device: torch.device) -> torch.dtype:
+def compute_dtype(checkpoint: Checkpoint, family: Family, device: torch.device | str) -> torch.dtype:
     """The dtype to compute in: that in which the embedding is stored, but float32 for 16-bit weights on a CPU.
 
     What config.json says is not looked at, and what other tensors are stored in does not count: the stream begins as
@@ -40,7 +40,7 @@ def compute_dtype(checkpoint: Checkpoint, family: Family, device: torch.device) 
             f"{checkpoint.folder}: tensor {name} holds {str(stored).removeprefix('torch.')}, which cannot be computed "
             "in; use a checkpoint of floating-point weights"
         )
-    return torch.float32 if device.type == "cpu" and stored in (torch.float16, torch.bfloat16) else stored
+    return torch.float32 if torch.device(device).type == "cpu" and stored in (torch.float16, torch.bfloat16) else stored
 
 
 def load(path_or_name: str | Path, dtype: torch.dtype | None = None, device_map: Any = None) -> PreTrainedModel:

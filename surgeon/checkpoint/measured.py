@@ -71,7 +71,7 @@ class Identity:
 
 
 @dataclass(frozen=True)
-class Score:
+class CardScore:
     """One number of quality.
 
     Attributes:
@@ -138,7 +138,7 @@ class Bench:
 class Measured:
     """All that a card shows of measurements."""
 
-    scores: tuple[Score, ...] = ()
+    scores: tuple[CardScore, ...] = ()
     benches: tuple[Bench, ...] = ()
 
 
@@ -149,7 +149,7 @@ def read_measured(paths: Sequence[Path], identity: Identity) -> Measured:
         FileNotFoundError: if there is no such file or folder.
         ValueError: if one holds no results, is damaged, or was measured on something else.
     """
-    scores: list[Score] = []
+    scores: list[CardScore] = []
     benches: list[Bench] = []
     for file in (file for path in paths for file in _files(path)):
         record = _read(file)
@@ -162,7 +162,7 @@ def read_measured(paths: Sequence[Path], identity: Identity) -> Measured:
             raise ValueError(
                 f"{file} is not what surgeon {kind} writes ({type(error).__name__}: {error}); make it again"
             ) from error
-        scores += [one for one in found if isinstance(one, Score)]
+        scores += [one for one in found if isinstance(one, CardScore)]
         benches += [one for one in found if isinstance(one, Bench)]
     # Of what was measured twice the later one counts.
     unique = {(one.edited, one.metric, one.key): one for one in scores}
@@ -206,13 +206,13 @@ def _kind(file: Path, record: dict[str, Any]) -> str:
     raise ValueError(f"{file} holds no results of surgeon eval, bench or search")
 
 
-def _text(file: Path, record: dict[str, Any], identity: Identity) -> Iterator[Score]:
+def _text(file: Path, record: dict[str, Any], identity: Identity) -> Iterator[CardScore]:
     edited = identity.is_edited(file, record["model_hash"], Program.parse(record["program"]))
     against = record.get("against")
     yield from _on_text(record, record, edited, "the original" if against is None else public(against))
 
 
-def _search(file: Path, record: dict[str, Any], identity: Identity) -> Iterator[Score]:
+def _search(file: Path, record: dict[str, Any], identity: Identity) -> Iterator[CardScore]:
     best = record["best"]
     if not identity.is_edited(file, record["model_hash"], Program.parse(best["program"])):
         return
@@ -222,7 +222,7 @@ def _search(file: Path, record: dict[str, Any], identity: Identity) -> Iterator[
         yield from _on_text(record, values | intervals, edited, "the original")
 
 
-def _on_text(record: dict[str, Any], values: dict[str, Any], edited: bool, against: str) -> Iterator[Score]:
+def _on_text(record: dict[str, Any], values: dict[str, Any], edited: bool, against: str) -> Iterator[CardScore]:
     """Numbers on a text; an unedited model's divergence from itself says nothing."""
     source, tokens = str(record["data"]), int(values["tokens"])
     on, key = f"{public(source)}, {tokens:,} tokens", f"{record['data_hash']} {tokens}"
@@ -233,10 +233,10 @@ def _on_text(record: dict[str, Any], values: dict[str, Any], edited: bool, again
         if values.get(name) is not None:
             value, ends = float(values[name]), values.get(f"{name}_interval")
             shown = f"{value:.4g}" + ("" if ends is None else f" ({ends[0]:.3g} to {ends[1]:.3g})")
-            yield Score(edited, metric, on, key, value, shown, dataset=_dataset(source))
+            yield CardScore(edited, metric, on, key, value, shown, dataset=_dataset(source))
 
 
-def _tasks(file: Path, record: dict[str, Any], identity: Identity) -> Iterator[Score]:
+def _tasks(file: Path, record: dict[str, Any], identity: Identity) -> Iterator[CardScore]:
     from surgeon.quality.tasks_results import PROVENANCE_KEY, scores
 
     own = record[PROVENANCE_KEY]
@@ -249,7 +249,7 @@ def _tasks(file: Path, record: dict[str, Any], identity: Identity) -> Iterator[S
         on = f"{task}, {shots}{one.rows:,} rows"
         path = record.get("configs", {}).get(one.task, {}).get("dataset_path")
         dataset = None if path is None else _dataset(str(path))
-        yield Score(edited, metric, on, on, one.value, shown, task, dataset, one.shots)
+        yield CardScore(edited, metric, on, on, one.value, shown, task, dataset, one.shots)
 
 
 def _bench(file: Path, record: dict[str, Any], identity: Identity) -> Iterator[Bench]:
@@ -302,7 +302,7 @@ def _speed(one: dict[str, Any], edited: bool) -> Speed:
     )
 
 
-_READERS: dict[str, Callable[[Path, dict[str, Any], Identity], Iterator[Score | Bench]]] = {
+_READERS: dict[str, Callable[[Path, dict[str, Any], Identity], Iterator[CardScore | Bench]]] = {
     "eval --data": _text,
     "eval --tasks": _tasks,
     "search": _search,

@@ -104,19 +104,19 @@ def bench(
     from surgeon.progress import progress
     from surgeon.report.bench import bench_table, describe_bench
     from surgeon.report.compression import compression_record, describe_compression
-    from surgeon.runtime.processes.ranks import Ranks, check_sending, choose_collectives, choose_device
+    from surgeon.runtime.processes.ranks import RankOptions, Ranks, choose_device
 
     loads = [Load(size, prompt, new, seed) for size in _batches(batch)]
     stretch = _stretch(layers)
     sending = parse_sending(tp, link_delay, link_bandwidth, compress)
     chosen = choose_device(device, tp)
-    way = choose_collectives(collectives, chosen)
-    check_sending(way, chosen, sending.link, sending.compression)
+    options = RankOptions(tp, chosen, collectives, sending.link, sending.compression)
+    way = options.collectives
     needs = Needs(tp, prompt + new, chosen, dtype, decoding)
     candidates = open_candidates(model, compare or [], needs, program, stretch)
     _check_files(output, trace, chosen)
     texts = _texts(candidates, sending.compression, data, prompt + new, seed)
-    with Ranks(tp, chosen, way, sending.link, sending.compression) as ranks:
+    with Ranks(options) as ranks:
         load_candidates(ranks, candidates)
         with progress("bench", rounds * len(loads) * len(candidates), "runs") as advance:
             results = measure(ranks, candidates, loads, rounds, advance)
@@ -177,11 +177,11 @@ def _stretch(layers: str | None) -> range | None:
 
 def _check_files(output: Path | None, trace: Path | None, device: str) -> None:
     """Say what is wrong with what is to be written before anything is measured."""
-    from surgeon.runtime.processes.torchrun import read_place
+    from surgeon.runtime.processes.torchrun import read_environment
 
     if trace is not None and device != "cpu":
         raise ValueError("--trace shows what processes do, and GPUs go on while theirs wait; use --device cpu")
-    if trace is not None and read_place() is not None:
+    if trace is not None and read_environment() is not None:
         raise ValueError("--trace puts all ranks on one clock, and machines have one each; leave it out under torchrun")
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ from surgeon.cli.scan import scan
 from surgeon.cli.search import search
 
 if TYPE_CHECKING:
-    from surgeon.search.study import Measured
+    from surgeon.search.study import MeasuredProgram
 
 RANKS = 2
 NEW_TOKENS = 64
@@ -95,7 +95,7 @@ def _quoted(path: Path) -> str:
     return shlex.quote(str(path))
 
 
-def _measure(variants: list[Variant], tokens: int) -> list[Measured]:
+def _measure(variants: list[Variant], tokens: int) -> list[MeasuredProgram]:
     """Perplexity and divergence of every variant, on the text that the scan and the search were measured on."""
     from surgeon.analysis.subject import open_subject
     from surgeon.program import Program
@@ -117,7 +117,7 @@ def _speeds(variants: list[Variant]) -> dict[str, list[tuple[float, float, int]]
     from surgeon.bench.measure import Candidate, Load, load_candidates, measure
     from surgeon.program import Program
     from surgeon.runtime.plan.checks import make_plan
-    from surgeon.runtime.processes.ranks import Ranks, choose_collectives, choose_device
+    from surgeon.runtime.processes.ranks import RankOptions, Ranks, choose_device
 
     device = choose_device("auto", RANKS)
     load = Load(batch=1, prompt=PROMPT_TOKENS, new=NEW_TOKENS)
@@ -125,8 +125,8 @@ def _speeds(variants: list[Variant]) -> dict[str, list[tuple[float, float, int]]
     candidates = [Candidate(variant.name, plan) for variant, plan in zip(variants, plans, strict=True)]
     depths = [Program.parse(plan.program).effective_depth() for plan in plans]
     speeds: dict[str, list[tuple[float, float, int]]] = {}
-    for way in dict.fromkeys((choose_collectives("auto", device), "gloo")):
-        with Ranks(RANKS, device, way) as ranks:
+    for way in dict.fromkeys((RankOptions(RANKS, device).collectives, "gloo")):
+        with Ranks(RankOptions(RANKS, device, way)) as ranks:
             load_candidates(ranks, candidates)
             results = measure(ranks, candidates, [load], ROUNDS, lambda _: None)
         speeds[way] = []
@@ -138,7 +138,7 @@ def _speeds(variants: list[Variant]) -> dict[str, list[tuple[float, float, int]]
 
 
 def _print_table(
-    variants: list[Variant], measured: list[Measured], speeds: dict[str, list[tuple[float, float, int]]]
+    variants: list[Variant], measured: list[MeasuredProgram], speeds: dict[str, list[tuple[float, float, int]]]
 ) -> None:
     from rich.console import Console
     from rich.table import Table

@@ -14,7 +14,7 @@ import typer
 from surgeon.cli.show import LABEL, WIDTH, what_it_is
 
 if TYPE_CHECKING:
-    from surgeon.checkpoint.compare import Comparison, Difference, Key, Layer, Tensors
+    from surgeon.checkpoint.compare import Comparison, Difference, Key, Layer, TensorComparison
 
 DIFFERENT = 1  # the exit code
 _LONGEST_VALUE = 40  # characters of a value of config.json
@@ -97,7 +97,7 @@ def _config(config: Mapping[str, tuple[Any, Any]]) -> Iterator[str]:
             yield f"{what}: {', '.join(names)}"
 
 
-def _differences(found: Tensors) -> Iterator[tuple[str, list[str]]]:
+def _differences(found: TensorComparison) -> Iterator[tuple[str, list[str]]]:
     """Tensors of other shapes, other dtypes, and other values; those with the same thing to say are named together."""
     kinds: dict[str, dict[str, list[Difference]]] = {"shape": {}, "dtype": {}, "values": {}}
     for one in found.different:

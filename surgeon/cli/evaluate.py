@@ -20,9 +20,9 @@ from surgeon.cli.options import (
 
 if TYPE_CHECKING:
     from surgeon.quality.data import Windows
-    from surgeon.quality.tasks import Settings
+    from surgeon.quality.tasks import TaskSettings
     from surgeon.quality.tasks_load import Tasks
-    from surgeon.quality.tasks_subject import Candidate
+    from surgeon.quality.tasks_subject import UnloadedModel
 
 
 def evaluate(
@@ -99,7 +99,7 @@ def evaluate(
     answer, and if there is one chain_of_thought (a number, as in GSM8K). Its few-shot examples are its other rows.
     """
     from surgeon.quality.data import load_windows, window_for
-    from surgeon.quality.tasks import Settings
+    from surgeon.quality.tasks import TaskSettings
     from surgeon.quality.tasks_load import Seeds, load_tasks, split_names
     from surgeon.quality.tasks_subject import choose_device, open_candidate
 
@@ -107,7 +107,7 @@ def evaluate(
         raise ValueError("there is nothing to measure; give --tasks, --data or both")
     if log_samples and output is None:
         raise ValueError("--log-samples writes files; say where to with --output")
-    settings = Settings(limit, batch_size, apply_chat_template, Seeds.all(seed))
+    settings = TaskSettings(limit, batch_size, apply_chat_template, Seeds.all(seed))
     choose_device(device)
     candidate = open_candidate(model, program)
     if output is not None:
@@ -126,7 +126,7 @@ def evaluate(
 
 
 def _on_text(
-    candidate: Candidate, original: Candidate | None, windows: Windows, device: str, output: Path | None
+    candidate: UnloadedModel, original: UnloadedModel | None, windows: Windows, device: str, output: Path | None
 ) -> None:
     """Print and write perplexity, and divergence where there is something to compare with."""
     from surgeon.model import edit, restore
@@ -156,9 +156,9 @@ def _on_text(
 
 
 def _on_tasks(
-    candidate: Candidate,
+    candidate: UnloadedModel,
     loaded: Tasks,
-    settings: Settings,
+    settings: TaskSettings,
     device: str,
     output: Path | None,
     log_samples: bool,

@@ -5,25 +5,15 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from surgeon.cli.options import (
-    CheckpointArgument,
-    CollectivesOption,
-    CompressOption,
-    DecodingOption,
-    DtypeOption,
-    LinkBandwidthOption,
-    LinkDelayOption,
-    ProgramOption,
-    RanksDeviceOption,
-    RanksOption,
-)
+from surgeon.cli.grouped import grouped
+from surgeon.cli.options import CheckpointArgument, RunArguments
 from surgeon.cli.prompts import read_prompts
-from surgeon.cli.sending import parse_sending
 
 if TYPE_CHECKING:
     from surgeon.runtime.batching.request import Event, Sampling, Usage
@@ -34,6 +24,71 @@ if TYPE_CHECKING:
 SHOWN_CHARACTERS = 60  # of a prompt, above its text
 
 
+@dataclass(frozen=True)
+class SamplingArguments:
+    """How tokens are chosen, in the user's words; a group of options (see grouped.py)."""
+
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="How many tokens to add to each at most.")] = 64
+    temperature: Annotated[
+        float,
+        typer.Option(
+            help="0 takes the most likely token each time (greedy); the higher, the more often unlikely ones."
+        ),
+    ] = 0.0
+    top_p: Annotated[
+        float, typer.Option(help="Draw among the fewest most likely tokens that have this probability together.")
+    ] = 1.0
+    top_k: Annotated[int, typer.Option(help="Draw among this many of the most likely tokens; 0 is all.")] = 0
+    min_p: Annotated[
+        float, typer.Option(help="Draw among tokens at least this times as likely as the most likely one.")
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float | None,
+        typer.Option(
+            help="Above 1, tokens of prompt and text so far become less likely. Default: the checkpoint's own "
+            "(generation_config.json), or 1, which is none.",
+            show_default=False,
+        ),
+    ] = None
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            help="The same seed draws the same text for a prompt, whatever other prompts there are and for any --tp. "
+            "Default: another one each time.",
+            show_default=False,
+        ),
+    ] = None
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A text that ends what is written, and is no part of it; may be repeated.", show_default=False
+        ),
+    ] = None
+
+    def sampling(self, defaults: Defaults) -> Sampling:
+        """The same, with what the checkpoint wants where the user does not say.
+
+        Raises:
+            ValueError: if a number is out of its range.
+        """
+        from surgeon.runtime.batching.request import Sampling
+
+        penalty = self.repetition_penalty
+        return Sampling(
+            self.temperature,
+            self.top_p,
+            self.top_k,
+            self.min_p,
+            defaults.repetition_penalty if penalty is None else penalty,
+            self.seed,
+            self.max_new_tokens,
+            stop=tuple(self.stop or ()),
+            suppress_tokens=defaults.suppress_tokens,
+            begin_suppress_tokens=defaults.begin_suppress_tokens,
+        )
+
+
+@grouped
 def generate(
     model: CheckpointArgument,
     prompt: Annotated[
@@ -47,42 +102,8 @@ def generate(
             show_default=False,
         ),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="How many tokens to add to each at most.")] = 64,
-    temperature: Annotated[
-        float,
-        typer.Option(
-            help="0 takes the most likely token each time (greedy); the higher, the more often unlikely ones."
-        ),
-    ] = 0.0,
-    top_p: Annotated[
-        float, typer.Option(help="Draw among the fewest most likely tokens that have this probability together.")
-    ] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Draw among this many of the most likely tokens; 0 is all.")] = 0,
-    min_p: Annotated[
-        float, typer.Option(help="Draw among tokens at least this times as likely as the most likely one.")
-    ] = 0.0,
-    repetition_penalty: Annotated[
-        float | None,
-        typer.Option(
-            help="Above 1, tokens of prompt and text so far become less likely. Default: the checkpoint's own "
-            "(generation_config.json), or 1, which is none.",
-            show_default=False,
-        ),
-    ] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            help="The same seed draws the same text for a prompt, whatever other prompts there are and for any --tp. "
-            "Default: another one each time.",
-            show_default=False,
-        ),
-    ] = None,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A text that ends what is written, and is no part of it; may be repeated.", show_default=False
-        ),
-    ] = None,
+    *,
+    choosing: SamplingArguments,
     as_json: Annotated[
         bool,
         typer.Option(
@@ -94,15 +115,7 @@ def generate(
     max_batch: Annotated[
         int, typer.Option(min=1, help="Texts that are computed together; others follow as these end.")
     ] = 32,
-    tp: RanksOption = 1,
-    program: ProgramOption = None,
-    device: RanksDeviceOption = "auto",
-    dtype: DtypeOption = "auto",
-    decoding: DecodingOption = "auto",
-    collectives: CollectivesOption = "auto",
-    link_delay: LinkDelayOption = None,
-    link_bandwidth: LinkBandwidthOption = None,
-    compress: CompressOption = None,
+    run: RunArguments,
 ) -> None:
     """Continue texts on one or more ranks; what they write goes to stdout, figures to stderr.
 
@@ -113,7 +126,6 @@ def generate(
     ranks.
     """
     from surgeon.report.generation import describe_generation
-    from surgeon.runtime.batching.request import Sampling
     from surgeon.runtime.defaults import read_defaults
     from surgeon.runtime.encoding import Encoder
     from surgeon.runtime.plan.checks import make_plan
@@ -121,43 +133,24 @@ def generate(
     from surgeon.runtime.text import open_tokenizer
 
     defaults = read_defaults(model)
-    sampling = Sampling(
-        temperature,
-        top_p,
-        top_k,
-        min_p,
-        defaults.repetition_penalty if repetition_penalty is None else repetition_penalty,
-        seed,
-        max_new_tokens,
-        stop=tuple(stop or ()),
-        suppress_tokens=defaults.suppress_tokens,
-        begin_suppress_tokens=defaults.begin_suppress_tokens,
-    )
+    sampling = choosing.sampling(defaults)
     _warn_of_ignored(sampling)
     _warn_of_unapplied(defaults, sampling)
-    sending = parse_sending(tp, link_delay, link_bandwidth, compress)
+    sending = run.sending()
     texts = read_prompts(prompt or [], prompts)
-    tokenizer, most = open_tokenizer(model), make_plan(model, tp, None, program).max_tokens
+    tokenizer, most = open_tokenizer(model), make_plan(model, run.tp, None, run.program).max_tokens
     encoder = Encoder(tokenizer)
     tokens = [_encode(encoder, text, most, place if len(texts) > 1 else None) for place, text in texts.items()]
-    with Service(
-        model,
-        ranks=tp,
-        device=device,
-        collectives=collectives,
-        program=program,
-        tokenizer=tokenizer,
+    options = run.service(
+        sending,
         max_batch=min(max_batch, len(tokens)),
-        max_tokens=max(map(len, tokens)) + max_new_tokens,
+        max_tokens=max(map(len, tokens)) + sampling.max_new_tokens,
         max_waiting=len(tokens),
-        link=sending.link,
-        compression=sending.compression,
-        dtype=dtype,
-        decoding=decoding,
-    ) as service:
+    )
+    with Service(model, options, tokenizer) as service:
         streams = [service.submit(ids, sampling) for ids in tokens]
         usages = _write_all([*texts.values()], streams, as_json)
-        place = f"{service.device}, {service.collectives}{sending.words}"
+        place = f"{options.ranks.device}, {options.ranks.collectives}{sending.words}"
         figures = service.figures()
     print(describe_generation(service.plan, figures, usages, place, sending.compression), file=sys.stderr)
 

@@ -5,12 +5,17 @@ Light, like every module here: typer and the standard library. Use as `data: Dat
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from surgeon.cli.ranks import settle_ranks
+from surgeon.cli.sending import Sending, parse_sending
+
+if TYPE_CHECKING:
+    from surgeon.runtime.service import ServiceOptions
 
 DEFAULT_TOKENS = 8192  # surgeon.quality.data.DEFAULT_TOKENS, which is not light
 
@@ -141,3 +146,42 @@ CompressOption = Annotated[
         show_default=False,
     ),
 ]
+
+
+@dataclass(frozen=True)
+class RunArguments:
+    """How a checkpoint runs on ranks, in the user's words; a group of options (see grouped.py)."""
+
+    tp: RanksOption = 1
+    program: ProgramOption = None
+    device: RanksDeviceOption = "auto"
+    dtype: DtypeOption = "auto"
+    decoding: DecodingOption = "auto"
+    collectives: CollectivesOption = "auto"
+    link_delay: LinkDelayOption = None
+    link_bandwidth: LinkBandwidthOption = None
+    compress: CompressOption = None
+
+    def sending(self) -> Sending:
+        """How ranks send to each other.
+
+        Raises:
+            ValueError: if the link's delay or bandwidth cannot be read.
+        """
+        return parse_sending(self.tp, self.link_delay, self.link_bandwidth, self.compress)
+
+    def service(self, sending: Sending, **more: Any) -> ServiceOptions:
+        """How a service runs so.
+
+        Args:
+            more: further fields of `ServiceOptions`.
+
+        Raises:
+            ValueError: if these options do not fit each other or this machine.
+        """
+        from surgeon.runtime.processes.ranks import RankOptions, choose_device
+        from surgeon.runtime.service import ServiceOptions
+
+        device = choose_device(self.device, self.tp)
+        ranks = RankOptions(self.tp, device, self.collectives, sending.link, sending.compression)
+        return ServiceOptions(ranks, self.program, dtype=self.dtype, decoding=self.decoding, **more)

@@ -14,19 +14,19 @@ def settle_ranks(context: typer.Context, tp: int) -> int:
         ValueError: if --tp is given and torchrun has started another number, or its variables make no sense.
         OSError: if rank 0 is not found, or goes.
     """
-    from surgeon.runtime.processes.torchrun import check_ranks, read_place
+    from surgeon.runtime.processes.torchrun import check_ranks, read_environment
 
-    place = read_place()
-    if place is None:
+    torchrun = read_environment()
+    if torchrun is None:
         return tp
     given = context.get_parameter_source("tp")
     if given is not None and given.name != "DEFAULT":
-        check_ranks(place, tp)
-    if place.rank:
+        check_ranks(torchrun, tp)
+    if torchrun.rank:
         from surgeon.runtime.processes.joining import be_rank
 
-        be_rank(place)
-    from surgeon.runtime.processes.rendezvous import meeting_at
+        be_rank(torchrun)
+    from surgeon.runtime.processes.rendezvous import rendezvous_at
 
-    meeting_at(place)  # now, so that the others wait for this process and not for a time-out, and end when it does
-    return place.ranks
+    rendezvous_at(torchrun)  # now, so that the others wait for this process, not for a time-out, and end when it does
+    return torchrun.ranks

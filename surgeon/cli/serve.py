@@ -7,26 +7,15 @@ from typing import Annotated
 
 import typer
 
-from surgeon.cli.options import (
-    CheckpointArgument,
-    CollectivesOption,
-    CompressOption,
-    DecodingOption,
-    DtypeOption,
-    LinkBandwidthOption,
-    LinkDelayOption,
-    ProgramOption,
-    RanksDeviceOption,
-    RanksOption,
-)
-from surgeon.cli.sending import parse_sending
+from surgeon.cli.grouped import grouped
+from surgeon.cli.options import CheckpointArgument, RunArguments
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
+@grouped
 def serve(
     model: CheckpointArgument,
-    tp: RanksOption = 1,
     host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 takes any that is free.")] = 8000,
     api_key: Annotated[
@@ -69,14 +58,8 @@ def serve(
             show_default=False,
         ),
     ] = None,
-    program: ProgramOption = None,
-    device: RanksDeviceOption = "auto",
-    dtype: DtypeOption = "auto",
-    decoding: DecodingOption = "auto",
-    collectives: CollectivesOption = "auto",
-    link_delay: LinkDelayOption = None,
-    link_bandwidth: LinkBandwidthOption = None,
-    compress: CompressOption = None,
+    *,
+    run: RunArguments,
 ) -> None:
     """Serve a model with OpenAI's API, on one or more ranks, until SIGTERM or Ctrl-C.
 
@@ -96,40 +79,27 @@ def serve(
     from surgeon.runtime.defaults import read_defaults
     from surgeon.runtime.service import Service
     from surgeon.runtime.text import open_tokenizer
-    from surgeon.server.run import bind, run, url_of
-    from surgeon.server.state import State
+    from surgeon.server.run import bind, url_of
+    from surgeon.server.run import run as run_server
+    from surgeon.server.state import ServerState
     from surgeon.server.texts import Texts
 
     if api_key is not None and not api_key.strip():
         raise ValueError("the API key is empty; give one, or leave --api-key and SURGEON_API_KEY out")
     limit = None if memory is None else parse_size(memory)
-    sending = parse_sending(tp, link_delay, link_bandwidth, compress)
+    options = run.service(
+        run.sending(), max_batch=max_batch, max_tokens=max_tokens, blocks=blocks, memory=limit, max_waiting=max_waiting
+    )
     tokenizer, defaults = open_tokenizer(model), read_defaults(model)
     if complaint := defaults.complaint():
         warnings.warn(f"{complaint}; requests have to say so themselves", stacklevel=1)
     with bind(host, port) as bound:
         if api_key is None and host not in LOOPBACK:
             warnings.warn(f"whoever reaches {host} can use the model; set --api-key or SURGEON_API_KEY", stacklevel=1)
-        with Service(
-            model,
-            ranks=tp,
-            device=device,
-            collectives=collectives,
-            program=program,
-            tokenizer=tokenizer,
-            max_batch=max_batch,
-            max_tokens=max_tokens,
-            blocks=blocks,
-            memory=limit,
-            max_waiting=max_waiting,
-            link=sending.link,
-            compression=sending.compression,
-            dtype=dtype,
-            decoding=decoding,
-        ) as service:
+        with Service(model, options, tokenizer) as service:
             name = served_model_name or name_of(model)
-            state = State(service, Texts(tokenizer), name, max_batch + max_waiting, defaults, api_key)
-            run(state, bound, lambda: print(f"serving {name} at {url_of(bound)}", file=sys.stderr, flush=True))
+            state = ServerState(service, Texts(tokenizer), name, options.most_open, defaults, api_key)
+            run_server(state, bound, lambda: print(f"serving {name} at {url_of(bound)}", file=sys.stderr, flush=True))
 
 
 def name_of(model: str) -> str:

@@ -46,7 +46,7 @@ def joined(parts: Sequence[Quality]) -> tuple[NDArray[np.float64], NDArray[np.fl
 
 
 @dataclass(frozen=True)
-class Reference:
+class ReferencePredictions:
     """The original program's predictions on some windows.
 
     Attributes:
@@ -86,13 +86,13 @@ class OutputHead:
         return min(tokens, max(LEAST_ROWS, limit // (4 * len(self.weight))))
 
     def working_bytes(self, tokens: int) -> int:
-        """The most memory that measuring this many tokens takes, beside the stream and what a `Reference` holds."""
+        """The most memory that measuring this many tokens takes, beside the stream and the `ReferencePredictions`."""
         blocks = 4 * self.rows(tokens) * len(self.weight) * 4  # logits, log-probabilities, probabilities, their product
         normed = 3 * tokens * self.weight.shape[1] * max(4, self.weight.element_size())
         return blocks + normed
 
     @torch.inference_mode()
-    def reference(self, stream: Tensor, input_ids: Tensor) -> Reference:
+    def reference(self, stream: Tensor, input_ids: Tensor) -> ReferencePredictions:
         """What the original program predicts.
 
         Args:
@@ -113,10 +113,10 @@ class OutputHead:
             # The cross term of a capped head has the bias in its logits.
             constant.append(-entropy if self.bias is None or self.softcap else -entropy - p @ self.bias.float())
         mean = _window_means(nll, len(input_ids))
-        return Reference(input_ids, kept, torch.cat(constant), Quality(mean, torch.zeros_like(mean)))
+        return ReferencePredictions(input_ids, kept, torch.cat(constant), Quality(mean, torch.zeros_like(mean)))
 
     @torch.inference_mode()
-    def compare(self, stream: Tensor, reference: Reference) -> Quality:
+    def compare(self, stream: Tensor, reference: ReferencePredictions) -> Quality:
         """The quality of a changed program on the reference's windows; `stream` as in `reference`."""
         hidden, targets = self._hidden(stream), _targets(reference.input_ids)
         nll = hidden.new_empty(len(hidden), dtype=torch.float32)

@@ -20,7 +20,7 @@ BOOTSTRAP = 1000  # draws for the error of metrics that are no means; lm-eval's 
 
 
 @dataclass(frozen=True)
-class Settings:
+class TaskSettings:
     """How tasks are computed.
 
     Attributes:
@@ -42,7 +42,7 @@ class Settings:
             raise ValueError(f"batch size must be at least 1, not {self.batch_size}")
 
 
-def run_tasks(lm: TaskModel, tasks: Tasks, name: str, settings: Settings) -> dict[str, Any]:
+def run_tasks(lm: TaskModel, tasks: Tasks, name: str, settings: TaskSettings) -> dict[str, Any]:
     """Compute tasks; returns lm-eval's results, with the samples under "samples".
 
     Args:
@@ -90,7 +90,7 @@ def _check_tokenizer(tokenizer: Any, tasks: Tasks, chat: bool) -> None:
                 raise ValueError(f"task {name} generates text, which needs a tokenizer that has an EOS")
 
 
-def _config(lm: TaskModel, name: str, settings: Settings) -> dict[str, Any]:
+def _config(lm: TaskModel, name: str, settings: TaskSettings) -> dict[str, Any]:
     """lm-eval's record of how it was called."""
     seeds = settings.seeds
     return {

@@ -25,7 +25,7 @@ DEVICES = ("auto", "cpu", "cuda")
 
 
 @dataclass(frozen=True)
-class Candidate:
+class UnloadedModel:
     """A model that has not been loaded yet.
 
     Attributes:
@@ -84,7 +84,7 @@ class Candidate:
         return provenance(self.model, model_hash, program=self.runs, **more)
 
 
-def open_candidate(name: str, program: str | None = None) -> Candidate:
+def open_candidate(name: str, program: str | None = None) -> UnloadedModel:
     """Check a model's files, its program and its tokenizer; weights are read only to tell if a recipe is for them.
 
     Args:
@@ -113,7 +113,7 @@ def open_candidate(name: str, program: str | None = None) -> Candidate:
     if chosen is not None:
         check_layers(chosen, layers)
     text = None if recipe is None else Path(name).read_text(encoding="utf-8")
-    return Candidate(name, model, checkpoint, config, open_tokenizer(checkpoint.folder), chosen, text)
+    return UnloadedModel(name, model, checkpoint, config, open_tokenizer(checkpoint.folder), chosen, text)
 
 
 def choose_device(device: str) -> str:

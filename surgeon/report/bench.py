@@ -194,7 +194,7 @@ def bench_record(results: Sequence[Result]) -> list[dict[str, object]]:
             "program": result.candidate.name,
             "text": result.candidate.plan.program,
             "checkpoint": str(result.candidate.plan.folder),
-            "dtype": str(result.candidate.plan.dtype).removeprefix("torch."),
+            "dtype": result.candidate.plan.dtype,
             "connected": result.candidate.connected,
             **asdict(result.load),
             "rounds": [_finite(asdict(one)) for one in result.rounds],

@@ -48,7 +48,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Key:
+class LegendKey:
     """An entry of a legend: a sample of how it is drawn, and its name."""
 
     sample: Markup
@@ -63,7 +63,7 @@ class Chart:
     svg: Markup
     title: str
     caption: str
-    keys: Sequence[Key] = ()
+    keys: Sequence[LegendKey] = ()
     wide: bool = False
     table: Table | None = None
 

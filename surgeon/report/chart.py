@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup, escape
 
-from surgeon.report.blocks import Key
+from surgeon.report.blocks import LegendKey
 from surgeon.report.runs import MOST_LAYERS
 from surgeon.report.svg import element
 from surgeon.report.words import tick as tick_text
@@ -61,12 +61,12 @@ class Series:
         """Its class."""
         return f"{'q' if self.ordered else 's'}{self.style % STYLES}"
 
-    def key(self) -> Key:
+    def key(self) -> LegendKey:
         """Its entry in a legend."""
         parts = [element("line", x1=0, x2=26, y1=7, y2=7, class_=f"line {self.css}")] if self.line else []
         if self.marks:
             parts.append(self.mark(13.0, 7.0))
-        return Key(element("svg", *parts, viewBox="0 0 26 14", class_="key", aria_hidden="true"), self.name)
+        return LegendKey(element("svg", *parts, viewBox="0 0 26 14", class_="key", aria_hidden="true"), self.name)
 
     def mark(self, x: float, y: float, tip: str = "", beyond: bool = False) -> Markup:
         """A point; a hollow one stands for a value beyond the axis."""

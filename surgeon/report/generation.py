@@ -36,7 +36,7 @@ def describe_generation(
     agrees = "as the program has" if layers.calls == expected else f"but the program has {expected}!"
     packed = f" of {compression} integers" if compression and layers.counts.all_gathers else ""
     lines = [
-        f"ranks    {plan.ranks} ({place}, {str(plan.dtype).removeprefix('torch.')})",
+        f"ranks    {plan.ranks} ({place}, {plan.dtype})",
         f"program  effective depth {depth:g} of {plan.layers} layers",
         f"prefill  {first.prefill.tokens} tokens{shared} at {_rate(first.prefill)} tokens/s",
         f"decode   {sum(usage.new for usage in usages)} tokens{texts} at {rate}",

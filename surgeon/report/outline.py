@@ -13,7 +13,7 @@ FEWEST_IN_A_STRETCH = 3  # layers
 
 
 @dataclass(frozen=True)
-class Stretch:
+class Unchanged:
     """Layers that are as they were, drawn as one box."""
 
     first: int
@@ -42,7 +42,7 @@ class LeftOut:
         return f"{what}{layers[0]}" if len(layers) == 1 else f"{what}{layers[0]}-{layers[-1]}"
 
 
-Item = Step | Fork | Same | Stretch | LeftOut
+Item = Step | Fork | Same | Unchanged | LeftOut
 
 
 def outline(program: Program, num_layers: int, steps_per_layer: int) -> Iterator[Item]:
@@ -59,7 +59,7 @@ def outline(program: Program, num_layers: int, steps_per_layer: int) -> Iterator
         layers = _whole_layers(program.nodes, at, same, steps_per_layer)
         if layers >= FEWEST_IN_A_STRETCH:
             first = _sublayers(node)[0].layers[0]
-            yield Stretch(first, first + layers - 1)
+            yield Unchanged(first, first + layers - 1)
             at += layers * steps_per_layer
         else:
             yield Same(node) if at in same and isinstance(node, Step) else node
@@ -72,7 +72,7 @@ def outline_text(program: Program, num_layers: int, steps_per_layer: int) -> str
     """The program's text, with stretches that are as they were in words."""
     words = []
     for item in outline(program, num_layers, steps_per_layer):
-        if isinstance(item, Stretch):
+        if isinstance(item, Unchanged):
             words.append(f"(layers {item.first}-{item.last} as they were)")
         elif isinstance(item, LeftOut):
             words.append(f"(no {item.text})")

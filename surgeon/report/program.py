@@ -17,7 +17,7 @@ from matplotlib.patches import Circle, FancyBboxPatch, Patch
 
 from surgeon.program import ATTENTION, Fork, Node, Program, Step, steps_of
 from surgeon.provenance import whole_file
-from surgeon.report.outline import Item, LeftOut, Same, Stretch, outline
+from surgeon.report.outline import Item, LeftOut, Same, Unchanged, outline
 
 _ATTENTION, _FEED_FORWARD = "#3b75af", "#e8842c"
 _PALE = {_ATTENTION: "#dbe6f1", _FEED_FORWARD: "#fbe7d5"}
@@ -81,7 +81,7 @@ def _width(item: Item) -> float:
         return _STEP
     if isinstance(item, Step):
         return _LATE_STEP if item.late else _STEP
-    if isinstance(item, Stretch):
+    if isinstance(item, Unchanged):
         return _STRETCH
     if isinstance(item, LeftOut):
         return _GAP
@@ -108,7 +108,7 @@ def _height(row: Sequence[Item], above: bool) -> float:
     sides = _sides(row)
     wanted = 1 if above else -1
     reached = [_stack(item) for item, side in zip(row, sides, strict=True) if side == wanted]
-    reached += [_STRETCH_HEIGHT / 2 for item in row if isinstance(item, Stretch)]
+    reached += [_STRETCH_HEIGHT / 2 for item in row if isinstance(item, Unchanged)]
     return max(reached, default=0.1) + 0.1
 
 
@@ -144,7 +144,7 @@ def _draw_nodes(axes: Axes, nodes: Sequence[Item], x: float, y: float) -> float:
         elif isinstance(item, Fork):
             plus = end - 0.1
             _draw_fork(axes, item, (x + 0.1, plus), y)
-        elif isinstance(item, Stretch):
+        elif isinstance(item, Unchanged):
             text = f"layers {item.first}-{item.last}\nas they were"
             _box(axes, (x + 0.12, end - 0.12), y, _STRETCH_HEIGHT, _UNCHANGED, text, "#555555")
         else:

@@ -18,7 +18,7 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 from rich.table import Table
 
-from surgeon.analysis.matrices import Rank
+from surgeon.analysis.matrices import TargetRank
 from surgeon.analysis.spectrum import Spectrum
 from surgeon.analysis.spectrum_tables import METHODS
 from surgeon.report.similarity import as_text, save
@@ -36,7 +36,7 @@ _LINES = ListedColormap(matplotlib.colormaps[_COLOURS](np.linspace(0, 0.92, 256)
 Grid = NDArray[np.float64]  # (layers, weights)
 
 
-def draw_spectrum(found: Spectrum, ranks: Sequence[Rank], folder: Path, label: str) -> list[Path]:
+def draw_spectrum(found: Spectrum, ranks: Sequence[TargetRank], folder: Path, label: str) -> list[Path]:
     """Write `rank95.png`, `singular-values-plain.png`, `singular-values-whitened.png`, and with damage `damage.png`.
 
     Args:
@@ -54,7 +54,7 @@ def draw_spectrum(found: Spectrum, ranks: Sequence[Rank], folder: Path, label: s
     return written
 
 
-def draw_damage(damage: pd.DataFrame, ranks: Sequence[Rank], path: Path, label: str) -> Path:
+def draw_damage(damage: pd.DataFrame, ranks: Sequence[TargetRank], path: Path, label: str) -> Path:
     """Draw divergence by layer (down) and matrix (across), a panel for each rank, all under one colour scale.
 
     Args:
@@ -151,7 +151,7 @@ def draw_values(values: pd.DataFrame, path: Path, label: str) -> Path:
     return save(figure, path)
 
 
-def print_spectrum(found: Spectrum, ranks: Sequence[Rank]) -> None:
+def print_spectrum(found: Spectrum, ranks: Sequence[TargetRank]) -> None:
     """Print, for each weight, medians over layers of the rank with 95% of the energy and of divergence, in 80 columns.
 
     Args:
@@ -164,7 +164,7 @@ def print_spectrum(found: Spectrum, ranks: Sequence[Rank]) -> None:
         print(as_text(_medians(found, ranks[start : start + _RANKS_ACROSS])))
 
 
-def _medians(found: Spectrum, ranks: Sequence[Rank]) -> Table:
+def _medians(found: Spectrum, ranks: Sequence[TargetRank]) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("weight", no_wrap=True, vertical="bottom")
     at_ranks = [f"at rank\n{rank}" + " full" * rank.is_share for rank in ranks]

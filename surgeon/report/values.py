@@ -12,12 +12,12 @@ from surgeon.report.blocks import Table
 from surgeon.report.svg import Grid
 from surgeon.report.words import number
 
-Place = tuple[int, int]
+CellPosition = tuple[int, int]
 
 
 def map_cells(
     grid: Grid,
-    places: Sequence[Place],
+    places: Sequence[CellPosition],
     table: pd.DataFrame,
     fields: Mapping[str, str],
     title: str,

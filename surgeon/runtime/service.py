@@ -1,6 +1,6 @@
 """A model that answers requests on several ranks: what a server or a command uses in its own process.
 
-    with Service("demo", ranks=2, tokenizer=tokenizer) as service:
+    with Service("demo", ServiceOptions(RankOptions(2)), tokenizer) as service:
         stream = service.submit(prompt_ids, Sampling(max_new_tokens=20))
         for event in stream:
             print(event.text, end="")
@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -28,17 +28,69 @@ from typing import Any
 from surgeon.runtime.batching.blocks import BLOCK_TOKENS
 from surgeon.runtime.batching.request import QueueFull, Request, Sampling, Stats
 from surgeon.runtime.batching.scheduler import Limits, Output, check_length
-from surgeon.runtime.comm.link import Link
-from surgeon.runtime.comm.quantised import Compression
 from surgeon.runtime.model.engine import Figures
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.memory import choose_blocks
-from surgeon.runtime.processes.ranks import RankFailed, Ranks, check_sending, choose_collectives, choose_device
+from surgeon.runtime.processes.ranks import RankFailed, RankOptions, Ranks
+from surgeon.runtime.processes.torchrun import ranks_of_this_machine
 from surgeon.runtime.processes.watchdog import PATIENCE_SECONDS, Pulse, Watchdog
 from surgeon.runtime.processes.worker import Account, Cancel, Progress, Report, load, serve
 from surgeon.runtime.stream import Listener, OpenRequest, Stream
 
-__all__ = ["Listener", "Service", "Stream"]
+__all__ = ["Listener", "Service", "ServiceOptions", "Stream"]
+
+PASS_TOKENS = 512  # of prompts, that are computed in one pass
+
+
+@dataclass(frozen=True)
+class ServiceOptions:
+    """How a model is to be served; what needs no model to check it is checked as it is made.
+
+    Attributes:
+        ranks: what it runs on.
+        program: run this one instead of the checkpoint's own.
+        max_batch: how many requests are computed together.
+        max_tokens: the most that prompt and output of a request may have together; what the model takes if None.
+        blocks: of the cache; if None, as many as `max_batch` of the longest requests need, as far as they fit.
+        memory: bytes that weights and cache may take, of all ranks together (of each on GPUs); most of what is free if
+            None.
+        max_waiting: requests that may be open beyond `max_batch`.
+        patience: seconds without any progress after which ranks that have something to do are given up.
+        dtype: to compute in, as `make_plan` takes it.
+        decoding: how passes that add one token to each text are computed, as `Plan.decoding`.
+
+    Raises:
+        ValueError: if the ranks are not connected, or a number is too small.
+    """
+
+    ranks: RankOptions = field(default_factory=RankOptions)
+    program: str | None = None
+    max_batch: int = 8
+    max_tokens: int | None = None
+    blocks: int | None = None
+    memory: int | None = None
+    max_waiting: int = 64
+    patience: float = PATIENCE_SECONDS
+    dtype: str = "auto"
+    decoding: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.ranks.collectives == "none":
+            raise ValueError(
+                "collectives none leave the ranks unconnected, and their text would be wrong; use auto (surgeon bench "
+                "measures with none)"
+            )
+        for name, least in (("max_batch", 1), ("max_waiting", 0), ("max_tokens", 2), ("blocks", 1)):
+            number = getattr(self, name)
+            if number is not None and number < least:
+                raise ValueError(f"{name} must be at least {least}, not {number}")
+        if not self.patience > 0:
+            raise ValueError(f"patience must be above 0 seconds, not {self.patience:g}")
+
+    @property
+    def most_open(self) -> int:
+        """How many requests may be open."""
+        return self.max_batch + self.max_waiting
 
 
 class Service:
@@ -46,8 +98,7 @@ class Service:
 
     Attributes:
         plan: the model and its program.
-        collectives: how the ranks are connected.
-        device: "cpu" or "cuda".
+        options: as given.
         blocks: of the cache, each for `BLOCK_TOKENS` tokens.
         max_tokens: the most that prompt and output of a request may have together: what the model and the whole
             cache have room for.
@@ -55,66 +106,30 @@ class Service:
             while they run. Ranks that have not ended but are stuck are noticed, and ended, while requests are open.
     """
 
-    def __init__(
-        self,
-        model: str | Path,
-        *,
-        ranks: int = 1,
-        device: str = "auto",
-        collectives: str = "auto",
-        program: str | None = None,
-        tokenizer: Any = None,
-        max_batch: int = 8,
-        max_tokens: int | None = None,
-        blocks: int | None = None,
-        memory: int | None = None,
-        max_waiting: int = 64,
-        patience: float = PATIENCE_SECONDS,
-        link: Link | None = None,
-        compression: Compression | None = None,
-        dtype: str = "auto",
-        decoding: str = "auto",
-    ) -> None:
+    def __init__(self, model: str | Path, options: ServiceOptions | None = None, tokenizer: Any = None) -> None:
         """Check everything that can be checked, then start ranks and load the model.
 
         Args:
             model: a checkpoint folder (edited by surgeon or not) or a hub name.
-            device: "cpu", "cuda" (a GPU for each rank) or "auto".
-            collectives: as `choose_collectives` takes it.
-            program: run this one instead of the checkpoint's own.
+            options: those of one rank on a CPU by default.
             tokenizer: a tokenizer of `transformers`; without one events have no text.
-            max_batch: how many requests are computed together.
-            max_tokens: the most that prompt and output of a request may have together; what the model takes if None.
-            blocks: of the cache; if None, as many as `max_batch` of the longest requests need, as far as they fit.
-            memory: bytes that weights and cache may take, of all ranks together (of each on GPUs); most of what is
-                free if None.
-            max_waiting: requests that may be open beyond `max_batch`.
-            patience: seconds without any progress after which ranks that have something to do are given up.
-            link: emulate one of this delay and bandwidth between the ranks.
-            compression: send the reductions of the program's steps as integers of this many bits.
-            dtype: to compute in, as `make_plan` takes it.
-            decoding: how passes that add one token to each text are computed, as `Plan.decoding`.
 
         Raises:
             FileNotFoundError: if there is no such model.
             ValueError: if it cannot run so, or not within the memory; nothing has been started then.
             RankFailed: if a rank fails.
         """
-        self.device = choose_device(device, ranks)
-        self.collectives = choose_collectives(collectives, self.device)
-        if self.collectives == "none":
-            raise ValueError(
-                "collectives none leave the ranks unconnected, and their text would be wrong; use auto (surgeon bench "
-                "measures with none)"
-            )
-        check_sending(self.collectives, self.device, link, compression)
-        self.plan = make_plan(model, ranks, max_tokens, program, self.device, dtype, decoding)
-        self.blocks = choose_blocks(self.plan, self.device, max_batch, blocks, memory)
+        self.options = options = options or ServiceOptions()
+        ranks, device, program = options.ranks.ranks, options.ranks.device, options.program
+        self.plan = make_plan(model, ranks, options.max_tokens, program, device, options.dtype, options.decoding)
+        self.blocks = choose_blocks(
+            self.plan, device, options.max_batch, options.blocks, options.memory, ranks_of_this_machine(ranks)
+        )
         self.max_tokens = min(self.plan.max_tokens, self.blocks * BLOCK_TOKENS)
-        limits = Limits(max_batch, self.max_tokens, max_waiting, max(512, max_batch), self.plan.ends)
+        pass_tokens = max(PASS_TOKENS, options.max_batch)
+        limits = Limits(options.max_batch, self.max_tokens, options.max_waiting, pass_tokens, self.plan.ends)
         self.failure: Exception | None = None
         self._tokenizer = tokenizer
-        self._most_open = max_batch + max_waiting
         self._open: dict[int, OpenRequest] = {}
         self._numbers = count()
         self._progress = Progress([], (0, 0, self.blocks, self.blocks))
@@ -122,8 +137,8 @@ class Service:
         self._ready = self._draining = self._closed = False
         self._changed = threading.Condition(threading.RLock())
         self._ended = threading.Event()
-        self._ranks = Ranks(ranks, self.device, self.collectives, link, compression)
-        self._watchdog = Watchdog(self._ranks.names, patience)
+        self._ranks = Ranks(options.ranks)
+        self._watchdog = Watchdog(self._ranks.names, options.patience)
         self._thread = threading.Thread(target=self._receive, args=(limits,), name="surgeon-service", daemon=True)
         try:
             self._start()
@@ -170,8 +185,8 @@ class Service:
                 raise self.failure
             if self._closed or self._draining:
                 raise ValueError("the service is ending and takes no more requests")
-            if len(self._open) >= self._most_open:
-                raise QueueFull(f"{self._most_open} requests are open already; try again later")
+            if len(self._open) >= self.options.most_open:
+                raise QueueFull(f"{self.options.most_open} requests are open already; try again later")
             self._open[request.id] = opened
             self._post(request)
         return opened.stream

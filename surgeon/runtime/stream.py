@@ -107,7 +107,6 @@ class OpenRequest:
         token, reason = output.token, output.finish_reason
         if reason == "undefined":
             so_far = f"{len(self._request.prompt)} tokens of the prompt, {self._new} new ones"
-            so_far = f"{len(self._request.prompt)} tokens of the prompt, {self._new} new ones"
             return UndefinedLogits(
                 f"the model's logits are not finite (NaN or infinity), so that nothing follows ({so_far}); are its "
                 "weights damaged, or too large for the dtype?"

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from surgeon.analysis.measure import References, measure, windows_at_once
+from surgeon.analysis.measure import MeasureOptions, References, measure, windows_at_once
 from surgeon.analysis.sharing import share
 from surgeon.memory import stay_below
 from surgeon.model import program_of, require_unedited
@@ -17,7 +17,7 @@ from surgeon.program import Program
 from surgeon.quality.data import Windows
 from surgeon.quality.head import Quality, joined
 from surgeon.quality.summary import estimate
-from surgeon.search.study import Measure, Measured
+from surgeon.search.study import Measure, MeasuredProgram
 
 
 def divergence_on(
@@ -47,19 +47,19 @@ def divergence_on(
         ran(amount)
         stay_below(memory)
 
-    def measure_together(programs: list[Program]) -> dict[Program, Measured]:
+    def measure_together(programs: list[Program]) -> dict[Program, MeasuredProgram]:
         nonlocal at_once
         # Never more than before: what is known of the original is known of windows that were run together.
         at_once = min(at_once, windows_at_once(model, share([dense, *programs]), windows.ids, memory))
-        todo = model, windows.ids, dense, programs, at_once
+        options = MeasureOptions(at_once, ran=ran_some, references=references, memory=memory, folder=folder)
         parts: dict[Program, list[Quality]] = defaultdict(list)
-        for part in measure(*todo, ran=ran_some, references=references, memory=memory, folder=folder):
+        for part in measure(model, windows.ids, dense, programs, options):
             parts[part.program].append(part.quality)
         return {program: _summary(parts[program], windows.predicted) for program in programs}
 
     return measure_together
 
 
-def _summary(parts: list[Quality], tokens: int) -> Measured:
+def _summary(parts: list[Quality], tokens: int) -> MeasuredProgram:
     found = estimate(*joined(parts))
-    return Measured(found.perplexity, found.divergence, found.divergence_low, found.divergence_high, tokens)
+    return MeasuredProgram(found.perplexity, found.divergence, found.divergence_low, found.divergence_high, tokens)

@@ -11,7 +11,7 @@ import pandas as pd
 from surgeon.provenance import write_json, write_table, write_text
 from surgeon.recipe import Expect, Recipe
 from surgeon.search.space import as_operation
-from surgeon.search.study import Measured, PairStudy, Trial
+from surgeon.search.study import MeasuredProgram, PairStudy, Trial
 
 RECIPE_FILE, TRIALS_FILE, RECORD_FILE = "recipe.yaml", "trials.csv", "search.json"
 
@@ -68,6 +68,6 @@ def write_results(folder: Path, model: str, study: PairStudy, record: dict[str, 
     write_json(folder / RECORD_FILE, record | {"trials": len(study.finished()), "best": found, "original": original})
 
 
-def _finite(measured: Measured) -> dict[str, float | None]:
+def _finite(measured: MeasuredProgram) -> dict[str, float | None]:
     """The numbers as JSON holds them."""
     return {name: value if math.isfinite(value) else None for name, value in vars(measured).items()}

@@ -24,7 +24,7 @@ STUDY_FILE = "study.db"
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredProgram:
     """How well a program predicts; divergence and its 95% interval (NaN: not known) in nats per token."""
 
     perplexity: float
@@ -34,7 +34,7 @@ class Measured:
     tokens: int
 
 
-Measure = Callable[[list[Program]], dict[Program, Measured]]
+Measure = Callable[[list[Program]], dict[Program, MeasuredProgram]]
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Trial:
     number: int
     source: str
     pairs: Pairs
-    measured: Measured
+    measured: MeasuredProgram
 
 
 @dataclass
@@ -87,7 +87,7 @@ class PairStudy:
         """The trial of least divergence; the first of equals."""
         return min(self.finished(), key=lambda trial: trial.measured.divergence)
 
-    def profile(self) -> dict[float, Measured]:
+    def profile(self) -> dict[float, MeasuredProgram]:
         """Quality by effective depth, from the dense model down to the budget, by the additive choice of pairs."""
         if PROFILE not in self.study.user_attrs:
             damage = self.pair_damage()
@@ -95,7 +95,7 @@ class PairStudy:
             measured = self.measure(programs)
             rows = [[p.effective_depth(self.steps_per_layer), vars(measured[p])] for p in programs]
             self.study.set_user_attr(PROFILE, rows)
-        return {depth: Measured(**values) for depth, values in self.study.user_attrs[PROFILE]}
+        return {depth: MeasuredProgram(**values) for depth, values in self.study.user_attrs[PROFILE]}
 
     def pair_damage(self) -> list[float]:
         """The divergence of every single pair of neighbouring layers run in parallel, measured together."""
@@ -148,7 +148,7 @@ class PairStudy:
         scores = [trial.suggest_float(f"pair_{k}", 0.0, 1.0) for k in range(self.num_layers - 1)]
         return best_pairs(scores, self.count)
 
-    def _tell(self, trial: optuna.Trial, source: str, pairs: Pairs, measured: Measured) -> Trial:
+    def _tell(self, trial: optuna.Trial, source: str, pairs: Pairs, measured: MeasuredProgram) -> Trial:
         trial.set_user_attr("source", source)
         trial.set_user_attr("pairs", list(pairs))
         trial.set_user_attr("measured", vars(measured))
@@ -177,4 +177,6 @@ class PairStudy:
 
 def _read_trial(trial: FrozenTrial) -> Trial:
     attributes = trial.user_attrs
-    return Trial(trial.number, attributes["source"], tuple(attributes["pairs"]), Measured(**attributes["measured"]))
+    return Trial(
+        trial.number, attributes["source"], tuple(attributes["pairs"]), MeasuredProgram(**attributes["measured"])
+    )

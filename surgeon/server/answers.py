@@ -19,7 +19,7 @@ from surgeon.server.choices import Choices
 from surgeon.server.errors import GONE, ApiError, invalid
 from surgeon.server.formats import Answer, ChatFormat, CompletionFormat, Format, usage_of
 from surgeon.server.gate import note_outcome
-from surgeon.server.state import State
+from surgeon.server.state import ServerState
 from surgeon.server.texts import Prompt, separate
 
 Arrived = list[tuple[int, Event]]
@@ -30,7 +30,7 @@ class ClientGone(Exception):
     """The client has closed its connection."""
 
 
-async def complete(request: Request, state: State, body: CompletionBody) -> Response:
+async def complete(request: Request, state: ServerState, body: CompletionBody) -> Response:
     """Answer /v1/completions.
 
     Raises:
@@ -45,7 +45,7 @@ async def complete(request: Request, state: State, body: CompletionBody) -> Resp
     return await _answer(request, state, body, prompts, style)
 
 
-async def chat(request: Request, state: State, body: ChatBody) -> Response:
+async def chat(request: Request, state: ServerState, body: ChatBody) -> Response:
     """Answer /v1/chat/completions.
 
     Raises:
@@ -58,7 +58,7 @@ async def chat(request: Request, state: State, body: ChatBody) -> Response:
     return await _answer(request, state, body, [prompt], style)
 
 
-async def _answer(request: Request, state: State, body: Body, prompts: list[Prompt], style: Format) -> Response:
+async def _answer(request: Request, state: ServerState, body: Body, prompts: list[Prompt], style: Format) -> Response:
     answers, asks = [], []
     for prompt in prompts:
         sampling = body.sampling(len(prompt.tokens), state.service.max_tokens, state.defaults)
@@ -85,7 +85,7 @@ async def _answer(request: Request, state: State, body: Body, prompts: list[Prom
     return JSONResponse(style.whole(answers, usage_of(answers, body.choices)))
 
 
-def _locate(state: State, answers: list[Answer]) -> None:
+def _locate(state: ServerState, answers: list[Answer]) -> None:
     """Find out where the tokens of prompts lie in their texts; several answers may have the same one."""
     found: dict[int, Prompt] = {}
     for answer in answers:
@@ -94,7 +94,7 @@ def _locate(state: State, answers: list[Answer]) -> None:
         answer.prompt = found[number]
 
 
-def _check_number(state: State, body: Body, prompts: int) -> None:
+def _check_number(state: ServerState, body: Body, prompts: int) -> None:
     """Refuse what would be too much even for an empty queue, before any of it is looked at."""
     wanted = prompts * body.choices
     if wanted > state.capacity:

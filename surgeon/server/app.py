@@ -17,10 +17,10 @@ from surgeon.server.answers import chat, complete
 from surgeon.server.bodies import ChatBody, CompletionBody
 from surgeon.server.errors import ApiError, explain, internal, too_large
 from surgeon.server.gate import MOST_BYTES, Gate
-from surgeon.server.state import State
+from surgeon.server.state import ServerState
 
 
-def make_app(state: State) -> Gate:
+def make_app(state: ServerState) -> Gate:
     """The application that answers for a server."""
     app = FastAPI(
         title="surgeon", version=__version__, docs_url=None, redoc_url=None, max_body_size=MOST_BYTES
@@ -31,7 +31,7 @@ def make_app(state: State) -> Gate:
     return Gate(app, state)
 
 
-def _add_answers(app: FastAPI, state: State) -> None:
+def _add_answers(app: FastAPI, state: ServerState) -> None:
     @app.post("/v1/completions", response_model=None)
     async def completions(request: Request, body: CompletionBody) -> Response:
         _check_model(state, body.model)
@@ -43,7 +43,7 @@ def _add_answers(app: FastAPI, state: State) -> None:
         return await chat(request, state, body)
 
 
-def _add_views(app: FastAPI, state: State) -> None:
+def _add_views(app: FastAPI, state: ServerState) -> None:
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [_card(state)]}
@@ -64,13 +64,13 @@ def _add_views(app: FastAPI, state: State) -> None:
         return Response(state.meters.text(), media_type=CONTENT_TYPE_LATEST)
 
 
-def _check_model(state: State, name: str | None) -> None:
+def _check_model(state: ServerState, name: str | None) -> None:
     if name not in (None, state.model):
         message = f"there is no model {name!r} here; {did_you_mean(str(name), [state.model])}"
         raise ApiError(404, message, "model", code="model_not_found")
 
 
-def _card(state: State) -> dict[str, Any]:
+def _card(state: ServerState) -> dict[str, Any]:
     return {
         "id": state.model,
         "object": "model",

@@ -10,7 +10,7 @@ from functools import partial
 
 from surgeon.runtime.batching.request import Event, QueueFull, Sampling, UndefinedLogits
 from surgeon.server.errors import ApiError, draining, failed, full, invalid, undefined
-from surgeon.server.state import State
+from surgeon.server.state import ServerState
 
 Ask = tuple[list[int], Sampling]  # a prompt and how to go on from it
 
@@ -22,7 +22,7 @@ class Choices:
         prompt_field: what errors about the prompts name.
     """
 
-    def __init__(self, state: State, prompt_field: str) -> None:
+    def __init__(self, state: ServerState, prompt_field: str) -> None:
         self.state = state
         self.prompt_field = prompt_field
         self._begun = time.monotonic()

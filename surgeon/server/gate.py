@@ -7,7 +7,7 @@ import hmac
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from surgeon.server.errors import GONE, ApiError, draining, failed, too_large
-from surgeon.server.state import State
+from surgeon.server.state import ServerState
 
 GUARDED = "/v1"
 MOST_BYTES = 16 << 20  # of a body: a prompt of a million tokens
@@ -23,7 +23,7 @@ def note_outcome(scope: Scope, status: int) -> None:
 class Gate:
     """An application in front of another."""
 
-    def __init__(self, app: ASGIApp, state: State) -> None:
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self.app = app
         self.state = state
 

@@ -21,7 +21,7 @@ import uvicorn
 
 from surgeon.server.app import make_app
 from surgeon.server.connections import QUEUE, Connection, files_left, patience_for, quieten
-from surgeon.server.state import State
+from surgeon.server.state import ServerState
 
 KEEP_ALIVE_SECONDS = 30  # that a connection may be idle between requests
 WRITE_SECONDS = 10  # for clients to read their answers to the end, once all are computed
@@ -72,7 +72,7 @@ def url_of(bound: socket.socket) -> str:
 class _Server(uvicorn.Server):
     """uvicorn's, with surgeon's ways of ending."""
 
-    def __init__(self, config: uvicorn.Config, state: State, started: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, state: ServerState, started: Callable[[], None]) -> None:
         super().__init__(config)
         self.state = state
         self.announce = started
@@ -118,7 +118,7 @@ class _Server(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-def run(state: State, bound: socket.socket, started: Callable[[], None]) -> None:
+def run(state: ServerState, bound: socket.socket, started: Callable[[], None]) -> None:
     """Answer requests until the process is told to end.
 
     Args:

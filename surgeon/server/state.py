@@ -12,7 +12,7 @@ from surgeon.server.texts import Texts
 
 
 @dataclass
-class State:
+class ServerState:
     """A running server.
 
     Attributes:

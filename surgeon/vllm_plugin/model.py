@@ -1,4 +1,4 @@
-"""A program checkpoint as a model of vLLM: every rank runs its share of the program with the one executor.
+"""A program checkpoint as a model of vLLM: every rank runs its part of the program with the one executor.
 
 Embedding, output head and attention with its cache are vLLM's; what lies between is what this package's own runtime
 computes, read slice by slice from the checkpoint. The number of KV heads may differ between attentions and ranks (a
@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from vllm.distributed import (
     get_pp_group,
@@ -32,8 +31,9 @@ from vllm.sequence import IntermediateTensors
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.execute import State, land
 from surgeon.program import Program, Sublayer
-from surgeon.runtime.model.layers import Norm, Pass, Weighting, rotation
-from surgeon.runtime.model.program import Share
+from surgeon.runtime.model.ends import Ends, embedded_among, read
+from surgeon.runtime.model.layers import Pass, Weighting, rotation, torch_dtype
+from surgeon.runtime.model.program import RankProgram
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Plan
 from surgeon.vllm_plugin.reduce import connect
@@ -47,7 +47,7 @@ class ProgramForCausalLM(nn.Module):
     supports_pp = True  # as vLLM asks
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
-        """Plan the rank's share and make its caches known; weights are read later, by `load_weights`.
+        """Plan what the rank computes and make its caches known; weights are read later, by `load_weights`.
 
         Raises:
             ValueError: if vLLM is asked for what programs cannot do, or the program does not fit this many ranks.
@@ -64,8 +64,8 @@ class ProgramForCausalLM(nn.Module):
         self.source = ModelWeights(Checkpoint(plan.folder), plan.family, plan.head_dim)
         device = torch.empty(0).device  # vLLM builds models with its own as the default
         program = Program(nodes)
-        self.share = Share(replace(plan, program=str(program)), connect(settings.reduce, program), device)
-        widths = [self._width(attention) for attention in self.share.attentions()]
+        self.rank_program = RankProgram(replace(plan, program=str(program)), connect(settings.reduce, program), device)
+        widths = [self._width(attention) for attention in self.rank_program.attentions()]
         # vLLM wants a cache on every rank, also where a rank's part of the program has no attention.
         self.slots = nn.ModuleList(
             self._slot(vllm_config, f"{prefix}stage{self.stages.rank_in_group}.slots.{slot}", *width)
@@ -118,33 +118,23 @@ class ProgramForCausalLM(nn.Module):
         if self.loaded:
             raise ValueError("surgeon's plugin reads weights from the checkpoint once; start vLLM anew for other ones")
         self.loaded = True
-        plan, family, device = self.plan, self.plan.family, self.share.device
-        self.share.load(self.source)
-
-        def read(path: str) -> Tensor:
-            return self.source.tensor(path).to(plan.dtype).to(device)
+        plan, family, device = self.plan, self.plan.family, self.rank_program.device
+        self.rank_program.load(self.source)
 
         stored = {"embedding": family.embedding, "head": family.head}
         parameters: Iterable[tuple[str, Any]] = self.named_parameters()
         for name, parameter in parameters:
             end, _, what = name.partition(".")
-            parameter.weight_loader(parameter, read(f"{stored[end]}.{what}"))
-        paths = [f"{family.final_norm}.{part}" for part in ("weight", "bias")]
-        tensors = {path: read(path) for path in paths if path in self.source}
-        self.final_norm = Norm(tensors, family.final_norm, plan)
-        like = torch.empty(0, dtype=plan.dtype, device=device)
-        self.positions: Tensor | None = None
-        if family.position_embedding is not None:
-            self.positions = read(f"{family.position_embedding}.weight")[family.position_offset :]
+            parameter.weight_loader(parameter, read(self.source, plan, device, f"{stored[end]}.{what}"))
+        self.ends = Ends(self.source, plan, device)
+        like = torch.empty(0, dtype=torch_dtype(plan), device=device)
         self.angles = None if plan.rotary is None else rotation(plan.rotary, 0, plan.max_tokens, like)
-        self.scale = None if plan.embedding_scale is None else like.new_tensor(plan.embedding_scale)
         del self.source
         return {name for name, _ in self.named_parameters()}
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """Embeddings (tokens, hidden), without what is added for positions."""
-        embedded = self._look_up(input_ids)
-        return embedded if self.scale is None else embedded * self.scale
+        return self.ends.scaled(self._look_up(input_ids))
 
     def _look_up(self, tokens: Tensor) -> Tensor:
         """Each rank looks up the tokens among its own rows; the others' give zero.
@@ -155,11 +145,10 @@ class ProgramForCausalLM(nn.Module):
         if self.plan.ranks == 1:
             whole: Tensor = self.embedding(tokens)
             return whole
-        rows = self.embedding.shard_indices
-        own = tokens - rows.org_vocab_start_index
-        outside = (own < 0) | (own >= rows.org_vocab_end_index - rows.org_vocab_start_index)
-        found = F.embedding(own.masked_fill(outside, 0), self.embedding.weight).masked_fill(outside[:, None], 0)
-        total: Tensor = tensor_model_parallel_all_reduce(found)
+        shard = self.embedding.shard_indices
+        first, end = shard.org_vocab_start_index, shard.org_vocab_end_index
+        own = embedded_among(tokens, self.embedding.weight[: end - first], first)
+        total: Tensor = tensor_model_parallel_all_reduce(own)
         return total
 
     def forward(
@@ -176,15 +165,15 @@ class ProgramForCausalLM(nn.Module):
             if stream is None:
                 assert input_ids is not None
                 stream = self.embed_input_ids(input_ids)
-            state = State(stream if self.positions is None else stream + self.positions[positions])
+            state = State(self.ends.placed(stream, positions))
         else:
             pending = intermediate_tensors["pending"]
             state = State(intermediate_tensors["stream"], lambda: pending)
-        state = self.share.run(state, Pass(self._attend, rotation_here))
+        state = self.rank_program.run(state, Pass(self._attend, rotation_here))
         if not self.stages.is_last_rank:
             assert state.pending is not None
             return IntermediateTensors({"stream": state.stream, "pending": state.pending()})
-        return self.final_norm(land(state).stream)
+        return self.ends.final_norm(land(state).stream)
 
     def _attend(self, slot: int, queries: Tensor, keys_values: Tensor, _: Weighting) -> Tensor:
         keys, values = keys_values.chunk(2, dim=1)

@@ -13,7 +13,7 @@ REDUCE = ("auto", "shm", "torch", "vllm")
 
 
 @dataclass(frozen=True)
-class Settings:
+class PluginSettings:
     """What `--additional-config '{"surgeon": {...}}'` says.
 
     Attributes:
@@ -23,18 +23,18 @@ class Settings:
     reduce: str = "auto"
 
 
-def read_settings(additional_config: Any) -> Settings:
+def read_settings(additional_config: Any) -> PluginSettings:
     """The plugin's part of vLLM's additional configuration.
 
     Raises:
         ValueError: if there is no such setting, or no such value.
     """
     found = (additional_config or {}).get("surgeon", {})
-    known = [field.name for field in fields(Settings)]
+    known = [field.name for field in fields(PluginSettings)]
     for name in found:
         if name not in known:
             raise ValueError(f"there is no setting {name!r} in --additional-config; {did_you_mean(name, known)}")
-    settings = Settings(**found)
+    settings = PluginSettings(**found)
     if settings.reduce not in REDUCE:
         raise ValueError(
             f"there is no reduce {settings.reduce!r} in --additional-config; {did_you_mean(settings.reduce, REDUCE)}"

@@ -10,7 +10,7 @@ import torch
 
 from surgeon.analysis.matrices import (
     Matrices,
-    Rank,
+    TargetRank,
     choose_layers,
     choose_weights,
     find_matrices,
@@ -23,8 +23,8 @@ from tests.models import tiny_model
 
 def test_ranks() -> None:
     ranks = parse_ranks(" 1/8, 0.5 ,32,1/2,1.0,1,4/8")
-    shares, counts = [Fraction(1, 8), Fraction(1, 2), Fraction(1)], [Rank(Fraction(n), False) for n in (32, 1)]
-    eighth, half, whole = (Rank(share, True) for share in shares)
+    shares, counts = [Fraction(1, 8), Fraction(1, 2), Fraction(1)], [TargetRank(Fraction(n), False) for n in (32, 1)]
+    eighth, half, whole = (TargetRank(share, True) for share in shares)
     assert ranks == (eighth, half, counts[0], whole, counts[1])
     assert [str(rank) for rank in ranks] == ["1/8", "1/2", "32", "1/1", "1"]
     assert parse_ranks(",".join(map(str, ranks))) == ranks

@@ -9,8 +9,8 @@ import torch
 
 from surgeon.analysis import measure as measure_module
 from surgeon.analysis.cells import scan_cells
-from surgeon.analysis.measure import measure, windows_at_once, working_bytes
-from surgeon.analysis.sharing import Plan, share
+from surgeon.analysis.measure import MeasureOptions, measure, windows_at_once, working_bytes
+from surgeon.analysis.sharing import SharedPlan, share
 from surgeon.program import Program
 from surgeon.quality.head import OutputHead, Quality
 from tests.models import VOCABULARY, tiny_model
@@ -31,11 +31,11 @@ def ids() -> torch.Tensor:
 
 
 @pytest.fixture
-def plan() -> Plan:
+def plan() -> SharedPlan:
     return share([Program.dense(LAYERS), *(cell.program for cell in scan_cells(["prune", "merge"], LAYERS, 0))])
 
 
-def test_a_limit_makes_batches_smaller(model: Any, plan: Plan, ids: torch.Tensor) -> None:
+def test_a_limit_makes_batches_smaller(model: Any, plan: SharedPlan, ids: torch.Tensor) -> None:
     assert windows_at_once(model, plan, ids) == 6
     assert windows_at_once(model, plan, ids, batch=4) == 4
     for windows in (1, 3, 6):
@@ -44,7 +44,7 @@ def test_a_limit_makes_batches_smaller(model: Any, plan: Plan, ids: torch.Tensor
         assert windows_at_once(model, plan, ids, memory=exactly, batch=1) == 1
 
 
-def test_too_small_a_limit_says_what_would_do(model: Any, plan: Plan, ids: torch.Tensor) -> None:
+def test_too_small_a_limit_says_what_would_do(model: Any, plan: SharedPlan, ids: torch.Tensor) -> None:
     with pytest.raises(
         ValueError, match=r"limit of 50MB .* libraries hold 100MB, .* use --memory \d+MB or more"
     ) as caught:
@@ -53,7 +53,7 @@ def test_too_small_a_limit_says_what_would_do(model: Any, plan: Plan, ids: torch
     assert windows_at_once(model, plan, ids, memory=enough << 20) >= 1
 
 
-def test_long_windows_go_one_by_one(model: Any, plan: Plan) -> None:
+def test_long_windows_go_one_by_one(model: Any, plan: SharedPlan) -> None:
     assert windows_at_once(model, plan, torch.zeros(3, 4096, dtype=torch.long)) == 1
 
 
@@ -73,7 +73,7 @@ def test_the_estimate_covers_what_torch_allocates(ids: torch.Tensor) -> None:
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        list(measure(model, ids, Program.dense(LAYERS), programs, len(ids)))
+        list(measure(model, ids, Program.dense(LAYERS), programs, MeasureOptions(len(ids))))
     held = most = 0
     for event in profiler.profiler.kineto_results.events():
         if event.name() == "[memory]":
@@ -85,8 +85,8 @@ def test_the_estimate_covers_what_torch_allocates(ids: torch.Tensor) -> None:
 def test_references_are_not_made_twice(model: Any, ids: torch.Tensor) -> None:
     dense, program = Program.dense(LAYERS), Program.parse("A0 F0 A1 F1")
     references: dict[range, Any] = {}
-    first = list(measure(model, ids, dense, [program], 4, references=references))
-    again = list(measure(model, ids, dense, [program], 4, references=references))
+    first = list(measure(model, ids, dense, [program], MeasureOptions(4, references=references)))
+    again = list(measure(model, ids, dense, [program], MeasureOptions(4, references=references)))
     assert [measured.program for measured in first] == [dense, program] * 2
     assert [measured.program for measured in again] == [program] * 2
     for one, other in zip([first[1], first[3]], again, strict=True):
@@ -99,7 +99,7 @@ def test_out_of_memory_halves_the_windows_and_goes_on(
 ) -> None:
     dense = Program.dense(LAYERS)
     programs = [Program.parse(text) for text in ("A0 F0 A1 F1", "A0 F0 A2 F2", "A3 F3")]
-    expected = [list(measure(model, chunk, dense, programs, 1)) for chunk in ids.split(1)]
+    expected = [list(measure(model, chunk, dense, programs, MeasureOptions(1))) for chunk in ids.split(1)]
     compare = OutputHead.compare
 
     def small(self: OutputHead, stream: torch.Tensor, reference: Any) -> Quality:
@@ -112,7 +112,7 @@ def test_out_of_memory_halves_the_windows_and_goes_on(
     seen: list[int] = []
     monkeypatch.setattr(OutputHead, "compare", small)
     with pytest.warns(UserWarning, match="out of memory with 6 windows together; going on with 3"):
-        got = list(measure(model, ids, dense, programs, 6))
+        got = list(measure(model, ids, dense, programs, MeasureOptions(6)))
     for program in (dense, *programs):
         parts = [part for part in got if part.program == program]
         starts = [part.start + i for part in parts for i in range(len(part.quality.nll))]
@@ -127,11 +127,18 @@ def test_one_window_that_does_not_fit_is_an_error(
 ) -> None:
     monkeypatch.setattr(OutputHead, "compare", lambda *_: (_ for _ in ()).throw(MemoryError("no room")))
     with pytest.raises(MemoryError, match="no room"), pytest.warns(UserWarning, match="going on with 1"):
-        list(measure(model, ids, Program.dense(LAYERS), [Program.parse("A0 F0")], 2))
+        list(measure(model, ids, Program.dense(LAYERS), [Program.parse("A0 F0")], MeasureOptions(2)))
 
 
 def test_where_numbers_stop_being_finite_is_said(ids: torch.Tensor) -> None:
     broken = tiny_model("llama", LAYERS)
     broken.model.layers[2].mlp.down_proj.weight.data[0, 0] = torch.nan
     with pytest.raises(ValueError, match="not finite: NaN or infinity appears first in F2"):
-        list(measure(broken, ids, Program.dense(LAYERS), [], 2))
+        list(measure(broken, ids, Program.dense(LAYERS), [], MeasureOptions(2)))
+
+
+def test_options_are_checked_as_they_are_made() -> None:
+    with pytest.raises(ValueError, match="at_once must be at least 1, not 0"):
+        MeasureOptions(0)
+    with pytest.raises(ValueError, match="memory must be at least 1, not 0"):
+        MeasureOptions(2, memory=0)

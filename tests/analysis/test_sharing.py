@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 
 from surgeon.analysis.cells import SCANNED, check_operations, scan_cells, stretches
-from surgeon.analysis.sharing import Extend, Join, Plan, Reach, Run, plain_sublayers, share, simplify, sublayers_in
+from surgeon.analysis.sharing import (
+    Extend,
+    Join,
+    Reach,
+    RunStep,
+    SharedPlan,
+    plain_sublayers,
+    share,
+    simplify,
+    sublayers_in,
+)
 from surgeon.program import Program
 
 # Layer evaluations of 32 layers: a plain loop over the cells, and at most this many with sharing.
@@ -39,13 +49,13 @@ def test_all_cells_together_share_more() -> None:
     assert share([Program.dense(8), *together]).total_sublayers < separate
 
 
-def walk(plan: Plan) -> tuple[dict[Program, list[str]], int]:
+def walk(plan: SharedPlan) -> tuple[dict[Program, list[str]], int]:
     """Run a plan on lists of words in place of tensors; returns what each program saw, and the most registers held."""
     registers: dict[int, list[str]] = {0: []}
     seen: dict[Program, list[str]] = {}
     most = 1
     for task, freed in zip(plan.tasks, plan.frees, strict=True):
-        if isinstance(task, Run):
+        if isinstance(task, RunStep):
             registers[task.target] = [*registers[task.source], str(task.step)]
         elif isinstance(task, Extend):
             assert task.source in registers
@@ -96,7 +106,7 @@ def test_odd_programs_share_too() -> None:
 
 def test_a_late_step_keeps_the_output_before_it_apart() -> None:
     plan = share([Program.parse("A0 F0 >A1"), Program.parse("A0 F0 A1")])
-    lands = {str(task.step): task.land for task in plan.tasks if isinstance(task, Run)}
+    lands = {str(task.step): task.land for task in plan.tasks if isinstance(task, RunStep)}
     assert lands == {"A0": True, "F0": False, ">A1": True, "A1": True}
 
 

@@ -12,9 +12,9 @@ import torch
 
 import surgeon
 from surgeon.analysis import measure as measure_module
-from surgeon.analysis.measure import measure, windows_at_once
+from surgeon.analysis.measure import MeasureOptions, measure, windows_at_once
 from surgeon.analysis.order import by_layer, place
-from surgeon.analysis.sharing import Extend, Reach, Run, reads, share
+from surgeon.analysis.sharing import Extend, Reach, RunStep, reads, share
 from surgeon.checkpoint.load import load
 from surgeon.checkpoint.streamed import load_streamed, streamed_layers
 from surgeon.families import FAMILIES, family_of
@@ -35,7 +35,7 @@ def programs(dense: Program, layers: int) -> list[Program]:
 
 def numbers(model: Any, dense: Program, edited: list[Program], **options: Any) -> dict[Program, tuple[Any, Any]]:
     found: dict[Program, list[tuple[Any, Any]]] = {}
-    for part in measure(model, IDS, dense, edited, at_once=2, **options):
+    for part in measure(model, IDS, dense, edited, MeasureOptions(2, **options)):
         found.setdefault(part.program, []).append((part.quality.nll, part.quality.divergence))
     return {p: tuple(map(torch.cat, zip(*parts, strict=True))) for p, parts in found.items()}  # type: ignore[misc]
 
@@ -79,11 +79,11 @@ def test_sweeps_run_what_needs_a_layer_together() -> None:
         turns = [
             place(
                 task.step.sublayers
-                if isinstance(task, Run)
+                if isinstance(task, RunStep)
                 else [s for t in steps_of(task.branch) for s in t.sublayers]
             )
             for task in tasks
-            if isinstance(task, Run | Extend)
+            if isinstance(task, RunStep | Extend)
         ]
         return sum(later < earlier for earlier, later in pairwise(turns))
 
@@ -102,7 +102,7 @@ def test_a_layer_is_read_once_where_memory_keeps_nothing(tmp_path: Path, monkeyp
     monkeypatch.setattr(layers.checkpoint, "tensor", lambda name: read.append(name) or original(name))
     monkeypatch.setattr(measure_module, "streaming_room", lambda *_: measure_module.Streaming(0, 1 << 20, None))
     dense = Program.dense(4)
-    list(measure(model, IDS, dense, [prune(dense, layers=range(a, a + 1)) for a in range(4)], at_once=3))
+    list(measure(model, IDS, dense, [prune(dense, layers=range(a, a + 1)) for a in range(4)], MeasureOptions(3)))
     assert len(read) == len(set(read)) == 4 * 9  # two norms and seven matrices of each
     assert [int(name.split(".")[2]) for name in read] == sorted(4 * [0, 1, 2, 3] + 5 * [0, 1, 2, 3])
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from surgeon.analysis import workers
-from surgeon.analysis.measure import measure
+from surgeon.analysis.measure import MeasureOptions, measure
 from surgeon.analysis.workers import Job, measure_in_workers, split
 from surgeon.operations import prune
 from surgeon.program import Program
@@ -34,7 +34,7 @@ def test_two_workers_measure_what_one_process_does(job: Job) -> None:
     got: dict[tuple[Program, int], Any] = {
         (m.program, m.start): m.quality for m in measure_in_workers(job, 2, ran.append)
     }
-    expected = list(measure(tiny_model("llama", 4), IDS, DENSE, PROGRAMS, 2))
+    expected = list(measure(tiny_model("llama", 4), IDS, DENSE, PROGRAMS, MeasureOptions(2)))
     assert got.keys() == {(m.program, m.start) for m in expected}
     for one in expected:
         torch.testing.assert_close(got[one.program, one.start].nll, one.quality.nll)

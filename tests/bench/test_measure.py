@@ -23,13 +23,13 @@ from surgeon.bench.measure import (
     summarise,
     trace,
 )
-from surgeon.bench.timing import Exchange, PassTiming, Run
+from surgeon.bench.timing import Exchange, PassTiming, RankRun
 from surgeon.bench.trace import Wires, arrivals, chrome_trace, explain
 from surgeon.operations import ladder, pair, tracks
 from surgeon.program import Program, Step
 from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.comm.link import Link
-from surgeon.runtime.processes.ranks import Ranks
+from surgeon.runtime.processes.ranks import RankOptions, Ranks
 from tests.models import VOCABULARY, damage, tiny_model
 
 DELAY = 0.005  # far longer than a step for one token, shorter than one for hundreds
@@ -63,7 +63,7 @@ def candidates(checkpoint: Path) -> list[Candidate]:
 
 @pytest.fixture(scope="module")
 def ranks(candidates: list[Candidate]) -> Iterator[Ranks]:
-    with Ranks(2, link=Link(DELAY)) as started:
+    with Ranks(RankOptions(2, link=Link(DELAY))) as started:
         load_candidates(started, candidates)
         yield started
 
@@ -138,7 +138,7 @@ def passes(*seconds: tuple[float, float], decode: bool) -> list[PassTiming]:
 def test_the_split_is_of_the_rank_that_waits_most() -> None:
     prompts = [passes((3.0, 1.0), decode=False), passes((3.0, 2.0), decode=False)]
     later = [passes((4.0, 3.0), (6.0, 5.0), decode=True), passes((4.0, 1.0), (6.0, 1.0), decode=True)]
-    runs = [Run(9.0, first + then) for first, then in zip(prompts, later, strict=True)]
+    runs = [RankRun(9.0, first + then) for first, then in zip(prompts, later, strict=True)]
     one = summarise(runs, Load(2, 3, 3), connected=True)
     assert (one.first_token, one.prefill, one.decode, one.per_token) == (4.0, 3.0, 10.0, 5.0)
     assert one.rate == 6 / 14
@@ -148,7 +148,7 @@ def test_the_split_is_of_the_rank_that_waits_most() -> None:
 
 
 def test_of_ranks_that_do_not_wait_the_slowest_counts() -> None:
-    runs = [Run(9.0, passes((seconds, 0.0), decode=False)) for seconds in (1.0, 5.0, 2.0)]
+    runs = [RankRun(9.0, passes((seconds, 0.0), decode=False)) for seconds in (1.0, 5.0, 2.0)]
     one = summarise(runs, Load(1, 3, 1), connected=False)
     assert (one.prefill, one.prefill_pass.rank) == (5.0, 1)
 
@@ -379,7 +379,7 @@ def test_a_model_that_computes_no_numbers(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path / "broken")
     damage(tmp_path / "broken", slice(None))
     candidates = open_candidates(str(tmp_path / "broken"), [], Needs(ranks=1, tokens=8, device="cpu"))
-    with Ranks(1) as ranks:
+    with Ranks(RankOptions(1)) as ranks:
         load_candidates(ranks, candidates)
         with pytest.raises(ValueError, match="the logits of broken are not finite"):
             measure(ranks, candidates, [Load(1, 4, 2)], 1, lambda _: None)

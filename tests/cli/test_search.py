@@ -15,7 +15,7 @@ from surgeon.checkpoint.read import Checkpoint
 from surgeon.cli.app import main
 from surgeon.cli.options import DATA_HELP
 from surgeon.program import Program
-from surgeon.quality.head import OutputHead, Quality, Reference
+from surgeon.quality.head import OutputHead, Quality, ReferencePredictions
 from surgeon.recipe import read_recipe
 from tests.models import save_checkpoint
 from tests.stored import configure
@@ -121,7 +121,7 @@ def test_out_of_memory_in_a_trial(
     assert search(model, tiny_text, tmp_path / "whole", *more) == 0
     compare, room, left = OutputHead.compare, 2, 10**6
 
-    def small(self: OutputHead, stream: torch.Tensor, reference: Reference) -> Quality:
+    def small(self: OutputHead, stream: torch.Tensor, reference: ReferencePredictions) -> Quality:
         nonlocal left
         left -= 1
         if len(stream) > (room if left >= 0 else 0):

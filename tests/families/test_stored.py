@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import surgeon
-from surgeon.analysis.measure import measure
+from surgeon.analysis.measure import MeasureOptions, measure
 from surgeon.checkpoint.export import Original
 from surgeon.checkpoint.prove import reference_of
 from surgeon.checkpoint.read import Checkpoint
@@ -70,7 +70,7 @@ def stock_logits(folder: Path) -> Tensor:
 def losses(model: Any) -> Tensor:
     """What a scan measures on the unedited model, by token."""
     dense = Program.dense(2, family_of(model.config).steps_per_layer)
-    return torch.cat([part.quality.nll for part in measure(model, IDS, dense, [dense], at_once=2)])
+    return torch.cat([part.quality.nll for part in measure(model, IDS, dense, [dense], MeasureOptions(2))])
 
 
 @CASES

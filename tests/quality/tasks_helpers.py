@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from surgeon.quality.tasks import Settings, run_tasks
+from surgeon.quality.tasks import TaskSettings, run_tasks
 from surgeon.quality.tasks_load import load_tasks
 from surgeon.quality.tasks_model import Answers, TaskModel
 
@@ -44,4 +44,4 @@ def evaluate(
     """The results of task files."""
     tasks = load_tasks([str(path) for path in paths], model.config.max_position_embeddings, shots)
     lm = TaskModel(model, tokenizer, answers or Answers(None, {}), settings.get("batch_size", 1))
-    return run_tasks(lm, tasks, "tiny", Settings(**settings)) | {"lm": lm}
+    return run_tasks(lm, tasks, "tiny", TaskSettings(**settings)) | {"lm": lm}

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 import surgeon
-from surgeon.quality.tasks import Settings
+from surgeon.quality.tasks import TaskSettings
 from surgeon.quality.tasks_model import Answers
 from tests.models import tiny_model, tiny_tokenizer
 from tests.quality.tasks_helpers import CHOICES, CONTEXTS, CONTINUATIONS, NUMBERS, Row, evaluate, write_rows
@@ -364,7 +364,7 @@ def test_whole_texts(model: Any, tokenizer: Any, tmp_path: Path) -> None:
 )
 def test_settings_that_make_no_sense(settings: dict[str, int], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        Settings(**settings)
+        TaskSettings(**settings)
 
 
 def test_tokenizers_that_lack_something(model: Any, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 import surgeon
-from surgeon.analysis.measure import measure
+from surgeon.analysis.measure import MeasureOptions, measure
 from surgeon.program import Program
 from surgeon.quality.text import logits_of, text_quality
 from tests.models import VOCABULARY, tiny_model
@@ -20,7 +20,7 @@ def test_numbers_equal_a_scans_and_plain_ones(family: str) -> None:
     original, edited = tiny_model(family), tiny_model(family)
     dense = Program.dense(4, 1 if family == "gpt_neox" else 2)
     program = Program(dense.nodes[: len(dense) // 2])
-    (_, by_scan) = list(measure(original, IDS, dense, [program], 3))
+    (_, by_scan) = list(measure(original, IDS, dense, [program], MeasureOptions(3)))
     surgeon.edit(edited, program)
     found = text_quality(logits_of(edited), IDS, logits_of(original))
     assert found.perplexity == pytest.approx(float(by_scan.quality.nll.mean().exp()), rel=1e-5)

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from matplotlib.image import imread
 
 from surgeon.bench.measure import Candidate, Load, Measurement, Result, Split
@@ -31,7 +30,7 @@ PLAN = Plan(
     max_tokens=16,
     tied=False,
     ends=(),
-    dtype=torch.float32,
+    dtype="float32",
 )
 
 

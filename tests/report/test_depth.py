@@ -11,13 +11,13 @@ import pytest
 from matplotlib.figure import Figure
 
 from surgeon.report.depth import draw_quality_against_depth
-from surgeon.search.study import Measured, Trial
+from surgeon.search.study import MeasuredProgram, Trial
 
-INFINITE = Measured(math.inf, math.inf, math.nan, math.nan, 100)
+INFINITE = MeasuredProgram(math.inf, math.inf, math.nan, math.nan, 100)
 
 
-def measured(divergence: float) -> Measured:
-    return Measured(10 + 10 * divergence, divergence, divergence * 0.9, divergence * 1.1, 100)
+def measured(divergence: float) -> MeasuredProgram:
+    return MeasuredProgram(10 + 10 * divergence, divergence, divergence * 0.9, divergence * 1.1, 100)
 
 
 def test_poor_trials_do_not_squeeze_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from matplotlib.image import imread
 
 from surgeon.operations import ladder, pair, parallel, prune, shuffle, tracks
 from surgeon.program import Program
-from surgeon.report.outline import LeftOut, Same, Stretch, outline
+from surgeon.report.outline import LeftOut, Same, Unchanged, outline
 from surgeon.report.program import draw_program
 
 DENSE = Program.dense(8)
@@ -20,7 +20,7 @@ def items(program: Program, steps_per_layer: int = 2) -> list[str]:
     """The outline as text: = before a step that is as it was."""
     found = []
     for item in outline(program, 8, steps_per_layer):
-        if isinstance(item, Stretch):
+        if isinstance(item, Unchanged):
             found.append(f"{item.first}-{item.last}")
         elif isinstance(item, Same):
             found.append(f"={item.step}")

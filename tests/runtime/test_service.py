@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from surgeon.model import edit
 from surgeon.runtime.batching.request import Event, QueueFull, Sampling, Stats, UndefinedLogits
 from surgeon.runtime.comm.link import Link
-from surgeon.runtime.processes.ranks import RankFailed
-from surgeon.runtime.service import Service, Stream
+from surgeon.runtime.processes.ranks import RankFailed, RankOptions
+from surgeon.runtime.service import Service, ServiceOptions, Stream
 from tests.models import damage, save_checkpoint
 
 PROMPT = "The quick brown fox"
@@ -59,7 +59,7 @@ def expected(folder: Path, prompt: list[int]) -> list[int]:
 
 @pytest.fixture(scope="module")
 def service(folder: Path, tokenizer: Any) -> Iterator[Service]:
-    with Service(folder, ranks=2, tokenizer=tokenizer, max_batch=3, max_waiting=5) as started:
+    with Service(folder, ServiceOptions(RankOptions(2), max_batch=3, max_waiting=5), tokenizer) as started:
         yield started
 
 
@@ -95,7 +95,7 @@ def test_windows_caps_and_norms_behind_sublayers(tmp_path: Path, tokenizer: Any,
     model = edit(AutoModelForCausalLM.from_pretrained(folder), program)
     prompts = [prompt, prompt * 2, prompt * 2 + prompt[1:3]]
     assert len(prompts[1]) > 16
-    with Service(folder, ranks=2, tokenizer=tokenizer, program=program, max_batch=2) as service:
+    with Service(folder, ServiceOptions(RankOptions(2), program=program, max_batch=2), tokenizer) as service:
         streams = [service.submit(tokens, GREEDY) for tokens in prompts]
         found = [read(stream)[0] for stream in streams]
     for tokens, new in zip(prompts, found, strict=True):
@@ -193,7 +193,7 @@ def test_the_queue_is_limited(service: Service, prompt: list[int]) -> None:
 
 
 def test_statistics(folder: Path, prompt: list[int]) -> None:
-    with Service(folder, ranks=2, max_batch=2, blocks=20) as service:
+    with Service(folder, ServiceOptions(RankOptions(2), max_batch=2, blocks=20)) as service:
         assert service.stats() == Stats(blocks=20, free_blocks=20)
         long = prompt * 4
         for _ in range(2):
@@ -212,7 +212,7 @@ def test_statistics(folder: Path, prompt: list[int]) -> None:
 
 
 def test_an_emulated_link_and_compressed_reductions(folder: Path, prompt: list[int]) -> None:
-    with Service(folder, ranks=2, link=Link(0.005), compression="int4") as service:
+    with Service(folder, ServiceOptions(RankOptions(2, link=Link(0.005), compression="int4"))) as service:
         tokens = read(service.submit(prompt, GREEDY))[0]
         decode = service.figures()[0].decode
         assert len(tokens) == NEW
@@ -238,7 +238,7 @@ def test_an_interruption_at_the_start_leaves_no_ranks(
 
     monkeypatch.setattr(Service, "_start", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        Service(folder, ranks=2)
+        Service(folder, ServiceOptions(RankOptions(2)))
     assert len(started) == 2
     assert not any(Path(f"/proc/{pid}").exists() for pid in started)
 
@@ -258,7 +258,7 @@ def test_requests_that_are_refused(service: Service, folder: Path, prompt: list[
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_rank_that_is_killed(who: int, folder: Path, prompt: list[int]) -> None:
-    with Service(folder, ranks=2, max_batch=2) as service:
+    with Service(folder, ServiceOptions(RankOptions(2), max_batch=2)) as service:
         streams = [service.submit(prompt, LONG) for _ in range(4)]
         heard: SimpleQueue[Event | Exception] = SimpleQueue()
         streams[3].listen(heard.put)
@@ -283,7 +283,7 @@ def test_a_rank_that_is_killed(who: int, folder: Path, prompt: list[int]) -> Non
 
 
 def test_a_rank_that_is_killed_while_nothing_is_asked(folder: Path) -> None:
-    with Service(folder, ranks=2) as service:
+    with Service(folder, ServiceOptions(RankOptions(2))) as service:
         os.kill(service.pids[1], signal.SIGKILL)
         deadline = time.monotonic() + 30
         while service.failure is None and time.monotonic() < deadline:
@@ -294,7 +294,7 @@ def test_a_rank_that_is_killed_while_nothing_is_asked(folder: Path) -> None:
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_rank_that_is_stopped(who: int, folder: Path, prompt: list[int]) -> None:
     """While nothing is asked that harms nobody; whoever then asks is told in time, and which rank it is."""
-    with Service(folder, ranks=2, max_batch=2, patience=2) as service:
+    with Service(folder, ServiceOptions(RankOptions(2), max_batch=2, patience=2)) as service:
         stopped = service.pids[who]
         os.kill(stopped, signal.SIGSTOP)
         time.sleep(3)
@@ -314,7 +314,7 @@ def test_a_rank_that_is_stopped(who: int, folder: Path, prompt: list[int]) -> No
 
 
 def test_draining_and_closing(folder: Path, prompt: list[int], expected: list[int]) -> None:
-    service = Service(folder, ranks=2)
+    service = Service(folder, ServiceOptions(RankOptions(2)))
     stream, other = service.submit(prompt, GREEDY), service.submit(prompt, LONG)
     assert not service.drain(0)
     with pytest.raises(ValueError, match="takes no more requests"):
@@ -330,7 +330,7 @@ def test_draining_and_closing(folder: Path, prompt: list[int], expected: list[in
 
 
 def test_ranks_that_wait_use_no_processor(folder: Path, prompt: list[int]) -> None:
-    with Service(folder, ranks=2) as service:
+    with Service(folder, ServiceOptions(RankOptions(2))) as service:
         read(service.submit(prompt, GREEDY))
         time.sleep(0.2)
 
@@ -347,21 +347,25 @@ def test_memory_is_checked_before_anything_starts(folder: Path, monkeypatch: pyt
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
     # 4 layers of 2 KV heads of 8 features in float32: 16 tokens take 8 KB.
     with pytest.raises(ValueError, match="and 200 blocks of 8KB do not fit: 1MB are allowed; at most 103 blocks do"):
-        Service(folder, ranks=2, blocks=200, memory=1 << 20)
+        Service(folder, ServiceOptions(RankOptions(2), blocks=200, memory=1 << 20))
     with pytest.raises(ValueError, match="the weights take 195KB and 100KB are allowed; give more memory"):
-        Service(folder, memory=100 << 10)
+        Service(folder, ServiceOptions(memory=100 << 10))
     with pytest.raises(ValueError, match="max_batch must be at least 1, not 0"):
-        Service(folder, max_batch=0)
+        Service(folder, ServiceOptions(max_batch=0))
     with pytest.raises(ValueError, match="collectives none leave the ranks unconnected, and their text would be wrong"):
-        Service(folder, collectives="none")
+        Service(folder, ServiceOptions(RankOptions(collectives="none")))
     with pytest.raises(ValueError, match="there is no compression 'int9'"):
-        Service(folder, ranks=2, compression="int9")  # type: ignore[arg-type]
+        Service(folder, ServiceOptions(RankOptions(2, compression="int9")))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="max_tokens must be at least 2"):
-        Service(folder, max_tokens=1)
+        Service(folder, ServiceOptions(max_tokens=1))
+    with pytest.raises(ValueError, match="blocks must be at least 1, not 0"):
+        ServiceOptions(blocks=0)
+    with pytest.raises(ValueError, match="patience must be above 0 seconds, not 0"):
+        ServiceOptions(patience=0)
 
 
 def test_a_cache_that_limits_the_length(folder: Path, prompt: list[int]) -> None:
-    with Service(folder, blocks=2) as service:
+    with Service(folder, ServiceOptions(blocks=2)) as service:
         assert service.max_tokens == 32
         with pytest.raises(ValueError, match="more than the 32 that fit"):
             service.submit(prompt, LONG)
@@ -376,7 +380,7 @@ def test_logits_that_are_not_finite_fail_their_own_requests_only(
     damage(folder, bad)
     kinds = [GREEDY, Sampling(temperature=1.0), Sampling(logprobs=2), Sampling(max_new_tokens=0, prompt_logprobs=1)]
     long = [*prompt * 3, bad, *prompt]
-    with Service(folder, ranks=ranks, max_batch=3) as service:
+    with Service(folder, ServiceOptions(RankOptions(ranks), max_batch=3)) as service:
         good = service.submit(prompt * 3, GREEDY)
         for sampling in kinds:
             with pytest.raises(UndefinedLogits, match=f"not finite .* .{len(long)} tokens of the prompt, 0 new ones"):

@@ -15,7 +15,7 @@ from surgeon.recipe import read_recipe
 from surgeon.search.proposals import neighbour
 from surgeon.search.results import write_results
 from surgeon.search.space import best_pairs, contiguous_windows, pairs_program
-from surgeon.search.study import Measured, PairStudy
+from surgeon.search.study import MeasuredProgram, PairStudy
 
 LAYERS, COUNT = 10, 3
 
@@ -27,8 +27,8 @@ def damage_of(program: Program) -> float:
     return alone + sum(0.05 for a, b in pairwise(pairs) if b - a == 2)
 
 
-def measure(programs: list[Program]) -> dict[Program, Measured]:
-    return {p: Measured(10 + damage_of(p), damage_of(p), 0.0, 1.0, 100) for p in programs}
+def measure(programs: list[Program]) -> dict[Program, MeasuredProgram]:
+    return {p: MeasuredProgram(10 + damage_of(p), damage_of(p), 0.0, 1.0, 100) for p in programs}
 
 
 def make(folder: Path, seed: int = 0, **settings: object) -> PairStudy:
@@ -75,11 +75,11 @@ def test_stopped_anywhere_it_goes_on_to_the_same_result(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("finite", [(), (3, 6, 8), tuple(range(LAYERS - 1))[2:]], ids=["none", "three", "most"])
 def test_programs_that_overflow_are_infinitely_bad(finite: tuple[int, ...], tmp_path: Path) -> None:
-    def overflowing(programs: list[Program]) -> dict[Program, Measured]:
+    def overflowing(programs: list[Program]) -> dict[Program, MeasuredProgram]:
         found = measure(programs)
         for program in programs:
             if any(f"[A{k} A{k + 1}]" in str(program) for k in range(LAYERS - 1) if k not in finite):
-                found[program] = Measured(math.inf, math.inf, math.nan, math.nan, 100)
+                found[program] = MeasuredProgram(math.inf, math.inf, math.nan, math.nan, 100)
         return found
 
     studies = [PairStudy(tmp_path, LAYERS, 2, COUNT, 0, overflowing, {}) for _ in range(2)]

@@ -85,12 +85,13 @@ def test_whole_and_streamed_are_what_the_model_says(client: OpenAI, reference: A
 
 def test_offline_service_says_the_same(client: OpenAI, chat_model: Path, tokenizer: Any) -> None:
     from surgeon.runtime.batching.request import Sampling
-    from surgeon.runtime.service import Service
+    from surgeon.runtime.processes.ranks import RankOptions
+    from surgeon.runtime.service import Service, ServiceOptions
 
     wanted = Sampling(
         temperature=0.9, top_k=20, top_p=0.95, min_p=0.01, repetition_penalty=1.1, seed=7, max_new_tokens=NEW
     )
-    with Service(chat_model, ranks=2, tokenizer=tokenizer) as service:
+    with Service(chat_model, ServiceOptions(RankOptions(2)), tokenizer) as service:
         offline = "".join(event.text for event in service.submit(tokenizer(PROMPT).input_ids, wanted))
     asked: dict[str, Any] = {**GREEDY, "temperature": 0.9, "top_p": 0.95, "seed": 7}
     extra = {"top_k": 20, "min_p": 0.01, "repetition_penalty": 1.1}

@@ -17,7 +17,7 @@ _NAMED = 6  # numbers that the summary gives
 
 
 @dataclass(frozen=True)
-class Score:
+class TaskScore:
     """One number of one task."""
 
     task: str
@@ -34,7 +34,7 @@ class Score:
         return number(self.value) + (f" ± {number(self.stderr, 2)}" if self.stderr is not None else "")
 
 
-def scores(record: dict[str, Any]) -> list[Score]:
+def scores(record: dict[str, Any]) -> list[TaskScore]:
     """Every number of lm-eval's results; of a group that it aggregates the group's, not those of its members."""
     members = {name for group in record.get("groups") or {} for name in record.get("group_subtasks", {}).get(group, [])}
     found = []
@@ -50,7 +50,7 @@ def scores(record: dict[str, Any]) -> list[Score]:
             better = record.get("higher_is_better", {}).get(task, {}).get(metric)
             name = metric if way == _NO_FILTER else f"{metric} ({way})"
             error = float(stderr) if isinstance(stderr, int | float) else None
-            found.append(Score(task, name, float(value), error, rows, record.get("n-shot", {}).get(task), better))
+            found.append(TaskScore(task, name, float(value), error, rows, record.get("n-shot", {}).get(task), better))
     return found
 
 
@@ -87,7 +87,7 @@ def _subject(run: Run) -> str:
     )
 
 
-def _better(score: Score) -> str:
+def _better(score: TaskScore) -> str:
     return {True: "higher", False: "lower", None: ""}[score.higher_is_better]
 
 

@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import count
 
-Run = tuple[int, int]  # first block, number of blocks
+BlockRun = tuple[int, int]  # first block, number of blocks
 
 BLOCK_TOKENS = 16
 _ROOT = 0  # what comes before a sequence's first block
@@ -42,7 +42,7 @@ class BlockTable:
 
     def __init__(self) -> None:
         self.blocks: list[int] = []
-        self.runs: list[Run] = []
+        self.runs: list[BlockRun] = []
         self.known = 0
         self.last_known = _ROOT
 

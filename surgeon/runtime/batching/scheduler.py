@@ -31,7 +31,7 @@ from typing import Literal, NamedTuple
 
 from surgeon.runtime.batching.blocks import BlockPool, BlockTable
 from surgeon.runtime.batching.request import UNDEFINED, FinishReason, QueueFull, Request, TokenLogprob
-from surgeon.runtime.batching.sequence import Sequence, Share
+from surgeon.runtime.batching.sequence import ScheduledChunk, Sequence
 
 Ending = FinishReason | Literal["undefined"]  # the latter: the model's logits are not finite
 
@@ -133,31 +133,31 @@ class Scheduler:
                 return self._finish(sequence, "cancelled")
         return None
 
-    def plan(self) -> list[Share]:
-        """The shares of the next pass; empty only if no request is open."""
-        shares = self._continued()
-        budget = self.limits.pass_tokens - len(shares)
+    def plan(self) -> list[ScheduledChunk]:
+        """The chunks of the next pass; empty only if no request is open."""
+        chunks = self._continued()
+        budget = self.limits.pass_tokens - len(chunks)
         for sequence in self.running:
             if budget and (left := len(sequence.tokens) - sequence.computed) > 1:
-                shares.append(Share(sequence, min(left, budget)))
-                budget -= shares[-1].tokens
+                chunks.append(ScheduledChunk(sequence, min(left, budget)))
+                budget -= chunks[-1].tokens
         while budget and self.waiting and len(self.running) < self.limits.max_batch and self._admit():
             sequence = self.running[-1]
-            shares.append(Share(sequence, min(len(sequence.tokens) - sequence.computed, budget)))
-            budget -= shares[-1].tokens
-        return shares
+            chunks.append(ScheduledChunk(sequence, min(len(sequence.tokens) - sequence.computed, budget)))
+            budget -= chunks[-1].tokens
+        return chunks
 
-    def _continued(self) -> list[Share]:
+    def _continued(self) -> list[ScheduledChunk]:
         """The sequences that lack one token, each with a block for it."""
-        shares: list[Share] = []
+        chunks: list[ScheduledChunk] = []
         size = self.pool.block_tokens
         for sequence in tuple(self.running):
             if len(sequence.tokens) - sequence.computed != 1:
                 continue
             if len(sequence.tokens) > len(sequence.table.blocks) * size and not self._make_room(sequence):
                 break  # it was the youngest
-            shares.append(Share(sequence, 1))
-        return shares
+            chunks.append(ScheduledChunk(sequence, 1))
+        return chunks
 
     def _make_room(self, sequence: Sequence) -> bool:
         """Give a running sequence one more block; False if it had to be preempted itself."""
@@ -200,28 +200,28 @@ class Scheduler:
 
     def advance(
         self,
-        shares: Several[Share],
+        chunks: Several[ScheduledChunk],
         chosen: Several[tuple[int, TokenLogprob | None]],
         scores: Several[Several[TokenLogprob]] = (),
     ) -> list[Output]:
         """Note that a pass has been computed.
 
         Args:
-            shares: of the pass, as planned.
-            chosen: the next token of every share that wants one, in their order, and how likely it was; UNDEFINED
+            chunks: of the pass, as planned.
+            chosen: the next token of every chunk that wants one, in their order, and how likely it was; UNDEFINED
                 ends the request.
-            scores: of every share with targets, how likely these are; so does NaN.
+            scores: of every chunk with targets, how likely these are; so does NaN.
         """
         outputs: list[Output] = []
         found, scored = iter(chosen), iter(scores)
-        for share in shares:
-            sequence, wanted, completes = share.sequence, share.wanted, share.completes
-            prompt = tuple(next(scored)) if share.targets is not None else ()
+        for chunk in chunks:
+            sequence, wanted, completes = chunk.sequence, chunk.wanted, chunk.completes
+            prompt = tuple(next(scored)) if chunk.targets is not None else ()
             token, logprob = next(found) if wanted else (None, None)
             if token == UNDEFINED or any(math.isnan(one.logprob) for one in prompt):
                 outputs.append(self._give_up(sequence))
                 continue
-            sequence.computed += share.tokens
+            sequence.computed += chunk.tokens
             self.pool.learn(sequence.table, sequence.tokens, sequence.computed)
             if prompt:
                 assert sequence.unscored is not None

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
-from surgeon.runtime.batching.blocks import BlockTable, Run
+from surgeon.runtime.batching.blocks import BlockRun, BlockTable
 from surgeon.runtime.batching.request import Request
 
 
@@ -45,7 +45,7 @@ class Row(NamedTuple):
 
     start: int
     tokens: list[int]
-    runs: list[Run]
+    runs: list[BlockRun]
     wanted: Wanted
     targets: Targets | None = None
 
@@ -90,8 +90,8 @@ class Sequence:
         )
 
 
-class Share(NamedTuple):
-    """A sequence's part in a pass: its next `tokens` tokens."""
+class ScheduledChunk(NamedTuple):
+    """What a pass computes of a sequence: its next `tokens` tokens."""
 
     sequence: Sequence
     tokens: int

@@ -41,6 +41,13 @@ def activation(name: str) -> Activation:
     return function
 
 
+def torch_dtype(plan: Plan) -> torch.dtype:
+    """What the plan is computed in."""
+    found = getattr(torch, plan.dtype)
+    assert isinstance(found, torch.dtype)
+    return found
+
+
 @dataclass(frozen=True)
 class Weighting:
     """How an attention makes weights of the products of its queries and keys, besides the softmax.
@@ -84,7 +91,7 @@ class Norm:
         self.epsilon = plan.epsilon
         self.rms = plan.family.norm_kind == "rms"
         self.mean_of: tuple[Tensor, Tensor] | None = None
-        if self.rms and self.gain.device.type == "cpu" and plan.dtype == torch.float32:
+        if self.rms and self.gain.device.type == "cpu" and torch_dtype(plan) == torch.float32:
             width = len(self.gain)
             self.mean_of = self.gain.new_tensor(self.epsilon), self.gain.new_full((width,), 1 / width)
 
@@ -205,11 +212,12 @@ def attention(
     mask: Tensor | None = None,
     causal: bool = False,
 ) -> Tensor:
-    """Attended values, (1, H, Q, D), of queries (1, H, Q, D) over keys and values (1, K, N, D).
+    """Attended values, (B, H, Q, D), of queries (B, H, Q, D) over keys and values (B, K, N, D).
 
     Args:
         weighting: its window is in the mask, or in which keys are given.
-        mask: (Q, N), true where a query looks at a key; None for everywhere.
+        mask: (Q, N) or (B, 1, 1, N), true where a query looks at a key, or numbers to add to scores; None for
+            everywhere.
         causal: in place of a mask: query i looks at keys 0 to i.
     """
     if weighting.softcap is None:
@@ -225,7 +233,8 @@ def attention(
     if causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf)
+        mask = mask.unsqueeze(-3)  # the same for all heads of a KV group
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(values.dtype)
     attended: Tensor = (weights.flatten(2, 3) @ values).unflatten(2, (-1, queries.shape[2])).flatten(1, 2)
     return attended

@@ -18,11 +18,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from surgeon.runtime.batching.blocks import BLOCK_TOKENS, Run
+from surgeon.runtime.batching.blocks import BLOCK_TOKENS, BlockRun
 from surgeon.runtime.batching.sequence import Row
+from surgeon.runtime.model.ends import Index
 from surgeon.runtime.model.layers import Weighting, attention
-
-Index = slice | Tensor  # which of some places, in order
 
 
 class PagedCache:
@@ -55,7 +54,7 @@ class PagedCache:
         return self.stored.nbytes
 
 
-class Layout:
+class PagedLayout:
     """Where the tokens of one pass are, in the stream and in the cache.
 
     Attributes:
@@ -186,7 +185,7 @@ class _Cached:
         return cache.stored[:, :, places].split_with_sizes(cache.halves, 1)
 
 
-def stretches(runs: Sequence[Run], first: int, end: int) -> list[slice]:
+def stretches(runs: Sequence[BlockRun], first: int, end: int) -> list[slice]:
     """The places in the cache of a sequence's tokens from `first` up to `end`, as few slices as there can be."""
     found, before = [], 0
     for first_block, blocks in runs:

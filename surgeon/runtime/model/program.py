@@ -1,4 +1,4 @@
-"""The part of a program that one rank computes: its weights, the groups it reduces with, and how it runs.
+"""The part of a program that one rank computes: its weights, the groups it reduces with, and how the executor runs it.
 
 What surrounds the program (embedding, cache, batches, output head) is not in it: this package's engine has its own,
 and so has vLLM (vllm_plugin).
@@ -6,18 +6,18 @@ and so has vLLM (vllm_plugin).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import reduce
 
 import torch
 from torch import Tensor
 
-from surgeon.execute import State, advance, land
-from surgeon.program import ATTENTION, Program, Sublayer
+from surgeon.execute import Branch, Machine, Partial, Pending, State, advance, land
+from surgeon.program import ATTENTION, Fork, Program, Step, Sublayer
 from surgeon.runtime.comm.collectives import Collectives, Counts
-from surgeon.runtime.model.layers import Attention, FeedForward, Norm, Pass
-from surgeon.runtime.model.machine import RankMachine
-from surgeon.runtime.plan.placement import Group, Work, groups_within, rank_work
+from surgeon.runtime.model.layers import Attention, FeedForward, Norm, Pass, torch_dtype
+from surgeon.runtime.plan.placement import Group, Part, Work, assigned_branches, groups_within, rank_work
 from surgeon.runtime.plan.specification import Plan
 from surgeon.weights import ModelWeights
 
@@ -39,7 +39,7 @@ class Phase:
     vocabulary: Counts = field(default_factory=Counts)
 
 
-class Share:
+class RankProgram:
     """What one rank computes of the plan's program.
 
     Every rank builds one from the same plan, and all of them then call the same methods in the same order.
@@ -68,7 +68,7 @@ class Share:
         """The slices of this rank's work, and the norms behind the sublayers of every step it has a share in."""
         plan = self.plan
         for sublayer in {part.sublayer for work in self.work for part in work.parts}:
-            tensors = source.sublayer(sublayer, plan.dtype)
+            tensors = source.sublayer(sublayer, torch_dtype(plan))
             tensors = {name: tensor.to(self.device) for name, tensor in tensors.items()}
             spec = plan.family.spec(sublayer.kind)
             if sublayer.kind == ATTENTION:
@@ -77,7 +77,9 @@ class Share:
                 self.sublayers[sublayer] = FeedForward(tensors, spec, plan)
         for sublayer in {sublayer for work in self.work for sublayer in work.step.sublayers}:
             if plan.family.spec(sublayer.kind).post_norm is not None:
-                norms = {name: tensor.to(self.device) for name, tensor in source.norms(sublayer, plan.dtype).items()}
+                norms = {
+                    name: tensor.to(self.device) for name, tensor in source.norms(sublayer, torch_dtype(plan)).items()
+                }
                 self.post_norms[sublayer] = Norm(norms, "post_norm", plan)
 
     def attentions(self) -> list[Sublayer]:
@@ -99,3 +101,71 @@ class Share:
     def machine(self, shared: Pass, group: Group, work: Iterator[Work]) -> RankMachine:
         """What runs steps on a group of ranks."""
         return RankMachine(self, shared, group, work)
+
+
+class RankMachine(Machine):
+    """One forward pass on one rank, seen from a group of ranks it belongs to.
+
+    A norm behind a sublayer (Gemma2) needs the sublayer's whole output. Where a rank computes whole sublayers it
+    applies the norm itself, and the step is reduced like any other. Where it computes slices, the parts of the step's
+    sublayers are reduced side by side, in one collective, and every rank then norms the sums and adds them.
+    """
+
+    def __init__(self, rank_program: RankProgram, shared: Pass, group: Group, work: Iterator[Work]) -> None:
+        self.rank_program = rank_program
+        self.shared = shared
+        self.group = group
+        self.work = work  # shared with the machines of forks: the executor comes to steps in this order
+
+    def compute(self, step: Step, stream: Tensor) -> Partial:
+        work = next(self.work)
+        assert work.step == step, f"the executor is at {step}, the rank's work at {work.step}"
+        outputs = [self._output(part, stream) for part in work.parts]
+        self.rank_program.passes += 1 / len(self.rank_program.work)
+        if self.rank_program.post_norms and not work.whole:
+            return self._side_by_side(work, outputs)
+        return Partial(reduce(torch.add, outputs))
+
+    def _output(self, part: Part, stream: Tensor) -> Tensor:
+        made = self.rank_program.sublayers[part.sublayer]
+        if isinstance(made, Attention):
+            assert part.slot is not None
+            output = made(stream, part.slot, self.shared)
+        else:
+            output = made(stream)
+        norm = self.rank_program.post_norms.get(part.sublayer)  # slices have none
+        return output if norm is None else norm(output)
+
+    def _side_by_side(self, work: Work, outputs: list[Tensor]) -> Partial:
+        """This rank's parts of the outputs of the step's sublayers, (sublayers, tokens, hidden), and their norms."""
+        norms = [self.rank_program.post_norms[sublayer] for sublayer in work.step.sublayers]
+
+        def finish(totals: Tensor) -> Tensor:
+            return reduce(torch.add, (norm(total) for norm, total in zip(norms, totals, strict=True)))
+
+        if len(norms) == 1:
+            return Partial(outputs[0][None], finish)
+        stacked = outputs[0].new_zeros(len(norms), *outputs[0].shape)
+        for part, output in zip(work.parts, outputs, strict=True):
+            stacked[part.index] = output
+        return Partial(stacked, finish)
+
+    def reduce(self, partial: Partial) -> Pending:
+        part, finish = partial
+        if len(self.group) == 1:
+            return lambda: part if finish is None else finish(part)
+        wait = self.rank_program.groups[self.group].all_reduce(part, self.rank_program.counts.layers)
+        return wait if finish is None else lambda: finish(wait())
+
+    def assign(self, fork: Fork) -> Iterable[tuple[Branch, Machine]]:
+        branches, group = self._assigned(fork)
+        machine = self.rank_program.machine(self.shared, group, self.work)
+        return [(branch, machine) for branch in branches]
+
+    def join(self, fork: Fork, added: Tensor) -> Partial:
+        # A group of several ranks has its branch's output on each of them; only the first adds it to the fork's sum.
+        _, group = self._assigned(fork)
+        return Partial(added if group[0] == self.rank_program.rank else torch.zeros_like(added))
+
+    def _assigned(self, fork: Fork) -> tuple[tuple[Branch, ...], Group]:
+        return assigned_branches(fork, self.rank_program.rank, self.group)

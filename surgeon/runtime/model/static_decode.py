@@ -16,21 +16,18 @@ Shapes: B texts, W blocks of each, N tokens that are read of each, D head_dim, H
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from surgeon.runtime.batching.blocks import BLOCK_TOKENS
 from surgeon.runtime.batching.sequence import Row
 from surgeon.runtime.comm.collectives import Counts
-from surgeon.runtime.model.layers import Weighting, softcap
+from surgeon.runtime.model.layers import Attend, Weighting, attention
 from surgeon.runtime.model.paged_cache import PagedCache
-
-if TYPE_CHECKING:
-    from surgeon.runtime.model.engine import RankEngine
+from surgeon.runtime.model.program import Phase
 
 WARM_UPS = 2  # passes before a recording, in which libraries choose kernels and allocate what a recording may not
 TOKEN, POSITION, TABLE = 0, 1, 2  # columns of the inputs; the table takes all further ones
@@ -48,8 +45,24 @@ class Outputs(NamedTuple):
     logits: Tensor
 
 
+class TokenModel(Protocol):
+    """What computes the logits of one token of each of some texts: the engine.
+
+    Attributes:
+        counts: where collectives are counted now.
+    """
+
+    counts: Phase
+
+    def next_logits(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """This rank's logits, (texts, rows), of tokens (texts,) at positions (texts,)."""
+
+    def best_tokens(self, own: Tensor) -> Tensor:
+        """The most likely token of each text, (texts,), the same on every rank."""
+
+
 Replay = Callable[[], Outputs]  # computes again what was recorded, from what its tensors hold now
-Recorder = Callable[[Replay], Replay]
+GraphRecorder = Callable[[Replay], Replay]
 
 
 class PassSize(NamedTuple):
@@ -99,7 +112,7 @@ class StaticLayout:
         read = cached.index_select(1, places).view(2, kv_heads, texts, -1, head_dim).transpose(1, 2)
         # The heads of one KV group are like several tokens that look at the same keys.
         grouped = queries.view(texts, kv_heads, heads // kv_heads, head_dim)
-        return _attention(grouped, read[0], read[1], mask, weighting).reshape(texts, heads * head_dim)
+        return attention(grouped, read[0], read[1], weighting, mask).reshape(texts, heads * head_dim)
 
     def _places(self, tokens: Tensor) -> Tensor:
         """Where tokens of each text, (B, any), lie in the cache."""
@@ -124,15 +137,6 @@ class StaticLayout:
             mask = torch.zeros(seen.shape, dtype=self._dtype, device=newest.device).masked_fill(~seen, -torch.inf)
             self._views[window] = places, mask[:, None, None]
         return self._views[window]
-
-
-def _attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, weighting: Weighting) -> Tensor:
-    """Attended values, (B, K, H / K, D), of queries of that shape over keys and values (B, K, N, D)."""
-    if weighting.softcap is None:
-        return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=weighting.scale)
-    scale = queries.shape[-1] ** -0.5 if weighting.scale is None else weighting.scale
-    scores = softcap((queries @ keys.transpose(-1, -2)) * scale, weighting.softcap) + mask
-    return scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(values.dtype) @ values
 
 
 class StaticPass:
@@ -178,7 +182,7 @@ class StaticDecode:
 
     spare_blocks = 1  # that a cache has beyond those of texts
 
-    def __init__(self, engine: RankEngine, recorder: Recorder | None) -> None:
+    def __init__(self, engine: TokenModel, recorder: GraphRecorder | None) -> None:
         """Start without any pass.
 
         Args:
@@ -217,7 +221,7 @@ class StaticDecode:
         logits = self._engine.next_logits(inputs[:, TOKEN], layout.positions, layout.attend)
         return Outputs(self._engine.best_tokens(logits), logits)
 
-    def _record(self, static: StaticPass, cache: PagedCache, recorder: Recorder) -> None:
+    def _record(self, static: StaticPass, cache: PagedCache, recorder: GraphRecorder) -> None:
         """Make the pass's replay, with its inputs loaded; what that computes is what the replay will compute again."""
         phase = self._engine.counts
         before = phase.layers, phase.vocabulary

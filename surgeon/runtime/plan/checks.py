@@ -9,7 +9,6 @@ import math
 from pathlib import Path
 from typing import Any, get_args
 
-import torch
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -24,7 +23,7 @@ from surgeon.runtime.plan.placement import rank_work
 from surgeon.runtime.plan.specification import Decoding, Plan, Rotary
 from surgeon.weights import ModelWeights, indivisible, require_sliceable
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = ("float32", "bfloat16", "float16")
 ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)
 MOST_RANKS = 1024  # of one machine
 MOST_SUGGESTED = 64  # where numbers of ranks that would do are listed
@@ -92,7 +91,7 @@ def make_plan(
         max_tokens=max_tokens,
         tied=bool(config.tie_word_embeddings),
         ends=_end_tokens(folder, config),
-        dtype=_dtype(dtype) or compute_dtype(checkpoint, family, torch.device(device)),
+        dtype=_dtype(dtype) or str(compute_dtype(checkpoint, family, device)).removeprefix("torch."),
         attention_scale=family.attention_scale(config),
         attention_softcap=_softcap(config, family.attention_softcap),
         windows=_windows(config, family, layers),
@@ -103,13 +102,13 @@ def make_plan(
     )
 
 
-def _dtype(wanted: str) -> torch.dtype | None:
+def _dtype(wanted: str) -> str | None:
     """What was asked for; None for "auto"."""
     if wanted == "auto":
         return None
     if wanted not in DTYPES:
         raise ValueError(f"there is no dtype {wanted!r} to compute in; {did_you_mean(wanted, ('auto', *DTYPES))}")
-    return DTYPES[wanted]
+    return wanted
 
 
 def _decoding(wanted: str) -> Decoding:

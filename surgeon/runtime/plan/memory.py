@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.families.base import Unit
-from surgeon.memory import FREE_SHARE, free_bytes, show_size
+from surgeon.memory import free_bytes, gpu_free_bytes, show_size
 from surgeon.program import ATTENTION, Program, Sublayer
 from surgeon.runtime.batching.blocks import BLOCK_TOKENS, blocks_for
 from surgeon.runtime.plan.placement import rank_work
 from surgeon.runtime.plan.specification import Plan
-from surgeon.runtime.processes.torchrun import ranks_of_this_machine
 from surgeon.weights import ModelWeights, unit_bounds
 
 
@@ -41,9 +38,9 @@ def footprint(plan: Plan) -> Footprint:
     for rank in range(plan.ranks):
         parts = [part for work in rank_work(program, rank, plan.ranks) for part in work.parts]
         features = rows + sum(_features(source, sublayer) for sublayer in {part.sublayer for part in parts})
-        weights.append(features * plan.hidden * plan.dtype.itemsize)
+        weights.append(features * plan.hidden * plan.dtype_bytes)
         kv_heads = sum(_kv_heads(source, part.sublayer) for part in parts if part.slot is not None)
-        block.append(2 * kv_heads * plan.head_dim * BLOCK_TOKENS * plan.dtype.itemsize)
+        block.append(2 * kv_heads * plan.head_dim * BLOCK_TOKENS * plan.dtype_bytes)
     return Footprint(tuple(weights), tuple(block))
 
 
@@ -64,7 +61,9 @@ def _size(source: ModelWeights, sublayer: Sublayer, unit: Unit) -> int:
     return end - first
 
 
-def choose_blocks(plan: Plan, device: str, max_batch: int, blocks: int | None, memory: int | None) -> int:
+def choose_blocks(
+    plan: Plan, device: str, max_batch: int, blocks: int | None, memory: int | None, local_ranks: int | None = None
+) -> int:
     """How many blocks the cache is to have.
 
     Args:
@@ -72,17 +71,18 @@ def choose_blocks(plan: Plan, device: str, max_batch: int, blocks: int | None, m
             machines, this one is looked at, and the ranks of every other are taken to have as much.
         max_batch: where `blocks` is None, as many of the longest sequences have room if the memory does.
         memory: what weights and cache may take, on this machine together or on each GPU; most of what is free if None.
+        local_ranks: how many of the ranks run on this machine; all if None.
 
     Raises:
         ValueError: if there is not enough memory for the weights and the blocks; it says what would fit.
     """
-    sizes, here = footprint(plan), ranks_of_this_machine(plan.ranks)
+    sizes, here = footprint(plan), local_ranks or plan.ranks
     if device == "cpu":
         weights, block = (sum(sorted(each)[-here:]) for each in (sizes.weights, sizes.block))
         free = free_bytes()
     else:
         weights, block = max(sizes.weights), max(sizes.block)
-        free = min(int(FREE_SHARE * torch.cuda.mem_get_info(rank)[0]) for rank in range(here))
+        free = min(gpu_free_bytes(number) for number in range(here))
     allowed = free if memory is None else memory
     fitting = (allowed - weights) // block if block else 1 << 30  # a program without attention has no cache
     limit = f"{show_size(allowed)} {'are free' if memory is None else 'are allowed'}"

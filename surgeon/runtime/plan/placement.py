@@ -17,16 +17,16 @@ Group = tuple[int, ...]  # ranks that share a piece of work, in ascending order
 
 @dataclass(frozen=True)
 class Part:
-    """A rank's share of one sublayer.
+    """What a rank computes of one sublayer.
 
     Attributes:
         sublayer: the slice of it that this rank computes.
-        place: which of the step's sublayers it is a share of.
+        index: which of the step's sublayers it belongs to.
         slot: for attentions, which cache slot of the rank it uses (an attention that occurs twice has two).
     """
 
     sublayer: Sublayer
-    place: int
+    index: int
     slot: int | None = None
 
 
@@ -40,7 +40,7 @@ class Work:
     @property
     def whole(self) -> bool:
         """Whether its parts are whole sublayers of the step; otherwise all of them are slices."""
-        return all(part.sublayer == self.step.sublayers[part.place] for part in self.parts)
+        return all(part.sublayer == self.step.sublayers[part.index] for part in self.parts)
 
 
 def rank_work(program: Program, rank: int, ranks: int) -> tuple[Work, ...]:
@@ -53,16 +53,16 @@ def rank_work(program: Program, rank: int, ranks: int) -> tuple[Work, ...]:
     slots = 0
     for step, group in _visits(program.nodes, rank, tuple(range(ranks))):
         parts = []
-        for place, sublayer in step_share(step, group.index(rank), len(group)):
+        for index, sublayer in step_parts(step, group.index(rank), len(group)):
             attends = sublayer.kind == ATTENTION
-            parts.append(Part(sublayer, place, slots if attends else None))
+            parts.append(Part(sublayer, index, slots if attends else None))
             slots += attends
         work.append(Work(step, tuple(parts)))
     return tuple(work)
 
 
-def step_share(step: Step, member: int, members: int) -> tuple[tuple[int, Sublayer], ...]:
-    """The share of one member of a group of ranks in a step that the group computes together, with places in the step.
+def step_parts(step: Step, member: int, members: int) -> tuple[tuple[int, Sublayer], ...]:
+    """What one member of a group of ranks computes of a step, with the numbers of the sublayers in the step.
 
     Sublayers of one kind are placed whole: on groups of members, one sublayer each, where there are fewer of them
     (an LP pair on two ranks: one layer per rank; on four: two ranks per layer), or several per member. Where neither
@@ -76,12 +76,12 @@ def step_share(step: Step, member: int, members: int) -> tuple[tuple[int, Sublay
             return ((member // each, _slice(sublayers[member // each], member % each, each)),)
         if count % members == 0:
             each = count // members
-            return tuple((place, sublayers[place]) for place in range(member * each, (member + 1) * each))
-    return tuple((place, _slice(sublayer, member, members)) for place, sublayer in enumerate(sublayers))
+            return tuple((index, sublayers[index]) for index in range(member * each, (member + 1) * each))
+    return tuple((index, _slice(sublayer, member, members)) for index, sublayer in enumerate(sublayers))
 
 
-def fork_share(fork: Fork, rank: int, group: Group) -> tuple[tuple[tuple[Node, ...], ...], Group]:
-    """The branches of a fork that this rank has a share in, and the group of ranks that computes each of them.
+def assigned_branches(fork: Fork, rank: int, group: Group) -> tuple[tuple[tuple[Node, ...], ...], Group]:
+    """The branches of a fork that this rank computes or helps compute, and the group of ranks that computes each.
 
     Raises:
         ValueError: if a fork has fewer branches than ranks and they do not divide the ranks evenly.
@@ -113,7 +113,7 @@ def _visits(nodes: tuple[Node, ...], rank: int, group: Group) -> Iterator[tuple[
         if isinstance(node, Step):
             yield node, group
         else:
-            branches, subgroup = fork_share(node, rank, group)
+            branches, subgroup = assigned_branches(node, rank, group)
             for branch in branches:
                 yield from _visits(branch, rank, subgroup)
 
@@ -123,6 +123,6 @@ def _groups(nodes: tuple[Node, ...], rank: int, group: Group) -> Iterator[Group]
     yield group
     for node in nodes:
         if not isinstance(node, Step):
-            branches, subgroup = fork_share(node, rank, group)
+            branches, subgroup = assigned_branches(node, rank, group)
             for branch in branches:
                 yield from _groups(branch, rank, subgroup)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
-
-import torch
 
 from surgeon.families import FAMILIES, Family
 from surgeon.program import Sublayer
@@ -43,7 +42,7 @@ class Plan:
         max_tokens: prompt and output together; caches are allocated for them.
         tied: whether the head's weight is the embedding.
         ends: token ids that end a text.
-        dtype: to compute in.
+        dtype: to compute in, by its name in torch ("float32").
         attention_scale: what products of queries and keys are multiplied by; None for 1 / sqrt(head_dim).
         attention_softcap: the bound of attention scores, if any.
         windows: how many tokens each layer's attention looks at, the token's own among them; None for all.
@@ -67,7 +66,7 @@ class Plan:
     max_tokens: int
     tied: bool
     ends: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: str
     attention_scale: float | None = None
     attention_softcap: float | None = None
     windows: tuple[int | None, ...] = ()
@@ -80,6 +79,13 @@ class Plan:
     def family(self) -> Family:
         """The architecture."""
         return self.described or FAMILIES[self.model_type]
+
+    @property
+    def dtype_bytes(self) -> int:
+        """The size of one number."""
+        bits = re.search(r"\d+", self.dtype)
+        assert bits is not None, f"{self.dtype} is no dtype of floating-point numbers"
+        return int(bits[0]) // 8
 
     def window(self, attention: Sublayer) -> int | None:
         """How many tokens an attention looks at, None for all; of averaged layers the first one's, as everywhere."""

@@ -29,10 +29,10 @@ from surgeon.runtime.processes.sockets import (
     unfound,
     watch_over,
 )
-from surgeon.runtime.processes.torchrun import Place, Seat
+from surgeon.runtime.processes.torchrun import RankLocation, TorchrunEnvironment
 
 
-def be_rank(place: Place) -> NoReturn:
+def be_rank(torchrun: TorchrunEnvironment) -> NoReturn:
     """Join rank 0 and run what it sends, then end this process as rank 0 says: with code 0 if nothing has failed.
 
     Raises:
@@ -40,10 +40,10 @@ def be_rank(place: Place) -> NoReturn:
         ValueError: if MASTER_ADDR is no address.
         Exception: what fails in this rank, when rank 0 has been told.
     """
-    door = find_rank0(place)
-    watcher = end_with(door.connect("lifeline"), place)
+    rank0 = find_rank0(torchrun)
+    watcher = end_with(rank0.connect("lifeline"), torchrun)
     try:
-        commands, channel = door.connect("commands"), door.connect("channel")
+        commands, channel = rank0.connect("commands"), rank0.connect("channel")
         serve(commands, [channel.fileno()])
     except Exception:
         watcher.join(END_SECONDS)  # if this is but a consequence, rank 0 knows of what
@@ -52,11 +52,11 @@ def be_rank(place: Place) -> NoReturn:
     raise AssertionError("the watcher ends this process")
 
 
-def end_with(lifeline: Connection, place: Place) -> threading.Thread:
+def end_with(lifeline: Connection, torchrun: TorchrunEnvironment) -> threading.Thread:
     """End this process when rank 0 says so or has gone, even while it computes or waits for another rank."""
 
     def watch() -> None:
-        reason = f"rank 0 at {place.address} has gone, and so does rank {place.rank}"
+        reason = f"rank 0 at {torchrun.address} has gone, and so does rank {torchrun.rank}"
         with suppress(EOFError, OSError):
             reason = lifeline.recv_bytes().decode()
         if reason:
@@ -69,10 +69,10 @@ def end_with(lifeline: Connection, place: Place) -> threading.Thread:
 
 
 @dataclass(frozen=True)
-class Door:
+class Rank0Address:
     """Where another rank finds rank 0, and the secret that lets it in."""
 
-    place: Place
+    torchrun: TorchrunEnvironment
     port: int
     secret: bytes
 
@@ -82,25 +82,27 @@ class Door:
         Raises:
             ConnectionError: if rank 0 ends, or cannot be reached.
         """
-        place = self.place
+        torchrun = self.torchrun
         try:
-            connected = socket.create_connection((place.address, self.port), place.patience)
+            connected = socket.create_connection((torchrun.address, self.port), torchrun.patience)
             connected.settimeout(None)
             watch_over(connected)
             interface = interface_of(connected.getsockname()[0])
             connection = Connection(connected.detach())
             answer_challenge(connection, self.secret)
             deliver_challenge(connection, self.secret)
-            seat = Seat(place.local_rank, place.local_ranks, interface)
+            location = RankLocation(torchrun.local_rank, torchrun.local_ranks, interface)
             host, now = socket.gethostname(), time.monotonic()
-            connection.send(Hello(purpose, place.rank, place.ranks, seat, host, os.getpid(), __version__, now))
+            connection.send(
+                Hello(purpose, torchrun.rank, torchrun.ranks, location, host, os.getpid(), __version__, now)
+            )
         except (EOFError, OSError, AuthenticationError) as error:
             reason = str(error) or "it closed the connection"
-            raise ConnectionError(f"rank 0 at {place.address}, port {self.port}, has gone: {reason}") from None
+            raise ConnectionError(f"rank 0 at {torchrun.address}, port {self.port}, has gone: {reason}") from None
         return connection
 
 
-def find_rank0(place: Place) -> Door:
+def find_rank0(torchrun: TorchrunEnvironment) -> Rank0Address:
     """Look where rank 0 listens, as any other rank does.
 
     Raises:
@@ -108,14 +110,16 @@ def find_rank0(place: Place) -> Door:
         ConnectionError: if the store goes meanwhile.
         ValueError: if MASTER_ADDR is no address.
     """
-    deadline = time.monotonic() + place.patience
-    store = connect_store(place)
+    deadline = time.monotonic() + torchrun.patience
+    store = connect_store(torchrun)
     try:
         while not store.check([KEY]):
             if time.monotonic() > deadline:
-                raise TimeoutError(unfound(place))
+                raise TimeoutError(unfound(torchrun))
             time.sleep(LOOK_SECONDS)
         port, secret = json.loads(store.get(KEY))
     except DistError:
-        raise ConnectionError(f"rank 0 at {place.address}, port {place.port}, has ended; see what it says") from None
-    return Door(place, port, bytes.fromhex(secret))
+        raise ConnectionError(
+            f"rank 0 at {torchrun.address}, port {torchrun.port}, has ended; see what it says"
+        ) from None
+    return Rank0Address(torchrun, port, bytes.fromhex(secret))

@@ -27,13 +27,13 @@ from surgeon.runtime.comm.link import EmulatedLink, Link
 from surgeon.runtime.comm.pipes import Receiver, Sender
 from surgeon.runtime.comm.quantised import Compressed, Compression
 from surgeon.runtime.comm.shared_memory import SharedMemoryCollectives
-from surgeon.runtime.processes.torchrun import Seat
+from surgeon.runtime.processes.torchrun import RankLocation
 
 _SENDING = threading.Lock()  # a long message is sent in parts
 
 
 @dataclass(frozen=True)
-class Settings:
+class RankSettings:
     """What a rank is told at its start.
 
     Attributes:
@@ -47,7 +47,7 @@ class Settings:
 
     rank: int
     ranks: int
-    seat: Seat
+    location: RankLocation
     device: str
     collectives: str
     rendezvous: Path | StoreAddress
@@ -83,7 +83,7 @@ class Rank:
         receiver: on the other ranks, what they are told.
     """
 
-    def __init__(self, settings: Settings, connection: Connection, channel: Sequence[int]) -> None:
+    def __init__(self, settings: RankSettings, connection: Connection, channel: Sequence[int]) -> None:
         """Connect to the other ranks.
 
         Args:
@@ -102,7 +102,7 @@ class Rank:
             self.sender = Sender(channel)
         else:
             self.receiver = Receiver(channel[0])
-        torch.set_num_threads(threads_per_rank(settings.seat.local_ranks))
+        torch.set_num_threads(threads_per_rank(settings.location.local_ranks))
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self.collectives = self._connect()
@@ -125,8 +125,8 @@ class Rank:
         if settings.collectives == "shm":
             assert settings.memory is not None
             return SharedMemoryCollectives(rank, tuple(range(ranks)), settings.memory, ranks)
-        if settings.seat.interface is not None:  # gloo would take the one that the machine's own name stands for
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", settings.seat.interface)
+        if settings.location.interface is not None:  # gloo would take the one that the machine's own name stands for
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", settings.location.interface)
         return TorchCollectives.connect(settings.collectives, rank, ranks, settings.rendezvous)
 
     def notify(self, value: Any) -> None:
@@ -146,7 +146,7 @@ class Rank:
         return messages
 
 
-def rank_device(settings: Settings) -> torch.device:
+def rank_device(settings: RankSettings) -> torch.device:
     """What a rank computes on; on GPUs one of its own, or over gloo, which does not mind, one that ranks share.
 
     Raises:
@@ -154,7 +154,7 @@ def rank_device(settings: Settings) -> torch.device:
     """
     if settings.device == "cpu":
         return torch.device("cpu")
-    number, gpus = settings.seat.local_rank, torch.cuda.device_count()
+    number, gpus = settings.location.local_rank, torch.cuda.device_count()
     if settings.collectives == "gloo" and gpus:  # NCCL would refuse
         number %= gpus
     if number >= gpus:

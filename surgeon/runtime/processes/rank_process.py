@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from surgeon.runtime.processes.rank import threads_per_rank
-from surgeon.runtime.processes.rendezvous import Guest
+from surgeon.runtime.processes.rendezvous import RankConnections
 from surgeon.runtime.processes.sockets import say_why
-from surgeon.runtime.processes.torchrun import Seat
+from surgeon.runtime.processes.torchrun import RankLocation
 
 END_SECONDS = 10.0  # how long a rank whose connection is closed may take to end
 
@@ -40,10 +40,16 @@ class RankProcess(ABC):
     """
 
     def __init__(
-        self, rank: int, seat: Seat, pid: int, connection: Connection, lifeline: Connection, lag: float = 0.0
+        self,
+        rank: int,
+        location: RankLocation,
+        pid: int,
+        connection: Connection,
+        lifeline: Connection,
+        lag: float = 0.0,
     ) -> None:
         self.rank = rank
-        self.seat = seat
+        self.location = location
         self.pid = pid
         self.connection = connection
         self.lag = lag
@@ -84,7 +90,9 @@ class RankProcess(ABC):
 class StartedRank(RankProcess):
     """A child process. Nothing is sent on its lifeline: that it closes tells the rank that this process has gone."""
 
-    def __init__(self, rank: int, seat: Seat, folder: Path, channel: Sequence[int], memory: int | None = None) -> None:
+    def __init__(
+        self, rank: int, location: RankLocation, folder: Path, channel: Sequence[int], memory: int | None = None
+    ) -> None:
         """Start it.
 
         Args:
@@ -95,7 +103,7 @@ class StartedRank(RankProcess):
         ours, theirs = Pipe()
         lifeline, far_end = Pipe()
         search_path = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
-        threads = str(threads_per_rank(seat.local_ranks))
+        threads = str(threads_per_rank(location.local_ranks))
         own = [theirs.fileno(), far_end.fileno()]
         self._log = folder / f"rank{rank}"
         command = [
@@ -116,7 +124,7 @@ class StartedRank(RankProcess):
                 stderr=log,
                 start_new_session=True,  # Ctrl-C at a terminal reaches this process only, which then ends the ranks
             )
-        super().__init__(rank, seat, self._process.pid, ours, lifeline)
+        super().__init__(rank, location, self._process.pid, ours, lifeline)
 
     @property
     def name(self) -> str:
@@ -152,9 +160,11 @@ class StartedRank(RankProcess):
 class JoinedRank(RankProcess):
     """A process that torchrun has started, here or on another machine; it writes to a terminal or log of its own."""
 
-    def __init__(self, guest: Guest) -> None:
-        hello = guest.hello
-        super().__init__(hello.rank, hello.seat, hello.pid, guest.commands, guest.lifeline, guest.lag)
+    def __init__(self, connections: RankConnections) -> None:
+        hello = connections.hello
+        super().__init__(
+            hello.rank, hello.location, hello.pid, connections.commands, connections.lifeline, connections.lag
+        )
         self._host = hello.host
 
     @property

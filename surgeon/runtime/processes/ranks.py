@@ -7,6 +7,7 @@ import pickle
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import TracebackType
@@ -19,14 +20,46 @@ from surgeon.runtime.comm.collectives import StoreAddress
 from surgeon.runtime.comm.link import Link
 from surgeon.runtime.comm.quantised import Compression
 from surgeon.runtime.comm.shared_memory import create_memory
-from surgeon.runtime.processes.rank import RankError, Settings
+from surgeon.runtime.processes.rank import RankError, RankSettings
 from surgeon.runtime.processes.rank_process import JoinedRank, RankFailed, RankProcess, StartedRank, noted
-from surgeon.runtime.processes.rendezvous import meeting_at
-from surgeon.runtime.processes.torchrun import Place, Seat, check_ranks, ranks_of_this_machine, read_place
+from surgeon.runtime.processes.rendezvous import rendezvous_at
+from surgeon.runtime.processes.torchrun import (
+    RankLocation,
+    TorchrunEnvironment,
+    check_ranks,
+    ranks_of_this_machine,
+    read_environment,
+)
 
-__all__ = ["RankFailed", "Ranks", "check_sending", "choose_collectives", "choose_device"]
+__all__ = ["RankFailed", "RankOptions", "Ranks", "check_sending", "choose_collectives", "choose_device"]
 
 GRACE_SECONDS = 0.5  # how long to look for the rank that failed first, when another reports that it lost it
+
+
+@dataclass(frozen=True)
+class RankOptions:
+    """How many ranks there are, on what, and how they are connected; checked as it is made.
+
+    Attributes:
+        ranks: how many.
+        device: "cpu", or "cuda" for one GPU per rank; `choose_device` says which for "auto".
+        collectives: as `choose_collectives` takes it, and then what it has chosen.
+        link: emulate one of this delay and bandwidth between the ranks.
+        compression: send the reductions of the program's steps as integers of this many bits.
+
+    Raises:
+        ValueError: if the collectives do not fit the device, or the link or compression do not fit them.
+    """
+
+    ranks: int = 1
+    device: str = "cpu"
+    collectives: str = "auto"
+    link: Link | None = None
+    compression: Compression | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "collectives", choose_collectives(self.collectives, self.device))
+        check_sending(self.collectives, self.device, self.link, self.compression)
 
 
 class Ranks:
@@ -36,49 +69,33 @@ class Ranks:
     outlives them. Under torchrun only rank 0 is; the others are the processes of torchrun that have joined this one.
     """
 
-    def __init__(
-        self,
-        ranks: int,
-        device: str = "cpu",
-        collectives: str = "auto",
-        link: Link | None = None,
-        compression: Compression | None = None,
-    ) -> None:
+    def __init__(self, options: RankOptions) -> None:
         """Start them, or wait until they have joined.
 
-        Args:
-            ranks: how many.
-            device: "cpu", or "cuda" for one GPU per rank.
-            collectives: as `choose_collectives` takes it.
-            link: emulate one of this delay and bandwidth between the ranks.
-            compression: send the reductions of the program's steps as integers of this many bits.
-
         Raises:
-            ValueError: if the collectives do not fit the device, or the link or compression do not fit them; if
-                torchrun has started another number of processes, or this is not the one with rank 0.
+            ValueError: if torchrun has started another number of processes, or this is not the one with rank 0.
             TimeoutError: if some of torchrun's processes do not join.
             RankFailed: if a rank cannot start.
         """
-        self.collectives = choose_collectives(collectives, device)
-        check_sending(self.collectives, device, link, compression)
+        ranks, self.collectives = options.ranks, options.collectives
         self._failure: str | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="surgeon-ranks-")
         self._processes: list[RankProcess] = []
-        place = read_place()
+        torchrun = read_environment()
         memory = create_memory(ranks) if self.collectives == "shm" and ranks > 1 else None
         try:
-            rendezvous = self._start(ranks, memory) if place is None else self._gather(place, ranks)
+            rendezvous = self._start(ranks, memory) if torchrun is None else self._gather(torchrun, ranks)
             for process in self._processes:
-                settings = Settings(
+                settings = RankSettings(
                     rank=process.rank,
                     ranks=ranks,
-                    seat=process.seat,
-                    device=device,
+                    location=process.location,
+                    device=options.device,
                     collectives=self.collectives,
                     rendezvous=rendezvous,
                     memory=memory,
-                    link=link,
-                    compression=compression,
+                    link=options.link,
+                    compression=options.compression,
                 )
                 self._send(process, settings)
             self._results(None)
@@ -96,26 +113,28 @@ class Ranks:
         channels = [[writer for _, writer in pipes], *([reader] for reader, _ in pipes)]
         try:
             for rank, channel in enumerate(channels):
-                self._processes.append(StartedRank(rank, Seat(rank, ranks), folder, channel, memory))
+                self._processes.append(StartedRank(rank, RankLocation(rank, ranks), folder, channel, memory))
         finally:
             for descriptor in [end for pipe in pipes for end in pipe]:
                 os.close(descriptor)
         return folder / "rendezvous"
 
-    def _gather(self, place: Place, ranks: int) -> StoreAddress:
+    def _gather(self, torchrun: TorchrunEnvironment, ranks: int) -> StoreAddress:
         """Wait for the processes of torchrun, and start rank 0; they meet at a store."""
-        check_ranks(place, ranks)
-        if place.rank:
-            raise ValueError(f"this process has RANK {place.rank} of torchrun's, and only that with RANK 0 has ranks")
-        meeting = meeting_at(place)
-        guests = meeting.guests()
-        channel = [guest.channel.fileno() for guest in guests]
-        joined = [JoinedRank(guest) for guest in guests]
+        check_ranks(torchrun, ranks)
+        if torchrun.rank:
+            raise ValueError(
+                f"this process has RANK {torchrun.rank} of torchrun's, and only that with RANK 0 has ranks"
+            )
+        rendezvous = rendezvous_at(torchrun)
+        arrived = rendezvous.accept()
+        channel = [connections.channel.fileno() for connections in arrived]
+        joined = [JoinedRank(connections) for connections in arrived]
         self._processes += joined
-        self._processes.insert(0, StartedRank(0, meeting.seat, Path(self._folder.name), channel))
-        for guest in guests:
-            guest.channel.close()  # it is rank 0's now
-        return meeting.store
+        self._processes.insert(0, StartedRank(0, rendezvous.location, Path(self._folder.name), channel))
+        for connections in arrived:
+            connections.channel.close()  # it is rank 0's now
+        return rendezvous.store
 
     @property
     def names(self) -> list[str]:
@@ -260,7 +279,7 @@ def choose_collectives(wanted: str, device: str) -> str:
         ValueError: if there is no such way, or it does not fit the device or torchrun.
     """
     fitting: tuple[str, ...] = {"cpu": ("shm", "gloo"), "cuda": ("nccl", "gloo")}[device]
-    if read_place() is not None:
+    if read_environment() is not None:
         if wanted == "shm":
             raise ValueError("shm connects only ranks that surgeon starts itself; under torchrun use gloo or auto")
         fitting = tuple(way for way in fitting if way != "shm")

@@ -39,11 +39,11 @@ from surgeon.runtime.processes.sockets import (
     say_why,
     watch_over,
 )
-from surgeon.runtime.processes.torchrun import Place, Seat
+from surgeon.runtime.processes.torchrun import RankLocation, TorchrunEnvironment
 
 
 @dataclass(frozen=True)
-class Guest:
+class RankConnections:
     """A rank that has come to rank 0: its connections, and how far its machine's clock lags behind this one's."""
 
     hello: Hello
@@ -53,8 +53,8 @@ class Guest:
     lag: float
 
 
-class _Entrant(NamedTuple):
-    """One connection that a rank has made; `lag` as a `Guest` has it."""
+class _Admitted(NamedTuple):
+    """One connection that a rank has made; `lag` as a `RankConnections` has it."""
 
     hello: Hello
     connection: Connection
@@ -67,31 +67,31 @@ class _Entrant(NamedTuple):
         self.connection.close()
 
 
-class Meeting:
-    """Rank 0's side. There is one per process: `meeting_at`.
+class Rendezvous:
+    """Rank 0's side. There is one per process: `rendezvous_at`.
 
     Attributes:
         store: where the ranks' collectives connect.
-        seat: this process's own.
+        location: this process's own.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, torchrun: TorchrunEnvironment) -> None:
         """Open the store, unless it is torchrun's, and tell the others where to connect to.
 
         Raises:
             ValueError: if MASTER_ADDR is no address, or not one of this machine.
             OSError: if MASTER_PORT is taken, or nobody answers there though torchrun should.
         """
-        self.place = place
-        self.store = StoreAddress(place.address, place.port, key_prefix(place))
-        self._store = connect_store(place) if place.hosted else open_store(place)
-        self._listener = listen(place)
+        self.torchrun = torchrun
+        self.store = StoreAddress(torchrun.address, torchrun.port, key_prefix(torchrun))
+        self._store = connect_store(torchrun) if torchrun.hosted else open_store(torchrun)
+        self._listener = listen(torchrun)
         self._secret = secrets.token_bytes(32)
         address, port = self._listener.getsockname()[:2]
-        self.seat = Seat(place.local_rank, place.local_ranks, interface_of(address))
+        self.location = RankLocation(torchrun.local_rank, torchrun.local_ranks, interface_of(address))
         self._store.set(KEY, json.dumps([port, self._secret.hex()]))
 
-    def guests(self) -> list[Guest]:
+    def accept(self) -> list[RankConnections]:
         """Wait for the other ranks; they can come once.
 
         Raises:
@@ -100,7 +100,7 @@ class Meeting:
         """
         if self._listener.fileno() < 0:
             raise ValueError("the ranks that torchrun has started have served and ended; start new ones with torchrun")
-        found: dict[tuple[int, Purpose], _Entrant] = {}
+        found: dict[tuple[int, Purpose], _Admitted] = {}
         try:
             with self._listener:
                 self._fill(found)
@@ -109,19 +109,19 @@ class Meeting:
                 entrant.turn_away(str(error) or type(error).__name__)
             raise
         return [
-            Guest(
+            RankConnections(
                 hello=found[rank, "commands"].hello,
                 lifeline=found[rank, "lifeline"].connection,
                 commands=found[rank, "commands"].connection,
                 channel=found[rank, "channel"].connection,
                 lag=found[rank, "commands"].lag,
             )
-            for rank in range(1, self.place.ranks)
+            for rank in range(1, self.torchrun.ranks)
         ]
 
-    def _fill(self, found: dict[tuple[int, Purpose], _Entrant]) -> None:
-        wanted = {(rank, purpose) for rank in range(1, self.place.ranks) for purpose in PURPOSES}
-        deadline = time.monotonic() + self.place.patience
+    def _fill(self, found: dict[tuple[int, Purpose], _Admitted]) -> None:
+        wanted = {(rank, purpose) for rank in range(1, self.torchrun.ranks) for purpose in PURPOSES}
+        deadline = time.monotonic() + self.torchrun.patience
         while wanted - found.keys():
             try:
                 self._listener.settimeout(max(0.001, deadline - time.monotonic()))
@@ -136,7 +136,7 @@ class Meeting:
                 entrant.turn_away(reason)
                 raise ValueError(reason)
 
-    def _admit(self, connected: socket.socket) -> _Entrant | None:
+    def _admit(self, connected: socket.socket) -> _Admitted | None:
         """Somebody who connected; None if they do not know the secret."""
         connected.settimeout(None)
         watch_over(connected)
@@ -150,12 +150,14 @@ class Meeting:
             connection.close()
             return None
         assert isinstance(hello, Hello)
-        return _Entrant(hello, connection, time.monotonic() - hello.clock)
+        return _Admitted(hello, connection, time.monotonic() - hello.clock)
 
     def _contradiction(self, hello: Hello, before: Hello) -> str | None:
         who = f"rank {hello.rank} on {hello.host}"
-        if hello.ranks != self.place.ranks:
-            return f"{who} has WORLD_SIZE {hello.ranks}, and rank 0 {self.place.ranks}; start all with the same numbers"
+        if hello.ranks != self.torchrun.ranks:
+            return (
+                f"{who} has WORLD_SIZE {hello.ranks}, and rank 0 {self.torchrun.ranks}; start all with the same numbers"
+            )
         if (hello.host, hello.pid) != (before.host, before.pid) or hello.rank == 0:
             other = f"process {before.pid} on {before.host}" if hello.rank else "rank 0 itself"
             return f"RANK {hello.rank} is taken twice: by process {hello.pid} on {hello.host} and by {other}"
@@ -165,14 +167,14 @@ class Meeting:
 
     def _missing(self, ranks: set[int]) -> str:
         names = f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, sorted(ranks)))}"
-        place, where = self.place, self._listener.getsockname()[0]
+        torchrun, where = self.torchrun, self._listener.getsockname()[0]
         return (
-            f"{names} of {place.ranks} did not join rank 0 at {where} within {place.patience:g} s; see what they say, "
-            "and whether they reach that address"
+            f"{names} of {torchrun.ranks} did not join rank 0 at {where} within {torchrun.patience:g} s; see what they "
+            "say, and whether they reach that address"
         )
 
 
 @cache
-def meeting_at(place: Place) -> Meeting:
-    """The meeting of this process, which must have rank 0; opened the first time that somebody asks."""
-    return Meeting(place)
+def rendezvous_at(torchrun: TorchrunEnvironment) -> Rendezvous:
+    """The rendezvous of this process, which must have rank 0; opened the first time that somebody asks."""
+    return Rendezvous(torchrun)

@@ -16,7 +16,7 @@ from typing import Literal
 
 from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch does export them
 
-from surgeon.runtime.processes.torchrun import Place, Seat
+from surgeon.runtime.processes.torchrun import RankLocation, TorchrunEnvironment
 
 Purpose = Literal["lifeline", "commands", "channel"]
 PURPOSES: tuple[Purpose, ...] = ("lifeline", "commands", "channel")  # in the order in which they are made
@@ -42,7 +42,7 @@ class Hello:
     purpose: Purpose
     rank: int
     ranks: int
-    seat: Seat
+    location: RankLocation
     host: str
     pid: int
     version: str
@@ -69,25 +69,25 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-def key_prefix(place: Place) -> str:
+def key_prefix(torchrun: TorchrunEnvironment) -> str:
     """Of what surgeon keeps in the store, where restarted processes must not find what others have left."""
-    return f"surgeon/{place.attempt}"
+    return f"surgeon/{torchrun.attempt}"
 
 
-def resolve(place: Place) -> tuple[socket.AddressFamily, str]:
+def resolve(torchrun: TorchrunEnvironment) -> tuple[socket.AddressFamily, str]:
     """What MASTER_ADDR stands for on this machine.
 
     Raises:
         ValueError: if that is nothing.
     """
     try:
-        family, _, _, _, address = socket.getaddrinfo(place.address, None, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, address = socket.getaddrinfo(torchrun.address, None, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
-        raise ValueError(f"MASTER_ADDR {place.address!r} cannot be found from here: {error.strerror}") from None
+        raise ValueError(f"MASTER_ADDR {torchrun.address!r} cannot be found from here: {error.strerror}") from None
     return family, str(address[0])
 
 
-def listen(place: Place, port: int = 0) -> socket.socket:
+def listen(torchrun: TorchrunEnvironment, port: int = 0) -> socket.socket:
     """Listen on the interface that MASTER_ADDR names, and on no other.
 
     Args:
@@ -97,38 +97,38 @@ def listen(place: Place, port: int = 0) -> socket.socket:
         ValueError: if the address is not this machine's.
         OSError: if the port is taken.
     """
-    family, address = resolve(place)
+    family, address = resolve(torchrun)
     try:
-        return socket.create_server((address, port), family=family, backlog=len(PURPOSES) * place.ranks)
+        return socket.create_server((address, port), family=family, backlog=len(PURPOSES) * torchrun.ranks)
     except OSError as error:
         if port:
             raise OSError(f"rank 0 cannot listen at {address}, MASTER_PORT {port}: {error.strerror}") from None
         raise ValueError(
-            f"MASTER_ADDR {place.address!r} ({address}) is no address of {socket.gethostname()}, where rank 0 runs: "
+            f"MASTER_ADDR {torchrun.address!r} ({address}) is no address of {socket.gethostname()}, where rank 0 runs: "
             f"{error.strerror}"
         ) from None
 
 
-def open_store(place: Place) -> PrefixStore:
+def open_store(torchrun: TorchrunEnvironment) -> PrefixStore:
     """Open the store in this process, as rank 0 does where torchrun has none.
 
     Raises:
         ValueError, OSError: as `listen`.
     """
-    listen(place).close()  # so that an address that is not this machine's is not taken for a port in use
-    descriptor = listen(place, place.port).detach()
+    listen(torchrun).close()  # so that an address that is not this machine's is not taken for a port in use
+    descriptor = listen(torchrun, torchrun.port).detach()
     store = TCPStore(
-        place.address,
-        place.port,
+        torchrun.address,
+        torchrun.port,
         is_master=True,
         wait_for_workers=False,
         master_listen_fd=descriptor,
-        timeout=_limit(place),
+        timeout=_limit(torchrun),
     )
-    return PrefixStore(key_prefix(place), store)
+    return PrefixStore(key_prefix(torchrun), store)
 
 
-def connect_store(place: Place) -> PrefixStore:
+def connect_store(torchrun: TorchrunEnvironment) -> PrefixStore:
     """Connect to the store as soon as somebody listens there (torch would write many lines meanwhile).
 
     Raises:
@@ -136,36 +136,36 @@ def connect_store(place: Place) -> PrefixStore:
         TimeoutError: if nobody listens there in time.
         ConnectionError: if it is something else that listens.
     """
-    resolve(place)
-    deadline = time.monotonic() + place.patience
-    while not _answers(place, deadline):
+    resolve(torchrun)
+    deadline = time.monotonic() + torchrun.patience
+    while not _answers(torchrun, deadline):
         if time.monotonic() > deadline:
-            raise TimeoutError(unfound(place))
+            raise TimeoutError(unfound(torchrun))
         time.sleep(LOOK_SECONDS)
     try:
-        store = TCPStore(place.address, place.port, wait_for_workers=False, timeout=_limit(place))
+        store = TCPStore(torchrun.address, torchrun.port, wait_for_workers=False, timeout=_limit(torchrun))
     except DistError as error:
         first_line = str(error).partition("\n")[0]
-        raise ConnectionError(f"what listens at {place.address}:{place.port} is no store: {first_line}") from None
-    return PrefixStore(key_prefix(place), store)
+        raise ConnectionError(f"what listens at {torchrun.address}:{torchrun.port} is no store: {first_line}") from None
+    return PrefixStore(key_prefix(torchrun), store)
 
 
-def _answers(place: Place, deadline: float) -> bool:
+def _answers(torchrun: TorchrunEnvironment, deadline: float) -> bool:
     with suppress(OSError):
-        socket.create_connection((place.address, place.port), max(0.1, deadline - time.monotonic())).close()
+        socket.create_connection((torchrun.address, torchrun.port), max(0.1, deadline - time.monotonic())).close()
         return True
     return False
 
 
-def _limit(place: Place) -> timedelta:
-    return timedelta(seconds=place.patience)
+def _limit(torchrun: TorchrunEnvironment) -> timedelta:
+    return timedelta(seconds=torchrun.patience)
 
 
-def unfound(place: Place) -> str:
+def unfound(torchrun: TorchrunEnvironment) -> str:
     """What to say when nobody was there in time."""
     return (
-        f"rank {place.rank} did not find rank 0 at {place.address}, port {place.port}, within {place.patience:g} s; "
-        "start the same command there with RANK 0 (--node-rank 0), or see what it says"
+        f"rank {torchrun.rank} did not find rank 0 at {torchrun.address}, port {torchrun.port}, within "
+        f"{torchrun.patience:g} s; start the same command there with RANK 0 (--node-rank 0), or see what it says"
     )
 
 

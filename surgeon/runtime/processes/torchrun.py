@@ -19,7 +19,7 @@ PATIENCE_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankLocation:
     """Where a rank runs.
 
     Attributes:
@@ -34,7 +34,7 @@ class Seat:
 
 
 @dataclass(frozen=True)
-class Place:
+class TorchrunEnvironment:
     """One process among those that torchrun has started.
 
     Attributes:
@@ -60,43 +60,43 @@ class Place:
     patience: float = PATIENCE_SECONDS
 
 
-def read_place(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """This process's place; None if nobody but surgeon starts ranks.
+def read_environment(variables: Mapping[str, str] = os.environ) -> TorchrunEnvironment | None:
+    """What torchrun has told this process; None if nobody but surgeon starts ranks.
 
     Raises:
         ValueError: if a variable is missing, is no number, or contradicts another.
     """
-    if not any(environment.get(name) for name in SIGNS):
+    if not any(variables.get(name) for name in SIGNS):
         return None
-    missing = [name for name in VARIABLES if not environment.get(name)]
+    missing = [name for name in VARIABLES if not variables.get(name)]
     if missing:
-        found = next(f"{name}={environment[name]}" for name in SIGNS if environment.get(name))
+        found = next(f"{name}={variables[name]}" for name in SIGNS if variables.get(name))
         raise ValueError(
             f"the environment has {found}, but {', '.join(missing)} not set; start the processes with torchrun, "
             f"or unset {found.partition('=')[0]} to start the ranks from here"
         )
-    numbers = {name: _number(environment, name) for name in NUMBERS}
+    numbers = {name: _number(variables, name) for name in NUMBERS}
     _check_below(numbers, "RANK", "WORLD_SIZE")
     _check_below(numbers, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     if not 1 <= numbers["MASTER_PORT"] <= 65535:
         raise ValueError(f"MASTER_PORT must lie in 1..65535, not {numbers['MASTER_PORT']}")
-    return Place(
+    return TorchrunEnvironment(
         rank=numbers["RANK"],
         ranks=numbers["WORLD_SIZE"],
         local_rank=numbers["LOCAL_RANK"],
         local_ranks=numbers["LOCAL_WORLD_SIZE"],
-        address=environment["MASTER_ADDR"],
+        address=variables["MASTER_ADDR"],
         port=numbers["MASTER_PORT"],
-        hosted=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        attempt=int(environment.get("TORCHELASTIC_RESTART_COUNT") or 0),
-        patience=_patience(environment),
+        hosted=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        attempt=int(variables.get("TORCHELASTIC_RESTART_COUNT") or 0),
+        patience=_patience(variables),
     )
 
 
-def _number(environment: Mapping[str, str], name: str) -> int:
-    if not environment[name].isdecimal():
-        raise ValueError(f"{name} must be a number, not {environment[name]!r}")
-    return int(environment[name])
+def _number(variables: Mapping[str, str], name: str) -> int:
+    if not variables[name].isdecimal():
+        raise ValueError(f"{name} must be a number, not {variables[name]!r}")
+    return int(variables[name])
 
 
 def _check_below(numbers: Mapping[str, int], name: str, count: str) -> None:
@@ -104,8 +104,8 @@ def _check_below(numbers: Mapping[str, int], name: str, count: str) -> None:
         raise ValueError(f"{name} must be less than {count}, which is {numbers[count]}, not {numbers[name]}")
 
 
-def _patience(environment: Mapping[str, str]) -> float:
-    text = environment.get(PATIENCE_VARIABLE) or str(PATIENCE_SECONDS)
+def _patience(variables: Mapping[str, str]) -> float:
+    text = variables.get(PATIENCE_VARIABLE) or str(PATIENCE_SECONDS)
     try:
         seconds = float(text)
     except ValueError:
@@ -115,20 +115,20 @@ def _patience(environment: Mapping[str, str]) -> float:
     return seconds
 
 
-def check_ranks(place: Place, ranks: int) -> None:
+def check_ranks(torchrun: TorchrunEnvironment, ranks: int) -> None:
     """Refuse another number of ranks than there are processes.
 
     Raises:
         ValueError: if they differ.
     """
-    if ranks != place.ranks:
+    if ranks != torchrun.ranks:
         raise ValueError(
-            f"--tp {ranks} asks for another number of ranks than torchrun has started (WORLD_SIZE {place.ranks}); "
-            f"leave --tp out or make it {place.ranks}"
+            f"--tp {ranks} asks for another number of ranks than torchrun has started (WORLD_SIZE {torchrun.ranks}); "
+            f"leave --tp out or make it {torchrun.ranks}"
         )
 
 
 def ranks_of_this_machine(ranks: int) -> int:
     """How many of so many ranks run on this machine."""
-    place = read_place()
-    return ranks if place is None else place.local_ranks
+    torchrun = read_environment()
+    return ranks if torchrun is None else torchrun.local_ranks

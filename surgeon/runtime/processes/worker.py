@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from surgeon.runtime.batching.blocks import BlockPool
 from surgeon.runtime.batching.request import UNDEFINED, Request, TokenLogprob
 from surgeon.runtime.batching.scheduler import Limits, Output, Scheduler
-from surgeon.runtime.batching.sequence import Share, Wanted
+from surgeon.runtime.batching.sequence import ScheduledChunk, Wanted
 from surgeon.runtime.comm.pipes import Sender
 from surgeon.runtime.model.engine import Figures, RankEngine
 from surgeon.runtime.model.paged_cache import PagedCache
@@ -171,27 +171,29 @@ class Leader:
 
     def step(self) -> list[Output]:
         """One pass on all ranks, and what it brings."""
-        shares = self.scheduler.plan()
-        rows = [share.row() for share in shares]
+        chunks = self.scheduler.plan()
+        rows = [chunk.row() for chunk in chunks]
         self._sender.send(rows)
         results = self.engine.step(rows, self.cache)
-        chosen = self._choose(shares, results.best, results.logits)
-        outputs = self.scheduler.advance(shares, chosen, results.scores)
+        chosen = self._choose(chunks, results.best, results.logits)
+        outputs = self.scheduler.advance(chunks, chosen, results.scores)
         for output in outputs:
             if output.finish_reason is not None:
                 self._samplers.pop(output.request, None)
         return outputs
 
-    def _choose(self, shares: Iterable[Share], best: list[int], logits: Any) -> list[tuple[int, TokenLogprob | None]]:
-        """The next token of every share that wants one; UNDEFINED where the logits are not finite."""
+    def _choose(
+        self, chunks: Iterable[ScheduledChunk], best: list[int], logits: Any
+    ) -> list[tuple[int, TokenLogprob | None]]:
+        """The next token of every chunk that wants one; UNDEFINED where the logits are not finite."""
         likeliest, given = iter(best), iter(() if logits is None else logits)
         finite = iter(() if logits is None else logits.amax(-1).isfinite().tolist())  # NaN is higher than any number
         chosen: list[tuple[int, TokenLogprob | None]] = []
-        for share in shares:
-            if share.wanted == Wanted.BEST:
+        for chunk in chunks:
+            if chunk.wanted == Wanted.BEST:
                 chosen.append((next(likeliest), None))
-            elif share.wanted == Wanted.LOGITS:
-                row, sampler = next(given), self._samplers[share.sequence.request.id]
+            elif chunk.wanted == Wanted.LOGITS:
+                row, sampler = next(given), self._samplers[chunk.sequence.request.id]
                 chosen.append(sampler.choose(row) if next(finite) else (UNDEFINED, None))
         return chosen
 

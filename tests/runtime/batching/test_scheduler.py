@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from surgeon.runtime.batching.blocks import BlockPool
 from surgeon.runtime.batching.request import QueueFull, Request, Sampling, TokenLogprob
 from surgeon.runtime.batching.scheduler import Limits, Output, Scheduler
-from surgeon.runtime.batching.sequence import Share, Wanted
+from surgeon.runtime.batching.sequence import ScheduledChunk, Wanted
 
 END = 3
 
@@ -52,7 +52,7 @@ class Machine:
     pass_tokens: int = 16
     max_waiting: int = 64
     outputs: dict[int, list[Output]] = field(default_factory=dict)
-    passes: list[list[Share]] = field(default_factory=list)
+    passes: list[list[ScheduledChunk]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.blocks, self.block_tokens)
@@ -64,14 +64,14 @@ class Machine:
         size = self.block_tokens
         return [place for first, length in runs for place in range(first * size, (first + length) * size)]
 
-    def step(self) -> list[Share]:
+    def step(self) -> list[ScheduledChunk]:
         """One pass: what is read from the cache must be the tokens before, whoever wrote them."""
-        shares = self.scheduler.plan()
-        self.passes.append(shares)
+        chunks = self.scheduler.plan()
+        self.passes.append(chunks)
         written: set[int] = set()
         chosen, scores = [], []
-        for share in shares:
-            row = share.row()
+        for chunk in chunks:
+            row = chunk.row()
             places, end = self.places(row.runs), row.start + len(row.tokens)
             assert len(places) >= end
             for place, token in zip(places[row.start : end], row.tokens, strict=True):
@@ -79,28 +79,28 @@ class Machine:
                 written.add(place)
                 self.cache[place] = token
             before = [self.cache[place] for place in places[:end]]
-            assert before == share.sequence.tokens[:end]
+            assert before == chunk.sequence.tokens[:end]
             if row.wanted != Wanted.NOTHING:
-                assert end == len(share.sequence.tokens)
-                chosen.append((next_token(share.sequence.tokens), None))
+                assert end == len(chunk.sequence.tokens)
+                chosen.append((next_token(chunk.sequence.tokens), None))
             if row.targets is not None:
                 predicted_by = [row.start + row.targets.first + number for number in range(len(row.targets.tokens))]
                 assert row.start <= predicted_by[0] <= predicted_by[-1] < end
-                assert row.targets.tokens == [share.sequence.tokens[place + 1] for place in predicted_by]
+                assert row.targets.tokens == [chunk.sequence.tokens[place + 1] for place in predicted_by]
                 scores.append(
                     [
                         TokenLogprob(token, pretended(before[: place + 1]))
                         for token, place in zip(row.targets.tokens, predicted_by, strict=True)
                     ]
                 )
-        for output in self.scheduler.advance(shares, chosen, scores):
+        for output in self.scheduler.advance(chunks, chosen, scores):
             self.outputs.setdefault(output.request, []).append(output)
-        self.check(shares)
-        return shares
+        self.check(chunks)
+        return chunks
 
-    def check(self, shares: list[Share]) -> None:
-        assert 0 < sum(share.tokens for share in shares) <= self.pass_tokens
-        assert len({id(share.sequence) for share in shares}) == len(shares) <= self.max_batch
+    def check(self, chunks: list[ScheduledChunk]) -> None:
+        assert 0 < sum(chunk.tokens for chunk in chunks) <= self.pass_tokens
+        assert len({id(chunk.sequence) for chunk in chunks}) == len(chunks) <= self.max_batch
         used = {block for sequence in self.scheduler.running for block in sequence.table.blocks}
         assert self.pool.free == self.blocks - len(used)
 
@@ -112,7 +112,7 @@ class Machine:
         raise AssertionError(f"not done after {most} passes")
 
     def passes_of(self, number: int) -> list[int]:
-        return [at for at, shares in enumerate(self.passes) if any(s.sequence.request.id == number for s in shares)]
+        return [at for at, chunks in enumerate(self.passes) if any(s.sequence.request.id == number for s in chunks)]
 
     def tokens(self, number: int) -> list[int]:
         return [output.token for output in self.outputs[number] if output.token is not None]
@@ -131,7 +131,7 @@ def test_prompts_in_chunks_beside_continuations() -> None:
     machine.scheduler.submit(ask(0, [1, 2, 3], 6))
     machine.scheduler.submit(ask(1, list(range(20)), 2))
     machine.run()
-    sizes = [[(share.sequence.request.id, share.tokens) for share in shares] for shares in machine.passes]
+    sizes = [[(chunk.sequence.request.id, chunk.tokens) for chunk in chunks] for chunks in machine.passes]
     assert sizes[:4] == [[(0, 3), (1, 5)], [(0, 1), (1, 7)], [(0, 1), (1, 7)], [(0, 1), (1, 1)]]
     assert machine.tokens(0) == continued(ask(0, [1, 2, 3], 6))
     assert machine.tokens(1) == continued(ask(1, list(range(20)), 2))
@@ -141,11 +141,11 @@ def test_what_rows_are_to_give() -> None:
     scheduler = Machine(pass_tokens=8).scheduler
     scheduler.submit(Request(0, (1, 2, 3), Sampling(temperature=1.0, seed=0, max_new_tokens=9)))
     scheduler.submit(ask(1, list(range(9)), 1))
-    assert [share.row().wanted for share in scheduler.plan()] == [Wanted.LOGITS, Wanted.NOTHING]
+    assert [chunk.row().wanted for chunk in scheduler.plan()] == [Wanted.LOGITS, Wanted.NOTHING]
     with_logprobs = Machine().scheduler
     with_logprobs.submit(Request(0, (1,), Sampling(logprobs=0, max_new_tokens=9)))
     with_logprobs.submit(Request(1, (1,), Sampling(max_new_tokens=9)))
-    assert [share.row().wanted for share in with_logprobs.plan()] == [Wanted.LOGITS, Wanted.BEST]
+    assert [chunk.row().wanted for chunk in with_logprobs.plan()] == [Wanted.LOGITS, Wanted.BEST]
 
 
 def test_the_batch_is_refilled_as_soon_as_one_ends() -> None:
@@ -153,7 +153,7 @@ def test_the_batch_is_refilled_as_soon_as_one_ends() -> None:
     for number, new in enumerate([2, 5, 3]):
         machine.scheduler.submit(ask(number, [number + 1], new))
     machine.run()
-    present = [sorted(share.sequence.request.id for share in shares) for shares in machine.passes]
+    present = [sorted(chunk.sequence.request.id for chunk in chunks) for chunks in machine.passes]
     assert present == [[0, 1], [0, 1], [1, 2], [1, 2], [1, 2]]
 
 
@@ -190,13 +190,13 @@ def test_what_a_preempted_one_gave_back_it_shares_when_it_returns() -> None:
         machine.scheduler.submit(ask(number, [number] * 10, 12))
     machine.run()
     (returned,) = [
-        shares
-        for shares in machine.passes[1:]
-        for share in shares
-        if share.sequence.request.id == 1 and share.tokens > 1
+        chunks
+        for chunks in machine.passes[1:]
+        for chunk in chunks
+        if chunk.sequence.request.id == 1 and chunk.tokens > 1
     ]
     assert machine.scheduler.tally.preempted == 1
-    computed = sum(share.tokens for shares in machine.passes for share in shares)
+    computed = sum(chunk.tokens for chunks in machine.passes for chunk in chunks)
     assert returned
     assert computed < 2 * 21 + 18  # all tokens once, and of those given back not all again
 
@@ -265,7 +265,7 @@ def test_a_prompt_is_scored_anew_though_its_blocks_are_known() -> None:
     for number, scored in enumerate([False, True, False]):
         machine.scheduler.submit(ask(number, prompt, 1, scored=scored))
         machine.run()
-    computed = [sum(share.tokens for shares in machine.passes[at : at + 1] for share in shares) for at in range(3)]
+    computed = [sum(chunk.tokens for chunks in machine.passes[at : at + 1] for chunk in chunks) for at in range(3)]
     assert computed == [13, 13, 1]
     assert machine.prompt_logprobs(1) == scores(prompt)
     assert machine.prompt_logprobs(2) == []
@@ -299,10 +299,10 @@ def test_prefixes_are_shared_between_requests() -> None:
     machine.run()
     for number in (1, 2):
         machine.scheduler.submit(ask(number, [*prompt, number], 3))
-    shares = machine.step()
-    assert [share.tokens for share in shares] == [2, 2]
+    chunks = machine.step()
+    assert [chunk.tokens for chunk in chunks] == [2, 2]
     assert machine.scheduler.tally.cached_tokens == 24
-    assert len({block for share in shares for block in share.sequence.table.blocks}) == 3 + 2
+    assert len({block for chunk in chunks for block in chunk.sequence.table.blocks}) == 3 + 2
     machine.run()
     assert all(machine.tokens(number) == continued(ask(number, [*prompt, number], 3)) for number in (1, 2))
     assert machine.outputs[1][-1].cached == 12

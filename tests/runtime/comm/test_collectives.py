@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgeon.bench.timing import Recorder, TimedCollectives
+from surgeon.bench.timing import PassRecorder, TimedCollectives
 from surgeon.runtime.comm.collectives import Alone, Counts, TorchCollectives, Unconnected
 from surgeon.runtime.comm.link import EmulatedLink, Link
 from surgeon.runtime.comm.quantised import Compressed
 from surgeon.runtime.comm.shared_memory import SLOT_BYTES, SLOTS
 from surgeon.runtime.model.engine import Figures
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.processes.rank import Settings, rank_device
-from surgeon.runtime.processes.ranks import Ranks, choose_collectives, choose_device
-from surgeon.runtime.processes.torchrun import Seat
+from surgeon.runtime.processes.rank import RankSettings, rank_device
+from surgeon.runtime.processes.ranks import RankOptions, Ranks, choose_collectives, choose_device
+from surgeon.runtime.processes.torchrun import RankLocation
 from tests.runtime import on_ranks
 from tests.runtime.comm import on_collectives
 
@@ -27,7 +27,7 @@ from tests.runtime.comm import on_collectives
 @pytest.fixture(scope="module", params=[("gloo", 2), ("shm", 2), ("shm", 5)], ids=lambda pair: f"{pair[0]}{pair[1]}")
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     kind, number = request.param
-    with Ranks(number, collectives=kind) as started:
+    with Ranks(RankOptions(number, collectives=kind)) as started:
         yield started
 
 
@@ -84,7 +84,7 @@ def test_one_rank_sends_and_counts_nothing() -> None:
 def test_ranks_that_are_not_connected_add_nothing_up(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
     plan = make_plan(tmp_path, 2, 8)
-    with Ranks(2, collectives="none") as unconnected:
+    with Ranks(RankOptions(2, collectives="none")) as unconnected:
         for rank, (total, gathered, counts) in enumerate(unconnected.call(on_collectives.unconnected)):
             assert torch.equal(total, torch.tensor([float(rank)]))
             assert torch.equal(gathered, torch.full((2, 1), float(rank)))
@@ -101,6 +101,7 @@ def test_ranks_that_are_not_connected_add_nothing_up(tiny_model: Callable[..., A
 def test_choosing_collectives_and_devices() -> None:
     assert choose_collectives("auto", "cpu") == "shm"
     assert choose_collectives("auto", "cuda") == "nccl"
+    assert RankOptions(2).collectives == "shm"
     assert choose_collectives("gloo", "cpu") == "gloo"
     assert choose_collectives("none", "cpu") == choose_collectives("none", "cuda") == "none"
     with pytest.raises(ValueError, match="nccl does not connect ranks on a cpu device; use shm or gloo"):
@@ -117,7 +118,7 @@ def test_choosing_collectives_and_devices() -> None:
 @pytest.mark.parametrize(("kind", "gpus", "number"), [("gloo", 1, 0), ("gloo", 2, 1), ("gloo", 4, 3), ("nccl", 4, 3)])
 def test_the_gpu_of_a_rank(kind: str, gpus: int, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    settings = Settings(3, 4, Seat(3, 4), "cuda", kind, Path("unused"))
+    settings = RankSettings(3, 4, RankLocation(3, 4), "cuda", kind, Path("unused"))
     assert rank_device(settings) == torch.device("cuda", number)
 
 
@@ -125,14 +126,14 @@ def test_the_gpu_of_a_rank(kind: str, gpus: int, number: int, monkeypatch: pytes
 def test_a_rank_without_a_gpu(kind: str, gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     with pytest.raises(ValueError, match=f"there is no GPU 3 for rank 3, only {gpus}"):
-        rank_device(Settings(3, 4, Seat(3, 4), "cuda", kind, Path("unused")))
+        rank_device(RankSettings(3, 4, RankLocation(3, 4), "cuda", kind, Path("unused")))
 
 
 def test_what_a_cuda_graph_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = "nccl"
     monkeypatch.setattr(torch.distributed, "get_backend", lambda _: backend)
     nccl = TorchCollectives(0, (0, 1))
-    timed = TimedCollectives(nccl, Recorder(Figures(), True))
+    timed = TimedCollectives(nccl, PassRecorder(Figures(), True))
     assert all(one.capturable for one in (Alone(), Unconnected(0, (0, 1)), nccl, Compressed(nccl, "int8"), timed))
     assert not EmulatedLink(nccl, Link(0.001)).capturable  # the process waits, where the device would go on
     backend = "gloo"

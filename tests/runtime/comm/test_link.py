@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgeon.execute import Pending, run
+from surgeon.execute import Machine, Partial, Pending, run
 from surgeon.program import Fork, Program, Step
 from surgeon.runtime.comm.collectives import Collectives, Counts
 from surgeon.runtime.comm.link import SPIN_SECONDS, Clock, EmulatedLink, Link, SystemClock, parse_link, parse_seconds
 from surgeon.runtime.plan.placement import Group
-from surgeon.runtime.processes.ranks import Ranks, check_sending
+from surgeon.runtime.processes.ranks import RankOptions, Ranks, check_sending
 from tests.runtime.comm import on_collectives
 
 
@@ -96,18 +96,18 @@ def test_more_ranks_send_more() -> None:
     assert clock.time == 124 + 48
 
 
-class Pipeline:
+class Pipeline(Machine):
     """A rank that computes for a while in each step and reduces through a link."""
 
     def __init__(self, link: EmulatedLink, clock: HandClock, seconds: float) -> None:
         self.link, self.clock, self.seconds = link, clock, seconds
 
-    def compute(self, step: Step, stream: Tensor) -> Tensor:  # noqa: ARG002
+    def compute(self, step: Step, stream: Tensor) -> Partial:  # noqa: ARG002
         self.clock.time += self.seconds
-        return torch.zeros_like(stream)
+        return Partial(torch.zeros_like(stream))
 
-    def reduce(self, output: Tensor) -> Pending:
-        return self.link.all_reduce(output, Counts())
+    def reduce(self, partial: Partial) -> Pending:
+        return self.link.all_reduce(partial.part, Counts())
 
     def assign(self, fork: Fork) -> Iterable[Any]:
         raise NotImplementedError
@@ -141,7 +141,7 @@ def test_waiting_costs_little_processor_time() -> None:
 
 def test_ranks_really_compute_while_transfers_are_under_way() -> None:
     delay, rounds = 0.05, 6
-    with Ranks(2, collectives="shm", link=Link(delay=delay)) as ranks:
+    with Ranks(RankOptions(2, collectives="shm", link=Link(delay=delay))) as ranks:
         waiting = fastest(ranks, rounds, 0.0)
         overlapped = fastest(ranks, rounds, delay)
     assert rounds * delay <= waiting < 1.6 * rounds * delay
@@ -154,7 +154,8 @@ def fastest(ranks: Ranks, *arguments: float) -> float:
 
 
 def test_bandwidth_counts_bytes_on_ranks() -> None:
-    with Ranks(2, collectives="shm", link=Link(bandwidth=4 * 4096 / 0.02)) as ranks:  # a sum of 4096 floats in 20 ms
+    link = Link(bandwidth=4 * 4096 / 0.02)  # a sum of 4096 floats in 20 ms
+    with Ranks(RankOptions(2, collectives="shm", link=link)) as ranks:
         assert 0.2 <= fastest(ranks, 10, 0.0, 4096) < 0.35
 
 

@@ -16,7 +16,7 @@ from surgeon.program import Program
 from surgeon.runtime.comm.collectives import Alone, Counts
 from surgeon.runtime.comm.quantised import Compressed, Compression, Packing
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.processes.ranks import Ranks
+from surgeon.runtime.processes.ranks import RankOptions, Ranks
 from surgeon.runtime.processes.worker import load
 from tests.models import VOCABULARY, damage, save_checkpoint, tiny_model
 from tests.runtime import on_ranks
@@ -98,7 +98,7 @@ def test_what_is_no_number_stays_none(kind: Compression, bad: float) -> None:
 @pytest.fixture(scope="module", params=[("gloo", 2), ("shm", 4)], ids=lambda pair: f"{pair[0]}{pair[1]}")
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     kind, number = request.param
-    with Ranks(number, collectives=kind) as started:
+    with Ranks(RankOptions(number, collectives=kind)) as started:
         yield started
 
 
@@ -151,7 +151,7 @@ def test_ranks_started_with_a_compression(wide: Path) -> None:
     sent: dict[str | None, int] = {}
     options: list[Compression | None] = [None, "int8", "int4"]
     for compression in options:
-        with Ranks(2, collectives="shm", compression=compression) as ranks:
+        with Ranks(RankOptions(2, collectives="shm", compression=compression)) as ranks:
             (logits[compression], (counts,), vocabulary), other = ranks.call(on_ranks.logits_in_chunks, plan, [IDS])
         assert torch.equal(logits[compression], other[0])
         assert counts.all_reduces + counts.all_gathers == Program.parse(PROGRAM).sync_points(2)
@@ -171,7 +171,7 @@ def test_the_cost_for_a_model(ranks: Ranks, wide: Path) -> None:
     windows = [IDS[0].tolist(), IDS[1, :7].tolist()]
     ranks.call(load, plan, "compared")
     cost = measure_compression(ranks, plan, windows, "int4", "compared")
-    with Ranks(number, collectives="shm", compression="int4") as started:
+    with Ranks(RankOptions(number, collectives="shm", compression="int4")) as started:
         for index, window in enumerate(windows):
             chunk = torch.tensor([window])
             exact, changed = (r.call(on_ranks.logits_in_chunks, plan, [chunk])[0][0][0] for r in (ranks, started))
@@ -191,7 +191,7 @@ def test_a_model_that_computes_no_numbers_has_no_cost(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path / "broken")
     damage(folder, 9)
     plan = make_plan(folder, 2, 16)
-    with Ranks(2) as ranks:
+    with Ranks(RankOptions(2)) as ranks:
         ranks.call(load, plan, "broken")
         with pytest.raises(ValueError, match="not finite"):
             measure_compression(ranks, plan, [[5, 6, 7], [5, 9, 7]], "int8", "broken")
@@ -222,5 +222,5 @@ def test_random_windows() -> None:
 
 def test_measuring_needs_ranks_that_send(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
-    with Ranks(1) as one, pytest.raises(ValueError, match="nothing is sent here"):
+    with Ranks(RankOptions(1)) as one, pytest.raises(ValueError, match="nothing is sent here"):
         measure_compression(one, make_plan(tmp_path, 1, 16), [[1, 2]], "int8")

@@ -13,7 +13,7 @@ import torch
 from surgeon.runtime.comm import shared_memory
 from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.comm.shared_memory import SLOT_BYTES, SharedMemoryCollectives, create_memory
-from surgeon.runtime.processes.ranks import Ranks
+from surgeon.runtime.processes.ranks import RankOptions, Ranks
 from tests.runtime import on_ranks
 from tests.runtime.comm import on_collectives
 
@@ -61,7 +61,7 @@ def test_a_rank_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 def test_more_ranks_than_cores() -> None:
     number = 4 * (os.cpu_count() or 1) if (os.cpu_count() or 1) <= 3 else 12
     groups = [tuple(range(first, first + 2)) for first in range(0, number, 2)]
-    with Ranks(number, collectives="shm") as ranks:
+    with Ranks(RankOptions(number, collectives="shm")) as ranks:
         sizes = [1, 4096, SLOT_BYTES // 4 + 1]
         for sums in ranks.call(on_ranks.sums_in_flight, sizes, torch.float32, 2):
             for size, found in zip(sizes, sums, strict=True):
@@ -72,7 +72,7 @@ def test_more_ranks_than_cores() -> None:
 
 
 def test_idle_ranks_leave_the_processor_alone() -> None:
-    with Ranks(3, collectives="shm") as ranks:
+    with Ranks(RankOptions(3, collectives="shm")) as ranks:
         ranks.call(on_ranks.staggered_sums, 3)
         before = ranks.call(on_collectives.processor_seconds)
         time.sleep(1.0)

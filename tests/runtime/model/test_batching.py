@@ -15,7 +15,7 @@ from surgeon.runtime.batching.request import Request, Sampling
 from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.model.sampling import logprob_of
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.processes.ranks import Ranks
+from surgeon.runtime.processes.ranks import RankOptions, Ranks
 from surgeon.runtime.processes.worker import complete, load, unload
 from tests.models import VOCABULARY, tiny_model
 from tests.runtime.on_ranks import complete_twice
@@ -58,7 +58,7 @@ ENOUGH = 64
 
 @pytest.fixture(scope="module", params=[1, 2, 4])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    with Ranks(request.param) as started:
+    with Ranks(RankOptions(request.param)) as started:
         yield started
 
 

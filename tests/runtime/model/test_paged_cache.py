@@ -11,7 +11,7 @@ from torch import Tensor
 from surgeon.runtime.batching.blocks import BLOCK_TOKENS, BlockTable
 from surgeon.runtime.batching.sequence import Row, Wanted
 from surgeon.runtime.model.layers import Weighting
-from surgeon.runtime.model.paged_cache import Layout, PagedCache, as_index, stretches
+from surgeon.runtime.model.paged_cache import PagedCache, PagedLayout, as_index, stretches
 
 HEAD_DIM = 8
 BLOCKS = 24
@@ -52,7 +52,7 @@ def check(
 ) -> None:
     """Attend one pass of rows (tokens before, new tokens) with these blocks; heads, KV heads and rule by slot."""
     cache = PagedCache([kv_heads for _, kv_heads in heads], BLOCKS, HEAD_DIM, torch.empty(0))
-    layout = Layout([row_of(*row, own) for row, own in zip(rows, blocks, strict=True)], cache)
+    layout = PagedLayout([row_of(*row, own) for row, own in zip(rows, blocks, strict=True)], cache)
     for slot, ((number, kv_heads), rule) in enumerate(zip(heads, rules or [PLAIN] * len(heads), strict=True)):
         texts = [torch.randn(2, before + new, kv_heads, HEAD_DIM) for before, new in rows]
         for (before, _), own, text in zip(rows, blocks, texts, strict=True):
@@ -117,7 +117,7 @@ def test_a_sequence_in_one_run_is_read_where_it_lies(
 ) -> None:
     cache = PagedCache([2], BLOCKS, HEAD_DIM, torch.empty(0))
     cache.stored.zero_()
-    layout = Layout([Row(20, [0], runs, Wanted.BEST)], cache)
+    layout = PagedLayout([Row(20, [0], runs, Wanted.BEST)], cache)
     keys, _ = layout._parts[0]._sequences[0].read(0, last)
     assert keys.shape == (1, 2, seen, HEAD_DIM)
     assert keys.untyped_storage().data_ptr() == cache.stored.untyped_storage().data_ptr()
@@ -127,7 +127,10 @@ def test_a_sequence_in_one_run_is_read_where_it_lies(
 def test_a_rank_without_attentions() -> None:
     cache = PagedCache([], 2, HEAD_DIM, torch.empty(0))
     assert cache.nbytes == 0
-    assert Layout([Row(0, [1, 2], [(0, 1)], Wanted.BEST), Row(3, [1], [(1, 1)], Wanted.BEST)], cache).last == [1, 2]
+    assert PagedLayout([Row(0, [1, 2], [(0, 1)], Wanted.BEST), Row(3, [1], [(1, 1)], Wanted.BEST)], cache).last == [
+        1,
+        2,
+    ]
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 4)), min_size=1, max_size=4), st.data())

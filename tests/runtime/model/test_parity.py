@@ -18,7 +18,7 @@ from surgeon.runtime.batching.blocks import blocks_for
 from surgeon.runtime.batching.request import Request, Sampling
 from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.processes.ranks import Ranks
+from surgeon.runtime.processes.ranks import RankOptions, Ranks
 from surgeon.runtime.processes.worker import Progress, complete, load, unload
 from tests.models import VOCABULARY, tiny_model
 from tests.runtime.on_ranks import logits_in_chunks
@@ -86,7 +86,7 @@ Checkpoints = dict[str, Path]
 )
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     number, collectives = request.param
-    with Ranks(number, collectives=collectives) as started:
+    with Ranks(RankOptions(number, collectives=collectives)) as started:
         yield started
 
 

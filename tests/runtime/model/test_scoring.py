@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from surgeon.runtime.batching.request import Sampling, TokenLogprob
 from surgeon.runtime.model.scoring import score
-from surgeon.runtime.service import Service
+from surgeon.runtime.processes.ranks import RankOptions
+from surgeon.runtime.service import Service, ServiceOptions
 from tests.models import save_checkpoint
 
 PROMPT_TOKENS = 700  # more than one pass computes
@@ -73,7 +74,7 @@ def test_a_service_scores_as_transformers_does(ranks: int, tmp_path: Path) -> No
     with torch.no_grad():
         logits = model(torch.tensor([prompt])).logits[0]
     scored = Sampling(max_new_tokens=2, ignore_end=True, logprobs=TOP, prompt_logprobs=TOP)
-    with Service(folder, ranks=ranks) as service:
+    with Service(folder, ServiceOptions(RankOptions(ranks))) as service:
         others = [service.submit(prompt[:50], Sampling(max_new_tokens=40, ignore_end=True)) for _ in range(2)]
         events = list(service.submit(prompt, scored))
         unscored = list(service.submit(prompt, Sampling(max_new_tokens=2, ignore_end=True)))

@@ -43,7 +43,7 @@ from surgeon.runtime.model.static_decode import (
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.placement import Group
 from surgeon.runtime.plan.specification import Decoding
-from surgeon.runtime.processes.ranks import Ranks
+from surgeon.runtime.processes.ranks import RankOptions, Ranks
 from surgeon.runtime.processes.worker import complete, load, unload
 from tests.models import VOCABULARY, tiny_model
 from tests.runtime.model.test_paged_cache import places_of, plain_attention
@@ -160,7 +160,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def engine_of(
-    folder: Path, program: str, decoding: Decoding, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    folder: Path, program: str, decoding: Decoding, dtype: str = "float32", device: str = "cpu"
 ) -> RankEngine:
     plan = replace(make_plan(folder, 1, 128, PROGRAMS[program]), decoding=decoding, dtype=dtype)
     return RankEngine(plan, Alone(), torch.device(device))
@@ -194,7 +194,7 @@ def test_logits_are_those_of_any_pass(family: str, program: str, checkpoints: di
 
 
 def test_sixteen_bits(checkpoints: dict[str, Path]) -> None:
-    static, dynamic = (engine_of(checkpoints["llama"], "dense", one, torch.bfloat16) for one in ("static", "dynamic"))
+    static, dynamic = (engine_of(checkpoints["llama"], "dense", one, "bfloat16") for one in ("static", "dynamic"))
     assert next(all_logits(static)).dtype == torch.bfloat16
     assert error_between(static, dynamic) < 0.03
 
@@ -355,7 +355,7 @@ LONG = [Request(90 + at, tuple(PROMPTS[at]), Sampling(max_new_tokens=40, ignore_
 
 @pytest.fixture(scope="module", params=[1, 2])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    with Ranks(request.param, collectives="gloo") as started:
+    with Ranks(RankOptions(request.param, collectives="gloo")) as started:
         yield started
 
 

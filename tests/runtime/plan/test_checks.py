@@ -43,7 +43,7 @@ def test_a_plan(saved: Callable[..., Path]) -> None:
     assert plan.program == "A0 F0 A1 F1 A2 F2 A3 F3"
     assert (plan.hidden, plan.vocabulary, plan.head_dim, plan.layers) == (32, 97, 8, 4)
     assert plan.ends == (1,)
-    assert plan.dtype == torch.float32
+    assert plan.dtype == "float32"
     assert plan.family.name == "Llama"
     assert not plan.tied
 
@@ -61,15 +61,15 @@ def test_a_layer_that_one_rank_holds_whole_and_all_hold_slices_of(saved: Callabl
 
 def test_sixteen_bit_weights_are_computed_in_float32_on_a_cpu(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
     tiny_model("llama").to(torch.bfloat16).save_pretrained(tmp_path)
-    assert make_plan(tmp_path, 1, 20).dtype == torch.float32
-    assert make_plan(tmp_path, 1, 20, device="cuda").dtype == torch.bfloat16
+    assert make_plan(tmp_path, 1, 20).dtype == "float32"
+    assert make_plan(tmp_path, 1, 20, device="cuda").dtype == "bfloat16"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_dtype_and_a_decoding_that_were_asked_for(device: str, saved: Callable[..., Path]) -> None:
     folder = saved()
     plan = make_plan(folder, 1, 20, device=device, dtype="bfloat16", decoding="static")
-    assert (plan.dtype, plan.decoding) == (torch.bfloat16, "static")
+    assert (plan.dtype, plan.decoding) == ("bfloat16", "static")
     assert make_plan(folder, 1, 20, device=device).decoding == "auto"
     with pytest.raises(ValueError, match=r"no dtype 'bfloat' to compute in; did you mean 'bfloat16'\?"):
         make_plan(folder, 1, 20, device=device, dtype="bfloat")

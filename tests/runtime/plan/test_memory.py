@@ -24,10 +24,11 @@ PROGRAMS = [
 
 def held(engine: RankEngine) -> int:
     """Bytes of the matrices, embedding and head of an engine."""
-    shared = engine.head.untyped_storage().data_ptr() == engine.embedding.untyped_storage().data_ptr()
-    matrices = [engine.embedding] if shared else [engine.embedding, engine.head]
-    if engine.positions is not None:
-        matrices.append(engine.positions)
+    embedding, head = engine.vocabulary.embedding, engine.vocabulary.head
+    shared = head.untyped_storage().data_ptr() == embedding.untyped_storage().data_ptr()
+    matrices = [embedding] if shared else [embedding, head]
+    if engine.ends.positions is not None:
+        matrices.append(engine.ends.positions)
     for made in engine.sublayers.values():
         linears = [part for part in vars(made).values() if hasattr(part, "weight")]
         matrices += [linear.weight for linear in linears]

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from surgeon.program import Program, Step, Sublayer, steps_of
-from surgeon.runtime.plan.placement import fork_share, groups_within, rank_work, step_share
+from surgeon.runtime.plan.placement import assigned_branches, groups_within, rank_work, step_parts
 
 
-def shares(text: str, ranks: int) -> list[str]:
+def parts(text: str, ranks: int) -> list[str]:
     """What each rank does, one text per rank."""
     program = Program.parse(text)
     work = [rank_work(program, rank, ranks) for rank in range(ranks)]
@@ -37,7 +37,7 @@ def shares(text: str, ranks: int) -> list[str]:
     ],
 )
 def test_shares(program: str, ranks: int, expected: list[str]) -> None:
-    assert shares(program, ranks) == expected
+    assert parts(program, ranks) == expected
 
 
 def test_every_occurrence_of_an_attention_has_its_own_slot() -> None:
@@ -56,7 +56,7 @@ def test_a_fork_that_does_not_spread() -> None:
     (fork,) = Program.parse("{A0 | A1}").nodes
     assert not isinstance(fork, Step)
     with pytest.raises(ValueError, match="2 branches does not spread evenly over 3 ranks"):
-        fork_share(fork, 0, (0, 1, 2))
+        assigned_branches(fork, 0, (0, 1, 2))
 
 
 sublayers = st.builds(
@@ -74,10 +74,10 @@ def test_the_members_shares_make_up_the_step(step: Step, members: int) -> None:
     fine = 840 * 6
     computed: dict[Sublayer, list[int]] = {}
     for member in range(members):
-        for place, sublayer in step_share(step, member, members):
+        for number, sublayer in step_parts(step, member, members):
             index, count = sublayer.piece or (0, 1)
             whole = Sublayer(sublayer.kind, sublayer.layers)
-            assert (step.sublayers[place].kind, step.sublayers[place].layers) == (whole.kind, whole.layers)
+            assert (step.sublayers[number].kind, step.sublayers[number].layers) == (whole.kind, whole.layers)
             computed.setdefault(whole, []).extend(range(index * fine // count, (index + 1) * fine // count))
     wanted: dict[Sublayer, list[int]] = {}
     for sublayer in step.sublayers:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from surgeon.runtime.processes.rank import threads_per_rank
-from surgeon.runtime.processes.ranks import RankFailed, Ranks
+from surgeon.runtime.processes.ranks import RankFailed, RankOptions, Ranks
 from tests.runtime import on_ranks
 
 REPOSITORY = Path(__file__).parents[2]
@@ -57,7 +57,7 @@ def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 def test_a_rank_that_fails(
     how: str, collectives: str, error: type[Exception], message: str, own_temporary_folder: Path
 ) -> None:
-    with Ranks(2, collectives=collectives) as ranks:
+    with Ranks(RankOptions(2, collectives=collectives)) as ranks:
         pids = ranks.call(on_ranks.process_id)
         assert pids == ranks.pids
         began = time.monotonic()
@@ -72,7 +72,7 @@ def test_a_rank_that_fails(
 
 
 def test_a_rank_killed_between_calls() -> None:
-    with Ranks(2) as ranks:
+    with Ranks(RankOptions(2)) as ranks:
         os.kill(ranks.pids[0], signal.SIGKILL)
         with pytest.raises(RankFailed, match="rank 0 .* was ended by SIGKILL.*"):
             ranks.call(on_ranks.process_id)
@@ -89,8 +89,8 @@ def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 STARTER = """
 import sys, time
-from surgeon.runtime.processes.ranks import Ranks
-with Ranks(2) as ranks:
+from surgeon.runtime.processes.ranks import RankOptions, Ranks
+with Ranks(RankOptions(2)) as ranks:
     print(*ranks.pids, flush=True)
     time.sleep(600)
 """

@@ -15,29 +15,29 @@ from typing import Any
 
 import pytest
 
-from surgeon.runtime.processes.joining import Door, find_rank0
-from surgeon.runtime.processes.rendezvous import Meeting
+from surgeon.runtime.processes.joining import Rank0Address, find_rank0
+from surgeon.runtime.processes.rendezvous import Rendezvous
 from surgeon.runtime.processes.sockets import PURPOSES, interface_of
-from surgeon.runtime.processes.torchrun import Place, Seat
+from surgeon.runtime.processes.torchrun import RankLocation, TorchrunEnvironment
 
 PATIENCE = 20.0
 
 
 @pytest.fixture
-def place() -> Place:
+def torchrun() -> TorchrunEnvironment:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    return Place(0, 2, 0, 2, "127.0.0.1", port, patience=PATIENCE)
+    return TorchrunEnvironment(0, 2, 0, 2, "127.0.0.1", port, patience=PATIENCE)
 
 
-def other(place: Place, rank: int = 1) -> Place:
-    return replace(place, rank=rank, local_rank=rank)
+def other(torchrun: TorchrunEnvironment, rank: int = 1) -> TorchrunEnvironment:
+    return replace(torchrun, rank=rank, local_rank=rank)
 
 
-def join(place: Place) -> dict[str, Connection]:
-    door = find_rank0(place)
-    return {purpose: door.connect(purpose) for purpose in PURPOSES}
+def join(torchrun: TorchrunEnvironment) -> dict[str, Connection]:
+    rank0 = find_rank0(torchrun)
+    return {purpose: rank0.connect(purpose) for purpose in PURPOSES}
 
 
 class Aside(threading.Thread):
@@ -69,47 +69,49 @@ def listening_addresses() -> set[str]:
     return {each.laddr.ip for each in psutil.Process().net_connections("tcp") if each.status == psutil.CONN_LISTEN}
 
 
-def test_a_rank_joins_and_is_heard(place: Place) -> None:
-    early = Aside(join, other(place))  # before there is a rank 0
+def test_a_rank_joins_and_is_heard(torchrun: TorchrunEnvironment) -> None:
+    early = Aside(join, other(torchrun))  # before there is a rank 0
     time.sleep(0.2)
-    meeting = Meeting(place)
+    rendezvous = Rendezvous(torchrun)
     assert listening_addresses() == {"127.0.0.1"}  # the store among them
-    (guest,) = meeting.guests()
+    (connections,) = rendezvous.accept()
     ends = early.outcome()
-    hello = guest.hello
+    hello = connections.hello
     assert (hello.rank, hello.ranks, hello.host, hello.pid) == (1, 2, socket.gethostname(), os.getpid())
-    assert hello.seat == Seat(1, 2, interface_of("127.0.0.1"))
-    assert 0 <= guest.lag < PATIENCE  # the clocks are the same; what is left is the way here
+    assert hello.location == RankLocation(1, 2, interface_of("127.0.0.1"))
+    assert 0 <= connections.lag < PATIENCE  # the clocks are the same; what is left is the way here
     for purpose in PURPOSES:
         ends[purpose].send_bytes(purpose.encode())
-        connection: Connection = getattr(guest, purpose)
+        connection: Connection = getattr(connections, purpose)
         assert connection.recv_bytes() == purpose.encode()
     with pytest.raises(ValueError, match="have served and ended"):
-        meeting.guests()
+        rendezvous.accept()
 
 
-def test_every_rank_that_is_missing_is_named(place: Place) -> None:
-    place = replace(place, ranks=4, local_ranks=4)
-    meeting = Meeting(replace(place, patience=1.5))
-    joining = Aside(join, other(place, 2))
+def test_every_rank_that_is_missing_is_named(torchrun: TorchrunEnvironment) -> None:
+    torchrun = replace(torchrun, ranks=4, local_ranks=4)
+    rendezvous = Rendezvous(replace(torchrun, patience=1.5))
+    joining = Aside(join, other(torchrun, 2))
     began = time.monotonic()
     with pytest.raises(TimeoutError, match=r"^ranks 1, 3 of 4 did not join rank 0 at 127\.0\.0\.1 within 1\.5 s"):
-        meeting.guests()
+        rendezvous.accept()
     assert 1.4 < time.monotonic() - began < 10
     lifeline = joining.outcome()["lifeline"]
     assert lifeline.recv_bytes().startswith(b"ranks 1, 3 of 4 did not join")
 
 
-def test_nobody_has_rank_0(place: Place) -> None:
-    with pytest.raises(TimeoutError, match=rf"^rank 1 did not find rank 0 at 127.0.0.1, port {place.port}, within 1 s"):
-        find_rank0(replace(other(place), patience=1.0))
+def test_nobody_has_rank_0(torchrun: TorchrunEnvironment) -> None:
+    with pytest.raises(
+        TimeoutError, match=rf"^rank 1 did not find rank 0 at 127.0.0.1, port {torchrun.port}, within 1 s"
+    ):
+        find_rank0(replace(other(torchrun), patience=1.0))
 
 
-def test_rank_0_ends_while_others_wait(place: Place) -> None:
-    meeting = Meeting(place)
-    joining = Aside(join, other(place))
+def test_rank_0_ends_while_others_wait(torchrun: TorchrunEnvironment) -> None:
+    rendezvous = Rendezvous(torchrun)
+    joining = Aside(join, other(torchrun))
     time.sleep(0.5)
-    meeting._listener.close()  # as the end of its process does
+    rendezvous._listener.close()  # as the end of its process does
     error = joining.outcome()
     assert isinstance(error, ConnectionError)
     assert re.match("rank 0 at 127.0.0.1, port .* has gone", str(error))
@@ -122,32 +124,32 @@ def test_rank_0_ends_while_others_wait(place: Place) -> None:
         ({"rank": 0}, r"RANK 0 is taken twice: by process \d+ on .* and by rank 0 itself"),
     ],
 )
-def test_contradictions(changes: dict[str, Any], message: str, place: Place) -> None:
-    meeting = Meeting(place)
-    joining = Aside(find_rank0(replace(other(place), **changes)).connect, "lifeline")
+def test_contradictions(changes: dict[str, Any], message: str, torchrun: TorchrunEnvironment) -> None:
+    rendezvous = Rendezvous(torchrun)
+    joining = Aside(find_rank0(replace(other(torchrun), **changes)).connect, "lifeline")
     with pytest.raises(ValueError, match=message):
-        meeting.guests()
+        rendezvous.accept()
     assert re.match(message, joining.outcome().recv_bytes().decode())
 
 
-def test_a_rank_that_is_there_twice(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    meeting = Meeting(replace(place, ranks=3))
-    door = find_rank0(replace(other(place), ranks=3))
-    waiting = Aside(meeting.guests)
-    door.connect("lifeline")
+def test_a_rank_that_is_there_twice(torchrun: TorchrunEnvironment, monkeypatch: pytest.MonkeyPatch) -> None:
+    rendezvous = Rendezvous(replace(torchrun, ranks=3))
+    rank0 = find_rank0(replace(other(torchrun), ranks=3))
+    waiting = Aside(rendezvous.accept)
+    rank0.connect("lifeline")
     monkeypatch.setattr(os, "getpid", lambda: 17)
-    second = door.connect("lifeline")
+    second = rank0.connect("lifeline")
     error = waiting.outcome()
     assert isinstance(error, ValueError)
     assert re.match("RANK 1 is taken twice: by process 17 on .* and by process .* on .*", str(error))
     assert second.recv_bytes().decode() == str(error)
 
 
-def test_another_version(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    meeting = Meeting(place)
-    waiting = Aside(meeting.guests)
+def test_another_version(torchrun: TorchrunEnvironment, monkeypatch: pytest.MonkeyPatch) -> None:
+    rendezvous = Rendezvous(torchrun)
+    waiting = Aside(rendezvous.accept)
     monkeypatch.setattr("surgeon.runtime.processes.joining.__version__", "0.0.7")
-    find_rank0(other(place)).connect("lifeline")
+    find_rank0(other(torchrun)).connect("lifeline")
     assert re.match(r"rank 1 on .* runs surgeon 0.0.7, and rank 0 .*; install the same", str(waiting.outcome()))
 
 
@@ -164,13 +166,13 @@ class Loaded:
         Loaded.seen = True
 
 
-def test_strangers_are_not_listened_to(place: Place) -> None:
-    meeting = Meeting(place)
-    door = find_rank0(other(place))
-    waiting = Aside(meeting.guests)
+def test_strangers_are_not_listened_to(torchrun: TorchrunEnvironment) -> None:
+    rendezvous = Rendezvous(torchrun)
+    rank0 = find_rank0(other(torchrun))
+    waiting = Aside(rendezvous.accept)
     # One that sends a pickle at once, one that goes at once, one that guesses the secret.
     for stranger in range(2):
-        connected = socket.create_connection((place.address, door.port))
+        connected = socket.create_connection((torchrun.address, rank0.port))
         if stranger:
             body = pickle.dumps(Loaded())
             connected.sendall(len(body).to_bytes(4, "big") + body)
@@ -178,19 +180,19 @@ def test_strangers_are_not_listened_to(place: Place) -> None:
             while connected.recv(1000):  # its challenge, then what it thinks of the answer
                 pass
         connected.close()
-    guess = Door(other(place), door.port, b"x" * 32)
+    guess = Rank0Address(other(torchrun), rank0.port, b"x" * 32)
     with pytest.raises(ConnectionError, match="rank 0 at .* has gone: digest sent was rejected"):
         guess.connect("commands")
     assert not Loaded.seen
-    join(other(place))
-    assert [guest.hello.rank for guest in waiting.outcome()] == [1]
+    join(other(torchrun))
+    assert [each.hello.rank for each in waiting.outcome()] == [1]
 
 
-def test_ranks_know_that_it_is_rank_0(place: Place) -> None:
+def test_ranks_know_that_it_is_rank_0(torchrun: TorchrunEnvironment) -> None:
     """Whoever took rank 0's port after it ended does not know the secret either."""
     with socket.create_server(("127.0.0.1", 0)) as impostor:
-        door = Door(other(place), impostor.getsockname()[1], b"x" * 32)
-        joining = Aside(door.connect, "commands")
+        rank0 = Rank0Address(other(torchrun), impostor.getsockname()[1], b"x" * 32)
+        joining = Aside(rank0.connect, "commands")
         connection = Connection(impostor.accept()[0].detach())
         connection.send_bytes(b"#CHALLENGE#" + b"0" * 20)
         connection.recv_bytes()
@@ -200,19 +202,19 @@ def test_ranks_know_that_it_is_rank_0(place: Place) -> None:
         assert isinstance(joining.outcome(), ConnectionError)
 
 
-def test_addresses_that_are_not_here(place: Place) -> None:
+def test_addresses_that_are_not_here(torchrun: TorchrunEnvironment) -> None:
     with pytest.raises(ValueError, match=r"^MASTER_ADDR '192\.0\.2\.1' \(192\.0\.2\.1\) is no address of .*"):
-        Meeting(replace(place, address="192.0.2.1"))  # RFC 5737: nobody's
+        Rendezvous(replace(torchrun, address="192.0.2.1"))  # RFC 5737: nobody's
     with pytest.raises(ValueError, match="^MASTER_ADDR 'no.such.host.invalid' cannot be found from here"):
-        Meeting(replace(place, address="no.such.host.invalid"))
+        Rendezvous(replace(torchrun, address="no.such.host.invalid"))
 
 
-def test_a_port_in_use(place: Place) -> None:
+def test_a_port_in_use(torchrun: TorchrunEnvironment) -> None:
     with (
-        socket.create_server(("127.0.0.1", place.port)),
-        pytest.raises(OSError, match=rf"^rank 0 cannot listen at 127\.0\.0\.1, MASTER_PORT {place.port}: .* in use"),
+        socket.create_server(("127.0.0.1", torchrun.port)),
+        pytest.raises(OSError, match=rf"^rank 0 cannot listen at 127\.0\.0\.1, MASTER_PORT {torchrun.port}: .* in use"),
     ):
-        Meeting(place)
+        Rendezvous(torchrun)
 
 
 def test_interfaces() -> None:

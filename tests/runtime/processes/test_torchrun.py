@@ -19,8 +19,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from surgeon.cli.app import main
-from surgeon.runtime.processes.ranks import Ranks, choose_collectives, choose_device
-from surgeon.runtime.processes.torchrun import VARIABLES, Place, ranks_of_this_machine, read_place
+from surgeon.runtime.processes.ranks import RankOptions, Ranks, choose_collectives, choose_device
+from surgeon.runtime.processes.torchrun import VARIABLES, TorchrunEnvironment, ranks_of_this_machine, read_environment
 
 REPOSITORY = Path(__file__).parents[2]
 PROMPT = "The quick brown fox"
@@ -183,15 +183,17 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 def test_places(environment: Callable[..., None]) -> None:
     environment({})
-    assert read_place() is None
+    assert read_environment() is None
     environment({"MASTER_ADDR": "127.0.0.1", "LOCAL_RANK": "1"})  # which other tools leave behind
-    assert read_place() is None
+    assert read_environment() is None
     assert ranks_of_this_machine(4) == 4
     environment(RANK="3", WORLD_SIZE="4", LOCAL_RANK="1")
-    assert read_place() == Place(3, 4, 1, 2, "127.0.0.1", 29500)
+    assert read_environment() == TorchrunEnvironment(3, 4, 1, 2, "127.0.0.1", 29500)
     assert ranks_of_this_machine(4) == 2
     environment(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="2", SURGEON_JOIN_SECONDS="7.5")
-    assert read_place() == Place(0, 2, 0, 2, "127.0.0.1", 29500, hosted=True, attempt=2, patience=7.5)
+    assert read_environment() == TorchrunEnvironment(
+        0, 2, 0, 2, "127.0.0.1", 29500, hosted=True, attempt=2, patience=7.5
+    )
 
 
 @pytest.mark.parametrize(
@@ -216,7 +218,7 @@ def test_variables_that_make_no_sense(
 ) -> None:
     environment(**changes)
     with pytest.raises(ValueError, match=message):
-        read_place()
+        read_environment()
 
 
 def test_another_number_of_ranks(
@@ -227,10 +229,10 @@ def test_another_number_of_ranks(
     message = "--tp 3 asks for another number of ranks than torchrun has started (WORLD_SIZE 2); leave --tp out or"
     assert capfd.readouterr() == ("", f"error: {message} make it 2\n")
     with pytest.raises(ValueError, match="WORLD_SIZE 2"):
-        Ranks(3)
+        Ranks(RankOptions(3))
     environment(RANK="1", LOCAL_RANK="1")
     with pytest.raises(ValueError, match="this process has RANK 1 of torchrun's, and only that with RANK 0 has ranks"):
-        Ranks(2)
+        Ranks(RankOptions(2))
 
 
 def test_ranks_that_do_not_come(

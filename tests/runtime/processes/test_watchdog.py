@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
-from surgeon.execute import Pending
+from surgeon.execute import Partial, Pending
 from surgeon.runtime.comm.collectives import Alone
 from surgeon.runtime.model.engine import RankEngine
-from surgeon.runtime.model.machine import RankMachine
+from surgeon.runtime.model.program import RankMachine
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.processes.watchdog import PULSES, Pulse, Watchdog
 from tests.models import tiny_model
@@ -96,9 +95,9 @@ def test_an_engine_gets_on_within_a_pass(tmp_path: Path, monkeypatch: pytest.Mon
     found = []
     reduce = RankMachine.reduce
 
-    def noting(machine: RankMachine, output: Tensor) -> Pending:
+    def noting(machine: RankMachine, partial: Partial) -> Pending:
         found.append(engine.passes)
-        return reduce(machine, output)
+        return reduce(machine, partial)
 
     monkeypatch.setattr(RankMachine, "reduce", noting)
     engine.greedy([5, 6, 7], 2)

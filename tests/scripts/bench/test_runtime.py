@@ -9,7 +9,7 @@ import pytest
 
 from scripts.bench import runtime
 from surgeon.bench.measure import Candidate, Load, Measurement, Result, Split
-from surgeon.bench.timing import PassTiming, Run
+from surgeon.bench.timing import PassTiming, RankRun
 from surgeon.program import Program
 from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.comm.link import Link
@@ -38,7 +38,7 @@ def result(name: str, program: Program, waiting: float, other: float = 0.0) -> R
     one = Measurement(0.1, 0.1, 7 * per_token, per_token, 1 / per_token, split, split)
     passes = [PassTiming(True, 1, 0.0, seconds, waiting, steps, counts, Counts()) for _ in range(2)]
     plan: Any = Plan(program)
-    runs = [Run(0.0, passes), Run(0.0, passes)]
+    runs = [RankRun(0.0, passes), RankRun(0.0, passes)]
     return Result(Candidate(name, plan, name != "upper bound"), Load(1, 4, 8), [one, one], [runs, runs])
 
 

@@ -1,0 +1,141 @@
+"""What lies before and behind a program: embedded tokens and their positions, the final norm, the output head.
+
+`Ends` is the same for this package's engine and for vLLM, which has the vocabulary's rows in layers of its own.
+`Vocabulary` has the rows of one rank of the engine.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from surgeon.runtime.batching.request import UNDEFINED, TokenLogprob
+from surgeon.runtime.comm.collectives import Collectives, Counts
+from surgeon.runtime.model.layers import Norm, softcap, torch_dtype, transposed
+from surgeon.runtime.model.scoring import score
+from surgeon.runtime.plan.specification import Plan
+from surgeon.weights import ModelWeights
+
+Index = slice | Tensor  # which of some places, in order
+
+
+def read(
+    source: ModelWeights, plan: Plan, device: torch.device, path: str, rows: tuple[int, int] | None = None
+) -> Tensor:
+    """A tensor, or some of its rows, on the device and in the plan's dtype."""
+    return source.tensor(path, rows).to(torch_dtype(plan)).to(device)
+
+
+class Ends:
+    """What becomes of embedded tokens before the program, and of the stream behind it.
+
+    Attributes:
+        positions: learned ones, (positions, hidden), from that of a text's first token on; None without.
+        final_norm: what the head reads is the stream normed by it.
+    """
+
+    def __init__(self, source: ModelWeights, plan: Plan, device: torch.device) -> None:
+        family = plan.family
+        self._scale: Tensor | None = None
+        if plan.embedding_scale is not None:  # rounded to the dtype first
+            self._scale = torch.tensor(plan.embedding_scale, dtype=torch_dtype(plan), device=device)
+        self.positions: Tensor | None = None
+        if family.position_embedding is not None:
+            path = f"{family.position_embedding}.weight"
+            self.positions = read(source, plan, device, path)[family.position_offset :]
+        paths = [path for part in ("weight", "bias") if (path := f"{family.final_norm}.{part}") in source]
+        tensors = {path: read(source, plan, device, path) for path in paths}
+        self.final_norm = Norm(tensors, family.final_norm, plan)
+
+    def scaled(self, embedded: Tensor) -> Tensor:
+        """Rows of the embedding, (tokens, hidden), as the model has them."""
+        return embedded if self._scale is None else embedded * self._scale
+
+    def placed(self, embedded: Tensor, positions: Index) -> Tensor:
+        """The stream, (tokens, hidden): scaled embeddings with what the stream has of their positions."""
+        return embedded if self.positions is None else embedded + self.positions[positions]
+
+
+def embedded_among(tokens: Tensor, rows: Tensor, first: int) -> Tensor:
+    """Embeddings, (tokens, hidden), of those tokens that are among a rank's rows of the embedding; 0 for the others.
+
+    Args:
+        tokens: (tokens,).
+        rows: (rows, hidden), perhaps none.
+        first: the token id of the first row.
+    """
+    if not len(rows):
+        return rows.new_zeros(*tokens.shape, rows.shape[-1])
+    own = tokens - first
+    outside = (own < 0) | (own >= len(rows))
+    return F.embedding(own.masked_fill(outside, 0), rows).masked_fill(outside[..., None], 0)
+
+
+class Vocabulary:
+    """A rank's rows of the embedding and of the output head, the same ones where these are tied.
+
+    Every rank calls the same methods in the same order; `counts` is where their collectives are counted.
+
+    Attributes:
+        rows: of each rank; the last ranks may have fewer, or none.
+        first: the token id of this rank's first row.
+        embedding: (rows, hidden).
+        head: (hidden, rows).
+    """
+
+    def __init__(self, source: ModelWeights, plan: Plan, collectives: Collectives, device: torch.device) -> None:
+        family = plan.family
+        self.plan = plan
+        self.collectives = collectives
+        self.rows = -(-plan.vocabulary // plan.ranks)
+        self.first = min(collectives.rank * self.rows, plan.vocabulary)
+        bounds = self.first, min(self.first + self.rows, plan.vocabulary)
+        self.embedding = read(source, plan, device, f"{family.embedding}.weight", bounds)
+        head = self.embedding if plan.tied else read(source, plan, device, f"{family.head}.weight", bounds)
+        self.head = head.t() if plan.tied else transposed(head)
+        bias = f"{family.head}.bias"
+        self._bias = read(source, plan, device, bias, bounds) if bias in source else None
+
+    def embed(self, tokens: Tensor, counts: Counts) -> Tensor:
+        """The embeddings of tokens (tokens,), whole on every rank: (tokens, hidden)."""
+        if self.plan.ranks == 1:
+            return F.embedding(tokens, self.embedding)
+        own = embedded_among(tokens, self.embedding, self.first)
+        return self.collectives.exact.all_reduce(own, counts)()
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """This rank's logits, (tokens, its rows), of a normed stream, (tokens, hidden)."""
+        logits = normed @ self.head if self._bias is None else torch.addmm(self._bias, normed, self.head)
+        return logits if self.plan.logit_softcap is None else softcap(logits, self.plan.logit_softcap)
+
+    def gather(self, own: Tensor, counts: Counts) -> Tensor:
+        """Logits over the whole vocabulary, (tokens, vocabulary), from each rank's own."""
+        padded = F.pad(own, (0, self.rows - own.shape[-1]))
+        gathered = self.collectives.all_gather(padded, counts)
+        return torch.cat(list(gathered), -1)[..., : self.plan.vocabulary]
+
+    def score(self, own: Tensor, targets: list[int], top: int, counts: Counts) -> list[TokenLogprob]:
+        """How likely a target is by each token's logits, of which this rank has its own."""
+
+        def all_gather(tensor: Tensor) -> Tensor:
+            return self.collectives.all_gather(tensor, counts)
+
+        return score(own, self.first, self.rows, targets, top, all_gather)
+
+    def best(self, own: Tensor, counts: Counts) -> Tensor:
+        """The most likely token of each text, (texts,), from each rank's own logits, (texts, rows).
+
+        It is UNDEFINED where the highest logit is not finite: NaN counts as higher than any number. Nothing waits for
+        a GPU.
+        """
+        if own.shape[-1]:
+            best, at = own.max(-1)
+        else:  # the vocabulary has fewer rows than there are ranks
+            best, at = own.new_full(own.shape[:1], -torch.inf), own.new_zeros(own.shape[:1], dtype=torch.long)
+        if self.plan.ranks == 1:
+            return at.masked_fill(~best.isfinite(), UNDEFINED)
+        # Two float64 numbers per text instead of a vocabulary; a token id is exact in them.
+        candidates = self.collectives.all_gather(torch.stack([best.double(), (at + self.first).double()], -1), counts)
+        highest, winner = candidates[..., 0].max(0)
+        return candidates[..., 1].gather(0, winner[None])[0].long().masked_fill(~highest.isfinite(), UNDEFINED)
