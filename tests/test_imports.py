@@ -25,13 +25,9 @@ GROUPS = [
     ["cli"],
 ]
 LEVELS = {name: level for level, group in enumerate(GROUPS) for name in group}
-# The floors of the runtime; what lies beside its folders is the client's side, which knows all of them. `sharding`
-# reads weights and knows no floor.
-ROOMS = ["sharding", "batching", "plan", "comm", "model", "processes"]
+# The floors of the runtime; what lies beside its folders is the client's side, which knows all of them.
+ROOMS = ["batching", "plan", "comm", "model", "processes"]
 WITHOUT_TORCH = ["batching", "plan"]
-# Modules that import each other, and class names that stand for two things, for as long as they do.
-KNOWN_CIRCLES = [{"surgeon.checkpoint.forms", "surgeon.checkpoint.fused_config"}]
-KNOWN_NAMESAKES = {"Stored"}
 HEAVY = {"torch", "transformers", "pandas", "matplotlib", "optuna", "numpy", "datasets", "lm_eval", "yaml"}
 
 
@@ -170,7 +166,7 @@ def test_circles_are_found() -> None:
 
 
 def test_there_are_no_circles() -> None:
-    assert [circle for circle in circles(import_graph()) if circle not in KNOWN_CIRCLES] == []
+    assert circles(import_graph()) == []
 
 
 def test_a_class_name_stands_for_one_thing() -> None:
@@ -179,7 +175,7 @@ def test_a_class_name_stands_for_one_thing() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places.setdefault(node.name, []).append(path.relative_to(PACKAGE).as_posix())
-    assert {name: where for name, where in places.items() if len(where) > 1 and name not in KNOWN_NAMESAKES} == {}
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
 
 
 def modules_imported_by(code: str) -> set[str]:

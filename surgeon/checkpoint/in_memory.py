@@ -34,7 +34,7 @@ from surgeon.weights import ModelWeights, ModuleStore, Tensors, by_role, holds_o
 
 
 @dataclass(frozen=True)
-class Stored:
+class LayersInMemory:
     """A model's layers as they are to be stored.
 
     Attributes:
@@ -124,7 +124,7 @@ def save_edited(model: PreTrainedModel, save_directory: str | Path, **options: A
     keep_tokenizer_class(folder, model.config)
 
 
-def stored_layers_of(model: PreTrainedModel) -> Stored:
+def stored_layers_of(model: PreTrainedModel) -> LayersInMemory:
     """The layers of a model as they are now.
 
     Raises:
@@ -132,7 +132,7 @@ def stored_layers_of(model: PreTrainedModel) -> Stored:
     """
     layers = decoder_layers(model)
     if not isinstance(layers, EditedLayers):
-        return Stored(list(layers), list(range(len(layers))), program_of(model))
+        return LayersInMemory(list(layers), list(range(len(layers))), program_of(model))
     originals = list(layers.original[0])
     groups = layers.stored_groups
     made = [_layer_of(group, layers) for group in groups]
@@ -143,7 +143,7 @@ def stored_layers_of(model: PreTrainedModel) -> Stored:
             return sublayer
         return replace(sublayer, layers=(groups[group_of(sublayer)],))
 
-    return Stored([*originals, *made], sources, layers.program.renamed(stored))
+    return LayersInMemory([*originals, *made], sources, layers.program.renamed(stored))
 
 
 def _layer_of(group: Group, edited: EditedLayers) -> nn.Module:
@@ -193,7 +193,7 @@ def _joined(parts: list[Tensors], name: str) -> Tensors:
 
 
 @contextmanager
-def _as_stored(model: PreTrainedModel, stored: Stored) -> Iterator[None]:
+def _as_stored(model: PreTrainedModel, stored: LayersInMemory) -> Iterator[None]:
     """While inside, the model is a stock one with the layers that are to be stored, in its configuration too."""
     family = family_of(model.config)
     edited = isinstance(decoder_layers(model), EditedLayers)
@@ -216,7 +216,7 @@ def _as_stored(model: PreTrainedModel, stored: Stored) -> Iterator[None]:
             before.describe_in(model.config)
 
 
-def _renamed(state: dict[str, Tensor], model: PreTrainedModel, stored: Stored) -> dict[str, Tensor]:
+def _renamed(state: dict[str, Tensor], model: PreTrainedModel, stored: LayersInMemory) -> dict[str, Tensor]:
     """A state dict of the edited model under the names of the stored layers."""
     edited = decoder_layers(model)
     assert isinstance(edited, EditedLayers)

@@ -27,7 +27,7 @@ READ_AT_ONCE = 8  # blocks
 _ALWAYS_IGNORED = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")  # as transformers does
 
 
-class Stored(Protocol):
+class Readable(Protocol):
     """A tensor that can be read, whole or all of its rows in order, about so many at a time."""
 
     def tensor(self) -> Tensor: ...
@@ -44,7 +44,7 @@ class WeightsOnDemand(TorchFunctionMode):
     """
 
     def __init__(
-        self, model: nn.Module, stored: Mapping[str, Stored], used: Callable[[str], None] = lambda _: None
+        self, model: nn.Module, stored: Mapping[str, Readable], used: Callable[[str], None] = lambda _: None
     ) -> None:
         super().__init__()
         self.used = used
@@ -65,7 +65,7 @@ class WeightsOnDemand(TorchFunctionMode):
         args, kwargs = tree_map(self.whole, (args, kwargs))
         return func(*args, **kwargs)
 
-    def read(self, parameter: Any) -> Stored:
+    def read(self, parameter: Any) -> Readable:
         """What a parameter stands for."""
         name, stored = self.stored[id(parameter)]
         self.used(name)

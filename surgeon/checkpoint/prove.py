@@ -245,7 +245,7 @@ class _BeforeRounding:
 
 
 def _run_written(
-    checkpoint: Checkpoint, form: Form, tokens: Tensor, stored: Mapping[str, on_demand.Stored], advance: Advance
+    checkpoint: Checkpoint, form: Form, tokens: Tensor, stored: Mapping[str, on_demand.Readable], advance: Advance
 ) -> Tensor:
     """Logits of the checkpoint in the class of its own modeling file, with the weights given under stored names."""
     with _quiet():
@@ -278,7 +278,7 @@ def _told(checkpoint: Checkpoint, stored: Mapping[str, Stored], advance: Advance
 
 @_quiet()
 @torch.inference_mode()
-def _logits(model: PreTrainedModel, tokens: Tensor, stored: Mapping[str, on_demand.Stored], used: Any) -> Tensor:
+def _logits(model: PreTrainedModel, tokens: Tensor, stored: Mapping[str, on_demand.Readable], used: Any) -> Tensor:
     try:
         with WeightsOnDemand(model, stored, used):
             logits: Tensor = model(input_ids=tokens, use_cache=False, return_dict=True).logits

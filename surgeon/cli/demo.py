@@ -68,7 +68,7 @@ def demo(
 
 
 @dataclass(frozen=True)
-class Variant:
+class Contender:
     """One row of the table: what is done, the recipe that does it (None: nothing), and the checkpoint to run."""
 
     name: str
@@ -76,14 +76,14 @@ class Variant:
     model: str
 
 
-def _variants(found: Path, ladder: Path, fused: Path, late: Path) -> list[Variant]:
+def _variants(found: Path, ladder: Path, fused: Path, late: Path) -> list[Contender]:
     from surgeon.recipe import read_recipe
 
     pairs = " ".join(operation.layers_text for operation in read_recipe(found).operations)
     return [
-        Variant("dense", None, "demo"),
-        Variant(f"LP pairs {pairs}", found, str(fused)),
-        Variant("ladder 8:16", ladder, str(late)),
+        Contender("dense", None, "demo"),
+        Contender(f"LP pairs {pairs}", found, str(fused)),
+        Contender("ladder 8:16", ladder, str(late)),
     ]
 
 
@@ -95,7 +95,7 @@ def _quoted(path: Path) -> str:
     return shlex.quote(str(path))
 
 
-def _measure(variants: list[Variant], tokens: int) -> list[MeasuredProgram]:
+def _measure(variants: list[Contender], tokens: int) -> list[MeasuredProgram]:
     """Perplexity and divergence of every variant, on the text that the scan and the search were measured on."""
     from surgeon.analysis.subject import open_subject
     from surgeon.program import Program
@@ -109,7 +109,7 @@ def _measure(variants: list[Variant], tokens: int) -> list[MeasuredProgram]:
     return [measured[program] for program in programs]
 
 
-def _speeds(variants: list[Variant]) -> dict[str, list[tuple[float, float, int]]]:
+def _speeds(variants: list[Contender]) -> dict[str, list[tuple[float, float, int]]]:
     """By way of communicating, for every variant: effective depth, tokens/s, all-reduces per token, on two ranks.
 
     The fastest of some interleaved rounds counts: what else runs on the machine can only slow a round down.
@@ -138,7 +138,7 @@ def _speeds(variants: list[Variant]) -> dict[str, list[tuple[float, float, int]]
 
 
 def _print_table(
-    variants: list[Variant], measured: list[MeasuredProgram], speeds: dict[str, list[tuple[float, float, int]]]
+    variants: list[Contender], measured: list[MeasuredProgram], speeds: dict[str, list[tuple[float, float, int]]]
 ) -> None:
     from rich.console import Console
     from rich.table import Table

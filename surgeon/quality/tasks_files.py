@@ -27,7 +27,7 @@ _QUESTION, _ANSWER = "Question:", "Answer:"
 
 
 @dataclass(frozen=True)
-class Form:
+class RowForm:
     """One kind of task.
 
     Attributes:
@@ -101,7 +101,7 @@ _EXACT = {
 }
 
 FORMS = (
-    Form(
+    RowForm(
         "multiple choice",
         ("query", "choices", "gold"),
         _multiple_choice,
@@ -113,7 +113,7 @@ FORMS = (
             "metric_list": _mean("acc", "acc_norm"),
         },
     ),
-    Form(
+    RowForm(
         "one continuation of several contexts",
         ("context_options", "continuation", "gold"),
         _contexts,
@@ -125,7 +125,7 @@ FORMS = (
             "metric_list": _mean("acc"),
         },
     ),
-    Form(
+    RowForm(
         "continuation",
         ("context", "continuation"),
         _continuation,
@@ -140,7 +140,7 @@ FORMS = (
             ],
         },
     ),
-    Form(
+    RowForm(
         "number",
         ("context", "answer"),
         _number,
@@ -154,7 +154,7 @@ FORMS = (
 )
 
 
-def read_rows(path: Path) -> tuple[Form, list[Row]]:
+def read_rows(path: Path) -> tuple[RowForm, list[Row]]:
     """The rows of a task file, checked, and what kind of task they are.
 
     Raises:
@@ -163,7 +163,7 @@ def read_rows(path: Path) -> tuple[Form, list[Row]]:
     """
     if not path.is_file():
         raise FileNotFoundError(f"there is no task file {path}")
-    form: Form | None = None
+    form: RowForm | None = None
     reasoned = False
     rows = []
     for number, row in read_json_lines(path):
@@ -213,7 +213,7 @@ def file_task(path: Path, positions: int) -> tuple[Any, str]:
     return task, hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _form_of(row: Row, where: str) -> Form:
+def _form_of(row: Row, where: str) -> RowForm:
     fitting = [form for form in FORMS if set(form.keys) <= set(row)]
     if len(fitting) == 1:
         return fitting[0]
