@@ -10,16 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.utils.output_capturing import install_output_capuring_hook
 
 from surgeon.execute import Branch, Machine, Pending, State, advance, land
 from surgeon.families import Family, SublayerSpec, family_of
 from surgeon.program import ATTENTION, Fork, Program, Step, Sublayer
 from surgeon.weights import derive_sublayer, module_tensors
+
+if TYPE_CHECKING:  # takes seconds, and who has no model yet does without
+    from transformers import PreTrainedModel
 
 PROGRAM_KEY = "surgeon_program"  # in config.json of a checkpoint that runs an edited program
 PROGRAM_PREFIX = "surgeon_"  # before its model type, so that no stock class takes it and ignores the program
@@ -306,6 +307,8 @@ class StreamTap(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        from transformers.utils.output_capturing import install_output_capuring_hook
+
         install_output_capuring_hook(self, "hidden_states", 0)
 
     def forward(self, before: Tensor, after: Tensor) -> Tensor:  # noqa: ARG002 - the collector takes the first `before`

@@ -93,6 +93,22 @@ def test_light_things_import_nothing_heavy(code: str) -> None:
     assert modules_imported_by(code) & HEAVY == set()
 
 
+@pytest.mark.parametrize(
+    ("code", "left_out"),
+    [
+        ("import surgeon.runtime.rank, surgeon.runtime.worker", ["transformers", "pandas", "scipy", "datasets"]),
+        (
+            "from surgeon.runtime.service import make_plan; make_plan('demo', 2, 64)",
+            ["transformers.modeling_utils", "transformers.models.llama.modeling_llama"],
+        ),
+    ],
+    ids=["ranks", "services"],
+)
+def test_what_runs_ranks_imports_no_models(code: str, left_out: list[str]) -> None:
+    script = f"import sys\n{code}\nprint([name for name in {left_out} if name in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", script], text=True) == "[]\n"
+
+
 def test_every_public_name_is_there() -> None:
     import surgeon
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig
 
 from surgeon.checkpoint.fused_config import GLOBAL_WIDTHS_KEY, WIDTHS_KEY
 from surgeon.checkpoint.read import Checkpoint, locate
@@ -15,6 +15,9 @@ from surgeon.errors import shown
 from surgeon.families import Family, family_named, family_of
 from surgeon.model import PROGRAM_KEY, edit
 from surgeon.program import Program
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 MOST_LABELS = 1_000_000  # of a classifier, which a config.json may speak of
 
@@ -42,6 +45,8 @@ def load(path_or_name: str | Path, dtype: torch.dtype | None = None, device_map:
         FileNotFoundError: if there is no such model, or a file of it is missing.
         ValueError: if the architecture is not supported or a file is damaged.
     """
+    from transformers import AutoModelForCausalLM  # takes seconds, and who only reads configurations does without
+
     folder = locate(path_or_name)
     checkpoint = Checkpoint(folder)
     config = read_config(checkpoint)

@@ -103,10 +103,9 @@ def generate(
     the prompt's beginning. The ranks are started here, or by torchrun (see --tp); every rank loads its own slices of
     the weights only. The texts are the same for any number of ranks.
     """
-    from surgeon.report.generation import describe_generation
+    from surgeon.checkpoint.read import locate
+    from surgeon.runtime.launch import early_ranks
     from surgeon.runtime.request import Sampling
-    from surgeon.runtime.service import Service
-    from surgeon.runtime.text import open_tokenizer
 
     sampling = Sampling(
         temperature, top_p, top_k, min_p, repetition_penalty, seed, max_new_tokens, stop=tuple(stop or ())
@@ -114,28 +113,36 @@ def generate(
     _warn_of_ignored(sampling)
     sending = parse_sending(tp, link_delay, link_bandwidth, compress)
     texts = read_prompts(prompt or [], prompts)
-    tokenizer = open_tokenizer(model)
-    tokens = [_encode(tokenizer, text, place if len(texts) > 1 else None) for place, text in texts.items()]
-    with Service(
-        model,
-        ranks=tp,
-        device=device,
-        collectives=collectives,
-        program=program,
-        tokenizer=tokenizer,
-        max_batch=min(max_batch, len(tokens)),
-        max_tokens=max(map(len, tokens)) + max_new_tokens,
-        max_waiting=len(tokens),
-        link=sending.link,
-        compression=sending.compression,
-        dtype=dtype,
-        decoding=decoding,
-    ) as service:
-        streams = [service.submit(ids, sampling) for ids in tokens]
-        usages = _write_all([*texts.values()], streams, as_json)
-        place = f"{service.device}, {service.collectives}{sending.words}"
-        figures = service.figures()
-    print(describe_generation(service.plan, figures, usages, place, sending.compression), file=sys.stderr)
+    locate(model)
+    with early_ranks(tp, device, collectives, sending.link, sending.compression) as started:
+        # These need `transformers`, and take as long to import as ranks take to start.
+        from surgeon.report.generation import describe_generation
+        from surgeon.runtime.service import Service
+        from surgeon.runtime.text import open_tokenizer
+
+        tokenizer = open_tokenizer(model)
+        tokens = [_encode(tokenizer, text, place if len(texts) > 1 else None) for place, text in texts.items()]
+        with Service(
+            model,
+            ranks=tp,
+            device=device,
+            collectives=collectives,
+            program=program,
+            tokenizer=tokenizer,
+            max_batch=min(max_batch, len(tokens)),
+            max_tokens=max(map(len, tokens)) + max_new_tokens,
+            max_waiting=len(tokens),
+            link=sending.link,
+            compression=sending.compression,
+            dtype=dtype,
+            decoding=decoding,
+            started=started,
+        ) as service:
+            streams = [service.submit(ids, sampling) for ids in tokens]
+            usages = _write_all([*texts.values()], streams, as_json)
+            place = f"{service.device}, {service.collectives}{sending.words}"
+            figures = service.figures()
+        print(describe_generation(service.plan, figures, usages, place, sending.compression), file=sys.stderr)
 
 
 def _warn_of_ignored(sampling: Sampling) -> None:

@@ -6,7 +6,8 @@ import os
 import pickle
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import TracebackType
@@ -20,11 +21,11 @@ from surgeon.runtime.compress import Compression
 from surgeon.runtime.link import Link
 from surgeon.runtime.meeting import meeting_at
 from surgeon.runtime.processes import JoinedRank, RankFailed, RankProcess, StartedRank, noted
-from surgeon.runtime.rank import RankError, Settings
+from surgeon.runtime.rank import RankError, Settings, usable_cores
 from surgeon.runtime.shared_memory import create_memory
 from surgeon.runtime.torchrun import Place, Seat, check_ranks, ranks_of_this_machine, read_place
 
-__all__ = ["RankFailed", "Ranks", "check_sending", "choose_collectives", "choose_device"]
+__all__ = ["RankFailed", "Ranks", "check_sending", "choose_collectives", "choose_device", "early_ranks"]
 
 GRACE_SECONDS = 0.5  # how long to look for the rank that failed first, when another reports that it lost it
 
@@ -43,6 +44,7 @@ class Ranks:
         collectives: str = "auto",
         link: Link | None = None,
         compression: Compression | None = None,
+        wait: bool = True,
     ) -> None:
         """Start them, or wait until they have joined.
 
@@ -52,6 +54,7 @@ class Ranks:
             collectives: as `choose_collectives` takes it.
             link: emulate one of this delay and bandwidth between the ranks.
             compression: send the reductions of the program's steps as integers of this many bits.
+            wait: until they have connected; if not, the first call does, and raises `RankFailed` if one cannot.
 
         Raises:
             ValueError: if the collectives do not fit the device, or the link or compression do not fit them; if
@@ -62,6 +65,7 @@ class Ranks:
         self.collectives = choose_collectives(collectives, device)
         check_sending(self.collectives, device, link, compression)
         self._failure: str | None = None
+        self._connected = False
         self._folder = tempfile.TemporaryDirectory(prefix="surgeon-ranks-")
         self._processes: list[RankProcess] = []
         place = read_place()
@@ -81,13 +85,20 @@ class Ranks:
                     compression=compression,
                 )
                 self._send(process, settings)
-            self._results(None)
+            if wait:
+                self._connect()
         except BaseException as error:
             self._close_after(error)
             raise
         finally:
             if memory is not None:
                 os.close(memory)
+
+    def _connect(self) -> None:
+        """Wait until all have connected to each other, once."""
+        if not self._connected:
+            self._results(None)
+            self._connected = True
 
     def _start(self, ranks: int, memory: int | None) -> Path:
         """Start all ranks as child processes; they meet at a file."""
@@ -145,6 +156,7 @@ class Ranks:
         """
         message = function, arguments
         try:
+            self._connect()
             for process in self._processes:
                 self._send(process, message)
             return self._results(notify)
@@ -234,6 +246,29 @@ class Ranks:
             self.close()
         else:
             self._close_after(error)
+
+
+@contextmanager
+def early_ranks(
+    ranks: int, device: str, collectives: str, link: Link | None = None, compression: Compression | None = None
+) -> Iterator[Ranks | None]:
+    """Ranks that start while this process finds out what they are to do, or None where that may be in vain.
+
+    They take seconds to start. So many that they have no core each may turn out too many for the model; those of
+    torchrun have started anyway.
+
+    Args:
+        ranks: how many; all arguments as `Ranks`, `choose_device` and `choose_collectives` take them.
+
+    Raises:
+        ValueError: as these do.
+    """
+    if read_place() is not None or ranks > usable_cores():
+        yield None
+        return
+    chosen = choose_device(device, ranks)
+    with Ranks(ranks, chosen, choose_collectives(collectives, chosen), link, compression, wait=False) as started:
+        yield started
 
 
 def choose_device(wanted: str, ranks: int) -> str:

@@ -1,6 +1,7 @@
 """Checking that a model can run on so many ranks, and planning it, before any rank starts.
 
-Only this module of the runtime needs `transformers`; ranks start faster without it.
+Only this module of the runtime needs `transformers`, and of it what reads configurations: its models take seconds to
+import. Ranks start faster without it.
 """
 
 from __future__ import annotations
@@ -11,10 +12,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from surgeon.checkpoint.load import compute_dtype, read_config, stored_program
 from surgeon.checkpoint.read import Checkpoint, locate, read_json
@@ -23,6 +21,7 @@ from surgeon.families import Family, family_named, family_of
 from surgeon.families.fused import FUSED
 from surgeon.model import check_layers
 from surgeon.program import Program
+from surgeon.runtime.layers import ACTIVATIONS
 from surgeon.runtime.placement import rank_work
 from surgeon.runtime.plan import Decoding, Plan, Rotary
 from surgeon.runtime.sharding import Source, indivisible
@@ -180,8 +179,11 @@ def _expected_shapes(program: Program, source: Source, config: Any) -> dict[str,
 
 def _activation(config: Any, family: Family) -> str:
     name = str(getattr(config, family.activation))
-    if name not in ACT2FN:
-        raise ValueError(f"there is no activation {name!r}; {did_you_mean(name, ACT2FN)}")
+    if name not in ACTIVATIONS:
+        from transformers.activations import ACT2FN
+
+        if name not in ACT2FN:
+            raise ValueError(f"there is no activation {name!r}; {did_you_mean(name, ACT2FN)}")
     return name
 
 
@@ -309,16 +311,24 @@ def _rotary(config: Any, family: Family, max_tokens: int) -> Rotary:
             f"{kind} rotary positions change beyond {first} tokens, which is not supported; "
             f"keep prompt and output together within {first} tokens (now {max_tokens})"
         )
-    # The class is the same in all families but for a part of the features, which Llama's takes no notice of.
-    made: Any = GPTNeoXRotaryEmbedding if family.partly_rotary else LlamaRotaryEmbedding
+    scaled = ROPE_INIT_FUNCTIONS.get(config.rope_parameters["rope_type"])
     try:
-        module = made(config)
-        rotary = Rotary(tuple(module.inv_freq.tolist()), float(module.attention_scaling))
+        frequencies, scale = scaled(config) if scaled else (_unscaled(config, family), 1.0)
+        rotary = Rotary(tuple(frequencies.tolist()), float(scale))
     except Exception as error:  # whatever it trips over is a fault of the file
         raise ValueError(f"{_not_rotary(config)} ({type(error).__name__}: {first_line(error)})") from error
     if not all(map(math.isfinite, (*rotary.inverse_frequencies, rotary.scale))):
         raise ValueError(f"{_not_rotary(config)} (an angle is infinite, or no number)")
     return rotary
+
+
+def _unscaled(config: Any, family: Family) -> torch.Tensor:
+    """Inverse frequencies of plain rotary positions, in float32 as `transformers` has them."""
+    rope = config.rope_parameters
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width = int(head_dim * rope.get("partial_rotary_factor", 1.0)) if family.partly_rotary else head_dim
+    frequencies: torch.Tensor = 1.0 / (rope["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float) / width))
+    return frequencies
 
 
 def _not_rotary(config: Any) -> str:

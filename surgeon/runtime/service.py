@@ -74,6 +74,7 @@ class Service:
         compression: Compression | None = None,
         dtype: str = "auto",
         decoding: str = "auto",
+        started: Ranks | None = None,
     ) -> None:
         """Check everything that can be checked, then start ranks and load the model.
 
@@ -94,6 +95,7 @@ class Service:
             compression: send the reductions of the program's steps as integers of this many bits.
             dtype: to compute in, as `make_plan` takes it.
             decoding: how passes that add one token to each text are computed, as `Plan.decoding`.
+            started: such ranks, if there are any already (`early_ranks`); they end with the service.
 
         Raises:
             FileNotFoundError: if there is no such model.
@@ -122,7 +124,7 @@ class Service:
         self._ready = self._draining = self._closed = False
         self._changed = threading.Condition(threading.RLock())
         self._ended = threading.Event()
-        self._ranks = Ranks(ranks, self.device, self.collectives, link, compression)
+        self._ranks = started or Ranks(ranks, self.device, self.collectives, link, compression)
         self._watchdog = Watchdog(self._ranks.names, patience)
         self._thread = threading.Thread(target=self._receive, args=(limits,), name="surgeon-service", daemon=True)
         try:

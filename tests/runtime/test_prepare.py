@@ -190,6 +190,27 @@ def test_a_family_that_is_not_known_to_run(saved: Callable[..., Path], monkeypat
         make_plan(saved("gemma2"), 1, 20)
 
 
+@pytest.mark.parametrize(
+    ("family", "rope"),
+    [
+        ("llama", {"rope_type": "default", "rope_theta": 7e4}),
+        ("gpt_neox", {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+        ("phi3", {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.75}),
+        ("llama", {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.5}),
+    ],
+)
+def test_rotary_positions_are_those_of_transformers(
+    family: str, rope: dict[str, Any], tiny_model: Callable[..., Any], tmp_path: Path
+) -> None:
+    model = tiny_model(family, rope_parameters=rope)
+    model.save_pretrained(tmp_path)
+    module = next(found for name, found in model.named_modules() if name.endswith("rotary_emb"))
+    rotary = make_plan(tmp_path, 1, 16).rotary
+    assert rotary is not None
+    assert rotary.inverse_frequencies == tuple(module.inv_freq.tolist())
+    assert rotary.scale == module.attention_scaling
+
+
 def test_rotary_positions_that_change_with_the_length(saved: Callable[..., Path]) -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 16}
     folder = saved(rope_parameters=rope)

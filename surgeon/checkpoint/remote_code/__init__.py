@@ -27,10 +27,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-
-from transformers import PreTrainedConfig, PreTrainedModel
+from typing import TYPE_CHECKING
 
 from surgeon.model import PROGRAM_PREFIX
+
+if TYPE_CHECKING:  # takes seconds, and ranks do without
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 @dataclass(frozen=True)
