@@ -11,16 +11,17 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from importlib import import_module
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.utils.output_capturing import install_output_capuring_hook
 
 from surgeon.execute import Branch, Machine, Partial, Pending, State, advance, land
 from surgeon.families import Family, SublayerSpec, family_of
 from surgeon.program import ATTENTION, Fork, Program, Step, Sublayer
 from surgeon.weights import ModelWeights, ModuleStore, NamedTensors, derive_sublayer, stored_tensors
+
+if TYPE_CHECKING:  # takes seconds, and who has no model yet does without
+    from transformers import PreTrainedModel
 
 Group = tuple[tuple[int, ...], int | None]
 
@@ -315,6 +316,8 @@ class StreamTap(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        from transformers.utils.output_capturing import install_output_capuring_hook
+
         install_output_capuring_hook(self, "hidden_states", 0)
 
     def forward(self, before: Tensor, after: Tensor) -> Tensor:  # noqa: ARG002 - the collector takes the first `before`

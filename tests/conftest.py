@@ -5,10 +5,12 @@ Torch and transformers are imported by the fixtures that need them, so that pyte
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +31,26 @@ wait_asleep()  # tests share their cores with each other, and with the ranks the
 # it to a process of theirs would wait for ever.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Where several workers run tests (pytest-xdist), those marked `alone` run while the other workers wait.
+
+    Every test stays in the room while it runs, one that is alone locks it. Who locks it holds the door meanwhile, so
+    that nobody enters before the room is empty.
+    """
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return (yield)
+    shared: Path = item.config._tmp_path_factory.getbasetemp().parent  # type: ignore[attr-defined]
+    alone = item.get_closest_marker("alone") is not None
+    with ExitStack() as stack:
+        door, room = (stack.enter_context((shared / name).open("w")) for name in ("door", "room"))
+        fcntl.flock(door, fcntl.LOCK_EX)
+        fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        if not alone:
+            fcntl.flock(door, fcntl.LOCK_UN)
+        return (yield)
 
 
 @pytest.fixture(autouse=True)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
 
 from surgeon.checkpoint.forms import FORMS, form_of
 from surgeon.checkpoint.forms.fused import GLOBAL_WIDTHS_KEY, WIDTHS_KEY
@@ -17,6 +16,9 @@ from surgeon.families.fused import FUSED
 from surgeon.model import PROGRAM_KEY, PROGRAM_PREFIX, edit
 from surgeon.program import Program
 from surgeon.weights import Names
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 MOST_LABELS = 1_000_000  # of a classifier, which a config.json may speak of
 

@@ -125,12 +125,8 @@ def generate(
     torchrun (see --tp); every rank loads its own slices of the weights only. The texts are the same for any number of
     ranks.
     """
-    from surgeon.report.generation import describe_generation
     from surgeon.runtime.defaults import read_defaults
-    from surgeon.runtime.encoding import Encoder
-    from surgeon.runtime.plan.checks import make_plan
-    from surgeon.runtime.service import Service
-    from surgeon.runtime.text import open_tokenizer
+    from surgeon.runtime.processes.ranks import early_ranks
 
     defaults = read_defaults(model)
     sampling = choosing.sampling(defaults)
@@ -138,21 +134,30 @@ def generate(
     _warn_of_unapplied(defaults, sampling)
     sending = run.sending()
     texts = read_prompts(prompt or [], prompts)
-    tokenizer, most = open_tokenizer(model), make_plan(model, run.tp, None, run.program).max_tokens
-    encoder = Encoder(tokenizer)
-    tokens = [_encode(encoder, text, most, place if len(texts) > 1 else None) for place, text in texts.items()]
-    options = run.service(
-        sending,
-        max_batch=min(max_batch, len(tokens)),
-        max_tokens=max(map(len, tokens)) + sampling.max_new_tokens,
-        max_waiting=len(tokens),
-    )
-    with Service(model, options, tokenizer) as service:
-        streams = [service.submit(ids, sampling) for ids in tokens]
-        usages = _write_all([*texts.values()], streams, as_json)
-        place = f"{options.ranks.device}, {options.ranks.collectives}{sending.words}"
-        figures = service.figures()
-    print(describe_generation(service.plan, figures, usages, place, sending.compression), file=sys.stderr)
+    ranks = run.ranks(sending)
+    with early_ranks(ranks) as started:
+        # These need `transformers`, and take as long to import as ranks take to start.
+        from surgeon.report.generation import describe_generation
+        from surgeon.runtime.encoding import Encoder
+        from surgeon.runtime.plan.checks import make_plan
+        from surgeon.runtime.service import Service
+        from surgeon.runtime.text import open_tokenizer
+
+        tokenizer, most = open_tokenizer(model), make_plan(model, run.tp, None, run.program).max_tokens
+        encoder = Encoder(tokenizer)
+        tokens = [_encode(encoder, text, most, place if len(texts) > 1 else None) for place, text in texts.items()]
+        options = run.service(
+            ranks,
+            max_batch=min(max_batch, len(tokens)),
+            max_tokens=max(map(len, tokens)) + sampling.max_new_tokens,
+            max_waiting=len(tokens),
+        )
+        with Service(model, options, tokenizer, started) as service:
+            streams = [service.submit(ids, sampling) for ids in tokens]
+            usages = _write_all([*texts.values()], streams, as_json)
+            place = f"{options.ranks.device}, {options.ranks.collectives}{sending.words}"
+            figures = service.figures()
+        print(describe_generation(service.plan, figures, usages, place, sending.compression), file=sys.stderr)
 
 
 def _warn_of_ignored(sampling: Sampling) -> None:

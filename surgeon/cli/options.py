@@ -15,6 +15,7 @@ from surgeon.cli.ranks import settle_ranks
 from surgeon.cli.sending import Sending, parse_sending
 
 if TYPE_CHECKING:
+    from surgeon.runtime.processes.ranks import RankOptions
     from surgeon.runtime.service import ServiceOptions
 
 DEFAULT_TOKENS = 8192  # surgeon.quality.data.DEFAULT_TOKENS, which is not light
@@ -170,18 +171,23 @@ class RunArguments:
         """
         return parse_sending(self.tp, self.link_delay, self.link_bandwidth, self.compress)
 
-    def service(self, sending: Sending, **more: Any) -> ServiceOptions:
-        """How a service runs so.
-
-        Args:
-            more: further fields of `ServiceOptions`.
+    def ranks(self, sending: Sending) -> RankOptions:
+        """The ranks that a service runs on.
 
         Raises:
             ValueError: if these options do not fit each other or this machine.
         """
         from surgeon.runtime.processes.ranks import RankOptions, choose_device
-        from surgeon.runtime.service import ServiceOptions
 
         device = choose_device(self.device, self.tp)
-        ranks = RankOptions(self.tp, device, self.collectives, sending.link, sending.compression)
+        return RankOptions(self.tp, device, self.collectives, sending.link, sending.compression)
+
+    def service(self, ranks: RankOptions, **more: Any) -> ServiceOptions:
+        """How a service runs on such ranks.
+
+        Args:
+            more: further fields of `ServiceOptions`.
+        """
+        from surgeon.runtime.service import ServiceOptions
+
         return ServiceOptions(ranks, self.program, dtype=self.dtype, decoding=self.decoding, **more)

@@ -87,8 +87,9 @@ def serve(
     if api_key is not None and not api_key.strip():
         raise ValueError("the API key is empty; give one, or leave --api-key and SURGEON_API_KEY out")
     limit = None if memory is None else parse_size(memory)
+    ranks = run.ranks(run.sending())
     options = run.service(
-        run.sending(), max_batch=max_batch, max_tokens=max_tokens, blocks=blocks, memory=limit, max_waiting=max_waiting
+        ranks, max_batch=max_batch, max_tokens=max_tokens, blocks=blocks, memory=limit, max_waiting=max_waiting
     )
     tokenizer, defaults = open_tokenizer(model), read_defaults(model)
     if complaint := defaults.complaint():

@@ -240,13 +240,19 @@ class Family:
 
     def angles(self, config: Any) -> tuple[tuple[float, ...], float]:
         """Of rotary positions: how far each pair of features turns per position, and the factor on cosine and sine."""
-        from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
-        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+        import torch
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-        # The class is the same in all families but for a part of the features, which Llama's takes no notice of.
-        made: Any = GPTNeoXRotaryEmbedding if self.partly_rotary else LlamaRotaryEmbedding
-        module = made(config)
-        return tuple(module.inv_freq.tolist()), float(module.attention_scaling)
+        rope = config.rope_parameters
+        if rope["rope_type"] in ROPE_INIT_FUNCTIONS:
+            frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config)
+            return tuple(frequencies.tolist()), float(scale)
+        # Plain ones, in float32 as `transformers` has them: its own stand in modeling files, which take long to import.
+        width = self.head_dim(config)
+        if self.partly_rotary:
+            width = int(width * rope.get("partial_rotary_factor", 1.0))
+        powers = torch.arange(0, width, 2, dtype=torch.float32) / width
+        return tuple((1.0 / rope["rope_theta"] ** powers).tolist()), 1.0
 
     def head_dim(self, config: Any) -> int:
         """The width of one head under this config."""

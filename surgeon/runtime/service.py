@@ -106,13 +106,20 @@ class Service:
             while they run. Ranks that have not ended but are stuck are noticed, and ended, while requests are open.
     """
 
-    def __init__(self, model: str | Path, options: ServiceOptions | None = None, tokenizer: Any = None) -> None:
+    def __init__(
+        self,
+        model: str | Path,
+        options: ServiceOptions | None = None,
+        tokenizer: Any = None,
+        started: Ranks | None = None,
+    ) -> None:
         """Check everything that can be checked, then start ranks and load the model.
 
         Args:
             model: a checkpoint folder (edited by surgeon or not) or a hub name.
             options: those of one rank on a CPU by default.
             tokenizer: a tokenizer of `transformers`; without one events have no text.
+            started: the options' ranks, if there are any already (`early_ranks`); they end with the service.
 
         Raises:
             FileNotFoundError: if there is no such model.
@@ -137,7 +144,7 @@ class Service:
         self._ready = self._draining = self._closed = False
         self._changed = threading.Condition(threading.RLock())
         self._ended = threading.Event()
-        self._ranks = Ranks(options.ranks)
+        self._ranks = started or Ranks(options.ranks)
         self._watchdog = Watchdog(self._ranks.names, options.patience)
         self._thread = threading.Thread(target=self._receive, args=(limits,), name="surgeon-service", daemon=True)
         try:

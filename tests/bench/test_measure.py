@@ -32,6 +32,8 @@ from surgeon.runtime.comm.link import Link
 from surgeon.runtime.processes.ranks import RankOptions, Ranks
 from tests.models import VOCABULARY, damage, tiny_model
 
+pytestmark = pytest.mark.alone  # what is measured here is compared
+
 DELAY = 0.005  # far longer than a step for one token, shorter than one for hundreds
 HIDDEN = 256
 MANY = Load(batch=8, prompt=100, new=2)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
 from surgeon.checkpoint.forms.planning import PlannedTensor, TensorPlanner
 from surgeon.checkpoint.forms.stored_layers import StoredLayer, per_layer_lists, stored_layers
@@ -124,10 +123,14 @@ class Form(ABC):
 
     def model_class(self, config: Any) -> Any:  # noqa: ARG002
         """The class that `surgeon.load` builds, whose code is never the folder's own."""
+        from transformers import AutoModelForCausalLM  # takes seconds, and who only reads configurations does without
+
         return AutoModelForCausalLM
 
     def written_class(self, checkpoint: Checkpoint, config: Any) -> tuple[Any, Any]:
         """The class that others build, in the modeling file inside the checkpoint if it has one; its configuration."""
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
         if self.shipped is None:
             return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config
         model_class: Any = self.shipped.model_class(config.model_type, checkpoint.folder)

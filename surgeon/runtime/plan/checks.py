@@ -9,7 +9,6 @@ import math
 from pathlib import Path
 from typing import Any, get_args
 
-from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from surgeon.checkpoint.load import compute_dtype, read_config, stored_program
@@ -20,7 +19,7 @@ from surgeon.families.fused import FUSED
 from surgeon.model import check_layers
 from surgeon.program import Program
 from surgeon.runtime.plan.placement import rank_work
-from surgeon.runtime.plan.specification import Decoding, Plan, Rotary
+from surgeon.runtime.plan.specification import OWN_ACTIVATIONS, Decoding, Plan, Rotary
 from surgeon.weights import ModelWeights, indivisible, require_sliceable
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -163,8 +162,11 @@ def _expected_shapes(program: Program, source: ModelWeights, config: Any) -> dic
 
 def _activation(config: Any, family: Family) -> str:
     name = str(getattr(config, family.activation))
-    if name not in ACT2FN:
-        raise ValueError(f"there is no activation {name!r}; {did_you_mean(name, ACT2FN)}")
+    if name not in OWN_ACTIVATIONS:
+        from transformers.activations import ACT2FN
+
+        if name not in ACT2FN:
+            raise ValueError(f"there is no activation {name!r}; {did_you_mean(name, ACT2FN)}")
     return name
 
 

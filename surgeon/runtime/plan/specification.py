@@ -15,6 +15,10 @@ from surgeon.program import Sublayer
 Decoding = Literal["auto", "dynamic", "static", "captured"]
 
 
+# What ranks compute without asking `transformers`, which takes seconds to import (see model/layers.py).
+OWN_ACTIVATIONS = ("silu", "swish", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh")
+
+
 @dataclass(frozen=True)
 class Rotary:
     """Rotary positions: an angle per position and pair of features, and a factor on both cosine and sine."""

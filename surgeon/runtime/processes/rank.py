@@ -168,9 +168,14 @@ def threads_per_rank(ranks: int) -> int:
     Args:
         ranks: of this machine.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     wanted = os.environ.get("OMP_NUM_THREADS", "")
     return max(1, min(cores // ranks, int(wanted) if wanted.isdecimal() else cores))
+
+
+def usable_cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def serve(connection: Connection, channel: Sequence[int]) -> None:

@@ -6,7 +6,8 @@ import os
 import pickle
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -20,7 +21,7 @@ from surgeon.runtime.comm.collectives import StoreAddress
 from surgeon.runtime.comm.link import Link
 from surgeon.runtime.comm.quantised import Compression
 from surgeon.runtime.comm.shared_memory import create_memory
-from surgeon.runtime.processes.rank import RankError, RankSettings
+from surgeon.runtime.processes.rank import RankError, RankSettings, usable_cores
 from surgeon.runtime.processes.rank_process import JoinedRank, RankFailed, RankProcess, StartedRank, noted
 from surgeon.runtime.processes.rendezvous import rendezvous_at
 from surgeon.runtime.processes.torchrun import (
@@ -31,7 +32,7 @@ from surgeon.runtime.processes.torchrun import (
     read_environment,
 )
 
-__all__ = ["RankFailed", "RankOptions", "Ranks", "check_sending", "choose_collectives", "choose_device"]
+__all__ = ["RankFailed", "RankOptions", "Ranks", "check_sending", "choose_collectives", "choose_device", "early_ranks"]
 
 GRACE_SECONDS = 0.5  # how long to look for the rank that failed first, when another reports that it lost it
 
@@ -69,8 +70,11 @@ class Ranks:
     outlives them. Under torchrun only rank 0 is; the others are the processes of torchrun that have joined this one.
     """
 
-    def __init__(self, options: RankOptions) -> None:
+    def __init__(self, options: RankOptions, wait: bool = True) -> None:
         """Start them, or wait until they have joined.
+
+        Args:
+            wait: until they have connected; if not, the first call does, and raises `RankFailed` if one cannot.
 
         Raises:
             ValueError: if torchrun has started another number of processes, or this is not the one with rank 0.
@@ -79,6 +83,7 @@ class Ranks:
         """
         ranks, self.collectives = options.ranks, options.collectives
         self._failure: str | None = None
+        self._connected = False
         self._folder = tempfile.TemporaryDirectory(prefix="surgeon-ranks-")
         self._processes: list[RankProcess] = []
         torchrun = read_environment()
@@ -98,13 +103,20 @@ class Ranks:
                     compression=options.compression,
                 )
                 self._send(process, settings)
-            self._results(None)
+            if wait:
+                self._connect()
         except BaseException as error:
             self._close_after(error)
             raise
         finally:
             if memory is not None:
                 os.close(memory)
+
+    def _connect(self) -> None:
+        """Wait until all have connected to each other, once."""
+        if not self._connected:
+            self._results(None)
+            self._connected = True
 
     def _start(self, ranks: int, memory: int | None) -> Path:
         """Start all ranks as child processes; they meet at a file."""
@@ -164,6 +176,7 @@ class Ranks:
         """
         message = function, arguments
         try:
+            self._connect()
             for process in self._processes:
                 self._send(process, message)
             return self._results(notify)
@@ -253,6 +266,20 @@ class Ranks:
             self.close()
         else:
             self._close_after(error)
+
+
+@contextmanager
+def early_ranks(options: RankOptions) -> Iterator[Ranks | None]:
+    """Ranks that start while this process finds out what they are to do, or None where that may be in vain.
+
+    They take seconds to start. So many that they have no core each may turn out too many for the model; those of
+    torchrun have started anyway.
+    """
+    if read_environment() is not None or options.ranks > usable_cores():
+        yield None
+        return
+    with Ranks(options, wait=False) as started:
+        yield started
 
 
 def choose_device(wanted: str, ranks: int) -> str:

@@ -139,6 +139,7 @@ def test_waiting_costs_little_processor_time() -> None:
     clock.wait_until(clock.now() - 5)  # what is over is over
 
 
+@pytest.mark.alone
 def test_ranks_really_compute_while_transfers_are_under_way() -> None:
     delay, rounds = 0.05, 6
     with Ranks(RankOptions(2, collectives="shm", link=Link(delay=delay))) as ranks:
@@ -153,6 +154,7 @@ def fastest(ranks: Ranks, *arguments: float) -> float:
     return min(max(ranks.call(on_collectives.seconds_of_sums, *arguments)) for _ in range(4))
 
 
+@pytest.mark.alone
 def test_bandwidth_counts_bytes_on_ranks() -> None:
     link = Link(bandwidth=4 * 4096 / 0.02)  # a sum of 4096 floats in 20 ms
     with Ranks(RankOptions(2, collectives="shm", link=link)) as ranks:

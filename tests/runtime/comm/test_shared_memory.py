@@ -71,6 +71,7 @@ def test_more_ranks_than_cores() -> None:
             assert [float(value) for value in found] == [own, float(number)] * 20
 
 
+@pytest.mark.alone
 def test_idle_ranks_leave_the_processor_alone() -> None:
     with Ranks(RankOptions(3, collectives="shm")) as ranks:
         ranks.call(on_ranks.staggered_sums, 3)
