@@ -174,7 +174,7 @@ raise SystemExit(main(sys.argv[1:]))
 """
 
 
-def test_killed_and_started_again(tmp_path: Path, tiny_text: Path) -> None:
+def test_killed_and_started_again(tmp_path: Path, tiny_text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = save_checkpoint(tmp_path / "model", num_layers=3)
     arguments = [
         "scan",
@@ -201,9 +201,9 @@ def test_killed_and_started_again(tmp_path: Path, tiny_text: Path) -> None:
     child.send_signal(signal.SIGKILL)
     child.wait()
     assert not (folder / "cells.csv").exists()
-    whole = subprocess.run([*command, "-o", str(folder)], env=environment, capture_output=True, text=True, check=True)
-    assert "sublayers run" in whole.stdout
     from surgeon.cli.app import main
 
+    assert main([*arguments, "-o", str(folder)]) == 0
+    assert "sublayers run" in capsys.readouterr().out
     assert main([*arguments, "-o", str(tmp_path / "whole")]) == 0
     assert (folder / "cells.csv").read_bytes() == (tmp_path / "whole" / "cells.csv").read_bytes()
