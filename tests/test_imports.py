@@ -205,6 +205,25 @@ def test_operations_are_light_enough_for_help_texts() -> None:
     assert modules_imported_by("import surgeon.operations") & {*HEAVY, "pydantic"} == set()
 
 
+@pytest.mark.parametrize(
+    ("code", "left_out"),
+    [
+        (
+            "import surgeon.runtime.processes.rank, surgeon.runtime.processes.worker",
+            ["transformers", "pandas", "scipy", "datasets"],
+        ),
+        (
+            "from surgeon.runtime.service import make_plan; make_plan('demo', 2, 64)",
+            ["transformers.modeling_utils", "transformers.models.llama.modeling_llama"],
+        ),
+    ],
+    ids=["ranks", "services"],
+)
+def test_what_runs_ranks_imports_no_models(code: str, left_out: list[str]) -> None:
+    script = f"import sys\n{code}\nprint([name for name in {left_out} if name in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", script], text=True) == "[]\n"
+
+
 def test_every_public_name_is_there() -> None:
     import surgeon
 

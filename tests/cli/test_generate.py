@@ -17,6 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from surgeon.cli.app import main
+from surgeon.runtime import service
+from surgeon.runtime.processes import ranks
 from surgeon.runtime.text import Continuation
 from tests.models import damage
 
@@ -215,14 +217,16 @@ def test_what_changes_nothing_is_said(endless: Path, capfd: pytest.CaptureFixtur
     ],
     ids=str,
 )
-def test_refusals_start_no_rank(
+def test_refusals_leave_no_rank(
     options: list[str],
     message: str,
     tiny_checkpoint: Path,
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
+    started: list[subprocess.Popen[bytes]] = []
+    start = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: started.append(start(*a, **k)) or started[-1])
     if options == ["--prompt", ""]:
         tokenizer = AutoTokenizer.from_pretrained(tiny_checkpoint)
         tokenizer.backend_tokenizer.post_processor = None
@@ -232,6 +236,30 @@ def test_refusals_start_no_rank(
     out, err = capfd.readouterr()
     assert out == ""
     assert re.fullmatch(message + "\n", err)
+    assert all(process.poll() is not None for process in started)
+
+
+def test_ranks_start_before_the_model_is_looked_at(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Both take seconds."""
+    order: list[str] = []
+    start, plan = subprocess.Popen, service.make_plan
+    monkeypatch.setattr(ranks, "usable_cores", lambda: 2)
+    monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: order.append("rank") or start(*a, **k))
+    monkeypatch.setattr(service, "make_plan", lambda *a, **k: order.append("plan") or plan(*a, **k))
+    assert generate(tiny_checkpoint, "--tp", "2") == 0
+    assert order == ["rank", "rank", "plan"]
+    assert "ranks    2 (cpu, shm" in capfd.readouterr().err
+
+
+def test_more_ranks_than_cores_wait_for_the_plan(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ranks, "usable_cores", lambda: 2)
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
+    assert generate(tiny_checkpoint, "--tp", "3") == 1
+    assert "1, 2 or 4 can" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

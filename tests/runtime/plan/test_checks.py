@@ -14,7 +14,9 @@ from safetensors.torch import load_file, save_file
 from surgeon.families import FAMILIES
 from surgeon.operations import desync, tracks
 from surgeon.program import Program
+from surgeon.runtime.model.layers import ACTIVATIONS
 from surgeon.runtime.plan.checks import make_plan
+from surgeon.runtime.plan.specification import OWN_ACTIVATIONS
 
 
 @pytest.fixture
@@ -302,3 +304,28 @@ def test_other_things_that_cannot_run(saved: Callable[..., Path]) -> None:
         make_plan(folder, 1, 20)
     with pytest.raises(FileNotFoundError):
         make_plan(folder / "nowhere", 1, 20)
+
+
+@pytest.mark.parametrize(
+    ("family", "rope"),
+    [
+        ("llama", {"rope_type": "default", "rope_theta": 7e4}),
+        ("gpt_neox", {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+        ("phi3", {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.75}),
+        ("llama", {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.5}),
+    ],
+)
+def test_rotary_positions_are_those_of_transformers(
+    family: str, rope: dict[str, Any], tiny_model: Callable[..., Any], tmp_path: Path
+) -> None:
+    model = tiny_model(family, rope_parameters=rope)
+    model.save_pretrained(tmp_path)
+    module = next(found for name, found in model.named_modules() if name.endswith("rotary_emb"))
+    rotary = make_plan(tmp_path, 1, 16).rotary
+    assert rotary is not None
+    assert rotary.inverse_frequencies == tuple(module.inv_freq.tolist())
+    assert rotary.scale == module.attention_scaling
+
+
+def test_activations_that_ranks_compute_themselves_are_known() -> None:
+    assert set(OWN_ACTIVATIONS) == set(ACTIVATIONS)
