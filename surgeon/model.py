@@ -188,6 +188,7 @@ class EditedLayers(nn.Module):
         self.config = config
         self.layer_configs = list(config.per_layer_config)  # layers of the fused form differ in width
         self.family = family
+        self.output_scale = family.output_scale(config)
         self.program = program
         self.stream_tap = StreamTap()
         for sublayer in dict.fromkeys(program.sublayers()):
@@ -350,6 +351,8 @@ class ModelMachine(Machine):
             output: Tensor = checkpointed(call, stream)
         else:
             output = call(stream)
+        if self.layers.output_scale is not None:
+            output = output * self.layers.output_scale
         dropout = self.layers.family.dropout
         if dropout is not None and self.layers.training:
             output = nn.functional.dropout(output, getattr(self.layers.config, dropout))

@@ -17,6 +17,17 @@ LOCAL = ("sliding_attention", "local")  # what configs call layers whose attenti
 
 
 @dataclass(frozen=True)
+class Factor:
+    """A factor that a config has in an attribute, where 1 is none."""
+
+    attribute: str
+
+    def __call__(self, config: Any) -> float | None:
+        factor = float(getattr(config, self.attribute))
+        return None if factor == 1 else factor
+
+
+@dataclass(frozen=True)
 class Projection:
     """One linear map of a sublayer.
 

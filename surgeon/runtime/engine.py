@@ -277,6 +277,8 @@ class RankEngine(Share):
     def _own_logits(self, stream: Tensor) -> Tensor:
         normed = self.final_norm(stream)
         logits = normed @ self.head if self.head_bias is None else torch.addmm(self.head_bias, normed, self.head)
+        if self.plan.logit_scale is not None:
+            logits = logits * self.plan.logit_scale
         return logits if self.plan.logit_softcap is None else softcap(logits, self.plan.logit_softcap)
 
     def _gather(self, own: Tensor) -> Tensor:
