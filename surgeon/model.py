@@ -172,6 +172,7 @@ class EditedLayers(nn.Module):
         self.original = [layers]  # in a list, so that it is not registered a second time
         self.config = config
         self.family = family
+        self.output_scale = family.output_scale(config)
         self.program = program
         self.stream_tap = StreamTap()
         for sublayer in dict.fromkeys(program.sublayers()):
@@ -362,6 +363,8 @@ class ModelMachine(Machine):
             output: Tensor = checkpointed(call, stream)
         else:
             output = call(stream)
+        if self.layers.output_scale is not None:
+            output = output * self.layers.output_scale
         dropout = self.layers.family.dropout
         if dropout is not None and self.layers.training:
             output = nn.functional.dropout(output, getattr(self.layers.config, dropout))

@@ -150,6 +150,24 @@ def _qwen3(draw: Draw, layers: int) -> dict[str, Any]:
     return _gated(draw) | _layer_types(draw, layers) | {"attention_bias": draw(st.booleans())}
 
 
+def _smollm3(draw: Draw, layers: int) -> dict[str, Any]:
+    # As with Qwen2, heads divide 32 features; layers have rotary positions or not, and windows or not, as it comes.
+    heads = _heads(draw)
+    rotary = st.lists(st.integers(0, 1), min_size=layers, max_size=layers)
+    drawn = _gated(draw, (32 // heads["num_attention_heads"],)) | heads | _layer_types(draw, layers)
+    del drawn["head_dim"]
+    return drawn | {
+        "no_rope_layers": draw(rotary),
+        "attention_bias": draw(st.booleans()),
+        "mlp_bias": draw(st.booleans()),
+    }
+
+
+def _granite(draw: Draw, layers: int) -> dict[str, Any]:
+    factors = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+    return _llama(draw, layers) | {factor: draw(st.sampled_from((0.25, 1, 1.5))) for factor in factors}
+
+
 def _gemma2(draw: Draw, layers: int) -> dict[str, Any]:
     drawn = _gated(draw) | _layer_types(draw, layers)
     drawn["hidden_activation"] = drawn.pop("hidden_act")
@@ -221,6 +239,8 @@ _OF_FAMILY: dict[str, Callable[[Draw, int], dict[str, Any]]] = {
     "mistral": _mistral,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "smollm3": _smollm3,
+    "granite": _granite,
     "gemma2": _gemma2,
     "phi3": _phi3,
     "opt": _opt,

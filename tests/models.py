@@ -16,6 +16,7 @@ from transformers import (
     GPT2Config,
     GPTNeoConfig,
     GPTNeoXConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
     OPTConfig,
@@ -23,6 +24,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
 )
 
 VOCABULARY = 97
@@ -55,6 +57,13 @@ _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
         | {"head_dim": 16, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 24},
     ),
     "phi3": (Phi3Config, _GROUPED | _WINDOW | {"pad_token_id": 1}),
+    # Layers with rotary positions and layers with windows take turns.
+    "smollm3": (SmolLM3Config, _GROUPED | _WINDOW | {"use_sliding_window": True, "no_rope_layer_interval": 2}),
+    "granite": (
+        GraniteConfig,
+        _GROUPED
+        | {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 2.5},
+    ),
     "opt": (OPTConfig, {"ffn_dim": 48, "word_embed_proj_dim": HIDDEN, "pad_token_id": 1}),
     "gpt2": (GPT2Config, {"n_inner": 48}),
     "gpt_neo": (GPTNeoConfig, {"intermediate_size": 48, "window_size": 5}),

@@ -183,6 +183,31 @@ class _Phi3(Reference):
         return self.linear(self.at(k, self.down), self.activation(gate) * up)
 
 
+class _SmolLM3(Reference):
+    def qkv(self, k: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self.config.no_rope_layers[k]:
+            return super().qkv(k, x)
+        q, key, v = (self.heads(self.linear(self.at(k, f"self_attn.{n}_proj"), x)) for n in "qkv")
+        return q, key, v
+
+
+class _Granite(Reference):
+    def embed(self, ids: Tensor) -> Tensor:
+        return super().embed(ids) * self.config.embedding_multiplier
+
+    def logits(self, x: Tensor) -> Tensor:
+        return super().logits(x) / self.config.logits_scaling
+
+    def scale(self) -> float:
+        return float(self.config.attention_multiplier)
+
+    def after_attention(self, k: int, x: Tensor) -> Tensor:  # noqa: ARG002
+        return x * self.config.residual_multiplier
+
+    def feed_forward(self, k: int, x: Tensor) -> Tensor:
+        return super().feed_forward(k, x) * self.config.residual_multiplier
+
+
 class _Gemma2(Reference):
     mlp_norm, activation_name = "pre_feedforward_layernorm", "hidden_activation"
 
@@ -292,6 +317,8 @@ class _GptNeoX(_LayerNorms):
 
 
 _CLASSES: dict[str, type[Reference]] = {
+    "smollm3": _SmolLM3,
+    "granite": _Granite,
     "opt": _Opt,
     "phi3": _Phi3,
     "gemma2": _Gemma2,

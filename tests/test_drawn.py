@@ -83,6 +83,8 @@ def streamed(folder: Path, program: str) -> Tensor:
     family = family_of(model.config)
     with torch.no_grad():
         logits: Tensor = model.get_submodule(family.head)(model.get_submodule(family.final_norm)(stream))
+    scale = family.logit_scale(model.config)
+    logits = logits if scale is None else logits * scale
     cap = None if family.softcap is None else getattr(model.config, family.softcap)
     return logits if cap is None else (logits / cap).tanh() * cap
 

@@ -24,7 +24,7 @@ from surgeon.program import Program
 from tests.checkpoint.helpers import IDS, plain_logits, save_source
 
 NEW_TOKENS = 8
-PAIRS = {"gpt_neo": (1, 3)}  # layers of one kind of attention
+PAIRS = {"gpt_neo": (1, 3), "smollm3": (1, 3)}  # layers of one kind of attention
 DEFAULT_PAIR = (2, 3)
 
 

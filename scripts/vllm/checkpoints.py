@@ -26,6 +26,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 32, "tie_word_embeddings": True, "final_logit_softcapping": 1e3},
     "opt": {"word_embed_proj_dim": 128},
     "gpt_neo": {"attention_types": [[["global"], 1], [["local"], 2], [["global"], 1]]},
+    "smollm3": {"no_rope_layers": [1, 0, 0, 1], "use_sliding_window": False},
 }
 FUSABLE = tuple(name for name, family in FAMILIES.items() if family.attention.post_norm is None)
 NARROWEST = 32  # features of a head that vLLM's attention on CPUs has code for

@@ -89,7 +89,7 @@ def read_config(checkpoint: Checkpoint) -> Any:
     family = _family_in(checkpoint)
     stored_program(checkpoint)
     _check_widths(checkpoint)
-    _check_counts(checkpoint)
+    _check_counts(checkpoint, family)
     try:
         config = form_of(checkpoint).stock_config(checkpoint, family)
     except Exception as error:  # whatever it trips over is a fault of the file
@@ -142,11 +142,11 @@ def _family_in(checkpoint: Checkpoint) -> Family:
     return family_named(name)
 
 
-def _check_counts(checkpoint: Checkpoint) -> None:
+def _check_counts(checkpoint: Checkpoint, family: Family) -> None:
     """Refuse numbers of things that `transformers` would begin to make one by one, whatever the number."""
     tensors = len(checkpoint.names())
-    counts = [(name, checkpoint.config.get(name), tensors) for name in ("num_hidden_layers", "n_layer", "num_layers")]
-    counts += [("attention_types", count, tensors) for count in _numbers_in(checkpoint.config.get("attention_types"))]
+    named = ((name, checkpoint.config.get(name)) for name in family.layer_counts)
+    counts = [(name, count, tensors) for name, value in named for count in _numbers_in(value)]
     counts.append(("num_labels", checkpoint.config.get("num_labels"), MOST_LABELS))
     for name, count, limit in counts:
         if isinstance(count, int | float) and count > limit:
@@ -156,7 +156,7 @@ def _check_counts(checkpoint: Checkpoint) -> None:
 
 
 def _numbers_in(value: Any) -> list[Any]:
-    """All that is in lists of lists."""
+    """A value that is no list, or all that is in lists of lists."""
     found, left = [], [value]
     while left:
         item = left.pop()

@@ -17,6 +17,17 @@ LOCAL = ("sliding_attention", "local")  # what configs call layers whose attenti
 
 
 @dataclass(frozen=True)
+class Factor:
+    """A factor that a config has in an attribute, where 1 is none."""
+
+    attribute: str
+
+    def __call__(self, config: Any) -> float | None:
+        factor = float(getattr(config, self.attribute))
+        return None if factor == 1 else factor
+
+
+@dataclass(frozen=True)
 class Projection:
     """One linear map of a sublayer.
 
@@ -132,6 +143,7 @@ class Family:
         attention_softcap: the same for the scores of attentions.
         window: the config attribute with how many tokens an attention looks at, itself the last of them, if any.
         window_layers: the config attribute that says which layers have the window; all of them where there is none.
+        layer_counts: entries of config.json that say how many layers there are, by numbers or by lists with numbers.
         layer_lists: config attributes with one item per layer that says something of its attention.
         embedding_scale: what embeddings are multiplied by.
         attention_scale: what products of queries and keys are multiplied by; by default 1 / sqrt(head_dim).
@@ -177,6 +189,7 @@ class Family:
     attention_softcap: str | None = None
     window: str | None = None
     window_layers: str | None = None
+    layer_counts: tuple[str, ...] = ("num_hidden_layers",)
     layer_lists: tuple[str, ...] = ("layer_types",)
     embedding_scale: Scale = _no_factor
     attention_scale: Scale = _no_factor

@@ -7,7 +7,7 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
-from surgeon.families.base import Family, Projection
+from surgeon.families.base import Factor, Family, Projection
 from surgeon.families.llama import LLAMA
 from surgeon.families.registry import FAMILIES
 
@@ -41,6 +41,11 @@ FUSED = replace(
     window="sliding_window",
     window_layers="layer_types",
     attention_scale=attrgetter("attention_scaling"),
+    embedding_scale=Factor("embedding_scale"),
+    output_scale=Factor("output_scale"),
+    logit_scale=Factor("logit_scale"),
+    rotary_layers="rotary_layers",
+    layer_lists=("layer_types", "rotary_layers"),
     head_norm_turns=True,
     variant=_variant,
 )

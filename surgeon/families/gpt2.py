@@ -52,6 +52,7 @@ GPT2 = Family(
     gated=False,
     rotary=False,
     position_embedding="transformer.wpe",
+    layer_counts=("num_hidden_layers", "n_layer"),
     module_dropout="resid_pdrop",
     attention_dropout="attn_pdrop",
     embedding_dropout="embd_pdrop",

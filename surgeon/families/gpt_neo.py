@@ -52,6 +52,7 @@ GPT_NEO = Family(
     window_layers="attention_layers",
     module_dropout="resid_dropout",
     embedding_dropout="embed_dropout",
+    layer_counts=("num_hidden_layers", "num_layers", "attention_types"),
     layer_lists=("layer_types", "attention_layers"),
     attention_scale=_attention_scale,
     returns_tuple=True,

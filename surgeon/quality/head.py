@@ -78,6 +78,7 @@ class OutputHead:
             raise ValueError(f"the output head is a {type(head).__name__}; only a plain linear head can be measured")
         self.weight = head.weight
         self.bias = head.bias
+        self.scale = family.logit_scale(model.config)
         self.softcap: float | None = getattr(model.config, family.softcap) if family.softcap else None
 
     def rows(self, tokens: int) -> int:
@@ -111,7 +112,8 @@ class OutputHead:
             if self.softcap is None:
                 kept[rows] = self._expected(p)
             # The cross term of a capped head has the bias in its logits.
-            constant.append(-entropy if self.bias is None or self.softcap else -entropy - p @ self.bias.float())
+            own = self.bias is not None and not self.softcap
+            constant.append(-entropy - self._scaled(p @ self.bias.float()) if own else -entropy)
         mean = _window_means(nll, len(input_ids))
         return ReferencePredictions(input_ids, kept, torch.cat(constant), Quality(mean, torch.zeros_like(mean)))
 
@@ -130,7 +132,7 @@ class OutputHead:
                 original = functional.softmax(self._logits(reference.kept[rows]), dim=-1)
                 cross[rows] = (original * logits).sum(-1)
         if self.softcap is None:
-            cross = (hidden.float() * reference.kept).sum(-1)
+            cross = self._scaled((hidden.float() * reference.kept).sum(-1))
         log_normaliser = nll + target_logit
         divergence = reference.constant - cross + log_normaliser
         windows = len(reference.input_ids)
@@ -142,8 +144,11 @@ class OutputHead:
         return hidden.to(self.weight.device)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        logits = functional.linear(hidden, self.weight, self.bias).float()
+        logits = self._scaled(functional.linear(hidden, self.weight, self.bias).float())
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+    def _scaled(self, logits: Tensor) -> Tensor:
+        return logits if self.scale is None else logits * self.scale
 
     def _expected(self, p: Tensor) -> Tensor:
         """The head's rows averaged by probabilities, in float32; other weights are converted a part at a time."""

@@ -107,7 +107,11 @@ class ProgramForCausalLM(nn.Module):
             self.head = ParallelLMHead(plan.vocabulary, plan.hidden, bias=f"{family.head}.bias" in self.source)
             if plan.tied:
                 self.head = self.head.tie_weights(self.embedding)
-            self.logits_processor = LogitsProcessor(plan.vocabulary, soft_cap=plan.logit_softcap)
+            self.logits_processor = LogitsProcessor(
+                plan.vocabulary,
+                scale=1.0 if plan.logit_scale is None else plan.logit_scale,  # after the cap: no family has both
+                soft_cap=plan.logit_softcap,
+            )
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:  # noqa: ARG002 - would be whole tensors
         """Read this rank's slices from the checkpoint.

@@ -16,7 +16,7 @@ from tests.reference import Reference
 
 TOKENS = 6
 EXACT = PowerIteration(iterations=5000, tolerance=1e-9)
-FAMILIES = ("llama", "qwen3", "opt", "gpt2", "gpt_neox", "gemma2")
+FAMILIES = ("llama", "qwen3", "opt", "gpt2", "gpt_neox", "gemma2", "smollm3", "granite")
 
 
 def dense_jacobian(function: Callable[[Tensor], Tensor], point: Tensor) -> Tensor:

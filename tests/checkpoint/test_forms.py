@@ -137,6 +137,15 @@ def test_layers_that_differ_in_the_config_are_not_stored_as_one() -> None:
     assert layout("A0 F1 [A1 A2] [F0 F3]", config).form.name == "fused"
 
 
+def test_layers_with_and_without_rotary_positions_are_not_stored_as_one() -> None:
+    config = tiny_model("smollm3", 4, no_rope_layers=[1, 1, 0, 0], use_sliding_window=False).config
+    program = "A0 F0 [A1 A2] [F1 F2]"
+    with pytest.raises(ValueError, match="layers 1 and 2 differ in the config's no_rope_layers"):
+        layout(program, config, form="fused")
+    assert layout(program, config).form.name == "program"
+    assert layout("[A0 A1] [F0 F3] [A2 A3] [F1 F2]", config).form.name == "fused"
+
+
 def test_lists_with_an_entry_per_layer_are_found_whatever_their_name() -> None:
     config = tiny_model("qwen3", num_layers=3, eos_token_id=[1, 2, 3]).config
     stored = {"eos_token_id": [1, 2, 3], "architectures": ["a", "b", "c"], "windows": [4, 5, 6], "other": [1, 2]}

@@ -118,6 +118,21 @@ def test_what_does_not_fit_is_said(broken: Any, entries: dict[str, Any], said: s
         surgeon.load(broken(**entries))
 
 
+@pytest.mark.parametrize(
+    ("family", "name", "value"),
+    [
+        ("gpt2", "n_layer", 10**9),
+        ("gpt_neo", "num_layers", 10**9),
+        ("gpt_neo", "attention_types", [[["global", "local"], 10**9]]),
+    ],
+)
+def test_layers_beyond_number_are_never_made(family: str, name: str, value: Any, tmp_path: Path) -> None:
+    save_source(tmp_path, family, num_layers=2)
+    configure(tmp_path, **{name: value})
+    with pytest.raises(ValueError, match=f"{name} has 1000000000, but there are .* tensors"):
+        make_plan(tmp_path, 1, 20)
+
+
 def test_the_dtype_to_compute_in_is_that_of_the_embedding(tmp_path: Path) -> None:
     tiny_model("gpt2", 2).to(torch.bfloat16).save_pretrained(tmp_path)
     with_buffers(configure(tmp_path, dtype="float16"))

@@ -18,6 +18,7 @@ from tests.models import tiny_model
 from tests.reference import Reference
 
 FAMILY_NAMES = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "opt", "gpt2", "gpt_neo", "gpt_neox"]
+FAMILY_NAMES += ["smollm3", "granite"]
 
 
 class TestFamilies(FamilyContract):

@@ -13,11 +13,12 @@ from surgeon.quality.head import OutputHead
 from tests.models import HIDDEN, VOCABULARY, tiny_model
 
 
-@pytest.fixture(params=["llama", "opt", "gemma2", "biased head"])
+@pytest.fixture(params=["llama", "opt", "gemma2", "granite", "llama with a biased head", "granite with a biased head"])
 def model(request: pytest.FixtureRequest) -> Any:
-    if request.param != "biased head":
-        return tiny_model(request.param, num_layers=1)
-    model = tiny_model("llama", num_layers=1)
+    family, _, biased = request.param.partition(" ")
+    model = tiny_model(family, num_layers=1)
+    if not biased:
+        return model
     model.lm_head = torch.nn.Linear(HIDDEN, VOCABULARY)
     torch.nn.init.normal_(model.lm_head.bias)
     return model
@@ -25,7 +26,7 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 def logits(model: Any, stream: torch.Tensor) -> torch.Tensor:
     head = OutputHead(model)
-    raw = model.lm_head(head.norm(stream))[:, :-1].detach()
+    raw = model.lm_head(head.norm(stream))[:, :-1].detach() / getattr(model.config, "logits_scaling", 1)
     cap = getattr(model.config, "final_logit_softcapping", None)
     return raw if cap is None else cap * (raw / cap).tanh()
 

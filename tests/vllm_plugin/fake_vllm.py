@@ -66,14 +66,15 @@ class ParallelLMHead(nn.Module):
 
 
 class LogitsProcessor(nn.Module):
-    def __init__(self, rows: int, soft_cap: float | None = None) -> None:
+    def __init__(self, rows: int, scale: float = 1.0, soft_cap: float | None = None) -> None:
         super().__init__()
-        self.rows, self.soft_cap = rows, soft_cap
+        self.rows, self.scale, self.soft_cap = rows, scale, soft_cap
 
     def forward(self, head: ParallelLMHead, stream: Tensor, bias: Tensor | None = None) -> Tensor:
         logits = F.linear(stream, head.weight, bias)
         assert logits.shape[1] == self.rows
-        return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
+        capped = logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
+        return capped * self.scale
 
 
 class IntermediateTensors:

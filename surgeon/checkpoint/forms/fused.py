@@ -54,8 +54,11 @@ class Fused(Form):
         why_not = obstacle(family, config)
         if why_not is not None:
             raise Inexpressible(why_not)
-        if family.window_layers is not None:  # the only list that the modeling file goes by
-            require_uniform(layers, family, {family.window_layers: attention_types(family, config)})
+        lists: dict[str | None, list[Any]] = {
+            family.window_layers: attention_types(family, config),
+            family.rotary_layers: family.rotates(config),
+        }
+        require_uniform(layers, family, {name: values for name, values in lists.items() if name is not None})
         require_divisible(program.sublayers(), family, config)
         wide = sum(not layer.has_stock_width for layer in layers)
         reason = (
@@ -113,7 +116,7 @@ def fused_config(family: Family, config: Any, layout: Layout, shapes: dict[str, 
     def dropped(attribute: str | None) -> Any:
         return 0.0 if attribute is None else getattr(config, attribute)
 
-    kinds = attention_types(family, config)
+    kinds, rotates = attention_types(family, config), family.rotates(config)
     entries = {key: getattr(config, key) for key in CARRIED if hasattr(config, key)} | {
         "model_type": FUSED_FAMILY.model_type,
         "base_model_type": family.model_type,
@@ -128,9 +131,13 @@ def fused_config(family: Family, config: Any, layout: Layout, shapes: dict[str, 
         "qkv_bias": biases["q"],
         "o_bias": biases["o"],
         "attention_scaling": family.head_dim(config) ** -0.5 if scale is None else scale,
+        "embedding_scale": family.embedding_scale(config) or 1.0,
+        "output_scale": family.output_scale(config) or 1.0,
+        "logit_scale": family.logit_scale(config) or 1.0,
         "head_norm": bool(family.attention.head_norms),
         "layer_types": [kinds[layer.sources[0]] for layer in layout.layers],
         "sliding_window": getattr(config, family.window) if family.window else None,
+        "rotary_layers": [rotates[layer.sources[0]] for layer in layout.layers] if family.rotary_layers else None,
         "hidden_act": getattr(config, family.activation),
         "gated": family.gated,
         "up_bias": biases["up"],

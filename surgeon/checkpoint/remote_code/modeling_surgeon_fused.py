@@ -52,6 +52,10 @@ class SurgeonFusedConfig(PreTrainedConfig):
     norm: str = "rms"  # of NORMS
     norm_eps: float = 1e-6
     parallel_residual: bool = False  # attention and feed-forward read the same stream
+    # Factors; vLLM knows that of the logits by this name.
+    embedding_scale: float = 1.0
+    output_scale: float = 1.0  # of what sublayers add
+    logit_scale: float = 1.0
     # Attention.
     qkv_bias: bool = False
     o_bias: bool = False
@@ -67,6 +71,7 @@ class SurgeonFusedConfig(PreTrainedConfig):
     down_bias: bool = False
     # Positions: rotary ones, or learned ones, added to the embeddings.
     rope_parameters: dict[str, Any] | None = None
+    rotary_layers: list[bool] | None = None  # which layers have the rotary ones; None for all
     learned_positions: int = 0  # rows of their table; 0 for rotary positions
     position_offset: int = 0  # rows before that of position 0
     positions_from_mask: bool = False  # count the tokens that the attention mask has, unless positions are given
@@ -121,7 +126,7 @@ class FusedAttention(nn.Module):
         self.scaling = config.attention_scaling
         self.is_causal = True
         self.sliding_window = config.sliding_window if config.layer_types[index] == "sliding_attention" else None
-        self.rotary = not config.learned_positions
+        self.rotary = not config.learned_positions and (config.rotary_layers is None or config.rotary_layers[index])
         self.q_proj = nn.Linear(config.hidden_size, q_width, bias=config.qkv_bias)
         self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=config.qkv_bias)
         self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=config.qkv_bias)
@@ -204,12 +209,18 @@ class FusedLayer(GradientCheckpointingLayer):
         self.post_attention_layernorm = make_norm(config)
         self.mlp = (FusedGatedMLP if config.gated else FusedMLP)(config, index)
         self.dropout = nn.Dropout(config.residual_dropout)
+        self.scale = config.output_scale
         self.parallel = config.parallel_residual
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        attended = hidden_states + self.dropout(self.self_attn(self.input_layernorm(hidden_states), **kwargs)[0])
+        added = self.self_attn(self.input_layernorm(hidden_states), **kwargs)[0]
+        attended = hidden_states + self.dropout(self.scaled(added))
         read = hidden_states if self.parallel else attended
-        return attended + self.dropout(self.mlp(self.post_attention_layernorm(read)))
+        return attended + self.dropout(self.scaled(self.mlp(self.post_attention_layernorm(read))))
+
+    def scaled(self, added: Tensor) -> Tensor:
+        """What a sublayer adds, times its factor."""
+        return added if self.scale == 1.0 else added * self.scale
 
 
 class SurgeonFusedPreTrainedModel(PreTrainedModel):
@@ -271,6 +282,8 @@ class SurgeonFusedModel(SurgeonFusedPreTrainedModel):
         masks: Any = attention_mask
         if not isinstance(masks, dict):  # generation with a static cache makes them itself
             masks = {kind: MASKS[kind](config=self.config, inputs_embeds=stream, **given) for kind in set(kinds)}
+        if self.config.embedding_scale != 1.0:
+            stream = stream * self.config.embedding_scale
         if self.embed_positions is not None:
             stream = stream + self.embed_positions(position_ids + self.config.position_offset)
         rotation = None if self.rotary_emb is None else self.rotary_emb(stream, position_ids=position_ids)
@@ -317,6 +330,8 @@ class SurgeonFusedForCausalLM(SurgeonFusedPreTrainedModel, GenerationMixin):
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        if self.config.logit_scale != 1.0:
+            logits = logits * self.config.logit_scale
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)

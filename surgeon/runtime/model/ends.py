@@ -107,6 +107,8 @@ class Vocabulary:
     def logits(self, normed: Tensor) -> Tensor:
         """This rank's logits, (tokens, its rows), of a normed stream, (tokens, hidden)."""
         logits = normed @ self.head if self._bias is None else torch.addmm(self._bias, normed, self.head)
+        if self.plan.logit_scale is not None:
+            logits = logits * self.plan.logit_scale
         return logits if self.plan.logit_softcap is None else softcap(logits, self.plan.logit_softcap)
 
     def gather(self, own: Tensor, counts: Counts) -> Tensor:

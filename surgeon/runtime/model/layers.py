@@ -116,9 +116,13 @@ class Linear:
 
     On CPUs the weights lie the other way round than in `torch.nn.Linear`, (in_features, all out_features): products of
     few tokens take half to nine tenths of the time that way. On GPUs they are views of weights that lie as usual.
+
+    Args:
+        scale: what the output is multiplied by, if anything.
     """
 
-    def __init__(self, tensors: Tensors, roles: list[str]) -> None:
+    def __init__(self, tensors: Tensors, roles: list[str], scale: float | None = None) -> None:
+        self.scale = scale
         weights = [tensors[f"{role}.weight"] for role in roles]
         biases = [tensors.get(f"{role}.bias") for role in roles]
         self.weight = transposed(torch.cat(weights))
@@ -129,7 +133,8 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """(T, in_features) to (T, all out_features)."""
-        return torch.mm(x, self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
+        y = torch.mm(x, self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
+        return y if self.scale is None else y.mul_(self.scale)
 
 
 class Attention:
@@ -138,10 +143,13 @@ class Attention:
     A norm behind the sublayer (Gemma2) is not in it: it needs the whole sum.
     """
 
-    def __init__(self, tensors: Tensors, spec: SublayerSpec, plan: Plan, window: int | None) -> None:
+    def __init__(
+        self, tensors: Tensors, spec: SublayerSpec, plan: Plan, window: int | None, rotates: bool = True
+    ) -> None:
         self.norm = Norm(tensors, "norm", plan)
         self.qkv = Linear(tensors, ["q", "k", "v"])
-        self.o = Linear(tensors, ["o"])
+        self.o = Linear(tensors, ["o"], plan.output_scale)
+        self.rotates = rotates
         self.head_dim = plan.head_dim
         self.heads = tensors["q.weight"].shape[0] // plan.head_dim
         self.kv_heads = tensors["k.weight"].shape[0] // plan.head_dim
@@ -160,7 +168,7 @@ class Attention:
         if self.head_gain is not None:
             normed = F.rms_norm(queries_keys, (self.head_dim,), None, self.epsilon)
             torch.mul(normed, self.head_gain, out=queries_keys)
-        if forward.rotation is not None:
+        if self.rotates and forward.rotation is not None:
             rotate_(queries_keys, *forward.rotation)
         return self.o(forward.attend(slot, qkv[:, : self.heads], qkv[:, self.heads :], self.weighting))
 
@@ -172,7 +180,7 @@ class FeedForward:
         self.norm = Norm(tensors, "norm", plan)
         self.gated = any(projection.role == "gate" for projection in spec.projections)
         self.up = Linear(tensors, ["gate", "up"] if self.gated else ["up"])
-        self.down = Linear(tensors, ["down"])
+        self.down = Linear(tensors, ["down"], plan.output_scale)
         self.activation = activation(plan.activation)
 
     def __call__(self, stream: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ class RankProgram:
             tensors = {name: tensor.to(self.device) for name, tensor in tensors.items()}
             spec = plan.family.spec(sublayer.kind)
             if sublayer.kind == ATTENTION:
-                self.sublayers[sublayer] = Attention(tensors, spec, plan, plan.window(sublayer))
+                self.sublayers[sublayer] = Attention(tensors, spec, plan, plan.window(sublayer), plan.rotates(sublayer))
             else:
                 self.sublayers[sublayer] = FeedForward(tensors, spec, plan)
         for sublayer in {sublayer for work in self.work for sublayer in work.step.sublayers}:

@@ -83,7 +83,7 @@ def make_plan(
         head_dim=source.head_dim,
         epsilon=family.epsilon(config),
         activation=_activation(config, family),
-        rotary=_rotary(config, family, max_tokens) if family.rotary else None,
+        rotary=_rotary(config, family, max_tokens) if any(family.rotates(config)) else None,
         hidden=hidden,
         vocabulary=vocabulary,
         layers=layers,
@@ -95,7 +95,10 @@ def make_plan(
         attention_softcap=_softcap(config, family.attention_softcap),
         windows=_windows(config, family, layers),
         embedding_scale=family.embedding_scale(config),
+        output_scale=family.output_scale(config),
+        logit_scale=family.logit_scale(config),
         logit_softcap=_softcap(config, family.softcap),
+        rotary_layers=_rotary_layers(config, family, layers),
         decoding=_decoding(decoding),
         described=family if family.model_type == FUSED.model_type else None,
     )
@@ -262,6 +265,23 @@ def _windows(config: Any, family: Family, layers: int) -> tuple[int | None, ...]
         )
     windows = tuple(window if here else None for here in windowed)
     return windows if any(windows) else ()
+
+
+def _rotary_layers(config: Any, family: Family, layers: int) -> tuple[bool, ...]:
+    """Which layers' attentions have rotary positions; nothing if they are all alike.
+
+    Raises:
+        ValueError: if the configuration does not say it of every layer.
+    """
+    rotates = family.rotates(config)
+    if all(rotates) or not any(rotates):
+        return ()
+    if len(rotates) != layers:
+        raise ValueError(
+            f"{family.rotary_layers} in config.json has an entry for each of {len(rotates)} layers, and the checkpoint "
+            f"holds {layers}; rotary positions need one for each"
+        )
+    return tuple(rotates)
 
 
 def _softcap(config: Any, attribute: str | None) -> float | None:

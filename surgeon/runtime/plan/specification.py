@@ -51,7 +51,10 @@ class Plan:
         attention_softcap: the bound of attention scores, if any.
         windows: how many tokens each layer's attention looks at, the token's own among them; None for all.
         embedding_scale: what embeddings are multiplied by, if anything.
-        logit_softcap: the bound of output logits, if any.
+        output_scale: what the output of every sublayer is multiplied by before it is added, if anything.
+        logit_scale: what output logits are multiplied by, if anything.
+        logit_softcap: the bound of output logits after that, if any.
+        rotary_layers: which layers' attentions have rotary positions; all of them where it is empty.
         decoding: how passes that add one token to each text are computed.
         described: the architecture, where the model type alone does not say it (checkpoints in the fused form).
     """
@@ -75,7 +78,10 @@ class Plan:
     attention_softcap: float | None = None
     windows: tuple[int | None, ...] = ()
     embedding_scale: float | None = None
+    output_scale: float | None = None
+    logit_scale: float | None = None
     logit_softcap: float | None = None
+    rotary_layers: tuple[bool, ...] = ()
     decoding: Decoding = "auto"
     described: Family | None = None
 
@@ -90,6 +96,10 @@ class Plan:
         bits = re.search(r"\d+", self.dtype)
         assert bits is not None, f"{self.dtype} is no dtype of floating-point numbers"
         return int(bits[0]) // 8
+
+    def rotates(self, attention: Sublayer) -> bool:
+        """Whether an attention has rotary positions; of averaged layers as the first one's has."""
+        return self.rotary is not None and (not self.rotary_layers or self.rotary_layers[attention.layers[0]])
 
     def window(self, attention: Sublayer) -> int | None:
         """How many tokens an attention looks at, None for all; of averaged layers the first one's, as everywhere."""

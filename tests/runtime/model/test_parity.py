@@ -24,7 +24,7 @@ from tests.models import VOCABULARY, tiny_model
 from tests.runtime.on_ranks import logits_in_chunks
 
 TOLERANCE = 1e-4
-# Mistral, Phi3, and some layers of Qwen2, Gemma2 and GPT-Neo have windows of 5 tokens.
+# Mistral, Phi3, and some layers of Qwen2, Gemma2, GPT-Neo and SmolLM3 have windows of 5 tokens.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
     "mistral": {},
@@ -36,6 +36,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "phi3": {},
     "gpt2": {},
     "gpt_neo": {},
+    "smollm3": {},
+    "granite": {"attention_bias": True, "mlp_bias": True},
 }
 DENSE = Program.dense(4)
 PROGRAMS = {
@@ -67,7 +69,7 @@ PROGRAMS = {
     "fused attention and MLP": str(fuse_attention_mlp(DENSE, range(1, 3))),
 }
 # Families that compute what another one does, or that differ from one in how weights are stored only.
-SHORT = ("mistral", "qwen2", "phi3", "gpt2", "gpt_neo")
+SHORT = ("mistral", "qwen2", "phi3", "gpt2", "gpt_neo", "smollm3", "granite")
 SHORT_LIST = ("dense", "merge", "LP", "attention || MLP", "ladder", "tracks that meet twice", "desync")
 CASES = [
     (family, name)

@@ -65,6 +65,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"tie_word_embeddings": True},
     "opt": {},
     "gpt_neox": {},
+    "smollm3": {},
+    "granite": {},
     "gpt2": {},
     "gemma2": {},
 }

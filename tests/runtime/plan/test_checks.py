@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from surgeon.families import FAMILIES
 from surgeon.operations import desync, tracks
-from surgeon.program import Program
+from surgeon.program import Program, Sublayer
 from surgeon.runtime.model.layers import ACTIVATIONS
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import OWN_ACTIVATIONS
@@ -161,6 +161,32 @@ def test_windows_that_cannot_be(saved: Callable[..., Path]) -> None:
     change_config(folder, num_hidden_layers=2, layer_types=types, surgeon_program="A0 F0 >A3 >F3")
     with pytest.raises(ValueError, match="layer_types in config.json has an entry for each of 2 layers, .* holds 4"):
         make_plan(folder, 1, 20)
+
+
+def test_layers_without_rotary_positions(saved: Callable[..., Path]) -> None:
+    plan = make_plan(saved("smollm3"), 2, 20)
+    assert plan.rotary_layers == (True, False, True, False)
+    assert [plan.rotates(Sublayer("A", (k,))) for k in (0, 3)] == [True, False]
+    plan = make_plan(saved("smollm3", no_rope_layers=[0, 0, 0, 0]), 2, 20)
+    assert (plan.rotary, plan.rotary_layers) == (None, ())
+    plan = make_plan(saved("smollm3", no_rope_layers=[1, 1, 1, 1]), 2, 20)
+    assert plan.rotary is not None
+    assert plan.rotary_layers == ()
+    assert plan.rotates(Sublayer("A", (3,)))
+    folder = saved("smollm3")
+    change_config(folder, no_rope_layers=[1, 0, 1])
+    with pytest.raises(ValueError, match="no_rope_layers has an entry for each of 3 layers, and there are 4"):
+        make_plan(folder, 1, 20)
+
+
+def test_what_granite_multiplies(saved: Callable[..., Path]) -> None:
+    plan = make_plan(saved("granite"), 2, 20)
+    assert (plan.embedding_scale, plan.attention_scale, plan.output_scale, plan.logit_scale) == (3.0, 0.2, 0.4, 0.4)
+    for name, value in (("logits_scaling", 0), ("residual_multiplier", float("nan"))):
+        folder = saved("granite")
+        change_config(folder, **{name: value})
+        with pytest.raises(ValueError, match=f"{name} must be a number other than 0, not {value}"):
+            make_plan(folder, 1, 20)
 
 
 def test_what_gemma2_adds(saved: Callable[..., Path]) -> None:
