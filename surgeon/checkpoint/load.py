@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MOST_LABELS = 1_000_000  # of a classifier, which a config.json may speak of
 
-__all__ = ["PROGRAM_KEY", "compute_dtype", "is_fused", "load", "read_config", "stored_program"]
+__all__ = ["PROGRAM_KEY", "compute_dtype", "load", "read_config", "stored_program"]
 
 
 def compute_dtype(checkpoint: Checkpoint, family: Family, device: torch.device | str) -> torch.dtype:
@@ -118,11 +118,6 @@ def stored_program(checkpoint: Checkpoint) -> Program | None:
         return Program.parse(text)
     except ValueError as error:
         raise ValueError(f"{path} has a {PROGRAM_KEY} that is none: {error}") from error
-
-
-def is_fused(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint is in the fused form."""
-    return form_of(checkpoint).widths_differ
 
 
 def _model_type(checkpoint: Checkpoint) -> str:

@@ -17,10 +17,10 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from surgeon.checkpoint.load import check_complete, compute_dtype, is_fused, read_config
+from surgeon.checkpoint.forms import form_of
+from surgeon.checkpoint.load import check_complete, compute_dtype, read_config
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.families import Family, SublayerSpec, family_of
-from surgeon.model import PROGRAM_KEY
 from surgeon.weights import ModelWeights, Names
 
 
@@ -109,7 +109,7 @@ def load_streamed(folder: Path, device: str = "cpu") -> PreTrainedModel:
     """
     checkpoint = Checkpoint(folder)
     config = read_config(checkpoint)
-    if PROGRAM_KEY in checkpoint.config or is_fused(checkpoint):
+    if form_of(checkpoint).shipped is not None:
         raise ValueError(f"{folder} is an edited model, which has to fit into memory")
     family = family_of(config)
     dtype = compute_dtype(checkpoint, family, torch.device(device))
