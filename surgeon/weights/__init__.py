@@ -11,14 +11,11 @@ from surgeon.weights.layout import (
     indivisible,
     projection_matrix,
     require_sliceable,
-    slice_bounds,
-    slice_projection,
-    sliced_features,
     unit_bounds,
     unit_features,
     with_projection,
 )
-from surgeon.weights.matrix import Averaged, Dense, Factored, Matrix, mean
+from surgeon.weights.matrix import Averaged, Dense, Matrix, mean
 from surgeon.weights.names import Names
 from surgeon.weights.store import ModuleStore, NamedTensors, Store, Tensors
 from surgeon.weights.view import ModelWeights, norm_paths
@@ -26,7 +23,6 @@ from surgeon.weights.view import ModelWeights, norm_paths
 __all__ = [
     "Averaged",
     "Dense",
-    "Factored",
     "Matrix",
     "ModelWeights",
     "ModuleStore",
@@ -45,9 +41,6 @@ __all__ = [
     "packed",
     "projection_matrix",
     "require_sliceable",
-    "slice_bounds",
-    "slice_projection",
-    "sliced_features",
     "stored_tensors",
     "unit_bounds",
     "unit_features",

@@ -109,36 +109,3 @@ def require_sliceable(spec: SublayerSpec, family: Family) -> None:
         raise ValueError(
             f"sublayers of {family.name} cannot be sliced: their output goes through a norm before it is added"
         )
-
-
-def slice_bounds(size: int, piece: Bounds, what: str) -> Bounds:
-    """First and end of slice `index` of `count` of `size` units.
-
-    Raises:
-        ValueError: if the units do not divide evenly.
-    """
-    index, count = piece
-    if size % count:
-        raise ValueError(f"{size} {what} do not divide into {count} slices; use a divisor of {size}")
-    return index * size // count, (index + 1) * size // count
-
-
-def sliced_features(projection: Projection, family: Family, config: Any, piece: Bounds) -> Tensor:
-    """The indices that one slice keeps of the module a projection lies in, in their order there.
-
-    Raises:
-        ValueError: if the units do not divide evenly.
-    """
-    spec = next(spec for spec in (family.attention, family.mlp) if projection in spec.projections)
-    kept = []
-    for packed in (other for other in spec.projections if other.path == projection.path):
-        units = features(packed, family, config)
-        first, end = slice_bounds(len(units), piece, packed.unit)
-        kept.append(units[first:end].flatten())
-    return torch.cat(kept).sort().values
-
-
-def slice_projection(tensor: Tensor, projection: Projection, family: Family, config: Any, piece: Bounds) -> Tensor:
-    """What one slice keeps of a stored weight, or of the bias of a projection that reads the stream."""
-    dim = projection.divided_dim if tensor.dim() == 2 else 0
-    return tensor.index_select(dim, sliced_features(projection, family, config, piece).to(tensor.device))

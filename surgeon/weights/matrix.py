@@ -1,4 +1,4 @@
-"""One matrix of a sublayer, however it is stored: whole, as two factors, or as the average of several layers' matrices.
+"""One matrix of a sublayer, however it is stored: of a layer, or the average of several layers' matrices.
 
 Shapes are known without reading; values come whole or by rows, as (out_features, in_features).
 """
@@ -92,38 +92,7 @@ class Averaged:
         return mean(part.rows(first, end) for part in self.parts)
 
 
-@dataclass(frozen=True)
-class Factored:
-    """The product of two stored factors: `second` (out_features, rank) times `first` (rank, in_features)."""
-
-    first: Dense
-    second: Dense
-
-    @property
-    def rank(self) -> int:
-        """The width between the two."""
-        return self.first.shape[0]
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(out_features, in_features)."""
-        return self.second.shape[0], self.first.shape[1]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """That of the first factor."""
-        return self.first.dtype
-
-    def whole(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The product, computed in a dtype."""
-        return self.second.whole(dtype) @ self.first.whole(dtype)
-
-    def rows(self, first: int, end: int) -> Tensor:
-        """Rows first..end-1 of the product."""
-        return self.second.rows(first, end) @ self.first.whole()
-
-
-Matrix = Dense | Averaged | Factored
+Matrix = Dense | Averaged
 
 
 def read_features(store: Store, name: str, indices: Tensor, dim: int) -> Tensor:

@@ -61,7 +61,7 @@ def test_a_less_portable_form_can_be_asked_for() -> None:
         ("[A0 A1] [F0 F1]", "plain", "A0 A1 F0 F1 would be a layer of another width"),
         ("A0 A1 F1 F0", "fused", "A1 stands where a layer has a feed-forward step"),
         ("A0 F0", "fusd", "unknown form 'fusd'; did you mean 'fused'"),
-        ("A0/3:0 F0", "program", "4 heads of A0/3:0 do not divide into 3 slices"),
+        ("A0/3:0 F0", "program", "4 heads and 2 KV heads of A0 do not divide into 3 slices"),
     ],
 )
 def test_a_form_that_cannot_hold_the_program_says_why(program: str, form: str, said: str) -> None:

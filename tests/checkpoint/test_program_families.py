@@ -21,7 +21,7 @@ from surgeon.checkpoint.remote_code import modeling_surgeon_program as shipped
 from surgeon.families import FAMILIES, family_of
 from surgeon.program import Program
 from surgeon.runtime.text import open_tokenizer
-from surgeon.weights import sliced_features
+from surgeon.weights import features, unit_bounds
 from tests.checkpoint.helpers import IDS, load_shipped, logits_of, plain_logits, relative_error, run_export, save_source
 from tests.models import TEXT, save_checkpoint, tiny_model
 
@@ -130,10 +130,16 @@ def test_it_slices_as_surgeon_does(family: str) -> None:
     packed = family_row(stock, config)["packed"]
     for projection in (*stock.attention.projections, *stock.mlp.projections):
         shares = tuple(packed.get(projection.path, (1,)))
-        whole = torch.cat([sliced_features(projection, stock, config, (index, 2)) for index in (0, 1)])
+        together = [p for s in (stock.attention, stock.mlp) for p in s.projections if p.path == projection.path]
+        slices = []
         for index in (0, 1):
-            expected = sliced_features(projection, stock, config, (index, 2))
-            assert torch.equal(shipped.part(whole.sort().values, (index, 2), shares), expected), projection
+            units = [features(one, stock, config) for one in together]
+            bounds = [unit_bounds(len(one), (index, 2)) for one in units]
+            kept = [one[first:end].flatten() for one, (first, end) in zip(units, bounds, strict=True)]
+            slices.append(torch.cat(kept).sort().values)
+        whole = torch.cat(slices).sort().values
+        for index in (0, 1):
+            assert torch.equal(shipped.part(whole, (index, 2), shares), slices[index]), projection
 
 
 def test_a_layer_is_whole_again_after_a_slice_that_failed() -> None:

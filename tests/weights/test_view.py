@@ -12,7 +12,7 @@ import torch
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.families import FAMILIES, family_of
 from surgeon.program import Program, Sublayer
-from surgeon.weights import ModelWeights, indivisible, unit_bounds
+from surgeon.weights import ModelWeights, ModuleStore, NamedTensors, indivisible, stored_tensors, unit_bounds
 
 
 @pytest.fixture
@@ -136,6 +136,41 @@ def test_packed_projections(
     output = model.get_parameter(prefix + reads[-1][0])
     assert torch.equal(tensors["o.weight"], (output.T if family == "gpt2" else output)[:, 16:32])
     assert "o.bias" not in tensors
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "gpt2", "gpt_neox", "opt"])
+def test_matrices_are_seen_alike_in_modules_and_folders(
+    family: str, tiny_model: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Shapes without reading, values whole and by rows, of whole, averaged and sliced sublayers."""
+    model = tiny_model(family)
+    model.save_pretrained(tmp_path)
+    described = family_of(model.config)
+    homes = [ModelWeights(store, described, 8) for store in (Checkpoint(tmp_path), ModuleStore(model))]
+    for text in ("A1", "A0~A2/2:1", "F3/4:2", "F1~F0"):
+        one = sublayer(text)
+        for projection in described.spec(one.kind).projections:
+            in_files, in_memory = (home.matrix(one, projection.role) for home in homes)
+            assert in_files.shape == in_memory.shape == tuple(in_files.whole().shape)
+            assert torch.equal(in_files.whole(), in_memory.whole())
+            assert torch.equal(in_files.rows(3, 7), in_files.whole()[3:7])
+            assert torch.equal(in_files.whole(torch.float64), in_memory.whole(torch.float64))
+        stored = [stored_tensors(one, home) for home in homes]
+        assert stored[0].keys() == stored[1].keys()
+        assert all(torch.equal(stored[0][name], stored[1][name]) for name in stored[0])
+    whole = stored_tensors(sublayer("A2"), homes[0])
+    layer = model.get_submodule(described.layers)[2]
+    assert all(torch.equal(tensor, layer.get_parameter(path)) for path, tensor in whole.items())
+
+
+def test_what_is_not_there_is_named(llama: tuple[Any, ModelWeights]) -> None:
+    model, _ = llama
+    for store, said in ((ModuleStore(model), "the model has no parameter 'x.y'"), (NamedTensors({}), "has no 'x.y'")):
+        assert "x.y" not in store
+        with pytest.raises(ValueError, match=said):
+            store.tensor("x.y")
+    with pytest.raises(ValueError, match=r"the state dict has no tensors named model.layers.\*, as Llama has"):
+        ModelWeights(NamedTensors({}), FAMILIES["llama"], 8).count_layers()
 
 
 def test_norms_behind_sublayers(tiny_model: Callable[..., Any], tmp_path: Path) -> None:

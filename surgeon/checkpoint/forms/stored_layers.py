@@ -8,7 +8,7 @@ from typing import Any
 
 from surgeon.families import Family
 from surgeon.program import ATTENTION, FEED_FORWARD, Fork, Node, Program, Step, Sublayer
-from surgeon.weights import slice_bounds
+from surgeon.weights import indivisible
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,17 @@ def require_uniform(layers: tuple[StoredLayer, ...], family: Family, lists: dict
 
 
 def require_divisible(sublayers: Iterable[Sublayer], family: Family, config: Any) -> None:
-    """Every slice must get a whole number of heads and neurons."""
+    """Every slice must get a whole number of heads and neurons.
+
+    Raises:
+        ValueError: naming the sublayer, its heads or neurons, and the number of slices.
+    """
     units = family.units(config)
     for sublayer in sublayers:
-        if sublayer.piece is not None:
-            for unit in dict.fromkeys(projection.unit for projection in family.spec(sublayer.kind).projections):
-                slice_bounds(units[unit], sublayer.piece, f"{unit} of {sublayer}")
+        own = {projection.unit: units[projection.unit] for projection in family.spec(sublayer.kind).projections}
+        reason = indivisible(sublayer, own)
+        if reason is not None:
+            raise ValueError(reason)
 
 
 def _plain_step(node: Node) -> Step:
