@@ -13,7 +13,7 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     """Let a command's parameters be dataclasses, whose fields are declared as a command's options are.
 
     The command line has an option for each field, where the dataclass stands among the parameters; the command gets
-    the dataclass made of them.
+    the dataclass made of them. Other code calls it with the fields as keywords.
     """
     hints = get_type_hints(command, include_extras=True)
     parameters: list[inspect.Parameter] = []
@@ -26,10 +26,10 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
             parameters.append(parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
 
     @wraps(command)
-    def run(**given: Any) -> None:
+    def run(*positional: Any, **given: Any) -> None:
         for name, kind in groups.items():
-            given[name] = kind(**{each.name: given.pop(each.name) for each in fields(kind)})
-        command(**given)
+            given[name] = kind(**{each.name: given.pop(each.name) for each in fields(kind) if each.name in given})
+        command(*positional, **given)
 
     vars(run)["__signature__"] = inspect.Signature(parameters)
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

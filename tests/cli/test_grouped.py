@@ -51,3 +51,9 @@ def test_fields_are_options_like_all_others() -> None:
     assert text.index("--colour") < text.index("--coats") < text.index("--dry")
     assert CliRunner().invoke(APP, ["north"]).exit_code == 2  # a field without a default is required
     assert CliRunner().invoke(APP, ["north", "--colour", "red", "--coats", "0"]).exit_code == 2
+
+
+def test_other_code_calls_it_like_any_function() -> None:
+    """As `surgeon demo` calls `surgeon generate`: what is left out has its default."""
+    paint("south", colour="green", dry=True)
+    assert list(SEEN) == ["south", Paint("green", 1), True]
