@@ -30,7 +30,17 @@ from surgeon.families.fused import FUSED
 from surgeon.model import EditedLayers, Group, decoder_layers, decoder_parent, group_of, program_of
 from surgeon.program import ATTENTION, FEED_FORWARD, KINDS, ROLES, WRITING, Program, Sublayer
 from surgeon.provenance import write_json
-from surgeon.weights import ModelWeights, ModuleStore, Tensors, by_role, holds_output_bias, module_with, packed
+from surgeon.weights import (
+    ModelWeights,
+    ModuleStore,
+    NamedTensors,
+    Store,
+    Tensors,
+    by_role,
+    holds_output_bias,
+    module_with,
+    packed,
+)
 
 
 @dataclass(frozen=True)
@@ -105,13 +115,13 @@ def save_edited(model: PreTrainedModel, save_directory: str | Path, **options: A
     if options.get("push_to_hub"):
         raise ValueError("an edited model is saved with a modeling file; save it into a folder, and upload that")
     folder = Path(save_directory)
-    stored = stored_layers_of(model)
+    stored = stored_layers_of(model, options.get("state_dict"))
     family = family_of(model.config)
     if family.model_type == FUSED.model_type:
         raise ValueError("a fused model that was edited again cannot be saved; edit and export the original model")
+    if options.get("state_dict") is not None:
+        options["state_dict"] = _renamed(options["state_dict"], model, stored)
     with _as_stored(model, stored):
-        if options.get("state_dict") is not None:
-            options["state_dict"] = _renamed(options["state_dict"], model, stored)
         # Under their own names: those that stock checkpoints have are translated for stock classes only.
         type(model).save_pretrained(model, folder, **(options | {"save_original_format": False}))
     if not options.get("is_main_process", True):
@@ -124,8 +134,11 @@ def save_edited(model: PreTrainedModel, save_directory: str | Path, **options: A
     keep_tokenizer_class(folder, model.config)
 
 
-def stored_layers_of(model: PreTrainedModel) -> LayersInMemory:
+def stored_layers_of(model: PreTrainedModel, state: dict[str, Tensor] | None = None) -> LayersInMemory:
     """The layers of a model as they are now.
+
+    Args:
+        state: of derived sublayers, to take their tensors from; by default their own.
 
     Raises:
         ValueError: if a layer holds what its architecture does not have.
@@ -135,7 +148,7 @@ def stored_layers_of(model: PreTrainedModel) -> LayersInMemory:
         return LayersInMemory(list(layers), list(range(len(layers))), program_of(model))
     originals = list(layers.original[0])
     groups = layers.stored_groups
-    made = [_layer_of(group, layers) for group in groups]
+    made = [_layer_of(group, layers, state) for group in groups]
     sources = [*range(len(originals)), *(group[0][0] for group in groups)]
 
     def stored(sublayer: Sublayer) -> Sublayer:
@@ -146,7 +159,7 @@ def stored_layers_of(model: PreTrainedModel) -> LayersInMemory:
     return LayersInMemory([*originals, *made], sources, layers.program.renamed(stored))
 
 
-def _layer_of(group: Group, edited: EditedLayers) -> nn.Module:
+def _layer_of(group: Group, edited: EditedLayers, state: dict[str, Tensor] | None) -> nn.Module:
     """A layer with the weights of a group's sublayers; those that the program does not have are as they were."""
     layers, count = group
     made = nn.Module()
@@ -154,17 +167,22 @@ def _layer_of(group: Group, edited: EditedLayers) -> nn.Module:
         spec, owner, width = edited.family.spec(kind), edited.layer(layers[0]), edited.weights().width(kind)
         occurs = any(sublayer.kind == kind and group_of(sublayer) == group for sublayer in edited.program.sublayers())
         pieces = [(index, count) for index in range(count)] if count is not None and occurs else [None]
-        tensors = _joined([_values_of(Sublayer(kind, layers, piece), edited) for piece in pieces], f"{kind}{layers[0]}")
+        parts = [_values_of(Sublayer(kind, layers, piece), edited, state) for piece in pieces]
+        tensors = _joined(parts, f"{kind}{layers[0]}")
         for name, module in module_with(packed(tensors, spec, width), owner, spec).named_children():
             made.add_module(name, module)
     return made
 
 
-def _values_of(sublayer: Sublayer, edited: EditedLayers) -> Tensors:
+def _values_of(sublayer: Sublayer, edited: EditedLayers, state: dict[str, Tensor] | None) -> Tensors:
     """A sublayer's tensors by role, from the module that was derived for it, or as they would be derived."""
     if str(sublayer) not in edited._modules:
         return by_role(sublayer, edited.weights())
-    store = ModuleStore(edited.get_submodule(str(sublayer)), f"{edited.family.layers}.0.")
+    inside, own = f"{edited.family.layers}.0.", f"{edited.family.layers}.{sublayer}."
+    store: Store = ModuleStore(edited.get_submodule(str(sublayer)), inside)
+    if state is not None:
+        found = {name: tensor for name, tensor in state.items() if name.startswith(own)}
+        store = NamedTensors({inside + name.removeprefix(own): tensor for name, tensor in found.items()})
     weights = ModelWeights(store, edited.family, edited.family.head_dim(edited.config))
     tensors = by_role(Sublayer(sublayer.kind, (0,)), weights)
     if not holds_output_bias(sublayer):

@@ -87,6 +87,13 @@ def test_saved_models_load_everywhere(family: str, tmp_path: Path) -> None:
     assert torch.equal(logits_of(again), expected)
 
 
+def test_a_state_dict_that_is_given_is_what_is_saved(tmp_path: Path) -> None:
+    """As trainers that shard or average weights give it: of derived sublayers, too."""
+    averaged, live = trained("llama", SLICED), edit(tiny_model("llama", 4, dropout=0.0), SLICED)
+    live.save_pretrained(tmp_path, state_dict=averaged.state_dict())
+    assert torch.equal(logits_of(loaded_by_others(tmp_path)), logits_of(averaged))
+
+
 def test_what_is_saved_is_what_was_edited(tmp_path: Path) -> None:
     """Averages and slices against a plain computation, through a folder that others load."""
     model = tiny_model("qwen3", 4)
