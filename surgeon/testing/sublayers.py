@@ -128,12 +128,17 @@ class OwnSublayers:
         positional = [normed if value is _STREAM else value for value in args]
         named = {name: normed if value is _STREAM else value for name, value in kwargs.items()}
         output = self.layers[k].get_submodule(spec.modules[0])(*positional, **named)
-        return self._through(k, spec.modules[1:], output[0] if isinstance(output, tuple) else output)
+        return self._scaled(self._through(k, spec.modules[1:], output[0] if isinstance(output, tuple) else output))
 
     @torch.no_grad()
     def feed_forward(self, k: int, x: Tensor) -> Tensor:
         spec: SublayerSpec = self.family.mlp
-        return self._through(k, (spec.norm, *spec.modules), x)
+        return self._scaled(self._through(k, (spec.norm, *spec.modules), x))
+
+    def _scaled(self, output: Tensor) -> Tensor:
+        """What is added of an output."""
+        scale = self.family.output_scale(self.model.config)
+        return output if scale is None else output * scale
 
     def _through(self, k: int, paths: Iterable[str], x: Tensor) -> Tensor:
         for path in paths:

@@ -17,7 +17,7 @@ import surgeon
 from surgeon.analysis import measure as measure_module
 from surgeon.analysis.similarity import CKA_COLUMNS, Similarity, similarity
 from surgeon.checkpoint.load import load
-from surgeon.checkpoint.streamed import StreamedLayers, load_streamed
+from surgeon.checkpoint.streamed import load_streamed, streamed_layers
 from surgeon.quality.data import Windows
 from tests.analysis.test_cka import biased_hsic, by_kernels, unbiased_hsic
 from tests.models import save_checkpoint, tiny_model
@@ -145,18 +145,16 @@ def test_weights_that_are_read_when_needed(windows: Windows, tmp_path: Path, mon
     folder = save_checkpoint(tmp_path / "model", num_layers=LAYERS, vocab_size=300)
     whole = similarity(load(folder), windows, tmp_path / "whole")
     model = load_streamed(folder)
-    read: Counter[tuple[int, str]] = Counter()
-    tensors = StreamedLayers.tensors
-
-    def counted(self: StreamedLayers, layer: int, spec: Any) -> Any:
-        read[layer, spec.norm] += 1
-        return tensors(self, layer, spec)
-
-    monkeypatch.setattr(StreamedLayers, "tensors", counted)
+    read: Counter[str] = Counter()
+    layers = streamed_layers(model)
+    assert layers is not None
+    tensor = layers.checkpoint.tensor
+    monkeypatch.setattr(layers.checkpoint, "tensor", lambda name: read.update([name]) or tensor(name))
     found = similarity(model, windows, tmp_path / "streamed")
     pd.testing.assert_frame_equal(found.layers, whole.layers, rtol=1e-6)
     pd.testing.assert_frame_equal(found.distances, whole.distances, rtol=1e-6)
     # Three batches of two shapes: once for each of them for the distances, once for each shape for the CKA.
+    assert len(read) == 9 * LAYERS
     assert set(read.values()) == {3 + 2}
 
 
