@@ -71,14 +71,15 @@ make_environment() {
 }
 
 install_project() {
-    local what=$1 requirement=. content="surgeon and about 100 packages it needs (PyTorch is the largest)" began=$SECONDS
+    local what=$1 requirement=. content="surgeon and about 100 packages (PyTorch is the largest)" began=$SECONDS
     if [ "$what" = developer ]; then
         requirement=".[dev]"
         content+=" and 50 for developers"
     fi
     if [ -e "$made" ]; then : >"$unfinished"; fi
     rm -f -- "$ready"
-    say "installing $content, those not there yet: some minutes the first time, most of them for downloads"
+    say "installing $content"
+    say "this takes some minutes the first time, most of them for downloads"
     say "what pip says goes to $log"
     (cd -- "$project" && PIP_USER=0 "$environment/bin/python" -m pip install --disable-pip-version-check \
         -c constraints.txt -e "$requirement" >"$log" 2>&1) || fail_with_log "installing into .venv"

@@ -146,7 +146,7 @@ def test_the_demo_takes_no_developer_tools_away(clone: Clone) -> None:
 
 def test_an_installation_takes_a_few_lines_and_keeps_those_of_pip(clone: Clone) -> None:
     said = clone.run("demo").stderr
-    assert said.count("\n") == 4
+    assert said.count("\n") == 5
     assert "PyTorch" in said
     assert "minutes" in said
     log = clone.root / ".venv" / ".surgeon-pip.log"
