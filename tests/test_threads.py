@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from surgeon.threads import POLICY, SPIN, wait_asleep
+from surgeon.threads import LOOKS, POLICY, SPIN, wait_asleep
 
 LATE = """
 import sys
@@ -31,7 +31,7 @@ STARTS = {
 @pytest.mark.parametrize(
     ("given", "left"),
     [
-        ({}, {"GOMP_SPINCOUNT": "0"}),
+        ({}, {"GOMP_SPINCOUNT": LOOKS}),
         ({"GOMP_SPINCOUNT": "100"}, {"GOMP_SPINCOUNT": "100"}),
         ({"OMP_WAIT_POLICY": "active"}, {"OMP_WAIT_POLICY": "active"}),
     ],
@@ -49,4 +49,4 @@ def test_said_before_torch_is_imported(start: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name not in (SPIN, POLICY)}
     code = LATE + STARTS[start]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
-    assert done.stdout == "found 0\n", done.stderr
+    assert done.stdout == "found 100000\n", done.stderr
