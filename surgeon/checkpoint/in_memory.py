@@ -36,7 +36,6 @@ from surgeon.weights import (
     NamedTensors,
     Store,
     Tensors,
-    by_role,
     holds_output_bias,
     module_with,
     packed,
@@ -177,14 +176,14 @@ def _layer_of(group: Group, edited: EditedLayers, state: dict[str, Tensor] | Non
 def _values_of(sublayer: Sublayer, edited: EditedLayers, state: dict[str, Tensor] | None) -> Tensors:
     """A sublayer's tensors by role, from the module that was derived for it, or as they would be derived."""
     if str(sublayer) not in edited._modules:
-        return by_role(sublayer, edited.weights())
+        return edited.weights().by_role(sublayer)
     inside, own = f"{edited.family.layers}.0.", f"{edited.family.layers}.{sublayer}."
     store: Store = ModuleStore(edited.get_submodule(str(sublayer)), inside)
     if state is not None:
         found = {name: tensor for name, tensor in state.items() if name.startswith(own)}
         store = NamedTensors({inside + name.removeprefix(own): tensor for name, tensor in found.items()})
     weights = ModelWeights(store, edited.family, edited.family.head_dim(edited.config))
-    tensors = by_role(Sublayer(sublayer.kind, (0,)), weights)
+    tensors = weights.by_role(Sublayer(sublayer.kind, (0,)))
     if not holds_output_bias(sublayer):
         for bias in (f"{role}.bias" for role in WRITING):
             if bias in tensors and tensors.pop(bias).any():

@@ -4,7 +4,7 @@
 names become paths, modules become roles. The rules of packing, slicing and averaging stand here and nowhere else.
 """
 
-from surgeon.weights.derive import by_role, derive_sublayer, module_with, packed, stored_tensors
+from surgeon.weights.derive import derive_sublayer, module_with, packed, stored_tensors
 from surgeon.weights.layout import (
     features,
     holds_output_bias,
@@ -30,7 +30,6 @@ __all__ = [
     "Names",
     "Store",
     "Tensors",
-    "by_role",
     "derive_sublayer",
     "features",
     "holds_output_bias",

@@ -59,7 +59,7 @@ def stored_tensors(sublayer: Sublayer, weights: ModelWeights) -> Tensors:
     Projections are packed and transposed as in a layer. A bias that another slice holds is zero.
     """
     spec = weights.family.spec(sublayer.kind)
-    tensors = packed(by_role(sublayer, weights), spec, weights.width(sublayer.kind))
+    tensors = packed(weights.by_role(sublayer), spec, weights.width(sublayer.kind))
     for path in modules_of(spec):
         bias = f"{weights.family.layers}.{sublayer.layers[0]}.{path}.bias"
         if bias in weights and f"{path}.bias" not in tensors:
@@ -67,20 +67,8 @@ def stored_tensors(sublayer: Sublayer, weights: ModelWeights) -> Tensors:
     return tensors
 
 
-def by_role(sublayer: Sublayer, weights: ModelWeights) -> Tensors:
-    """A sublayer's tensors by role as it stores them; norms as `ModelWeights.norms` gives them."""
-    found = weights.norms(sublayer)
-    for projection in weights.family.spec(sublayer.kind).projections:
-        role = projection.role
-        found[f"{role}.weight"] = weights.matrix(sublayer, role).whole()
-        bias = weights.bias(sublayer, role)
-        if bias is not None:
-            found[f"{role}.bias"] = bias
-    return found
-
-
 def packed(tensors: Tensors, spec: SublayerSpec, width: int) -> Tensors:
-    """The inverse of `by_role`: tensors by path from the layer, each in memory of its own.
+    """The inverse of `ModelWeights.by_role`: tensors by path from the layer, each in memory of its own.
 
     Args:
         width: of one head; 1 for a feed-forward.

@@ -113,10 +113,15 @@ class ModelWeights:
         Returns:
             Matrices (out_features, in_features) and biases by their roles ("q.weight", "q.bias"), norms as in `norms`.
         """
-        found = self.norms(sublayer, dtype)
+        found = self.by_role(sublayer, dtype)
         for name, role in (("q_norm.weight", "q"), ("k_norm.weight", "k")):
             if name in found and found[name].dim() == 2:
                 found[name] = self._gains_in_turn(found[name], sublayer, role)
+        return found
+
+    def by_role(self, sublayer: Sublayer, dtype: torch.dtype | None = None) -> Tensors:
+        """The same, with gains of heads as they are stored."""
+        found = self.norms(sublayer, dtype)
         for projection in self.family.spec(sublayer.kind).projections:
             role = projection.role
             found[f"{role}.weight"] = self.matrix(sublayer, role).whole(dtype)
