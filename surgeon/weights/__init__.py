@@ -5,6 +5,8 @@ names become paths, modules become roles. The rules of packing, slicing and aver
 """
 
 from surgeon.weights.derive import derive_sublayer, module_with, packed, stored_tensors
+from surgeon.weights.factors import Factored, Factorised, Factors, FactorSource, TruncatedSVD
+from surgeon.weights.groups import Group, Groups
 from surgeon.weights.layout import (
     features,
     holds_output_bias,
@@ -16,6 +18,7 @@ from surgeon.weights.layout import (
     with_projection,
 )
 from surgeon.weights.matrix import Averaged, Dense, Matrix, mean
+from surgeon.weights.modules import FactoredLinear, TakenApart, make_room_for_factors
 from surgeon.weights.names import Names
 from surgeon.weights.store import ModuleStore, NamedTensors, Store, Tensors
 from surgeon.weights.view import ModelWeights, norm_paths
@@ -23,17 +26,27 @@ from surgeon.weights.view import ModelWeights, norm_paths
 __all__ = [
     "Averaged",
     "Dense",
+    "FactorSource",
+    "Factored",
+    "FactoredLinear",
+    "Factorised",
+    "Factors",
+    "Group",
+    "Groups",
     "Matrix",
     "ModelWeights",
     "ModuleStore",
     "NamedTensors",
     "Names",
     "Store",
+    "TakenApart",
     "Tensors",
+    "TruncatedSVD",
     "derive_sublayer",
     "features",
     "holds_output_bias",
     "indivisible",
+    "make_room_for_factors",
     "mean",
     "module_with",
     "norm_paths",
