@@ -58,7 +58,7 @@ class TruncatedSVD:
         """
         rank = sublayer.rank(role)
         assert rank is not None
-        whole = matrix.whole()
+        whole = matrix.whole(torch.promote_types(matrix.dtype, torch.float32))  # averages are not rounded in between
         if not whole.isfinite().all():
             raise ValueError(f"{role} of {sublayer} holds numbers that are not finite, so that it has no factors")
         # Where neighbouring singular values are close, digits are lost in proportion: doubles leave enough of them.
