@@ -31,10 +31,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from surgeon.errors import did_you_mean
+from surgeon.operations.lowrank import Method
 from surgeon.weights.factors import Factors
 from surgeon.weights.whitening import SecondMoment, whiten
 
-Method = Literal["plain", "activation", "fisher", "whitened", "features"]
 METHODS: tuple[Method, ...] = get_args(Method)
 Need = Literal["moment", "magnitude", "gradients"]
 # What each method has to know of the text that a model is calibrated on.
