@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from surgeon.checkpoint.header import read_header
 from surgeon.program import Sublayer
-from surgeon.weights import Factors, FactorSource, Matrix
+from surgeon.weights import Factors, FactorSource, WeightMatrix
 
 
 class KeptFactors:
@@ -29,7 +29,7 @@ class KeptFactors:
         self.source = source
         self.folder = folder
 
-    def factors(self, sublayer: Sublayer, role: str, matrix: Matrix) -> Factors:
+    def factors(self, sublayer: Sublayer, role: str, matrix: WeightMatrix) -> Factors:
         """The kept ones, or new ones.
 
         Raises:

@@ -4,20 +4,18 @@
 names become paths, modules become roles. The rules of packing, slicing and averaging stand here and nowhere else.
 """
 
+from surgeon.weights.decompose import TruncatedSVD
 from surgeon.weights.derive import derive_sublayer, module_with, packed, stored_tensors
-from surgeon.weights.factors import Factored, Factorised, Factors, FactorSource, TruncatedSVD
+from surgeon.weights.factors import Factored, Factorised, Factors, FactorSource
 from surgeon.weights.groups import Group, Groups
 from surgeon.weights.layout import (
-    features,
     holds_output_bias,
     indivisible,
-    projection_matrix,
     require_sliceable,
     unit_bounds,
     unit_features,
-    with_projection,
 )
-from surgeon.weights.matrix import Averaged, Dense, Matrix, mean
+from surgeon.weights.matrix import Averaged, Dense, WeightMatrix, mean
 from surgeon.weights.modules import FactoredLinear, TakenApart, make_room_for_factors
 from surgeon.weights.names import Names
 from surgeon.weights.store import ModuleStore, NamedTensors, Store, Tensors
@@ -33,7 +31,6 @@ __all__ = [
     "Factors",
     "Group",
     "Groups",
-    "Matrix",
     "ModelWeights",
     "ModuleStore",
     "NamedTensors",
@@ -42,8 +39,8 @@ __all__ = [
     "TakenApart",
     "Tensors",
     "TruncatedSVD",
+    "WeightMatrix",
     "derive_sublayer",
-    "features",
     "holds_output_bias",
     "indivisible",
     "make_room_for_factors",
@@ -51,10 +48,8 @@ __all__ = [
     "module_with",
     "norm_paths",
     "packed",
-    "projection_matrix",
     "require_sliceable",
     "stored_tensors",
     "unit_bounds",
     "unit_features",
-    "with_projection",
 ]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from surgeon.program import Sublayer
-from surgeon.weights.matrix import Dense, Matrix
+from surgeon.weights.matrix import Dense, WeightMatrix
 
 
 class Factors(NamedTuple):
@@ -35,7 +35,7 @@ class Factors(NamedTuple):
 class FactorSource(Protocol):
     """What makes factors of whole matrices, or has them."""
 
-    def factors(self, sublayer: Sublayer, role: str, matrix: Matrix) -> Factors:
+    def factors(self, sublayer: Sublayer, role: str, matrix: WeightMatrix) -> Factors:
         """Factors in place of a matrix.
 
         Args:
@@ -45,27 +45,6 @@ class FactorSource(Protocol):
         Raises:
             ValueError: if there are none for it, or the matrix holds numbers that are not finite.
         """
-
-
-class TruncatedSVD:
-    """The best factors of a matrix by itself: its leading singular values, split as roots (DeInfer, equation 1)."""
-
-    def factors(self, sublayer: Sublayer, role: str, matrix: Matrix) -> Factors:
-        """W = U S V' cut after the leading singular values; sqrt(S) V' and U sqrt(S), in float32 or wider.
-
-        Raises:
-            ValueError: if the matrix holds numbers that are not finite.
-        """
-        rank = sublayer.rank(role)
-        assert rank is not None
-        whole = matrix.whole(torch.promote_types(matrix.dtype, torch.float32))  # averages are not rounded in between
-        if not whole.isfinite().all():
-            raise ValueError(f"{role} of {sublayer} holds numbers that are not finite, so that it has no factors")
-        # Where neighbouring singular values are close, digits are lost in proportion: doubles leave enough of them.
-        left, values, right = torch.linalg.svd(whole.double(), full_matrices=False)
-        roots = values[:rank].sqrt()
-        kept = torch.promote_types(whole.dtype, torch.float32)
-        return Factors((roots[:, None] * right[:rank]).to(kept), (left[:, :rank] * roots).to(kept))
 
 
 @dataclass(frozen=True)
@@ -117,7 +96,7 @@ class Factorised:
     source: FactorSource
     sublayer: Sublayer
     role: str
-    of: Matrix
+    of: WeightMatrix
     features: Tensor | None = None
     writes: bool = False
 

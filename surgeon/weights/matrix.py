@@ -15,7 +15,7 @@ from torch import Tensor
 from surgeon.weights.store import Store
 
 
-class Matrix(Protocol):
+class WeightMatrix(Protocol):
     """A matrix of which nothing is read yet."""
 
     @property
@@ -90,7 +90,7 @@ class Dense:
 class Averaged:
     """The plain mean of several layers' matrices."""
 
-    parts: tuple[Matrix, ...]
+    parts: tuple[WeightMatrix, ...]
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from surgeon.families import Family, Projection, SublayerSpec
 from surgeon.program import ATTENTION, ROLES, Sublayer
-from surgeon.weights.factors import Factored, Factorised, FactorSource, TruncatedSVD
+from surgeon.weights.decompose import TruncatedSVD
+from surgeon.weights.factors import Factored, Factorised, FactorSource
 from surgeon.weights.layout import Bounds, Units, holds_output_bias, modules_of, own_path, unit_bounds, unit_features
-from surgeon.weights.matrix import Averaged, Dense, Matrix, mean, read_features
+from surgeon.weights.matrix import Averaged, Dense, WeightMatrix, mean, read_features
 from surgeon.weights.names import Names
 from surgeon.weights.store import Store, Tensors
 
@@ -66,7 +67,7 @@ class ModelWeights:
             raise ValueError(f"{sublayer} cannot be averaged: its layers differ in width ({counts})")
         return counts[0]
 
-    def matrix(self, sublayer: Sublayer, role: str) -> Matrix | Factored | Factorised:
+    def matrix(self, sublayer: Sublayer, role: str) -> WeightMatrix | Factored | Factorised:
         """One matrix of a sublayer, not read yet: of its layer, the average of its layers, or a slice of either.
 
         Where the sublayer has a rank of the role, it is `Factored` if its layer is stored so, else `Factorised`.

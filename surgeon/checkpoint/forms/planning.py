@@ -17,7 +17,7 @@ from surgeon.checkpoint.forms.stored_layers import StoredLayer
 from surgeon.checkpoint.read import Checkpoint, Stored
 from surgeon.families import Family, SublayerSpec
 from surgeon.program import Sublayer
-from surgeon.weights import Factored, Factorised, Factors, FactorSource, Matrix, ModelWeights, mean
+from surgeon.weights import Factored, Factorised, Factors, FactorSource, ModelWeights, WeightMatrix, mean
 from surgeon.weights.layout import modules_of, own_path
 
 # A tensor, or its rows in order, some at a time: what is computed of large tensors is never held as a whole.
@@ -202,7 +202,7 @@ class _ShapesOnly:
 class _Outlines:
     """Factors without values."""
 
-    def factors(self, sublayer: Sublayer, role: str, matrix: Matrix) -> Factors:
+    def factors(self, sublayer: Sublayer, role: str, matrix: WeightMatrix) -> Factors:
         rank, like = sublayer.rank(role), matrix.whole(torch.float32)
         assert rank is not None
         return Factors(like.new_empty(rank, like.shape[1]), like.new_empty(like.shape[0], rank))
