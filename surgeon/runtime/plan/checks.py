@@ -20,7 +20,7 @@ from surgeon.families.fused import FUSED
 from surgeon.model import check_layers
 from surgeon.program import Program, Sublayer
 from surgeon.runtime.plan.placement import rank_work
-from surgeon.runtime.plan.specification import OWN_ACTIVATIONS, Decoding, Plan, Rotary
+from surgeon.runtime.plan.specification import OWN_ACTIVATIONS, Decoding, LowRankMode, Plan, Rotary
 from surgeon.weights import ModelWeights, indivisible, require_sliceable
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -37,6 +37,7 @@ def make_plan(
     device: str = "cpu",
     dtype: str = "auto",
     decoding: str = "auto",
+    low_rank: str = "auto",
 ) -> Plan:
     """Check that a checkpoint's program can run on this many ranks with texts this long, and gather what they need.
 
@@ -48,6 +49,7 @@ def make_plan(
         dtype: to compute in, "float32", "bfloat16" or "float16"; "auto" for that of the stored embedding, but
             float32 for 16-bit weights on a CPU.
         decoding: as `Plan.decoding`.
+        low_rank: as `Plan.low_rank`.
 
     Raises:
         FileNotFoundError: if there is no such model or a file of it is missing.
@@ -101,6 +103,7 @@ def make_plan(
         logit_softcap=_softcap(config, family.softcap),
         rotary_layers=_rotary_layers(config, family, layers),
         decoding=_decoding(decoding),
+        low_rank=_low_rank(low_rank),
         described=family if family.model_type == FUSED.model_type else None,
     )
 
@@ -120,6 +123,14 @@ def _decoding(wanted: str) -> Decoding:
         if one == wanted:
             return one
     raise ValueError(f"there is no decoding {wanted!r}; {did_you_mean(wanted, known)}")
+
+
+def _low_rank(wanted: str) -> LowRankMode:
+    known: tuple[LowRankMode, ...] = get_args(LowRankMode)
+    for one in known:
+        if one == wanted:
+            return one
+    raise ValueError(f"there is no way {wanted!r} of sharing factors among ranks; {did_you_mean(wanted, known)}")
 
 
 def _check_shapes(program: Program, source: ModelWeights, config: Any) -> None:
