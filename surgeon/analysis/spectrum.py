@@ -17,7 +17,6 @@ import pandas as pd
 from transformers import PreTrainedModel
 
 from surgeon.analysis.dense_run import DenseRun
-from surgeon.analysis.lowrank import Decomposition, decompose, truncate
 from surgeon.analysis.matrices import (
     Matrices,
     Matrix,
@@ -32,7 +31,6 @@ from surgeon.analysis.spectrum_journal import SingularValues, SpectrumJournal, T
 from surgeon.analysis.spectrum_tables import damage_table, spectrum_table, values_table
 from surgeon.analysis.tables import Base
 from surgeon.analysis.walk import HEAD_NOT_FINITE
-from surgeon.analysis.whitening import Whitening, whiten
 from surgeon.families import family_of
 from surgeon.model import require_unedited
 from surgeon.operations.base import show_range
@@ -42,6 +40,8 @@ from surgeon.provenance import write_json, write_table
 from surgeon.quality.data import Windows
 from surgeon.quality.head import OutputHead, ReferencePredictions, joined
 from surgeon.quality.summary import perplexity
+from surgeon.weights.decompose import Decomposition, decompose, truncate
+from surgeon.weights.whitening import Whitening, whiten
 
 SPECTRUM_TABLE, VALUES_TABLE, DAMAGE_TABLE = "spectrum.csv", "singular_values.csv", "damage.csv"
 RECORD = "spectrum.json"
@@ -246,7 +246,7 @@ class _Work:
         """The decomposition that a matrix is truncated by; both of them are kept if they are new."""
         values, is_new = self.matrices.read(matrix), matrix not in journal.spectra
         methods = get_args(Method) if is_new else (self.wanted.method,)
-        found = {name: decompose(values, whitening if name == "whitened" else None) for name in methods}
+        found = {name: decompose(values, whitening.factor if name == "whitened" else None) for name in methods}
         if is_new:
             out_features, in_features = values.shape
             plain, whitened = found["plain"].values, found["whitened"].values

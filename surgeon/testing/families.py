@@ -72,6 +72,10 @@ class FamilyContract:
                 packed = [other for other in spec.projections if other.path == projection.path]
                 units = [family.units(model.config)[p.unit] * family.unit_width(model.config, p.unit) for p in packed]
                 assert weight.shape[projection.divided_dim] == sum(units)
+        weights = ModelWeights(ModuleStore(model), family, family.head_dim(model.config))
+        shapes = family.layer_shapes(model.config).matrices
+        stored = [(kind, projection.role) for kind in "AF" for projection in family.spec(kind).projections]
+        assert shapes == {role: weights.matrix(Sublayer(kind, (0,)), role).shape for kind, role in stored}
         for described in (family.embedding, family.final_norm, family.head, family.position_embedding):
             if described is not None:
                 model.get_submodule(described)
