@@ -49,6 +49,21 @@ def spectrum(
     no_damage: Annotated[
         bool, typer.Option("--no-damage", help="Only singular values; do not measure what lower ranks do.")
     ] = False,
+    keep: Annotated[
+        float | None,
+        typer.Option(
+            help="Also write recipe.yaml: a rank for each matrix, so that they keep this share of their parameters in "
+            "all (0.6, say).",
+            show_default=False,
+        ),
+    ] = None,
+    allocation: Annotated[
+        Literal["damage", "energy", "uniform"],
+        typer.Option(
+            help="How --keep is shared out. damage: so that the damage measured adds up to the least. energy: every "
+            "matrix keeps the same share of the squares of its singular values. uniform: of its parameters."
+        ),
+    ] = "damage",
     calibration: Annotated[
         str | None,
         typer.Option(
@@ -71,11 +86,12 @@ def spectrum(
     and divergence from the original are measured with 95% intervals over windows of text.
 
     Writes spectrum.csv (ranks that hold 90, 95 and 99% of the energy), singular_values.csv, damage.csv, spectrum.json
-    and PNG files. Layers count from 0. Interrupted, the same command goes on where it was; other ranks, layers or
-    matrices of the same model and text are added to what the folder has.
+    and PNG files, and with --keep a recipe for surgeon export. Layers count from 0. Interrupted, the same command goes
+    on where it was; other ranks, layers or matrices of the same model and text are added to what the folder has.
     """
-    from surgeon.analysis.calibration import load_calibration
+    from surgeon.analysis.calibration import load_calibration, recorded
     from surgeon.analysis.matrices import parse_ranks, parse_weights
+    from surgeon.analysis.rank_recipe import Share, write_recipe
     from surgeon.analysis.spectrum import request
     from surgeon.analysis.spectrum import spectrum as find_spectrum
     from surgeon.analysis.spectrum_tables import notes_on
@@ -84,6 +100,9 @@ def spectrum(
     from surgeon.recipe import parse_range
     from surgeon.report.spectrum import draw_spectrum, print_spectrum
 
+    share = None if keep is None else Share(keep, allocation)
+    if share is not None and allocation == "damage" and no_damage:
+        raise ValueError("--allocation damage goes by what --no-damage leaves out; use --allocation energy or uniform")
     # What is wrong with the options is said before a large model is loaded.
     wanted = request(
         read_config(Checkpoint(locate(model))),
@@ -112,5 +131,10 @@ def spectrum(
     base = found.record["base_perplexity"]
     typer.echo(f"base perplexity {base:.4g} over {subject.windows.predicted:,} predicted tokens\n")
     print_spectrum(found, wanted.ranks)
-    for path in (*found.files, *pictures):
+    files = [*found.files, *pictures]
+    if share is not None:
+        size = subject.windows.ids.shape[1]
+        text = recorded(whitening, after=0 if calibration is not None else tokens // size * size)
+        files.append(write_recipe(output, subject, found, share, text))
+    for path in files:
         typer.echo(str(path))
