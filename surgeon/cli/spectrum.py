@@ -12,8 +12,10 @@ from surgeon.cli.opening import open_measured, warn
 from surgeon.cli.options import DataOption, ModelArgument, OutputOption, TextArguments
 
 if TYPE_CHECKING:
+    from surgeon.analysis.rank_recipe import Share
     from surgeon.analysis.spectrum import Spectrum, SpectrumRequest
     from surgeon.analysis.subject import Subject
+    from surgeon.operations.lowrank import Calibration
     from surgeon.quality.data import Windows
 
 
@@ -71,6 +73,43 @@ class MatrixArguments:
 
 
 @dataclass(frozen=True)
+class ShareArguments:
+    """Ranks under a budget, in the user's words; a group of options (see grouped.py)."""
+
+    keep: Annotated[
+        float | None,
+        typer.Option(
+            help="Also write recipe.yaml: a rank for each matrix, so that they keep this share of their parameters in "
+            "all (0.6, say).",
+            show_default=False,
+        ),
+    ] = None
+    allocation: Annotated[
+        Literal["damage", "energy", "uniform"],
+        typer.Option(
+            help="How --keep is shared out. damage: so that the damage measured adds up to the least. energy: every "
+            "matrix keeps the same share of the squares of its singular values. uniform: of its parameters."
+        ),
+    ] = "damage"
+
+    def share(self, no_damage: bool) -> Share | None:
+        """The same, checked; None where no ranks are asked for.
+
+        Raises:
+            ValueError: if the share makes no sense, or goes by damage that is not to be measured.
+        """
+        from surgeon.analysis.rank_recipe import Share
+
+        if self.keep is None:
+            return None
+        if self.allocation == "damage" and no_damage:
+            raise ValueError(
+                "--allocation damage goes by what --no-damage leaves out; use --allocation energy or uniform"
+            )
+        return Share(self.keep, self.allocation)
+
+
+@dataclass(frozen=True)
 class CalibrationArguments:
     """The text that whitens, in the user's words; a group of options (see grouped.py)."""
 
@@ -97,6 +136,13 @@ class CalibrationArguments:
         wanted = self.calibration_tokens
         return load_calibration(model, data, text.tokens, wanted, text.window, text.separator, self.calibration)
 
+    def recorded(self, loaded: Windows, measured: int) -> Calibration:
+        """How a recipe names that text; `measured` tokens come before it where it is no text of its own."""
+        from surgeon.analysis.calibration import recorded
+
+        size = loaded.ids.shape[1]
+        return recorded(loaded, after=0 if self.calibration is not None else measured // size * size)
+
 
 @grouped
 def spectrum(
@@ -105,6 +151,7 @@ def spectrum(
     output: OutputOption,
     *,
     matrices: MatrixArguments,
+    ranks: ShareArguments,
     whitening: CalibrationArguments,
     text: TextArguments,
 ) -> None:
@@ -115,14 +162,16 @@ def spectrum(
     and divergence from the original are measured with 95% intervals over windows of text.
 
     Writes spectrum.csv (ranks that hold 90, 95 and 99% of the energy), singular_values.csv, damage.csv, spectrum.json
-    and PNG files. Layers count from 0. Interrupted, the same command goes on where it was; other ranks, layers or
-    matrices of the same model and text are added to what the folder has.
+    and PNG files, and with --keep a recipe for surgeon export. Layers count from 0. Interrupted, the same command goes
+    on where it was; other ranks, layers or matrices of the same model and text are added to what the folder has.
     """
+    from surgeon.analysis.rank_recipe import write_recipe
     from surgeon.analysis.spectrum import spectrum as find_spectrum
     from surgeon.analysis.spectrum_tables import notes_on
     from surgeon.report.spectrum import draw_spectrum
 
     wanted = matrices.request(model)  # what is wrong with it is said before a large model is loaded
+    share = ranks.share(matrices.no_damage)
     calibration = whitening.load(model, data, text)
     subject = open_measured(model, data, text)
     warn(calibration.notes)
@@ -141,7 +190,10 @@ def spectrum(
     warn(notes_on(found.matrices))
     pictures = draw_spectrum(found, wanted.ranks, output, subject.label)
     _say(found, wanted, subject)
-    for path in (*found.files, *pictures):
+    files = [*found.files, *pictures]
+    if share is not None:
+        files.append(write_recipe(output, subject, found, share, whitening.recorded(calibration, text.tokens)))
+    for path in files:
         typer.echo(str(path))
 
 
