@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 import pandas as pd
 from transformers import PreTrainedModel
 
+from surgeon.analysis.allocation import Curve, curves_of
 from surgeon.analysis.dense_run import DenseRun
 from surgeon.analysis.matrices import (
     Matrices,
@@ -80,6 +81,7 @@ class Spectrum:
         damage: one row per truncation, as in `damage.csv`; no rows if none was measured.
         record: provenance and settings, as in `spectrum.json`.
         files: what was written.
+        curves: what ranks are shared out by.
     """
 
     matrices: pd.DataFrame
@@ -87,6 +89,7 @@ class Spectrum:
     damage: pd.DataFrame
     record: dict[str, Any]
     files: tuple[Path, ...]
+    curves: tuple[Curve, ...] = ()
 
 
 def request(
@@ -282,7 +285,8 @@ def _write(folder: Path, work: _Work, journal: SpectrumJournal, windows: Windows
     truncations = [truncation for matrix in work.all for truncation in work.truncations[matrix]]
     assert journal.base_nll is not None
     base = Base(journal.base_nll, windows.ids.shape[1] - 1)
-    damage = damage_table({t: journal.damage[t] for t in truncations}, spectra, base)
+    measured = {truncation: journal.damage[truncation] for truncation in truncations}
+    damage = damage_table(measured, spectra, base)
     numbers = {"base_perplexity": perplexity(base.nll), "base_interval": base.interval}
     record = record | work.wanted.to_json() | numbers
     tables = {SPECTRUM_TABLE: matrices, VALUES_TABLE: values}
@@ -292,4 +296,4 @@ def _write(folder: Path, work: _Work, journal: SpectrumJournal, windows: Windows
         write_table(folder / name, table)
     write_json(folder / RECORD, record)
     files = tuple(folder / name for name in (*tables, RECORD))
-    return Spectrum(matrices, values, damage, record, files)
+    return Spectrum(matrices, values, damage, record, files, curves_of(spectra, measured, work.wanted.method))
