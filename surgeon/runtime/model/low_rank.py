@@ -147,6 +147,7 @@ class BaseMaps(Maps):
         return {f"{role}.first.weight": first[share], f"{role}.second.weight": second[:, share]}
 
 
+@torch.inference_mode()
 def gathering_is_faster(alone: LinearMap, shared: LinearMap, x: Tensor, collectives: Collectives) -> bool:
     """Whether sharing out first factors pays on these ranks and what connects them, for one token.
 

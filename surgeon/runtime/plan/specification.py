@@ -18,8 +18,8 @@ Decoding = Literal["auto", "dynamic", "static", "captured"]
 # How ranks that share a sublayer with two factors in place of a matrix compute it. First factors of what reads the
 # stream are shared out by rank columns, and what they give is gathered (DeInfer), or every rank has them whole
 # (replicate); auto measures both where the ranks run. What is added to the stream is summed before the second factor
-# where that is less. Base shares out both factors of each matrix by rank columns, and sums after every pair: what DeInfer
-# is compared with.
+# where that is less. Base shares out both factors of each matrix by rank columns, and sums after every pair: what
+# DeInfer is compared with.
 LowRankMode = Literal["auto", "gather", "replicate", "base"]
 
 # What ranks compute without asking `transformers`, which takes seconds to import (see model/layers.py).

@@ -64,7 +64,7 @@ def test_every_way_gives_the_same_numbers(family: str, ranks: Several, tmp_path:
 
 
 def test_factors_in_every_kind_of_program(ranks: Several, tmp_path: Path) -> None:
-    """Beside whole matrices, in LP steps, late ones and forks, of averages and slices; from a checkpoint's own factors."""
+    """Beside whole matrices, in LP steps, late ones and forks, of averages and slices; as a checkpoint stores them."""
     model = tiny_model("qwen2", 4)
     programs = (
         "[A0@q9,o5 A1@k3] [F0@down7 F1@down6] A2 F2",
