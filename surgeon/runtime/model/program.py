@@ -21,7 +21,7 @@ from surgeon.runtime.model.layers import Attention, FeedForward, Norm, Pass, tor
 from surgeon.runtime.model.linear import Linear, LinearMap, Maps, is_factored
 from surgeon.runtime.model.low_rank import BaseMaps, SharedMaps, Sharing, gathering_is_faster
 from surgeon.runtime.model.outputs import StepOutputs, summed_in_rank_space
-from surgeon.runtime.plan.placement import Group, Part, Work, assigned_branches, groups_within, rank_work
+from surgeon.runtime.plan.placement import Group, Part, Work, assigned_branches, computed_of, groups_within, rank_work
 from surgeon.runtime.plan.specification import Plan
 from surgeon.weights import ModelWeights, Tensors
 
@@ -110,11 +110,9 @@ class RankProgram:
 
     def _made(self, work: Work, part: Part, source: ModelWeights) -> Attention | FeedForward:
         """What computes a part, with its weights."""
-        plan, whole = self.plan, work.step.sublayers[part.index]
-        based = runs_as_base(plan, whole, part)
-        sublayer = whole if based else part.sublayer
+        plan, sublayer = self.plan, computed_of(self.plan, work, part)
         tensors = self._here(source.sublayer(sublayer, torch_dtype(plan)))
-        maps = self._maps(work, part, tensors, based)
+        maps = self._maps(work, part, tensors, based=sublayer != part.sublayer)
         spec = plan.family.spec(sublayer.kind)
         if sublayer.kind == ATTENTION:
             return Attention(tensors, maps, spec, plan, plan.window(sublayer), plan.rotates(sublayer))
@@ -185,17 +183,6 @@ PartKey = tuple[Sublayer, Group]
 def part_key(part: Part) -> PartKey:
     """Parts of one key have the same weights: what is exchanged inside a sublayer depends on who shares it."""
     return part.sublayer, part.sharers if part.sublayer.ranks else ()
-
-
-def runs_as_base(plan: Plan, whole: Sublayer, part: Part) -> bool:
-    """Whether ranks share a sublayer as the paper's Base does: by rank columns, each rank with all heads or neurons.
-
-    Args:
-        whole: of the step, before it is shared.
-    """
-    factored = {role for role, _ in whole.ranks}
-    roles = {projection.role for projection in plan.family.spec(whole.kind).projections}
-    return plan.low_rank == "base" and len(part.sharers) > 1 and factored == roles
 
 
 class RankMachine(Machine):

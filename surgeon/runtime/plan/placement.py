@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from surgeon.program import ATTENTION, Fork, Node, Program, Step, Sublayer, ranks_per_branch
+from surgeon.runtime.plan.specification import Plan
 
 Group = tuple[int, ...]  # ranks that share a piece of work, in ascending order
 
@@ -63,6 +64,17 @@ def rank_work(program: Program, rank: int, ranks: int) -> tuple[Work, ...]:
             slots += attends
         work.append(Work(step, tuple(parts)))
     return tuple(work)
+
+
+def computed_of(plan: Plan, work: Work, part: Part) -> Sublayer:
+    """What a rank computes of a part's sublayer: its slice, or in the paper's Base some rank columns of the whole.
+
+    Base is for sublayers of which every matrix is two factors; others are shared as in every other way.
+    """
+    whole = work.step.sublayers[part.index]
+    roles = {projection.role for projection in plan.family.spec(whole.kind).projections}
+    as_base = plan.low_rank == "base" and len(part.sharers) > 1 and {role for role, _ in whole.ranks} == roles
+    return whole if as_base else part.sublayer
 
 
 def step_parts(step: Step, member: int, members: int) -> tuple[tuple[int, Sublayer], ...]:
