@@ -44,7 +44,8 @@ def expected_decode(program: Program, runs: Sequence[RankRun], delay: float) -> 
 
 def _with_exchanges(one: PassTiming, delay: float) -> list[float]:
     """Seconds of each step, with those that it waits for what ranks exchange inside it."""
-    return [seconds + count * (delay + one.starting) for seconds, count in zip(one.steps, one.inside, strict=True)]
+    inside = one.inside or [0] * len(one.steps)
+    return [seconds + count * (delay + one.starting) for seconds, count in zip(one.steps, inside, strict=True)]
 
 
 def _rest(one: PassTiming) -> float:
