@@ -77,9 +77,7 @@ def test_kept_factors_are_read_again(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"A0\.q5\.safetensors does not hold the two factors of a matrix"):
         surgeon.edit(model, PROGRAM, factors=KeptFactors(source, tmp_path))
     save_file({"first": torch.zeros(5, 31), "second": torch.zeros(32, 5)}, tmp_path / "A0.q5.safetensors")
-    with pytest.raises(
-        ValueError, match=r"factors of q of A0@q5,o6 have the shapes \(5, 31\) and \(32, 5\)"
-    ):
+    with pytest.raises(ValueError, match=r"factors of q of A0@q5,o6 have the shapes \(5, 31\) and \(32, 5\)"):
         surgeon.edit(model, PROGRAM, factors=KeptFactors(source, tmp_path))
 
 
