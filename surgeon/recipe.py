@@ -23,9 +23,10 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from surgeon.errors import did_you_mean, shown
+from surgeon.families import family_of
 from surgeon.operations import OPERATIONS
 from surgeon.operations.base import show_range
-from surgeon.program import Program
+from surgeon.program import LayerShapes, Program
 from surgeon.safe_yaml import LONGEST, YamlError, read_yaml
 
 FORMAT = 1
@@ -57,10 +58,10 @@ class AppliedOperation:
     parameters: dict[str, Any] = field(default_factory=dict)
     line: int = 0
 
-    def apply(self, program: Program) -> Program:
-        """The program after the operation, on each stretch in turn."""
+    def apply(self, program: Program, shapes: LayerShapes | None = None) -> Program:
+        """The program after the operation, on each stretch in turn; `shapes` as `Operation.apply` takes them."""
         for stretch in self.layers:
-            program = OPERATIONS[self.name].function(program, stretch, **self.parameters)
+            program = OPERATIONS[self.name].apply(program, stretch, shapes, **self.parameters)
         return program
 
     @property
@@ -93,8 +94,20 @@ class Recipe:
     expect_line: int = 0
     weights_line: int = 0
 
-    def program(self, num_layers: int, steps_per_layer: int = 2) -> Program:
+    def program_for(self, config: Any) -> Program:
+        """The program that the operations make of a model with this `transformers` configuration.
+
+        Raises:
+            ValueError: as `program`; and if the architecture is not supported.
+        """
+        family = family_of(config)
+        return self.program(config.num_hidden_layers, family.steps_per_layer, family.layer_shapes(config))
+
+    def program(self, num_layers: int, steps_per_layer: int = 2, shapes: LayerShapes | None = None) -> Program:
         """The program that the operations make of a model with this many layers.
+
+        Args:
+            shapes: of these layers, for operations that ask for them.
 
         Raises:
             ValueError: if layers are out of range or overlap, or an expectation does not hold; with file and line.
@@ -102,7 +115,7 @@ class Recipe:
         program = Program.dense(num_layers, steps_per_layer)
         for operation in self.operations:
             try:
-                program = operation.apply(program)
+                program = operation.apply(program, shapes)
             except ValueError as error:
                 raise ValueError(f"{self.source}:{operation.line}: {operation.name}: {error}") from error
         self._check_expectations(program, steps_per_layer)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from surgeon.checkpoint.load import read_config
 from surgeon.checkpoint.read import Checkpoint, locate
-from surgeon.quality.data import Windows, digest_of, load_windows, window_for
+from surgeon.operations.lowrank import Calibration
+from surgeon.quality.data import DEMO, Windows, digest_of, load_windows, window_for
 from surgeon.runtime.text import open_tokenizer
+
+CALIBRATION_TOKENS = 32768
 
 
 def load_calibration(
@@ -50,3 +54,60 @@ def load_calibration(
     fewer = f"{ids.numel()} tokens are left to calibrate on, fewer than the {wanted} asked for: all are used"
     notes = (fewer,) if len(ids) < wanted // size else ()
     return replace(both, ids=ids, digest=digest_of(ids), notes=notes)
+
+
+def recorded(windows: Windows, after: int = 0) -> Calibration:
+    """How a recipe names the text that was calibrated on, wherever it is used from: a file by its whole path.
+
+    Args:
+        after: how many tokens come before it in its data.
+    """
+    path = Path(windows.source)
+    named: Calibration = {
+        "data": windows.source if windows.source == DEMO or not path.is_file() else str(path.resolve()),
+        "tokens": windows.ids.numel(),
+        "window": windows.ids.shape[1],
+        "hash": f"sha256:{windows.digest}",
+    }
+    if after:
+        named["after"] = after
+    if windows.separator is not None:
+        named["separator"] = windows.separator
+    return named
+
+
+def load_recorded(folder: Path, calibration: Calibration) -> Windows:
+    """The text that a recipe names.
+
+    Args:
+        folder: of the model, whose tokenizer reads it.
+
+    Raises:
+        FileNotFoundError: if the text is gone.
+        ValueError: if it is not named, has changed since the recipe was made, or cannot be used.
+    """
+    if "data" not in calibration:
+        raise ValueError("calibration has no text; add data, as in calibration: {data: text.txt, tokens: 32768}")
+    data, after = calibration["data"], calibration.get("after", 0)
+    size = window_for(read_config(Checkpoint(folder)), calibration.get("window"))
+    wanted, separator = calibration.get("tokens", CALIBRATION_TOKENS), calibration.get("separator")
+    if after < 0 or after % size:
+        raise ValueError(f"calibration: after must be whole windows of {size} tokens, not {after}")
+    if wanted < size:
+        raise ValueError(f"calibration: tokens must be at least one window of {size}, not {wanted}")
+    try:
+        both = load_windows(open_tokenizer(folder), data, size, after + wanted, separator)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"the calibration text is gone: {error}") from error
+    ids = both.ids[after // size :]
+    if not len(ids):
+        raise ValueError(
+            f"calibration: {data} has no more than {both.ids.numel()} tokens, of which {after} are left out"
+        )
+    digest, known = digest_of(ids), calibration.get("hash")
+    if known is not None and known != f"sha256:{digest}":
+        raise ValueError(
+            f"the calibration text {data} is not what the recipe was made with: its tokens have sha256:{digest}, and "
+            f"the recipe says {known}; bring the text back, or remove the hash to calibrate on what there is now"
+        )
+    return replace(both, ids=ids, digest=digest)

@@ -14,10 +14,10 @@ from surgeon.analysis.machine import PlanMachine
 from surgeon.analysis.matrices import Matrix
 from surgeon.analysis.measure import windows_in_a_walk
 from surgeon.analysis.walk import not_finite, walks
-from surgeon.analysis.whitening import SecondMoment
 from surgeon.execute import State, advance, land
 from surgeon.model import program_of
 from surgeon.program import Step, Sublayer
+from surgeon.weights.whitening import SecondMoment
 
 
 @dataclass

@@ -16,7 +16,7 @@ from surgeon.families import Family, Projection, family_of
 from surgeon.model import decoder_layers
 from surgeon.operations.base import show_range
 from surgeon.program import KINDS, Sublayer
-from surgeon.weights import ModelWeights, ModuleStore, with_projection
+from surgeon.weights import Dense, ModelWeights, ModuleStore
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,12 @@ class Matrices:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.config = model.config
         self.family = family_of(model.config)
         layers = decoder_layers(model)
         assert isinstance(layers, nn.ModuleList)
         self.layers = layers
-        self.weights = ModelWeights(
-            ModuleStore(layers, f"{self.family.layers}."), self.family, self.family.head_dim(self.config)
-        )
+        store = ModuleStore(layers, f"{self.family.layers}.")
+        self.weights = ModelWeights(store, self.family, self.family.head_dim(model.config))
 
     def projection(self, matrix: Matrix) -> Projection:
         """Where a matrix lies in its layer."""
@@ -83,13 +81,15 @@ class Matrices:
 
     def read(self, matrix: Matrix) -> Tensor:
         """The matrix, (out, in)."""
-        return self.weights.matrix(Sublayer(matrix.kind, (matrix.layer,)), matrix.weight).whole()
+        return self._stored(matrix).whole()
 
     @contextmanager
     def replaced(self, matrix: Matrix, values: Tensor) -> Iterator[None]:
         """Run with another matrix, (out, in), in place of this one; the model's own parameter is back afterwards."""
-        module, own = self.module(matrix), self._weight(matrix)
-        changed = with_projection(own.detach(), values, self.projection(matrix), self.family, self.config)
+        module, own, place = self.module(matrix), self._weight(matrix), self._stored(matrix)
+        changed = (values.T if place.transposed else values).to(own).contiguous()
+        if place.features is not None:
+            changed = own.detach().index_copy(place.dim, place.features.to(own.device), changed)
         module.weight = nn.Parameter(changed, requires_grad=False)
         try:
             yield
@@ -115,6 +115,12 @@ class Matrices:
                 )
             if not self.read(matrix).isfinite().all():
                 raise ValueError(f"{matrix} holds NaN or infinity; fetch or convert the checkpoint again")
+
+    def _stored(self, matrix: Matrix) -> Dense:
+        """Where its values lie in the module's weight."""
+        stored = self.weights.matrix(Sublayer(matrix.kind, (matrix.layer,)), matrix.weight)
+        assert isinstance(stored, Dense)
+        return stored
 
     def _weight(self, matrix: Matrix) -> nn.Parameter:
         weight = self.module(matrix).weight

@@ -16,8 +16,8 @@ from typing import Any, Literal, get_args
 import pandas as pd
 from transformers import PreTrainedModel
 
+from surgeon.analysis.allocation import Curve, curves_of
 from surgeon.analysis.dense_run import DenseRun
-from surgeon.analysis.lowrank import Decomposition, decompose, truncate
 from surgeon.analysis.matrices import (
     Matrices,
     Matrix,
@@ -32,7 +32,6 @@ from surgeon.analysis.spectrum_journal import SingularValues, SpectrumJournal, T
 from surgeon.analysis.spectrum_tables import damage_table, spectrum_table, values_table
 from surgeon.analysis.tables import Base
 from surgeon.analysis.walk import HEAD_NOT_FINITE
-from surgeon.analysis.whitening import Whitening, whiten
 from surgeon.families import family_of
 from surgeon.model import require_unedited
 from surgeon.operations.base import show_range
@@ -42,6 +41,8 @@ from surgeon.provenance import write_json, write_table
 from surgeon.quality.data import Windows
 from surgeon.quality.head import OutputHead, ReferencePredictions, joined
 from surgeon.quality.summary import perplexity
+from surgeon.weights.decompose import Decomposition, decompose, truncate
+from surgeon.weights.whitening import Whitening, whiten
 
 SPECTRUM_TABLE, VALUES_TABLE, DAMAGE_TABLE = "spectrum.csv", "singular_values.csv", "damage.csv"
 RECORD = "spectrum.json"
@@ -80,6 +81,7 @@ class Spectrum:
         damage: one row per truncation, as in `damage.csv`; no rows if none was measured.
         record: provenance and settings, as in `spectrum.json`.
         files: what was written.
+        curves: what ranks are shared out by.
     """
 
     matrices: pd.DataFrame
@@ -87,6 +89,7 @@ class Spectrum:
     damage: pd.DataFrame
     record: dict[str, Any]
     files: tuple[Path, ...]
+    curves: tuple[Curve, ...] = ()
 
 
 def request(
@@ -246,7 +249,7 @@ class _Work:
         """The decomposition that a matrix is truncated by; both of them are kept if they are new."""
         values, is_new = self.matrices.read(matrix), matrix not in journal.spectra
         methods = get_args(Method) if is_new else (self.wanted.method,)
-        found = {name: decompose(values, whitening if name == "whitened" else None) for name in methods}
+        found = {name: decompose(values, whitening.factor if name == "whitened" else None) for name in methods}
         if is_new:
             out_features, in_features = values.shape
             plain, whitened = found["plain"].values, found["whitened"].values
@@ -282,7 +285,8 @@ def _write(folder: Path, work: _Work, journal: SpectrumJournal, windows: Windows
     truncations = [truncation for matrix in work.all for truncation in work.truncations[matrix]]
     assert journal.base_nll is not None
     base = Base(journal.base_nll, windows.ids.shape[1] - 1)
-    damage = damage_table({t: journal.damage[t] for t in truncations}, spectra, base)
+    measured = {truncation: journal.damage[truncation] for truncation in truncations}
+    damage = damage_table(measured, spectra, base)
     numbers = {"base_perplexity": perplexity(base.nll), "base_interval": base.interval}
     record = record | work.wanted.to_json() | numbers
     tables = {SPECTRUM_TABLE: matrices, VALUES_TABLE: values}
@@ -292,4 +296,4 @@ def _write(folder: Path, work: _Work, journal: SpectrumJournal, windows: Windows
         write_table(folder / name, table)
     write_json(folder / RECORD, record)
     files = tuple(folder / name for name in (*tables, RECORD))
-    return Spectrum(matrices, values, damage, record, files)
+    return Spectrum(matrices, values, damage, record, files, curves_of(spectra, measured, work.wanted.method))

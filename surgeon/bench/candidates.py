@@ -9,10 +9,11 @@ from pathlib import Path
 
 from surgeon.bench.measure import Candidate
 from surgeon.bench.variants import DENSE, UPPER_BOUND, is_variant, middle_layers, variant
-from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.load import read_config
+from surgeon.checkpoint.read import Checkpoint, locate
 from surgeon.demo import MODEL_FOLDER
 from surgeon.program import Program
-from surgeon.recipe import Recipe, is_recipe, read_recipe
+from surgeon.recipe import is_recipe, read_recipe
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Plan
 
@@ -76,16 +77,12 @@ def _open(text: str, needs: Needs, program: str | None = None) -> Candidate:
     if program is not None:
         raise ValueError(f"{text} is a recipe and has a program of its own; give --program with a checkpoint")
     recipe = read_recipe(Path(text))
-    plan = needs.plan(recipe.model, _first_program(recipe, needs))
+    program = str(recipe.program_for(read_config(Checkpoint(locate(recipe.model)))))
+    plan = needs.plan(recipe.model, program)
     if recipe.weights is not None:
         checkpoint = Checkpoint(plan.folder)
         recipe.require_model(checkpoint.model_hash(), checkpoint.weights_hash())
     return Candidate(_short(Path(text).stem), plan)
-
-
-def _first_program(recipe: Recipe, needs: Needs) -> str:
-    plan = needs.plan(recipe.model)
-    return str(recipe.program(plan.layers, plan.family.steps_per_layer))
 
 
 def _variant(name: str, first: Plan, needs: Needs, layers: range | None) -> Candidate:

@@ -78,7 +78,7 @@ def _describe_recipe(path: Path) -> Description:
     recipe = read_recipe(path)
     config = _config_only(recipe.model)
     family, layers = family_of(config), int(config.num_hidden_layers)
-    program = recipe.program(layers, family.steps_per_layer)
+    program = recipe.program_for(config)
     return Description(path.name, None, recipe.model, config, family, program, layers, recipe=recipe)
 
 

@@ -98,7 +98,7 @@ class Original(StoredModel):
 
     def program_of(self, recipe: Recipe) -> Program:
         """The program that a recipe makes of this model."""
-        return recipe.program(self.config.num_hidden_layers, self.family.steps_per_layer)
+        return recipe.program_for(self.config)
 
 
 def _check_tensors(checkpoint: Checkpoint, config: Any, family: Family) -> None:

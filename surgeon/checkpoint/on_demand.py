@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from surgeon.families import Family
+from surgeon.weights import Names, Store
 
 BLOCK = 1 << 20  # elements of a weight that are held in float32 at a time: they stay in the processor's cache
 READ_AT_ONCE = 8  # blocks
@@ -134,38 +135,27 @@ class StoredNames(NamedTuple):
     unexpected: list[str]
 
 
-def match_names(model: PreTrainedModel, names: Iterable[str], family: Family | None = None) -> StoredNames:
+def match_names(model: PreTrainedModel, store: Store, family: Family) -> StoredNames:
     """Find each parameter among stored tensors, as `transformers` does when it loads a model.
 
-    A model may be stored without its own prefix ("transformer."), and of tied parameters one is enough. Parameters
-    that are tied, but both stored, become two. Buffers that old models store are passed over.
+    Of tied parameters one is enough; those that are tied, but both stored, become two. Buffers that old models store
+    are passed over.
 
     Args:
-        family: of a stock class, whose head may be stored under another name.
+        family: of the stored tensors.
     """
-    parameters, prefix = _parameters(model), f"{model.base_model_prefix}."
-    found: dict[str, str] = {}
-    unexpected = []
-    for name in names:
-        target = _target(name, family)
-        candidates = (target, prefix + target, target.removeprefix(prefix))
-        own = next((candidate for candidate in candidates if candidate in parameters), None)
-        if own is not None:
-            found[own] = name
-            _separate(model, own)
-        elif not _is_ignored(model, name):
-            unexpected.append(name)
+    parameters, stored_as = _parameters(model), Names(store, family)
+    own = ((parameter, stored_as.own(parameter)) for parameter in parameters)
+    found = {parameter: name for parameter, name in own if name in store}
+    for parameter in found:
+        _separate(model, parameter)
+    known = set(found.values())
+    unexpected = [name for name in store.names() if name not in known and not _is_ignored(model, name)]
     tied = model.all_tied_weights_keys
     for first, second in (*tied.items(), *((source, target) for target, source in tied.items())):
         if second in found:
             found.setdefault(first, found[second])
     return StoredNames(found, [name for name in parameters if name not in found], unexpected)
-
-
-def _target(name: str, family: Family | None) -> str:
-    if family is None or family.stored_head is None or not name.startswith(f"{family.stored_head}."):
-        return name
-    return family.head + name.removeprefix(family.stored_head)
 
 
 def _separate(model: nn.Module, name: str) -> None:

@@ -153,7 +153,7 @@ def original_model(checkpoint: Checkpoint, config: Any, buffers: bool = True) ->
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     with _quiet():
         model = build_empty(model_class, copy.deepcopy(config), buffers)
-    names = match_names(model, checkpoint.names(), family_of(config))
+    names = match_names(model, checkpoint, family_of(config))
     for name, stored in names.by_parameter.items():
         shape, expected = checkpoint.shape(stored), tuple(model.get_parameter(name).shape)
         if shape != expected:
@@ -248,10 +248,10 @@ def _run_written(
     checkpoint: Checkpoint, form: Form, tokens: Tensor, stored: Mapping[str, on_demand.Readable], advance: Advance
 ) -> Tensor:
     """Logits of the checkpoint in the class of its own modeling file, with the weights given under stored names."""
+    config = read_config(checkpoint)
     with _quiet():
-        model = build_empty(*form.written_class(checkpoint, read_config(checkpoint)))
-    family = family_of(model.config) if form.shipped is None else None  # the file inside renames nothing
-    names = match_names(model, checkpoint.names(), family)
+        model = build_empty(*form.written_class(checkpoint, config))
+    names = match_names(model, checkpoint, family_of(config))
     for what, which in (("missing", names.missing), ("unexpected", names.unexpected)):
         if which:
             raise NotProven(f"the {form} form has {what} tensors: {', '.join(sorted(which)[:3])}")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from surgeon.cli.grouped import grouped
 from surgeon.cli.options import (
     DATA_HELP,
     CompressOption,
@@ -19,24 +21,33 @@ from surgeon.cli.options import (
     RanksDeviceOption,
     RanksOption,
 )
-from surgeon.cli.sending import parse_sending
+from surgeon.cli.sending import Sending, parse_sending
 from surgeon.operations.declare import VARIANTS, described
 
 if TYPE_CHECKING:
+    from surgeon.bench.candidates import Needs
     from surgeon.bench.compression_cost import CompressionCost
     from surgeon.bench.measure import Candidate, Load, Result
-    from surgeon.runtime.comm.link import Link
     from surgeon.runtime.comm.quantised import Compression
+    from surgeon.runtime.processes.ranks import RankOptions
 
 COMPARED_TOKENS = 1024  # predicted with exact and with compressed reductions
 RANDOM = "random tokens"
 _VARIANTS_LISTED = ", ".join(described(name, variant.note) for name, variant in VARIANTS.items())
+DivergenceOption = Annotated[
+    str | None,
+    typer.Option(
+        help="With --compress: what to measure its divergence from exact reductions on. Default: random tokens. "
+        + DATA_HELP,
+        show_default=False,
+    ),
+]
 
 
-def bench(
-    model: Annotated[
-        str, typer.Argument(metavar="DIR", help="A checkpoint folder, a hub name, demo, or a recipe (.yaml).")
-    ],
+@dataclass(frozen=True)
+class ProgramArguments:
+    """Which programs of a model are measured, in the user's words; a group of options (see grouped.py)."""
+
     compare: Annotated[
         list[str] | None,
         typer.Option(
@@ -45,49 +56,142 @@ def bench(
             "communication: wrong results, and the best time there can be).",
             show_default=False,
         ),
-    ] = None,
+    ] = None
     layers: Annotated[
         str | None,
         typer.Option(
             help="The layers that variants change, e.g. 4:30 (4 to 29). Default: all but the first and last two.",
             show_default=False,
         ),
-    ] = None,
-    program: ProgramOption = None,
-    tp: RanksOption = 2,
-    batch: Annotated[str, typer.Option(help="How many texts are computed together; several as 1,8.")] = "1",
-    prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt; they are random.")] = 64,
-    new: Annotated[int, typer.Option(min=1, help="Tokens to add to each.")] = 32,
-    rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured.")] = 5,
-    seed: Annotated[int, typer.Option(help="Of the random tokens.")] = 0,
-    device: RanksDeviceOption = "auto",
-    dtype: DtypeOption = "auto",
-    decoding: DecodingOption = "auto",
+    ] = None
+    program: ProgramOption = None
+
+    def candidates(self, model: str, needs: Needs) -> list[Candidate]:
+        """All that is measured, the model's own program or --program first.
+
+        Raises:
+            FileNotFoundError, ValueError: as `open_candidates`; and if the layers are no range.
+        """
+        from surgeon.bench.candidates import open_candidates
+        from surgeon.recipe import parse_range
+
+        stretch = None if self.layers is None else parse_range(self.layers)
+        return open_candidates(model, self.compare or [], needs, self.program, stretch)
+
+
+@dataclass(frozen=True)
+class LoadArguments:
+    """What every program is given to do, in the user's words; a group of options (see grouped.py)."""
+
+    batch: Annotated[str, typer.Option(help="How many texts are computed together; several as 1,8.")] = "1"
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt; they are random.")] = 64
+    new: Annotated[int, typer.Option(min=1, help="Tokens to add to each.")] = 32
+    rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured.")] = 5
+    seed: Annotated[int, typer.Option(help="Of the random tokens.")] = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and output together."""
+        return self.prompt + self.new
+
+    def loads(self) -> list[Load]:
+        """A load for each batch size.
+
+        Raises:
+            ValueError: if --batch is no list of sizes.
+        """
+        from surgeon.bench.measure import Load
+
+        return [Load(size, self.prompt, self.new, self.seed) for size in _batches(self.batch)]
+
+    def __str__(self) -> str:
+        rounds = f"{self.rounds} {'round' if self.rounds == 1 else 'rounds'}"
+        return f"prompt {self.prompt}, {self.new} new, {rounds}"
+
+
+@dataclass(frozen=True)
+class RanksArguments:
+    """The ranks that everything runs on, in the user's words; a group of options (see grouped.py)."""
+
+    device: RanksDeviceOption = "auto"
+    dtype: DtypeOption = "auto"
+    decoding: DecodingOption = "auto"
     collectives: Annotated[
         str, typer.Option(help="shm, gloo, nccl, auto: the fastest that fits, or none: see upper-bound.")
-    ] = "auto",
-    link_delay: LinkDelayOption = None,
-    link_bandwidth: LinkBandwidthOption = None,
-    compress: CompressOption = None,
-    data: Annotated[
-        str | None,
-        typer.Option(
-            help="With --compress: what to measure its divergence from exact reductions on. Default: random tokens. "
-            + DATA_HELP,
-            show_default=False,
-        ),
-    ] = None,
+    ] = "auto"
+    link_delay: LinkDelayOption = None
+    link_bandwidth: LinkBandwidthOption = None
+    compress: CompressOption = None
+
+    def sending(self, tp: int) -> Sending:
+        """How they send to each other.
+
+        Raises:
+            ValueError: if the link's delay or bandwidth cannot be read.
+        """
+        return parse_sending(tp, self.link_delay, self.link_bandwidth, self.compress)
+
+    def options(self, tp: int, sending: Sending) -> RankOptions:
+        """All of them.
+
+        Raises:
+            ValueError: if these options do not fit each other or this machine.
+        """
+        from surgeon.runtime.processes.ranks import RankOptions, choose_device
+
+        device = choose_device(self.device, tp)
+        return RankOptions(tp, device, self.collectives, sending.link, sending.compression)
+
+
+@dataclass(frozen=True)
+class BenchFiles:
+    """What is written; a group of options (see grouped.py)."""
+
     trace: Annotated[
         Path | None,
         typer.Option(
             help="Write a timeline of every program's prefill and one decoding pass, for chrome://tracing or Perfetto.",
             show_default=False,
         ),
-    ] = None,
+    ] = None
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="Folder for bench.csv, bench.json and bench.png.", show_default=False),
-    ] = None,
+    ] = None
+
+    def check(self, device: str) -> None:
+        """Say what is wrong with them before anything is measured.
+
+        Raises:
+            ValueError: if there can be no trace, or not there.
+        """
+        from surgeon.runtime.processes.torchrun import read_environment
+
+        trace = self.trace
+        if trace is not None and device != "cpu":
+            raise ValueError("--trace shows what processes do, and GPUs go on while theirs wait; use --device cpu")
+        if trace is not None and read_environment() is not None:
+            raise ValueError(
+                "--trace puts all ranks on one clock, and machines have one each; leave it out under torchrun"
+            )
+        if self.output is not None:
+            self.output.mkdir(parents=True, exist_ok=True)
+        if trace is not None and (trace.is_dir() or not trace.absolute().parent.is_dir()):
+            raise ValueError(f"--trace {trace} must be a file in a folder that exists")
+
+
+@grouped
+def bench(
+    model: Annotated[
+        str, typer.Argument(metavar="DIR", help="A checkpoint folder, a hub name, demo, or a recipe (.yaml).")
+    ],
+    *,
+    programs: ProgramArguments,
+    tp: RanksOption = 2,
+    load: LoadArguments,
+    on: RanksArguments,
+    data: DivergenceOption = None,
+    files: BenchFiles,
 ) -> None:
     """Measure how fast programs run on ranks, and where the time of a pass goes.
 
@@ -99,45 +203,45 @@ def bench(
     With --compress the same weights also predict some tokens with exact and with compressed reductions: divergence is
     KL(exact || compressed) over the full vocabulary.
     """
-    from surgeon.bench.candidates import Needs, open_candidates
-    from surgeon.bench.measure import Load, load_candidates, measure
+    from surgeon.bench.candidates import Needs
+    from surgeon.bench.measure import load_candidates, measure
     from surgeon.progress import progress
-    from surgeon.report.bench import bench_table, describe_bench
-    from surgeon.report.compression import compression_record, describe_compression
-    from surgeon.runtime.processes.ranks import RankOptions, Ranks, choose_device
+    from surgeon.runtime.processes.ranks import Ranks
 
-    loads = [Load(size, prompt, new, seed) for size in _batches(batch)]
-    stretch = _stretch(layers)
-    sending = parse_sending(tp, link_delay, link_bandwidth, compress)
-    chosen = choose_device(device, tp)
-    options = RankOptions(tp, chosen, collectives, sending.link, sending.compression)
-    way = options.collectives
-    needs = Needs(tp, prompt + new, chosen, dtype, decoding)
-    candidates = open_candidates(model, compare or [], needs, program, stretch)
-    _check_files(output, trace, chosen)
-    texts = _texts(candidates, sending.compression, data, prompt + new, seed)
+    loads, sending = load.loads(), on.sending(tp)
+    options = on.options(tp, sending)
+    candidates = programs.candidates(model, Needs(tp, load.length, options.device, on.dtype, on.decoding))
+    files.check(options.device)
+    texts = _texts(candidates, sending.compression, data, load)
     with Ranks(options) as ranks:
         load_candidates(ranks, candidates)
-        with progress("bench", rounds * len(loads) * len(candidates), "runs") as advance:
-            results = measure(ranks, candidates, loads, rounds, advance)
-        if trace is not None:
-            _write_trace(trace, ranks, candidates, loads[0], way, sending.link)
+        with progress("bench", load.rounds * len(loads) * len(candidates), "runs") as advance:
+            results = measure(ranks, candidates, loads, load.rounds, advance)
+        if files.trace is not None:
+            _write_trace(files.trace, ranks, candidates, loads[0], options)
         costs = _compression_costs(ranks, candidates, texts, sending.compression)
-    table = bench_table(results)
-    place = f"{tp} {'rank' if tp == 1 else 'ranks'} ({chosen}, {way}{sending.words})"
-    heading = f"{place}, prompt {prompt}, {new} new, {rounds} {'round' if rounds == 1 else 'rounds'}"
-    typer.echo(f"{heading}\n\n{describe_bench(table)}")
-    settings: dict[str, Any] = {"seed": seed, "place": place, "rounds": rounds}
-    if costs:
-        text = data or RANDOM
-        typer.echo(f"\n{describe_compression(costs, text)}")
-        settings["compression"] = compression_record(costs, text)
-    if output is not None:
-        _write(output, model, results, settings, heading)
+    place = f"{tp} {'rank' if tp == 1 else 'ranks'} ({options.device}, {options.collectives}{sending.words})"
+    heading = f"{place}, {load}"
+    settings: dict[str, Any] = {"seed": load.seed, "place": place, "rounds": load.rounds}
+    settings |= _say(heading, results, costs, data or RANDOM)
+    if files.output is not None:
+        _write(files.output, model, results, settings, heading)
+
+
+def _say(heading: str, results: list[Result], costs: dict[str, CompressionCost], text: str) -> dict[str, Any]:
+    """Print what was measured; returns what the record says of compression."""
+    from surgeon.report.bench import bench_table, describe_bench
+    from surgeon.report.compression import compression_record, describe_compression
+
+    typer.echo(f"{heading}\n\n{describe_bench(bench_table(results))}")
+    if not costs:
+        return {}
+    typer.echo(f"\n{describe_compression(costs, text)}")
+    return {"compression": compression_record(costs, text)}
 
 
 def _texts(
-    candidates: list[Candidate], compression: str | None, data: str | None, length: int, seed: int
+    candidates: list[Candidate], compression: str | None, data: str | None, load: LoadArguments
 ) -> dict[str, list[list[int]]]:
     """What each program that sends anything is to predict; empty without compression."""
     from surgeon.bench.compression_cost import windows_of
@@ -147,7 +251,7 @@ def _texts(
             raise ValueError(f"--data {data} is for measuring what --compress changes; give --compress, too")
         return {}
     sending = [one for one in candidates if one.connected and one.plan.ranks > 1]
-    windows = windows_of((one.plan for one in sending), data, length, COMPARED_TOKENS, seed)
+    windows = windows_of((one.plan for one in sending), data, load.length, COMPARED_TOKENS, load.seed)
     return {one.name: windows for one, windows in zip(sending, windows, strict=True)}
 
 
@@ -169,27 +273,7 @@ def _batches(text: str) -> list[int]:
     return list(dict.fromkeys(map(int, parts)))
 
 
-def _stretch(layers: str | None) -> range | None:
-    from surgeon.recipe import parse_range
-
-    return None if layers is None else parse_range(layers)
-
-
-def _check_files(output: Path | None, trace: Path | None, device: str) -> None:
-    """Say what is wrong with what is to be written before anything is measured."""
-    from surgeon.runtime.processes.torchrun import read_environment
-
-    if trace is not None and device != "cpu":
-        raise ValueError("--trace shows what processes do, and GPUs go on while theirs wait; use --device cpu")
-    if trace is not None and read_environment() is not None:
-        raise ValueError("--trace puts all ranks on one clock, and machines have one each; leave it out under torchrun")
-    if output is not None:
-        output.mkdir(parents=True, exist_ok=True)
-    if trace is not None and (trace.is_dir() or not trace.absolute().parent.is_dir()):
-        raise ValueError(f"--trace {trace} must be a file in a folder that exists")
-
-
-def _write_trace(path: Path, ranks: Any, candidates: list[Candidate], load: Load, way: str, link: Link | None) -> None:
+def _write_trace(path: Path, ranks: Any, candidates: list[Candidate], load: Load, options: RankOptions) -> None:
     import json
 
     from surgeon.bench.measure import shared_vocabulary
@@ -198,7 +282,7 @@ def _write_trace(path: Path, ranks: Any, candidates: list[Candidate], load: Load
     from surgeon.provenance import write_text
 
     runs = run_traced(ranks, candidates, load, shared_vocabulary(candidates))
-    write_text(path, json.dumps(chrome_trace(runs, Wires(way == "shm", link))) + "\n")
+    write_text(path, json.dumps(chrome_trace(runs, Wires(options.collectives == "shm", options.link))) + "\n")
     print(f"{path}: open it in chrome://tracing or https://ui.perfetto.dev", file=sys.stderr)
 
 

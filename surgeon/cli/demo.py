@@ -103,8 +103,9 @@ def _measure(variants: list[Contender], tokens: int) -> list[MeasuredProgram]:
     from surgeon.search.objective import divergence_on
 
     subject = open_subject("demo", "demo", tokens=tokens)
-    layers = subject.model.config.num_hidden_layers
-    programs = [read_recipe(v.recipe).program(layers) if v.recipe else Program.dense(layers) for v in variants]
+    config = subject.model.config
+    layers = config.num_hidden_layers
+    programs = [read_recipe(v.recipe).program_for(config) if v.recipe else Program.dense(layers) for v in variants]
     measured = divergence_on(subject.model, subject.windows)(programs)
     return [measured[program] for program in programs]
 

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from surgeon.cli.grouped import grouped
 from surgeon.cli.opening import warn
-from surgeon.cli.options import (
-    DATA_HELP,
-    DEFAULT_TOKENS,
-    ProgramOption,
-    SeparatorOption,
-    TokensOption,
-    WindowOption,
-)
+from surgeon.cli.options import DATA_HELP, ProgramOption, TextArguments
 
 if TYPE_CHECKING:
     from surgeon.quality.data import Windows
@@ -25,15 +20,10 @@ if TYPE_CHECKING:
     from surgeon.quality.tasks_subject import UnloadedModel
 
 
-def evaluate(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="What to evaluate: a checkpoint folder, edited or not, a name on the Hugging Face hub, demo, or a "
-            "recipe (.yaml), whose program is then applied to its model.",
-            show_default=False,
-        ),
-    ],
+@dataclass(frozen=True)
+class SubjectArguments:
+    """What is measured on, in the user's words; a group of options (see grouped.py)."""
+
     tasks: Annotated[
         list[str] | None,
         typer.Option(
@@ -43,10 +33,8 @@ def evaluate(
             "whose code is run, or a folder of those.",
             show_default=False,
         ),
-    ] = None,
-    data: Annotated[
-        str | None, typer.Option("--data", help="Perplexity, too. " + DATA_HELP, show_default=False)
-    ] = None,
+    ] = None
+    data: Annotated[str | None, typer.Option("--data", help="Perplexity, too. " + DATA_HELP, show_default=False)] = None
     against: Annotated[
         str | None,
         typer.Option(
@@ -55,20 +43,33 @@ def evaluate(
             "without it.",
             show_default=False,
         ),
-    ] = None,
-    tokens: TokensOption = DEFAULT_TOKENS,
-    window: WindowOption = None,
-    separator: SeparatorOption = None,
+    ] = None
+
+    def __post_init__(self) -> None:
+        if not self.tasks and self.data is None:
+            raise ValueError("there is nothing to measure; give --tasks, --data or both")
+
+
+@dataclass(frozen=True)
+class TaskArguments:
+    """How much of the tasks is asked, in the user's words; a group of options (see grouped.py)."""
+
     num_fewshot: Annotated[
         int | None,
         typer.Option(
             min=0, help="Few-shot examples for every task. Default: the task's own number.", show_default=False
         ),
-    ] = None,
+    ] = None
     limit: Annotated[
         int | None, typer.Option(help="Rows of each task, from its start. Default: all.", show_default=False)
-    ] = None,
-    batch_size: Annotated[int, typer.Option(help="Requests to run together.")] = 1,
+    ] = None
+    batch_size: Annotated[int, typer.Option(help="Requests to run together.")] = 1
+
+
+@dataclass(frozen=True)
+class ResultFiles:
+    """What is written; a group of options (see grouped.py)."""
+
     output: Annotated[
         Path | None,
         typer.Option(
@@ -78,18 +79,46 @@ def evaluate(
             "kept in it as they come: killed, the same command goes on.",
             show_default=False,
         ),
-    ] = None,
+    ] = None
     log_samples: Annotated[
         bool, typer.Option("--log-samples", help="Write every row's prompts and answers, too (needs --output).")
-    ] = False,
-    program: ProgramOption = None,
+    ] = False
+
+    def __post_init__(self) -> None:
+        if self.log_samples and self.output is None:
+            raise ValueError("--log-samples writes files; say where to with --output")
+
+
+@dataclass(frozen=True)
+class PromptArguments:
+    """How prompts are made, in the user's words; a group of options (see grouped.py)."""
+
     seed: Annotated[
         int | None,
         typer.Option(help="Seed of the choice of few-shot examples. Default: lm-eval's own.", show_default=False),
-    ] = None,
+    ] = None
     apply_chat_template: Annotated[
         bool, typer.Option("--apply-chat-template", help="Put prompts into the tokenizer's chat template.")
-    ] = False,
+    ] = False
+
+
+@grouped
+def evaluate(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="What to evaluate: a checkpoint folder, edited or not, a name on the Hugging Face hub, demo, or a "
+            "recipe (.yaml), whose program is then applied to its model.",
+            show_default=False,
+        ),
+    ],
+    *,
+    on: SubjectArguments,
+    text: TextArguments,
+    asking: TaskArguments,
+    files: ResultFiles,
+    program: ProgramOption = None,
+    prompts: PromptArguments,
     device: Annotated[str, typer.Option(help="cpu, cuda (all GPUs), or auto: cuda where there is one.")] = "auto",
 ) -> None:
     """Measure a model's perplexity on a text (--data) and its accuracy on tasks with lm-eval (--tasks).
@@ -98,31 +127,33 @@ def evaluate(
     context_options, continuation, gold (one text after several contexts); context, continuation (LAMBADA); context,
     answer, and if there is one chain_of_thought (a number, as in GSM8K). Its few-shot examples are its other rows.
     """
-    from surgeon.quality.data import load_windows, window_for
     from surgeon.quality.tasks import TaskSettings
     from surgeon.quality.tasks_load import Seeds, load_tasks, split_names
     from surgeon.quality.tasks_subject import choose_device, open_candidate
 
-    if not tasks and data is None:
-        raise ValueError("there is nothing to measure; give --tasks, --data or both")
-    if log_samples and output is None:
-        raise ValueError("--log-samples writes files; say where to with --output")
-    settings = TaskSettings(limit, batch_size, apply_chat_template, Seeds.all(seed))
+    seeds = Seeds.all(prompts.seed)
+    settings = TaskSettings(asking.limit, asking.batch_size, prompts.apply_chat_template, seeds)
     choose_device(device)
     candidate = open_candidate(model, program)
-    if output is not None:
-        output.mkdir(parents=True, exist_ok=True)
+    if files.output is not None:
+        files.output.mkdir(parents=True, exist_ok=True)
     # What is wrong with the text or the tasks is said before anything is measured.
-    windows = None
-    if data is not None:
-        size = window_for(candidate.config, window)
-        windows = load_windows(candidate.tokenizer, data, size, tokens, separator)
-        original = None if against is None else open_candidate(against)
-    loaded = load_tasks(split_names(tasks), candidate.positions, num_fewshot, settings.seeds) if tasks else None
+    windows = None if on.data is None else _windows(candidate, on.data, text)
+    original = None if on.data is None or on.against is None else open_candidate(on.against)
+    names = split_names(on.tasks or [])
+    loaded = load_tasks(names, candidate.positions, asking.num_fewshot, seeds) if on.tasks else None
     if windows is not None:
-        _on_text(candidate, original, windows, device, output)
+        _on_text(candidate, original, windows, device, files.output)
     if loaded is not None:
-        _on_tasks(candidate, loaded, settings, device, output, log_samples)
+        _on_tasks(candidate, loaded, settings, device, files)
+
+
+def _windows(candidate: UnloadedModel, data: str, text: TextArguments) -> Windows:
+    """The text that perplexity is measured on."""
+    from surgeon.quality.data import load_windows, window_for
+
+    size = window_for(candidate.config, text.window)
+    return load_windows(candidate.tokenizer, data, size, text.tokens, text.separator)
 
 
 def _on_text(
@@ -160,8 +191,7 @@ def _on_tasks(
     loaded: Tasks,
     settings: TaskSettings,
     device: str,
-    output: Path | None,
-    log_samples: bool,
+    files: ResultFiles,
 ) -> None:
     """Print and write lm-eval's results."""
     from surgeon.quality.tasks import run_tasks
@@ -171,7 +201,7 @@ def _on_tasks(
     for note in loaded.notes:
         print(f"note: {note}", file=sys.stderr)
     weights = candidate.checkpoint.model_hash()
-    with Answers(output, candidate.identity(weights, device)) as answers:
+    with Answers(files.output, candidate.identity(weights, device)) as answers:
         lm = TaskModel(candidate.load(device), candidate.tokenizer, answers, settings.batch_size)
         results = run_tasks(lm, loaded, candidate.name, settings)
     if lm.cut:
@@ -181,9 +211,9 @@ def _on_tasks(
             file=sys.stderr,
         )
     print(table(scores(results)))
-    if output is not None:
+    if files.output is not None:
         record = candidate.provenance(weights, files=loaded.files, requests=len(lm.asked), requests_cut=lm.cut)
-        for path in write_results(output, results, record, log_samples):
+        for path in write_results(files.output, results, record, files.log_samples):
             print(path)
 
 

@@ -7,18 +7,14 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from surgeon.cli.options import TextArguments
+
 if TYPE_CHECKING:
     from surgeon.analysis.subject import Subject
 
 
 def open_measured(
-    model: str,
-    data: str,
-    tokens: int,
-    window: int | None,
-    separator: str | None,
-    memory: str | None = None,
-    elsewhere: bool = False,
+    model: str, data: str, text: TextArguments, memory: str | None = None, elsewhere: bool = False
 ) -> Subject:
     """Open what is measured, and warn of what there is to know of its text; arguments as `open_subject` takes them.
 
@@ -32,7 +28,7 @@ def open_measured(
     from surgeon.memory import parse_size
 
     limit = None if memory is None else parse_size(memory)
-    subject = open_subject(model, data, tokens, window, separator, limit, elsewhere)
+    subject = open_subject(model, data, text.tokens, text.window, text.separator, limit, elsewhere)
     warn(subject.windows.notes)
     return subject
 

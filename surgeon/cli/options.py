@@ -80,6 +80,16 @@ ResultsOption = Annotated[
     ),
 ]
 
+
+@dataclass(frozen=True)
+class TextArguments:
+    """Which part of the data is measured on, and how it is cut; a group of options (see grouped.py)."""
+
+    tokens: TokensOption = DEFAULT_TOKENS
+    window: WindowOption = None
+    separator: SeparatorOption = None
+
+
 # Of what runs on ranks.
 CheckpointArgument = Annotated[
     str, typer.Argument(metavar="DIR", help="A checkpoint folder, edited or not, or a hub name.", show_default=False)

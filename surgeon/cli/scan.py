@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from surgeon.cli.grouped import grouped
 from surgeon.cli.opening import open_measured, warn
-from surgeon.cli.options import (
-    DEFAULT_TOKENS,
-    DataOption,
-    MemoryOption,
-    ModelArgument,
-    OutputOption,
-    SeparatorOption,
-    TokensOption,
-    WindowOption,
-)
+from surgeon.cli.options import DataOption, MemoryOption, ModelArgument, OutputOption, TextArguments
 from surgeon.operations.declare import HEATMAPS, described
 
 if TYPE_CHECKING:
+    from surgeon.analysis.cells import Selection
     from surgeon.analysis.scan import Scan
     from surgeon.analysis.subject import Subject
 
@@ -34,24 +28,24 @@ def _heatmaps_listed() -> str:
     return ", ".join([f"{', '.join(first)} (the default: these five)", *others])
 
 
-def scan(
-    model: ModelArgument,
-    data: DataOption,
-    output: OutputOption,
+@dataclass(frozen=True)
+class CellArguments:
+    """Which cells of which heatmaps, in the user's words; a group of options (see grouped.py)."""
+
     operation: Annotated[
         list[str] | None,
         typer.Option(
             "--operation",
             help=f"A heatmap to make; may be repeated. {_heatmaps_listed()}, or all.",
         ),
-    ] = None,
+    ] = None
     layers: Annotated[
         str | None,
         typer.Option("--layers", help="Only stretches inside this range; 4:30 is layers 4 to 29. Default: all layers."),
-    ] = None,
+    ] = None
     max_length: Annotated[
         int | None, typer.Option("--max-length", help="Only stretches of at most this many layers.")
-    ] = None,
+    ] = None
     every: Annotated[
         int,
         typer.Option(
@@ -60,7 +54,7 @@ def scan(
             "length is a multiple of N.",
             metavar="N",
         ),
-    ] = 1,
+    ] = 1
     permutations: Annotated[
         int,
         typer.Option(
@@ -68,7 +62,62 @@ def scan(
             help=f"Random orders for each cell of {_RANDOM}, which is the mean over them (of log perplexity); "
             "permutations.csv has each.",
         ),
-    ] = 1,
+    ] = 1
+
+    def selection(self, model: str) -> Selection:
+        """The cells of a model; its configuration is read, and no weights.
+
+        Raises:
+            ValueError: if there is no such heatmap, or no such layers.
+        """
+        from surgeon.analysis.cells import SCANNED, check_operations, select
+        from surgeon.checkpoint.load import read_config
+        from surgeon.checkpoint.read import Checkpoint, locate
+        from surgeon.recipe import parse_range
+
+        operations = check_operations(self.operation or SCANNED)
+        return select(
+            operations,
+            read_config(Checkpoint(locate(model))).num_hidden_layers,
+            layers=None if self.layers is None else parse_range(self.layers),
+            every=self.every,
+            max_length=self.max_length,
+            permutations=self.permutations,
+        )
+
+
+@dataclass(frozen=True)
+class EffortArguments:
+    """How much a scan computes at a time, and where; a group of options (see grouped.py)."""
+
+    memory: MemoryOption = None
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            "--batch",
+            min=1,
+            help="Windows to run together at most. Default: what runs fastest, about 2,048 tokens on a CPU.",
+        ),
+    ] = None
+    workers: Annotated[
+        int,
+        typer.Option(
+            "--workers",
+            min=1,
+            metavar="N",
+            help="Processes that share the stretches, each with a GPU of its own, or a share of the cores and of "
+            "--memory.",
+        ),
+    ] = 1
+
+
+@grouped
+def scan(
+    model: ModelArgument,
+    data: DataOption,
+    output: OutputOption,
+    *,
+    cells: CellArguments,
     screen: Annotated[
         bool,
         typer.Option(
@@ -79,28 +128,8 @@ def scan(
             "on their part.",
         ),
     ] = False,
-    tokens: TokensOption = DEFAULT_TOKENS,
-    window: WindowOption = None,
-    separator: SeparatorOption = None,
-    memory: MemoryOption = None,
-    batch: Annotated[
-        int | None,
-        typer.Option(
-            "--batch",
-            min=1,
-            help="Windows to run together at most. Default: what runs fastest, about 2,048 tokens on a CPU.",
-        ),
-    ] = None,
-    workers: Annotated[
-        int,
-        typer.Option(
-            "--workers",
-            min=1,
-            metavar="N",
-            help="Processes that share the stretches, each with a GPU of its own, or a share of the cores and of "
-            "--memory.",
-        ),
-    ] = 1,
+    text: TextArguments,
+    effort: EffortArguments,
     seed: Annotated[int, typer.Option("--seed", help=f"Seed of the random orders of {_RANDOM}.")] = 0,
 ) -> None:
     """Measure what every contiguous stretch of layers tolerates, and draw it as heatmaps.
@@ -110,31 +139,16 @@ def scan(
     0; the columns first and last are both included. Interrupted, the same command goes on where it was; another one
     on the same folder adds its cells.
     """
-    from surgeon.analysis.cells import SCANNED, check_operations, select
     from surgeon.analysis.scan import scan as run_scan
-    from surgeon.analysis.screen import rounds
     from surgeon.analysis.workers import Workers
-    from surgeon.checkpoint.load import read_config
-    from surgeon.checkpoint.read import Checkpoint, locate
-    from surgeon.recipe import parse_range
     from surgeon.report.curves import draw_curves
     from surgeon.report.heatmap import draw_heatmaps
 
-    operations = check_operations(operation or SCANNED)
-    # What is wrong with the options is said before a large model is loaded.
-    selection = select(
-        operations,
-        read_config(Checkpoint(locate(model))).num_hidden_layers,
-        layers=None if layers is None else parse_range(layers),
-        every=every,
-        max_length=max_length,
-        permutations=permutations,
-    )
-    subject = open_measured(model, data, tokens, window, separator, memory, elsewhere=workers > 1)
-    count = len(subject.windows.ids)
-    if screen and len(rounds(count)) == 1:
-        few = f"{count} windows are too few to screen: every cell gets all of them"
-        warn([f"{few}; use a smaller --window or more --tokens"])
+    selection = cells.selection(model)  # what is wrong with it is said before a large model is loaded
+    workers, batch = effort.workers, effort.batch
+    subject = open_measured(model, data, text, effort.memory, elsewhere=workers > 1)
+    if screen:
+        _warn_if_few(len(subject.windows.ids))
     result = run_scan(
         subject.model,
         subject.windows,
@@ -152,6 +166,15 @@ def scan(
     for draw in (draw_heatmaps, draw_curves):
         for picture in draw(result.table, result.base_perplexity, output, subject.label):
             typer.echo(str(picture))
+
+
+def _warn_if_few(windows: int) -> None:
+    """Say so if there is too little text to give some cells less of it."""
+    from surgeon.analysis.screen import rounds
+
+    if len(rounds(windows)) == 1:
+        few = f"{windows} windows are too few to screen: every cell gets all of them"
+        warn([f"{few}; use a smaller --window or more --tokens"])
 
 
 def _say(result: Scan, subject: Subject, output: Path, screened: bool) -> None:

@@ -7,22 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from surgeon.cli.grouped import grouped
 from surgeon.cli.opening import open_measured
-from surgeon.cli.options import (
-    DEFAULT_TOKENS,
-    DataOption,
-    MemoryOption,
-    ModelArgument,
-    OutputOption,
-    SeparatorOption,
-    TokensOption,
-    WindowOption,
-)
+from surgeon.cli.options import DataOption, MemoryOption, ModelArgument, OutputOption, TextArguments
 
 if TYPE_CHECKING:
     from surgeon.search.study import PairStudy
 
 
+@grouped
 def search(
     model: ModelArgument,
     budget: Annotated[
@@ -33,9 +26,8 @@ def search(
     output: OutputOption,
     trials: Annotated[int, typer.Option("--trials", help="How many choices of pairs to try in all.", min=1)] = 60,
     seed: Annotated[int, typer.Option("--seed", help="Seed of everything random.")] = 0,
-    tokens: TokensOption = DEFAULT_TOKENS,
-    window: WindowOption = None,
-    separator: SeparatorOption = None,
+    *,
+    text: TextArguments,
     memory: MemoryOption = None,
 ) -> None:
     """Search for the best layers to run in pairs (LP) under a budget of depth.
@@ -54,7 +46,7 @@ def search(
     from surgeon.search.study import PairStudy
 
     wanted = Budget.parse(budget)
-    subject = open_measured(model, data, tokens, window, separator, memory)
+    subject = open_measured(model, data, text, memory)
     num_layers = subject.model.config.num_hidden_layers
     study = PairStudy(
         output,

@@ -6,26 +6,18 @@ from typing import Annotated
 
 import typer
 
+from surgeon.cli.grouped import grouped
 from surgeon.cli.opening import open_measured, warn
-from surgeon.cli.options import (
-    DEFAULT_TOKENS,
-    DataOption,
-    MemoryOption,
-    ModelArgument,
-    OutputOption,
-    SeparatorOption,
-    TokensOption,
-    WindowOption,
-)
+from surgeon.cli.options import DataOption, MemoryOption, ModelArgument, OutputOption, TextArguments
 
 
+@grouped
 def sensitivity(
     model: ModelArgument,
     data: DataOption,
     output: OutputOption,
-    tokens: TokensOption = DEFAULT_TOKENS,
-    window: WindowOption = None,
-    separator: SeparatorOption = None,
+    *,
+    text: TextArguments,
     memory: MemoryOption = None,
     windows_for_jacobians: Annotated[
         int, typer.Option(min=1, help="Windows to compute Jacobians on, spread over the data.")
@@ -51,7 +43,7 @@ def sensitivity(
     from surgeon.analysis.sensitivity import sensitivity as measure_sensitivity
     from surgeon.report.sensitivity import draw_sensitivity, print_sensitivity
 
-    subject = open_measured(model, data, tokens, window, separator, memory)
+    subject = open_measured(model, data, text, memory)
     found = measure_sensitivity(
         subject.model,
         subject.windows,

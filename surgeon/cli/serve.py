@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,11 +16,12 @@ from surgeon.cli.options import CheckpointArgument, RunArguments
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
-@grouped
-def serve(
-    model: CheckpointArgument,
-    host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 takes any that is free.")] = 8000,
+@dataclass(frozen=True)
+class AddressArguments:
+    """Where a server is found, and by whom, in the user's words; a group of options (see grouped.py)."""
+
+    host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0 lets other machines in.")] = "127.0.0.1"
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 takes any that is free.")] = 8000
     api_key: Annotated[
         str | None,
         typer.Option(
@@ -26,13 +30,30 @@ def serve(
             show_default=False,
             show_envvar=True,
         ),
-    ] = None,
+    ] = None
     served_model_name: Annotated[
         str | None,
         typer.Option(help="What clients call the model. Default: the folder's name.", show_default=False),
-    ] = None,
-    max_batch: Annotated[int, typer.Option(min=1, help="Requests that are computed together.")] = 8,
-    max_waiting: Annotated[int, typer.Option(min=0, help="Requests that may wait; further ones are refused.")] = 64,
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.api_key is not None and not self.api_key.strip():
+            raise ValueError("the API key is empty; give one, or leave --api-key and SURGEON_API_KEY out")
+
+    def warn_if_open(self) -> None:
+        """Say so if others than users of this machine reach it, and need no key."""
+        if self.api_key is None and self.host not in LOOPBACK:
+            warnings.warn(
+                f"whoever reaches {self.host} can use the model; set --api-key or SURGEON_API_KEY", stacklevel=1
+            )
+
+
+@dataclass(frozen=True)
+class CapacityArguments:
+    """How much a server takes on at a time, in the user's words; a group of options (see grouped.py)."""
+
+    max_batch: Annotated[int, typer.Option(min=1, help="Requests that are computed together.")] = 8
+    max_waiting: Annotated[int, typer.Option(min=0, help="Requests that may wait; further ones are refused.")] = 64
     max_tokens: Annotated[
         int | None,
         typer.Option(
@@ -40,7 +61,7 @@ def serve(
             help="Tokens that prompt and answer of a request may have together. Default: the model's positions.",
             show_default=False,
         ),
-    ] = None,
+    ] = None
     blocks: Annotated[
         int | None,
         typer.Option(
@@ -49,7 +70,7 @@ def serve(
             "the memory suffices.",
             show_default=False,
         ),
-    ] = None,
+    ] = None
     memory: Annotated[
         str | None,
         typer.Option(
@@ -57,8 +78,25 @@ def serve(
             "Default: most of what is free.",
             show_default=False,
         ),
-    ] = None,
+    ] = None
+
+    def limits(self) -> dict[str, int | None]:
+        """The same as fields of `ServiceOptions`.
+
+        Raises:
+            ValueError: if the memory cannot be read.
+        """
+        from surgeon.memory import parse_size
+
+        return vars(self) | {"memory": None if self.memory is None else parse_size(self.memory)}
+
+
+@grouped
+def serve(
+    model: CheckpointArgument,
     *,
+    address: AddressArguments,
+    capacity: CapacityArguments,
     run: RunArguments,
 ) -> None:
     """Serve a model with OpenAI's API, on one or more ranks, until SIGTERM or Ctrl-C.
@@ -72,10 +110,7 @@ def serve(
     Try it: curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json'
     -d '{"prompt": "import os", "max_tokens": 20}'
     """
-    import warnings
-
     import surgeon.server  # noqa: F401 - first, because it says at once if a package is missing
-    from surgeon.memory import parse_size
     from surgeon.runtime.defaults import read_defaults
     from surgeon.runtime.service import Service
     from surgeon.runtime.text import open_tokenizer
@@ -84,27 +119,18 @@ def serve(
     from surgeon.server.state import ServerState
     from surgeon.server.texts import Texts
 
-    if api_key is not None and not api_key.strip():
-        raise ValueError("the API key is empty; give one, or leave --api-key and SURGEON_API_KEY out")
-    limit = None if memory is None else parse_size(memory)
-    ranks = run.ranks(run.sending())
-    options = run.service(
-        ranks, max_batch=max_batch, max_tokens=max_tokens, blocks=blocks, memory=limit, max_waiting=max_waiting
-    )
+    options = run.service(run.ranks(run.sending()), **capacity.limits())
     tokenizer, defaults = open_tokenizer(model), read_defaults(model)
     if complaint := defaults.complaint():
         warnings.warn(f"{complaint}; requests have to say so themselves", stacklevel=1)
-    with bind(host, port) as bound:
-        if api_key is None and host not in LOOPBACK:
-            warnings.warn(f"whoever reaches {host} can use the model; set --api-key or SURGEON_API_KEY", stacklevel=1)
+    with bind(address.host, address.port) as bound:
+        address.warn_if_open()
         with Service(model, options, tokenizer) as service:
-            name = served_model_name or name_of(model)
-            state = ServerState(service, Texts(tokenizer), name, options.most_open, defaults, api_key)
+            name, key = address.served_model_name or name_of(model), address.api_key
+            state = ServerState(service, Texts(tokenizer), name, options.most_open, defaults, key)
             run_server(state, bound, lambda: print(f"serving {name} at {url_of(bound)}", file=sys.stderr, flush=True))
 
 
 def name_of(model: str) -> str:
     """What a model is called if nobody says: a folder's own name, a hub name as it is."""
-    from pathlib import Path
-
     return Path(model).resolve().name if Path(model).is_dir() else model

@@ -7,17 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from surgeon.cli.grouped import grouped
 from surgeon.cli.opening import open_measured
-from surgeon.cli.options import (
-    DEFAULT_TOKENS,
-    DataOption,
-    MemoryOption,
-    ModelArgument,
-    OutputOption,
-    SeparatorOption,
-    TokensOption,
-    WindowOption,
-)
+from surgeon.cli.options import DataOption, MemoryOption, ModelArgument, OutputOption, TextArguments
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -26,13 +18,13 @@ if TYPE_CHECKING:
     from surgeon.analysis.similarity import Similarity
 
 
+@grouped
 def similarity(
     model: ModelArgument,
     data: DataOption,
     output: OutputOption,
-    tokens: TokensOption = DEFAULT_TOKENS,
-    window: WindowOption = None,
-    separator: SeparatorOption = None,
+    *,
+    text: TextArguments,
     memory: MemoryOption = None,
     scan: Annotated[
         Path | None,
@@ -67,7 +59,7 @@ def similarity(
 
     if sensitivity is not None and scan is None:
         raise ValueError("--sensitivity is used with --scan only; add --scan and a folder made by surgeon scan")
-    subject = open_measured(model, data, tokens, window, separator, memory)
+    subject = open_measured(model, data, text, memory)
     # What is wrong with the folders is said before any work begins.
     measured = None if scan is None else read_scan(scan, subject.model_hash)
     pairs = None if sensitivity is None else read_pairs(sensitivity, subject.model_hash)

@@ -2,67 +2,158 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from surgeon.cli.grouped import grouped
 from surgeon.cli.opening import open_measured, warn
-from surgeon.cli.options import (
-    DEFAULT_TOKENS,
-    DataOption,
-    ModelArgument,
-    OutputOption,
-    SeparatorOption,
-    TokensOption,
-    WindowOption,
-)
+from surgeon.cli.options import DataOption, ModelArgument, OutputOption, TextArguments
+
+if TYPE_CHECKING:
+    from surgeon.analysis.rank_recipe import Share
+    from surgeon.analysis.spectrum import Spectrum, SpectrumRequest
+    from surgeon.analysis.subject import Subject
+    from surgeon.operations.lowrank import Calibration
+    from surgeon.quality.data import Windows
 
 
-def spectrum(
-    model: ModelArgument,
-    data: DataOption,
-    output: OutputOption,
+@dataclass(frozen=True)
+class MatrixArguments:
+    """Which matrices, and what is done to them, in the user's words; a group of options (see grouped.py)."""
+
     layers: Annotated[
         str | None,
         typer.Option(help="Only these layers; 4:30 is layers 4 to 29. Default: all.", show_default=False),
-    ] = None,
+    ] = None
     weights: Annotated[
         str | None,
         typer.Option(
             help="Only these matrices, such as q,k or gate,up,down (also v and o). Default: all that the model has.",
             show_default=False,
         ),
-    ] = None,
+    ] = None
     ranks: Annotated[
         str,
         typer.Option(
             help="Ranks to cut each matrix down to: shares of its full rank (1/8 or 0.125), or whole numbers."
         ),
-    ] = "1/8,1/4,1/2,3/4",
+    ] = "1/8,1/4,1/2,3/4"
     method: Annotated[
         Literal["whitened", "plain"],
         typer.Option(
             help="whitened: keep what matters most for the inputs that the matrix gets (SVD-LLM). plain: keep the "
             "largest singular values of the matrix itself."
         ),
-    ] = "whitened",
+    ] = "whitened"
     no_damage: Annotated[
         bool, typer.Option("--no-damage", help="Only singular values; do not measure what lower ranks do.")
-    ] = False,
+    ] = False
+
+    def request(self, model: str) -> SpectrumRequest:
+        """The same, checked against a model, whose configuration is read, and no weights.
+
+        Raises:
+            ValueError: if the model has no such layers or matrices, or something is no rank.
+        """
+        from surgeon.analysis.matrices import parse_ranks, parse_weights
+        from surgeon.analysis.spectrum import request
+        from surgeon.checkpoint.load import read_config
+        from surgeon.checkpoint.read import Checkpoint, locate
+        from surgeon.recipe import parse_range
+
+        return request(
+            read_config(Checkpoint(locate(model))),
+            layers=None if self.layers is None else parse_range(self.layers),
+            weights=None if self.weights is None else parse_weights(self.weights),
+            ranks=() if self.no_damage else parse_ranks(self.ranks),
+            method=self.method,
+        )
+
+
+@dataclass(frozen=True)
+class ShareArguments:
+    """Ranks under a budget, in the user's words; a group of options (see grouped.py)."""
+
+    keep: Annotated[
+        float | None,
+        typer.Option(
+            help="Also write recipe.yaml: a rank for each matrix, so that they keep this share of their parameters in "
+            "all (0.6, say).",
+            show_default=False,
+        ),
+    ] = None
+    allocation: Annotated[
+        Literal["damage", "energy", "uniform"],
+        typer.Option(
+            help="How --keep is shared out. damage: so that the damage measured adds up to the least. energy: every "
+            "matrix keeps the same share of the squares of its singular values. uniform: of its parameters."
+        ),
+    ] = "damage"
+
+    def share(self, no_damage: bool) -> Share | None:
+        """The same, checked; None where no ranks are asked for.
+
+        Raises:
+            ValueError: if the share makes no sense, or goes by damage that is not to be measured.
+        """
+        from surgeon.analysis.rank_recipe import Share
+
+        if self.keep is None:
+            return None
+        if self.allocation == "damage" and no_damage:
+            raise ValueError(
+                "--allocation damage goes by what --no-damage leaves out; use --allocation energy or uniform"
+            )
+        return Share(self.keep, self.allocation)
+
+
+@dataclass(frozen=True)
+class CalibrationArguments:
+    """The text that whitens, in the user's words; a group of options (see grouped.py)."""
+
     calibration: Annotated[
         str | None,
         typer.Option(
             help="Text whose activations whiten, as for --data. Default: what follows the measured tokens in --data.",
             show_default=False,
         ),
-    ] = None,
+    ] = None
     calibration_tokens: Annotated[
         int,
         typer.Option(help="Tokens of it. More whiten better; they should be many times a matrix's input features."),
-    ] = 32768,
-    tokens: TokensOption = DEFAULT_TOKENS,
-    window: WindowOption = None,
-    separator: SeparatorOption = None,
+    ] = 32768
+
+    def load(self, model: str, data: str, text: TextArguments) -> Windows:
+        """The text as windows of tokens, cut as the measured text is.
+
+        Raises:
+            FileNotFoundError, ValueError: as `load_calibration`.
+        """
+        from surgeon.analysis.calibration import load_calibration
+
+        wanted = self.calibration_tokens
+        return load_calibration(model, data, text.tokens, wanted, text.window, text.separator, self.calibration)
+
+    def recorded(self, loaded: Windows, measured: int) -> Calibration:
+        """How a recipe names that text; `measured` tokens come before it where it is no text of its own."""
+        from surgeon.analysis.calibration import recorded
+
+        size = loaded.ids.shape[1]
+        return recorded(loaded, after=0 if self.calibration is not None else measured // size * size)
+
+
+@grouped
+def spectrum(
+    model: ModelArgument,
+    data: DataOption,
+    output: OutputOption,
+    *,
+    matrices: MatrixArguments,
+    ranks: ShareArguments,
+    whitening: CalibrationArguments,
+    text: TextArguments,
 ) -> None:
     """Find the singular values of every matrix, and measure what each one cut down to a lower rank does.
 
@@ -71,37 +162,26 @@ def spectrum(
     and divergence from the original are measured with 95% intervals over windows of text.
 
     Writes spectrum.csv (ranks that hold 90, 95 and 99% of the energy), singular_values.csv, damage.csv, spectrum.json
-    and PNG files. Layers count from 0. Interrupted, the same command goes on where it was; other ranks, layers or
-    matrices of the same model and text are added to what the folder has.
+    and PNG files, and with --keep a recipe for surgeon export. Layers count from 0. Interrupted, the same command goes
+    on where it was; other ranks, layers or matrices of the same model and text are added to what the folder has.
     """
-    from surgeon.analysis.calibration import load_calibration
-    from surgeon.analysis.matrices import parse_ranks, parse_weights
-    from surgeon.analysis.spectrum import request
+    from surgeon.analysis.rank_recipe import write_recipe
     from surgeon.analysis.spectrum import spectrum as find_spectrum
     from surgeon.analysis.spectrum_tables import notes_on
-    from surgeon.checkpoint.load import read_config
-    from surgeon.checkpoint.read import Checkpoint, locate
-    from surgeon.recipe import parse_range
-    from surgeon.report.spectrum import draw_spectrum, print_spectrum
+    from surgeon.report.spectrum import draw_spectrum
 
-    # What is wrong with the options is said before a large model is loaded.
-    wanted = request(
-        read_config(Checkpoint(locate(model))),
-        layers=None if layers is None else parse_range(layers),
-        weights=None if weights is None else parse_weights(weights),
-        ranks=() if no_damage else parse_ranks(ranks),
-        method=method,
-    )
-    whitening = load_calibration(model, data, tokens, calibration_tokens, window, separator, calibration)
-    subject = open_measured(model, data, tokens, window, separator)
-    warn(whitening.notes)
+    wanted = matrices.request(model)  # what is wrong with it is said before a large model is loaded
+    share = ranks.share(matrices.no_damage)
+    calibration = whitening.load(model, data, text)
+    subject = open_measured(model, data, text)
+    warn(calibration.notes)
     record = subject.provenance(
-        calibration=whitening.source, calibration_hash=whitening.digest, calibration_tokens=whitening.ids.numel()
+        calibration=calibration.source, calibration_hash=calibration.digest, calibration_tokens=calibration.ids.numel()
     )
     found = find_spectrum(
         subject.model,
         subject.windows,
-        whitening,
+        calibration,
         output,
         wanted,
         model_hash=subject.model_hash,
@@ -109,8 +189,18 @@ def spectrum(
     )
     warn(notes_on(found.matrices))
     pictures = draw_spectrum(found, wanted.ranks, output, subject.label)
+    _say(found, wanted, subject)
+    files = [*found.files, *pictures]
+    if share is not None:
+        files.append(write_recipe(output, subject, found, share, whitening.recorded(calibration, text.tokens)))
+    for path in files:
+        typer.echo(str(path))
+
+
+def _say(found: Spectrum, wanted: SpectrumRequest, subject: Subject) -> None:
+    """Print what was measured."""
+    from surgeon.report.spectrum import print_spectrum
+
     base = found.record["base_perplexity"]
     typer.echo(f"base perplexity {base:.4g} over {subject.windows.predicted:,} predicted tokens\n")
     print_spectrum(found, wanted.ranks)
-    for path in (*found.files, *pictures):
-        typer.echo(str(path))

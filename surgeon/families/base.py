@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from surgeon.program import LayerShapes
+
 Scale = Callable[[Any], float | None]  # of a config: a factor; None where the architecture has none
 
 Unit = Literal["heads", "kv_heads", "neurons"]
@@ -225,6 +227,15 @@ class Family:
     def unit_width(self, config: Any, unit: Unit) -> int:
         """How many features of a projection one head or neuron has."""
         return 1 if unit == "neurons" else self.head_dim(config)
+
+    def layer_shapes(self, config: Any) -> LayerShapes:
+        """The shapes of a layer's matrices under this config; biases and norms are left out."""
+        units, hidden = self.units(config), int(config.hidden_size)
+        shapes = {}
+        for projection in (*self.attention.projections, *self.mlp.projections):
+            divided = units[projection.unit] * self.unit_width(config, projection.unit)
+            shapes[projection.role] = (divided, hidden) if projection.reads_stream else (hidden, divided)
+        return LayerShapes(shapes)
 
     def per_layer_entries(self, config: Any, sources: Sequence[int]) -> dict[str, Any]:
         """The entries of a `transformers` config that describe single layers, for other layers in their place.

@@ -1,7 +1,8 @@
 """What an operation is: a typed function from a program and a stretch of layers to a program.
 
 An operation is one short file with one decorated function; its signature is its parameters, in recipes too. It never
-sees weights or models, only the program: whether layers are still free to be edited is read off the program itself.
+sees weights or models, only the program: whether layers are still free to be edited is read off the program itself. One
+that has to know how large matrices are has a parameter `shapes`, which is no part of recipes either.
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from surgeon.operations.declare import HEATMAPS, VARIANTS, Heatmap, Variant, check_free, declare
-from surgeon.program import Node, Program, Sublayer, layer_nodes, steps_of
+from surgeon.program import LayerShapes, Node, Program, Sublayer, layer_nodes, steps_of
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
 F = TypeVar("F", bound=Callable[..., Program])
+_GIVEN = ("program", "layers", "shapes")  # to an operation by whoever applies it
 
 
 class OperationFunction(Protocol):
-    """program, layers (a stretch, as a range) and parameters of its own -> the edited program."""
+    """program, layers (a stretch, as a range), perhaps shapes, and parameters of its own -> the edited program."""
 
     __name__: str
     __doc__: str | None
@@ -46,6 +48,21 @@ class Operation:
         """The first line of its description."""
         return inspect.getdoc(self.function).split("\n")[0]  # type: ignore[union-attr]
 
+    def apply(self, program: Program, layers: range, shapes: LayerShapes | None = None, **parameters: Any) -> Program:
+        """The edited program.
+
+        Args:
+            shapes: of the model's layers, for operations that ask for them.
+
+        Raises:
+            ValueError: if it does not fit the program, or needs shapes that are not given.
+        """
+        if "shapes" not in inspect.signature(self.function).parameters:
+            return self.function(program, layers, **parameters)
+        if shapes is None:
+            raise ValueError(f"{self.name} depends on the shapes of the model's layers, which are not given here")
+        return self.function(program, layers, shapes=shapes, **parameters)
+
     @cached_property
     def parameters(self) -> type[BaseModel]:
         """The model that its parameters are checked against; made when needed, because pydantic is slow to load."""
@@ -53,7 +70,7 @@ class Operation:
 
         fields: dict[str, Any] = {}
         for name, parameter in inspect.signature(self.function, eval_str=True).parameters.items():
-            if name not in ("program", "layers"):
+            if name not in _GIVEN:
                 default = ... if parameter.default is inspect.Parameter.empty else parameter.default
                 fields[name] = (parameter.annotation, default)
         return create_model(self.name, __config__=ConfigDict(extra="forbid", strict=True), **fields)

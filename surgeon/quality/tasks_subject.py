@@ -104,14 +104,13 @@ def open_candidate(name: str, program: str | None = None) -> UnloadedModel:
     model = name if recipe is None else recipe.model
     checkpoint = Checkpoint(locate(model))
     config = read_config(checkpoint)
-    layers, steps = config.num_hidden_layers, family_of(config).steps_per_layer
     chosen = Program.parse(program) if program is not None else None
     if recipe is not None:
-        chosen = recipe.program(layers, steps)
+        chosen = recipe.program_for(config)
         if recipe.weights is not None:
             recipe.require_model(checkpoint.model_hash(), checkpoint.weights_hash())
     if chosen is not None:
-        check_layers(chosen, layers)
+        check_layers(chosen, config.num_hidden_layers)
     text = None if recipe is None else Path(name).read_text(encoding="utf-8")
     return UnloadedModel(name, model, checkpoint, config, open_tokenizer(checkpoint.folder), chosen, text)
 

@@ -16,9 +16,9 @@ from surgeon.checkpoint.load import load
 from surgeon.checkpoint.remote_code import PROGRAM
 from surgeon.families import family_of
 from surgeon.model import decoder_layers, edit, program_of, restore
-from surgeon.program import Program
+from surgeon.program import KINDS, Program, Sublayer
 from surgeon.testing.sublayers import EDITS, LAYERS, OwnSublayers, Sublayers, sliced
-from surgeon.weights import features, projection_matrix, with_projection
+from surgeon.weights import Dense, ModelWeights, ModuleStore, NamedTensors, packed
 
 
 class FamilyContract:
@@ -72,6 +72,10 @@ class FamilyContract:
                 packed = [other for other in spec.projections if other.path == projection.path]
                 units = [family.units(model.config)[p.unit] * family.unit_width(model.config, p.unit) for p in packed]
                 assert weight.shape[projection.divided_dim] == sum(units)
+        weights = ModelWeights(ModuleStore(model), family, family.head_dim(model.config))
+        shapes = family.layer_shapes(model.config).matrices
+        stored = [(kind, projection.role) for kind in "AF" for projection in family.spec(kind).projections]
+        assert shapes == {role: weights.matrix(Sublayer(kind, (0,)), role).shape for kind, role in stored}
         for described in (family.embedding, family.final_norm, family.head, family.position_embedding):
             if described is not None:
                 model.get_submodule(described)
@@ -184,27 +188,27 @@ class FamilyContract:
         assert all(torch.equal(after[name], tensor) for name, tensor in weights.items())
         assert torch.equal(_logits(model, ids), stock)
 
-    def test_projections_are_found_where_they_are_packed(self, model: PreTrainedModel) -> None:
-        """Each projection's own matrix, and the product with it against what the module gives on its features."""
-        family, config = family_of(model.config), model.config
-        layer = model.get_submodule(family.layers).get_submodule("1")
-        projections = (*family.attention.projections, *family.mlp.projections)
-        for projection in projections:
-            module: Any = layer.get_submodule(projection.path)
-            matrix = projection_matrix(module.weight, projection, family, config)
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_projections_are_found_where_they_are_packed(self, model: PreTrainedModel, kind: str) -> None:
+        """Each projection's own matrix: its product against what the module gives on its features, and packed again."""
+        family, whole = family_of(model.config), Sublayer(kind, (1,))
+        spec, head_dim = family.spec(kind), family.head_dim(model.config)
+        weights = ModelWeights(ModuleStore(model), family, head_dim)
+        tensors = weights.by_role(whole)
+        for projection in spec.projections:
+            module: Any = model.get_submodule(f"{family.layers}.1.{projection.path}")
+            matrix, name = weights.matrix(whole, projection.role), f"{projection.role}.weight"
+            assert isinstance(matrix, Dense)
             x = torch.randn(3, matrix.shape[1])
-            own = features(projection, family, config).flatten()
             with torch.no_grad():
                 got = module(x) - (0 if module.bias is None else module.bias)
-            expected = got[:, own] if projection.reads_stream else got
-            torch.testing.assert_close(x @ matrix.T, expected, rtol=1e-4, atol=1e-5)
-            changed = with_projection(module.weight, matrix * 2, projection, family, config)
-            torch.testing.assert_close(projection_matrix(changed, projection, family, config), matrix * 2)
-            for other in {p for p in projections if p.path == projection.path} - {projection}:
-                assert torch.equal(
-                    projection_matrix(changed, other, family, config),
-                    projection_matrix(module.weight, other, family, config),
-                )
+            own = matrix.features if projection.reads_stream else None
+            torch.testing.assert_close(x @ tensors[name].T, got if own is None else got[:, own], rtol=1e-4, atol=1e-5)
+            doubled = tensors | {name: tensors[name] * 2}
+            stored = packed(doubled, spec, weights.width(kind))
+            there = NamedTensors({f"{family.layers}.1.{path}": tensor for path, tensor in stored.items()})
+            for again, tensor in ModelWeights(there, family, head_dim).by_role(whole).items():
+                assert torch.equal(tensor, doubled[again]), again
 
     @pytest.mark.parametrize("name", ["prune", "merge"])
     def test_a_plain_export_loads_again(self, model: PreTrainedModel, ids: Tensor, name: str, tmp_path: Path) -> None:

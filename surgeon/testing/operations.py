@@ -13,13 +13,17 @@ from surgeon.operations.base import Operation, show_range
 from surgeon.operations.declare import VARIANTS
 from surgeon.operations.pair import pair
 from surgeon.operations.prune import prune
-from surgeon.program import Program
-from surgeon.recipe import AppliedOperation, parse_recipe
+from surgeon.program import LayerShapes, Program
+from surgeon.recipe import AppliedOperation, Recipe, parse_recipe
 
 LAYERS = 8
 STRETCHES = (range(2, 6), range(0, 8), range(1, 3), range(3, 4), range(2, 7))
 RANKS = 2
 STEPS_PER_LAYER = (2, 1)
+_QUERIES, _KEYS, _NEURONS = (32, 32), (16, 32), (48, 32)
+SHAPES = LayerShapes(
+    {"q": _QUERIES, "k": _KEYS, "v": _KEYS, "o": _QUERIES, "gate": _NEURONS, "up": _NEURONS, "down": (32, 48)}
+)
 
 
 class OperationContract:
@@ -57,11 +61,11 @@ class OperationContract:
     ) -> None:
         """Which can be read again, is the same every time, and differs in the stretch alone; or why there is none."""
         dense = Program.dense(LAYERS, steps_per_layer)
-        made = {layers: _made(partial(operation.function, dense, layers, **given)) for layers in STRETCHES}
+        made = {layers: _made(partial(operation.apply, dense, layers, SHAPES, **given)) for layers in STRETCHES}
         applied = {layers: program for layers, program in made.items() if program is not None}
         for layers, program in applied.items():
             assert Program.parse(str(program)) == program
-            assert operation.function(dense, layers, **given) == program
+            assert operation.apply(dense, layers, SHAPES, **given) == program
             assert {layer for sublayer in program.sublayers() for layer in sublayer.layers} <= set(range(LAYERS))
             before, after = layers.start * steps_per_layer, (LAYERS - layers.stop) * steps_per_layer
             assert program.nodes[:before] == dense.nodes[:before], "what comes before the stretch stays"
@@ -74,10 +78,10 @@ class OperationContract:
         if "seed" not in operation.parameters.model_fields:
             pytest.skip("nothing is random")
         dense, layers = Program.dense(LAYERS), range(LAYERS)
-        by_seed = {seed: operation.function(dense, layers, **{**given, "seed": seed}) for seed in range(20)}
+        by_seed = {seed: operation.apply(dense, layers, SHAPES, **{**given, "seed": seed}) for seed in range(20)}
         assert len(set(by_seed.values())) > 1
         for seed, program in by_seed.items():
-            assert operation.function(dense, layers, **{**given, "seed": seed}) == program
+            assert operation.apply(dense, layers, SHAPES, **{**given, "seed": seed}) == program
 
     @pytest.mark.parametrize("steps_per_layer", STEPS_PER_LAYER)
     def test_layers_that_are_not_there_are_refused(
@@ -85,17 +89,17 @@ class OperationContract:
     ) -> None:
         dense = Program.dense(6, steps_per_layer)
         with pytest.raises(ValueError, match=r"layers 4:9 are out of range: the model's layers are 0:6"):
-            operation.function(dense, range(4, 9), **given)
+            operation.apply(dense, range(4, 9), SHAPES, **given)
         with pytest.raises(ValueError, match=r"layers 4:4 are empty"):
-            operation.function(dense, range(4, 4), **given)
+            operation.apply(dense, range(4, 4), SHAPES, **given)
         with pytest.raises(ValueError, match=r"layers 2:5 overlap"):
-            operation.function(prune(dense, range(1, 3)), range(2, 5), **given)
+            operation.apply(prune(dense, range(1, 3)), range(2, 5), SHAPES, **given)
 
     def test_layers_another_operation_changed_are_refused(self, operation: Operation, given: dict[str, Any]) -> None:
         if self.edits_steps:
             pytest.skip("it applies to steps that others made")
         with pytest.raises(ValueError, match=r"layers 3:6 overlap with what an earlier operation changed"):
-            operation.function(pair(Program.dense(6), range(0, 4)), range(3, 6), **given)
+            operation.apply(pair(Program.dense(6), range(0, 4)), range(3, 6), SHAPES, **given)
 
     @pytest.mark.parametrize("steps_per_layer", STEPS_PER_LAYER)
     def test_its_maps_have_a_program_for_every_stretch(self, operation: Operation, steps_per_layer: int) -> None:
@@ -139,12 +143,12 @@ class OperationContract:
         recipe = parse_recipe(_recipe(applied.to_yaml()))
         (again,) = recipe.operations
         assert (again.name, again.layers, again.parameters) == (operation.name, (layers,), given)
-        assert recipe.program(LAYERS) == operation.function(Program.dense(LAYERS), layers, **given)
+        assert _program(recipe) == operation.apply(Program.dense(LAYERS), layers, SHAPES, **given)
         defaults = {
             name: field.default for name, field in operation.parameters.model_fields.items() if not field.is_required()
         }
         written = AppliedOperation(operation.name, (layers,), {**defaults, **given}).to_yaml()
-        assert parse_recipe(_recipe(written)).program(LAYERS) == recipe.program(LAYERS)
+        assert _program(parse_recipe(_recipe(written))) == _program(recipe)
 
     def test_recipes_refuse_what_it_does_not_know(self, operation: Operation, given: dict[str, Any]) -> None:
         written = AppliedOperation(operation.name, (range(2, 6),), {**given, "lair": 1}).to_yaml()
@@ -153,12 +157,16 @@ class OperationContract:
         for name, field in operation.parameters.model_fields.items():
             rest = {key: value for key, value in given.items() if key != name}
             wrong = AppliedOperation(operation.name, (range(2, 6),), {**rest, name: [None]}).to_yaml()
-            with pytest.raises(ValueError, match=f"recipe:4: {operation.name}: {name}: "):
+            with pytest.raises(ValueError, match=rf"recipe:4: {operation.name}: {name}[.\w]*: "):
                 parse_recipe(_recipe(wrong))
             if field.is_required():
                 missing = AppliedOperation(operation.name, (range(2, 6),), rest).to_yaml()
                 with pytest.raises(ValueError, match=f"recipe:4: {operation.name}: {name}: Field required"):
                     parse_recipe(_recipe(missing))
+
+
+def _program(recipe: Recipe) -> Program:
+    return recipe.program(LAYERS, shapes=SHAPES)
 
 
 def _recipe(applied: str) -> str:

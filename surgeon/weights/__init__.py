@@ -6,14 +6,11 @@ names become paths, modules become roles. The rules of packing, slicing and aver
 
 from surgeon.weights.derive import derive_sublayer, module_with, packed, stored_tensors
 from surgeon.weights.layout import (
-    features,
     holds_output_bias,
     indivisible,
-    projection_matrix,
     require_sliceable,
     unit_bounds,
     unit_features,
-    with_projection,
 )
 from surgeon.weights.matrix import Averaged, Dense, Matrix, mean
 from surgeon.weights.names import Names
@@ -31,17 +28,14 @@ __all__ = [
     "Store",
     "Tensors",
     "derive_sublayer",
-    "features",
     "holds_output_bias",
     "indivisible",
     "mean",
     "module_with",
     "norm_paths",
     "packed",
-    "projection_matrix",
     "require_sliceable",
     "stored_tensors",
     "unit_bounds",
     "unit_features",
-    "with_projection",
 ]

@@ -6,8 +6,6 @@ that needs a matrix asks for its role; these are the indices that lead from one 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -43,26 +41,6 @@ def unit_features(projection: Projection, spec: SublayerSpec, units: Units, widt
         return torch.arange(count * len(packed) * width).view(count, len(packed), width)[:, place]
     start = sum(units[other.unit] * width for other in packed[:place])
     return torch.arange(start, start + count * width).view(count, width)
-
-
-def features(projection: Projection, family: Family, config: Any) -> Tensor:
-    """The same as `unit_features`, for a layer as wide as the configuration says."""
-    spec = next(spec for spec in (family.attention, family.mlp) if projection in spec.projections)
-    return unit_features(projection, spec, family.units(config), family.unit_width(config, projection.unit))
-
-
-def projection_matrix(weight: Tensor, projection: Projection, family: Family, config: Any) -> Tensor:
-    """A projection's own matrix, (out_features, in_features), taken from its module's stored weight."""
-    own = features(projection, family, config).flatten().to(weight.device)
-    matrix = weight.index_select(projection.divided_dim, own)
-    return matrix.T if projection.transposed else matrix
-
-
-def with_projection(weight: Tensor, matrix: Tensor, projection: Projection, family: Family, config: Any) -> Tensor:
-    """A copy of a module's stored weight in which a projection has another matrix; undoes `projection_matrix`."""
-    own = features(projection, family, config).flatten().to(weight.device)
-    stored = (matrix.T if projection.transposed else matrix).to(weight.dtype)
-    return weight.index_copy(projection.divided_dim, own, stored.contiguous())
 
 
 def unit_bounds(size: int, piece: Bounds | None) -> Bounds:

@@ -19,9 +19,9 @@ from surgeon.checkpoint.forms.program import family_row
 from surgeon.checkpoint.remote_code import PROGRAM
 from surgeon.checkpoint.remote_code import modeling_surgeon_program as shipped
 from surgeon.families import FAMILIES, family_of
-from surgeon.program import Program
+from surgeon.program import KINDS, Program, Sublayer
 from surgeon.runtime.text import open_tokenizer
-from surgeon.weights import features, unit_bounds
+from surgeon.weights import ModelWeights, ModuleStore
 from tests.checkpoint.helpers import IDS, load_shipped, logits_of, plain_logits, relative_error, run_export, save_source
 from tests.models import TEXT, save_checkpoint, tiny_model
 
@@ -125,21 +125,22 @@ def test_checkpoints_load_as_they_were_exported(family: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_slices_as_surgeon_does(family: str) -> None:
-    config = tiny_model(family, 1).config
-    stock = FAMILIES[family]
-    packed = family_row(stock, config)["packed"]
-    for projection in (*stock.attention.projections, *stock.mlp.projections):
-        shares = tuple(packed.get(projection.path, (1,)))
-        together = [p for s in (stock.attention, stock.mlp) for p in s.projections if p.path == projection.path]
-        slices = []
-        for index in (0, 1):
-            units = [features(one, stock, config) for one in together]
-            bounds = [unit_bounds(len(one), (index, 2)) for one in units]
-            kept = [one[first:end].flatten() for one, (first, end) in zip(units, bounds, strict=True)]
-            slices.append(torch.cat(kept).sort().values)
+    model, stock = tiny_model(family, 1), FAMILIES[family]
+    weights = ModelWeights(ModuleStore(model), stock, stock.head_dim(model.config))
+    packed = family_row(stock, model.config)["packed"]
+
+    def kept(kind: str, path: str, index: int) -> Tensor:
+        """The indices of a slice's features in its module."""
+        roles = [projection.role for projection in stock.spec(kind).projections if projection.path == path]
+        found: Any = [weights.matrix(Sublayer(kind, (0,), (index, 2)), role) for role in roles]
+        return torch.cat([matrix.features for matrix in found]).sort().values
+
+    for kind, path in {(one, projection.path) for one in KINDS for projection in stock.spec(one).projections}:
+        slices = [kept(kind, path, index) for index in (0, 1)]
         whole = torch.cat(slices).sort().values
+        assert torch.equal(whole, torch.arange(len(whole)))
         for index in (0, 1):
-            assert torch.equal(shipped.part(whole, (index, 2), shares), slices[index]), projection
+            assert torch.equal(shipped.part(whole, (index, 2), tuple(packed.get(path, (1,)))), slices[index]), path
 
 
 def test_a_layer_is_whole_again_after_a_slice_that_failed() -> None:

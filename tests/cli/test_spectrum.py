@@ -9,6 +9,12 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from surgeon.analysis.calibration import load_recorded
+from surgeon.checkpoint.load import read_config
+from surgeon.checkpoint.read import Checkpoint
+from surgeon.families.llama import LLAMA
+from surgeon.program import Program
+from surgeon.recipe import read_recipe
 from tests.cli.conftest import Run
 
 
@@ -19,15 +25,15 @@ def spectrum(on_tiny_text: Run) -> Run:
 
 
 def test_everything(spectrum: Run, tmp_path: Path) -> None:
-    code, out, err = spectrum("--ranks", "1/4,3")
+    code, out, err = spectrum("--ranks", "1/4,3", "--keep", "0.5")
     assert code == 0, err
     folder = tmp_path / "out"
     tables = {"spectrum.csv", "singular_values.csv", "damage.csv", "spectrum.json"}
     pictures = {"damage.png", "rank95.png", "singular-values-plain.png", "singular-values-whitened.png"}
-    assert {path.name for path in folder.iterdir()} == tables | pictures | {"journal.jsonl"}
+    assert {path.name for path in folder.iterdir()} == tables | pictures | {"journal.jsonl", "recipe.yaml"}
     named = [Path(line).name for line in out.splitlines() if line.startswith(str(folder))]
-    assert len(named) == 8
-    assert set(named) == tables | pictures
+    assert len(named) == 9
+    assert set(named) == tables | pictures | {"recipe.yaml"}
     assert all(len(line.rstrip()) <= 80 for line in out.splitlines() if not line.startswith("/"))
     assert len(pd.read_csv(folder / "spectrum.csv")) == 4 * 7
     assert len(pd.read_csv(folder / "damage.csv")) == 4 * 7 * 2
@@ -36,6 +42,18 @@ def test_everything(spectrum: Run, tmp_path: Path) -> None:
     assert record["calibration_hash"] != record["data_hash"]
     assert f"base perplexity {record['base_perplexity']:.4g} over 124 predicted tokens" in out
     assert "spectrum: done" in err
+    recipe = read_recipe(folder / "recipe.yaml")
+    (lowrank,) = recipe.operations
+    assert (lowrank.name, lowrank.layers, lowrank.parameters["method"]) == ("lowrank", (range(4),), "whitened")
+    text = lowrank.parameters["calibration"]
+    assert (text["tokens"], text["after"], text["window"]) == (320, 128, 32)
+    assert text["hash"] == f"sha256:{record['calibration_hash']}"
+    again = load_recorded(Path(recipe.model), text)
+    assert again.digest == record["calibration_hash"]
+    assert recipe.weights == record["model_hash"]
+    shapes = LLAMA.layer_shapes(read_config(Checkpoint(Path(recipe.model))))
+    program = recipe.program(4, shapes=shapes)
+    assert 0.45 < program.parameters(shapes) / Program.dense(4).parameters(shapes) <= 0.5
 
 
 def test_some_matrices_without_damage(spectrum: Run, tmp_path: Path) -> None:
@@ -56,6 +74,8 @@ def test_some_matrices_without_damage(spectrum: Run, tmp_path: Path) -> None:
     [
         (("--weights", "q,gat"), "Llama has no weight 'gat'; did you mean 'gate'?"),
         (("--weights", ","), "no weight is named"),
+        (("--keep", "0"), "keep must be more than 0 and at most 1, not 0"),
+        (("--keep", "0.5", "--no-damage"), "--allocation damage goes by what --no-damage leaves out"),
         (("--layers", "2:5"), "layers 2:5 are out of range: the model's layers are 0:4"),
         (("--layers", "4"), "write \"4:30\" for layers 4 to 29"),
         (("--ranks", "1/2,0"), "rank 0 must be more than 0"),

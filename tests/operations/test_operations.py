@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -149,7 +149,7 @@ def test_the_papers_llama_2_7b_configuration() -> None:
 
 
 class TestOperations(OperationContract):
-    @pytest.fixture(params=sorted(set(OPERATIONS) - {"ladder"}))
+    @pytest.fixture(params=sorted(set(OPERATIONS) - {"ladder", "lowrank"}))
     def operation(self, request: pytest.FixtureRequest) -> Operation:
         return OPERATIONS[request.param]
 
@@ -164,3 +164,12 @@ class TestLadder(OperationContract):
     @pytest.fixture
     def operation(self) -> Operation:
         return OPERATIONS["ladder"]
+
+
+class TestLowrank(OperationContract):
+    edits_steps = True
+    parameters: ClassVar[dict[str, Any]] = {"keep": 0.5}
+
+    @pytest.fixture
+    def operation(self) -> Operation:
+        return OPERATIONS["lowrank"]

@@ -56,30 +56,50 @@ def make_plan(
     """
     if not 1 <= ranks <= MOST_RANKS:
         raise ValueError(f"the number of ranks must lie in 1..{MOST_RANKS}, not {ranks}")
-    folder = locate(path_or_name)
-    checkpoint = Checkpoint(folder)
-    config = read_config(checkpoint)
-    family = family_of(config)
-    if checkpoint.config.get("quantization_config"):
-        raise ValueError(f"{folder} holds quantised weights, which ranks cannot share; use the model it was made from")
-    source = ModelWeights(checkpoint, family, family.head_dim(config))
-    layers = source.count_layers()
-    given = Program.parse(program) if program else stored_program(checkpoint)
-    parsed = given or Program.dense(int(config.num_hidden_layers), family.steps_per_layer)
-    check_layers(parsed, layers)
-    for sliced in (sublayer for sublayer in parsed.sublayers() if sublayer.piece is not None):
-        require_sliceable(family.spec(sliced.kind), family)
+    checkpoint, config, source = _opened(path_or_name)
+    family = source.family
+    parsed = _program(program, checkpoint, config, source)
     _check_shapes(parsed, source, config)
     _check_division(parsed, source, ranks)
     if max_tokens is None:
         max_tokens = _most_tokens(config, family, source)
     _check_length(config, family, source, max_tokens)
+    asked = {"program": str(parsed), "ranks": ranks, "decoding": _decoding(decoding)}
+    computed = _dtype(dtype) or str(compute_dtype(checkpoint, family, device)).removeprefix("torch.")
+    return _gather(checkpoint.folder, config, source, max_tokens, dtype=computed, **asked)
+
+
+def _opened(path_or_name: str | Path) -> tuple[Checkpoint, Any, ModelWeights]:
+    """A checkpoint, its configuration and its weights, none of which are read."""
+    checkpoint = Checkpoint(locate(path_or_name))
+    config = read_config(checkpoint)
+    family = family_of(config)
+    if checkpoint.config.get("quantization_config"):
+        raise ValueError(
+            f"{checkpoint.folder} holds quantised weights, which ranks cannot share; use the model it was made from"
+        )
+    return checkpoint, config, ModelWeights(checkpoint, family, family.head_dim(config))
+
+
+def _program(wanted: str | None, checkpoint: Checkpoint, config: Any, source: ModelWeights) -> Program:
+    """The program that is asked for, or the checkpoint's own."""
+    family = source.family
+    layers = source.count_layers()
+    given = Program.parse(wanted) if wanted else stored_program(checkpoint)
+    program = given or Program.dense(int(config.num_hidden_layers), family.steps_per_layer)
+    check_layers(program, layers)
+    for sliced in (sublayer for sublayer in program.sublayers() if sublayer.piece is not None):
+        require_sliceable(family.spec(sliced.kind), family)
+    return program
+
+
+def _gather(folder: Path, config: Any, source: ModelWeights, max_tokens: int, **asked: Any) -> Plan:
+    """All that ranks need, of what the checkpoint says and what is asked for, the other fields of `Plan`."""
+    family, layers = source.family, source.count_layers()
     vocabulary, hidden = source.shape(f"{family.embedding}.weight")
     return Plan(
         folder=folder,
         model_type=family.model_type,
-        program=str(parsed),
-        ranks=ranks,
         head_dim=source.head_dim,
         epsilon=family.epsilon(config),
         activation=_activation(config, family),
@@ -90,7 +110,6 @@ def make_plan(
         max_tokens=max_tokens,
         tied=bool(config.tie_word_embeddings),
         ends=_end_tokens(folder, config),
-        dtype=_dtype(dtype) or str(compute_dtype(checkpoint, family, device)).removeprefix("torch."),
         attention_scale=family.attention_scale(config),
         attention_softcap=_softcap(config, family.attention_softcap),
         windows=_windows(config, family, layers),
@@ -99,8 +118,8 @@ def make_plan(
         logit_scale=family.logit_scale(config),
         logit_softcap=_softcap(config, family.softcap),
         rotary_layers=_rotary_layers(config, family, layers),
-        decoding=_decoding(decoding),
         described=family if family.model_type == FUSED.model_type else None,
+        **asked,
     )
 
 

@@ -1,0 +1,234 @@
+"""Ways to put two factors in the place of a matrix, by what of its outputs they keep.
+
+Every method finds directions of the outputs, orthonormal columns U with the most important one first, and keeps of a
+matrix W, (out, in), what lies in the first r of them: U_r (U_r' W). They differ in what makes a direction important:
+
+    plain        the singular vectors of W: what is left out of the weights is smallest
+    activation   those of W diag(m^alpha), m the mean size of each input (ASVD, Yuan et al. 2023, section 3.2)
+    fisher       those of W diag(sqrt(f)), f the squared gradients of the loss by the weights of each input, summed
+                 over outputs (FWSVD, Hsu et al. 2022, equation 6)
+    whitened     those of W S with S S' = X'X: what is left out of the outputs X W' is smallest (SVD-LLM, Wang et al.
+                 2025, section 3.1)
+    features     the eigenvectors of W X'X W', the principal components of the outputs (AFM, Yu and Wu 2023, without
+                 the mean, which two factors cannot hold): the same directions as whitened ones by another road
+
+Where D is what W is multiplied by and W D = U diag(s) V', U_r (U_r' W) equals the published U_r diag(s_r) V_r' inv(D)
+but needs no inverse of D, which may have none, or one of few digits (COALA, Parkina et al. 2025, does without it in the
+same way). As the directions are nested, so are the factors: those of a lower rank are the first rows and columns.
+Everything is computed in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from surgeon.errors import did_you_mean
+from surgeon.operations.lowrank import Method
+from surgeon.weights.factors import Factors
+from surgeon.weights.whitening import SecondMoment, whiten
+
+METHODS: tuple[Method, ...] = get_args(Method)
+Need = Literal["moment", "magnitude", "gradients"]
+# What each method has to know of the text that a model is calibrated on.
+NEEDS: dict[Method, Need | None] = {
+    "plain": None,
+    "activation": "magnitude",
+    "fisher": "gradients",
+    "whitened": "moment",
+    "features": "moment",
+}
+ALPHA = 0.5  # of activation: that of ASVD's experiments
+
+# X'X has 16 digits, so that its factor S has 8: smaller singular values of W S, next to the largest, are rounding.
+_ROUNDING = torch.finfo(torch.float64).eps ** 0.5
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What calibration has found of a matrix's inputs, X over all tokens.
+
+    Attributes:
+        moment: X'X.
+        magnitude: the mean of |x|, (in,).
+        gradients: squares of the loss's gradients by the weights of each input, summed over outputs and texts, (in,).
+    """
+
+    moment: SecondMoment | None = None
+    magnitude: Tensor | None = None
+    gradients: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Decomposition:
+    """What a matrix is truncated by.
+
+    Attributes:
+        values: singular values of the matrix as it was weighed, largest first, (min(out, in),), float64.
+        left: orthonormal columns, (out, at most min(out, in)), float64, that together span those of the matrix.
+        reached: how many of the columns the inputs have an order for; the others follow in that of the plain ones.
+    """
+
+    values: NDArray[np.float64]
+    left: Tensor
+    reached: int
+
+
+Decomposer = Callable[[Tensor], Decomposition]
+
+
+def decomposer(method: Method, statistics: Statistics | None = None, alpha: float = ALPHA) -> Decomposer:
+    """What decomposes the matrices that read these inputs; what they have in common is computed once.
+
+    Args:
+        alpha: of `activation`: from 0, which is plain, to 1.
+
+    Raises:
+        ValueError: if there is no such method.
+    """
+    if method not in METHODS:
+        raise ValueError(f"there is no method {method!r}; {did_you_mean(method, METHODS)}")
+    known, need = statistics or Statistics(), NEEDS[method]
+    if need is None:
+        return decompose
+    given = getattr(known, need)
+    assert given is not None, f"{method} needs the {need} of the inputs"
+    if method == "features":
+        return partial(principal_components, moment=given)
+    if method == "whitened":
+        return partial(decompose, weighing=whiten(given).factor)
+    return partial(decompose, weighing=given.double().sqrt() if method == "fisher" else given.double() ** alpha)
+
+
+def decompose(matrix: Tensor, weighing: Tensor | None = None) -> Decomposition:
+    """Singular values and left singular vectors of W, or of W times what weighs its inputs.
+
+    Where inputs do not reach all of the matrix (fewer tokens than features), W S has fewer directions than W. The
+    inputs do not say in which order the rest matters, so that it follows in the order of its plain singular values;
+    at full rank the matrix is whole again, for inputs of every kind.
+
+    Args:
+        matrix: W, (out, in).
+        weighing: (in, any), or the diagonal of such a matrix, (in,).
+    """
+    matrix = matrix.double()
+    if weighing is None:
+        weighed = matrix
+    else:
+        weighing = weighing.to(matrix)
+        weighed = matrix @ weighing if weighing.dim() == 2 else matrix * weighing
+    left, values, _ = torch.linalg.svd(weighed, full_matrices=False)
+    return _decomposition(matrix, left, values, exact=weighing is None)
+
+
+def principal_components(matrix: Tensor, moment: SecondMoment) -> Decomposition:
+    """The eigenvectors of the second moment of W's outputs, and the roots of its eigenvalues."""
+    matrix = matrix.double()
+    eigenvalues, vectors = torch.linalg.eigh(matrix @ moment.matrix.to(matrix) @ matrix.T)
+    return _decomposition(matrix, vectors.flip(1), eigenvalues.flip(0).clamp_min(0).sqrt())
+
+
+def _decomposition(matrix: Tensor, left: Tensor, values: Tensor, exact: bool = False) -> Decomposition:
+    full_rank = min(matrix.shape)
+    reached = full_rank
+    if not exact:
+        left = left[:, :full_rank]
+        reached = int((values[:full_rank] > _ROUNDING * values[0]).sum()) if len(values) else 0
+        left = _completed(matrix, left[:, :reached], full_rank)
+    padded = np.zeros(full_rank)
+    padded[: len(values)] = values[:full_rank].cpu().numpy()
+    return Decomposition(padded, left[:, :full_rank], reached)
+
+
+def _completed(matrix: Tensor, left: Tensor, full_rank: int) -> Tensor:
+    """Further orthonormal columns for what of the matrix the given ones do not span."""
+    if left.shape[1] == full_rank:
+        return left
+    rest = matrix - left @ (left.T @ matrix)
+    more, values, _ = torch.linalg.svd(rest, full_matrices=False)
+    beyond = values > _ROUNDING * torch.linalg.matrix_norm(matrix)
+    orthonormal: Tensor = torch.linalg.qr(torch.cat([left, more[:, beyond]], dim=1)).Q
+    return orthonormal
+
+
+def truncate(matrix: Tensor, left: Tensor, rank: int) -> Tensor:
+    """The matrix of at most this rank that is left of W: U_r (U_r' W), (out, in), float64.
+
+    Args:
+        left: as in `Decomposition`.
+    """
+    leading = left[:, :rank]
+    return leading @ (leading.T @ matrix.to(leading))
+
+
+def factors_by(matrix: Tensor, left: Tensor, rank: int) -> Factors:
+    """The two factors of `truncate`, float64, each direction's size divided evenly among them.
+
+    Of plain directions that is equation 1 of DeInfer: U_r diag(sqrt(s_r)) and diag(sqrt(s_r)) V_r'. Where the matrix
+    has fewer directions than the rank, what is left of the factors is zeros.
+
+    Args:
+        left: as in `Decomposition`.
+    """
+    leading = left[:, :rank]
+    kept = leading.T @ matrix.to(leading)
+    roots = torch.linalg.vector_norm(kept, dim=1).sqrt()
+    first = torch.where(roots > 0, 1 / roots, 0)[:, None] * kept
+    missing = rank - leading.shape[1]
+    pad = torch.nn.functional.pad
+    return Factors(pad(first, (0, 0, 0, missing)), pad(leading * roots, (0, missing)))
+
+
+def factorise(
+    matrix: Tensor, rank: int, method: Method = "plain", statistics: Statistics | None = None, alpha: float = ALPHA
+) -> Factors:
+    """Two factors of this rank, float64, in the place of a matrix, (out, in).
+
+    Args:
+        statistics: what the method has to know of the inputs (`NEEDS`).
+
+    Raises:
+        ValueError: if there is no such method, or the rank is not from 1 to the full one.
+    """
+    if not 1 <= rank <= min(matrix.shape):
+        size = " x ".join(map(str, matrix.shape))
+        raise ValueError(f"the rank of a matrix of {size} must be from 1 to the lesser of these, not {rank}")
+    return factors_by(matrix, decomposer(method, statistics, alpha)(matrix).left, rank)
+
+
+def fitted(matrix: Tensor, factors: Factors, moment: SecondMoment, cross: Tensor | None = None) -> Factors:
+    """The same first factor with the second one that best gives W's outputs (SVD-LLM, section 3.2, in closed form).
+
+    With Z the inputs that the factors get and X those that W got, it minimises |X W' - Z F' B'| over B; the least
+    change of the given B that does, so that it stays as it is where inputs do not reach.
+
+    Args:
+        matrix: W, (out, in).
+        factors: F, (rank, in), and B, (out, rank).
+        moment: Z'Z.
+        cross: X'Z, (in, in); Z'Z where the inputs are the same.
+    """
+    first, second = factors.first.double(), factors.second.double()
+    gram = moment.matrix.to(first)
+    reached = gram @ first.T
+    normal = first @ reached
+    missing = matrix.to(first) @ (reached if cross is None else cross.to(first) @ first.T) - second @ normal
+    sizes = normal.diagonal().sqrt()
+    # Scaled, so that small directions are not taken for rounding of large ones.
+    scale = torch.where(sizes > 0, sizes, 1)
+    rounding = torch.finfo(torch.float64).eps * len(gram)
+    inverse = torch.linalg.pinv(normal / torch.outer(scale, scale), hermitian=True, rtol=rounding)
+    return Factors(first, second + (missing / scale) @ inverse / scale)
+
+
+def truncation_loss(matrix: Tensor, factors: Factors, moment: SecondMoment) -> float:
+    """How far the outputs on X are off: |X W' - X (B F)'|, the Frobenius norm."""
+    rest = matrix.double() - factors.second.double() @ factors.first.double()
+    return float((rest @ moment.matrix.to(rest) * rest).sum().clamp_min(0).sqrt())
