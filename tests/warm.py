@@ -145,6 +145,13 @@ def install() -> None:
     subprocess.Popen = RankPopen  # type: ignore[misc]
 
 
+def spawn(_: str, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
+    """What `multiprocessing.util.spawnv_passfds` does, with a fork."""
+    code, *others = arguments[list(arguments).index("-c") + 1 :]
+    request = Request(code, others, dict(os.environ), str(Path.cwd()), [0, 1, 2, *descriptors], new_session=False)
+    return FORKS.start(request, [0, 1, 2, *descriptors])
+
+
 def ranks_of(command: int) -> list[psutil.Process]:
     """The processes of a command's ranks, by rank."""
     children = psutil.Process(command).children()
