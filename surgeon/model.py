@@ -8,6 +8,7 @@ order and on the inputs that the program says. Parameters keep their names, so t
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from types import MethodType
@@ -18,19 +19,29 @@ from torch import Tensor, nn
 from surgeon.execute import Branch, Machine, Partial, Pending, State, advance, land
 from surgeon.families import Family, SublayerSpec, family_of
 from surgeon.program import ATTENTION, Fork, Program, Step, Sublayer
-from surgeon.weights import ModelWeights, ModuleStore, NamedTensors, derive_sublayer, stored_tensors
+from surgeon.weights import (
+    FactoredLinear,
+    FactorSource,
+    Groups,
+    ModelWeights,
+    ModuleStore,
+    NamedTensors,
+    derive_sublayer,
+    stored_tensors,
+)
 
 if TYPE_CHECKING:  # takes seconds, and who has no model yet does without
     from transformers import PreTrainedModel
-
-Group = tuple[tuple[int, ...], int | None]
 
 PROGRAM_KEY = "surgeon_program"  # in config.json of a checkpoint that runs an edited program
 PROGRAM_PREFIX = "surgeon_"  # before its model type, so that no stock class takes it and ignores the program
 
 
 def edit(
-    model: PreTrainedModel, program: Program | str, layers_class: type[EditedLayers] | None = None
+    model: PreTrainedModel,
+    program: Program | str,
+    layers_class: type[EditedLayers] | None = None,
+    factors: FactorSource | None = None,
 ) -> PreTrainedModel:
     """Make the model run this program, in place; editing an edited model starts from the original again.
 
@@ -39,6 +50,8 @@ def edit(
 
     Args:
         layers_class: of what stands in for the list of layers, `EditedLayers` by default.
+        factors: of matrices that the program has a rank for; by default the best ones by the matrix alone, its
+            truncated singular values.
 
     Returns:
         The same model.
@@ -53,7 +66,7 @@ def edit(
     parent, name = decoder_parent(original)
     layers = getattr(parent, name)
     check_layers(program, len(layers))
-    edited = (layers_class or EditedLayers)(layers, original.config, family, program)
+    edited = (layers_class or EditedLayers)(layers, original.config, family, program, factors)
     setattr(parent, name, edited)
     edited.describe_in(original.config)
     vars(original)["save_pretrained"] = MethodType(_save_edited, original)
@@ -132,8 +145,6 @@ def check_layers(program: Program, num_layers: int) -> None:
     for sublayer in program.sublayers():
         if max(sublayer.layers) >= num_layers:
             raise ValueError(f"{sublayer} is out of range: the model's layers are 0 to {num_layers - 1}")
-        if sublayer.ranks:
-            raise ValueError(f"{sublayer} has matrices of low rank, which cannot be run yet; leave out @ and the ranks")
 
 
 def _save_edited(model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
@@ -150,11 +161,6 @@ def decoder_parent(model: PreTrainedModel) -> tuple[nn.Module, str]:
     return model.get_submodule(path), name
 
 
-def group_of(sublayer: Sublayer) -> Group:
-    """The layers whose weights a derived sublayer has, and how many slices they are cut into."""
-    return sublayer.layers, None if sublayer.piece is None else sublayer.piece[1]
-
-
 class EditedLayers(nn.Module):
     """Stands in a decoder for its list of layers.
 
@@ -164,8 +170,16 @@ class EditedLayers(nn.Module):
     """
 
     gradient_checkpointing = False
+    keeps_derived = True  # or derives a sublayer anew whenever it runs
 
-    def __init__(self, layers: nn.ModuleList, config: Any, family: Family, program: Program) -> None:
+    def __init__(
+        self,
+        layers: nn.ModuleList,
+        config: Any,
+        family: Family,
+        program: Program,
+        factors: FactorSource | None = None,
+    ) -> None:
         super().__init__()
         for index, layer in enumerate(layers):
             self.add_module(str(index), layer)
@@ -174,8 +188,11 @@ class EditedLayers(nn.Module):
         self.family = family
         self.output_scale = family.output_scale(config)
         self.program = program
+        self.factors = factors
+        self._ranks_held: dict[tuple[str, int], tuple[tuple[str, int], ...]] = {}
+        self.holds_factors = any(isinstance(module, FactoredLinear) for module in layers.modules())
         self.stream_tap = StreamTap()
-        for sublayer in dict.fromkeys(program.sublayers()):
+        for sublayer in dict.fromkeys(program.sublayers()) if self.keeps_derived else ():
             if self.is_derived(sublayer):
                 self.add_module(str(sublayer), self.derive(sublayer))
         attention_layers = [sublayer.layers[0] for sublayer in program.sublayers() if sublayer.kind == ATTENTION]
@@ -193,31 +210,28 @@ class EditedLayers(nn.Module):
             self._gradient_checkpointing_func = checkpointed._gradient_checkpointing_func
 
     @property
-    def stored_groups(self) -> dict[Group, int]:
-        """Derived sublayers by the layer that they are stored in, behind the original ones.
+    def stored_groups(self) -> Groups:
+        """The layers that derived sublayers are stored as, behind the original ones."""
+        return Groups(filter(self.is_derived, self.program.sublayers()), by_count=True)
 
-        The attention and the feed-forward of the same average make one layer, slices of one number all of it.
-        """
-        groups: dict[Group, int] = {}
-        for sublayer in self.program.sublayers():
-            if self.is_derived(sublayer):
-                groups.setdefault(group_of(sublayer), len(self.original[0]) + len(groups))
-        return groups
+    def stored_place(self, sublayer: Sublayer, groups: Groups) -> int:
+        """The number of the layer that a sublayer is stored in."""
+        return len(self.original[0]) + groups.place(sublayer) if self.is_derived(sublayer) else sublayer.layers[0]
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *arguments: Any) -> None:
         """Derived sublayers are stored as layers (`stored_groups`): a trainer that goes on finds them there."""
-        for sublayer in dict.fromkeys(self.program.sublayers()):
-            index = self.stored_groups.get(group_of(sublayer)) if self.is_derived(sublayer) else None
-            stored = f"{prefix}{index}."
+        groups = self.stored_groups
+        for sublayer in filter(self.is_derived, dict.fromkeys(self.program.sublayers())):
+            stored = f"{prefix}{self.stored_place(sublayer, groups)}."
             own = {name: tensor for name, tensor in state_dict.items() if name.startswith(stored)}
             if own:
                 inside = f"{self.family.layers}.0."
                 store = NamedTensors({f"{inside}{name.removeprefix(stored)}": own[name] for name in own})
                 weights = ModelWeights(store, self.family, self.family.head_dim(self.config))
-                values = stored_tensors(Sublayer(sublayer.kind, (0,), sublayer.piece), weights)
+                values = stored_tensors(replace(sublayer, layers=(0,)), weights)
                 state_dict |= {f"{prefix}{sublayer}.{path}": value for path, value in values.items()}
-        for index in self.stored_groups.values():
-            for name in [name for name in state_dict if name.startswith(f"{prefix}{index}.")]:
+        for index in range(len(groups.groups)):
+            for name in [name for name in state_dict if name.startswith(f"{prefix}{len(self.original[0]) + index}.")]:
                 del state_dict[name]
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
@@ -227,13 +241,22 @@ class EditedLayers(nn.Module):
         assert module is not None
         return module
 
-    @staticmethod
-    def is_derived(sublayer: Sublayer) -> bool:
-        """Whether the sublayer has weights that no layer has: an average, or a slice."""
-        return len(sublayer.layers) > 1 or sublayer.piece is not None
+    def is_derived(self, sublayer: Sublayer) -> bool:
+        """Whether the sublayer has weights that no layer has: an average, a slice, or factors."""
+        if len(sublayer.layers) > 1 or sublayer.piece is not None:
+            return True
+        return self._held_ranks(sublayer.kind, sublayer.layers[0]) != sublayer.ranks
+
+    def _held_ranks(self, kind: str, layer: int) -> tuple[tuple[str, int], ...]:
+        """The ranks of the factors that a layer itself has in place of matrices."""
+        if not self.holds_factors:
+            return ()
+        if (kind, layer) not in self._ranks_held:
+            self._ranks_held[kind, layer] = EditedLayers.weights(self).stored_ranks(Sublayer(kind, (layer,)))
+        return self._ranks_held[kind, layer]
 
     def derive(self, sublayer: Sublayer) -> nn.Module:
-        """A module with the averaged or sliced weights of this sublayer.
+        """A module with the averaged, sliced or factorised weights of this sublayer.
 
         Raises:
             ValueError: as `derive_sublayer`.
@@ -243,7 +266,7 @@ class EditedLayers(nn.Module):
     def weights(self) -> ModelWeights:
         """The weights of the layers."""
         store = ModuleStore(self, f"{self.family.layers}.")
-        return ModelWeights(store, self.family, self.family.head_dim(self.config))
+        return ModelWeights(store, self.family, self.family.head_dim(self.config), self.factors)
 
     def owner(self, sublayer: Sublayer) -> nn.Module:
         """The module below which this sublayer's own modules lie: its layer, or what was derived for it."""

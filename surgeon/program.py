@@ -92,6 +92,10 @@ class Sublayer:
             self._matrix_parameters(role, shapes) for role in ROLES[self.kind] if role in shapes.matrices
         )
 
+    def weight_bytes(self, shapes: LayerShapes, number_bytes: int) -> int:
+        """How much room its parameters take, at so many bytes each; errors as `parameters`."""
+        return self.parameters(shapes) * number_bytes
+
     def _matrix_parameters(self, role: str, shapes: LayerShapes) -> int:
         outputs, inputs = shapes.matrices[role]
         rank, bias = self.rank(role), shapes.biases.get(role, 0)
@@ -205,6 +209,10 @@ class Program:
             ValueError: as `Sublayer.parameters`.
         """
         return sum(sublayer.parameters(shapes) for sublayer in set(self.sublayers()))
+
+    def weight_bytes(self, shapes: LayerShapes, number_bytes: int) -> int:
+        """How much room they take, at so many bytes each; errors as `parameters`."""
+        return self.parameters(shapes) * number_bytes
 
     def effective_depth(self, steps_per_layer: int = 2) -> float:
         """The number of steps that must run one after the other, in layers of the unedited model.

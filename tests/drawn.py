@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from surgeon.program import Fork, Node, Program, Step, Sublayer
+from surgeon.families import FAMILIES, Family
+from surgeon.program import KINDS, Fork, Node, Program, Step, Sublayer
 from tests.models import tiny_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -49,26 +50,31 @@ def cases(draw: st.DrawFn, family: str) -> Case:
     """A case of one family."""
     layers = draw(st.integers(2, 4))
     config = {"tie_word_embeddings": draw(st.booleans())} | _OF_FAMILY[family](draw, layers)
-    sliceable = family != "gemma2"
     return Case(
         family,
         layers,
         draw(st.sampled_from((0.0, 0.3))),
         draw(st.sampled_from(("float32", "bfloat16", "float16"))),
-        str(draw(programs(layers, sliceable))),
+        str(draw(programs(layers, FAMILIES[family]))),
         config,
     )
 
 
 @st.composite
-def programs(draw: st.DrawFn, layers: int, sliceable: bool) -> Program:
+def programs(draw: st.DrawFn, layers: int, family: Family) -> Program:
     """Programs over so many layers; slices are halves, which everything that is drawn divides into."""
+    sliceable = family.attention.post_norm is None
+    roles = {kind: [projection.role for projection in family.spec(kind).projections] for kind in KINDS}
 
     @st.composite
     def sublayers(draw: st.DrawFn) -> Sublayer:
         those = draw(st.lists(st.integers(0, layers - 1), min_size=1, max_size=2, unique=True))
         piece = draw(st.sampled_from((None, None, (0, 2), (1, 2)))) if sliceable else None
-        return Sublayer(draw(st.sampled_from("AF")), tuple(those), piece)
+        kind = draw(st.sampled_from("AF"))
+        ranks = st.lists(
+            st.tuples(st.sampled_from(roles[kind]), st.integers(1, 12)), max_size=3, unique_by=lambda r: r[0]
+        )
+        return Sublayer(kind, tuple(those), piece, tuple(draw(ranks) if draw(st.booleans()) else ()))
 
     wholes = st.lists(sublayers(), min_size=1, max_size=3).map(tuple)
     steps = st.builds(Step, wholes, st.booleans())

@@ -9,6 +9,7 @@ import math
 from functools import partial
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -62,7 +63,7 @@ class Reference:
 
     layers, embedding, final_norm = "model.layers", "model.embed_tokens", "model.norm"
     attention_norm, mlp_norm = "input_layernorm", "post_attention_layernorm"
-    output, down = "self_attn.o_proj", "mlp.down_proj"
+    output, up, down = "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"
     activation_name = "hidden_act"
     one_step = False  # whether a layer's attention and feed-forward read the same stream
 
@@ -159,10 +160,31 @@ class Reference:
     def activation(self, x: Tensor) -> Tensor:
         return ACTIVATIONS[getattr(self.config, self.activation_name)](x)
 
-    def averaged(self, layers: list[int], into: int) -> Reference:
-        """A copy in which one layer has the average of several layers' weights."""
+    def copied(self) -> Reference:
+        """A copy whose tensors can be replaced."""
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__, w=dict(self.w))
+        return other
+
+    def truncated(self, k: int, role: str, rank: int) -> Reference:
+        """A copy in which a matrix of a layer has only its leading singular values; transposed or not, the same."""
+        path, (rows, columns) = self.place(role)
+        name = self.at(k, f"{path}.weight")
+        left, values, right = numpy.linalg.svd(self.w[name][rows, columns].double().numpy(), full_matrices=False)
+        other = self.copied()
+        other.w[name] = self.w[name].clone()
+        kept = (left[:, :rank] * values[:rank]) @ right[:rank]
+        other.w[name][rows, columns] = torch.from_numpy(kept).to(self.w[name].dtype)
+        return other
+
+    def place(self, role: str) -> tuple[str, tuple[Any, Any]]:
+        """Where a matrix is: the module's path in a layer, and rows and columns of its weight as it is stored."""
+        named = {"o": self.output, "down": self.down, "up": self.up, "gate": "mlp.gate_proj"}
+        return named.get(role, f"self_attn.{role}_proj"), (slice(None), slice(None))
+
+    def averaged(self, layers: list[int], into: int) -> Reference:
+        """A copy in which one layer has the average of several layers' weights."""
+        other = self.copied()
         for name in self.w:
             at = self.at(into, "")
             if name.startswith(at):
@@ -171,6 +193,20 @@ class Reference:
 
 
 class _Phi3(Reference):
+    def place(self, role: str) -> tuple[str, tuple[Any, Any]]:
+        groups, wide = self.config.num_key_value_heads * self.head_dim, self.config.intermediate_size
+        queries = self.num_heads * self.head_dim
+        rows = {
+            "q": slice(0, queries),
+            "k": slice(queries, queries + groups),
+            "v": slice(queries + groups, None),
+            "gate": slice(0, wide),
+            "up": slice(wide, None),
+        }
+        if role not in rows:
+            return super().place(role)
+        return "self_attn.qkv_proj" if role in "qkv" else "mlp.gate_up_proj", (rows[role], slice(None))
+
     def qkv(self, k: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         groups = self.config.num_key_value_heads
         sizes = [n * self.head_dim for n in (self.num_heads, groups, groups)]
@@ -273,6 +309,13 @@ class _Gpt2(_Opt):
     up, down = "mlp.c_fc", "mlp.c_proj"
     offset = 0
 
+    def place(self, role: str) -> tuple[str, tuple[Any, Any]]:
+        if role not in "qkv":
+            return super().place(role)
+        width = self.config.hidden_size
+        first = "qkv".index(role) * width
+        return "attn.c_attn", (slice(None), slice(first, first + width))
+
     def scale(self) -> float:
         return super().scale() if self.config.scale_attn_weights else 1.0
 
@@ -288,6 +331,9 @@ class _GptNeo(_Gpt2):
     output = "attn.attention.out_proj"
     linear = Reference.linear
 
+    def place(self, role: str) -> tuple[str, tuple[Any, Any]]:
+        return (f"attn.attention.{role}_proj", (slice(None),) * 2) if role in "qkv" else Reference.place(self, role)
+
     def qkv(self, k: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, key, v = (self.heads(self.linear(self.at(k, f"attn.attention.{n}_proj"), x)) for n in "qkv")
         return q, key, v
@@ -301,6 +347,12 @@ class _GptNeo(_Gpt2):
 
 
 class _GptNeoX(_LayerNorms):
+    def place(self, role: str) -> tuple[str, tuple[Any, Any]]:
+        if role not in "qkv":
+            return super().place(role)
+        by_head = torch.arange(3 * self.num_heads * self.head_dim).view(self.num_heads, 3, self.head_dim)
+        return "attention.query_key_value", (by_head[:, "qkv".index(role)].flatten(), slice(None))
+
     layers, embedding, final_norm = "gpt_neox.layers", "gpt_neox.embed_in", "gpt_neox.final_layer_norm"
     output, epsilon, activation_name = "attention.dense", "layer_norm_eps", "hidden_act"
     up, down = "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"

@@ -194,8 +194,10 @@ def counted(sublayer: Sublayer) -> int:
 def test_parameters_follow_from_shapes(text: str) -> None:
     (sublayer,) = Program.parse(text).sublayers()
     assert sublayer.parameters(SHAPES) == counted(sublayer)
+    assert sublayer.weight_bytes(SHAPES, 2) == 2 * counted(sublayer)
     twice = Program.parse(f"{text} {text} A0")
     assert twice.parameters(SHAPES) == sum(counted(one) for one in set(twice.sublayers()))
+    assert twice.weight_bytes(SHAPES, 4) == 4 * twice.parameters(SHAPES)
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:

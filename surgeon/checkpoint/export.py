@@ -18,11 +18,12 @@ from surgeon.checkpoint.card import write_card
 from surgeon.checkpoint.describe import REPORT_FILE, Weights
 from surgeon.checkpoint.forms import Layout, PlannedTensor, StoredModel, form_of, lay_out
 from surgeon.checkpoint.inherit import inherit
+from surgeon.checkpoint.kept_factors import KeptFactors
 from surgeon.checkpoint.load import read_config
 from surgeon.checkpoint.measured import Identity, Measured
 from surgeon.checkpoint.prove import Proof, original_model, prove, reference_of, require_alike
 from surgeon.checkpoint.read import Checkpoint, check_inside, locate
-from surgeon.checkpoint.staging import check_space, check_target, is_full, show_bytes, staged
+from surgeon.checkpoint.staging import check_space, check_target, is_full, scratch, show_bytes, staged
 from surgeon.checkpoint.tokenizer import keep_tokenizer_class
 from surgeon.checkpoint.verify import Background, FileRecord, ReadBack
 from surgeon.checkpoint.write import shard_limit, split_into_shards, write_weights
@@ -33,7 +34,7 @@ from surgeon.program import Program
 from surgeon.progress import Advance, stretch
 from surgeon.provenance import versions, write_json
 from surgeon.recipe import Recipe
-from surgeon.weights import Names
+from surgeon.weights import FactorSource, Names, TruncatedSVD
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # What belongs to a model beside its weights; never code, never pickles, and not the model card: what it says that still
@@ -52,6 +53,7 @@ COMPANIONS = (
     "NOTICE*",
     "USE_POLICY*",
 )
+FACTOR_ENDINGS = (".first.weight", ".second.weight")
 JSON_ALLOWANCE = 1 << 18  # room for the small files that are written beside the weights, in bytes
 
 
@@ -119,6 +121,7 @@ class ExportPlan:
         tensors: all of the checkpoint's.
         companions: files to be copied.
         dtype: the dtype asked for, a key of DTYPES, or None to keep each tensor's own.
+        factors: of matrices that the program has a rank for.
     """
 
     original: Original
@@ -127,6 +130,7 @@ class ExportPlan:
     tensors: list[PlannedTensor]
     companions: list[Path]
     dtype: str | None
+    factors: KeptFactors
 
     @property
     def weight_bytes(self) -> int:
@@ -146,15 +150,36 @@ class ExportPlan:
     @property
     def needed_bytes(self) -> int:
         """Room that the checkpoint takes on the disk."""
-        return self.weight_bytes + sum(path.stat().st_size for path in self.companions) + JSON_ALLOWANCE
+        companions = sum(path.stat().st_size for path in self.companions)
+        return self.weight_bytes + self._factor_bytes + companions + JSON_ALLOWANCE
+
+    @property
+    def factors_are_made(self) -> bool:
+        """Whether the program has ranks."""
+        return any(sublayer.ranks for sublayer in self.program.sublayers())
+
+    @property
+    def _factor_bytes(self) -> int:
+        """Room for factors while they are made, which takes float32 at least, and are used several times."""
+        if self.factors.folder is not None or not self.factors_are_made:
+            return 0
+        factors = [tensor for tensor in self.tensors if tensor.name.endswith(FACTOR_ENDINGS)]
+        return sum(torch.Size(tensor.shape).numel() * max(4, tensor.dtype.itemsize) for tensor in factors)
 
 
-def plan_export(original: Original, program: Program, form: str = "auto", dtype: str | None = None) -> ExportPlan:
+def plan_export(
+    original: Original,
+    program: Program,
+    form: str = "auto",
+    dtype: str | None = None,
+    factors: FactorSource | None = None,
+) -> ExportPlan:
     """Decide what to write.
 
     Args:
         form: "plain", "fused", "program", or "auto" for the most portable one that is exact.
         dtype: of the written weights, a key of DTYPES; by default each tensor keeps its own.
+        factors: of matrices that the program has a rank for; by default their truncated singular values.
 
     Raises:
         ValueError: if the program does not fit the model or the form, or a tensor is missing.
@@ -163,9 +188,10 @@ def plan_export(original: Original, program: Program, form: str = "auto", dtype:
         raise ValueError(f"unknown dtype {dtype!r}; {did_you_mean(dtype, DTYPES)}")
     check_layers(program, original.config.num_hidden_layers)
     layout = lay_out(program, original.family, original.config, form)
-    tensors = layout.form.tensors(original, layout, None if dtype is None else DTYPES[dtype])
+    kept = factors if isinstance(factors, KeptFactors) else KeptFactors(factors or TruncatedSVD())
+    tensors = layout.form.tensors(original, layout, None if dtype is None else DTYPES[dtype], kept)
     companions = companions_of(original.checkpoint.folder)
-    return ExportPlan(original, program, layout, tensors, companions, dtype)
+    return ExportPlan(original, program, layout, tensors, companions, dtype, kept)
 
 
 def write_export(
@@ -196,7 +222,7 @@ def write_export(
     check_apart(source.folder, target)
     check_target(target, overwrite)
     check_space(target.parent, plan.needed_bytes)
-    with _one_core_left():
+    with _one_core_left(), _factors_once(plan, target):
         return _write_and_prove(plan, target, overwrite, recipe, advance, measured, alive)
 
 
@@ -211,6 +237,20 @@ def _one_core_left() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+@contextmanager
+def _factors_once(plan: ExportPlan, target: Path) -> Iterator[None]:
+    """While inside, factors are made once, for the original's run, for writing and for the proof."""
+    if plan.factors.folder is not None or not plan.factors_are_made:
+        yield
+        return
+    with scratch(target) as folder:
+        plan.factors.folder = folder
+        try:
+            yield
+        finally:
+            plan.factors.folder = None
+
+
 def _write_and_prove(
     plan: ExportPlan,
     target: Path,
@@ -223,7 +263,7 @@ def _write_and_prove(
     source, size = plan.original.checkpoint, plan.weight_bytes
     hashing = Background(source.model_hash)  # reads all files once more, beside everything else
     with stretch(advance, size) as told:
-        reference = reference_of(source, plan.original.config, plan.program, told)
+        reference = reference_of(source, plan.original.config, plan.program, told, plan.factors)
     if alive is not None:
         require_alike(reference, alive, {source.dtype(name) for name in source.names()})
     try:

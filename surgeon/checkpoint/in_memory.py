@@ -27,10 +27,11 @@ from surgeon.checkpoint.staging import check_target, scratch
 from surgeon.checkpoint.tokenizer import keep_tokenizer_class
 from surgeon.families import family_of
 from surgeon.families.fused import FUSED
-from surgeon.model import EditedLayers, Group, decoder_layers, decoder_parent, group_of, program_of
+from surgeon.model import EditedLayers, decoder_layers, decoder_parent, program_of
 from surgeon.program import ATTENTION, FEED_FORWARD, KINDS, ROLES, WRITING, Program, Sublayer
 from surgeon.provenance import write_json
 from surgeon.weights import (
+    Group,
     ModelWeights,
     ModuleStore,
     NamedTensors,
@@ -145,30 +146,26 @@ def stored_layers_of(model: PreTrainedModel, state: dict[str, Tensor] | None = N
     layers = decoder_layers(model)
     if not isinstance(layers, EditedLayers):
         return LayersInMemory(list(layers), list(range(len(layers))), program_of(model))
-    originals = list(layers.original[0])
     groups = layers.stored_groups
-    made = [_layer_of(group, layers, state) for group in groups]
-    sources = [*range(len(originals)), *(group[0][0] for group in groups)]
+    made = [_layer_of(group, layers, state) for group in groups.groups]
+    sources = [*range(len(layers.original[0])), *(group.layers[0] for group in groups.groups)]
 
     def stored(sublayer: Sublayer) -> Sublayer:
-        if not layers.is_derived(sublayer):
-            return sublayer
-        return replace(sublayer, layers=(groups[group_of(sublayer)],))
+        return replace(sublayer, layers=(layers.stored_place(sublayer, groups),))
 
-    return LayersInMemory([*originals, *made], sources, layers.program.renamed(stored))
+    return LayersInMemory([*layers.original[0], *made], sources, layers.program.renamed(stored))
 
 
 def _layer_of(group: Group, edited: EditedLayers, state: dict[str, Tensor] | None) -> nn.Module:
     """A layer with the weights of a group's sublayers; those that the program does not have are as they were."""
-    layers, count = group
-    made = nn.Module()
+    made, weights = nn.Module(), edited.weights()
     for kind in KINDS:
-        spec, owner, width = edited.family.spec(kind), edited.layer(layers[0]), edited.weights().width(kind)
-        occurs = any(sublayer.kind == kind and group_of(sublayer) == group for sublayer in edited.program.sublayers())
-        pieces = [(index, count) for index in range(count)] if count is not None and occurs else [None]
-        parts = [_values_of(Sublayer(kind, layers, piece), edited, state) for piece in pieces]
-        tensors = _joined(parts, f"{kind}{layers[0]}")
-        for name, module in module_with(packed(tensors, spec, width), owner, spec).named_children():
+        spec, owner = edited.family.spec(kind), edited.layer(group.layers[0])
+        count = group.count if kind in group.used else None
+        pieces = [None] if count is None else [(index, count) for index in range(count)]
+        parts = [_values_of(group.sublayer(kind, piece), edited, state) for piece in pieces]
+        tensors = packed(_joined(parts, f"{kind}{group.layers[0]}"), spec, weights.width(kind))
+        for name, module in module_with(tensors, owner, spec, weights.head_dim).named_children():
             made.add_module(name, module)
     return made
 
@@ -183,7 +180,7 @@ def _values_of(sublayer: Sublayer, edited: EditedLayers, state: dict[str, Tensor
         found = {name: tensor for name, tensor in state.items() if name.startswith(own)}
         store = NamedTensors({inside + name.removeprefix(own): tensor for name, tensor in found.items()})
     weights = ModelWeights(store, edited.family, edited.family.head_dim(edited.config))
-    tensors = weights.by_role(Sublayer(sublayer.kind, (0,)))
+    tensors = weights.by_role(Sublayer(sublayer.kind, (0,), ranks=sublayer.ranks))
     if not holds_output_bias(sublayer):
         for bias in (f"{role}.bias" for role in WRITING):
             if bias in tensors and tensors.pop(bias).any():
@@ -198,15 +195,29 @@ def _joined(parts: list[Tensors], name: str) -> Tensors:
     """The tensors of a whole sublayer, of those of its slices."""
     whole = dict(parts[0])
     for key in whole if len(parts) > 1 else ():
-        role, _, kind = key.partition(".")
-        if role in ROLES[ATTENTION] + ROLES[FEED_FORWARD]:
-            if role not in WRITING or kind == "weight":
-                whole[key] = torch.cat([part[key] for part in parts], int(role in WRITING))
-        elif not all(torch.equal(part[key], whole[key]) for part in parts):
+        dim = _divided_dim(key)
+        if dim is not None:
+            whole[key] = torch.cat([part[key] for part in parts], dim)
+        elif not all(torch.equal(part[key], whole[key]) for part in parts if key in part):
             raise ValueError(
-                f"the slices of {name} were trained to norms of their own, and a checkpoint has one for all of them"
+                f"the slices of {name} were trained to {_shared(key)} of their own, and a checkpoint has one for all "
+                "of them"
             )
     return whole
+
+
+def _divided_dim(key: str) -> int | None:
+    """The dimension along which slices have parts of a tensor of a sublayer; None for what all of them have."""
+    role, _, what = key.partition(".")
+    if role not in ROLES[ATTENTION] + ROLES[FEED_FORWARD]:
+        return None
+    if role in WRITING:
+        return 1 if what in ("weight", "first.weight") else None
+    return None if what == "first.weight" else 0
+
+
+def _shared(key: str) -> str:
+    return "factors" if key.endswith(("first.weight", "second.weight")) else "norms"
 
 
 @contextmanager

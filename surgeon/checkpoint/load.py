@@ -64,7 +64,7 @@ def load(path_or_name: str | Path, dtype: torch.dtype | None = None, device_map:
     if dtype is None:
         device = torch.device("cuda" if device_map is not None and torch.cuda.is_available() else "cpu")
         dtype = compute_dtype(checkpoint, family_of(config), device)
-    model_class = form_of(checkpoint).model_class(config)
+    model_class = form_of(checkpoint).model_class(checkpoint, config)
     options = {"dtype": dtype, "device_map": device_map, "ignore_mismatched_sizes": True, "output_loading_info": True}
     options["config"] = config
     try:

@@ -34,6 +34,7 @@ from surgeon.families import family_of
 from surgeon.model import EditedLayers, edit
 from surgeon.program import Program, Sublayer
 from surgeon.progress import Advance
+from surgeon.weights import FactorSource, ModelWeights, make_room_for_factors
 
 EXACT_TOLERANCE = 1e-4
 # Rounding changes each computed weight by up to 2^-9 (bfloat16) or 2^-12 (float16) of itself.
@@ -100,11 +101,18 @@ def _quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def reference_of(checkpoint: Checkpoint, config: Any, program: Program, advance: Advance = lambda _: None) -> Reference:
+def reference_of(
+    checkpoint: Checkpoint,
+    config: Any,
+    program: Program,
+    advance: Advance = lambda _: None,
+    factors: FactorSource | None = None,
+) -> Reference:
     """Run the original with the program, in float32.
 
     Args:
         config: its `transformers` configuration.
+        factors: of matrices that the program has a rank for.
         advance: told of the bytes of every stored tensor when it is first read.
 
     Raises:
@@ -115,7 +123,7 @@ def reference_of(checkpoint: Checkpoint, config: Any, program: Program, advance:
     size = sum(parameter.numel() for parameter in model.parameters())
     tokens = _random_tokens(model.config, LENGTH if size < LARGE else LARGE_LENGTH)
     stored = {name: Stored(checkpoint, of) for name, of in names.by_parameter.items()}
-    edit(model, program, _DerivedWhenRun)
+    edit(model, program, _DerivedWhenRun, factors)
     reference = Reference(tokens, _logits(model, tokens, stored, _told(checkpoint, stored, advance)))
     if not reference.logits.isfinite().all():
         raise ValueError(
@@ -153,7 +161,9 @@ def original_model(checkpoint: Checkpoint, config: Any, buffers: bool = True) ->
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     with _quiet():
         model = build_empty(model_class, copy.deepcopy(config), buffers)
-    names = match_names(model, checkpoint, family_of(config))
+    family = family_of(config)
+    make_room_for_factors(model, ModelWeights(checkpoint, family, family.head_dim(config)))
+    names = match_names(model, checkpoint, family)
     for name, stored in names.by_parameter.items():
         shape, expected = checkpoint.shape(stored), tuple(model.get_parameter(name).shape)
         if shape != expected:
@@ -167,7 +177,9 @@ def original_model(checkpoint: Checkpoint, config: Any, buffers: bool = True) ->
 
 
 class _DerivedWhenRun(EditedLayers):
-    """Derives averages and slices when they run, and drops them then."""
+    """Derives averages, slices and factors when they run, and drops them then."""
+
+    keeps_derived = False
 
     def owner(self, sublayer: Sublayer) -> nn.Module:
         return self.derive(sublayer) if self.is_derived(sublayer) else super().owner(sublayer)

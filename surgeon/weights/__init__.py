@@ -4,7 +4,10 @@
 names become paths, modules become roles. The rules of packing, slicing and averaging stand here and nowhere else.
 """
 
+from surgeon.weights.decompose import TruncatedSVD
 from surgeon.weights.derive import derive_sublayer, module_with, packed, stored_tensors
+from surgeon.weights.factors import Factored, Factorised, Factors, FactorSource
+from surgeon.weights.groups import Group, Groups
 from surgeon.weights.layout import (
     holds_output_bias,
     indivisible,
@@ -12,7 +15,8 @@ from surgeon.weights.layout import (
     unit_bounds,
     unit_features,
 )
-from surgeon.weights.matrix import Averaged, Dense, Matrix, mean
+from surgeon.weights.matrix import Averaged, Dense, WeightMatrix, mean
+from surgeon.weights.modules import FactoredLinear, TakenApart, make_room_for_factors
 from surgeon.weights.names import Names
 from surgeon.weights.store import ModuleStore, NamedTensors, Store, Tensors
 from surgeon.weights.view import ModelWeights, norm_paths
@@ -20,16 +24,26 @@ from surgeon.weights.view import ModelWeights, norm_paths
 __all__ = [
     "Averaged",
     "Dense",
-    "Matrix",
+    "FactorSource",
+    "Factored",
+    "FactoredLinear",
+    "Factorised",
+    "Factors",
+    "Group",
+    "Groups",
     "ModelWeights",
     "ModuleStore",
     "NamedTensors",
     "Names",
     "Store",
+    "TakenApart",
     "Tensors",
+    "TruncatedSVD",
+    "WeightMatrix",
     "derive_sublayer",
     "holds_output_bias",
     "indivisible",
+    "make_room_for_factors",
     "mean",
     "module_with",
     "norm_paths",

@@ -32,7 +32,9 @@ from torch import Tensor
 
 from surgeon.errors import did_you_mean
 from surgeon.operations.lowrank import Method
+from surgeon.program import Sublayer
 from surgeon.weights.factors import Factors
+from surgeon.weights.matrix import WeightMatrix
 from surgeon.weights.whitening import SecondMoment, whiten
 
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -201,6 +203,25 @@ def factorise(
         size = " x ".join(map(str, matrix.shape))
         raise ValueError(f"the rank of a matrix of {size} must be from 1 to the lesser of these, not {rank}")
     return factors_by(matrix, decomposer(method, statistics, alpha)(matrix).left, rank)
+
+
+class TruncatedSVD:
+    """Makes the plain factors of any matrix: no text is needed."""
+
+    def factors(self, sublayer: Sublayer, role: str, matrix: WeightMatrix) -> Factors:
+        """As `factorise`, in the matrix's own dtype, but float32 at least.
+
+        Raises:
+            ValueError: if the matrix holds numbers that are not finite.
+        """
+        rank = sublayer.rank(role)
+        assert rank is not None
+        kept = torch.promote_types(matrix.dtype, torch.float32)
+        whole = matrix.whole(kept)  # averages are not rounded in between
+        if not whole.isfinite().all():
+            raise ValueError(f"{role} of {sublayer} holds numbers that are not finite, so that it has no factors")
+        first, second = factorise(whole, rank)
+        return Factors(first.to(kept), second.to(kept))
 
 
 def fitted(matrix: Tensor, factors: Factors, moment: SecondMoment, cross: Tensor | None = None) -> Factors:

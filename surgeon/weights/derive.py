@@ -1,8 +1,9 @@
-"""Modules for sublayers that no layer has: copies of a layer's own, with averaged or sliced weights."""
+"""Modules for sublayers that no layer has: copies of a layer's own, with averaged, sliced or factorised weights."""
 
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from operator import attrgetter
 
 import torch
@@ -10,13 +11,14 @@ from torch import Tensor, nn
 
 from surgeon.families import Projection, SublayerSpec
 from surgeon.program import Sublayer
-from surgeon.weights.layout import indivisible, modules_of, require_sliceable, unit_features
+from surgeon.weights.layout import indivisible, modules_of, own_path, require_sliceable, unit_features
+from surgeon.weights.modules import replaced_modules
 from surgeon.weights.store import Tensors
 from surgeon.weights.view import ModelWeights, norm_paths
 
 
 def derive_sublayer(sublayer: Sublayer, owner: nn.Module, weights: ModelWeights) -> nn.Module:
-    """A module with the same inner paths as a layer that holds one averaged or sliced sublayer.
+    """A module with the same inner paths as a layer that holds one averaged, sliced or factorised sublayer.
 
     Args:
         owner: a layer that the sublayer is made of, whose modules are copied and never changed.
@@ -24,7 +26,7 @@ def derive_sublayer(sublayer: Sublayer, owner: nn.Module, weights: ModelWeights)
 
     Raises:
         ValueError: if heads or neurons do not divide into the slices asked for, layers to be averaged differ in width,
-            or a module has parameters that its architecture does not.
+            a rank is above that of its matrix, or a module has parameters that its architecture does not.
     """
     spec = weights.family.spec(sublayer.kind)
     if sublayer.piece is not None:
@@ -32,39 +34,46 @@ def derive_sublayer(sublayer: Sublayer, owner: nn.Module, weights: ModelWeights)
         reason = indivisible(sublayer, weights.units(sublayer))
         if reason is not None:
             raise ValueError(f"{reason}; use a number of slices that divides them")
-    shell = module_with(stored_tensors(sublayer, weights), owner, spec)
+    shell = module_with(stored_tensors(sublayer, weights), owner, spec, weights.head_dim)
     if sublayer.piece is not None:
         for path in spec.counts:
             parent, _, name = f"{spec.modules[0]}.{path}".rpartition(".")
             counting = attrgetter(parent)(shell)
-            setattr(counting, name, getattr(counting, name) // sublayer.piece[1])
+            if hasattr(counting, name):  # a module that is taken apart counts nothing
+                setattr(counting, name, getattr(counting, name) // sublayer.piece[1])
     return shell
 
 
-def module_with(tensors: Tensors, owner: nn.Module, spec: SublayerSpec) -> nn.Module:
+def module_with(tensors: Tensors, owner: nn.Module, spec: SublayerSpec, head_dim: int) -> nn.Module:
     """A copy of one sublayer of a layer, under the same inner paths, with other tensors, by path from the layer.
+
+    Args:
+        head_dim: the width of one head.
 
     Raises:
         ValueError: if a module has a parameter that is not among them.
     """
     shell = nn.Module().train(owner.training)
+    replaced = replaced_modules(owner, tensors, spec, head_dim)
     for path in (spec.norm, *spec.modules):
-        setattr(shell, path, _copy_with(owner.get_submodule(path), path, tensors))
+        setattr(shell, path, _copy_with(owner, path, tensors, replaced))
     return shell
 
 
 def stored_tensors(sublayer: Sublayer, weights: ModelWeights) -> Tensors:
     """A sublayer's tensors as its architecture stores them, by path from the layer, in memory of their own.
 
-    Projections are packed and transposed as in a layer. A bias that another slice holds is zero.
+    Projections are packed and transposed as in a layer, but for those with a rank. A bias that another slice holds is
+    zero.
     """
     spec = weights.family.spec(sublayer.kind)
-    tensors = packed(weights.by_role(sublayer), spec, weights.width(sublayer.kind))
-    for path in modules_of(spec):
-        bias = f"{weights.family.layers}.{sublayer.layers[0]}.{path}.bias"
-        if bias in weights and f"{path}.bias" not in tensors:
-            tensors[f"{path}.bias"] = torch.zeros_like(weights.tensor(bias))
-    return tensors
+    by_role = weights.by_role(sublayer)
+    whole = replace(sublayer, piece=None)
+    for projection in spec.projections if sublayer.piece is not None else ():
+        bias = f"{projection.role}.bias"
+        if bias not in by_role and (elsewhere := weights.bias(whole, projection.role)) is not None:
+            by_role[bias] = torch.zeros_like(elsewhere)
+    return packed(by_role, spec, weights.width(sublayer.kind))
 
 
 def packed(tensors: Tensors, spec: SublayerSpec, width: int) -> Tensors:
@@ -79,6 +88,10 @@ def packed(tensors: Tensors, spec: SublayerSpec, width: int) -> Tensors:
             if f"{name}.{part}" in tensors:
                 found[f"{path}.{part}"] = tensors[f"{name}.{part}"].clone()
     for path, projections in modules_of(spec).items():
+        if any(f"{one.role}.first.weight" in tensors for one in projections):
+            for one in projections:
+                found |= _on_its_own(one.role, own_path(one, spec), tensors)
+            continue
         own = [tensors[f"{projection.role}.weight"] for projection in projections]
         stored = [one.T if projections[0].transposed else one for one in own]
         found[f"{path}.weight"] = _in_place(stored, projections, spec, width, projections[0].divided_dim)
@@ -86,6 +99,15 @@ def packed(tensors: Tensors, spec: SublayerSpec, width: int) -> Tensors:
         if biases:
             found[f"{path}.bias"] = _in_place(biases, projections, spec, width, 0)
     return found
+
+
+def _on_its_own(role: str, path: str, tensors: Tensors) -> Tensors:
+    """The tensors of a projection of a module that is taken apart, which lie below its own path."""
+    factored = f"{role}.first.weight" in tensors
+    names = {"first.weight": "first.weight", "second.weight": "second.weight"} if factored else {"weight": "weight"}
+    names["bias"] = "second.bias" if factored else "bias"
+    found = {f"{path}.{stored}": tensors.get(f"{role}.{name}") for name, stored in names.items()}
+    return {name: tensor.clone() for name, tensor in found.items() if tensor is not None}
 
 
 def _in_place(parts: list[Tensor], projections: list[Projection], spec: SublayerSpec, width: int, dim: int) -> Tensor:
@@ -98,18 +120,28 @@ def _in_place(parts: list[Tensor], projections: list[Projection], spec: Sublayer
     return together.index_select(dim, torch.cat(places).argsort().to(together.device))
 
 
-def _copy_with(module: nn.Module, path: str, tensors: Tensors) -> nn.Module:
-    """A copy of the module with other tensors, freed from hooks that would move or reload the original's."""
+def _copy_with(owner: nn.Module, path: str, tensors: Tensors, replaced: dict[str, nn.Module]) -> nn.Module:
+    """A copy of a layer's module with other tensors, freed from hooks that would move or reload the original's.
+
+    Args:
+        replaced: modules inside it, or itself, that others stand for.
+    """
     from accelerate.hooks import remove_hook_from_module
 
-    replaced = {}
-    for name, parameter in module.named_parameters():
-        if f"{path}.{name}" not in tensors:
+    # The memo makes deepcopy take the new modules and parameters where it would copy the old ones.
+    memo: dict[int, nn.Module | nn.Parameter] = {
+        id(owner.get_submodule(inside)): made
+        for inside, made in replaced.items()
+        if inside == path or inside.startswith(f"{path}.")
+    }
+    module = owner.get_submodule(path)
+    for name, parameter in module.named_parameters(prefix=path):
+        if name in tensors:
+            memo[id(parameter)] = nn.Parameter(tensors[name])
+        elif not name.startswith(tuple(f"{inside}." for inside in replaced)):
             raise ValueError(
-                f"{path}.{name} is no parameter of this architecture (an adapter's?), so that it can be neither "
-                "averaged nor sliced; merge adapters into the model first"
+                f"{name} is no parameter of this architecture (an adapter's?), so that it can be neither averaged, "
+                "sliced nor factorised; merge adapters into the model first"
             )
-        replaced[id(parameter)] = nn.Parameter(tensors[f"{path}.{name}"])
-    # The memo makes deepcopy take the new parameters where it would copy the old ones.
-    copied: nn.Module = remove_hook_from_module(copy.deepcopy(module, memo=replaced), recurse=True)
+    copied: nn.Module = remove_hook_from_module(copy.deepcopy(module, memo=memo), recurse=True)
     return copied

@@ -25,6 +25,17 @@ def modules_of(spec: SublayerSpec) -> dict[str, list[Projection]]:
     return found
 
 
+def own_path(projection: Projection, spec: SublayerSpec) -> str:
+    """Where a projection has tensors of its own, from the layer, once its module is taken apart.
+
+    A module is taken apart when one of its matrices is stored as two factors. Then each projection in it has
+    `first.weight` and `second.weight` below this path, or `weight` if it is still whole, (out_features, in_features)
+    all of them; its bias is `second.bias`, or `bias`.
+    """
+    packed = modules_of(spec)[projection.path]
+    return projection.path if len(packed) == 1 else f"{projection.path}.{projection.role}"
+
+
 def unit_features(projection: Projection, spec: SublayerSpec, units: Units, width: int) -> Tensor:
     """Where a projection's heads or neurons lie in its module: (units, features of each), indices.
 

@@ -7,11 +7,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from surgeon.weights.store import Store
+
+
+class WeightMatrix(Protocol):
+    """A matrix of which nothing is read yet."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out_features, in_features)."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As it is stored."""
+
+    def whole(self, dtype: torch.dtype | None = None) -> Tensor:
+        """All values, in another dtype if one is given."""
+
+    def rows(self, first: int, end: int) -> Tensor:
+        """Rows first..end-1."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +90,7 @@ class Dense:
 class Averaged:
     """The plain mean of several layers' matrices."""
 
-    parts: tuple[Matrix, ...]
+    parts: tuple[WeightMatrix, ...]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -90,9 +109,6 @@ class Averaged:
     def rows(self, first: int, end: int) -> Tensor:
         """Rows first..end-1."""
         return mean(part.rows(first, end) for part in self.parts)
-
-
-Matrix = Dense | Averaged
 
 
 def read_features(store: Store, name: str, indices: Tensor, dim: int) -> Tensor:

@@ -8,14 +8,17 @@ projections, what comes out are matrices by role ("q"), (out_features, in_featur
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from surgeon.families import Family, SublayerSpec
-from surgeon.program import ATTENTION, Sublayer
-from surgeon.weights.layout import Bounds, Units, holds_output_bias, modules_of, unit_bounds, unit_features
-from surgeon.weights.matrix import Averaged, Dense, Matrix, mean, read_features
+from surgeon.families import Family, Projection, SublayerSpec
+from surgeon.program import ATTENTION, ROLES, Sublayer
+from surgeon.weights.decompose import TruncatedSVD
+from surgeon.weights.factors import Factored, Factorised, FactorSource
+from surgeon.weights.layout import Bounds, Units, holds_output_bias, modules_of, own_path, unit_bounds, unit_features
+from surgeon.weights.matrix import Averaged, Dense, WeightMatrix, mean, read_features
 from surgeon.weights.names import Names
 from surgeon.weights.store import Store, Tensors
 
@@ -25,13 +28,16 @@ class ModelWeights:
 
     Attributes:
         head_dim: the width of one head.
+        factors: where factors come from that a sublayer has and its layer does not.
     """
 
-    def __init__(self, store: Store, family: Family, head_dim: int) -> None:
+    def __init__(self, store: Store, family: Family, head_dim: int, factors: FactorSource | None = None) -> None:
         self.store = store
         self.family = family
         self.names = Names(store, family)
         self.head_dim = head_dim
+        self.factors = factors or TruncatedSVD()
+        self._known_units: dict[tuple[str, int], Units] = {}
 
     def __contains__(self, path: str) -> bool:
         return self.names.of(path) in self.store
@@ -56,20 +62,47 @@ class ModelWeights:
         Raises:
             ValueError: if layers to be averaged differ in width, or a shape is not a multiple of the head's width.
         """
-        counts = [self._layer_units(sublayer.kind, layer) for layer in sublayer.layers]
+        counts = [self._units_of(sublayer.kind, layer) for layer in sublayer.layers]
         if any(count != counts[0] for count in counts):
             raise ValueError(f"{sublayer} cannot be averaged: its layers differ in width ({counts})")
         return counts[0]
 
-    def matrix(self, sublayer: Sublayer, role: str) -> Matrix:
-        """One matrix of a sublayer, not read yet: of its layer, the average of its layers, or a slice of either."""
-        spec = self.family.spec(sublayer.kind)
-        projection, kept = spec.projection(role), self._kept(sublayer, role)
-        names = [self.names.of(f"{self._layer(layer)}{projection.path}.weight") for layer in sublayer.layers]
-        dim = projection.divided_dim
-        features = None if len(kept) == self.store.shape(names[0])[dim] else kept
-        parts = tuple(Dense(self.store, name, dim, features, projection.transposed) for name in names)
-        return parts[0] if len(parts) == 1 else Averaged(parts)
+    def matrix(self, sublayer: Sublayer, role: str) -> WeightMatrix | Factored | Factorised:
+        """One matrix of a sublayer, not read yet: of its layer, the average of its layers, or a slice of either.
+
+        Where the sublayer has a rank of the role, it is `Factored` if its layer is stored so, else `Factorised`.
+        """
+        projection = self.family.spec(sublayer.kind).projection(role)
+        whole = replace(sublayer, piece=None, ranks=())
+        rank, kept = sublayer.rank(role), self._kept(sublayer, role)
+        if rank is None or (len(sublayer.layers) == 1 and rank == self.stored_rank(sublayer, role)):
+            parts = tuple(self._of_layer(layer, sublayer.kind, projection, kept) for layer in sublayer.layers)
+            return parts[0] if len(parts) == 1 else Averaged(parts)
+        of = self.matrix(whole, role)
+        features = None if sublayer.piece is None else kept
+        return Factorised(self.factors, sublayer, role, of, features, not projection.reads_stream)
+
+    def has_factors(self) -> bool:
+        """Whether some layer stores two factors in place of a matrix."""
+        prefix = self.names.layers
+        return any(name.startswith(prefix) and name.endswith(".first.weight") for name in self.store.names())
+
+    def is_taken_apart(self, sublayer: Sublayer, role: str) -> bool:
+        """Whether a sublayer's (first) layer stores a matrix elsewhere than its architecture does."""
+        projection = self.family.spec(sublayer.kind).projection(role)
+        return self._own(sublayer.layers[0], sublayer.kind, projection) is not None
+
+    def stored_rank(self, sublayer: Sublayer, role: str) -> int | None:
+        """The rank of the two factors that a layer stores in place of a matrix; None where it is stored whole."""
+        projection = self.family.spec(sublayer.kind).projection(role)
+        path = f"{self._layer(sublayer.layers[0])}{own_path(projection, self.family.spec(sublayer.kind))}.first.weight"
+        return self.shape(path)[0] if path in self else None
+
+    def stored_ranks(self, sublayer: Sublayer) -> tuple[tuple[str, int], ...]:
+        """All of a sublayer's ranks as its (first) layer is stored, as a sublayer has them."""
+        has = [projection.role for projection in self.family.spec(sublayer.kind).projections]
+        ranks = ((role, self.stored_rank(sublayer, role)) for role in ROLES[sublayer.kind] if role in has)
+        return tuple((role, rank) for role, rank in ranks if rank is not None)
 
     def bias(self, sublayer: Sublayer, role: str, dtype: torch.dtype | None = None) -> Tensor | None:
         """The bias behind a matrix; None where there is none, or where another slice holds it.
@@ -78,13 +111,16 @@ class ModelWeights:
             dtype: to average layers in and to return; by default as it is stored.
         """
         projection = self.family.spec(sublayer.kind).projection(role)
-        paths = [f"{self._layer(layer)}{projection.path}.bias" for layer in sublayer.layers]
+        paths = [self._bias_path(layer, sublayer.kind, projection) for layer in sublayer.layers]
         if paths[0] not in self or not (projection.reads_stream or holds_output_bias(sublayer)):
             return None
         if not projection.reads_stream:
             return mean((self.tensor(path) for path in paths), dtype)
         kept = self._kept(sublayer, role)
-        return mean((read_features(self.store, self.names.of(path), kept, 0) for path in paths), dtype)
+        places = (self._places(kept, layer, sublayer.kind, projection) for layer in sublayer.layers)
+        names = (self.names.of(path) for path in paths)
+        found = (read_features(self.store, name, at, 0) for name, at in zip(names, places, strict=True))
+        return mean(found, dtype)
 
     def norms(self, sublayer: Sublayer, dtype: torch.dtype | None = None) -> Tensors:
         """Its norms by what they are for: "norm.weight", "norm.bias", "q_norm.weight", "post_norm.weight".
@@ -112,6 +148,7 @@ class ModelWeights:
 
         Returns:
             Matrices (out_features, in_features) and biases by their roles ("q.weight", "q.bias"), norms as in `norms`.
+            In place of a matrix of low rank there are its factors ("q.first.weight", "q.second.weight").
         """
         found = self.by_role(sublayer, dtype)
         for name, role in (("q_norm.weight", "q"), ("k_norm.weight", "k")):
@@ -124,7 +161,14 @@ class ModelWeights:
         found = self.norms(sublayer, dtype)
         for projection in self.family.spec(sublayer.kind).projections:
             role = projection.role
-            found[f"{role}.weight"] = self.matrix(sublayer, role).whole(dtype)
+            matrix = self.matrix(sublayer, role)
+            if sublayer.rank(role) is None:
+                found[f"{role}.weight"] = matrix.whole(dtype)
+            else:
+                assert isinstance(matrix, Factored | Factorised)
+                first, second = matrix.factors()
+                found[f"{role}.first.weight"] = first.to(dtype or matrix.dtype)
+                found[f"{role}.second.weight"] = second.to(dtype or matrix.dtype)
             bias = self.bias(sublayer, role, dtype)
             if bias is not None:
                 found[f"{role}.bias"] = bias
@@ -145,11 +189,23 @@ class ModelWeights:
         """How many features a head of an attention, or a neuron of a feed-forward, has."""
         return self.head_dim if kind == ATTENTION else 1
 
+    def _units_of(self, kind: str, layer: int) -> Units:
+        if (kind, layer) not in self._known_units:
+            self._known_units[kind, layer] = self._layer_units(kind, layer)
+        return self._known_units[kind, layer]
+
     def _layer_units(self, kind: str, layer: int) -> Units:
         units: Units = {}
-        width = self.width(kind)
+        width, spec = self.width(kind), self.family.spec(kind)
+        for projection in spec.projections:
+            own = self._own(layer, kind, projection)
+            if own is not None:
+                size = own.shape[1 - int(projection.reads_stream)]
+                units[projection.unit] = self._counted(size, width, f"{self._layer(layer)}{projection.path}")
         # Projections on their own first: what they say is needed to tell packed ones apart.
-        for path, packed in sorted(modules_of(self.family.spec(kind)).items(), key=lambda item: len(item[1])):
+        for path, packed in sorted(modules_of(spec).items(), key=lambda item: len(item[1])):
+            if self._own(layer, kind, packed[0]) is not None:
+                continue
             name = f"{self._layer(layer)}{path}.weight"
             count = self.shape(name)[packed[0].divided_dim]
             known = sum(units.get(projection.unit, 0) for projection in packed)
@@ -162,12 +218,59 @@ class ModelWeights:
             units |= dict.fromkeys(missing, rest // len(missing) if missing else 0)
         return units
 
+    @staticmethod
+    def _counted(features: int, width: int, name: str) -> int:
+        if features % width:
+            raise ValueError(f"{name} has {features} features, which does not fit heads of {width}")
+        return features // width
+
+    def _own(self, layer: int, kind: str, projection: Projection) -> Dense | Factored | None:
+        """A projection's own matrix, where its module is taken apart; None where the module is its architecture's."""
+        spec = self.family.spec(kind)
+        path = f"{self._layer(layer)}{own_path(projection, spec)}"
+        if f"{path}.first.weight" in self:
+            first, second = (Dense(self.store, self.names.of(f"{path}.{one}.weight")) for one in ("first", "second"))
+            return Factored(first, second)
+        if len(modules_of(spec)[projection.path]) > 1 and f"{path}.weight" in self:
+            return Dense(self.store, self.names.of(f"{path}.weight"))
+        return None
+
+    def _of_layer(self, layer: int, kind: str, projection: Projection, kept: Tensor) -> Dense | Factored:
+        """What a layer has of a matrix: the features with these places among the matrix's own."""
+        own = self._own(layer, kind, projection)
+        places = self._places(kept, layer, kind, projection)
+        if own is None:
+            name, dim = self.names.of(f"{self._layer(layer)}{projection.path}.weight"), projection.divided_dim
+            features = None if len(places) == self.store.shape(name)[dim] else places
+            return Dense(self.store, name, dim, features, projection.transposed)
+        dim = 1 - int(projection.reads_stream)
+        features = None if len(places) == own.shape[dim] else places
+        if isinstance(own, Dense):
+            return replace(own, dim=dim, features=features)
+        if projection.reads_stream:
+            return Factored(own.first, replace(own.second, features=features))
+        return Factored(replace(own.first, dim=1, features=features), own.second)
+
+    def _bias_path(self, layer: int, kind: str, projection: Projection) -> str:
+        own, prefix = self._own(layer, kind, projection), self._layer(layer)
+        if own is None:
+            return f"{prefix}{projection.path}.bias"
+        path = f"{prefix}{own_path(projection, self.family.spec(kind))}"
+        return f"{path}.second.bias" if isinstance(own, Factored) else f"{path}.bias"
+
     def _kept(self, sublayer: Sublayer, role: str) -> Tensor:
-        """The indices in its module of the features that a sublayer has of a projection."""
-        spec, units = self.family.spec(sublayer.kind), self.units(sublayer)
-        projection = spec.projection(role)
+        """The numbers of the features that a sublayer has of a projection, among all of the projection."""
+        units, width = self.units(sublayer), self.width(sublayer.kind)
+        projection = self.family.spec(sublayer.kind).projection(role)
         first, end = unit_bounds(units[projection.unit], sublayer.piece)
-        return unit_features(projection, spec, units, self.width(sublayer.kind))[first:end].flatten()
+        return torch.arange(first * width, end * width)
+
+    def _places(self, kept: Tensor, layer: int, kind: str, projection: Projection) -> Tensor:
+        """Where these features of a projection lie in the tensors that a layer stores it in."""
+        if self._own(layer, kind, projection) is not None:
+            return kept
+        units = self._units_of(kind, layer)
+        return unit_features(projection, self.family.spec(kind), units, self.width(kind)).flatten()[kept]
 
 
 def norm_paths(spec: SublayerSpec) -> dict[str, str]:

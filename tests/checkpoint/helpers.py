@@ -97,6 +97,8 @@ def _sublayer(reference: Reference, sublayer: Sublayer, x: Tensor) -> Tensor:
     layer = sublayer.layers[0]
     if len(sublayer.layers) > 1:
         reference = reference.averaged(list(sublayer.layers), into=layer)
+    for role, rank in sublayer.ranks:
+        reference = reference.truncated(layer, role, rank)
     if sublayer.piece is not None:
         reference = _only_slice(reference, sublayer)
     return (reference.attention if sublayer.kind == "A" else reference.feed_forward)(layer, x)

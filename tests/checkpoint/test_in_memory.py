@@ -23,8 +23,16 @@ from tests.models import save_checkpoint, tiny_model, tiny_tokenizer
 
 MERGED = "A0 F0 A1~A2 F1~F2 A3 F3"
 PAIRED = "A0 F0 [A1 A2] [F1 F2] A3 F3"
-SLICED = "{A0/2:0 F0/2:0 | A0/2:1 F0/2:1} A1~A2/2:1 F3 >A1"
-FORMS = {MERGED: "plain", PAIRED: "fused", SLICED: "program", "A3 F3 A0 F0": "plain", "A0 >F0 >A1~A3": "program"}
+SLICED = "{A0/2:0 F0/2:0 | A0/2:1 F0/2:1} A1~A2/2:1 F3@up9 >A1"
+FACTORED = "A0@q5,o6 F0@gate9 [A1~A2@k3 A3 A3@v2] F3@up9,down9"
+FORMS = {
+    MERGED: "plain",
+    PAIRED: "fused",
+    SLICED: "program",
+    FACTORED: "program",
+    "A3 F3 A0 F0": "plain",
+    "A0 >F0 >A1~A3": "program",
+}
 
 
 def trained(family: str, program: str, num_layers: int = 4) -> Any:
@@ -72,7 +80,7 @@ def test_an_unedited_model_is_exported_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_saved_models_load_everywhere(family: str, tmp_path: Path) -> None:
-    program = "A0 F0 >A1~A2 >F1~F2" if FAMILIES[family].mlp.post_norm else SLICED
+    program = "A0@v4,o7 F0 >A1~A2 >F1~F2@down5" if FAMILIES[family].mlp.post_norm else f"{SLICED} A2@v4,o7 F2@down5"
     model = trained(family, program)
     expected = logits_of(model)
     model.save_pretrained(tmp_path)

@@ -16,6 +16,7 @@ from surgeon.checkpoint.remote_code import FAMILY_KEY, RemoteCode
 from surgeon.families import Family
 from surgeon.model import PROGRAM_KEY
 from surgeon.program import Program
+from surgeon.weights import FactorSource
 
 
 @dataclass(frozen=True)
@@ -84,16 +85,23 @@ class Form(ABC):
         """
         return [tuple(layer.sources) for layer in stored_layers(program, family.steps_per_layer)]
 
-    def tensors(self, original: StoredModel, layout: Layout, dtype: torch.dtype | None) -> list[PlannedTensor]:
+    def tensors(
+        self,
+        original: StoredModel,
+        layout: Layout,
+        dtype: torch.dtype | None,
+        factors: FactorSource | None = None,
+    ) -> list[PlannedTensor]:
         """All tensors of the checkpoint, in the order in which a forward pass needs them.
 
         Args:
             dtype: to store floating-point numbers in; None to keep each tensor's own.
+            factors: of matrices that the program has a rank for.
 
         Raises:
             ValueError: if the original lacks a tensor, or has one that would be left behind.
         """
-        planner = TensorPlanner(original.checkpoint, original.family, original.config, dtype)
+        planner = TensorPlanner(original.checkpoint, original.family, original.config, dtype, factors)
         return planner.plan(layout.layers)
 
     def config(self, original: StoredModel, layout: Layout, tensors: list[PlannedTensor]) -> dict[str, Any]:  # noqa: ARG002
@@ -124,7 +132,7 @@ class Form(ABC):
     def stock_config(self, checkpoint: Checkpoint, family: Family) -> Any:
         """The `transformers` configuration of a checkpoint, without what names a program or classes in a file."""
 
-    def model_class(self, config: Any) -> Any:  # noqa: ARG002
+    def model_class(self, checkpoint: Checkpoint, config: Any) -> Any:  # noqa: ARG002
         """The class that `surgeon.load` builds, whose code is never the folder's own."""
         from transformers import AutoModelForCausalLM  # takes seconds, and who only reads configurations does without
 

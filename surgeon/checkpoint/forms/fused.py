@@ -28,6 +28,7 @@ from surgeon.families.fused import FUSED as FUSED_FAMILY
 from surgeon.families.fused import POSITIONS, PROJECTIONS
 from surgeon.model import PROGRAM_PREFIX
 from surgeon.program import Program
+from surgeon.weights import FactorSource
 
 WIDTHS_KEY = "per_layer_config"
 GLOBAL_WIDTHS_KEY = "allow_global_per_layer_attribute_access"  # lets transformers read the other layers' widths
@@ -67,7 +68,13 @@ class Fused(Form):
         )
         return Layout(self, reason, layers)
 
-    def tensors(self, original: StoredModel, layout: Layout, dtype: torch.dtype | None) -> list[PlannedTensor]:
+    def tensors(
+        self,
+        original: StoredModel,
+        layout: Layout,
+        dtype: torch.dtype | None,
+        factors: FactorSource | None = None,  # noqa: ARG002 - its programs have no ranks
+    ) -> list[PlannedTensor]:
         return FusedPlanner(original.checkpoint, original.family, original.config, dtype).plan(layout.layers)
 
     def config(self, original: StoredModel, layout: Layout, tensors: list[PlannedTensor]) -> dict[str, Any]:
@@ -86,7 +93,7 @@ class Fused(Form):
     def stock_config(self, checkpoint: Checkpoint, family: Family) -> Any:
         return config_beside(checkpoint, self.shipped.config_class(family.model_type))
 
-    def model_class(self, config: Any) -> Any:
+    def model_class(self, checkpoint: Checkpoint, config: Any) -> Any:  # noqa: ARG002
         return self.shipped.model_class(config.model_type)
 
     def vllm_command(self, serve: str) -> str:

@@ -17,7 +17,8 @@ from surgeon.checkpoint.forms.stored_layers import StoredLayer
 from surgeon.checkpoint.read import Checkpoint, Stored
 from surgeon.families import Family, SublayerSpec
 from surgeon.program import Sublayer
-from surgeon.weights import ModelWeights, mean
+from surgeon.weights import Factored, Factorised, Factors, FactorSource, ModelWeights, WeightMatrix, mean
+from surgeon.weights.layout import modules_of, own_path
 
 # A tensor, or its rows in order, some at a time: what is computed of large tensors is never held as a whole.
 Computed = Tensor | Iterator[Tensor]
@@ -60,15 +61,22 @@ class TensorPlanner:
         ValueError: if the original lacks a tensor that its architecture has, or has one in a layer that is not known.
     """
 
-    def __init__(self, source: Checkpoint, family: Family, config: Any, dtype: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        source: Checkpoint,
+        family: Family,
+        config: Any,
+        dtype: torch.dtype | None,
+        factors: FactorSource | None = None,
+    ) -> None:
         self.source = source
         self.family = family
         self.config = config
         self.dtype = dtype
         head_dim = family.head_dim(config)
-        self.weights = ModelWeights(source, family, head_dim)
+        self.weights = ModelWeights(source, family, head_dim, factors)
         self.shapes = _ShapesOnly(source)
-        self.outlines = ModelWeights(self.shapes, family, head_dim)
+        self.outlines = ModelWeights(self.shapes, family, head_dim, _Outlines())
         self.prefix = self.weights.names.layers
 
     def plan(self, layers: tuple[StoredLayer, ...]) -> list[PlannedTensor]:
@@ -93,7 +101,31 @@ class TensorPlanner:
         return self.planned(written, lambda weights: weights.store.tensor(name))
 
     def _sublayer_tensors(self, prefix: str, sublayer: Sublayer) -> list[PlannedTensor]:
-        return [self.planned(prefix + path, partial(self.part, sublayer, path)) for path in self.paths(sublayer)]
+        apart = self._taken_apart(sublayer)
+        roots = tuple(f"{module}." for module in apart)
+        computed: list[tuple[str, Compute]] = [
+            (path, partial(self.part, sublayer, path)) for path in self.paths(sublayer) if not path.startswith(roots)
+        ]
+        computed += [found for path in apart for found in self._apart_tensors(sublayer, path)]
+        return [self.planned(prefix + path, compute) for path, compute in computed]
+
+    def _taken_apart(self, sublayer: Sublayer) -> list[str]:
+        """Paths from the layer of the modules in which some matrix is stored as two factors."""
+        modules = modules_of(self.family.spec(sublayer.kind))
+        return [path for path, packed in modules.items() if any(sublayer.rank(one.role) for one in packed)]
+
+    def _apart_tensors(self, sublayer: Sublayer, path: str) -> Iterator[tuple[str, Compute]]:
+        """The tensors of a module that is taken apart, by path from the layer, and how each is computed."""
+        spec = self.family.spec(sublayer.kind)
+        for projection in modules_of(spec)[path]:
+            role, own = projection.role, own_path(projection, spec)
+            factored = sublayer.rank(role) is not None
+            for name in ("first", "second") if factored else ():
+                yield f"{own}.{name}.weight", partial(_factor, sublayer, role, name)
+            if not factored:
+                yield f"{own}.weight", partial(_whole, sublayer, role)
+            if self.weights.bias(sublayer, role) is not None:
+                yield f"{own}.second.bias" if factored else f"{own}.bias", partial(_bias, sublayer, role)
 
     def planned(self, name: str, compute: Compute) -> PlannedTensor:
         """A tensor of this name; how it is computed is tried on shapes alone."""
@@ -123,7 +155,7 @@ class TensorPlanner:
                     f"{prefix}{name} is no tensor of {self.family.name} that surgeon knows; it cannot be exported"
                 )
         for path in (spec.norm, *(projection.path for projection in spec.projections)):
-            if f"{path}.weight" not in names:
+            if not any(name.startswith(f"{path}.") and name.endswith("weight") for name in names):
                 raise ValueError(
                     f"{self.source.folder} has no tensor {prefix}{path}.weight, which {self.family.name} needs"
                 )
@@ -165,6 +197,32 @@ class _ShapesOnly:
 
     def part(self, name: str, dim: int, first: int, end: int) -> Tensor:
         return self.tensor(name).narrow(dim, first, end - first)
+
+
+class _Outlines:
+    """Factors without values."""
+
+    def factors(self, sublayer: Sublayer, role: str, matrix: WeightMatrix) -> Factors:
+        rank, like = sublayer.rank(role), matrix.whole(torch.float32)
+        assert rank is not None
+        return Factors(like.new_empty(rank, like.shape[1]), like.new_empty(like.shape[0], rank))
+
+
+def _factor(sublayer: Sublayer, role: str, name: str, weights: ModelWeights) -> Tensor:
+    matrix = weights.matrix(sublayer, role)
+    assert isinstance(matrix, Factored | Factorised)
+    factor: Tensor = getattr(matrix.factors(), name)
+    return factor
+
+
+def _whole(sublayer: Sublayer, role: str, weights: ModelWeights) -> Tensor:
+    return weights.matrix(sublayer, role).whole(averaging_dtype(sublayer))
+
+
+def _bias(sublayer: Sublayer, role: str, weights: ModelWeights) -> Tensor:
+    bias = weights.bias(sublayer, role, averaging_dtype(sublayer))
+    assert bias is not None
+    return bias
 
 
 def averaging_dtype(sublayer: Sublayer) -> torch.dtype | None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # type: ignore[attr-defined]
 
 from surgeon.checkpoint import remote_code
@@ -16,9 +16,10 @@ from surgeon.checkpoint.forms.planning import PlannedTensor
 from surgeon.checkpoint.forms.stored_layers import Inexpressible, StoredLayer, require_divisible
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.remote_code import FAMILY_KEY
-from surgeon.families import Family
+from surgeon.families import Family, family_of
 from surgeon.model import PROGRAM_KEY
-from surgeon.program import ATTENTION, FEED_FORWARD, Program, Sublayer
+from surgeon.program import ATTENTION, FEED_FORWARD, Program
+from surgeon.weights import FactorSource, Groups, ModelWeights, make_room_for_factors
 
 
 class ProgramForm(Form):
@@ -38,19 +39,24 @@ class ProgramForm(Form):
                 f"the modeling file that travels inside builds on transformers' own classes, and there are none for "
                 f"{family.name}"
             )
-        keys = _used(program)
-        layers = tuple(StoredLayer((Sublayer(ATTENTION, key),), (Sublayer(FEED_FORWARD, key),)) for key in keys)
+        groups = _groups(program)
+        layers = tuple(StoredLayer((one.sublayer(ATTENTION),), (one.sublayer(FEED_FORWARD),)) for one in groups.groups)
         require_divisible(program.sublayers(), family, config)
-        place = {key: index for index, key in enumerate(keys)}
-        renumbered = program.renamed(lambda sublayer: replace(sublayer, layers=(place[sublayer.layers],)))
+        renumbered = program.renamed(lambda sublayer: replace(sublayer, layers=(groups.place(sublayer),)))
         reason = "transformers loads it with the modeling file inside (trust_remote_code=True), which runs the program"
         return Layout(self, reason, layers, renumbered)
 
     def sources(self, program: Program, family: Family, num_layers: int) -> list[tuple[int, ...]]:  # noqa: ARG002
-        return _used(program)
+        return [group.layers for group in _groups(program).groups]
 
-    def tensors(self, original: StoredModel, layout: Layout, dtype: torch.dtype | None) -> list[PlannedTensor]:
-        planned = super().tensors(original, layout, dtype)
+    def tensors(
+        self,
+        original: StoredModel,
+        layout: Layout,
+        dtype: torch.dtype | None,
+        factors: FactorSource | None = None,
+    ) -> list[PlannedTensor]:
+        planned = super().tensors(original, layout, dtype, factors)
         return [_under_its_own_name(tensor, original.family) for tensor in planned]
 
     def class_entries(self, original: StoredModel, layout: Layout) -> dict[str, Any]:
@@ -62,6 +68,10 @@ class ProgramForm(Form):
 
     def stock_config(self, checkpoint: Checkpoint, family: Family) -> Any:
         return config_beside(checkpoint, CONFIG_MAPPING[family.model_type])
+
+    def model_class(self, checkpoint: Checkpoint, config: Any) -> Any:
+        weights = ModelWeights(checkpoint, family_of(config), family_of(config).head_dim(config))
+        return with_factors(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], weights)
 
     def vllm_command(self, serve: str) -> str:
         return f"pip install --no-deps PATH_OF_SURGEON\n{serve} --enforce-eager"
@@ -81,6 +91,8 @@ def family_row(family: Family, config: Any) -> dict[str, Any]:
         "feed_forward": [family.mlp.norm, *family.mlp.modules],
         "reads": reads,
         "writes": [p.path for p in projections if not p.reads_stream],
+        "roles": {p.role: p.path for p in projections},
+        "turns": {p.path: family.head_dim(config) for p in projections if p.interleaved},
         "packed": {path: shares for path in reads if len(shares := _shares(family, config, path)) > 1},
         "counts": [path for path in counts if path.rpartition(".")[0] not in reads],  # slices replace those whole
         "slot": family.attention.cache_slot,
@@ -92,6 +104,18 @@ def family_row(family: Family, config: Any) -> dict[str, Any]:
     }
 
 
+def with_factors(stock: Any, weights: ModelWeights) -> Any:
+    """A stock class whose models have two factors in place of the matrices that are stored so."""
+    if not weights.has_factors():
+        return stock
+
+    def build(model: Any, config: Any, *arguments: Any, **options: Any) -> None:
+        stock.__init__(model, config, *arguments, **options)
+        make_room_for_factors(model, weights)
+
+    return type(stock.__name__, (stock,), {"__init__": build, "__module__": stock.__module__})
+
+
 def _shares(family: Family, config: Any, path: str) -> list[int]:
     """How wide the projections are that lie side by side in a module, in the smallest whole numbers."""
     projections = [p for spec in (family.attention, family.mlp) for p in spec.projections if p.path == path]
@@ -99,9 +123,9 @@ def _shares(family: Family, config: Any, path: str) -> list[int]:
     return [width // math.gcd(*widths) for width in widths]
 
 
-def _used(program: Program) -> list[tuple[int, ...]]:
-    """The layers that the program's sublayers have the weights of, an average counting as one."""
-    return sorted({sublayer.layers for sublayer in program.sublayers()})
+def _groups(program: Program) -> Groups:
+    """The layers that the program's sublayers are stored as, in the original's order."""
+    return Groups(sorted(program.sublayers(), key=lambda sublayer: sublayer.layers), by_count=False)
 
 
 def _under_its_own_name(tensor: PlannedTensor, family: Family) -> PlannedTensor:

@@ -44,6 +44,9 @@ class Inexpressible(ValueError):
 
 def stored_layers(program: Program, steps_per_layer: int) -> tuple[StoredLayer, ...]:
     """The program as layers of one attention step and one feed-forward step each, or of one step that holds both."""
+    for sublayer in program.sublayers():
+        if sublayer.ranks:
+            raise Inexpressible(f"{sublayer} has factors in place of matrices, which no stock layer has")
     steps = list(map(_plain_step, program.nodes))
     if steps_per_layer == 1:
         return tuple(StoredLayer(_of_kind(step, ATTENTION), _of_kind(step, FEED_FORWARD)) for step in steps)

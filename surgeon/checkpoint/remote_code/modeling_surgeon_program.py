@@ -5,6 +5,7 @@ and what each one reads:
 
     A4  F4           attention and feed-forward of stored layer 4, each with its own norm inside
     A4/8:0           slice 0 of 8 of the heads (of the neurons, for F)
+    F4@up64,down96   two factors in place of a matrix: up of rank 64, down of rank 96
     [A4 A5]          both read the same x, and the sum of their outputs is added
     >A4  >[A4 A5]    a late step: it reads x as it was before the previous step's output was added
     {A4 F4 | A5 F5}  a fork: each branch has a stream of its own, started from x; what all of them added is added to x
@@ -39,6 +40,8 @@ class Family(NamedTuple):
     feed_forward: tuple[str, ...]
     reads: tuple[str, ...]  # projections of the normed stream: a slice has some of their output features
     writes: tuple[str, ...]  # projections to the stream: a slice has some of their input features
+    roles: dict[str, str]  # what programs call a projection, and its path; several with one path are packed in it
+    turns: dict[str, int]  # where they are packed head by head: how wide a head is
     packed: dict[str, list[int]]  # several in one: how wide each is, in proportion
     counts: tuple[str, ...]  # attributes that count heads or their features: less in a slice
     slot: str  # the attribute that says which entry of the cache the attention uses
@@ -65,6 +68,7 @@ class Sublayer(NamedTuple):
     kind: str
     layer: int
     piece: tuple[int, int] | None  # (index, count) of a slice
+    ranks: dict[str, int]  # of projections that two factors stand for
 
 
 class Step(NamedTuple):
@@ -80,7 +84,7 @@ class Fork(NamedTuple):
     branches: list[list[Any]]
 
 
-TOKEN = re.compile(r"[\[\]{}|>]|[AF]\d+(?:/\d+:\d+)?")
+TOKEN = re.compile(r"[\[\]{}|>]|[AF]\d+(?:/\d+:\d+)?(?:@[a-z]+\d+(?:,[a-z]+\d+)*)?")
 
 
 def parse(text: Any) -> list[Any]:
@@ -114,8 +118,10 @@ def _nodes(tokens: list[str]) -> list[Any]:
 
 
 def _sublayer(name: str) -> Sublayer:
-    layer, *piece = map(int, re.findall(r"\d+", name))
-    return Sublayer(name[0], layer, (piece[1], piece[0]) if piece else None)
+    place, _, ranks = name.partition("@")
+    layer, *piece = map(int, re.findall(r"\d+", place))
+    by_role = {role: int(rank) for role, rank in re.findall(r"([a-z]+)(\d+)", ranks)}
+    return Sublayer(name[0], layer, (piece[1], piece[0]) if piece else None, by_role)
 
 
 def sublayers(nodes: list[Any]) -> Iterator[Sublayer]:
@@ -161,6 +167,60 @@ class SlicedProjection(nn.Module):
         padded = nn.functional.pad(x, (index * x.shape[-1], (count - 1 - index) * x.shape[-1]))
         output: Tensor = whole(padded)
         return output - whole(torch.zeros_like(padded[:1, :1])) if index else output
+
+
+class Factored(nn.Module):
+    """Stands for a projection by two factors."""
+
+    def __init__(self, inputs: int, outputs: int, rank: int, bias: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(inputs, rank, bias=False)
+        self.second = nn.Linear(rank, outputs, bias=bias)
+
+    @property
+    def weight(self) -> Tensor:  # stock classes ask linear maps for theirs
+        return self.second.weight @ self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.second(self.first(x))
+        return output
+
+
+class TakenApart(nn.Module):
+    """Stands for a module that several projections are packed in, side by side or head by head."""
+
+    def __init__(self, parts: dict[str, nn.Module], head: int | None) -> None:
+        super().__init__()
+        for role, projection in parts.items():
+            self.add_module(role, projection)
+        self.head = head
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = [projection(x) for projection in self.children()]
+        if self.head is None:
+            return torch.cat(outputs, -1)
+        return torch.stack([output.unflatten(-1, (-1, self.head)) for output in outputs], -2).flatten(-3)
+
+
+def factorise(layer: nn.Module, family: Family, sublayer: Sublayer) -> None:
+    """Give a layer the modules that hold the factors of one of its sublayers."""
+    for path in dict.fromkeys(family.roles[role] for role in sublayer.ranks):
+        whole: Any = layer.get_submodule(path)
+        if isinstance(whole, (Factored, TakenApart)):
+            continue  # another slice of the sublayer was here
+        roles = [role for role in family.roles if family.roles[role] == path]
+        shares = family.packed.get(path, [1] * len(roles))
+        inputs, outputs = whole.weight.shape if isinstance(whole, Conv1D) else whole.weight.shape[::-1]
+        made = {
+            role: linear(inputs, outputs * share // sum(shares), sublayer.ranks.get(role), whole.bias is not None)
+            for role, share in zip(roles, shares, strict=True)
+        }
+        set_at(layer, path, made[roles[0]] if len(roles) == 1 else TakenApart(made, family.turns.get(path)))
+
+
+def linear(inputs: int, outputs: int, rank: int | None, bias: bool) -> nn.Module:
+    """A projection, as two factors if it has a rank."""
+    return nn.Linear(inputs, outputs, bias=bias) if rank is None else Factored(inputs, outputs, rank, bias)
 
 
 def is_plain(module: Any) -> bool:
@@ -292,7 +352,10 @@ class RunsProgram(nn.Module):
         super().__init__(config)
         self.family = family_in(config)
         path, layers = next((path, m) for path, m in self.named_modules() if isinstance(m, nn.ModuleList))
-        set_at(self, path, ProgramLayers(layers, config, self.family, parse(config.surgeon_program)))
+        program = parse(config.surgeon_program)
+        for sublayer in sublayers(program):
+            factorise(layers[sublayer.layer], self.family, sublayer)
+        set_at(self, path, ProgramLayers(layers, config, self.family, program))
         decoder = self.get_submodule(path.rpartition(".")[0])
         decoder.register_forward_pre_hook(self.refuse_collecting, with_kwargs=True)
         describe_slots(config)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from surgeon.runtime.batching.request import UNDEFINED, TokenLogprob
 from surgeon.runtime.comm.collectives import Collectives, Counts
-from surgeon.runtime.model.layers import Norm, softcap, torch_dtype, transposed
+from surgeon.runtime.model.layers import Norm, softcap, torch_dtype
+from surgeon.runtime.model.linear import transposed
 from surgeon.runtime.model.scoring import score
 from surgeon.runtime.plan.specification import Plan
 from surgeon.weights import ModelWeights

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surgeon.families import SublayerSpec
+from surgeon.runtime.model.linear import count_outputs, linear_map
 from surgeon.runtime.plan.specification import Plan, Rotary
 from surgeon.weights import Tensors
 
@@ -106,37 +107,6 @@ class Norm:
         return F.layer_norm(x, self.gain.shape, self.gain, self.shift, self.epsilon)
 
 
-def transposed(weight: Tensor) -> Tensor:
-    """A weight (out_features, in_features) as (in_features, out_features), lying as the device's products want it."""
-    return weight.t().contiguous() if weight.device.type == "cpu" else weight.t()
-
-
-class Linear:
-    """One or more projections of the same input, by their roles, as one matrix product.
-
-    On CPUs the weights lie the other way round than in `torch.nn.Linear`, (in_features, all out_features): products of
-    few tokens take half to nine tenths of the time that way. On GPUs they are views of weights that lie as usual.
-
-    Args:
-        scale: what the output is multiplied by, if anything.
-    """
-
-    def __init__(self, tensors: Tensors, roles: list[str], scale: float | None = None) -> None:
-        self.scale = scale
-        weights = [tensors[f"{role}.weight"] for role in roles]
-        biases = [tensors.get(f"{role}.bias") for role in roles]
-        self.weight = transposed(torch.cat(weights))
-        self.bias: Tensor | None = None
-        if any(bias is not None for bias in biases):
-            filled = [w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, biases, strict=True)]
-            self.bias = torch.cat(filled)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """(T, in_features) to (T, all out_features)."""
-        y = torch.mm(x, self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
-        return y if self.scale is None else y.mul_(self.scale)
-
-
 class Attention:
     """A slice of an attention sublayer, its norm inside; the output is the slice's part of the sum.
 
@@ -147,12 +117,12 @@ class Attention:
         self, tensors: Tensors, spec: SublayerSpec, plan: Plan, window: int | None, rotates: bool = True
     ) -> None:
         self.norm = Norm(tensors, "norm", plan)
-        self.qkv = Linear(tensors, ["q", "k", "v"])
-        self.o = Linear(tensors, ["o"], plan.output_scale)
+        self.qkv = linear_map(tensors, ["q", "k", "v"])
+        self.o = linear_map(tensors, ["o"], plan.output_scale)
         self.rotates = rotates
         self.head_dim = plan.head_dim
-        self.heads = tensors["q.weight"].shape[0] // plan.head_dim
-        self.kv_heads = tensors["k.weight"].shape[0] // plan.head_dim
+        self.heads = count_outputs(tensors, "q") // plan.head_dim
+        self.kv_heads = count_outputs(tensors, "k") // plan.head_dim
         self.weighting = Weighting(plan.attention_scale, window, plan.attention_softcap)
         self.epsilon = plan.epsilon
         self.head_gain: Tensor | None = None
@@ -179,8 +149,8 @@ class FeedForward:
     def __init__(self, tensors: Tensors, spec: SublayerSpec, plan: Plan) -> None:
         self.norm = Norm(tensors, "norm", plan)
         self.gated = any(projection.role == "gate" for projection in spec.projections)
-        self.up = Linear(tensors, ["gate", "up"] if self.gated else ["up"])
-        self.down = Linear(tensors, ["down"], plan.output_scale)
+        self.up = linear_map(tensors, ["gate", "up"] if self.gated else ["up"])
+        self.down = linear_map(tensors, ["down"], plan.output_scale)
         self.activation = activation(plan.activation)
 
     def __call__(self, stream: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ Only this module of the runtime needs `transformers`; ranks start faster without
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,10 +15,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from surgeon.checkpoint.load import compute_dtype, read_config, stored_program
 from surgeon.checkpoint.read import Checkpoint, locate, read_json
 from surgeon.errors import did_you_mean, first_line, shown
-from surgeon.families import Family, family_of
+from surgeon.families import Family, Projection, family_of
 from surgeon.families.fused import FUSED
 from surgeon.model import check_layers
-from surgeon.program import Program
+from surgeon.program import Program, Sublayer
 from surgeon.runtime.plan.placement import rank_work
 from surgeon.runtime.plan.specification import OWN_ACTIVATIONS, Decoding, Plan, Rotary
 from surgeon.weights import ModelWeights, indivisible, require_sliceable
@@ -151,10 +152,22 @@ def _check_shapes(program: Program, source: ModelWeights, config: Any) -> None:
             raise ValueError(f"tensor {path} has the shape {found}, where the configuration asks for ({wanted})")
     for sublayer in set(program.sublayers()):
         units = source.units(sublayer)
+        for projection in source.family.spec(sublayer.kind).projections:
+            _check_matrix(sublayer, projection, source, int(config.hidden_size))
         if "kv_heads" in units and units["heads"] % units["kv_heads"]:
             raise ValueError(
                 f"{sublayer} has {units['heads']} heads, which do not divide among {units['kv_heads']} KV heads"
             )
+
+
+def _check_matrix(sublayer: Sublayer, projection: Projection, source: ModelWeights, hidden: int) -> None:
+    """Refuse a matrix that does not fit the stream, and a rank that it cannot have."""
+    role, rank = projection.role, sublayer.rank(projection.role)
+    outputs, inputs = source.matrix(replace(sublayer, piece=None, ranks=()), role).shape
+    if (inputs if projection.reads_stream else outputs) != hidden:
+        raise ValueError(f"{role} of {sublayer} is a matrix of {outputs} x {inputs}, and the stream is {hidden} wide")
+    if rank is not None and rank > min(outputs, inputs):
+        raise ValueError(f"{sublayer}: rank {rank} of {role} is above that of a matrix of {outputs} x {inputs}")
 
 
 def _expected_shapes(program: Program, source: ModelWeights, config: Any) -> dict[str, tuple[int | None, ...]]:
@@ -178,7 +191,8 @@ def _expected_shapes(program: Program, source: ModelWeights, config: Any) -> dic
                 shapes[f"{prefix}{spec.post_norm}.weight"] = (hidden,)
             for projection in spec.projections:
                 shape = (hidden, None) if projection.divided_dim else (None, hidden)
-                shapes[f"{prefix}{projection.path}.weight"] = shape
+                if not source.is_taken_apart(sublayer, projection.role):
+                    shapes[f"{prefix}{projection.path}.weight"] = shape
     return shapes
 
 

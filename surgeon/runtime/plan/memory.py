@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.families.base import Unit
 from surgeon.memory import free_bytes, gpu_free_bytes, show_size
-from surgeon.program import ATTENTION, Program, Sublayer
+from surgeon.program import Program, Sublayer
 from surgeon.runtime.batching.blocks import BLOCK_TOKENS, blocks_for
 from surgeon.runtime.plan.placement import rank_work
 from surgeon.runtime.plan.specification import Plan
@@ -37,17 +37,21 @@ def footprint(plan: Plan) -> Footprint:
     weights, block = [], []
     for rank in range(plan.ranks):
         parts = [part for work in rank_work(program, rank, plan.ranks) for part in work.parts]
-        features = rows + sum(_features(source, sublayer) for sublayer in {part.sublayer for part in parts})
-        weights.append(features * plan.hidden * plan.dtype_bytes)
+        numbers = sum(_numbers(source, sublayer) for sublayer in {part.sublayer for part in parts})
+        weights.append((rows * plan.hidden + numbers) * plan.dtype_bytes)
         kv_heads = sum(_kv_heads(source, part.sublayer) for part in parts if part.slot is not None)
         block.append(2 * kv_heads * plan.head_dim * BLOCK_TOKENS * plan.dtype_bytes)
     return Footprint(tuple(weights), tuple(block))
 
 
-def _features(source: ModelWeights, sublayer: Sublayer) -> int:
-    """Rows and columns of all matrices of a slice, each as wide as the stream."""
-    width = source.head_dim if sublayer.kind == ATTENTION else 1
-    return sum(_size(source, sublayer, p.unit) * width for p in source.family.spec(sublayer.kind).projections)
+def _numbers(source: ModelWeights, sublayer: Sublayer) -> int:
+    """What the matrices of a slice hold, or the factors in their place."""
+    total = 0
+    for projection in source.family.spec(sublayer.kind).projections:
+        outputs, inputs = source.matrix(sublayer, projection.role).shape
+        rank = sublayer.rank(projection.role)
+        total += outputs * inputs if rank is None else rank * (outputs + inputs)
+    return total
 
 
 def _kv_heads(source: ModelWeights, sublayer: Sublayer) -> int:

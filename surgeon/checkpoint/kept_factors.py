@@ -1,0 +1,66 @@
+"""Factors that are made once and kept in a folder: making them costs much more than reading them.
+
+A folder holds one safetensors file for each matrix of each sublayer, "A4.q64.safetensors", with the tensors "first"
+and "second". A file gets its name when it is complete, so that work that was killed goes on with what is there.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from surgeon.checkpoint.header import read_header
+from surgeon.program import Sublayer
+from surgeon.weights import Factors, FactorSource, WeightMatrix
+
+
+class KeptFactors:
+    """What another source makes, made once.
+
+    Attributes:
+        folder: where to keep it; without one, everything is made whenever it is asked for.
+    """
+
+    def __init__(self, source: FactorSource, folder: Path | None = None) -> None:
+        self.source = source
+        self.folder = folder
+
+    def factors(self, sublayer: Sublayer, role: str, matrix: WeightMatrix) -> Factors:
+        """The kept ones, or new ones.
+
+        Raises:
+            ValueError: if a file is damaged, or as the source does.
+            OSError: if the disk is full.
+        """
+        if self.folder is None:
+            return self.source.factors(sublayer, role, matrix)
+        path = self.folder / file_name(sublayer, role)
+        if not path.exists():
+            _write(path, self.source.factors(sublayer, role, matrix))
+        return _read(path)
+
+
+def file_name(sublayer: Sublayer, role: str) -> str:
+    """Of the file with the factors of one matrix: what it is named in programs."""
+    alone = replace(sublayer, piece=None, ranks=tuple(entry for entry in sublayer.ranks if entry[0] == role))
+    return f"{str(alone).replace('@', '.')}.safetensors"
+
+
+def _write(path: Path, factors: Factors) -> None:
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in factors._asdict().items()}, unfinished)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> Factors:
+    if set(read_header(path)) != set(Factors._fields):
+        raise ValueError(f"{path} does not hold the two factors of a matrix; remove it, and they are made again")
+    with safe_open(path, framework="pt") as file:
+        return Factors(*map(file.get_tensor, Factors._fields))
