@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from surgeon.threads import wait_asleep
+from tests import warm
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 wait_asleep()  # tests share their cores with each other, and with the ranks they start
+warm.install()
 
 # Shells start background jobs with Ctrl-C ignored, and every process started from them inherits that: tests that send
 # it to a process of theirs would wait for ever.

@@ -22,6 +22,7 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Iterator, Sequence
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +76,16 @@ def read_options() -> argparse.Namespace:
     for name in options.only:
         if name not in names:
             parser.error(f"there is no model {name!r}; {did_you_mean(name, names)}")
+    if options.plugin and not has_plugin():
+        parser.error(f"vLLM would not find surgeon's plugin in {PROJECT}: run pip install -e . there first")
     options.ranks = [options.ranks] if options.ranks else [1, 2]
     return options
+
+
+def has_plugin() -> bool:
+    """Whether the project's folder says that it has one; without it, vLLM runs the modeling files in checkpoints."""
+    entries = [entry for one in distributions(path=[str(PROJECT)]) for entry in one.entry_points]
+    return any(entry.group == "vllm.general_plugins" for entry in entries)
 
 
 def prepare(name: str, folder: Path, options: argparse.Namespace) -> list[Case]:

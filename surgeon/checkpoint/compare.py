@@ -199,7 +199,7 @@ def _keys(one: Description, checkpoint: Checkpoint) -> dict[Key, str]:
         sources: list[tuple[int, ...]] = [(layer,) for layer in range(int(one.config.num_hidden_layers))]
     else:
         assert one.form is not None
-        sources = one.form.sources(one.program, one.family.steps_per_layer)
+        sources = one.form.sources(one.program, one.family, one.num_layers)
     seen: Counter[tuple[int, ...]] = Counter()
     labels = []
     for layers in sources:

@@ -1,6 +1,6 @@
-"""The contracts that operations and families keep, for pytest: subclass one, give one fixture, inherit its tests.
+"""The contracts of operations, families and forms, for pytest: subclass one, give its fixtures, inherit its tests.
 
-They hold for what others add to surgeon as well as for its own; CONTRIBUTING.md shows both from beginning to end.
+They hold for what others add to surgeon as well as for its own; CONTRIBUTING.md shows each from beginning to end.
 """
 
 try:
@@ -9,10 +9,11 @@ except ImportError as error:
     raise ImportError("surgeon.testing needs pytest, which is not installed: pip install pytest") from error
 
 # So that a failure shows what was compared, as in a test file.
-pytest.register_assert_rewrite("surgeon.testing.families", "surgeon.testing.operations")
+pytest.register_assert_rewrite("surgeon.testing.families", "surgeon.testing.forms", "surgeon.testing.operations")
 
 from surgeon.testing.families import FamilyContract  # noqa: E402
+from surgeon.testing.forms import FormContract  # noqa: E402
 from surgeon.testing.operations import OperationContract  # noqa: E402
 from surgeon.testing.sublayers import OwnSublayers, Sublayers  # noqa: E402
 
-__all__ = ["FamilyContract", "OperationContract", "OwnSublayers", "Sublayers"]
+__all__ = ["FamilyContract", "FormContract", "OperationContract", "OwnSublayers", "Sublayers"]

@@ -13,9 +13,11 @@ from transformers import AutoModelForCausalLM
 
 import surgeon
 from surgeon.checkpoint.export import Original, plan_export, write_export
+from surgeon.checkpoint.forms import FORMS, Form
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.families import FAMILIES, family_of
 from surgeon.program import Program, layer_nodes
+from surgeon.testing import FormContract
 from tests.checkpoint.helpers import (
     BIASES,
     IDS,
@@ -45,6 +47,20 @@ TRACKS = "A0 F0 {A1/2:0 F1/2:0 A2/2:0 F2/2:0 | A1/2:1 F1/2:1 A2/2:1 F2/2:1} A1 F
 PLAIN, FUSED, PROGRAM = (PRUNED, SHUFFLED, MERGED), (PAIRS, TRIPLET, NARROW, MERGED_PAIR), (LADDER, FORK, TRACKS)
 BY_FORM = {"plain": PLAIN, "fused": FUSED, "program": (*PROGRAM, LADDER_OVER_PAIRS)}
 CASES = [(form, program) for form, programs in BY_FORM.items() for program in programs]
+
+
+class TestForms(FormContract):
+    @pytest.fixture(params=FORMS)
+    def form(self, request: pytest.FixtureRequest) -> Form:
+        return FORMS[request.param]
+
+    @pytest.fixture
+    def programs(self, form: Form) -> list[str]:
+        return list(BY_FORM[form.name][:2])
+
+    @pytest.fixture
+    def refused(self, form: Form) -> dict[str, str]:
+        return {} if form.name == "program" else {LADDER: "the step >A3 is late"}
 
 
 def load_written(folder: Path, form: str) -> Any:

@@ -1,4 +1,4 @@
-"""What somebody else adds, in a file of their own: an operation and a family, each under its contract."""
+"""What somebody else adds, in a file of their own: an operation, a family, a form, each under its contract."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from surgeon.checkpoint.forms import FORMS, Form
+from surgeon.checkpoint.forms.plain import Plain
 from surgeon.families import FAMILIES, Family
 from surgeon.families.llama import LLAMA
 from surgeon.operations.base import OPERATIONS, Operation, find_stretch, operation
 from surgeon.operations.declare import HEATMAPS, VARIANTS, Heatmap, Variant
 from surgeon.program import Program
-from surgeon.testing import FamilyContract, OperationContract, OwnSublayers
+from surgeon.testing import FamilyContract, FormContract, OperationContract, OwnSublayers
 from tests.models import disturb
 
 # -- an operation --
@@ -172,6 +175,39 @@ def test_families_that_break_the_contract_fail_it(
         getattr(FamilyContract(), name)(model, *([ids] if with_ids else []))
 
 
+class Unmarked(Plain):
+    """A form whose folders nobody recognises."""
+
+    name = "unmarked"
+
+
+class Miscounted(Unmarked):
+    """A form that does not know where its layers come from."""
+
+    def marks(self, config: dict[str, Any]) -> bool:
+        return "rope_parameters" in config
+
+    def sources(self, program: Program, family: Family, num_layers: int) -> list[tuple[int, ...]]:
+        return super().sources(program, family, num_layers)[1:]
+
+
+@pytest.mark.parametrize(
+    ("form", "test"),
+    [(Unmarked(), "test_a_folder_says_what_it_is"), (Miscounted(), "test_its_layers_are_the_originals")],
+)
+def test_forms_that_break_the_contract_fail_it(
+    form: Form, test: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FORMS, "unmarked", form)
+    contract: Any = FormContract()
+    model = LlamaForCausalLM(LlamaConfig(**SMALL))
+    model.save_pretrained(tmp_path / "source")
+    exported = FormContract.exported.__wrapped__(contract, form, ["A0 F0 A2 F2"], tmp_path / "source")
+    more = [tmp_path / "source"] if test == "test_a_folder_says_what_it_is" else []
+    with pytest.raises(AssertionError):
+        getattr(contract, test)(form, exported, *more)
+
+
 def test_an_equation_needs_the_norm_that_the_attention_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = described(attention=replace(LLAMA.attention, norm="post_attention_layernorm"))
     monkeypatch.setitem(FAMILIES, "our_llama", wrong)
@@ -180,7 +216,8 @@ def test_an_equation_needs_the_norm_that_the_attention_reads(monkeypatch: pytest
 
 
 def test_contracts_without_a_fixture_say_what_is_missing() -> None:
-    for contract, fixture in ((OperationContract, "operation"), (FamilyContract, "family_model")):
+    missing = ((OperationContract, "operation"), (FamilyContract, "family_model"), (FormContract, "form"))
+    for contract, fixture in missing:
         with pytest.raises(NotImplementedError, match=f"give a fixture `{fixture}`"):
             getattr(contract, fixture).__wrapped__(contract())
 

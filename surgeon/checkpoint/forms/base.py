@@ -74,13 +74,16 @@ class Form(ABC):
             Inexpressible: if there are none, saying why.
         """
 
-    def sources(self, program: Program, steps_per_layer: int) -> list[tuple[int, ...]]:
+    def sources(self, program: Program, family: Family, num_layers: int) -> list[tuple[int, ...]]:  # noqa: ARG002
         """For each layer of a checkpoint in this form, the original's layers that it is made of.
+
+        Args:
+            num_layers: of the original.
 
         Raises:
             ValueError: if the form cannot hold the program.
         """
-        return [tuple(layer.sources) for layer in stored_layers(program, steps_per_layer)]
+        return [tuple(layer.sources) for layer in stored_layers(program, family.steps_per_layer)]
 
     def tensors(
         self,

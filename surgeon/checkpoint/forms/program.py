@@ -46,7 +46,7 @@ class ProgramForm(Form):
         reason = "transformers loads it with the modeling file inside (trust_remote_code=True), which runs the program"
         return Layout(self, reason, layers, renumbered)
 
-    def sources(self, program: Program, steps_per_layer: int) -> list[tuple[int, ...]]:  # noqa: ARG002
+    def sources(self, program: Program, family: Family, num_layers: int) -> list[tuple[int, ...]]:  # noqa: ARG002
         return [group.layers for group in _groups(program).groups]
 
     def tensors(

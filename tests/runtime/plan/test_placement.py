@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from surgeon.program import Program, Step, Sublayer, steps_of
@@ -59,6 +59,7 @@ def test_a_fork_that_does_not_spread() -> None:
         assigned_branches(fork, 0, (0, 1, 2))
 
 
+unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # machines are busy at times
 sublayers = st.builds(
     lambda kind, layer, piece: Sublayer(kind, (layer,), piece),
     st.sampled_from("AF"),
@@ -68,6 +69,7 @@ sublayers = st.builds(
 steps = st.lists(sublayers, min_size=1, max_size=6).map(lambda found: Step(tuple(found)))
 
 
+@unhurried
 @given(steps, st.integers(1, 8))
 def test_the_members_shares_make_up_the_step(step: Step, members: int) -> None:
     """In units of a 1/840th: every piece of every sublayer is computed by exactly one member."""
@@ -87,6 +89,7 @@ def test_the_members_shares_make_up_the_step(step: Step, members: int) -> None:
     assert {key: sorted(units) for key, units in computed.items()} == {key: sorted(u) for key, u in wanted.items()}
 
 
+@unhurried
 @given(st.lists(steps, min_size=1, max_size=5), st.integers(1, 6))
 def test_ranks_visit_the_steps_in_the_programs_order(found: list[Step], ranks: int) -> None:
     program = Program(tuple(found))
