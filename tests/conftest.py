@@ -6,6 +6,7 @@ Torch and transformers are imported by the fixtures that need them, so that pyte
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import signal
 import sys
@@ -33,6 +34,15 @@ warm.install()
 # it to a process of theirs would wait for ever.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that take long begin first, so that no worker is left with one when the others have ended."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what has been imported stays; looking through it takes a twentieth of the time
 
 
 @pytest.hookimpl(wrapper=True)

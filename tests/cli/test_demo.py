@@ -12,6 +12,7 @@ from surgeon.cli.app import main
 from surgeon.recipe import read_recipe
 
 
+@pytest.mark.long
 def test_the_whole_way(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "scan", partial(demo.scan, every=4))
     monkeypatch.setattr(demo, "ROUNDS", 1)

@@ -45,7 +45,7 @@ CASES = [
 ]
 ON_RANKS = [
     *((ranks, *case) for ranks in (1, 2) for case in CASES),
-    *((4, *case) for case in CASES if case[1] != "dense" and case != ("gemma2", "attention || MLP")),
+    *((4, *case) for case in (("llama", "LP"), ("llama", "fork"), ("gemma2", "LP"), ("gpt_neo", "ladder"))),
 ]
 NEW = 14
 GENERATOR = torch.Generator().manual_seed(11)
