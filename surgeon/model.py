@@ -374,8 +374,12 @@ class ModelMachine(Machine):
         self.next_slot += 1
         return self.next_slot - 1
 
+    def owner(self, sublayer: Sublayer) -> nn.Module:
+        """The module below which the modules lie that compute this sublayer."""
+        return self.layers.owner(sublayer)
+
     def sublayer(self, sublayer: Sublayer, stream: Tensor) -> Tensor:
-        owner, spec = self.layers.owner(sublayer), self.layers.family.spec(sublayer.kind)
+        owner, spec = self.owner(sublayer), self.layers.family.spec(sublayer.kind)
         if sublayer.kind == ATTENTION:
             slot = self.slot_of(sublayer)
             call = partial(_attention, owner, spec, slot, self.arguments[slot])

@@ -6,6 +6,7 @@ Torch and transformers are imported by the fixtures that need them, so that pyte
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import signal
 import sys
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from surgeon.threads import wait_asleep
+from tests import warm
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,11 +28,21 @@ if TYPE_CHECKING:
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 wait_asleep()  # tests share their cores with each other, and with the ranks they start
+warm.install()
 
 # Shells start background jobs with Ctrl-C ignored, and every process started from them inherits that: tests that send
 # it to a process of theirs would wait for ever.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that take long begin first, so that no worker is left with one when the others have ended."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what has been imported stays; looking through it takes a twentieth of the time
 
 
 @pytest.hookimpl(wrapper=True)

@@ -74,6 +74,7 @@ def flat(values: Any, name: str = "") -> dict[str, Any]:
     return {name: values}
 
 
+@pytest.mark.long
 def test_numbers_against_plain_transformers(executed: Any) -> None:
     """Perplexity and divergence from full logits, of programs that are put together here."""
     import torch

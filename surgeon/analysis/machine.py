@@ -17,7 +17,7 @@ from surgeon.execute import Partial, State, advance, fork_output, land
 from surgeon.families import family_of
 from surgeon.model import EditedLayers, ModelMachine, decoder_inputs, decoder_layers
 from surgeon.program import Fork, Program, Sublayer
-from surgeon.weights import ModelWeights
+from surgeon.weights import FactorSource, ModelWeights
 
 
 class PlanMachine(ModelMachine):
@@ -27,26 +27,29 @@ class PlanMachine(ModelMachine):
         model: left as it is.
         input_ids: (windows, tokens), all of them real tokens.
         kept_bytes: where the model's weights are streamed, how many bytes of them may be kept; always those in use.
+        factors: of matrices that a program has a rank for; by default their truncated singular values.
     """
 
-    def __init__(self, model: PreTrainedModel, input_ids: Tensor, kept_bytes: int = 0) -> None:
+    def __init__(
+        self, model: PreTrainedModel, input_ids: Tensor, kept_bytes: int = 0, factors: FactorSource | None = None
+    ) -> None:
         self.stream, arguments = decoder_inputs(model, input_ids)
-        super().__init__(_OnDemand(model, kept_bytes), arguments)
+        super().__init__(_OnDemand(model, kept_bytes, factors), arguments)
 
     def slot_of(self, attention: Sublayer) -> int:
         return attention.layers[0]
 
 
 class _OnDemand(EditedLayers):
-    """Derives averages and slices when they are asked for, and keeps none: a scan uses each of them once.
+    """Derives averages, slices and factors when they are asked for, and keeps none: a scan uses each of them once.
 
     Where the weights are streamed, so is every other sublayer; those used last are kept, as the memory given allows.
     """
 
-    def __init__(self, model: PreTrainedModel, kept_bytes: int) -> None:
+    def __init__(self, model: PreTrainedModel, kept_bytes: int, factors: FactorSource | None) -> None:
         layers, family = decoder_layers(model), family_of(model.config)
         assert isinstance(layers, nn.ModuleList)
-        super().__init__(layers, model.config, family, Program.dense(len(layers), family.steps_per_layer))
+        super().__init__(layers, model.config, family, Program.dense(len(layers), family.steps_per_layer), factors)
         self.streamed = streamed_layers(model)
         self.kept: OrderedDict[Sublayer, nn.Module] = OrderedDict()
         self.kept_bytes = kept_bytes
@@ -57,7 +60,9 @@ class _OnDemand(EditedLayers):
         return super().owner(sublayer) if self.streamed is None else self._read(sublayer, self.streamed)
 
     def weights(self) -> ModelWeights:
-        return super().weights() if self.streamed is None else self.streamed.weights(self.family.head_dim(self.config))
+        if self.streamed is None:
+            return super().weights()
+        return self.streamed.weights(self.family.head_dim(self.config), self.factors)
 
     def _read(self, sublayer: Sublayer, streamed: StreamedLayers) -> nn.Module:
         if sublayer not in self.kept:

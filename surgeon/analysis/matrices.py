@@ -81,12 +81,12 @@ class Matrices:
 
     def read(self, matrix: Matrix) -> Tensor:
         """The matrix, (out, in)."""
-        return self._stored(matrix).whole()
+        return self.stored(matrix).whole()
 
     @contextmanager
     def replaced(self, matrix: Matrix, values: Tensor) -> Iterator[None]:
         """Run with another matrix, (out, in), in place of this one; the model's own parameter is back afterwards."""
-        module, own, place = self.module(matrix), self._weight(matrix), self._stored(matrix)
+        module, own, place = self.module(matrix), self._weight(matrix), self.stored(matrix)
         changed = (values.T if place.transposed else values).to(own).contiguous()
         if place.features is not None:
             changed = own.detach().index_copy(place.dim, place.features.to(own.device), changed)
@@ -116,7 +116,7 @@ class Matrices:
             if not self.read(matrix).isfinite().all():
                 raise ValueError(f"{matrix} holds NaN or infinity; fetch or convert the checkpoint again")
 
-    def _stored(self, matrix: Matrix) -> Dense:
+    def stored(self, matrix: Matrix) -> Dense:
         """Where its values lie in the module's weight."""
         stored = self.weights.matrix(Sublayer(matrix.kind, (matrix.layer,)), matrix.weight)
         assert isinstance(stored, Dense)

@@ -14,6 +14,7 @@ from surgeon.analysis.machine import PlanMachine
 from surgeon.checkpoint.streamed import streamed_layers
 from surgeon.families import family_of
 from surgeon.program import ATTENTION, FEED_FORWARD, KINDS, Sublayer
+from surgeon.weights import FactorSource
 
 HEAD_NOT_FINITE = "the unedited model's predictions are not finite: check the final norm and the output head"
 
@@ -51,6 +52,7 @@ class Walk:
     Args:
         ids: (windows, tokens), all of them real tokens.
         like: a walk over windows of the same shape, whose masks and positions serve here as well.
+        factors: as `PlanMachine` takes them.
 
     Attributes:
         ids: those windows, on the model's device.
@@ -60,9 +62,11 @@ class Walk:
         ValueError: if the embedded stream is not finite.
     """
 
-    def __init__(self, model: PreTrainedModel, ids: Tensor, like: Walk | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, ids: Tensor, like: Walk | None = None, factors: FactorSource | None = None
+    ) -> None:
         self.ids = ids.to(model.device)
-        machine = PlanMachine(model, self.ids, kept_bytes(model))
+        machine = PlanMachine(model, self.ids, kept_bytes(model), factors)
         self.start = machine.stream
         self.machine: PlanMachine = machine if like is None else like.machine
         self.reads_same = family_of(model.config).steps_per_layer == 1
@@ -96,11 +100,11 @@ class Walk:
         return passed
 
 
-def walks(model: PreTrainedModel, ids: Tensor, at_once: int) -> Iterator[Walk]:
+def walks(model: PreTrainedModel, ids: Tensor, at_once: int, factors: FactorSource | None = None) -> Iterator[Walk]:
     """Walks over all windows, so many at a time; masks and positions are made once for each shape."""
     first: dict[torch.Size, Walk] = {}
     for chunk in torch.split(ids, at_once):
-        walk = Walk(model, chunk, first.get(chunk.shape))
+        walk = Walk(model, chunk, first.get(chunk.shape), factors)
         first.setdefault(chunk.shape, walk)
         yield walk
 

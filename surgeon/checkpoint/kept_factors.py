@@ -40,7 +40,7 @@ class KeptFactors:
             return self.source.factors(sublayer, role, matrix)
         path = self.folder / file_name(sublayer, role)
         if not path.exists():
-            _write(path, self.source.factors(sublayer, role, matrix))
+            write_factors(path, self.source.factors(sublayer, role, matrix))
         return _read(path)
 
 
@@ -50,7 +50,8 @@ def file_name(sublayer: Sublayer, role: str) -> str:
     return f"{str(alone).replace('@', '.')}.safetensors"
 
 
-def _write(path: Path, factors: Factors) -> None:
+def write_factors(path: Path, factors: Factors) -> None:
+    """Write one file of a folder, whole or not at all."""
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         save_file({name: tensor.contiguous() for name, tensor in factors._asdict().items()}, unfinished)

@@ -21,7 +21,7 @@ from surgeon.checkpoint.forms import form_of
 from surgeon.checkpoint.load import check_complete, compute_dtype, read_config
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.families import Family, SublayerSpec, family_of
-from surgeon.weights import ModelWeights, Names
+from surgeon.weights import FactorSource, ModelWeights, Names
 
 
 class StreamedLayers(nn.ModuleList):
@@ -41,9 +41,9 @@ class StreamedLayers(nn.ModuleList):
         self.dtype = dtype
         self.device = device
 
-    def weights(self, head_dim: int) -> ModelWeights:
-        """What the files hold, read when it is asked for."""
-        return ModelWeights(_Converted(self), self.family, head_dim)
+    def weights(self, head_dim: int, factors: FactorSource | None = None) -> ModelWeights:
+        """What the files hold, read when it is asked for; `factors` as `ModelWeights` takes them."""
+        return ModelWeights(_Converted(self), self.family, head_dim, factors)
 
     def sublayer_bytes(self, spec: SublayerSpec) -> int:
         """How much memory one sublayer's weights take."""

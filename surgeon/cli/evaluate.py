@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -142,10 +145,33 @@ def evaluate(
     original = None if on.data is None or on.against is None else open_candidate(on.against)
     names = split_names(on.tasks or [])
     loaded = load_tasks(names, candidate.positions, asking.num_fewshot, seeds) if on.tasks else None
-    if windows is not None:
-        _on_text(candidate, original, windows, device, files.output)
-    if loaded is not None:
-        _on_tasks(candidate, loaded, settings, device, files)
+    with _factors(candidate, files.output) as candidate:
+        if windows is not None:
+            _on_text(candidate, original, windows, device, files.output)
+        if loaded is not None:
+            _on_tasks(candidate, loaded, settings, device, files)
+
+
+@contextmanager
+def _factors(candidate: UnloadedModel, output: Path | None) -> Iterator[UnloadedModel]:
+    """The candidate with a folder for factors of its program's ranks: they are made once, as its recipe says."""
+    from surgeon.analysis.recipe_factors import make_recipe_factors
+    from surgeon.checkpoint.kept_factors import KeptFactors
+    from surgeon.recipe import parse_recipe
+    from surgeon.weights import TruncatedSVD
+
+    if candidate.program is None or not any(sublayer.ranks for sublayer in candidate.program.sublayers()):
+        yield candidate
+        return
+    with TemporaryDirectory() as scratch:
+        folder = Path(scratch) if output is None else output / "factors"
+        recipe = None if candidate.recipe is None else parse_recipe(candidate.recipe, candidate.name)
+        made = None if recipe is None else make_recipe_factors(recipe, candidate.checkpoint, folder)
+        if made is None:
+            yield replace(candidate, factors=KeptFactors(TruncatedSVD(), Path(scratch)))
+        else:
+            warn(made.found.notes)
+            yield replace(candidate, factors=made.found.source, factors_identity=made.identity)
 
 
 def _windows(candidate: UnloadedModel, data: str, text: TextArguments) -> Windows:
@@ -173,7 +199,7 @@ def _on_text(
         edited = program
 
         def model(ids: Any) -> Any:
-            return logits_of(edit(loaded, edited))(ids)
+            return logits_of(edit(loaded, edited, factors=candidate.factors))(ids)
 
         def compared(ids: Any) -> Any:
             return logits_of(restore(loaded))(ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from surgeon.cli.opening import warn
-from surgeon.cli.options import ResultsOption
+from surgeon.cli.options import MemoryOption, ResultsOption
 
 if TYPE_CHECKING:
     from surgeon.checkpoint.export import ExportPlan, Original
@@ -47,6 +48,15 @@ def export(
         ),
     ] = False,
     results: ResultsOption = None,
+    factors: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for factors that the recipe has calibrated on a text: made there, and kept. Default: one "
+            "beside the output, which is removed once the checkpoint is written.",
+            show_default=False,
+        ),
+    ] = None,
+    memory: MemoryOption = None,
 ) -> None:
     """Write the recipe's model as a checkpoint that other software loads.
 
@@ -56,10 +66,15 @@ def export(
 
     A recipe that names the weights it was made for (weights: sha256:...), as those of surgeon search do, is refused for
     a model with others. Given one with --model, it is applied with a warning.
+
+    Where the recipe has lowrank with a method other than plain, factors are made first, layer by layer, on the text
+    that it names. Interrupted, the same command goes on where it was.
     """
+    from surgeon.analysis.recipe_factors import make_recipe_factors
     from surgeon.checkpoint.export import Original, plan_export, write_export
     from surgeon.checkpoint.measured import read_measured
     from surgeon.checkpoint.staging import check_target
+    from surgeon.memory import parse_size
     from surgeon.progress import progress
     from surgeon.recipe import read_recipe
 
@@ -68,7 +83,13 @@ def export(
     original = Original.open(model or steps.model)
     if steps.weights is not None:
         steps = _bound(steps, original, chosen=model is not None)
-    plan = plan_export(original, original.program_of(steps), form, dtype)
+    kept = factors or output.with_name(f"{output.name}.factors")
+    made = make_recipe_factors(steps, original.checkpoint, kept, None if memory is None else parse_size(memory))
+    if made is not None:
+        warn(made.found.notes)
+        steps = made.published(steps)
+    source = None if made is None else made.found.source
+    plan = plan_export(original, original.program_of(steps), form, dtype, source)
     measured = read_measured(results, plan.identity(output.absolute().name)) if results else None
     print(f"{plan.layout.form} form: {plan.layout.reason}.", file=sys.stderr)
     with progress(f"writing and proving {output}", plan.passes * plan.weight_bytes, "bytes") as advance:
@@ -76,6 +97,8 @@ def export(
         proof = write_export(
             plan, output, overwrite, replace(steps, model=original.public_name).to_yaml(), advance, measured
         )
+    if made is not None and factors is None:
+        shutil.rmtree(kept)
     print(_summary(plan, proof), file=sys.stderr)
     print(output)
 

@@ -20,6 +20,7 @@ from surgeon.program import Program
 from surgeon.provenance import provenance
 from surgeon.recipe import is_recipe, read_recipe
 from surgeon.runtime.text import open_tokenizer
+from surgeon.weights import FactorSource
 
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -33,6 +34,8 @@ class UnloadedModel:
         model: the folder or hub name of its weights.
         program: what to run, or None for what the checkpoint runs by itself.
         recipe: the recipe's text, if it is one.
+        factors: of matrices that the program has a rank for; by default their truncated singular values.
+        factors_identity: what the values of such factors follow from, as JSON values.
     """
 
     name: str
@@ -42,6 +45,8 @@ class UnloadedModel:
     tokenizer: Any
     program: Program | None = None
     recipe: str | None = None
+    factors: FactorSource | None = None
+    factors_identity: dict[str, Any] | None = None
 
     @property
     def positions(self) -> int:
@@ -60,7 +65,7 @@ class UnloadedModel:
         """The model, under its program, on the device (on all GPUs, for cuda)."""
         where = choose_device(device)
         model = load(self.checkpoint.folder, device_map="auto" if where == "cuda" else None)
-        return model if self.program is None else edit(model, self.program)
+        return model if self.program is None else edit(model, self.program, factors=self.factors)
 
     def identity(self, model_hash: str, device: str) -> dict[str, Any]:
         """What a model's answers on some device depend on, as JSON values."""
@@ -75,6 +80,7 @@ class UnloadedModel:
             "special": self.tokenizer.special_tokens_map,
             "device": choose_device(device),  # numbers differ a little, and 16-bit weights are computed as such
             "lm_eval": version("lm_eval"),
+            **({} if self.factors_identity is None else {"factors": self.factors_identity}),
         }
 
     def provenance(self, model_hash: str, **more: Any) -> dict[str, Any]:

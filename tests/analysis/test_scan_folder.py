@@ -19,6 +19,7 @@ import surgeon
 from surgeon.analysis import scan as scan_module
 from surgeon.analysis.scan_journal import JOURNAL
 from surgeon.quality.data import Windows
+from tests import warm
 from tests.analysis.scanning import LAYERS, Stopped, run, stopping
 from tests.models import save_checkpoint, tiny_model
 
@@ -192,7 +193,7 @@ def test_killed_and_started_again(tmp_path: Path, tiny_text: Path, capsys: pytes
     command = [sys.executable, "-c", KILLED, *arguments]
     environment = os.environ | {"PYTHONPATH": str(Path(surgeon.__file__).parents[1])}
     folder = tmp_path / "killed"
-    child = subprocess.Popen([*command, "-o", str(folder)], env=environment, stderr=subprocess.DEVNULL)
+    child = warm.Popen([*command, "-o", str(folder)], env=environment, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     while not (folder / JOURNAL).exists() or (folder / JOURNAL).read_bytes().count(b"\n") < 20:
         assert child.poll() is None

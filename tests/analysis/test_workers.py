@@ -15,6 +15,7 @@ from surgeon.analysis.measure import MeasureOptions, measure
 from surgeon.analysis.workers import Job, measure_in_workers, split
 from surgeon.operations import prune
 from surgeon.program import Program
+from tests import warm
 from tests.models import VOCABULARY, tiny_model
 
 DENSE = Program.dense(4)
@@ -51,7 +52,8 @@ def test_programs_are_shared_out_evenly_and_once(job: Job) -> None:
     assert min(len(part.programs) for part in split(job, 2)) >= 2
 
 
-def test_what_a_worker_raises_is_raised_here(job: Job, tmp_path: Path) -> None:
+def test_what_a_worker_raises_is_raised_here(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("multiprocessing.util.spawnv_passfds", warm.spawn)
     model = tiny_model("llama", 4)
     model.model.layers[1].self_attn.o_proj.weight.data[:] = torch.nan
     model.save_pretrained(tmp_path)
@@ -61,6 +63,7 @@ def test_what_a_worker_raises_is_raised_here(job: Job, tmp_path: Path) -> None:
 
 
 def test_a_killed_worker_is_said(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("multiprocessing.util.spawnv_passfds", warm.spawn)
     seen: list[Any] = []
     check = workers._check_alive
 

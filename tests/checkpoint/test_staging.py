@@ -16,6 +16,7 @@ import pytest
 
 from surgeon.checkpoint import staging
 from surgeon.checkpoint.staging import MARK, check_space, show_bytes, staged
+from tests import warm
 from tests.checkpoint.helpers import run_export, save_source, weights_of
 
 DEAD = 2**22 + 1  # above the largest process id
@@ -295,7 +296,7 @@ def test_killed_halfway_the_old_target_is_whole_and_the_next_run_cleans_up(tmp_p
     save_source(tmp_path / "source")
     run_export(tmp_path / "source", tmp_path / "target", "A0 F0 A2 F2")
     before = {path.name: path.read_bytes() for path in (tmp_path / "target").iterdir()}
-    process = subprocess.Popen(
+    process = warm.Popen(
         [sys.executable, "-c", HALFWAY, str(tmp_path / "source"), str(tmp_path / "target")],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         stdout=subprocess.PIPE,

@@ -1,16 +1,22 @@
-"""`surgeon demo` from end to end, on a few tokens."""
+"""`surgeon demo` from end to end, on a few tokens and stretches of layers."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from surgeon.cli import demo
 from surgeon.cli.app import main
 from surgeon.recipe import read_recipe
 
 
-def test_the_whole_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.long
+def test_the_whole_way(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "scan", partial(demo.scan, every=4))
+    monkeypatch.setattr(demo, "ROUNDS", 1)
+    monkeypatch.setattr(demo, "NEW_TOKENS", 16)
     output = tmp_path / "demo"
     assert main(["demo", "-o", str(output), "--tokens", "512", "--trials", "3"]) == 0
     captured = capsys.readouterr()

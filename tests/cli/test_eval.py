@@ -158,3 +158,20 @@ def test_divergence_from_another_model(run: Run, tiny_text: Path, tiny_checkpoin
 def test_a_text_or_tasks_are_needed(run: Run) -> None:
     code, _, err = run()
     assert (code, err) == (1, "error: there is nothing to measure; give --tasks, --data or both\n")
+
+
+def test_a_recipe_with_calibrated_factors(run: Run, tmp_path: Path, tiny_checkpoint: Path, tiny_text: Path) -> None:
+    """Whitened factors lose less of the model's predictions on this text than plain ones of the same ranks."""
+    divergences = {}
+    for method in ("plain", "whitened"):
+        calibration = f"{{data: {tiny_text}, tokens: 640, window: 32, after: 128}}"
+        operation = f"- lowrank: {{layers: '0:4', keep: 0.7, method: {method}, calibration: {calibration}}}"
+        recipe = tmp_path / f"{method}.yaml"
+        recipe.write_text(f"surgeon: 1\nmodel: {tiny_checkpoint}\noperations:\n  {operation}\n")
+        out = tmp_path / method
+        text = ("--data", tiny_text, "--window", 32, "--tokens", 128, "-o", out)
+        code, _, err = run(*text, model=recipe)
+        assert code == 0, err
+        divergences[method] = json.loads((out / "text.json").read_text())["divergence"]
+        assert (out / "factors").exists() == (method == "whitened")
+    assert 0 < divergences["whitened"] < divergences["plain"]

@@ -12,8 +12,10 @@ import pytest
 import torch
 
 import surgeon
+from surgeon.checkpoint.kept_factors import KeptFactors
 from surgeon.checkpoint.read import Checkpoint
-from surgeon.recipe import read_recipe
+from surgeon.recipe import parse_recipe, read_recipe
+from surgeon.weights import TruncatedSVD
 from tests.cli.conftest import Run
 from tests.models import VOCABULARY
 
@@ -152,3 +154,44 @@ def test_help_says_how_layers_count(run: Run) -> None:
     assert code == 0
     assert "Layers count from 0" in out
     assert "plain: an ordinary checkpoint" in " ".join(out.split())
+
+
+LOWRANK = (
+    "- lowrank: {{layers: '1:3', keep: 0.5, method: whitened, calibration: {{data: {}, tokens: 320, window: 32, "
+    "sequential: true}}}}"
+)
+
+
+def test_calibrated_factors_are_made_kept_and_recorded(
+    run: Run, recipe: Callable[..., Path], tmp_path: Path, tiny_checkpoint: Path, tiny_text: Path
+) -> None:
+    written = recipe(LOWRANK.format(tiny_text))
+    code, _, err = run(written, "-o", tmp_path / "out", "--factors", tmp_path / "kept", "--memory", "8GB")
+    assert code == 0, err
+    report = json.loads((tmp_path / "out" / "surgeon.json").read_text())
+    (operation,) = parse_recipe(report["recipe"]).operations
+    text = operation.parameters["calibration"]
+    assert (text["data"], text["tokens"], text["window"], text["sequential"]) == ("text.txt", 320, 32, True)
+    assert text["hash"] == "sha256:" + json.loads((tmp_path / "kept" / "factors.json").read_text())["calibration"]
+    original = surgeon.load(tiny_checkpoint)
+    kept = KeptFactors(TruncatedSVD(), tmp_path / "kept")
+    files = set((tmp_path / "kept").glob("*.safetensors"))
+    assert len(files) == 14
+    edited = surgeon.edit(original, read_recipe(written).program_for(original.config), factors=kept)
+    ids = torch.randint(2, VOCABULARY, (1, 7))
+    expected = edited(ids).logits
+    assert set((tmp_path / "kept").glob("*.safetensors")) == files
+    torch.testing.assert_close(surgeon.load(tmp_path / "out")(ids).logits, expected, rtol=1e-4, atol=1e-4)
+    plain = surgeon.edit(original, read_recipe(written).program_for(original.config))(ids).logits
+    assert not torch.allclose(plain, expected, rtol=0.1)
+    # Without --factors they lie beside the output while they are needed.
+    code, _, err = run(written, "-o", tmp_path / "again")
+    assert code == 0, err
+    assert not (tmp_path / "again.factors").exists()
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
+    tiny_text.unlink()
+    code, _, err = run(written, "-o", tmp_path / "gone")
+    assert code == 1
+    assert f"error: the calibration text is gone: there is no file {tiny_text}" in err
+    assert not (tmp_path / "gone").exists()

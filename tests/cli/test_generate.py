@@ -20,6 +20,7 @@ from surgeon.cli.app import main
 from surgeon.runtime import service
 from surgeon.runtime.processes import ranks
 from surgeon.runtime.text import Continuation
+from tests import warm
 from tests.models import damage
 
 REPOSITORY = Path(__file__).parents[2]
@@ -330,17 +331,12 @@ def test_a_checkpoint_without_tokenizer(tiny_checkpoint: Path, capfd: pytest.Cap
     assert "has no tokenizer that can be read" in capfd.readouterr().err
 
 
-def children_of(pid: int) -> list[int]:
-    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False)
-    return [int(word) for word in found.stdout.split()]
-
-
 def in_the_middle(folder: Path, *more: str) -> subprocess.Popen[str]:
     """A command that takes long, on two ranks."""
     # So many tokens, and reductions as slow as gloo's, that this is the middle on a busy machine, too.
     arguments = ["generate", str(folder), "--prompt", PROMPT, "--tp", "2", "--max-new-tokens", "3000", *more]
     script = f"import sys; from surgeon.cli.app import main; sys.exit(main({[*arguments, '--collectives', 'gloo']}))"
-    return subprocess.Popen(
+    return warm.Popen(
         [sys.executable, "-c", script], cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
@@ -357,7 +353,7 @@ def test_ending_in_the_middle(target: str, name: str, code: int, message: str, e
     with in_the_middle(endless) as command:
         assert command.stdout is not None
         shown = command.stdout.read(len(beginning))
-        ranks = children_of(command.pid)
+        ranks = [rank.pid for rank in warm.ranks_of(command.pid)]
         os.kill(ranks[1] if target == "rank" else command.pid, signal.Signals[name])
         _, err = command.communicate(timeout=60)
     assert command.returncode == code

@@ -12,6 +12,7 @@ import pytest
 from surgeon.analysis import subject
 from surgeon.analysis.cells import HEATMAPS
 from surgeon.cli.app import main
+from tests import warm
 from tests.cli.conftest import Run
 from tests.stored import configure
 
@@ -108,6 +109,7 @@ def test_workers_and_weights_read_layer_by_layer_give_the_same_table(
     scan: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three ways to run one scan: in this process, in two others, and with no room for the model's weights."""
+    monkeypatch.setattr("multiprocessing.util.spawnv_passfds", warm.spawn)
     tables = []
     for name, more in (("here", ()), ("workers", ("--workers", "2")), ("streamed", ())):
         if name == "streamed":

@@ -172,6 +172,7 @@ def test_numbers_of_few_shot_examples(
     assert known
 
 
+@pytest.mark.long
 def test_the_papers_tasks_are_lm_evals() -> None:
     """Reads lm-eval's own list, once."""
     manager = TaskManager()

@@ -19,6 +19,7 @@ from typing import Any
 import httpx2
 import psutil
 
+from tests import warm
 from tests.models import save_checkpoint, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,19 +44,20 @@ def chat_checkpoint(folder: Path) -> Path:
 
 
 class Server:
-    """`surgeon serve` as a process.
+    """`surgeon serve` as a process; a cold one begins as a user's does (tests/warm.py).
 
     Attributes:
         url: where it answers, once it does.
         lines: what it has written to standard error.
     """
 
-    def __init__(self, *arguments: str, key: str | None = None) -> None:
+    def __init__(self, *arguments: str, key: str | None = None, cold: bool = False) -> None:
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         environment.pop("SURGEON_API_KEY", None)
         if key is not None:
             environment["SURGEON_API_KEY"] = key
-        self.process = subprocess.Popen(
+        start = subprocess.Popen if cold else warm.Popen
+        self.process = start(
             [*COMMAND, *arguments], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         )
         self.lines: list[str] = []
@@ -89,8 +91,7 @@ class Server:
 
     def ranks(self) -> list[psutil.Process]:
         """The processes of its ranks, by rank."""
-        children = psutil.Process(self.process.pid).children()
-        return sorted((child for child in children if "surgeon.runtime" in child.cmdline()), key=lambda rank: rank.pid)
+        return warm.ranks_of(self.process.pid)
 
     def send(self, sig: signal.Signals) -> None:
         """Send it a signal."""
@@ -131,9 +132,9 @@ class Server:
 
 
 @contextmanager
-def serving(*arguments: str, key: str | None = None) -> Iterator[Server]:
+def serving(*arguments: str, key: str | None = None, cold: bool = False) -> Iterator[Server]:
     """A server that answers; killed at the end if it still runs."""
-    server = Server(*arguments, "--port", "0", key=key)
+    server = Server(*arguments, "--port", "0", key=key, cold=cold)
     try:
         yield server.wait_until_serving()
     finally:

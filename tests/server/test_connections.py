@@ -181,7 +181,7 @@ def test_a_flood_leaves_the_server_whole(chat_model: Path) -> None:
     before, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (128, most))
     try:
-        server = Server(str(chat_model), "--port", "0")
+        server = Server(str(chat_model), "--port", "0", cold=True)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (before, most))
     try:

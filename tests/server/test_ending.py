@@ -41,7 +41,8 @@ def test_sigterm_lets_running_requests_finish(chat_model: Path) -> None:
         answers: list[httpx2.Response] = []
 
         def ask() -> None:
-            answers.append(httpx2.post(server.url + COMPLETIONS, json=LONG, headers=headers, timeout=60))
+            body = LONG | {"max_tokens": 400}
+            answers.append(httpx2.post(server.url + COMPLETIONS, json=body, headers=headers, timeout=60))
 
         threads = [threading.Thread(target=ask) for _ in range(2)]
         for thread in threads:
@@ -53,7 +54,7 @@ def test_sigterm_lets_running_requests_finish(chat_model: Path) -> None:
         assert httpx2.get(f"{server.url}/health").status_code == 503
         for thread in threads:
             thread.join()
-        assert [answer.json()["usage"]["completion_tokens"] for answer in answers] == [800, 800]
+        assert [answer.json()["usage"]["completion_tokens"] for answer in answers] == [400, 400]
         assert server.wait_until_ended(10) == 0
         assert server.lines[-1] == "ending; 2 requests are finished first"
         assert answers[0].json()["choices"][0]["text"] == answers[1].json()["choices"][0]["text"]

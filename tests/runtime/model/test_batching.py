@@ -43,6 +43,10 @@ CASES = [
     ("gemma2", "attention || MLP"),
     ("gpt_neo", "ladder"),
 ]
+ON_RANKS = [
+    *((ranks, *case) for ranks in (1, 2) for case in CASES),
+    *((4, *case) for case in (("llama", "LP"), ("llama", "fork"), ("gemma2", "LP"), ("gpt_neo", "ladder"))),
+]
 NEW = 14
 GENERATOR = torch.Generator().manual_seed(11)
 SHARED = torch.randint(2, VOCABULARY, (33,), generator=GENERATOR).tolist()
@@ -110,30 +114,27 @@ class Runner:
         }
 
 
-@pytest.fixture(params=CASES, ids=": ".join)
-def runner(
-    request: pytest.FixtureRequest, ranks: Ranks, checkpoints: dict[str, Path]
-) -> Iterator[tuple[tuple[str, str], Runner]]:
-    family, name = request.param
-    yield request.param, Runner(ranks, checkpoints[family], PROGRAMS[name])
-    ranks.call(unload)
-
-
 def greedy(numbers: list[int]) -> list[Request]:
     return [Request(number, tuple(PROMPTS[number]), GREEDY) for number in numbers]
 
 
+@pytest.mark.parametrize(("ranks", "family", "name"), ON_RANKS, indirect=["ranks"])
 def test_greedy_tokens_in_every_company(
-    runner: tuple[tuple[str, str], Runner], expected: dict[tuple[str, str], list[list[int]]]
+    family: str,
+    name: str,
+    ranks: Ranks,
+    checkpoints: dict[str, Path],
+    expected: dict[tuple[str, str], list[list[int]]],
 ) -> None:
-    case, run = runner
-    wanted = dict(enumerate(expected[case]))
+    run = Runner(ranks, checkpoints[family], PROGRAMS[name])
+    wanted = dict(enumerate(expected[family, name]))
     everybody = list(range(len(PROMPTS)))
     assert run(greedy(everybody), max_batch=1) == wanted  # one after the other, with prefixes from those before
     assert run(greedy(everybody)) == wanted  # in one batch of mixed lengths
     assert run(greedy(everybody), max_batch=3, pass_tokens=5) == wanted  # prompts in chunks beside continuations
     assert run(greedy(everybody[::-1]), max_batch=4, pass_tokens=20) == wanted
     assert run(greedy(everybody), blocks=5) == wanted  # with preemption
+    ranks.call(unload)
 
 
 def test_prefixes_and_preemption_have_really_happened(ranks: Ranks, checkpoint: Path) -> None:

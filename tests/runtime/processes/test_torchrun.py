@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from surgeon.cli.app import main
 from surgeon.runtime.processes.ranks import RankOptions, Ranks, choose_collectives, choose_device
 from surgeon.runtime.processes.torchrun import VARIABLES, TorchrunEnvironment, ranks_of_this_machine, read_environment
+from tests import warm
 
 REPOSITORY = Path(__file__).parents[2]
 PROMPT = "The quick brown fox"
@@ -54,7 +55,7 @@ def start() -> Iterator[Start]:
         environment = os.environ | {"PYTHONPATH": str(REPOSITORY)} | own | more
         command = [*COMMAND, *map(str, arguments)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        started.append(subprocess.Popen(command, cwd=cwd, env=environment, text=True, **pipes))  # type: ignore[call-overload]
+        started.append(warm.Popen(command, cwd=cwd, env=environment, text=True, **pipes))  # type: ignore[call-overload]
         return started[-1]
 
     yield start_one
@@ -88,6 +89,7 @@ def test_two_processes_write_what_one_model_writes(start: Start, tiny_checkpoint
     assert ended(other) == (0, "", "")
 
 
+@pytest.mark.long
 def test_under_torchrun_itself(tiny_checkpoint: Path, expected: str) -> None:
     own = {name: value for name, value in os.environ.items() if name not in PLACE}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2"]
@@ -125,7 +127,8 @@ def test_a_server(start: Start, tiny_checkpoint: Path) -> None:
 def endless(folder: Path) -> list[object]:
     """A command that is in the middle of its work for long."""
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192}))
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192, "eos_token_id": None}))
+    (folder / "generation_config.json").write_text('{"eos_token_id": null}')
     return ["generate", folder, "--prompt", PROMPT, "--max-new-tokens", "8000"]
 
 
@@ -153,7 +156,7 @@ def test_a_machine_without_the_checkpoint(start: Start, tiny_checkpoint: Path, t
     arguments = ["generate", tiny_checkpoint.name, "--prompt", PROMPT]
     first, other = start(0, *arguments, cwd=tiny_checkpoint.parent), start(1, *arguments, cwd=elsewhere)
     code, _, err = ended(first)
-    assert code == 1
+    assert code == 1, (code, err)
     assert re.fullmatch(f"error: rank 1 on {HOST} failed: .*{tiny_checkpoint.name}.*\n", err)
     assert ended(other) == (1, "", err)
 
@@ -163,7 +166,7 @@ def test_rank_0_that_never_starts_its_ranks_ends_the_others(start: Start, tiny_c
     other, first = start(1, *arguments), start(0, *arguments)
     assert ended(first) == (1, "", "error: F9 is out of range: the model's layers are 0 to 3\n")
     code, _, err = ended(other)
-    assert code == 1
+    assert code == 1, (code, err)
     assert re.fullmatch(r"error: rank 0 at 127.0.0.1.* has (gone|ended).*\n", err)
 
 

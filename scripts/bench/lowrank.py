@@ -1,0 +1,221 @@
+"""What ways to make factors, and to share out ranks, lose: one table for a model, on text that calibration did not see.
+
+    python scripts/bench/lowrank.py -o FOLDER [--keep 0.9,0.8,0.6,0.4] [--tokens N] [--calibration-tokens N] [MODEL ...]
+
+A MODEL is MODEL,DATA or MODEL,DATA,SEPARATOR, with the text to measure on as `surgeon spectrum --data` takes it; by
+default it is demo,demo. Factors are calibrated on what follows the measured tokens. `keep` is the share of the
+parameters of all the layers' matrices; every row of one keep has at most that many. "mean loss" is the error of the
+matrices' outputs on the calibration text, as a share of their size, for the inputs they have in the unedited model: the
+mean over the matrices that are cut. Killed, the same command goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
+
+from surgeon.analysis.allocation import Allocation, Curve, Ranks, parameters, total_cost
+from surgeon.analysis.calibration import load_calibration
+from surgeon.analysis.factor_plan import FactorPlan, Making, Target
+from surgeon.analysis.inputs import ProgramRun, reads_stream
+from surgeon.analysis.make_factors import make_factors
+from surgeon.analysis.matrices import Matrices, parse_ranks
+from surgeon.analysis.rank_recipe import Share
+from surgeon.analysis.spectrum import request, spectrum
+from surgeon.analysis.subject import Subject, open_subject
+from surgeon.execute import land
+from surgeon.model import program_of
+from surgeon.operations.lowrank import Calibration, Method
+from surgeon.program import Program, Sublayer
+from surgeon.provenance import write_json, write_table
+from surgeon.quality.data import Windows
+from surgeon.quality.head import OutputHead, ReferencePredictions, joined
+from surgeon.quality.summary import Estimate, estimate
+from surgeon.weights import Factors, FactorSource
+from surgeon.weights.decompose import truncation_loss
+from surgeon.weights.whitening import SecondMoment
+
+DAMAGE_RANKS = "1/16,1/8,1/4,3/8,1/2,5/8"
+
+
+@dataclass(frozen=True)
+class Way:
+    """A row for each keep: how factors are made, and how ranks are shared out."""
+
+    method: Method
+    allocation: Allocation = "uniform"
+    sequential: bool = False
+    update: bool = False
+
+    def __str__(self) -> str:
+        more = (", sequential" if self.sequential else "") + (", updated" if self.update else "")
+        return f"{self.method}{more}"
+
+
+WAYS = (
+    Way("plain"),
+    Way("activation"),
+    Way("fisher"),
+    Way("features"),
+    Way("whitened"),
+    Way("whitened", sequential=True),
+    Way("whitened", sequential=True, update=True),
+    Way("whitened", "energy"),
+    Way("whitened", "damage"),
+    Way("whitened", "damage", sequential=True),
+    Way("whitened", "damage", sequential=True, update=True),
+)
+
+
+class Bench:
+    """One model, its texts, and what is known of its matrices."""
+
+    def __init__(self, model: str, data: str, separator: str | None, folder: Path, arguments: Any) -> None:
+        tokens, wanted = arguments.tokens, arguments.calibration_tokens
+        self.subject: Subject = open_subject(model, data, tokens, separator=separator)
+        self.text = load_calibration(model, data, tokens, wanted, separator=separator)
+        self.folder = folder / self.subject.label
+        self.model, self.windows = self.subject.model, self.subject.windows
+        self.head = OutputHead(self.model)
+        self.dense = program_of(self.model)
+        self.references = list(self._references())
+        self.curves = self._curves(arguments.damage_tokens)
+        self.weights, self.moments = Matrices(self.model).weights, self._moments()
+
+    def _references(self) -> Iterator[ReferencePredictions]:
+        run = ProgramRun(self.model, self.dense, self.windows.ids)
+        for _ in self.dense.nodes:
+            run.step()
+        for part in run.parts:
+            yield self.head.reference(land(part.state).stream, part.ids)
+
+    def _curves(self, tokens: int) -> tuple[Curve, ...]:
+        """Damage is measured on the calibration text's last windows: allocation does not see the other text, either."""
+        size = self.text.ids.shape[1]
+        last = max(1, tokens // size)
+        measured = Windows(self.text.ids[-last:], "calibration", f"the last {last} windows of {self.text.digest}")
+        rest = replace(self.text, ids=self.text.ids[:-last])
+        wanted = request(self.model.config, ranks=parse_ranks(DAMAGE_RANKS))
+        found = spectrum(
+            self.model, measured, rest, self.folder / "spectrum", wanted, model_hash=self.subject.model_hash
+        )
+        return found.curves
+
+    def program(self, ranks: Ranks) -> Program:
+        """The model's own with these ranks."""
+
+        def ranked(sublayer: Sublayer) -> Sublayer:
+            layer = sublayer.layers[0]
+            own = {
+                matrix.weight: rank
+                for matrix, rank in ranks.items()
+                if (matrix.layer, matrix.kind) == (layer, sublayer.kind)
+            }
+            return replace(sublayer, ranks=tuple((role, rank) for role, rank in own.items() if rank is not None))
+
+        return self.dense.renamed(ranked)
+
+    def measure(self, way: Way, keep: float) -> dict[str, Any]:
+        """A row of the table."""
+        ranks = Share(keep, way.allocation).ranks(self.curves)
+        program = self.program(ranks)
+        targets = [Target(sublayer, role) for sublayer in program.sublayers() for role, _ in sublayer.ranks]
+        calibration = Calibration(sequential=way.sequential, update=way.update)
+        plan = FactorPlan(program, dict.fromkeys(targets, Making(way.method)), calibration)
+        name = f"{keep:g} {way.allocation} {way}".replace(", ", " ").replace(" ", "-")
+        made = make_factors(self.model, plan, self.text, self.folder / name, model_hash=self.subject.model_hash)
+        for note in made.notes:
+            print(f"note: {way}, keep {keep:g}: {note}", file=sys.stderr)
+        found = self._quality(program, made.source)
+        losses = [self._loss(target, made.source) for target in targets]
+        whole = sum(parameters(curve, None) for curve in self.curves)
+        return {
+            "keep": keep,
+            "method": str(way),
+            "allocation": way.allocation,
+            "kept": total_cost(self.curves, ranks) / whole,
+            **vars(found),
+            "mean_loss": float(np.mean(losses)) if losses else 0.0,
+        }
+
+    def _moments(self) -> dict[tuple[Sublayer, bool], SecondMoment]:
+        """Of what matrices read the stream get, and of what those behind them get, in the unedited model."""
+        run, sums = ProgramRun(self.model, self.dense, self.text.ids), {}
+
+        def seen(target: Target, inputs: Tensor) -> None:
+            sums.setdefault(target, SecondMoment(inputs.shape[-1])).add(inputs)
+
+        for node in self.dense.nodes:
+            roles = {"A": ("q", "o"), "F": ("up", "down")}
+            targets = [Target(one, role) for one in Program((node,)).sublayers() for role in roles[one.kind]]
+            run.step([run.see(part, lambda sublayer: sublayer, targets, seen) for part in run.parts])
+        return {(target.sublayer, reads_stream(target)): moment for target, moment in sums.items()}
+
+    def _loss(self, target: Target, source: FactorSource) -> float:
+        whole = replace(target.sublayer, ranks=())
+        matrix, moment = self.weights.matrix(whole, target.role), self.moments[whole, reads_stream(target)]
+        values, factors = matrix.whole(), source.factors(target.sublayer, target.role, matrix)
+        nothing = Factors(torch.zeros_like(factors.first), factors.second)
+        return truncation_loss(values, factors, moment) / truncation_loss(values, nothing, moment)
+
+    def _quality(self, program: Program, factors: FactorSource) -> Estimate:
+        run = ProgramRun(self.model, program, self.windows.ids, factors=factors)
+        for _ in program.nodes:
+            run.step()
+        parts = zip(run.parts, self.references, strict=True)
+        return estimate(*joined([self.head.compare(land(part.state).stream, known) for part, known in parts]))
+
+
+def table_of(bench: Bench, keeps: Sequence[float], ways: Sequence[Way]) -> pd.DataFrame:
+    """One row per keep and way."""
+    return pd.DataFrame([bench.measure(way, keep) for keep in keeps for way in ways])
+
+
+def show(table: pd.DataFrame, title: str) -> None:
+    """Print a table for people."""
+    shown = Table("keep", "factors", "ranks", "perplexity", "divergence", "95% interval", "mean loss", title=title)
+    for row in table.itertuples():
+        ends = f"{row.divergence_low:.4f} to {row.divergence_high:.4f}"
+        numbers = (f"{row.perplexity:.2f}", f"{row.divergence:.4f}", ends, f"{row.mean_loss:.3f}")
+        shown.add_row(f"{row.keep:g}", str(row.method), str(row.allocation), *numbers)
+    Console(width=120).print(shown)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", default=["demo,demo"], metavar="MODEL,DATA[,SEPARATOR]")
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    parser.add_argument("--keep", default="0.9,0.8,0.6,0.4")
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--calibration-tokens", type=int, default=32768)
+    parser.add_argument("--damage-tokens", type=int, default=2048)
+    arguments = parser.parse_args()
+    keeps = [float(keep) for keep in arguments.keep.split(",")]
+    for named in arguments.models:
+        model, data, *separator = named.split(",")
+        bench = Bench(model, data, separator[0] if separator else None, arguments.output, arguments)
+        table = table_of(bench, keeps, WAYS)
+        write_table(bench.folder / "lowrank.csv", table)
+        base = joined([reference.quality for reference in bench.references])[0]
+        record: Mapping[str, Any] = bench.subject.provenance(
+            calibration=bench.text.source, calibration_hash=bench.text.digest, calibration_tokens=bench.text.ids.numel()
+        )
+        write_json(bench.folder / "lowrank.json", {**record, "base_perplexity": float(np.exp(base.mean()))})
+        show(table, f"{bench.subject.label}: base perplexity {np.exp(base.mean()):.2f}")
+
+
+if __name__ == "__main__":
+    main()
