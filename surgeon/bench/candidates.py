@@ -28,7 +28,7 @@ class Needs:
     Attributes:
         tokens: of prompt and output together.
         device: "cpu" or "cuda".
-        dtype, decoding: as `make_plan` takes them.
+        dtype, decoding, low_rank: as `make_plan` takes them.
     """
 
     ranks: int
@@ -36,10 +36,12 @@ class Needs:
     device: str
     dtype: str = "auto"
     decoding: str = "auto"
+    low_rank: str = "auto"
 
     def plan(self, model: str | Path, program: str | None = None) -> Plan:
         """A checkpoint's plan, as `make_plan` makes it."""
-        return make_plan(model, self.ranks, self.tokens, program, self.device, self.dtype, self.decoding)
+        ways = self.dtype, self.decoding, self.low_rank
+        return make_plan(model, self.ranks, self.tokens, program, self.device, *ways)
 
 
 def open_candidates(

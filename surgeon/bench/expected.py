@@ -33,13 +33,19 @@ def expected_decode(program: Program, runs: Sequence[RankRun], delay: float) -> 
     return fmean(
         expected_seconds(
             program,
-            [one.steps for one in ranks],
+            [_with_exchanges(one, delay) for one in ranks],
             [_rest(one) for one in ranks],
             delay,
             [one.starting for one in ranks],
         )
         for ranks in zip(*by_rank, strict=True)
     )
+
+
+def _with_exchanges(one: PassTiming, delay: float) -> list[float]:
+    """Seconds of each step, with those that it waits for what ranks exchange inside it."""
+    inside = one.inside or [0] * len(one.steps)
+    return [seconds + count * (delay + one.starting) for seconds, count in zip(one.steps, inside, strict=True)]
 
 
 def _rest(one: PassTiming) -> float:

@@ -37,11 +37,23 @@ EMBEDDING, HEAD, JOIN = "embedding", "head", "join"
 
 @dataclass(slots=True)
 class Computation:
-    """One step on one rank."""
+    """One step on one rank.
+
+    Attributes:
+        inside: how many exchanges it had to wait for, of factors that ranks share.
+        waited: seconds of them.
+    """
 
     step: Step
     began: float
     ended: float
+    inside: int = 0
+    waited: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """That it computed."""
+        return self.ended - self.began - self.waited
 
 
 @dataclass(slots=True)
@@ -89,6 +101,7 @@ class PassTiming:
         layers: collectives of the program's steps and forks.
         vocabulary: collectives of the embedding and the output head.
         starting: of waiting, what it took to start a collective, the mean.
+        inside: how many collectives each step waited for before it had computed its part.
     """
 
     decode: bool
@@ -102,6 +115,7 @@ class PassTiming:
     computations: list[Computation] = field(default_factory=list)
     exchanges: list[Exchange] = field(default_factory=list)
     starting: float = 0.0
+    inside: list[int] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
@@ -158,10 +172,11 @@ class PassRecorder:
             began=began,
             ended=ended,
             waiting=None if self.on_gpu else waiting,
-            steps=[] if self.on_gpu else [one.ended - one.began for one in self.computations],
+            steps=[] if self.on_gpu else [one.seconds for one in self.computations],
             layers=sent[0],
             vocabulary=sent[1],
             starting=fmean(one.started - one.began for one in self.exchanges) if self.exchanges else 0.0,
+            inside=[one.inside for one in self.computations],
         )
         if self.events:
             timing.computations, timing.exchanges = self.computations, self.exchanges
@@ -279,9 +294,11 @@ class TimedMachine(RankMachine):
 
     def compute(self, step: Step, stream: Tensor) -> Partial:
         self.recorder.what = step
-        began = now()
+        before, began = len(self.recorder.exchanges), now()
         partial = super().compute(step, stream)
-        self.recorder.computations.append(Computation(step, began, now()))
+        inside = self.recorder.exchanges[before:]
+        waited = sum(exchange.seconds for exchange in inside)
+        self.recorder.computations.append(Computation(step, began, now(), len(inside), waited))
         return partial
 
     def join(self, fork: Fork, added: Tensor) -> Partial:

@@ -17,6 +17,7 @@ from surgeon.cli.options import (
     DtypeOption,
     LinkBandwidthOption,
     LinkDelayOption,
+    LowRankOption,
     ProgramOption,
     RanksDeviceOption,
     RanksOption,
@@ -116,6 +117,7 @@ class RanksArguments:
     device: RanksDeviceOption = "auto"
     dtype: DtypeOption = "auto"
     decoding: DecodingOption = "auto"
+    low_rank: LowRankOption = "auto"
     collectives: Annotated[
         str, typer.Option(help="shm, gloo, nccl, auto: the fastest that fits, or none: see upper-bound.")
     ] = "auto"
@@ -210,7 +212,8 @@ def bench(
 
     loads, sending = load.loads(), on.sending(tp)
     options = on.options(tp, sending)
-    candidates = programs.candidates(model, Needs(tp, load.length, options.device, on.dtype, on.decoding))
+    needs = Needs(tp, load.length, options.device, on.dtype, on.decoding, on.low_rank)
+    candidates = programs.candidates(model, needs)
     files.check(options.device)
     texts = _texts(candidates, sending.compression, data, load)
     with Ranks(options) as ranks:

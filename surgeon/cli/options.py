@@ -132,6 +132,16 @@ DecodingOption = Annotated[
         "(static), recorded as CUDA graphs (captured), or auto: dynamic on a CPU, captured on GPUs where it can be.",
     ),
 ]
+LowRankOption = Annotated[
+    str,
+    typer.Option(
+        "--low-rank",
+        metavar="[auto|gather|replicate|base]",
+        help="How ranks share matrices that are two factors: first factors shared out and gathered in rank space "
+        "(gather: DeInfer), whole on every rank (replicate), as measured where they run (auto), or a sum after every "
+        "pair of factors (base: what DeInfer is compared with).",
+    ),
+]
 LinkDelayOption = Annotated[
     str | None,
     typer.Option(
@@ -168,6 +178,7 @@ class RunArguments:
     device: RanksDeviceOption = "auto"
     dtype: DtypeOption = "auto"
     decoding: DecodingOption = "auto"
+    low_rank: LowRankOption = "auto"
     collectives: CollectivesOption = "auto"
     link_delay: LinkDelayOption = None
     link_bandwidth: LinkBandwidthOption = None
@@ -200,4 +211,5 @@ class RunArguments:
         """
         from surgeon.runtime.service import ServiceOptions
 
-        return ServiceOptions(ranks, self.program, dtype=self.dtype, decoding=self.decoding, **more)
+        ways = {"dtype": self.dtype, "decoding": self.decoding, "low_rank": self.low_rank}
+        return ServiceOptions(ranks, self.program, **(ways | more))

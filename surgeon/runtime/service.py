@@ -58,6 +58,7 @@ class ServiceOptions:
         patience: seconds without any progress after which ranks that have something to do are given up.
         dtype: to compute in, as `make_plan` takes it.
         decoding: how passes that add one token to each text are computed, as `Plan.decoding`.
+        low_rank: how ranks share matrices that are two factors, as `Plan.low_rank`.
 
     Raises:
         ValueError: if the ranks are not connected, or a number is too small.
@@ -73,6 +74,7 @@ class ServiceOptions:
     patience: float = PATIENCE_SECONDS
     dtype: str = "auto"
     decoding: str = "auto"
+    low_rank: str = "auto"
 
     def __post_init__(self) -> None:
         if self.ranks.collectives == "none":
@@ -128,7 +130,8 @@ class Service:
         """
         self.options = options = options or ServiceOptions()
         ranks, device, program = options.ranks.ranks, options.ranks.device, options.program
-        self.plan = make_plan(model, ranks, options.max_tokens, program, device, options.dtype, options.decoding)
+        ways = options.dtype, options.decoding, options.low_rank
+        self.plan = make_plan(model, ranks, options.max_tokens, program, device, *ways)
         self.blocks = choose_blocks(
             self.plan, device, options.max_batch, options.blocks, options.memory, ranks_of_this_machine(ranks)
         )

@@ -219,4 +219,5 @@ def plan_of(vllm_config: Any) -> Plan:
         get_tensor_model_parallel_world_size(),
         model.max_model_len,
         dtype=str(model.dtype).removeprefix("torch."),
+        low_rank="replicate",  # vLLM's ranks reduce, and gather nothing inside a step
     )

@@ -160,19 +160,26 @@ class ModelWeights:
         """The same, with gains of heads as they are stored."""
         found = self.norms(sublayer, dtype)
         for projection in self.family.spec(sublayer.kind).projections:
-            role = projection.role
-            matrix = self.matrix(sublayer, role)
-            if sublayer.rank(role) is None:
-                found[f"{role}.weight"] = matrix.whole(dtype)
-            else:
-                assert isinstance(matrix, Factored | Factorised)
-                first, second = matrix.factors()
-                found[f"{role}.first.weight"] = first.to(dtype or matrix.dtype)
-                found[f"{role}.second.weight"] = second.to(dtype or matrix.dtype)
-            bias = self.bias(sublayer, role, dtype)
-            if bias is not None:
-                found[f"{role}.bias"] = bias
+            found |= self._projection_tensors(sublayer, projection.role, dtype)
         return found
+
+    def written(self, sublayer: Sublayer, dtype: torch.dtype | None = None) -> Tensors:
+        """What it writes to the stream with, of all that `by_role` gives."""
+        spec = self.family.spec(sublayer.kind)
+        (role,) = (projection.role for projection in spec.projections if not projection.reads_stream)
+        return self._projection_tensors(sublayer, role, dtype)
+
+    def _projection_tensors(self, sublayer: Sublayer, role: str, dtype: torch.dtype | None) -> Tensors:
+        matrix = self.matrix(sublayer, role)
+        if sublayer.rank(role) is None:
+            found = {f"{role}.weight": matrix.whole(dtype)}
+        else:
+            assert isinstance(matrix, Factored | Factorised)
+            first, second = matrix.factors()
+            kept = dtype or matrix.dtype
+            found = {f"{role}.first.weight": first.to(kept), f"{role}.second.weight": second.to(kept)}
+        bias = self.bias(sublayer, role, dtype)
+        return found if bias is None else found | {f"{role}.bias": bias}
 
     def _gains_in_turn(self, gains: Tensor, sublayer: Sublayer, role: str) -> Tensor:
         """A gain for each head of a slice of a fused layer, of gains for one KV group of each turn."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 
 import surgeon
@@ -13,7 +15,7 @@ from surgeon.checkpoint.export import Original, plan_export, write_export
 from surgeon.checkpoint.kept_factors import KeptFactors, file_name
 from surgeon.program import Program, Sublayer
 from surgeon.weights import Factors, Groups, ModelWeights, TruncatedSVD, WeightMatrix
-from tests.checkpoint.helpers import load_shipped, logits_of, plain_logits, relative_error, run_export, save_source
+from tests.checkpoint.helpers import IDS, load_shipped, logits_of, plain_logits, relative_error, run_export, save_source
 from tests.models import save_checkpoint
 
 PROGRAM = "A0@q5,o6 F0@gate9 A1 F1 >A2~A3@k3 F2/2:1@down4"
@@ -135,3 +137,25 @@ def test_slices_of_stored_factors_are_read_alone(tmp_path: Path) -> None:
     assert torch.equal(q.factors().second, layer.self_attn.q_proj.second.weight[16:])
     assert torch.equal(o.factors().first, layer.self_attn.o_proj.first.weight[:, 16:])
     assert torch.allclose(q.rows(2, 5), q.whole()[2:5])
+
+
+def test_factors_are_trained_and_come_back(tmp_path: Path) -> None:
+    """By adapters on both factors, merged and exported, and in full, through the modeling file inside."""
+    save_source(tmp_path / "source")
+    run_export(tmp_path / "source", tmp_path / "low", "A0@q5,o6 F0@gate9 >A1 >F1")
+    options = LoraConfig(target_modules=["first", "second"], r=2, init_lora_weights=False)
+    lora = get_peft_model(surgeon.load(tmp_path / "low"), options).eval()
+    expected = logits_of(lora)
+    surgeon.export(lora.merge_and_unload(), tmp_path / "merged")
+    assert relative_error(logits_of(load_shipped(tmp_path / "merged")), expected) < 1e-5
+    trained = load_shipped(tmp_path / "low").train()
+    optimizer = torch.optim.SGD(trained.parameters(), lr=1.0)
+    trained(input_ids=IDS, labels=IDS).loss.backward()
+    layer = trained.model.layers.get_submodule("0")
+    assert all(layer.self_attn.q_proj.get_submodule(one).weight.grad.abs().sum() > 0 for one in ("first", "second"))
+    optimizer.step()
+    trained.eval().save_pretrained(tmp_path / "trained")
+    after = logits_of(trained)
+    assert relative_error(after, logits_of(load_shipped(tmp_path / "low"))) > 1e-3
+    shutil.copy(tmp_path / "low" / "modeling_surgeon_program.py", tmp_path / "trained")
+    assert torch.equal(logits_of(surgeon.load(tmp_path / "trained")), after)

@@ -21,7 +21,7 @@ from surgeon.runtime.batching.request import UNDEFINED, TokenLogprob, UndefinedL
 from surgeon.runtime.batching.sequence import Row, Wanted
 from surgeon.runtime.comm.collectives import Collectives
 from surgeon.runtime.model.ends import Ends, Index, Vocabulary
-from surgeon.runtime.model.layers import Attend, Attention, Pass, rotation
+from surgeon.runtime.model.layers import Attend, Pass, rotation
 from surgeon.runtime.model.paged_cache import PagedCache, PagedLayout
 from surgeon.runtime.model.program import Phase, RankProgram
 from surgeon.runtime.model.static_decode import CudaRecorder, StaticDecode
@@ -90,10 +90,8 @@ class RankEngine(RankProgram):
 
     def new_cache(self, blocks: int) -> PagedCache:
         """An empty cache for the attentions of this rank's work."""
-        attentions = [self.sublayers[attention] for attention in self.attentions()]
-        kv_heads = [made.kv_heads for made in attentions if isinstance(made, Attention)]
         spare = 0 if self._static is None else self._static.spare_blocks
-        return PagedCache(kv_heads, blocks + spare, self.plan.head_dim, self.vocabulary.embedding)
+        return PagedCache(self.kv_heads(), blocks + spare, self.plan.head_dim, self.vocabulary.embedding)
 
     def reusable_cache(self, blocks: int) -> PagedCache:
         """A cache of at least so many blocks, for when all that used the one returned before have ended.

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surgeon.families import SublayerSpec
-from surgeon.runtime.model.linear import count_outputs, linear_map
+from surgeon.runtime.model.linear import Maps, count_outputs
 from surgeon.runtime.plan.specification import Plan, Rotary
 from surgeon.weights import Tensors
 
@@ -110,15 +110,17 @@ class Norm:
 class Attention:
     """A slice of an attention sublayer, its norm inside; the output is the slice's part of the sum.
 
+    With T tokens and a stream of h features that is (T, h), or what its maps make it.
+
     A norm behind the sublayer (Gemma2) is not in it: it needs the whole sum.
     """
 
     def __init__(
-        self, tensors: Tensors, spec: SublayerSpec, plan: Plan, window: int | None, rotates: bool = True
+        self, tensors: Tensors, maps: Maps, spec: SublayerSpec, plan: Plan, window: int | None, rotates: bool = True
     ) -> None:
         self.norm = Norm(tensors, "norm", plan)
-        self.qkv = linear_map(tensors, ["q", "k", "v"])
-        self.o = linear_map(tensors, ["o"], plan.output_scale)
+        self.qkv = maps.reading(["q", "k", "v"])
+        self.o = maps.writing("o")
         self.rotates = rotates
         self.head_dim = plan.head_dim
         self.heads = count_outputs(tensors, "q") // plan.head_dim
@@ -144,13 +146,16 @@ class Attention:
 
 
 class FeedForward:
-    """A slice of a feed-forward sublayer, its norm inside; the output is the slice's part of the sum."""
+    """A slice of a feed-forward sublayer, its norm inside; the output is the slice's part of the sum.
 
-    def __init__(self, tensors: Tensors, spec: SublayerSpec, plan: Plan) -> None:
+    With T tokens and a stream of h features that is (T, h), or what its maps make it.
+    """
+
+    def __init__(self, tensors: Tensors, maps: Maps, spec: SublayerSpec, plan: Plan) -> None:
         self.norm = Norm(tensors, "norm", plan)
         self.gated = any(projection.role == "gate" for projection in spec.projections)
-        self.up = linear_map(tensors, ["gate", "up"] if self.gated else ["up"])
-        self.down = linear_map(tensors, ["down"], plan.output_scale)
+        self.up = maps.reading(["gate", "up"] if self.gated else ["up"])
+        self.down = maps.writing("down")
         self.activation = activation(plan.activation)
 
     def __call__(self, stream: Tensor) -> Tensor:

@@ -5,10 +5,14 @@ Shapes: T tokens of a pass.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from surgeon.weights import Tensors
+
+LinearMap = Callable[[Tensor], Tensor]  # of (T, in_features)
 
 
 def transposed(weight: Tensor) -> Tensor:
@@ -60,7 +64,7 @@ class LowRank:
         weights: list[Tensor] = []
         biases: list[Tensor | None] = []
         for role in roles:
-            factored, bias = f"{role}.first.weight" in tensors, tensors.get(f"{role}.bias")
+            factored, bias = is_factored(role, tensors), tensors.get(f"{role}.bias")
             weights.append(tensors[f"{role}.first.weight" if factored else f"{role}.weight"])
             biases.append(None if factored else bias)
             self.seconds.append(Linear([tensors[f"{role}.second.weight"]], [bias]) if factored else None)
@@ -75,15 +79,44 @@ class LowRank:
         return y if self.scale is None else y.mul_(self.scale)
 
 
-def linear_map(tensors: Tensors, roles: list[str], scale: float | None = None) -> Linear | LowRank:
-    """The projections with these roles, of a slice of a sublayer whose tensors are given by role.
+class Maps:
+    """The linear maps of a slice of a sublayer, as a rank computes them by itself.
 
     Args:
-        scale: what the output is multiplied by, if anything.
+        tensors: of the slice, by role.
+        scale: what is multiplied with what is written to the stream, if anything.
+        in_rank_space: whether what is written leaves out the second factor, which follows when parts have been summed.
     """
-    if any(f"{role}.first.weight" in tensors for role in roles):
-        return LowRank(tensors, roles, scale)
+
+    def __init__(self, tensors: Tensors, scale: float | None, in_rank_space: bool = False) -> None:
+        self.tensors = tensors
+        self.scale = scale
+        self.in_rank_space = in_rank_space
+
+    def reading(self, roles: list[str]) -> LinearMap:
+        """The projections with these roles, of the normed stream: (T, h) to (T, all out_features)."""
+        tensors = self.tensors
+        if any(is_factored(role, tensors) for role in roles):
+            return LowRank(tensors, roles)
+        return whole_map(tensors, roles)
+
+    def writing(self, role: str) -> LinearMap:
+        """The projection to the stream: (T, in_features) to (T, h), or to (T, rank) in rank space."""
+        if self.in_rank_space:
+            return Linear([self.tensors[f"{role}.first.weight"]], [None])
+        if is_factored(role, self.tensors):
+            return LowRank(self.tensors, [role], self.scale)
+        return whole_map(self.tensors, [role], self.scale)
+
+
+def whole_map(tensors: Tensors, roles: list[str], scale: float | None = None) -> Linear:
+    """Projections that are whole matrices, as one product."""
     return Linear([tensors[f"{role}.weight"] for role in roles], [tensors.get(f"{role}.bias") for role in roles], scale)
+
+
+def is_factored(role: str, tensors: Tensors) -> bool:
+    """Whether a projection is two factors."""
+    return f"{role}.first.weight" in tensors
 
 
 def count_outputs(tensors: Tensors, role: str) -> int:

@@ -14,12 +14,16 @@ import torch
 from torch import Tensor
 
 from surgeon.execute import Branch, Machine, Partial, Pending, State, advance, land
-from surgeon.program import ATTENTION, Fork, Program, Step, Sublayer
+from surgeon.families import Projection
+from surgeon.program import ATTENTION, WRITING, Fork, Program, Step, Sublayer
 from surgeon.runtime.comm.collectives import Collectives, Counts
 from surgeon.runtime.model.layers import Attention, FeedForward, Norm, Pass, torch_dtype
-from surgeon.runtime.plan.placement import Group, Part, Work, assigned_branches, groups_within, rank_work
+from surgeon.runtime.model.linear import Linear, LinearMap, Maps, is_factored
+from surgeon.runtime.model.low_rank import BaseMaps, SharedMaps, Sharing, gathering_is_faster
+from surgeon.runtime.model.outputs import StepOutputs, summed_in_rank_space
+from surgeon.runtime.plan.placement import Group, Part, Work, assigned_branches, computed_of, groups_within, rank_work
 from surgeon.runtime.plan.specification import Plan
-from surgeon.weights import ModelWeights
+from surgeon.weights import ModelWeights, Tensors
 
 
 @dataclass
@@ -61,31 +65,101 @@ class RankProgram:
         for group in groups_within(self.program, plan.ranks):
             self.groups[group] = collectives.subgroup(group)
         self.work = rank_work(self.program, self.rank, plan.ranks)
-        self.sublayers: dict[Sublayer, Attention | FeedForward] = {}
-        self.post_norms: dict[Sublayer, Norm] = {}
+        self.sublayers: dict[PartKey, Attention | FeedForward] = {}
+        self.norms: dict[Sublayer, Norm] = {}
+        self.outputs: dict[Step, StepOutputs] = {}  # of steps that this rank has slices of
+        self._ways: dict[tuple[object, ...], bool] = {}  # whether first factors of one shape are shared out
 
     def load(self, source: ModelWeights) -> None:
-        """The slices of this rank's work, and the norms behind the sublayers of every step it has a share in."""
-        plan = self.plan
-        for sublayer in {part.sublayer for work in self.work for part in work.parts}:
-            tensors = source.sublayer(sublayer, torch_dtype(plan))
-            tensors = {name: tensor.to(self.device) for name, tensor in tensors.items()}
-            spec = plan.family.spec(sublayer.kind)
-            if sublayer.kind == ATTENTION:
-                self.sublayers[sublayer] = Attention(tensors, spec, plan, plan.window(sublayer), plan.rotates(sublayer))
-            else:
-                self.sublayers[sublayer] = FeedForward(tensors, spec, plan)
-        for sublayer in {sublayer for work in self.work for sublayer in work.step.sublayers}:
-            if plan.family.spec(sublayer.kind).post_norm is not None:
-                norms = {
-                    name: tensor.to(self.device) for name, tensor in source.norms(sublayer, torch_dtype(plan)).items()
-                }
-                self.post_norms[sublayer] = Norm(norms, "post_norm", plan)
+        """The slices of this rank's work, and what stands behind the sums of every step it has a share in."""
+        for work in self.work:
+            for sublayer in dict.fromkeys(work.step.sublayers):
+                self._load_norm(sublayer, source)
+            if not work.whole and work.step not in self.outputs:
+                self.outputs[work.step] = self._step_outputs(work.step, source)
+            for part in work.parts:
+                if part_key(part) not in self.sublayers:
+                    self.sublayers[part_key(part)] = self._made(work, part, source)
+
+    def _load_norm(self, sublayer: Sublayer, source: ModelWeights) -> None:
+        if self.plan.family.spec(sublayer.kind).post_norm is not None and sublayer not in self.norms:
+            tensors = source.norms(sublayer, torch_dtype(self.plan))
+            self.norms[sublayer] = Norm(self._here(tensors), "post_norm", self.plan)
+
+    def _here(self, tensors: Tensors) -> Tensors:
+        return {name: tensor.to(self.device) for name, tensor in tensors.items()}
+
+    def _step_outputs(self, step: Step, source: ModelWeights) -> StepOutputs:
+        norms = {index: self.norms[one] for index, one in enumerate(step.sublayers) if one in self.norms}
+        seconds: dict[int, tuple[int, LinearMap]] = {}
+        for index in self._in_rank_space(step):
+            sublayer = step.sublayers[index]
+            (role,) = (projection.role for projection in self._projections(sublayer) if projection.role in WRITING)
+            tensors = self._here(source.written(sublayer, torch_dtype(self.plan)))
+            second = Linear([tensors[f"{role}.second.weight"]], [tensors.get(f"{role}.bias")], self.plan.output_scale)
+            seconds[index] = tensors[f"{role}.second.weight"].shape[1], second
+        return StepOutputs(step, self.plan.hidden, seconds, norms)
+
+    def _in_rank_space(self, step: Step) -> frozenset[int]:
+        if self.plan.low_rank == "base":
+            return frozenset()
+        return summed_in_rank_space(step, self.plan.hidden, all(one in self.norms for one in step.sublayers))
+
+    def _projections(self, sublayer: Sublayer) -> tuple[Projection, ...]:
+        return self.plan.family.spec(sublayer.kind).projections
+
+    def _made(self, work: Work, part: Part, source: ModelWeights) -> Attention | FeedForward:
+        """What computes a part, with its weights."""
+        plan, sublayer = self.plan, computed_of(self.plan, work, part)
+        tensors = self._here(source.sublayer(sublayer, torch_dtype(plan)))
+        maps = self._maps(work, part, tensors, based=sublayer != part.sublayer)
+        spec = plan.family.spec(sublayer.kind)
+        if sublayer.kind == ATTENTION:
+            return Attention(tensors, maps, spec, plan, plan.window(sublayer), plan.rotates(sublayer))
+        return FeedForward(tensors, maps, spec, plan)
+
+    def _maps(self, work: Work, part: Part, tensors: Tensors, based: bool) -> Maps:
+        """The linear maps of a part: by itself, or together with the ranks that share its sublayer."""
+        scale = self.plan.output_scale
+        if len(part.sharers) == 1 or not part.sublayer.ranks:
+            return Maps(tensors, scale)
+        sharing = Sharing(self.groups[part.sharers], lambda: self.counts.layers)
+        if based:
+            return BaseMaps(tensors, scale, sharing)
+        in_rank_space = part.index in self._in_rank_space(work.step)
+        alone, shared = (Maps(tensors, scale, in_rank_space), SharedMaps(tensors, scale, in_rank_space, sharing))
+        return shared if self._shares_out(part, alone, shared) else alone
+
+    def _shares_out(self, part: Part, alone: Maps, shared: SharedMaps) -> bool:
+        """Whether first factors are shared out: as the plan says, or as measured once for each shape."""
+        if self.plan.low_rank != "auto":
+            return self.plan.low_rank == "gather"
+        roles = [one.role for one in self._projections(part.sublayer) if one.reads_stream]
+        if not any(is_factored(role, alone.tensors) for role in roles):
+            return False
+        key = (part.sublayer.kind, part.sublayer.ranks, part.sharers)
+        if key not in self._ways:
+            like = next(iter(alone.tensors.values()))
+            x = torch.zeros(1, self.plan.hidden, dtype=like.dtype, device=like.device)
+            collectives = self.groups[part.sharers]
+            before = self.counts
+            self.counts = Phase()  # what measuring sends is no pass's
+            self._ways[key] = gathering_is_faster(alone.reading(roles), shared.reading(roles), x, collectives)
+            self.counts = before
+        return self._ways[key]
 
     def attentions(self) -> list[Sublayer]:
         """The attentions of this rank's work, by cache slot."""
+        return [part.sublayer for part in self._slots()]
+
+    def kv_heads(self) -> list[int]:
+        """How many KV heads this rank has of each, once they are loaded."""
+        attentions = [self.sublayers[part_key(part)] for part in self._slots()]
+        return [made.kv_heads for made in attentions if isinstance(made, Attention)]
+
+    def _slots(self) -> list[Part]:
         parts = [part for work in self.work for part in work.parts if part.slot is not None]
-        return [part.sublayer for part in sorted(parts, key=lambda part: part.slot or 0)]
+        return sorted(parts, key=lambda part: part.slot or 0)
 
     def run(self, state: State, shared: Pass) -> State:
         """The state after the program; what its last node left pending may be on its way still."""
@@ -103,12 +177,19 @@ class RankProgram:
         return RankMachine(self, shared, group, work)
 
 
+PartKey = tuple[Sublayer, Group]
+
+
+def part_key(part: Part) -> PartKey:
+    """Parts of one key have the same weights: what is exchanged inside a sublayer depends on who shares it."""
+    return part.sublayer, part.sharers if part.sublayer.ranks else ()
+
+
 class RankMachine(Machine):
     """One forward pass on one rank, seen from a group of ranks it belongs to.
 
-    A norm behind a sublayer (Gemma2) needs the sublayer's whole output. Where a rank computes whole sublayers it
-    applies the norm itself, and the step is reduced like any other. Where it computes slices, the parts of the step's
-    sublayers are reduced side by side, in one collective, and every rank then norms the sums and adds them.
+    Where the rank computes whole sublayers, a norm behind one (Gemma2) is applied here, and the step is reduced like
+    any other. Where it computes slices, `StepOutputs` says what is reduced.
     """
 
     def __init__(self, rank_program: RankProgram, shared: Pass, group: Group, work: Iterator[Work]) -> None:
@@ -122,33 +203,21 @@ class RankMachine(Machine):
         assert work.step == step, f"the executor is at {step}, the rank's work at {work.step}"
         outputs = [self._output(part, stream) for part in work.parts]
         self.rank_program.passes += 1 / len(self.rank_program.work)
-        if self.rank_program.post_norms and not work.whole:
-            return self._side_by_side(work, outputs)
-        return Partial(reduce(torch.add, outputs))
+        if work.whole:
+            return Partial(reduce(torch.add, (self._normed(part, output) for part, output in outputs)))
+        step_outputs = self.rank_program.outputs[step]
+        return step_outputs.partial([(part.index, output) for part, output in outputs])
 
-    def _output(self, part: Part, stream: Tensor) -> Tensor:
-        made = self.rank_program.sublayers[part.sublayer]
+    def _output(self, part: Part, stream: Tensor) -> tuple[Part, Tensor]:
+        made = self.rank_program.sublayers[part_key(part)]
         if isinstance(made, Attention):
             assert part.slot is not None
-            output = made(stream, part.slot, self.shared)
-        else:
-            output = made(stream)
-        norm = self.rank_program.post_norms.get(part.sublayer)  # slices have none
+            return part, made(stream, part.slot, self.shared)
+        return part, made(stream)
+
+    def _normed(self, part: Part, output: Tensor) -> Tensor:
+        norm = self.rank_program.norms.get(part.sublayer)
         return output if norm is None else norm(output)
-
-    def _side_by_side(self, work: Work, outputs: list[Tensor]) -> Partial:
-        """This rank's parts of the outputs of the step's sublayers, (sublayers, tokens, hidden), and their norms."""
-        norms = [self.rank_program.post_norms[sublayer] for sublayer in work.step.sublayers]
-
-        def finish(totals: Tensor) -> Tensor:
-            return reduce(torch.add, (norm(total) for norm, total in zip(norms, totals, strict=True)))
-
-        if len(norms) == 1:
-            return Partial(outputs[0][None], finish)
-        stacked = outputs[0].new_zeros(len(norms), *outputs[0].shape)
-        for part, output in zip(work.parts, outputs, strict=True):
-            stacked[part.index] = output
-        return Partial(stacked, finish)
 
     def reduce(self, partial: Partial) -> Pending:
         part, finish = partial

@@ -20,7 +20,7 @@ from surgeon.families.fused import FUSED
 from surgeon.model import check_layers
 from surgeon.program import Program, Sublayer
 from surgeon.runtime.plan.placement import rank_work
-from surgeon.runtime.plan.specification import OWN_ACTIVATIONS, Decoding, Plan, Rotary
+from surgeon.runtime.plan.specification import OWN_ACTIVATIONS, Decoding, LowRankMode, Plan, Rotary
 from surgeon.weights import ModelWeights, indivisible, require_sliceable
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -37,6 +37,7 @@ def make_plan(
     device: str = "cpu",
     dtype: str = "auto",
     decoding: str = "auto",
+    low_rank: str = "auto",
 ) -> Plan:
     """Check that a checkpoint's program can run on this many ranks with texts this long, and gather what they need.
 
@@ -48,6 +49,7 @@ def make_plan(
         dtype: to compute in, "float32", "bfloat16" or "float16"; "auto" for that of the stored embedding, but
             float32 for 16-bit weights on a CPU.
         decoding: as `Plan.decoding`.
+        low_rank: as `Plan.low_rank`.
 
     Raises:
         FileNotFoundError: if there is no such model or a file of it is missing.
@@ -65,7 +67,8 @@ def make_plan(
     if max_tokens is None:
         max_tokens = _most_tokens(config, family, source)
     _check_length(config, family, source, max_tokens)
-    asked = {"program": str(parsed), "ranks": ranks, "decoding": _decoding(decoding)}
+    ways = {"decoding": _decoding(decoding), "low_rank": _low_rank(low_rank)}
+    asked = {"program": str(parsed), "ranks": ranks, **ways}
     computed = _dtype(dtype) or str(compute_dtype(checkpoint, family, device)).removeprefix("torch.")
     return _gather(checkpoint.folder, config, source, max_tokens, dtype=computed, **asked)
 
@@ -139,6 +142,14 @@ def _decoding(wanted: str) -> Decoding:
         if one == wanted:
             return one
     raise ValueError(f"there is no decoding {wanted!r}; {did_you_mean(wanted, known)}")
+
+
+def _low_rank(wanted: str) -> LowRankMode:
+    known: tuple[LowRankMode, ...] = get_args(LowRankMode)
+    for one in known:
+        if one == wanted:
+            return one
+    raise ValueError(f"there is no way {wanted!r} of sharing factors among ranks; {did_you_mean(wanted, known)}")
 
 
 def _check_shapes(program: Program, source: ModelWeights, config: Any) -> None:

@@ -9,7 +9,7 @@ from surgeon.families.base import Unit
 from surgeon.memory import free_bytes, gpu_free_bytes, show_size
 from surgeon.program import Program, Sublayer
 from surgeon.runtime.batching.blocks import BLOCK_TOKENS, blocks_for
-from surgeon.runtime.plan.placement import rank_work
+from surgeon.runtime.plan.placement import computed_of, rank_work
 from surgeon.runtime.plan.specification import Plan
 from surgeon.weights import ModelWeights, unit_bounds
 
@@ -36,10 +36,11 @@ def footprint(plan: Plan) -> Footprint:
         rows += source.shape(f"{plan.family.position_embedding}.weight")[0]
     weights, block = [], []
     for rank in range(plan.ranks):
-        parts = [part for work in rank_work(program, rank, plan.ranks) for part in work.parts]
-        numbers = sum(_numbers(source, sublayer) for sublayer in {part.sublayer for part in parts})
+        work = rank_work(program, rank, plan.ranks)
+        numbers = sum(_numbers(source, one) for one in {part.sublayer for each in work for part in each.parts})
         weights.append((rows * plan.hidden + numbers) * plan.dtype_bytes)
-        kv_heads = sum(_kv_heads(source, part.sublayer) for part in parts if part.slot is not None)
+        attentions = [(each, part) for each in work for part in each.parts if part.slot is not None]
+        kv_heads = sum(_kv_heads(source, computed_of(plan, each, part)) for each, part in attentions)
         block.append(2 * kv_heads * plan.head_dim * BLOCK_TOKENS * plan.dtype_bytes)
     return Footprint(tuple(weights), tuple(block))
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from surgeon.program import ATTENTION, Fork, Node, Program, Step, Sublayer, ranks_per_branch
+from surgeon.runtime.plan.specification import Plan
 
 Group = tuple[int, ...]  # ranks that share a piece of work, in ascending order
 
@@ -23,11 +24,13 @@ class Part:
         sublayer: the slice of it that this rank computes.
         index: which of the step's sublayers it belongs to.
         slot: for attentions, which cache slot of the rank it uses (an attention that occurs twice has two).
+        sharers: the ranks that compute slices of the same sublayer of the step, this one among them.
     """
 
     sublayer: Sublayer
     index: int
     slot: int | None = None
+    sharers: Group = ()
 
 
 @dataclass(frozen=True)
@@ -53,12 +56,25 @@ def rank_work(program: Program, rank: int, ranks: int) -> tuple[Work, ...]:
     slots = 0
     for step, group in _visits(program.nodes, rank, tuple(range(ranks))):
         parts = []
-        for index, sublayer in step_parts(step, group.index(rank), len(group)):
+        member = group.index(rank)
+        sharers = tuple(group[other] for other in sharing(step, member, len(group)))
+        for index, sublayer in step_parts(step, member, len(group)):
             attends = sublayer.kind == ATTENTION
-            parts.append(Part(sublayer, index, slots if attends else None))
+            parts.append(Part(sublayer, index, slots if attends else None, sharers))
             slots += attends
         work.append(Work(step, tuple(parts)))
     return tuple(work)
+
+
+def computed_of(plan: Plan, work: Work, part: Part) -> Sublayer:
+    """What a rank computes of a part's sublayer: its slice, or in the paper's Base some rank columns of the whole.
+
+    Base is for sublayers of which every matrix is two factors; others are shared as in every other way.
+    """
+    whole = work.step.sublayers[part.index]
+    roles = {projection.role for projection in plan.family.spec(whole.kind).projections}
+    as_base = plan.low_rank == "base" and len(part.sharers) > 1 and {role for role, _ in whole.ranks} == roles
+    return whole if as_base else part.sublayer
 
 
 def step_parts(step: Step, member: int, members: int) -> tuple[tuple[int, Sublayer], ...]:
@@ -80,6 +96,18 @@ def step_parts(step: Step, member: int, members: int) -> tuple[tuple[int, Sublay
     return tuple((index, _slice(sublayer, member, members)) for index, sublayer in enumerate(sublayers))
 
 
+def sharing(step: Step, member: int, members: int) -> range:
+    """The members of a group that compute slices of the same sublayers of a step as this one."""
+    count = len(step.sublayers)
+    if len({sublayer.kind for sublayer in step.sublayers}) == 1:
+        if members % count == 0:
+            each = members // count
+            return range(member // each * each, (member // each + 1) * each)
+        if count % members == 0:
+            return range(member, member + 1)
+    return range(members)
+
+
 def assigned_branches(fork: Fork, rank: int, group: Group) -> tuple[tuple[tuple[Node, ...], ...], Group]:
     """The branches of a fork that this rank computes or helps compute, and the group of ranks that computes each.
 
@@ -94,9 +122,16 @@ def assigned_branches(fork: Fork, rank: int, group: Group) -> tuple[tuple[tuple[
 
 
 def groups_within(program: Program, ranks: int) -> list[Group]:
-    """Every group of two ranks or more, but not all of them, that reduces among itself; the same list on every rank."""
+    """Every group of two ranks or more, but not all of them, that exchanges something; the same list on every rank.
+
+    Those that run steps and forks reduce among themselves; those that share a sublayer with factors gather what the
+    first ones give.
+    """
     everybody = tuple(range(ranks))
     found = {group for rank in everybody for group in _groups(program.nodes, rank, everybody)}
+    if any(sublayer.ranks for sublayer in program.sublayers()):
+        work = (work for rank in everybody for work in rank_work(program, rank, ranks))
+        found |= {part.sharers for one in work for part in one.parts if part.sublayer.ranks}
     return sorted(group for group in found if 1 < len(group) < ranks)
 
 

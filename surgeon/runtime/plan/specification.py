@@ -15,6 +15,13 @@ from surgeon.program import Sublayer
 Decoding = Literal["auto", "dynamic", "static", "captured"]
 
 
+# How ranks that share a sublayer with two factors in place of a matrix compute it. First factors of what reads the
+# stream are shared out by rank columns, and what they give is gathered (DeInfer), or every rank has them whole
+# (replicate); auto measures both where the ranks run. What is added to the stream is summed before the second factor
+# where that is less. Base shares out both factors of each matrix by rank columns, and sums after every pair: what
+# DeInfer is compared with.
+LowRankMode = Literal["auto", "gather", "replicate", "base"]
+
 # What ranks compute without asking `transformers`, which takes seconds to import (see model/layers.py).
 OWN_ACTIVATIONS = ("silu", "swish", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh")
 
@@ -56,6 +63,7 @@ class Plan:
         logit_softcap: the bound of output logits after that, if any.
         rotary_layers: which layers' attentions have rotary positions; all of them where it is empty.
         decoding: how passes that add one token to each text are computed.
+        low_rank: how ranks share matrices that are two factors.
         described: the architecture, where the model type alone does not say it (checkpoints in the fused form).
     """
 
@@ -83,6 +91,7 @@ class Plan:
     logit_softcap: float | None = None
     rotary_layers: tuple[bool, ...] = ()
     decoding: Decoding = "auto"
+    low_rank: LowRankMode = "auto"
     described: Family | None = None
 
     @property

@@ -1,0 +1,175 @@
+"""How several ranks compute the factors of a sublayer together: DeInfer's way, and the way it is compared with.
+
+A sublayer's projections W = B A of the stream are cut by heads or neurons, so that each rank needs some rows of every
+second factor B, but all that the first factors A give, their sum of ranks R. In DeInfer each rank computes R / n of
+that, of all first factors together in one product, and one all-gather gives it to all. What is written to the stream
+goes the other way: each rank has its part of what the first factor gives, and the sum over the ranks, of as many values
+as the rank, goes through the second factor (`surgeon.runtime.model.outputs`).
+
+Base has each matrix W = B A by itself: a rank has some columns of B and rows of A, and every product is summed over the
+ranks, so that all of them have all heads.
+
+Shapes: T tokens of a pass, n ranks that share the sublayer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from surgeon.runtime.comm.collectives import Collectives, Counts
+from surgeon.runtime.model.linear import Linear, LinearMap, LowRank, Maps, is_factored
+from surgeon.weights import Tensors
+
+ROUNDS, WARM_UPS = 5, 2  # of measuring which way is faster
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """The ranks that share a sublayer, as one of them sees it.
+
+    Attributes:
+        collectives: of these ranks.
+        counts: where to count what is exchanged.
+    """
+
+    collectives: Collectives
+    counts: Callable[[], Counts]
+
+    @property
+    def member(self) -> int:
+        """Which of the ranks this is."""
+        return self.collectives.group.index(self.collectives.rank)
+
+    @property
+    def members(self) -> int:
+        """How many share the sublayer."""
+        return len(self.collectives.group)
+
+    def gather(self, part: Tensor) -> Tensor:
+        """The parts of all ranks, (T, c) each, side by side: (T, n * c)."""
+        gathered = self.collectives.all_gather(part, self.counts())
+        return gathered.transpose(0, 1).reshape(len(part), -1)
+
+    def sum(self, part: Tensor) -> Tensor:
+        """The sum over all ranks."""
+        return self.collectives.all_reduce(part, self.counts())()
+
+    def share(self, rank: int) -> slice:
+        """This rank's part of a number of rank columns; the last ranks may have fewer."""
+        each = -(-rank // self.members)
+        return slice(min(rank, self.member * each), min(rank, (self.member + 1) * each))
+
+
+class Gathered:
+    """Projections of the same input whose first factors are shared out among ranks.
+
+    Args:
+        tensors: of this rank's slice, by role, first factors whole.
+        roles: in the order of the output.
+    """
+
+    def __init__(self, tensors: Tensors, roles: list[str], sharing: Sharing) -> None:
+        self.sharing = sharing
+        factored = [role for role in roles if is_factored(role, tensors)]
+        whole = [role for role in roles if role not in factored]
+        firsts = [tensors[f"{role}.first.weight"] for role in factored]
+        self.ranks = [len(first) for first in firsts]
+        own = torch.cat(firsts)[sharing.share(sum(self.ranks))]
+        self.width = -(-sum(self.ranks) // sharing.members)
+        own = torch.cat([own, own.new_zeros(self.width - len(own), own.shape[1])])  # parts must be of one size
+        weights = [own, *(tensors[f"{role}.weight"] for role in whole)]
+        self.first = Linear(weights, [None, *(tensors.get(f"{role}.bias") for role in whole)])
+        self.seconds = [Linear([tensors[f"{role}.second.weight"]], [tensors.get(f"{role}.bias")]) for role in factored]
+        self.widths = [self.width, *(len(weight) for weight in weights[1:])]
+        self.order = [([*factored, *whole]).index(role) for role in roles]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(T, in_features) to (T, all out_features)."""
+        own, *outputs = self.first(x).split(self.widths, -1)
+        gathered = self.sharing.gather(own.contiguous())[:, : sum(self.ranks)]
+        parts = gathered.split(self.ranks, -1)
+        outputs = [*(second(part) for second, part in zip(self.seconds, parts, strict=True)), *outputs]
+        return outputs[0] if len(outputs) == 1 else torch.cat([outputs[place] for place in self.order], -1)
+
+
+class SharedMaps(Maps):
+    """The linear maps of a slice of a sublayer whose first factors are shared out among ranks."""
+
+    def __init__(self, tensors: Tensors, scale: float | None, in_rank_space: bool, sharing: Sharing) -> None:
+        super().__init__(tensors, scale, in_rank_space)
+        self.sharing = sharing
+
+    def reading(self, roles: list[str]) -> LinearMap:
+        if not any(is_factored(role, self.tensors) for role in roles):
+            return super().reading(roles)
+        return Gathered(self.tensors, roles, self.sharing)
+
+
+class BaseMaps(Maps):
+    """Every product of two factors is summed over the ranks by itself: what DeInfer is compared with.
+
+    Args:
+        tensors: of the whole sublayer, by role.
+    """
+
+    def __init__(self, tensors: Tensors, scale: float | None, sharing: Sharing) -> None:
+        super().__init__(tensors, scale)
+        self.sharing = sharing
+
+    def reading(self, roles: list[str]) -> LinearMap:
+        maps = [self._summed(role) for role in roles]
+        return lambda x: torch.cat([one(x) for one in maps], -1)
+
+    def _summed(self, role: str) -> LinearMap:
+        own, bias = LowRank(self._own(role), [role]), self.tensors.get(f"{role}.bias")
+
+        def compute(x: Tensor) -> Tensor:
+            total = self.sharing.sum(own(x))
+            return total if bias is None else total + bias
+
+        return compute
+
+    def writing(self, role: str) -> LinearMap:
+        own = self._own(role)
+        if f"{role}.bias" in self.tensors and self.sharing.member == 0:  # it must not be added by every rank
+            own[f"{role}.bias"] = self.tensors[f"{role}.bias"]
+        return LowRank(own, [role], self.scale)
+
+    def _own(self, role: str) -> Tensors:
+        """This rank's part of the factors of a matrix."""
+        first, second = (self.tensors[f"{role}.{which}.weight"] for which in ("first", "second"))
+        share = self.sharing.share(len(first))
+        return {f"{role}.first.weight": first[share], f"{role}.second.weight": second[:, share]}
+
+
+@torch.inference_mode()
+def gathering_is_faster(alone: LinearMap, shared: LinearMap, x: Tensor, collectives: Collectives) -> bool:
+    """Whether sharing out first factors pays on these ranks and what connects them, for one token.
+
+    All ranks that share the sublayer ask at the same time, and get the same answer: that of the sum of their times.
+
+    Args:
+        alone, shared: the maps of the same projections.
+        x: an input, (1, h).
+    """
+    times = torch.tensor([_time_of(one, x) for one in (alone, shared)], dtype=torch.float64, device=x.device)
+    total = collectives.exact.all_reduce(times, Counts())()
+    return bool(total[1] < total[0])
+
+
+def _time_of(compute: LinearMap, x: Tensor) -> float:
+    """Seconds that it takes, the best of a few times."""
+    best = float("inf")
+    for turn in range(WARM_UPS + ROUNDS):
+        began = time.perf_counter()
+        compute(x)
+        if x.device.type == "cuda":
+            torch.cuda.synchronize(x.device)
+        if turn >= WARM_UPS:
+            best = min(best, time.perf_counter() - began)
+    return best

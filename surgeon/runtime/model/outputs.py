@@ -1,0 +1,101 @@
+"""How the parts that ranks compute of a step's output are summed, and what becomes of the sums.
+
+Most steps have one sum: of what all ranks add to the stream, (T, h). Two things keep sublayers of a step apart. A norm
+behind a sublayer (Gemma2) needs its whole output. And where what a sublayer adds is the product of two factors, the sum
+is taken before the second one, of as many values as its rank: then each of the step's sublayers has a segment of its
+own in what is reduced, (T, all segments).
+
+Shapes: T tokens of a pass, h the stream's width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from surgeon.execute import Partial
+from surgeon.program import WRITING, Step
+from surgeon.runtime.model.layers import Norm
+from surgeon.runtime.model.linear import LinearMap
+
+
+def summed_in_rank_space(step: Step, hidden: int, normed: bool) -> frozenset[int]:
+    """The sublayers of a step, by their numbers in it, whose parts are summed before their second factor.
+
+    Args:
+        hidden: the stream's width.
+        normed: whether a norm stands behind each of the sublayers, so that they are summed apart in any case.
+    """
+    ranks = [next((rank for role, rank in one.ranks if role in WRITING), None) for one in step.sublayers]
+    if normed:
+        return frozenset(index for index, rank in enumerate(ranks) if rank is not None and rank < hidden)
+    # Together in the stream's space they take its width, however many they are.
+    known = [rank for rank in ranks if rank is not None]
+    return frozenset(range(len(ranks))) if len(known) == len(ranks) and sum(known) < hidden else frozenset()
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of what is reduced.
+
+    Attributes:
+        members: the numbers in the step of the sublayers that are summed in it.
+        width: how many values of a token.
+        second: the factor that the sum goes through, with the bias behind it.
+        norm: that it goes through after that.
+    """
+
+    members: frozenset[int]
+    width: int
+    second: LinearMap | None = None
+    norm: Norm | None = None
+
+    def finished(self, total: Tensor) -> Tensor:
+        """What is added to the stream, (T, h), of the sum, (T, width)."""
+        output = total if self.second is None else self.second(total)
+        return output if self.norm is None else self.norm(output)
+
+
+class StepOutputs:
+    """The segments of one step, on ranks that compute slices of its sublayers.
+
+    Args:
+        seconds: by number in the step, of sublayers that are summed in rank space, and their ranks.
+        norms: by number in the step, of all sublayers or of none.
+    """
+
+    def __init__(
+        self, step: Step, hidden: int, seconds: Mapping[int, tuple[int, LinearMap]], norms: Mapping[int, Norm]
+    ) -> None:
+        everyone = range(len(step.sublayers))
+        self.segments = [
+            Segment(frozenset([index]), width, second, norms.get(index))
+            for index, (width, second) in ((index, seconds.get(index, (hidden, None))) for index in everyone)
+            if index in seconds or index in norms
+        ]
+        if not self.segments:
+            self.segments = [Segment(frozenset(everyone), hidden)]
+
+    def partial(self, outputs: list[tuple[int, Tensor]]) -> Partial:
+        """What this rank has of the step's output.
+
+        Args:
+            outputs: of its parts, with the numbers of their sublayers in the step.
+        """
+        first, *others = self.segments
+        if not others and first.second is None and first.norm is None:
+            return Partial(reduce(torch.add, (output for _, output in outputs)))
+        parts = [self._part(segment, outputs) for segment in self.segments]
+        return Partial(parts[0] if len(parts) == 1 else torch.cat(parts, -1), self._finish)
+
+    def _part(self, segment: Segment, outputs: list[tuple[int, Tensor]]) -> Tensor:
+        own = [output for index, output in outputs if index in segment.members]
+        return reduce(torch.add, own) if own else outputs[0][1].new_zeros(len(outputs[0][1]), segment.width)
+
+    def _finish(self, totals: Tensor) -> Tensor:
+        parts = totals.split([segment.width for segment in self.segments], -1)
+        return reduce(torch.add, (segment.finished(part) for segment, part in zip(self.segments, parts, strict=True)))
