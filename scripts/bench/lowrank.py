@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts fi
 
 from surgeon.analysis.allocation import Allocation, Curve, Ranks, parameters, total_cost
 from surgeon.analysis.calibration import load_calibration
-from surgeon.analysis.corrections import Measured, corrected_ranks, plan_of, ranked
+from surgeon.analysis.corrections import MeasuredText, corrected_ranks, plan_of, ranked
 from surgeon.analysis.factor_plan import Making, Target
 from surgeon.analysis.inputs import ProgramRun, reads_stream
 from surgeon.analysis.make_factors import make_factors
@@ -96,7 +96,7 @@ class Bench:
         self.folder = folder / self.subject.label
         self.model, self.windows = self.subject.model, self.subject.windows
         self.dense = program_of(self.model)
-        self.measured = Measured(self.model, self.windows)
+        self.measured = MeasuredText(self.model, self.windows)
         self.curves = self._curves(arguments.damage_tokens)
         self.weights, self.moments = Matrices(self.model).weights, self._moments()
 

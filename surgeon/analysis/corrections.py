@@ -54,7 +54,7 @@ def corrected_ranks(
     dense = program_of(model)
     plan = plan_of(ranked(dense, first), Making(method))
     source = make_factors(model, plan, calibration, folder, model_hash=model_hash).source
-    measured = Measured(model, windows)
+    measured = MeasuredText(model, windows)
     with progress("layers", len({curve.matrix.layer for curve in curves}), "layers") as ran:
 
         def together(ranks: Ranks) -> float:
@@ -64,7 +64,7 @@ def corrected_ranks(
         return share.ranks(corrected(curves, first, together))
 
 
-class Measured:
+class MeasuredText:
     """A text and what the unedited model predicts on it, to compare programs with factors with."""
 
     def __init__(self, model: PreTrainedModel, windows: Windows) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from surgeon.analysis.allocation import allocate, parameters
-from surgeon.analysis.corrections import Measured, corrected_ranks, plan_of, ranked
+from surgeon.analysis.corrections import MeasuredText, corrected_ranks, plan_of, ranked
 from surgeon.analysis.factor_plan import Making
 from surgeon.analysis.make_factors import make_factors
 from surgeon.analysis.matrices import Matrix
@@ -40,7 +40,7 @@ def test_programs_with_factors_are_measured_as_they_run(tmp_path: Path) -> None:
     found = make_factors(model, plan_of(program, Making("whitened")), CALIBRATION, tmp_path, model_hash="weights")
     assert len(found.made) == 2
     expected = divergence(model, program, found.source)
-    assert Measured(model, MEASURED).quality(program, found.source).divergence == pytest.approx(expected, rel=1e-4)
+    assert MeasuredText(model, MEASURED).quality(program, found.source).divergence == pytest.approx(expected, rel=1e-4)
 
 
 def test_layers_are_weighed_by_what_their_matrices_do_together(tmp_path: Path) -> None:
