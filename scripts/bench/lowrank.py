@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,21 +29,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts fi
 
 from surgeon.analysis.allocation import Allocation, Curve, Ranks, parameters, total_cost
 from surgeon.analysis.calibration import load_calibration
-from surgeon.analysis.factor_plan import FactorPlan, Making, Target
+from surgeon.analysis.corrections import MeasuredText, corrected_ranks, plan_of, ranked
+from surgeon.analysis.factor_plan import Making, Target
 from surgeon.analysis.inputs import ProgramRun, reads_stream
 from surgeon.analysis.make_factors import make_factors
 from surgeon.analysis.matrices import Matrices, parse_ranks
 from surgeon.analysis.rank_recipe import Share
 from surgeon.analysis.spectrum import request, spectrum
 from surgeon.analysis.subject import Subject, open_subject
-from surgeon.execute import land
 from surgeon.model import program_of
 from surgeon.operations.lowrank import Calibration, Method
 from surgeon.program import Program, Sublayer
 from surgeon.provenance import write_json, write_table
 from surgeon.quality.data import Windows
-from surgeon.quality.head import OutputHead, ReferencePredictions, joined
-from surgeon.quality.summary import Estimate, estimate
+from surgeon.quality.head import joined
 from surgeon.weights import Factors, FactorSource
 from surgeon.weights.decompose import truncation_loss
 from surgeon.weights.whitening import SecondMoment
@@ -59,10 +58,16 @@ class Way:
     allocation: Allocation = "uniform"
     sequential: bool = False
     update: bool = False
+    corrected: bool = False  # the damage of a layer's matrices, for what they do together
 
     def __str__(self) -> str:
         more = (", sequential" if self.sequential else "") + (", updated" if self.update else "")
         return f"{self.method}{more}"
+
+    @property
+    def shares(self) -> str:
+        """How ranks are shared out."""
+        return f"{self.allocation}, corrected" if self.corrected else self.allocation
 
 
 WAYS = (
@@ -75,6 +80,7 @@ WAYS = (
     Way("whitened", sequential=True, update=True),
     Way("whitened", "energy"),
     Way("whitened", "damage"),
+    Way("whitened", "damage", corrected=True),
     Way("whitened", "damage", sequential=True),
     Way("whitened", "damage", sequential=True, update=True),
 )
@@ -89,24 +95,17 @@ class Bench:
         self.text = load_calibration(model, data, tokens, wanted, separator=separator)
         self.folder = folder / self.subject.label
         self.model, self.windows = self.subject.model, self.subject.windows
-        self.head = OutputHead(self.model)
         self.dense = program_of(self.model)
-        self.references = list(self._references())
+        self.measured = MeasuredText(self.model, self.windows)
         self.curves = self._curves(arguments.damage_tokens)
         self.weights, self.moments = Matrices(self.model).weights, self._moments()
-
-    def _references(self) -> Iterator[ReferencePredictions]:
-        run = ProgramRun(self.model, self.dense, self.windows.ids)
-        for _ in self.dense.nodes:
-            run.step()
-        for part in run.parts:
-            yield self.head.reference(land(part.state).stream, part.ids)
 
     def _curves(self, tokens: int) -> tuple[Curve, ...]:
         """Damage is measured on the calibration text's last windows: allocation does not see the other text, either."""
         size = self.text.ids.shape[1]
         last = max(1, tokens // size)
         measured = Windows(self.text.ids[-last:], "calibration", f"the last {last} windows of {self.text.digest}")
+        self.damaged = measured
         rest = replace(self.text, ids=self.text.ids[:-last])
         wanted = request(self.model.config, ranks=parse_ranks(DAMAGE_RANKS))
         found = spectrum(
@@ -114,38 +113,23 @@ class Bench:
         )
         return found.curves
 
-    def program(self, ranks: Ranks) -> Program:
-        """The model's own with these ranks."""
-
-        def ranked(sublayer: Sublayer) -> Sublayer:
-            layer = sublayer.layers[0]
-            own = {
-                matrix.weight: rank
-                for matrix, rank in ranks.items()
-                if (matrix.layer, matrix.kind) == (layer, sublayer.kind)
-            }
-            return replace(sublayer, ranks=tuple((role, rank) for role, rank in own.items() if rank is not None))
-
-        return self.dense.renamed(ranked)
-
     def measure(self, way: Way, keep: float) -> dict[str, Any]:
         """A row of the table."""
-        ranks = Share(keep, way.allocation).ranks(self.curves)
-        program = self.program(ranks)
-        targets = [Target(sublayer, role) for sublayer in program.sublayers() for role, _ in sublayer.ranks]
+        ranks = self._ranks(way, keep)
+        program = ranked(self.dense, ranks)
         calibration = Calibration(sequential=way.sequential, update=way.update)
-        plan = FactorPlan(program, dict.fromkeys(targets, Making(way.method)), calibration)
-        name = f"{keep:g} {way.allocation} {way}".replace(", ", " ").replace(" ", "-")
-        made = make_factors(self.model, plan, self.text, self.folder / name, model_hash=self.subject.model_hash)
+        plan = replace(plan_of(program, Making(way.method)), calibration=calibration)
+        folder = self._folder(way, keep)
+        made = make_factors(self.model, plan, self.text, folder, model_hash=self.subject.model_hash)
         for note in made.notes:
             print(f"note: {way}, keep {keep:g}: {note}", file=sys.stderr)
-        found = self._quality(program, made.source)
-        losses = [self._loss(target, made.source) for target in targets]
+        found = self.measured.quality(program, made.source)
+        losses = [self._loss(target, made.source) for target in plan.makings]
         whole = sum(parameters(curve, None) for curve in self.curves)
         return {
             "keep": keep,
             "method": str(way),
-            "allocation": way.allocation,
+            "allocation": way.shares,
             "kept": total_cost(self.curves, ranks) / whole,
             **vars(found),
             "mean_loss": float(np.mean(losses)) if losses else 0.0,
@@ -171,17 +155,28 @@ class Bench:
         nothing = Factors(torch.zeros_like(factors.first), factors.second)
         return truncation_loss(values, factors, moment) / truncation_loss(values, nothing, moment)
 
-    def _quality(self, program: Program, factors: FactorSource) -> Estimate:
-        run = ProgramRun(self.model, program, self.windows.ids, factors=factors)
-        for _ in program.nodes:
-            run.step()
-        parts = zip(run.parts, self.references, strict=True)
-        return estimate(*joined([self.head.compare(land(part.state).stream, known) for part, known in parts]))
+    def _folder(self, way: Way, keep: float) -> Path:
+        name = f"{keep:g} {way.shares} {way}".replace(", ", " ").replace(" ", "-")
+        return self.folder / name
+
+    def _ranks(self, way: Way, keep: float) -> Ranks:
+        share = Share(keep, way.allocation)
+        if not way.corrected:
+            return share.ranks(self.curves)
+        own, model_hash = self._folder(way, keep), self.subject.model_hash
+        folder = own.with_name(f"{own.name}-first")
+        texts = self.damaged, self.text
+        return corrected_ranks(self.model, self.curves, share, way.method, *texts, folder, model_hash)
 
 
 def table_of(bench: Bench, keeps: Sequence[float], ways: Sequence[Way]) -> pd.DataFrame:
-    """One row per keep and way."""
-    return pd.DataFrame([bench.measure(way, keep) for keep in keeps for way in ways])
+    """One row per keep and way; the file has them as they come."""
+    rows: list[dict[str, Any]] = []
+    for keep in keeps:
+        for way in ways:
+            rows.append(bench.measure(way, keep))
+            write_table(bench.folder / "lowrank.csv", pd.DataFrame(rows))
+    return pd.DataFrame(rows)
 
 
 def show(table: pd.DataFrame, title: str) -> None:
@@ -208,8 +203,7 @@ def main() -> None:
         model, data, *separator = named.split(",")
         bench = Bench(model, data, separator[0] if separator else None, arguments.output, arguments)
         table = table_of(bench, keeps, WAYS)
-        write_table(bench.folder / "lowrank.csv", table)
-        base = joined([reference.quality for reference in bench.references])[0]
+        base = joined([reference.quality for reference in bench.measured.references])[0]
         record: Mapping[str, Any] = bench.subject.provenance(
             calibration=bench.text.source, calibration_hash=bench.text.digest, calibration_tokens=bench.text.ids.numel()
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,19 +32,19 @@ class Share:
         if not 0 < self.keep <= 1:
             raise ValueError(f"keep must be more than 0 and at most 1, not {self.keep:g}")
 
-    def ranks(self, curves: tuple[Curve, ...]) -> Ranks:
+    def ranks(self, curves: Sequence[Curve]) -> Ranks:
         """A rank for each matrix; ValueError as `allocate`."""
         return allocate(curves, self.allocation, self.keep * sum(parameters(curve, None) for curve in curves))
 
 
-def write_recipe(folder: Path, subject: Subject, found: Spectrum, share: Share, calibration: Calibration) -> Path:
+def write_recipe(
+    folder: Path, subject: Subject, found: Spectrum, share: Share, ranks: Ranks, calibration: Calibration
+) -> Path:
     """Write recipe.yaml with the ranks that a spectrum gives, bound to the model; returns its path.
 
     Raises:
-        ValueError: as `allocate`.
         OSError: if it cannot be written.
     """
-    ranks = share.ranks(found.curves)
     operation = as_operation(ranks, found.record["method"], calibration)
     recipe = Recipe(subject.reference, (operation,), weights=subject.model_hash)
     comments = [f"# Ranks by {share.allocation}, found by: {command_line()}", *_said(found.curves, ranks)]

@@ -12,6 +12,9 @@ from surgeon.cli.opening import open_measured, warn
 from surgeon.cli.options import DataOption, ModelArgument, OutputOption, TextArguments
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from surgeon.analysis.allocation import Ranks
     from surgeon.analysis.rank_recipe import Share
     from surgeon.analysis.spectrum import Spectrum, SpectrumRequest
     from surgeon.analysis.subject import Subject
@@ -87,8 +90,9 @@ class ShareArguments:
     allocation: Annotated[
         Literal["damage", "energy", "uniform"],
         typer.Option(
-            help="How --keep is shared out. damage: so that the damage measured adds up to the least. energy: every "
-            "matrix keeps the same share of the squares of its singular values. uniform: of its parameters."
+            help="How --keep is shared out. damage: so that the damage measured adds up to the least, and again with "
+            "what the matrices of each layer do together. energy: every matrix keeps the same share of the squares of "
+            "its singular values. uniform: of its parameters."
         ),
     ] = "damage"
 
@@ -192,9 +196,27 @@ def spectrum(
     _say(found, wanted, subject)
     files = [*found.files, *pictures]
     if share is not None:
-        files.append(write_recipe(output, subject, found, share, whitening.recorded(calibration, text.tokens)))
+        chosen = _ranks(share, subject, found, calibration, output / "factors")
+        recorded = whitening.recorded(calibration, text.tokens)
+        files.append(write_recipe(output, subject, found, share, chosen, recorded))
     for path in files:
         typer.echo(str(path))
+
+
+def _ranks(share: Share, subject: Subject, found: Spectrum, calibration: Windows, folder: Path) -> Ranks:
+    """A rank for each matrix; by damage, after a second look at what layers' matrices do together."""
+    import shutil
+
+    from surgeon.analysis.corrections import corrected_ranks
+
+    if share.allocation != "damage":
+        return share.ranks(found.curves)
+    method, windows = found.record["method"], subject.windows
+    ranks = corrected_ranks(
+        subject.model, found.curves, share, method, windows, calibration, folder, subject.model_hash
+    )
+    shutil.rmtree(folder)
+    return ranks
 
 
 def _say(found: Spectrum, wanted: SpectrumRequest, subject: Subject) -> None:

@@ -27,7 +27,7 @@ class ProgramForm(Form):
 
     name = "program"
     shipped = remote_code.PROGRAM
-    why_code = "its layers do not simply run one after the other, as in every class of transformers"
+    why_code = "no class of transformers runs layers as its program says"
     on_vllm = (
         "With surgeon installed beside vLLM (from a clone or a wheel), which finds surgeon's plugin by itself and "
         "then knows this model; the modeling file in this folder is not used:"
