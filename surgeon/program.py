@@ -202,6 +202,10 @@ class Program:
         """The same program with other sublayers in the place of its own."""
         return Program(_renamed(self.nodes, rename))
 
+    def whole(self) -> Program:
+        """The same program with a matrix in the place of every two factors."""
+        return self.renamed(lambda sublayer: replace(sublayer, ranks=()))
+
     def parameters(self, shapes: LayerShapes) -> int:
         """How many parameters its sublayers have, those that occur several times counted once.
 

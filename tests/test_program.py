@@ -242,6 +242,11 @@ def test_errors_say_what_was_found_and_where(text: str, said: str) -> None:
     assert said in str(caught.value)
 
 
+def test_the_same_program_with_whole_matrices() -> None:
+    program = Program.parse("A0@q5 {F0/2:0@up3 | [A1 F1@down2]} >A2~A3@v4")
+    assert str(program.whole()) == "A0 {F0/2:0 | [A1 F1]} >A2~A3"
+
+
 def test_programs_are_hashable_and_know_nothing_of_torch() -> None:
     assert len({Program.parse("A0 F0"), Program.dense(1)}) == 1
     with pytest.raises(ValueError, match="ranks must be at least 1"):

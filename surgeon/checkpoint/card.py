@@ -19,6 +19,7 @@ from surgeon.checkpoint.describe import Description, describe
 from surgeon.checkpoint.inherit import CARD_FILE, Inherited
 from surgeon.checkpoint.load import stored_program
 from surgeon.checkpoint.measured import Identity, Measured
+from surgeon.checkpoint.ranks import rank_lines
 from surgeon.checkpoint.read import DEMO, Checkpoint
 from surgeon.operations import OPERATIONS
 from surgeon.program import Fork, Program, steps_of
@@ -166,6 +167,9 @@ def _what_was_done(found: Description, name: str) -> Iterator[str]:
     yield paragraph(f"Layers count from 0{ranges}. The model's program, over the layers of the unedited model:")
     yield code("\n".join(joined(map(str, program.nodes), WIDTH)))
     yield paragraph(_legend(program))
+    if ranks := rank_lines(program):
+        yield paragraph("The ranks of the matrices that are two factors, by layer:")
+        yield "".join(map(bullet, ranks))
 
 
 def _operations(recipe: Any) -> tuple[AppliedOperation, ...]:
@@ -186,6 +190,9 @@ def _legend(program: Program) -> str:
         "`{A4 F4 | A5 F5}` are branches that start from the same stream, each with one of its own; at the end what "
         "all of them added is added": any(isinstance(node, Fork) for node in program.nodes),
         "`A4~A5` is one sublayer with the averaged weights of both": any(len(s.layers) > 1 for s in sublayers),
+        "`F4@up64,down96` has two factors in place of matrices, of rank 64 for up and 96 for down": any(
+            s.ranks for s in sublayers
+        ),
         "`A4/2:0` is the first of two slices of the heads (for `F`, of the neurons)": any(s.piece for s in sublayers),
     }
     return "; ".join(text for text, occurs in signs.items() if occurs) + "."

@@ -10,7 +10,7 @@ import filecmp
 import math
 import re
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from surgeon.checkpoint.describe import Description, describe
 from surgeon.checkpoint.export import companions_of
 from surgeon.checkpoint.hunks import Hunk, hunks
+from surgeon.checkpoint.ranks import Layer, RankDifference, rank_differences
 from surgeon.checkpoint.read import Checkpoint, locate
 from surgeon.checkpoint.write import as_bytes
 from surgeon.progress import Advance
@@ -28,7 +29,6 @@ from surgeon.weights import Names
 PART = 1 << 24  # bytes of a tensor that are compared at a time
 
 Pair = tuple[Any, Any]
-Layer = tuple[tuple[int, ...], int]
 
 
 @dataclass(frozen=True, order=True)
@@ -99,12 +99,15 @@ class Comparison:
         facts: by name, A's and B's.
         config: by key of config.json, A's and B's; None for a key that is not there.
         files: by name, "only in A", "only in B" or "different".
+        hunks: where the programs differ but for ranks.
+        ranks: where these differ.
     """
 
     a: Description
     b: Description
     facts: dict[str, Pair] = field(default_factory=dict)
     hunks: tuple[Hunk, ...] = ()
+    ranks: tuple[RankDifference, ...] = ()
     tensors: TensorComparison | None = None
     config: dict[str, Pair] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
@@ -113,9 +116,8 @@ class Comparison:
     def equal(self) -> bool:
         """Whether nothing differs."""
         found = self.tensors or TensorComparison()
-        return not (self.facts or self.hunks or self.config or self.files or found.only_a or found.only_b) and not (
-            found.different
-        )
+        of_models = (self.facts, self.hunks, self.ranks, self.config, self.files)
+        return not any((*of_models, found.only_a, found.only_b, found.different))
 
 
 @dataclass(frozen=True)
@@ -154,13 +156,14 @@ class Compared:
             advance: told of every amount of A's bytes gone through, in all `size`.
         """
         a, b = self.a, self.b
-        found = tuple(hunks(a.program, b.program, a.family.steps_per_layer))
+        found = tuple(hunks(a.program.whole(), b.program.whole(), a.family.steps_per_layer))
+        both = Comparison(a, b, _facts(a, b), found, tuple(rank_differences(a.program, b.program)))
         if self.checkpoints is None:
-            return Comparison(a, b, _facts(a, b), found)
+            return both
         first, second = self.checkpoints
         tensors = _compare_tensors(first, _keys(a, first), second, _keys(b, second), advance)
         files = _compare_files(first.folder, second.folder)
-        return Comparison(a, b, _facts(a, b), found, tensors, _compare_config(first.config, second.config), files)
+        return replace(both, tensors=tensors, config=_compare_config(first.config, second.config), files=files)
 
 
 def _facts(a: Description, b: Description) -> dict[str, Pair]:
@@ -179,6 +182,7 @@ def _facts_of(one: Description) -> dict[str, Any]:
         "depth": one.program.effective_depth(steps),
         "syncs": one.program.sync_points(2),
         "parameters": None if one.weights is None else one.weights.parameters,
+        "in layers": one.program.parameters(one.family.layer_shapes(one.config)),
         "model": None if one.recipe is None else one.recipe.model,
         "made for": _made_for(one),
     }

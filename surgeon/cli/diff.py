@@ -14,7 +14,8 @@ import typer
 from surgeon.cli.show import LABEL, WIDTH, what_it_is
 
 if TYPE_CHECKING:
-    from surgeon.checkpoint.compare import Comparison, Difference, Key, Layer, TensorComparison
+    from surgeon.checkpoint.compare import Comparison, Difference, Key, TensorComparison
+    from surgeon.checkpoint.ranks import Layer
 
 DIFFERENT = 1  # the exit code
 _LONGEST_VALUE = 40  # characters of a value of config.json
@@ -31,9 +32,10 @@ def diff(
 ) -> None:
     """Say in what two checkpoints or recipes differ: "A | B", line by line.
 
-    Programs are over the layers of the unedited model, and tensors are told apart by the layer of it that they come
-    from. Checkpoints are compared in config.json, tokenizer, chat template, licence and modeling files, too, and
-    tensors bit for bit; where values differ, it says by how much at most, also as a share of the largest value in A.
+    Programs are over the layers of the unedited model, and what differs in their ranks stands beside them. Tensors are
+    told apart by the layer that they come from. Checkpoints are compared in config.json, tokenizer, chat template,
+    licence and modeling files, too, and tensors bit for bit; where values differ, it says by how much at most, also as
+    a share of the largest value in A.
     A recipe is compared by its program alone.
 
     The exit code is 0 if nothing differs, 1 if something does, and 2 if there is trouble.
@@ -77,6 +79,7 @@ def _labelled(found: Comparison) -> Iterator[tuple[str, Iterable[str]]]:
     for name, (a, b) in found.facts.items():
         yield name, [f"{_fact(a)} | {_fact(b)}"]
     yield "program", [f"{_stretch(hunk.first, hunk.last)}: {hunk.a} | {hunk.b}" for hunk in found.hunks] or ["the same"]
+    yield "ranks", [f"{one.where}: {one.a} | {one.b}" for one in found.ranks]
     if found.tensors is not None:
         yield "config", list(_config(found.config)) or ["the same"]
         yield "files", [f"{name}: {what}" for name, what in found.files.items()] or ["the same"]
@@ -132,6 +135,8 @@ def _by_how_much(group: list[Difference]) -> str:
 
 def _groups(keys: Iterable[Key], counts: Mapping[Layer, int]) -> list[str]:
     """Tensors by layers: layers with the same ones together, those that follow one another as a range."""
+    from surgeon.checkpoint.ranks import layers_text
+
     names: dict[Layer, list[str]] = {}
     for key in keys:
         names.setdefault(key.layer, []).append(key.name)
@@ -145,25 +150,8 @@ def _groups(keys: Iterable[Key], counts: Mapping[Layer, int]) -> list[str]:
         shown = ", ".join(inside[:_NAMED]) + (f" and {len(inside) - _NAMED} more" if len(inside) > _NAMED else "")
         if len(inside) > 1 and not of_no_layer and all(counts[layer] == len(inside) for layer in layers):
             shown = f"all {len(inside)}" + (" of each" if len(layers) > 1 else "")
-        texts.append(shown if of_no_layer else f"{_layers(layers)}: {shown}")
+        texts.append(shown if of_no_layer else f"{layers_text(layers)}: {shown}")
     return texts
-
-
-def _layers(layers: list[Layer]) -> str:
-    """Layers by their numbers: "layers 2, 4 to 7", and "layers 2+3 to 8+9" where several are stored as one."""
-    runs: list[list[Layer]] = []
-    for layer in layers:
-        last = runs[-1][-1] if runs else None
-        if last and layer[1] == last[1] == 0 and len(layer[0]) == len(last[0]) and layer[0][0] == last[0][-1] + 1:
-            runs[-1].append(layer)
-        else:
-            runs.append([layer])
-    texts = [_one(run[0]) if len(run) == 1 else f"{_one(run[0])} to {_one(run[-1])}" for run in runs]
-    return ("layer " if len(layers) == 1 else "layers ") + ", ".join(texts)
-
-
-def _one(layer: Layer) -> str:
-    return "+".join(map(str, layer[0])) + " again" * layer[1]
 
 
 def _stretch(first: int, last: int) -> str:
@@ -191,6 +179,7 @@ def as_record(found: Comparison) -> dict[str, Any]:
         "b": found.b.name,
         "facts": found.facts,
         "program": [asdict(hunk) for hunk in found.hunks],
+        "ranks": [asdict(one) for one in found.ranks],
     }
     if tensors is None:
         return record

@@ -11,6 +11,7 @@ import typer
 
 if TYPE_CHECKING:
     from surgeon.checkpoint.describe import Description
+    from surgeon.program import Program
 
 WIDTH = 80
 LABEL = 12  # columns
@@ -37,7 +38,8 @@ def show(
     """Say what a checkpoint or a recipe is: its model, its program, what that costs, and how it was proven.
 
     No weights are read, except by --verify. With -o, the residual stream is drawn with the steps that read it and add
-    to it, so that what was changed is seen at a glance. Programs are over the layers of the unedited model.
+    to it, so that what was changed is seen at a glance. Programs are over the layers of the unedited model; the ranks
+    of matrices that are two factors stand on lines of their own, those of equal layers once.
     """
     from surgeon.checkpoint.describe import describe
 
@@ -73,6 +75,7 @@ def _verify(what: str) -> int:
 
 def facts(found: Description) -> Iterator[tuple[str, str]]:
     """What there is to say, by label."""
+    from surgeon.checkpoint.ranks import rank_lines
     from surgeon.program import Program
     from surgeon.report.outline import outline_text
 
@@ -82,12 +85,15 @@ def facts(found: Description) -> Iterator[tuple[str, str]]:
     yield "model", _model(found)
     yield "depth", f"{program.effective_depth(steps):g} of {found.num_layers} layers one after the other"
     yield "syncs", f"{program.sync_points(2)} per forward pass on two ranks (unedited: {dense.sync_points(2)})"
+    if (left := _left(found, dense)) is not None:
+        yield "parameters", left
     if found.recipe is not None:
         for operation in found.recipe.operations:
             yield "operation", operation.to_yaml()
         if found.recipe.weights is not None:
             yield "weights", found.recipe.weights
     yield "program", outline_text(program, found.num_layers, steps)
+    yield from (("ranks", line) for line in rank_lines(program))
     if found.report is not None and isinstance(proof := found.report.get("proof"), dict):
         yield "proof", _proof(proof)
 
@@ -103,6 +109,15 @@ def _model(found: Description) -> str:
     if found.weights is not None:
         text += f"; {found.weights.parameters / 1e6:,.1f}M parameters, {show_bytes(found.weights.size)}"
     return text
+
+
+def _left(found: Description, dense: Program) -> str | None:
+    """How many parameters the layers' matrices have, of how many; nothing where all are left."""
+    shapes = found.family.layer_shapes(found.config)
+    left, before = found.program.parameters(shapes), dense.parameters(shapes)
+    if left == before:
+        return None
+    return f"{left:,} of {before:,} in the layers' matrices ({left / before:.1%})"
 
 
 def _proof(proof: dict[str, Any]) -> str:

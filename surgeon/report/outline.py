@@ -1,4 +1,4 @@
-"""A program in outline: which of its steps are as they were in the unedited model, and what is left out of it."""
+"""A program in outline: which of its steps are where they were in the unedited model, and what is left out of it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,21 @@ FEWEST_IN_A_STRETCH = 3  # layers
 
 
 @dataclass(frozen=True)
-class Unchanged:
-    """Layers that are as they were, drawn as one box."""
+class LayersInOrder:
+    """Layers whose steps are as they were, drawn as one box.
+
+    Attributes:
+        ranks: by role, of the matrices that are two factors in each of them.
+    """
 
     first: int
     last: int
+    ranks: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def text(self) -> str:
+        """What is to be said of them, without their ranks."""
+        return f"layers {self.first}-{self.last}"
 
 
 @dataclass(frozen=True)
@@ -42,13 +52,14 @@ class LeftOut:
         return f"{what}{layers[0]}" if len(layers) == 1 else f"{what}{layers[0]}-{layers[-1]}"
 
 
-Item = Step | Fork | Same | Unchanged | LeftOut
+Item = Step | Fork | Same | LayersInOrder | LeftOut
 
 
 def outline(program: Program, num_layers: int, steps_per_layer: int) -> Iterator[Item]:
-    """The program's nodes, with unchanged stretches as one item and what is left out where it would be."""
+    """The program's nodes, with stretches of layers in order as one item and what is left out where it would be."""
     missing = _left_out(program, num_layers, steps_per_layer)
-    same = _same_nodes(program.nodes, steps_per_layer)
+    whole = program.whole().nodes
+    same = _same_nodes(whole, steps_per_layer)
     at = 0
     while at < len(program.nodes):
         node = program.nodes[at]
@@ -56,28 +67,28 @@ def outline(program: Program, num_layers: int, steps_per_layer: int) -> Iterator
         if gone:
             yield LeftOut(gone)
             missing = missing[len(gone) :]
-        layers = _whole_layers(program.nodes, at, same, steps_per_layer)
+        layers = _layers_in_order(program.nodes, at, same, steps_per_layer)
         if layers >= FEWEST_IN_A_STRETCH:
             first = _sublayers(node)[0].layers[0]
-            yield Unchanged(first, first + layers - 1)
+            yield LayersInOrder(first, first + layers - 1, _ranks(program.nodes[at : at + steps_per_layer]))
             at += layers * steps_per_layer
         else:
-            yield Same(node) if at in same and isinstance(node, Step) else node
+            yield Same(node) if at in same and node == whole[at] and isinstance(node, Step) else node
             at += 1
     if missing:
         yield LeftOut(tuple(missing))
 
 
 def outline_text(program: Program, num_layers: int, steps_per_layer: int) -> str:
-    """The program's text, with stretches that are as they were in words."""
+    """The program's text, with stretches of layers in words, and without ranks."""
     words = []
     for item in outline(program, num_layers, steps_per_layer):
-        if isinstance(item, Unchanged):
-            words.append(f"(layers {item.first}-{item.last} as they were)")
+        if isinstance(item, LayersInOrder):
+            words.append(f"({item.text} {'low-rank' if item.ranks else 'as they were'})")
         elif isinstance(item, LeftOut):
             words.append(f"(no {item.text})")
         else:
-            words.append(str(item.step if isinstance(item, Same) else item))
+            words.append(str(Program((item.step if isinstance(item, Same) else item,)).whole()))
     return " ".join(words)
 
 
@@ -106,18 +117,25 @@ def _same_nodes(nodes: Sequence[Node], steps_per_layer: int) -> set[int]:
     }
 
 
-def _whole_layers(nodes: Sequence[Node], at: int, same: set[int], steps_per_layer: int) -> int:
-    """How many unchanged layers begin here, without one between them that is left out."""
-    layers = 0
+def _layers_in_order(nodes: Sequence[Node], at: int, same: set[int], steps_per_layer: int) -> int:
+    """How many layers of the same ranks begin here, without one between them that is left out."""
+    layers, ranks = 0, _ranks(nodes[at : at + steps_per_layer])
     while True:
         start = at + layers * steps_per_layer
         end = start + steps_per_layer
         layer = _sublayers(nodes[at])[0].layers[0] + layers
-        if not same.issuperset(range(start, end)) or tuple(nodes[start:end]) != layer_nodes(layer, steps_per_layer):
+        here = Program(tuple(nodes[start:end]))
+        if not same.issuperset(range(start, end)) or here.whole().nodes != layer_nodes(layer, steps_per_layer):
+            return layers
+        if _ranks(here.nodes) != ranks:
             return layers
         if end < len(nodes) and _is_late(nodes[end]):
             return layers  # what reads in front of a plus needs it to be seen
         layers += 1
+
+
+def _ranks(nodes: Sequence[Node]) -> tuple[tuple[str, int], ...]:
+    return tuple(entry for node in nodes for sublayer in _sublayers(node) for entry in sublayer.ranks)
 
 
 def _is_late(node: Node) -> bool:

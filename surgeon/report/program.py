@@ -1,6 +1,7 @@
 """A program as a picture: the residual stream from left to right, with the steps that read it and add to it.
 
 Layers that are as they were are drawn pale, long stretches of them as one box, so that what was changed stands out.
+Stretches of layers that have the same ranks are one box, too; else a sublayer's ranks stand below its name.
 A step's boxes stand between the place where it reads the stream and the plus where their sum is added. A late step
 reads in front of the plus of the step before, and is drawn on the stream's other side: the two run at the same time.
 """
@@ -8,23 +9,28 @@ reads in front of the plus of the step before, and is drawn on the stream's othe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Circle, FancyBboxPatch, Patch
 
-from surgeon.program import ATTENTION, Fork, Node, Program, Step, steps_of
+from surgeon.checkpoint.ranks import ranks_text
+from surgeon.program import ATTENTION, Fork, Node, Program, Step, Sublayer, steps_of
 from surgeon.provenance import whole_file
-from surgeon.report.outline import Item, LeftOut, Same, Unchanged, outline
+from surgeon.report.outline import Item, LayersInOrder, LeftOut, Same, outline
 
 _ATTENTION, _FEED_FORWARD = "#3b75af", "#e8842c"
 _PALE = {_ATTENTION: "#dbe6f1", _FEED_FORWARD: "#fbe7d5"}
-_STREAM, _LATE, _LEFT_OUT, _UNCHANGED = "#333333", "#7b3fa0", "#c0392b", "#eeeeee"
+_STREAM, _LATE, _LEFT_OUT, _UNCHANGED, _LOW_RANK = "#333333", "#7b3fa0", "#c0392b", "#eeeeee", "#cfe5cd"
 _ROW_WIDTH = 12.0  # in steps; a wider fork makes rows wider
 _STEP, _LATE_STEP, _STRETCH, _GAP = 1.0, 0.72, 1.7, 0.75  # widths
-_BOX_HEIGHT, _BOX_ROOM, _ABOVE, _STRETCH_HEIGHT = 0.34, 0.42, 0.28, 0.62
+_BOX_HEIGHT, _BOX_GAP, _ABOVE, _STRETCH_HEIGHT = 0.34, 0.08, 0.28, 0.62
+_RANK_HEIGHT, _RANK_FONT = 0.115, 6.2  # of a line that says ranks
 _INCHES = 0.95  # per unit
 
 
@@ -81,7 +87,7 @@ def _width(item: Item) -> float:
         return _STEP
     if isinstance(item, Step):
         return _LATE_STEP if item.late else _STEP
-    if isinstance(item, Unchanged):
+    if isinstance(item, LayersInOrder):
         return _STRETCH
     if isinstance(item, LeftOut):
         return _GAP
@@ -93,10 +99,22 @@ def _stack(item: Item) -> float:
     if isinstance(item, Same):
         return _stack(item.step)
     if isinstance(item, Step):
-        return _ABOVE + len(item.sublayers) * _BOX_ROOM
+        return _ABOVE + sum(_box_height(sublayer) + _BOX_GAP for sublayer in item.sublayers)
     if isinstance(item, Fork):
         return sum(_lane(branch) for branch in item.branches) + 0.1
-    return _ABOVE + _BOX_ROOM
+    return _ABOVE + _BOX_HEIGHT + _BOX_GAP
+
+
+def _box_height(sublayer: Sublayer) -> float:
+    return _BOX_HEIGHT + len(sublayer.ranks) * _RANK_HEIGHT
+
+
+def _stretch_height(item: LayersInOrder) -> float:
+    return _STRETCH_HEIGHT + len(_rank_lines(item)) * _RANK_HEIGHT
+
+
+def _rank_lines(item: LayersInOrder) -> list[str]:
+    return ranks_text(dict(item.ranks)).split("; ") if item.ranks else []
 
 
 def _lane(branch: Sequence[Node]) -> float:
@@ -108,7 +126,7 @@ def _height(row: Sequence[Item], above: bool) -> float:
     sides = _sides(row)
     wanted = 1 if above else -1
     reached = [_stack(item) for item, side in zip(row, sides, strict=True) if side == wanted]
-    reached += [_STRETCH_HEIGHT / 2 for item in row if isinstance(item, Unchanged)]
+    reached += [_stretch_height(item) / 2 for item in row if isinstance(item, LayersInOrder)]
     return max(reached, default=0.1) + 0.1
 
 
@@ -144,9 +162,11 @@ def _draw_nodes(axes: Axes, nodes: Sequence[Item], x: float, y: float) -> float:
         elif isinstance(item, Fork):
             plus = end - 0.1
             _draw_fork(axes, item, (x + 0.1, plus), y)
-        elif isinstance(item, Unchanged):
-            text = f"layers {item.first}-{item.last}\nas they were"
-            _box(axes, (x + 0.12, end - 0.12), y, _STRETCH_HEIGHT, _UNCHANGED, text, "#555555")
+        elif isinstance(item, LayersInOrder):
+            how, fill = ("low-rank", _LOW_RANK) if item.ranks else ("as they were", _UNCHANGED)
+            below = _rank_lines(item)
+            span = (x + 0.12, end - 0.12)
+            _box(axes, span, y, _stretch_height(item), fill, f"{item.text}\n{how}", "#444444", below)
         else:
             axes.plot(
                 [(x + end) / 2] * 2, [y - 0.12, y + 0.32], color=_LEFT_OUT, linestyle=(0, (2, 1.5)), linewidth=1.2
@@ -159,15 +179,19 @@ def _draw_nodes(axes: Axes, nodes: Sequence[Item], x: float, y: float) -> float:
 def _draw_step(axes: Axes, step: Step, span: tuple[float, float], y: float, side: int, pale: bool) -> None:
     read, plus = span
     color = _LATE if step.late else _STREAM
-    centers = [y + side * (_ABOVE + (k + 0.5) * _BOX_ROOM) for k in range(len(step.sublayers))]
+    # The first one on top, on either side of the stream.
+    outwards = step.sublayers[::-side]
+    rooms = [_box_height(one) + _BOX_GAP for one in outwards]
+    centers = [y + side * (_ABOVE + end - room / 2) for end, room in zip(accumulate(rooms), rooms, strict=True)]
     axes.plot([read, read], [y, centers[-1]], color=color, linewidth=1.1, zorder=1)
     axes.plot([plus, plus], [y, centers[-1]], color=color, linewidth=1.1, zorder=1)
     left, right = (read + 0.1, plus - 0.1) if not step.late else (max(read + 0.1, plus - 0.68), plus - 0.1)
-    for sublayer, center in zip(step.sublayers, sorted(centers, reverse=True), strict=True):
+    for sublayer, center in zip(outwards, centers, strict=True):
         axes.plot([read, plus], [center, center], color=color, linewidth=1.1, zorder=1)
         strong = _ATTENTION if sublayer.kind == ATTENTION else _FEED_FORWARD
         fill, text = (_PALE[strong], "#333333") if pale else (strong, "white")
-        _box(axes, (left, right), center, _BOX_HEIGHT, fill, str(sublayer), text)
+        name, ranks = str(replace(sublayer, ranks=())), [f"{role} {rank}" for role, rank in sublayer.ranks]
+        _box(axes, (left, right), center, _box_height(sublayer), fill, name, text, ranks)
     _plus(axes, plus, y)
 
 
@@ -183,7 +207,17 @@ def _draw_fork(axes: Axes, fork: Fork, span: tuple[float, float], y: float) -> N
     _plus(axes, plus, y)
 
 
-def _box(axes: Axes, span: tuple[float, float], y: float, height: float, fill: str, text: str, color: str) -> None:
+def _box(
+    axes: Axes,
+    span: tuple[float, float],
+    y: float,
+    height: float,
+    fill: str,
+    text: str,
+    color: str,
+    below: Sequence[str] = (),
+) -> None:
+    """A box with a text, and smaller lines below it."""
     left, right = span
     shape = FancyBboxPatch(
         (left, y - height / 2),
@@ -196,7 +230,12 @@ def _box(axes: Axes, span: tuple[float, float], y: float, height: float, fill: s
     )
     axes.add_patch(shape)
     size = 8.0 if len(text) <= 5 or "\n" in text else max(4.0, 46 / len(text))
-    axes.text((left + right) / 2, y, text, ha="center", va="center", color=color, fontsize=size, zorder=3)
+    small = len(below) * _RANK_HEIGHT
+    place: dict[str, Any] = {"x": (left + right) / 2, "ha": "center", "va": "center", "color": color, "zorder": 3}
+    axes.text(y=y + small / 2, s=text, fontsize=size, **place)
+    for number, line in enumerate(below):
+        bottom = y - height / 2 + 0.07 + (len(below) - number - 0.5) * _RANK_HEIGHT
+        axes.text(y=bottom, s=line, fontsize=_RANK_FONT, **place)
 
 
 def _plus(axes: Axes, x: float, y: float) -> None:
@@ -213,6 +252,8 @@ def _legend(axes: Axes, rows: Sequence[Sequence[Item]], y: float) -> None:
     ]
     items = [item for row in rows for item in row]
     nodes = tuple(item for item in items if isinstance(item, Step | Fork))
+    if any(isinstance(item, LayersInOrder) and item.ranks for item in items):
+        handles.append(Patch(facecolor=_LOW_RANK, label="two factors in place of matrices, of these ranks"))
     if any(step.late for step in steps_of(nodes)):
         handles.append(Line2D([], [], color=_LATE, label="late: beside the step before"))
     if any(isinstance(item, LeftOut) for item in items):

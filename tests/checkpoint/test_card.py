@@ -83,6 +83,17 @@ def test_what_it_says_of_each_form(form: str, exported: dict[str, Path]) -> None
     assert all(len(line) <= 100 or line.startswith(("|", "<!--")) for line in text.splitlines())
 
 
+def test_ranks_are_said_once_for_equal_layers(tmp_path: Path) -> None:
+    source = save_checkpoint(tmp_path / "tiny", num_layers=3)
+    run_export(source, tmp_path / "edited", "A0@q5,o6 F0@up7 A1@q5,o6 F1@up7 A2 F2@up8")
+    text = card_of(tmp_path / "edited")
+    assert "- layers 0 to 1: q 5; o 6; up 7\n- layer 2: up 8\n" in text
+    words = " ".join(text.split())
+    assert "`F4@up64,down96` has two factors in place of matrices, of rank 64 for up and 96 for down." in words
+    parameters = [sum(p.numel() for p in surgeon.load(folder).parameters()) for folder in (tmp_path / "edited", source)]
+    assert f"| parameters | {parameters[0]:,} | {parameters[1]:,} |" in text
+
+
 @pytest.mark.parametrize("form", PROGRAMS)
 def test_the_code_in_it_loads_the_model(
     form: str, exported: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

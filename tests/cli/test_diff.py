@@ -45,6 +45,24 @@ def test_a_checkpoint_an_edited_one_and_the_recipe(
     assert out.endswith(f"by surgeon {__version__}\nprogram     the same\n")
 
 
+def test_ranks_are_told_beside_the_programs(surgeon_says: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    for name, pairs in (("both", "  - pair: {layers: '0:2'}\n"), ("ranks", "")):
+        ranks = "  - lowrank: {layers: '1:4', ranks: {q: 6, k: 6, down: [8, null, 8]}}\n"
+        text = f"surgeon: 1\nmodel: {tiny_checkpoint}\noperations:\n{pairs}{ranks}"
+        (tmp_path / f"{name}.yaml").write_text(text)
+    code, out, err = surgeon_says("diff", tiny_checkpoint, tmp_path / "both.yaml")
+    assert (code, err) == (1, "")
+    assert "program     layers 0 to 1: as unedited | [A0 A1] [F0 F1]\n" in out
+    assert out.endswith("ranks       layers 1, 3: whole | q, k 6; down 8\n            layer 2: whole | q, k 6\n")
+    code, out, _ = surgeon_says("diff", tiny_checkpoint, tmp_path / "ranks.yaml", "--json")
+    record = json.loads(out)
+    assert (code, record["equal"], record["program"]) == (1, False, [])
+    assert record["ranks"][0] == {"layers": [[1], [3]], "a": "whole", "b": "q, k 6; down 8"}
+    before, after = record["facts"]["in layers"]
+    assert before > after
+    assert surgeon_says("diff", tmp_path / "ranks.yaml", tmp_path / "ranks.yaml")[0] == 0
+
+
 def test_values_and_json(surgeon_says: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -62,6 +63,32 @@ def test_a_recipe_and_the_checkpoint_made_of_it(
     assert written["proof"].startswith("on 128 random tokens")
     # What it says of the model is the same; only a checkpoint has weights.
     assert written["model"].startswith(f"{said['model']};")
+
+
+def test_ranks_and_how_many_parameters_are_left(surgeon_says: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "ranks.yaml"
+    ranks = "{q: 6, k: 6, up: 7, down: [8, null, 8, 8]}"
+    recipe.write_text(
+        f"surgeon: 1\nmodel: {tiny_checkpoint}\noperations:\n  - lowrank: {{layers: '0:4', ranks: {ranks}}}\n"
+    )
+    assert surgeon_says("export", recipe, "-o", tmp_path / "edited")[0] == 0
+    source, edited = Checkpoint(tiny_checkpoint), Checkpoint(tmp_path / "edited")
+    sizes = [
+        sum(
+            math.prod(one.shape(name))
+            for name in one.names()
+            if name.startswith("model.layers.") and "norm" not in name
+        )
+        for one in (edited, source)
+    ]
+    for what in (recipe, tmp_path / "edited"):
+        code, out, err = surgeon_says("show", what)
+        assert (code, err) == (0, "")
+        said = facts(out)
+        assert said["program"] == "A0 F0 A1 F1 A2 F2 A3 F3"
+        assert said["ranks"] == "layers 0, 2 to 3: q, k 6; up 7; down 8 layer 1: q, k 6; up 7"
+        share = sizes[0] / sizes[1]
+        assert said["parameters"] == f"{sizes[0]:,} of {sizes[1]:,} in the layers' matrices ({share:.1%})"
 
 
 def test_an_unedited_model(surgeon_says: Run) -> None:

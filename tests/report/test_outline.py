@@ -8,20 +8,21 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from surgeon.operations import ladder, pair, parallel, prune, shuffle, tracks
-from surgeon.program import Program
-from surgeon.report.outline import LeftOut, Same, Unchanged, outline
+from surgeon.operations import ladder, lowrank, pair, parallel, prune, shuffle, tracks
+from surgeon.program import LayerShapes, Program
+from surgeon.report.outline import LayersInOrder, LeftOut, Same, outline, outline_text
 from surgeon.report.program import draw_program
 
 DENSE = Program.dense(8)
+SHAPES = LayerShapes({"q": (16, 16), "up": (32, 16)})
 
 
 def items(program: Program, steps_per_layer: int = 2) -> list[str]:
     """The outline as text: = before a step that is as it was."""
     found = []
     for item in outline(program, 8, steps_per_layer):
-        if isinstance(item, Unchanged):
-            found.append(f"{item.first}-{item.last}")
+        if isinstance(item, LayersInOrder):
+            found.append(f"{item.first}-{item.last}" + "@" * bool(item.ranks))
         elif isinstance(item, Same):
             found.append(f"={item.step}")
         elif isinstance(item, LeftOut):
@@ -45,13 +46,25 @@ def items(program: Program, steps_per_layer: int = 2) -> list[str]:
         (Program.parse("A0 F0 A2 F2 A1 F1 A3 F3"), "=A0, =F0, A2, F2, A1, F1, =A3, =F3, no 4-7"),
         (Program.parse("A0~A1 F0~F1 A2 F2 A3 F3"), "A0~A1, F0~F1, =A2, =F2, =A3, =F3, no 4-7"),
         (Program.parse("A0 F0 A1 F1 A1 F1"), "=A0, =F0, A1, F1, A1, F1, no 2-7"),
+        (lowrank(DENSE, range(2, 6), ranks={"q": 3}, shapes=SHAPES), "=A0, =F0, =A1, =F1, 2-5@, =A6, =F6, =A7, =F7"),
+        (lowrank(DENSE, range(8), ranks={"q": [3] * 4 + [2] * 4}, shapes=SHAPES), "0-3@, 4-7@"),
+        (lowrank(DENSE, range(5, 7), ranks={"up": 3}, shapes=SHAPES), "0-4, =A5, F5@up3, =A6, F6@up3, =A7, =F7"),
     ],
 )
 def test_outlines(program: Program, expected: str) -> None:
     assert items(program) == expected.split(", ")
 
 
+def test_in_words_ranks_stand_aside() -> None:
+    program = Program.parse("A0@q3 F0 [A1@k2 A2] [F1 F2] A3@q2 F3@up4 A4@q2 F4@up4 A5@q2 F5@up4 A6 F6 A7 F7")
+    expected = "A0 F0 [A1 A2] [F1 F2] (layers 3-5 low-rank) A6 F6 A7 F7"
+    assert outline_text(program, 8, 2) == expected
+    (stretch,) = (item for item in outline(program, 8, 2) if isinstance(item, LayersInOrder))
+    assert stretch == LayersInOrder(3, 5, (("q", 2), ("up", 4)))
+
+
 def test_layers_of_one_step() -> None:
+    assert items(Program.parse("[A0@q1 F0] [A1@q1 F1] [A2@q1 F2]"), 1) == ["0-2@", "no 3-7"]
     assert items(Program.dense(8, 1), 1) == ["0-7"]
     assert items(Program.parse("[A0 F0] [A1 F1] [A2 F2] A3 F3"), 1) == ["0-2", "A3", "F3", "no 4-7"]
 
@@ -64,6 +77,9 @@ def test_layers_of_one_step() -> None:
         tracks(DENSE, range(2, 6), count=2, depth=2),
         shuffle(DENSE, range(2, 6), seed=1),
         Program.parse(">A0 {A1 F1 | {A2 | F2}} >F0"),
+        # What has ranks needs more room, on both sides of the stream, in forks, and in a box for a stretch.
+        Program.parse("{A0@q4096,k1024,v1024,o4096 | F0@down5} F1 >[F2@gate9,up8,down7 A1] >[A2@q3]"),
+        Program.parse(" ".join(f"A{k}@q1,k2,v3,o4 F{k}@gate5,up6,down7" for k in range(8))),
     ],
 )
 def test_the_picture_holds_all_that_is_drawn(program: Program, tmp_path: Path) -> None:

@@ -1,0 +1,50 @@
+"""Ranks in words, and where those of two programs differ."""
+
+from __future__ import annotations
+
+import pytest
+
+from surgeon.checkpoint.ranks import RankDifference, layers_text, rank_differences, rank_lines
+from surgeon.program import Program
+
+
+@pytest.mark.parametrize(
+    ("program", "lines"),
+    [
+        ("A0 F0 [A1 A2] >F1", []),
+        ("A0@q5,o6 F0@up5,gate7", ["layer 0: q, up 5; o 6; gate 7"]),
+        ("A0@q5 F0 A1@q5 F1 A2 F2@up5 A3@q5", ["layers 0 to 1, 3: q 5", "layer 2: up 5"]),
+        ("F1@up3 {A0@k2 A1 | A2/2:0@k2}", ["layers 0, 2: k 2", "layer 1: up 3"]),
+        ("A0~A1@v4 F0~F1 A2~A3@v4 F2@up4", ["layers 0+1 to 2+3: v 4", "layer 2: up 4"]),
+        ("A0@q5 A0 F0@up2 F0@up3", ["layer 0: q 5 or whole; up 2 or 3"]),
+        (
+            " ".join(f"A{k}@q{8 + k % 2}" for k in range(12)),
+            ["layers 0, 2, 4, 6, 8, 10: q 8", "layers 1, 3, 5, 7, 9, 11: q 9"],
+        ),
+    ],
+)
+def test_equal_ranks_are_said_once(program: str, lines: list[str]) -> None:
+    assert rank_lines(Program.parse(program)) == lines
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [
+        ("A0@q5 F0", "A0@q5 F0", []),
+        ("A0 F0 A1 F1", "A0 F0 A1", []),  # a layer that is not there is no difference of ranks if it was whole
+        ("A0 F0 A1 A2", "A0@q5 F0 A1@q5 A2@q6", [([(0,), (1,)], "whole", "q 5"), ([(2,)], "whole", "q 6")]),
+        ("A0@q5,k4", "F0@up3 A0@k4", [([(0,)], "q 5; k 4", "k 4; up 3")]),
+        ("A0 A1@q5", "A0", [([(1,)], "q 5", "not there")]),
+        ("A0@q5 A1@q5", "A0~A1@q5", [([(0,), (1,)], "q 5", "not there"), ([(0, 1)], "not there", "q 5")]),
+    ],
+)
+def test_differences(a: str, b: str, expected: list[tuple[list[tuple[int, ...]], str, str]]) -> None:
+    found = rank_differences(Program.parse(a), Program.parse(b))
+    assert sorted(found, key=lambda one: one.layers) == sorted(
+        (RankDifference(tuple(layers), *texts) for layers, *texts in expected), key=lambda one: one.layers
+    )
+
+
+def test_layers_by_their_numbers() -> None:
+    assert layers_text([((2,), 0)]) == "layer 2"
+    assert layers_text([((2,), 0), ((4,), 0), ((5,), 0), ((5,), 1)]) == "layers 2, 4 to 5, 5 again"
