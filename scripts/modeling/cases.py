@@ -34,10 +34,10 @@ def programs_of(family: Family) -> dict[str, str]:
     plain = "A0 F0 A2 F2 A1 F1" if family.steps_per_layer == 2 else "[A0 F0] [A2 F2] [A1 F1]"
     pair = f"[A{first} A{second}] [F{first} F{second}]"
     if family.mlp.post_norm is not None:  # neither slices nor fusing are exact then
-        return {"plain": plain, "program": f"A0 F0 >A1 >F1 {{A2 F2 | A0 F1}} >{pair}"}
+        return {"plain": plain, "program": f"A0@q5,v3 F0 >A1 >F1@up9,down7 {{A2 F2 | A0 F1}} >{pair}"}
     sliced = "{A2/2:0 F2/2:0 | A2/2:1 F2/2:1}"
     fused = f"A0 F0 {pair}" if family.steps_per_layer == 2 else f"[A0 F0] [A{first} F{first} A{second} F{second}]"
-    return {"plain": plain, "program": f"A0 F0 >A1 >F1 {sliced} A0~A1 {pair}", "fused": fused}
+    return {"plain": plain, "program": f"A0@q5,v3 F0 >A1 >F1@up9,down7 {sliced} A0~A1 {pair}", "fused": fused}
 
 
 def write_cases(folder: Path) -> None:

@@ -83,6 +83,7 @@ def plugin_programs(dense: Program, layers: int, family: Family) -> dict[str, Pr
         "ladder+LP": ladder(pair(dense, inner), range(1, layers)),
         "fork": parallel(dense, inner),
         "uneven": Program.parse("{A0 F0 A1 | F1 F0} A0 F1"),
+        "low rank": Program.parse("A0@q16,k8,v8,o16 F0@up24,down24 >A1@o12 >F1"),
     }
     if family.attention.post_norm is None:
         found["tracks"] = tracks(dense, inner, count=2, depth=2)

@@ -25,6 +25,7 @@ from surgeon.analysis.matrices import Matrix
 from surgeon.checkpoint.kept_factors import KeptFactors, write_factors
 from surgeon.execute import State
 from surgeon.families import family_of
+from surgeon.memory import stay_below
 from surgeon.model import check_layers, require_unedited
 from surgeon.program import WRITING, Node, Step, Sublayer
 from surgeon.progress import progress
@@ -123,7 +124,7 @@ class _Work:
         sizes = [shapes[target.role] for target in self.missing]
         widest = max((inputs for _, inputs in sizes), default=0)
         largest = max((outputs * inputs for outputs, inputs in sizes), default=0)
-        return 8 * ((4 + self.update) * widest**2 + 4 * largest)
+        return 8 * ((5 + self.update) * widest**2 + 4 * largest)
 
     def _find_gradients(self) -> None:
         wanted = {
@@ -183,6 +184,7 @@ class _Work:
                 others.clear()
                 whole.see(whole.parts[index], _without_ranks, watched, lambda t, x: others.setdefault(t, []).append(x))
             states.append(run.see(part, run_as, watched, seen))
+            stay_below(self.memory)
         return sums, states
 
     @staticmethod
@@ -201,6 +203,7 @@ class _Work:
             write_factors(self.journal.file(target), factors)
             self.journal.add(target, made)
             self.missing.remove(target)
+            stay_below(self.memory)
 
     def _factors(
         self, target: Target, matrix: Tensor, decompose: Decomposer, known: InputSums | None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -147,7 +147,8 @@ def evaluate(
     loaded = load_tasks(names, candidate.positions, asking.num_fewshot, seeds) if on.tasks else None
     with _factors(candidate, files.output) as candidate:
         if windows is not None:
-            _on_text(candidate, original, windows, device, files.output)
+            with _factors(original, None) if original is not None else nullcontext() as compared:
+                _on_text(candidate, compared, windows, device, files.output)
         if loaded is not None:
             _on_tasks(candidate, loaded, settings, device, files)
 

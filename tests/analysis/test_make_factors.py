@@ -251,6 +251,28 @@ def test_numbers_that_are_not_finite_are_named(tmp_path: Path) -> None:
         made(tmp_path / "inputs", model, plan)
 
 
+def test_files_that_do_not_fit_are_refused_and_missing_ones_made_again(tmp_path: Path) -> None:
+    model = tiny_model("llama", 2)
+    plan = plan_of("A0@q5 F0 A1 F1@up7")
+    source = made(tmp_path, model, plan).source
+    file = tmp_path / "A0.q5.safetensors"
+    before = file.read_bytes()
+    file.write_bytes(before[:-7])
+    with pytest.raises(ValueError, match=r"A0\.q5\.safetensors"):
+        edit(model, plan.program, factors=source)
+    (tmp_path / "F1.up7.safetensors").replace(file)
+    with pytest.raises(
+        ValueError, match=r"the factors of q of A0@q5 have the shapes \(7, 32\) and \(48, 7\), and should"
+    ):
+        edit(model, plan.program, factors=source)
+    file.unlink()
+    with pytest.raises(ValueError, match="there are no factors of q of A0@q5 in the folder; make them again"):
+        edit(model, plan.program, factors=source)
+    made(tmp_path, model, plan)
+    assert file.read_bytes() == before
+    assert (tmp_path / "F1.up7.safetensors").exists()
+
+
 RECIPE = """\
 surgeon: 1
 model: demo

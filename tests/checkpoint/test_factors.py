@@ -99,6 +99,17 @@ def test_a_layer_that_holds_factors_can_be_whole_again(tmp_path: Path) -> None:
         assert relative_error(lower, expected) > 1e-3
 
 
+@pytest.mark.parametrize("family", ["gpt2", "phi3", "gpt_neox"])
+def test_packed_projections_are_saved_again(family: str, tmp_path: Path) -> None:
+    """By the modeling file inside, in the order in which they are packed: writing config.json sorts its entries."""
+    save_source(tmp_path / "source", family)
+    run_export(tmp_path / "source", tmp_path / "low", "A0@q5,v4 F0@up9 A1 F1")
+    model = load_shipped(tmp_path / "low")
+    model.save_pretrained(tmp_path / "again")
+    shutil.copy(tmp_path / "low" / "modeling_surgeon_program.py", tmp_path / "again")
+    assert torch.equal(logits_of(load_shipped(tmp_path / "again")), logits_of(model))
+
+
 def test_ranks_that_no_matrix_has(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path / "source")
     for ranked in ("A1@k17", "A0~A1@k17", "A1/2:0@k17"):

@@ -175,3 +175,6 @@ def test_a_recipe_with_calibrated_factors(run: Run, tmp_path: Path, tiny_checkpo
         divergences[method] = json.loads((out / "text.json").read_text())["divergence"]
         assert (out / "factors").exists() == (method == "whitened")
     assert 0 < divergences["whitened"] < divergences["plain"]
+    code, _, err = run(*text, "--against", recipe, model=recipe)
+    assert code == 0, err
+    assert json.loads((out / "text.json").read_text())["divergence"] < 1e-6, "the same factors on both sides"

@@ -91,7 +91,7 @@ def family_row(family: Family, config: Any) -> dict[str, Any]:
         "feed_forward": [family.mlp.norm, *family.mlp.modules],
         "reads": reads,
         "writes": [p.path for p in projections if not p.reads_stream],
-        "roles": {p.role: p.path for p in projections},
+        "roles": [[p.role, p.path] for p in projections],  # a list: `save_pretrained` sorts what has keys
         "turns": {p.path: family.head_dim(config) for p in projections if p.interleaved},
         "packed": {path: shares for path in reads if len(shares := _shares(family, config, path)) > 1},
         "counts": [path for path in counts if path.rpartition(".")[0] not in reads],  # slices replace those whole

@@ -40,7 +40,7 @@ class Family(NamedTuple):
     feed_forward: tuple[str, ...]
     reads: tuple[str, ...]  # projections of the normed stream: a slice has some of their output features
     writes: tuple[str, ...]  # projections to the stream: a slice has some of their input features
-    roles: dict[str, str]  # what programs call a projection, and its path; several with one path are packed in it
+    roles: tuple[list[str], ...]  # what programs call a projection, and its path; those of one path are packed so
     turns: dict[str, int]  # where they are packed head by head: how wide a head is
     packed: dict[str, list[int]]  # several in one: how wide each is, in proportion
     counts: tuple[str, ...]  # attributes that count heads or their features: less in a slice
@@ -204,11 +204,11 @@ class TakenApart(nn.Module):
 
 def factorise(layer: nn.Module, family: Family, sublayer: Sublayer) -> None:
     """Give a layer the modules that hold the factors of one of its sublayers."""
-    for path in dict.fromkeys(family.roles[role] for role in sublayer.ranks):
+    for path in dict.fromkeys(path for role, path in family.roles if role in sublayer.ranks):
         whole: Any = layer.get_submodule(path)
         if isinstance(whole, (Factored, TakenApart)):
             continue  # another slice of the sublayer was here
-        roles = [role for role in family.roles if family.roles[role] == path]
+        roles = [role for role, place in family.roles if place == path]
         shares = family.packed.get(path, [1] * len(roles))
         inputs, outputs = whole.weight.shape if isinstance(whole, Conv1D) else whole.weight.shape[::-1]
         made = {
