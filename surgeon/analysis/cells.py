@@ -1,4 +1,7 @@
-"""The cells of a scan: one change of the model for every operation and every contiguous stretch of layers asked for."""
+"""The cells of a scan: one change of the model for every operation and every contiguous stretch of layers asked for.
+
+Maps over a parameter's values have a cell for every layer, alone, and every value.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ from typing import Any
 
 from surgeon.errors import did_you_mean
 from surgeon.operations.base import show_range
-from surgeon.operations.declare import HEATMAPS
-from surgeon.program import Program
+from surgeon.operations.declare import HEATMAPS, Heatmap
+from surgeon.program import LayerShapes, Program
 
 SCANNED = tuple(name for name, heatmap in HEATMAPS.items() if heatmap.paper)  # unless others are asked for
 ALL = "all"
@@ -25,6 +28,7 @@ class Cell:
         first, last: the ends of the stretch of layers the operation was applied to, both included, from 0.
         programs: what the model runs then; several for a cell that is the mean over random permutations.
         seeds: those of the permutations, one for each program; empty where nothing is random.
+        value: of the parameter that the map varies, if it varies one.
     """
 
     operation: str
@@ -32,6 +36,7 @@ class Cell:
     last: int
     programs: tuple[Program, ...]
     seeds: tuple[int, ...] = ()
+    value: float | None = None
 
     @property
     def layers(self) -> range:
@@ -67,6 +72,14 @@ class Selection:
         for first in self.layers[:: self.every]:
             longest = min(self.max_length, self.layers.stop - first)
             yield from (range(first, first + length) for length in range(self.every, longest + 1, self.every))
+
+    def places(self, heatmap: Heatmap) -> Iterator[tuple[range, float | None]]:
+        """Where a map has cells: every stretch, or each layer at which one begins with every value of the parameter."""
+        if heatmap.varied is None:
+            yield from ((stretch, None) for stretch in self.stretches())
+        else:
+            firsts = dict.fromkeys(stretch.start for stretch in self.stretches())
+            yield from ((range(first, first + 1), value) for first in firsts for value in heatmap.values)
 
     def to_json(self) -> dict[str, Any]:
         """As it stands in `scan.json` and in the journal."""
@@ -136,25 +149,39 @@ def permutation_seeds(seed: int, count: int) -> tuple[int, ...]:
     return seed, *(random.Random(f"{seed}:{number}").getrandbits(31) for number in range(1, count))
 
 
-def scan_cells(operations: Sequence[str], num_layers: int, seed: int, steps_per_layer: int = 2) -> list[Cell]:
-    """All cells of these heatmaps, in the order of the table: by operation, first layer, last layer."""
-    return selected_cells([select(operations, num_layers)], num_layers, seed, steps_per_layer)
+def scan_cells(
+    operations: Sequence[str], num_layers: int, seed: int, steps_per_layer: int = 2, shapes: LayerShapes | None = None
+) -> list[Cell]:
+    """All cells of these heatmaps, in the order of the table: by operation, first layer, last layer or value."""
+    return selected_cells([select(operations, num_layers)], num_layers, seed, steps_per_layer, shapes)
 
 
-def selected_cells(selections: Sequence[Selection], num_layers: int, seed: int, steps_per_layer: int = 2) -> list[Cell]:
+def selected_cells(
+    selections: Sequence[Selection],
+    num_layers: int,
+    seed: int,
+    steps_per_layer: int = 2,
+    shapes: LayerShapes | None = None,
+) -> list[Cell]:
     """The cells that any of these selections asks for, each once, in the order of the table.
 
     Cells of `shuffle` are means over as many permutations as the selection that asks for the most.
+
+    Args:
+        shapes: of the model's layers, for operations that ask for them.
     """
     dense = Program.dense(num_layers, steps_per_layer)
     seeds = permutation_seeds(seed, max(selection.permutations for selection in selections))
     cells = []
-    for name in HEATMAPS:
-        wanted = {s for selection in selections if name in selection.operations for s in selection.stretches()}
-        for layers in sorted(wanted, key=lambda s: (s.start, s.stop)):
-            apply = partial(HEATMAPS[name], dense, layers=layers)
-            cell = Cell(name, layers.start, layers.stop - 1, ())
-            if HEATMAPS[name].seeded:
+    for name, heatmap in HEATMAPS.items():
+        asked = (selection.places(heatmap) for selection in selections if name in selection.operations)
+        # The sort is stable, so that values stay in the order of the columns.
+        wanted = dict.fromkeys(place for places in asked for place in places)
+        for layers, value in sorted(wanted, key=lambda place: (place[0].start, place[0].stop)):
+            varied = {} if heatmap.varied is None else {heatmap.varied: value}
+            apply = partial(heatmap, dense, layers=layers, shapes=shapes, **varied)
+            cell = Cell(name, layers.start, layers.stop - 1, (), value=value)
+            if heatmap.seeded:
                 programs = tuple(apply(seed=one) for one in seeds)
                 cells.append(replace(cell, programs=programs, seeds=seeds))
             else:

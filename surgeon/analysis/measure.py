@@ -25,6 +25,7 @@ from surgeon.families import family_of
 from surgeon.memory import free_bytes, resident_bytes, show_size
 from surgeon.program import Program
 from surgeon.quality.head import OutputHead, Quality, ReferencePredictions
+from surgeon.weights import TruncatedSVD
 
 # On a CPU 4,096 tokens of a small model were a third slower than 2 x 2,048: what a layer computes outgrows the cache.
 TOKENS_AT_ONCE = {"cpu": 2048, "cuda": 32768}
@@ -142,6 +143,7 @@ class _ChunkRun:
         self.head = OutputHead(model)
         self.all_windows = all_windows
         self.streamed = streamed_layers(model) is not None
+        self.factors = TruncatedSVD(remembers=True)
         self.planned: list[Program] | None = None
         self.plan = SharedPlan((), (), {}, 0)
 
@@ -154,8 +156,11 @@ class _ChunkRun:
             self.plan, self.planned = share(wanted), wanted
             if self.streamed:
                 self.plan = by_layer(self.plan, self.dense if self.dense in wanted else None)
-        streaming = streaming_room(self.model, chunk.numel(), self.memory, self.folder) if self.streamed else None
-        machine = PlanMachine(self.model, chunk, streaming.kept_bytes if streaming else 0)
+        streaming = None
+        if self.streamed:
+            beside = _factor_bytes(self.model, self.plan)
+            streaming = streaming_room(self.model, chunk.numel(), self.memory, self.folder, beside)
+        machine = PlanMachine(self.model, chunk, streaming.kept_bytes if streaming else 0, self.factors)
         with States(self.plan, *((streaming.states_bytes, streaming.folder) if streaming else ())) as states:
             for program, stream in run_plan(self.plan, machine, partial(self._ran, len(windows)), states):
                 quality = self._quality(program, stream, chunk, windows)
@@ -192,7 +197,7 @@ def windows_at_once(
     def needed(tokens: int) -> int:
         if streamed is None:
             return working_bytes(model, plan, tokens)
-        return _task_bytes(model, streamed, tokens) + _least_states(model, tokens)
+        return _task_bytes(model, streamed, tokens) + _least_states(model, tokens) + _factor_bytes(model, plan)
 
     return _fitting(model, ids, needed, memory, batch)
 
@@ -236,11 +241,18 @@ def _fitting(
     )
 
 
-def streaming_room(model: PreTrainedModel, tokens: int, memory: int | None, folder: Path | None) -> Streaming:
-    """How to share out the memory that is left for running a streamed model on this many tokens."""
+def streaming_room(
+    model: PreTrainedModel, tokens: int, memory: int | None, folder: Path | None, beside: int = 0
+) -> Streaming:
+    """How to share out the memory that is left for running a streamed model on this many tokens.
+
+    Args:
+        beside: bytes of what is held beside it.
+    """
     streamed = streamed_layers(model)
     assert streamed is not None
-    left = (memory or resident_bytes() + free_bytes()) - resident_bytes() - _task_bytes(model, streamed, tokens)
+    limit = memory or resident_bytes() + free_bytes()
+    left = limit - resident_bytes() - _task_bytes(model, streamed, tokens) - beside
     states = max(left // 2, _least_states(model, tokens))
     return Streaming(max(0, left - states), states, folder)
 
@@ -264,7 +276,8 @@ def working_bytes(model: PreTrainedModel, plan: SharedPlan, tokens: int) -> int:
     """An upper estimate of what running a plan on this many tokens takes beside the model."""
     size: int = model.config.hidden_size * max(4, model.dtype.itemsize)
     states = (plan.peak_tensors + 2) * tokens * size  # and what a reference keeps
-    return _FIRST_USE + int(_SLACK * (states + _activation_bytes(model, tokens))) + _derived_bytes(model, plan)
+    derived = _derived_bytes(model, plan) + _factor_bytes(model, plan)
+    return _FIRST_USE + int(_SLACK * (states + _activation_bytes(model, tokens))) + derived
 
 
 def _activation_bytes(model: PreTrainedModel, tokens: int) -> int:
@@ -282,3 +295,11 @@ def _derived_bytes(model: PreTrainedModel, plan: SharedPlan) -> int:
         return 0
     layers = model.get_submodule(family_of(model.config).layers)
     return 3 * max(sum(p.numel() for p in layer.parameters()) * 4 for layer in layers.children())
+
+
+def _factor_bytes(model: PreTrainedModel, plan: SharedPlan) -> int:
+    """What factorising matrices on the way takes: a layer's directions, and one decomposition, both in float64."""
+    if not any(sublayer.ranks for program in plan.sublayers for sublayer in program.sublayers()):
+        return 0
+    sizes = [math.prod(shape) for shape in family_of(model.config).layer_shapes(model.config).matrices.values()]
+    return 8 * (sum(sizes) + 5 * max(sizes))

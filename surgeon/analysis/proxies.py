@@ -71,6 +71,10 @@ def read_scan(folder: Path, model_hash: str) -> MeasuredScan:
     for name in cells["operation"].unique():
         if name not in HEATMAPS:
             raise ValueError(f"{folder / CELLS} has an unknown operation {name!r}; {did_you_mean(str(name), HEATMAPS)}")
+    # Only cells of stretches can be told by what lies between layers.
+    cells = cells[[HEATMAPS[str(name)].varied is None for name in cells["operation"]]].reset_index(drop=True)
+    if cells.empty:
+        raise ValueError(f"{folder / CELLS} has no map over stretches of layers; scan one, such as --operation prune")
     base = record.get("base_perplexity")
     if not isinstance(base, int | float) or not base > 0:
         raise ValueError(f"{folder / SCAN_RECORD} has no base_perplexity above 0; run surgeon scan again")

@@ -39,7 +39,8 @@ class Scan:
     """The result of a scan.
 
     Attributes:
-        table: one row per cell, with the columns of `cells.csv`: first and last layer are both included, from 0;
+        table: one row per cell, with the columns of `cells.csv`: first and last layer are both included, from 0; then
+            the parameters that maps vary, where some do, each with its value in the cells of its maps;
             perplexity with its 95% interval as `tables.estimate` says; divergence in nats per token, likewise; tokens
             are those of the text whose prediction the row rests on; sublayers_run counts what ran for this cell and
             not already for one before it (a sublayer that ran on half of the windows counts a half).
@@ -118,9 +119,10 @@ class _Work:
 
     @classmethod
     def of(cls, model: PreTrainedModel, selections: list[Selection], seed: int) -> _Work:
-        num_layers, steps = model.config.num_hidden_layers, family_of(model.config).steps_per_layer
+        num_layers, family = model.config.num_hidden_layers, family_of(model.config)
+        steps = family.steps_per_layer
         dense = Program.dense(num_layers, steps)
-        cells = selected_cells(selections, num_layers, seed, steps)
+        cells = selected_cells(selections, num_layers, seed, steps, family.layer_shapes(model.config))
         programs = {program: simplify(program) for cell in cells for program in cell.programs}
         return cls(cells, programs, dense, share([dense, *programs.values()]))
 

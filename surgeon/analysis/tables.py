@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 
 from surgeon.analysis.cells import Cell
+from surgeon.operations.declare import HEATMAPS
 from surgeon.program import ATTENTION, Program
 from surgeon.quality.summary import ESTIMATE_COLUMNS, Values, estimate, perplexity_interval
 
@@ -47,15 +48,19 @@ def cell_values(cell: Cell, windows: Sequence[int], lookup: Lookup) -> tuple[Val
 
 
 def cells_table(outcomes: Iterable[Outcome], base: Base, lookup: Lookup) -> pd.DataFrame:
-    """One row per cell, with the columns of `cells.csv`."""
-    rows = []
+    """One row per cell, with the columns of `cells.csv`; a parameter that maps vary has a column behind the layers."""
+    rows, values = [], []
     for one in outcomes:
         cell, windows = one.cell, one.windows
         nll, divergence = cell_values(cell, windows, lookup)
         numbers = estimate(nll, divergence, base.nll, windows).numbers
         tokens = len(windows) * base.tokens
         rows.append((cell.operation, cell.first, cell.last, *numbers, tokens, one.sublayers_run))
-    return pd.DataFrame(rows, columns=COLUMNS)
+        values.append((HEATMAPS[cell.operation].varied, cell.value))
+    table = pd.DataFrame(rows, columns=COLUMNS)
+    for place, name in enumerate(sorted({varied for varied, _ in values if varied is not None}), start=3):
+        table.insert(place, name, [value if varied == name else np.nan for varied, value in values])
+    return table
 
 
 def permutations_table(outcomes: Iterable[Outcome], base: Base, lookup: Lookup) -> pd.DataFrame:

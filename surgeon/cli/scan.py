@@ -136,7 +136,8 @@ def scan(
 
     Shuffles, prunes, merges and runs in parallel (all together, and two by two) each stretch of layers, and writes
     perplexity and divergence from the original for each, with 95% intervals over windows of text. Layers count from
-    0; the columns first and last are both included. Interrupted, the same command goes on where it was; another one
+    0; the columns first and last are both included. A map over a parameter has each layer alone, with every value;
+    the table then has a column of that name. Interrupted, the same command goes on where it was; another one
     on the same folder adds its cells.
     """
     from surgeon.analysis.scan import scan as run_scan

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from surgeon.operations.declare import HEATMAPS, VARIANTS, Heatmap, Variant, check_free, declare
+from surgeon.operations.declare import HEATMAPS, VARIANTS, Heatmap, Variant, apply, check_free, declare
 from surgeon.program import LayerShapes, Node, Program, Sublayer, layer_nodes, steps_of
 
 if TYPE_CHECKING:
@@ -49,19 +49,8 @@ class Operation:
         return inspect.getdoc(self.function).split("\n")[0]  # type: ignore[union-attr]
 
     def apply(self, program: Program, layers: range, shapes: LayerShapes | None = None, **parameters: Any) -> Program:
-        """The edited program.
-
-        Args:
-            shapes: of the model's layers, for operations that ask for them.
-
-        Raises:
-            ValueError: if it does not fit the program, or needs shapes that are not given.
-        """
-        if "shapes" not in inspect.signature(self.function).parameters:
-            return self.function(program, layers, **parameters)
-        if shapes is None:
-            raise ValueError(f"{self.name} depends on the shapes of the model's layers, which are not given here")
-        return self.function(program, layers, shapes=shapes, **parameters)
+        """The edited program; `shapes` and errors as `declare.apply`."""
+        return apply(self.function, program, layers, shapes, **parameters)
 
     @cached_property
     def parameters(self) -> type[BaseModel]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from surgeon.program import Program
+from surgeon.program import LayerShapes, Program
 
 LAST = 1000  # the place of what does not say where it stands
 
@@ -23,9 +23,13 @@ def _undeclared(*_: Any, **__: Any) -> Program:
 class Heatmap:
     """A map of a scan: the operation, with these parameters, on every stretch of layers.
 
+    Or on every layer alone, with every value of a parameter, which are the map's columns then.
+
     Attributes:
         title: as pictures and pages name it.
         parameters: of the operation.
+        varied: the parameter whose values are the columns, if they are not the stretches' last layers.
+        values: of that parameter, in the columns' order.
         place: where it stands among all maps; those at the same place stand in the order of their names.
         paper: whether it is in figure 4 of the Layer Parallelism paper; those are scanned unless others are asked for.
         group: how many layers it takes together; the layers of a stretch that fill no group stay as they are.
@@ -40,6 +44,8 @@ class Heatmap:
 
     title: str
     parameters: Mapping[str, Any] = field(default_factory=dict)
+    varied: str | None = None
+    values: tuple[float, ...] = ()
     place: int = LAST
     paper: bool = False
     group: int = 1
@@ -56,9 +62,9 @@ class Heatmap:
         """Whether the operation draws something at random: its cells are then means over several seeds."""
         return "seed" in inspect.signature(self.function).parameters and "seed" not in self.parameters
 
-    def __call__(self, program: Program, layers: range, **more: Any) -> Program:
-        """The program after the operation."""
-        return self.function(program, layers, **self.parameters, **more)
+    def __call__(self, program: Program, layers: range, shapes: LayerShapes | None = None, **more: Any) -> Program:
+        """The program after the operation; `shapes` and errors as `apply`."""
+        return apply(self.function, program, layers, shapes, **self.parameters, **more)
 
 
 @dataclass(frozen=True)
@@ -91,6 +97,24 @@ HEATMAPS: dict[str, Heatmap] = {}
 VARIANTS: dict[str, Variant] = {}
 
 Declared = TypeVar("Declared", Heatmap, Variant)
+
+
+def apply(
+    function: Callable[..., Program], program: Program, layers: range, shapes: LayerShapes | None, **parameters: Any
+) -> Program:
+    """The program after an operation.
+
+    Args:
+        shapes: of the model's layers, for operations that ask for them.
+
+    Raises:
+        ValueError: if it does not fit the program, or needs shapes that are not given.
+    """
+    if "shapes" not in inspect.signature(function).parameters:
+        return function(program, layers, **parameters)
+    if shapes is None:
+        raise ValueError(f"{function.__name__} depends on the shapes of the model's layers, which are not given here")
+    return function(program, layers, shapes=shapes, **parameters)
 
 
 def declare(table: dict[str, Declared], declared: Mapping[str, Declared], function: Callable[..., Program]) -> None:

@@ -10,6 +10,7 @@ from typing_extensions import TypedDict  # pydantic takes no other before Python
 
 from surgeon.errors import did_you_mean
 from surgeon.operations.base import operation, require_present, show_range
+from surgeon.operations.declare import Heatmap
 from surgeon.program import ROLES, LayerShapes, Program, Sublayer
 
 Role = Literal["q", "k", "v", "o", "gate", "up", "down"]
@@ -40,7 +41,17 @@ class Calibration(TypedDict, total=False):
     update: bool
 
 
-@operation()
+@operation(
+    heatmaps={
+        "lowrank": Heatmap(
+            "Low rank",
+            place=11,
+            varied="keep",
+            values=(0.9, 0.8, 0.6, 0.4, 0.2),
+            note="each layer alone, its matrices as plain factors with these shares of their parameters",
+        )
+    }
+)
 def lowrank(
     program: Program,
     layers: range,

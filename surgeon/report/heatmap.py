@@ -1,4 +1,7 @@
-"""Heatmaps of a scan, drawn like figure 4 of the Layer Parallelism paper: first layer down, last layer across."""
+"""Heatmaps of a scan, drawn like figure 4 of the Layer Parallelism paper: first layer down, last layer across.
+
+A map over the values of a parameter has the layers down and these values across.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +35,15 @@ def title_of(operation: str) -> str:
     return HEATMAPS[operation].title if operation in HEATMAPS else operation
 
 
+def varied_by(operation: str) -> str | None:
+    """The parameter whose values are the columns of an operation's map, if these are not last layers."""
+    return HEATMAPS[operation].varied if operation in HEATMAPS else None
+
+
 def draw_heatmaps(
     table: pd.DataFrame, base_perplexity: float, folder: Path, model: str, cap: float = CAP
 ) -> list[Path]:
-    """Write `heatmap-<operation>.png` for each operation of a scan's table, and all of them in `heatmaps.png`.
+    """Write `heatmap-<operation>.png` for each operation of a scan's table, and those over stretches in `heatmaps.png`.
 
     A map of its own has a scale of its own, so that small damage can be told apart; side by side they share one.
 
@@ -48,29 +56,37 @@ def draw_heatmaps(
     Returns:
         The files written.
     """
-    grids = {name: grid(table[table["operation"] == name]) for name in table["operation"].unique()}
+    names = list(table["operation"].unique())
+    grids = {name: grid(table[table["operation"] == name], varied_by(name)) for name in names}
     written = []
     for name, values in grids.items():
         size = _side(max(values.shape))
         figure = Figure(figsize=(size + 1.0, size), layout="constrained", dpi=160)
         axes = figure.add_subplot()
         scale = _scale([values], base_perplexity, cap)
-        _draw(axes, values, scale)
+        _draw(axes, values, scale, varied=varied_by(name))
         _colour_bar(figure, [axes], [values], scale)
         axes.set_title(f"{title_of(name)}: {model}, base perplexity {base_perplexity:.4g}", fontsize=11)
         written.append(_save(figure, folder / f"heatmap-{name}.png"))
-    if len(grids) > 1:
-        same = grid(table)
-        grids = {name: values.reindex_like(same) for name, values in grids.items()}
+    over_stretches = [name for name in names if varied_by(name) is None]
+    if len(over_stretches) > 1:
+        same = grid(table[table["operation"].isin(over_stretches)])
+        grids = {name: grids[name].reindex_like(same) for name in over_stretches}
         written.append(_overview(grids, base_perplexity, folder / "heatmaps.png", model, cap))
     return written
 
 
-def grid(cells: pd.DataFrame) -> pd.DataFrame:
+def grid(cells: pd.DataFrame, varied: str | None = None) -> pd.DataFrame:
     """Perplexity by first layer (index) and last layer (columns); NaN where there is no such stretch.
 
     Layers between those of the stretches that were measured are left out where all stretches leave them out.
+
+    Args:
+        varied: the column whose values are the columns instead, in their order there.
     """
+    if varied is not None:
+        values = cells.drop_duplicates(["first", varied]).pivot(index="first", columns=varied, values="perplexity")
+        return values.reindex(index=_evenly(cells["first"]), columns=cells[varied].unique())
     cells = cells.drop_duplicates(["first", "last"])
     values = cells.pivot(index="first", columns="last", values="perplexity")
     return values.reindex(index=_evenly(cells["first"]), columns=_evenly(cells["last"]))
@@ -113,17 +129,19 @@ def _overview(grids: dict[str, pd.DataFrame], base: float, path: Path, model: st
     return _save(figure, path)
 
 
-def _draw(axes: Axes, values: pd.DataFrame, scale: Normalize, small: bool = False) -> None:
+def _draw(axes: Axes, values: pd.DataFrame, scale: Normalize, small: bool = False, varied: str | None = None) -> None:
     # Infinity would be left blank like a stretch that does not exist.
     shown = np.ma.masked_invalid(values.replace(math.inf, np.finfo(np.float64).max).to_numpy())
-    axes.imshow(shown, cmap=_colours(), norm=scale, interpolation="nearest", aspect="equal")
+    axes.imshow(
+        shown, cmap=_colours(), norm=scale, interpolation="nearest", aspect="equal" if varied is None else "auto"
+    )
     step = _tick_step(max(values.shape), small)
     across, down = (range(0, len(layers), step) for layers in (values.columns, values.index))
-    axes.set_xticks(across, labels=[str(values.columns[place]) for place in across])
+    axes.set_xticks(across, labels=[f"{values.columns[place]:g}" for place in across])
     axes.set_yticks(down, labels=[str(values.index[place]) for place in down])
     axes.tick_params(labelsize=8, length=2)
-    axes.set_xlabel("last layer $e$", fontsize=9)
-    axes.set_ylabel("first layer $s$", fontsize=9)
+    axes.set_xlabel("last layer $e$" if varied is None else varied, fontsize=9)
+    axes.set_ylabel("first layer $s$" if varied is None else "layer", fontsize=9)
 
 
 def _colours() -> Colormap:

@@ -11,6 +11,7 @@ import pandas as pd
 
 from surgeon.operations.declare import HEATMAPS
 from surgeon.program import Program
+from surgeon.report.heatmap import varied_by
 
 PAIRS, PAIRS_OF_STREAMS, PRUNE = "lp", "2-parallel", "prune"  # what the summary asks about by name
 _SUBLAYERS = re.compile(r"[^AF]*[AF]\d+[^AF>\[{]*")
@@ -22,9 +23,10 @@ class ScanTable:
     """A scan's cells, ready to be asked.
 
     Attributes:
-        cells: as in `cells.csv`, with `ratio` (perplexity over the base's) and `changed` (how many layers run in
-            another way). Left out are stretches on which an operation changes nothing; where an operation leaves the
-            last layers of a stretch as they are (pairs of an odd stretch), `last` is the last one that it changes.
+        cells: of the maps over stretches, as in `cells.csv`, with `ratio` (perplexity over the base's) and `changed`
+            (how many layers run in another way). Left out are stretches on which an operation changes nothing; where an
+            operation leaves the last layers of a stretch as they are (pairs of an odd stretch), `last` is the last one
+            that it changes.
         base: perplexity of the unedited model.
         num_layers: of the model.
         steps_per_layer: 1 where attention and MLP read the same stream; None if the record does not say.
@@ -49,7 +51,8 @@ class ScanTable:
         known = record.get("num_layers") or record.get("sublayers_run", {}).get("base", 0) // 2
         num_layers = max(int(known), int(table["last"].max()) + 1)
         steps = record.get("steps_per_layer")
-        return cls(_changing(table, float(base)), float(base), num_layers, steps if steps in (1, 2) else None)
+        over_stretches = table[[varied_by(str(name)) is None for name in table["operation"]]]
+        return cls(_changing(over_stretches, float(base)), float(base), num_layers, steps if steps in (1, 2) else None)
 
     @property
     def operations(self) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from typing import Any, ClassVar
 
 import pytest
@@ -108,14 +109,18 @@ class OperationContract:
         for name, heatmap in operation.heatmaps.items():
             assert heatmap.title, f"{name} needs a title"
             assert heatmap.group >= 1
-            more: dict[str, Any] = {"seed": 3} if heatmap.seeded else {}
-            for layers in _every_stretch(LAYERS):
-                program = _made(partial(heatmap, dense, layers, **more))
+            assert (heatmap.varied is None) == (not heatmap.values), f"{name} varies a parameter that has values"
+            assert {heatmap.varied} - {None} <= set(operation.parameters.model_fields)
+            seeded: dict[str, Any] = {"seed": 3} if heatmap.seeded else {}
+            columns: list[dict[str, Any]] = [{heatmap.varied or "": value} for value in heatmap.values] or [{}]
+            for layers, column in product(_every_stretch(LAYERS), columns):
+                more = seeded | column
+                program = _made(partial(heatmap, dense, layers, SHAPES, **more))
                 assert program is not None or steps_per_layer == 1, f"{name} has to apply to layers of two steps"
                 if program is None:
                     continue
                 assert Program.parse(str(program)) == program
-                assert heatmap(dense, layers, **more) == program
+                assert heatmap(dense, layers, SHAPES, **more) == program
                 if len(layers) < heatmap.group:
                     assert program == dense, (
                         f"{name} takes {heatmap.group} layers together, so that fewer stay as they are"

@@ -206,7 +206,16 @@ def factorise(
 
 
 class TruncatedSVD:
-    """Makes the plain factors of any matrix: no text is needed."""
+    """Makes the plain factors of any matrix: no text is needed.
+
+    Args:
+        remembers: whether directions are kept, of the layers that were asked for last: other ranks of theirs come
+            from them. The model must stay as it is.
+    """
+
+    def __init__(self, remembers: bool = False) -> None:
+        self.remembers = remembers
+        self.kept: dict[tuple[tuple[int, ...], str], Tensor] = {}
 
     def factors(self, sublayer: Sublayer, role: str, matrix: WeightMatrix) -> Factors:
         """As `factorise`, in the matrix's own dtype, but float32 at least.
@@ -220,8 +229,18 @@ class TruncatedSVD:
         whole = matrix.whole(kept)  # averages are not rounded in between
         if not whole.isfinite().all():
             raise ValueError(f"{role} of {sublayer} holds numbers that are not finite, so that it has no factors")
-        first, second = factorise(whole, rank)
+        if self.remembers:
+            first, second = factors_by(whole, self._directions(sublayer, role, whole), rank)
+        else:
+            first, second = factorise(whole, rank)
         return Factors(first.to(kept), second.to(kept))
+
+    def _directions(self, sublayer: Sublayer, role: str, whole: Tensor) -> Tensor:
+        key = sublayer.layers, role
+        if key not in self.kept:
+            self.kept = {known: left for known, left in self.kept.items() if known[0] == sublayer.layers}
+            self.kept[key] = decompose(whole).left
+        return self.kept[key]
 
 
 def fitted(matrix: Tensor, factors: Factors, moment: SecondMoment, cross: Tensor | None = None) -> Factors:

@@ -19,7 +19,7 @@ from surgeon.analysis.cells import (
     stretches,
 )
 from surgeon.operations import shuffle
-from surgeon.program import Program
+from surgeon.program import LayerShapes, Program
 
 DENSE = "A0 F0 A1 F1 A2 F2 A3 F3"
 
@@ -71,13 +71,33 @@ def test_triplets_leave_what_is_over_as_it_is() -> None:
 def test_the_papers_five_unless_others_are_asked_for() -> None:
     assert SCANNED == ("shuffle", "prune", "merge", "parallel", "2-parallel")
     assert check_operations(["all"]) == list(HEATMAPS)
-    assert len(HEATMAPS) == 10
+    assert len(HEATMAPS) == 11
     assert check_operations(["ladder", "all", "lp"]) == list(HEATMAPS)
     assert check_operations(["ladder", "lp", "lp"]) == ["lp", "ladder"]
     with pytest.raises(ValueError, match="'prune-atention'.*did you mean 'prune-attention'"):
         check_operations(["prune-atention"])
-    with pytest.raises(ValueError, match="unknown operation 'x'.*prune-mlp, all"):
+    with pytest.raises(ValueError, match="unknown operation 'x'.*prune-mlp, lowrank, all"):
         check_operations(["x"])
+
+
+def test_a_map_over_a_parameter_has_every_layer_with_every_value() -> None:
+    keeps = HEATMAPS["lowrank"].values
+    shapes = LayerShapes({"q": (20, 20), "up": (40, 20)})
+    cells = scan_cells(["lowrank"], 3, 0, shapes=shapes)
+    assert [(c.first, c.last, c.value) for c in cells] == [(k, k, keep) for k in range(3) for keep in keeps]
+    for cell in cells:
+        assert cell.value is not None
+        # Two factors of rank r of a matrix of m x n have r (m + n) parameters.
+        text = f"A{cell.first}@q{int(cell.value * 10)} F{cell.first}@up{int(cell.value * 800 / 60)}"
+        assert str(cell.program) == DENSE[:18].strip().replace(f"A{cell.first} F{cell.first}", text)
+    part = [select(["lowrank"], 8, layers=range(1, 7), every=4), select(["lowrank", "prune"], 8, layers=range(5, 6))]
+    found = selected_cells(part, 8, 0, shapes=shapes)
+    assert [(c.operation, c.first, c.value) for c in found] == [
+        ("prune", 5, None),
+        *(("lowrank", layer, keep) for layer in (1, 5) for keep in keeps),
+    ]
+    with pytest.raises(ValueError, match="depends on the shapes"):
+        scan_cells(["lowrank"], 3, 0)
 
 
 def test_a_range_keeps_the_stretches_inside_it() -> None:

@@ -168,6 +168,14 @@ def test_a_scan_with_an_operation_that_is_not_known_is_refused(tmp_path: Path) -
         read_scan(tmp_path, "ours")
 
 
+def test_maps_that_are_not_over_stretches_are_left_out(tmp_path: Path) -> None:
+    write_scan(tmp_path, [("prune", 0, 1, 9.0, 0.5), ("lowrank", 1, 1, 8.5, 0.1), ("lowrank", 1, 1, 8.2, 0.05)])
+    assert read_scan(tmp_path, "ours").cells["operation"].tolist() == ["prune"]
+    write_scan(tmp_path, [("lowrank", 1, 1, 8.5, 0.1)])
+    with pytest.raises(ValueError, match="has no map over stretches of layers; scan one, such as --operation prune"):
+        read_scan(tmp_path, "ours")
+
+
 def test_a_scan_of_another_model_is_refused(tmp_path: Path) -> None:
     write_scan(tmp_path, [("prune", 0, 0, 9.0, 0.1)], model_hash="t" * 64, model="theirs")
     with pytest.raises(ValueError, match="scan of another model: theirs with the hash tttttttttttt, .* has ours;"):

@@ -61,10 +61,11 @@ def test_a_scan_equals_a_plain_loop(family: str, windows: Windows, tmp_path: Pat
     model = tiny_model(family, LAYERS)
     result = run(tmp_path, windows, model, list(HEATMAPS), seed=3)
     steps = family_of(model.config).steps_per_layer
-    cells = scan_cells(list(HEATMAPS), LAYERS, 3, steps)
-    assert len(result.table) == len(cells) == 100
+    cells = scan_cells(list(HEATMAPS), LAYERS, 3, steps, family_of(model.config).layer_shapes(model.config))
+    assert len(result.table) == len(cells) == 10 * 10 + LAYERS * 5
     for row, cell in zip(result.table.itertuples(index=False), cells, strict=True):
         assert (row.operation, row.first, row.last) == (cell.operation, cell.first, cell.last)
+        assert row.keep == cell.value or (math.isnan(row.keep) and cell.value is None)
         perplexity, divergence = plain_loop(model, windows.ids, cell.program)
         assert row.perplexity == pytest.approx(perplexity, rel=1e-5), cell
         assert row.divergence == pytest.approx(divergence, rel=1e-5, abs=2e-6), cell

@@ -52,10 +52,25 @@ def test_every_operation(scan: Run, tmp_path: Path) -> None:
     assert code == 0, err
     table = pd.read_csv(tmp_path / "out" / "cells.csv")
     assert table["operation"].unique().tolist() == list(HEATMAPS)
-    assert len(table) == 3 * 10
+    assert len(table) == 3 * 10 + 2 * 5
     assert len(pd.read_csv(tmp_path / "out" / "permutations.csv")) == 3 * 2
     names = [f"curves-{name}.png" for name in ("2-parallel", "lp", "ladder")]
     assert out.splitlines()[-3:] == [str(tmp_path / "out" / name) for name in names]
+
+
+def test_a_map_of_layers_and_keeps_goes_on_where_it_was(scan: Run, tmp_path: Path) -> None:
+    assert scan("--operation", "lowrank", "--layers", "1:3")[0] == 0
+    code, out, err = scan("--operation", "lowrank")
+    assert code == 0, err
+    table = pd.read_csv(tmp_path / "out" / "cells.csv")
+    assert list(zip(table["first"], table["last"], table["keep"], strict=True)) == [
+        (layer, layer, keep) for layer in range(4) for keep in (0.9, 0.8, 0.6, 0.4, 0.2)
+    ]
+    assert out.splitlines()[-1] == str(tmp_path / "out" / "heatmap-lowrank.png")
+    journal = [json.loads(line) for line in (tmp_path / "out" / "journal.jsonl").read_text().splitlines()]
+    measured = [line["program"] for line in journal if "program" in line]
+    assert len(measured) == len(set(measured)) == 1 + 4 * 5
+    assert table["divergence"].groupby(table["keep"]).sum().is_monotonic_decreasing
 
 
 def test_a_part_of_the_stretches(scan: Run, tmp_path: Path) -> None:

@@ -69,9 +69,11 @@ def test_the_tables_are_as_they_were_before_operations_declared_them() -> None:
         "ladder",
         "prune-attention",
         "prune-mlp",
+        "lowrank",
     ]
     assert tuple(HEATMAPS)[:5] == SCANNED
     assert [name for name, heatmap in HEATMAPS.items() if heatmap.seeded] == ["shuffle"]
+    assert {name: heatmap.varied for name, heatmap in HEATMAPS.items() if heatmap.varied} == {"lowrank": "keep"}
     assert {name: heatmap.group for name, heatmap in HEATMAPS.items() if heatmap.curves} == {
         "2-parallel": 2,
         "lp": 2,
@@ -181,5 +183,6 @@ def test_a_file_is_all_it_takes(tmp_path: Path) -> None:
     )
     assert done.stdout.startswith("shuffle ant-eater ants True True\n")
     text = " ".join(done.stdout.split())
-    assert "prune-mlp, ant-eater (eats ants), or all." in text
+    assert "prune-mlp, lowrank (" in text
+    assert "), ant-eater (eats ants), or all." in text
     assert "desync, ants, upper-bound" in text

@@ -18,6 +18,7 @@ from surgeon.report import heatmap
 from surgeon.report.heatmap import draw_heatmaps, grid
 
 BASE = 10.0
+OVER_STRETCHES = tuple(name for name, one in HEATMAPS.items() if one.varied is None)
 
 
 def table(num_layers: int, operations: tuple[str, ...] = ("prune",), worst: float = 100.0) -> pd.DataFrame:
@@ -71,8 +72,23 @@ def test_layers_between_two_ranges_stay_free() -> None:
     assert grid(apart).loc[3].isna().all()
 
 
+def test_a_parameter_has_its_values_across(tmp_path: Path, figures: list[Figure]) -> None:
+    keeps = [0.9, 0.6, 0.2]
+    rows = [("lowrank", k, k, keep, BASE * (1 + 0.01 * k + (1 - keep) / 10)) for k in (2, 3, 4) for keep in keeps]
+    cells = pd.DataFrame(rows, columns=["operation", "first", "last", "keep", "perplexity"])
+    everything = pd.concat([table(5, ("prune", "lp")), cells])
+    draw_heatmaps(everything, BASE, tmp_path, "a model")
+    assert len(figures) == 4  # each alone, and side by side those of stretches
+    assert [axes.images[0].get_array().shape for axes in figures[-1].axes if axes.images] == [(5, 5)] * 2
+    axes = figures[2].axes[0]
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("keep", "layer")
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["0.9", "0.6", "0.2"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["2", "3", "4"]
+    np.testing.assert_allclose(axes.images[0].get_array(), cells["perplexity"].to_numpy().reshape(3, 3))
+
+
 def test_ten_operations_make_two_rows_of_five(tmp_path: Path, figures: list[Figure]) -> None:
-    draw_heatmaps(table(4, tuple(HEATMAPS)), BASE, tmp_path, "a model")
+    draw_heatmaps(table(4, OVER_STRETCHES), BASE, tmp_path, "a model")
     figures[-1].draw_without_rendering()
     panels = [axes for axes in figures[-1].axes if axes.images]
     assert [axes.get_title() for axes in panels] == [
@@ -94,7 +110,7 @@ def test_ten_operations_make_two_rows_of_five(tmp_path: Path, figures: list[Figu
 
 
 def test_an_odd_number_of_operations_leaves_a_place_empty(tmp_path: Path, figures: list[Figure]) -> None:
-    draw_heatmaps(table(4, tuple(HEATMAPS)[:7]), BASE, tmp_path, "a model")
+    draw_heatmaps(table(4, OVER_STRETCHES[:7]), BASE, tmp_path, "a model")
     shown = [axes for axes in figures[-1].axes if axes.get_visible()]
     assert sum(bool(axes.images) for axes in shown) == 7
     assert len(shown) == 8, "and the colour bar"

@@ -48,6 +48,33 @@ def test_every_cell_of_a_scan_is_in_its_map(tmp_path: Path) -> None:
             assert cells["tokens"] == 4000
 
 
+@pytest.mark.parametrize("others", [(), ("prune", "lp")])
+def test_a_map_over_a_parameter(others: tuple[str, ...], tmp_path: Path) -> None:
+    keeps = ("0.9", "0.6", "0.2")
+
+    def with_keeps(cells: list[Cell]) -> None:
+        layers = [cell for cell in cells if cell["operation"] == "prune" and cell["first"] == cell["last"]]
+        added = [
+            cell | {"operation": "lowrank", "keep": keep, "perplexity": 10 * (1.5 - 0.5 * float(keep)) + cell["first"]}
+            for cell in layers
+            for keep in keeps
+        ]
+        cells[:] = [cell | {"keep": ""} for cell in cells if cell["operation"] in others] + added
+
+    page = page_of(make_scan(tmp_path / "scan", ("prune", "lp"), 5, with_keeps))
+    cells = map_named(page, "Low rank")
+    assert (cells["rows"], cells["columns"]) == ([f"layer {k}" for k in range(5)], list(keeps))
+    assert cells["at"] == list(range(15))
+    wanted = [10 * (1.5 - 0.5 * float(keep)) + layer for layer in range(5) for keep in keeps]
+    assert cells["fields"][0]["values"] == pytest.approx(wanted)
+    assert cells["title"] == "{row}, keep {column}"
+    named = "a stretch of layers or a layer and a value of keep" if others else "a layer and a value of keep"
+    text = " ".join(re.sub(r"<[^>]*>", " ", render([tmp_path / "scan"])).split())
+    assert f"cells, each {named}; " in text
+    assert ("First layer of the stretch down" in text) == bool(others)
+    assert "Each layer alone, with every value of a parameter." in text
+
+
 def test_values_can_be_read_without_a_pointer(tmp_path: Path) -> None:
     folder = make_scan(tmp_path / "scan", ("prune",), 5)
     html = render([folder])

@@ -10,10 +10,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from surgeon.program import Sublayer
 from surgeon.weights.decompose import (
     METHODS,
+    Decomposition,
     Method,
     Statistics,
+    TruncatedSVD,
     decompose,
     decomposer,
     factorise,
@@ -24,6 +27,20 @@ from surgeon.weights.decompose import (
 )
 from surgeon.weights.factors import Factors
 from surgeon.weights.whitening import SecondMoment, Whitening, whiten
+
+
+class Given:
+    """A matrix that is there already."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values, self.dtype, self.shape = values, values.dtype, (values.shape[0], values.shape[1])
+
+    def whole(self, dtype: torch.dtype | None = None) -> Tensor:
+        return self.values.to(dtype)
+
+    def rows(self, first: int, end: int) -> Tensor:
+        return self.values[first:end]
+
 
 SIZES = [(12, 20), (20, 12), (16, 16)]
 
@@ -199,6 +216,28 @@ def test_plain_factors_split_singular_values_as_roots(size: tuple[int, int]) -> 
     signs = np.sign((factors.second.numpy() * second).sum(0))
     np.testing.assert_allclose(factors.second.numpy(), second * signs, atol=1e-12)
     np.testing.assert_allclose(factors.first.numpy(), first * signs[:, None], atol=1e-12)
+
+
+def test_directions_that_are_remembered_serve_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    matrices = {(layer, role): Given(draw(9, 7, seed=layer + len(role))) for layer in (0, 1) for role in ("q", "k")}
+    asked = [(0, "q", 5), (0, "k", 2), (0, "q", 2), (0, "k", 7), (1, "q", 3), (1, "q", 1), (0, "q", 4)]
+    made: list[Tensor] = []
+
+    def counted(matrix: Tensor) -> Decomposition:
+        made.append(matrix)
+        return decompose(matrix)
+
+    expected = [
+        TruncatedSVD().factors(Sublayer("A", (layer,), None, ((role, rank),)), role, matrices[layer, role])
+        for layer, role, rank in asked
+    ]
+    monkeypatch.setattr("surgeon.weights.decompose.decompose", counted)
+    source = TruncatedSVD(remembers=True)
+    for (layer, role, rank), wanted in zip(asked, expected, strict=True):
+        found = source.factors(Sublayer("A", (layer,), None, ((role, rank),)), role, matrices[layer, role])
+        torch.testing.assert_close(found, wanted)
+    assert len(made) == 4  # q and k of layer 0, q of layer 1, which takes their place, and q of layer 0 again
+    assert set(source.kept) == {((0,), "q")}
 
 
 @pytest.mark.parametrize("size", SIZES)

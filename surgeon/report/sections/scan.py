@@ -9,7 +9,7 @@ import pandas as pd
 
 from surgeon.operations.declare import HEATMAPS
 from surgeon.report.blocks import Block, Finding, Paragraph, Table
-from surgeon.report.heatmap import title_of
+from surgeon.report.heatmap import title_of, varied_by
 from surgeon.report.runs import Kind, Run, TableFile
 from surgeon.report.sections.scan_charts import charts, reach_table
 from surgeon.report.sections.scan_maps import colours_of, heatmaps, ribbon
@@ -56,7 +56,7 @@ def _show(run: Run) -> Iterator[Block]:
         yield ribbon(scan, colours_of(table, scan.base))
         yield reach_table(scan)
         yield from charts(scan)
-    yield heatmaps(table, scan, run.tables.get(PERMUTATIONS))
+    yield from heatmaps(table, scan, run.tables.get(PERMUTATIONS))
     if PERMUTATIONS in run.tables and (words := _spread_of_orders(run.tables[PERMUTATIONS])):
         yield Paragraph(words)
 
@@ -66,7 +66,7 @@ def _what_was_measured(run: Run, scan: ScanTable) -> str:
     tokens = record.get("tokens_predicted") or int(table["tokens"].max())
     source = record.get("data", "text")
     parts = [
-        f"{plural(len(table), 'cell')}, each a stretch of layers; {plural(tokens, 'predicted token')} of {source}."
+        f"{plural(len(table), 'cell')}, each {_what_a_cell_is(table)}; {plural(tokens, 'predicted token')} of {source}."
     ]
     least = int(table["tokens"].min())
     if least < table["tokens"].max():
@@ -78,6 +78,11 @@ def _what_was_measured(run: Run, scan: ScanTable) -> str:
         "Divergence is KL(original || changed) in nats per token."
     )
     return " ".join(parts)
+
+
+def _what_a_cell_is(table: pd.DataFrame) -> str:
+    varied = dict.fromkeys(varied_by(str(name)) for name in table["operation"].unique())
+    return listed(("a stretch of layers" if one is None else f"a layer and a value of {one}" for one in varied), "or")
 
 
 def _only_part(record: dict[str, Any], scan: ScanTable) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -12,8 +12,8 @@ from markupsafe import Markup
 
 from surgeon.operations.declare import HEATMAPS
 from surgeon.report.blocks import Gallery, Map, Table
-from surgeon.report.heatmap import title_of
-from surgeon.report.svg import MANY_LAYERS, MARKED, WIDE, ColourScale, Grid, colour_bar, draw_map
+from surgeon.report.heatmap import title_of, varied_by
+from surgeon.report.svg import HALF, MANY_LAYERS, MARKED, WIDE, ColourScale, Grid, colour_bar, draw_map
 from surgeon.report.tolerance import ScanTable, changed_layers, cheapest_with, group_size, shown_stretch
 from surgeon.report.values import cell_table, map_cells
 from surgeon.report.words import allowance, change, number, stretch
@@ -32,25 +32,32 @@ def legend_of(scale: ColourScale) -> Markup:
     return colour_bar(scale, f"Colours: perplexity over that of the unedited model, {number(scale.low)}")
 
 
-def heatmaps(table: pd.DataFrame, scan: ScanTable, orders: pd.DataFrame | None = None) -> Gallery:
-    """One map for every operation of a scan, all on one scale.
+def heatmaps(table: pd.DataFrame, scan: ScanTable, orders: pd.DataFrame | None = None) -> Iterator[Gallery]:
+    """One map for every operation of a scan, all on one scale; those over stretches first.
 
     Args:
         table: all of `cells.csv`.
         orders: `permutations.csv`, where there is one.
     """
     scale = colours_of(table, scan.base)
-    maps = []
+    over_stretches, of_values = [], []
     for operation in dict.fromkeys(table["operation"]):
-        cells = table[table["operation"] == operation].drop_duplicates(["first", "last"])
-        maps.append(_heatmap(operation, cells, scan, scale, orders))
-    most = max(len(item.cells["rows"]) for item in maps)
-    caption = (
-        "First layer of the stretch down, last layer across; the diagonal is single layers. Colour: perplexity over "
-        f"that of the unedited model, {number(scan.base)}. The line fences in the cells within "
+        cells = table[table["operation"] == operation]
+        if (varied := varied_by(operation)) is None:
+            over_stretches.append(_heatmap(operation, cells.drop_duplicates(["first", "last"]), scan, scale, orders))
+        else:
+            of_values.append(_map_of_values(operation, cells.drop_duplicates(["first", varied]), varied, scan, scale))
+    colours = (
+        f"Colour: perplexity over that of the unedited model, {number(scan.base)}. The line fences in the cells within "
         f"{allowance(MARKED)}. All maps of this scan share one scale."
     )
-    return Gallery(maps, caption, legend_of(scale), many=most > MANY_LAYERS)
+    if over_stretches:
+        many = max(len(item.cells["rows"]) for item in over_stretches) > MANY_LAYERS
+        axes = "First layer of the stretch down, last layer across; the diagonal is single layers."
+        yield Gallery(over_stretches, f"{axes} {colours}", legend_of(scale), many=many)
+    if of_values:
+        axes = "Each layer alone, with every value of a parameter."
+        yield Gallery(of_values, f"{axes} {colours}", legend_of(scale), wide=True)
 
 
 def _heatmap(
@@ -78,6 +85,20 @@ def _heatmap(
         data,
         cell_table(f"{title}: perplexity of every stretch", "first \\ last", grid),
     )
+
+
+def _map_of_values(operation: str, cells: pd.DataFrame, varied: str, scan: ScanTable, scale: ColourScale) -> Map:
+    """Single layers down, the values of a parameter across."""
+    rows, columns = sorted(set(cells["first"])), list(cells[varied].unique())
+    places = [(rows.index(layer), columns.index(v)) for layer, v in zip(cells["first"], cells[varied], strict=True)]
+    values = dict(zip(places, (float(value) for value in cells["perplexity"]), strict=True))
+    grid = Grid([f"layer {row}" for row in rows], [f"{column:g}" for column in columns], values, "", varied)
+    title = title_of(operation)
+    described = f"{title}: perplexity of {len(rows)} layers, each alone with {len(columns)} values of {varied}"
+    data = map_cells(grid, places, cells, _FIELDS, f"{{row}}, {varied} {{column}}", base=scan.base)
+    drawn = draw_map(grid, scale, described, border=scan.base * MARKED, flat=HALF)
+    table = cell_table(f"{title}: perplexity of every layer with every {varied}", f"layer \\ {varied}", grid)
+    return Map(drawn, title, "", data, table, wide=True)
 
 
 def _evenly(layers: Sequence[int] | pd.Series[Any]) -> range:
