@@ -189,6 +189,7 @@ class EditedLayers(nn.Module):
         self.output_scale = family.output_scale(config)
         self.program = program
         self.factors = factors
+        self._weights: ModelWeights | None = None
         self._ranks_held: dict[tuple[str, int], tuple[tuple[str, int], ...]] = {}
         self.holds_factors = any(isinstance(module, FactoredLinear) for module in layers.modules())
         self.stream_tap = StreamTap()
@@ -252,7 +253,7 @@ class EditedLayers(nn.Module):
         if not self.holds_factors:
             return ()
         if (kind, layer) not in self._ranks_held:
-            self._ranks_held[kind, layer] = EditedLayers.weights(self).stored_ranks(Sublayer(kind, (layer,)))
+            self._ranks_held[kind, layer] = EditedLayers.view_weights(self).stored_ranks(Sublayer(kind, (layer,)))
         return self._ranks_held[kind, layer]
 
     def derive(self, sublayer: Sublayer) -> nn.Module:
@@ -264,7 +265,13 @@ class EditedLayers(nn.Module):
         return derive_sublayer(sublayer, self.layer(sublayer.layers[0]), self.weights())
 
     def weights(self) -> ModelWeights:
-        """The weights of the layers."""
+        """The weights of the layers, seen in one view that is kept: what it knows of names and shapes takes a while."""
+        if self._weights is None:
+            self._weights = self.view_weights()
+        return self._weights
+
+    def view_weights(self) -> ModelWeights:
+        """A view of the weights of the layers, wherever they are."""
         store = ModuleStore(self, f"{self.family.layers}.")
         return ModelWeights(store, self.family, self.family.head_dim(self.config), self.factors)
 

@@ -59,9 +59,9 @@ class _OnDemand(EditedLayers):
             return self.derive(sublayer)
         return super().owner(sublayer) if self.streamed is None else self._read(sublayer, self.streamed)
 
-    def weights(self) -> ModelWeights:
+    def view_weights(self) -> ModelWeights:
         if self.streamed is None:
-            return super().weights()
+            return super().view_weights()
         return self.streamed.weights(self.family.head_dim(self.config), self.factors)
 
     def _read(self, sublayer: Sublayer, streamed: StreamedLayers) -> nn.Module:

@@ -6,6 +6,8 @@ that needs a matrix asks for its role; these are the indices that lead from one 
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,7 @@ Bounds = tuple[int, int]
 Units = dict[Unit, int]
 
 
+@cache
 def modules_of(spec: SublayerSpec) -> dict[str, list[Projection]]:
     """A sublayer's projections by the module they lie in."""
     found: dict[str, list[Projection]] = {}

@@ -37,7 +37,10 @@ class ModelWeights:
         self.names = Names(store, family)
         self.head_dim = head_dim
         self.factors = factors or TruncatedSVD()
+        # How layers are stored is found out once: what derives many sublayers asks for it again and again.
         self._known_units: dict[tuple[str, int], Units] = {}
+        self._known_own: dict[tuple[int, str], Dense | Factored | None] = {}
+        self._known_places: dict[tuple[int, str], Tensor] = {}
 
     def __contains__(self, path: str) -> bool:
         return self.names.of(path) in self.store
@@ -73,13 +76,12 @@ class ModelWeights:
         Where the sublayer has a rank of the role, it is `Factored` if its layer is stored so, else `Factorised`.
         """
         projection = self.family.spec(sublayer.kind).projection(role)
-        whole = replace(sublayer, piece=None, ranks=())
         rank, kept = sublayer.rank(role), self._kept(sublayer, role)
         if rank is None or (len(sublayer.layers) == 1 and rank == self.stored_rank(sublayer, role)):
             parts = tuple(self._of_layer(layer, sublayer.kind, projection, kept) for layer in sublayer.layers)
             return parts[0] if len(parts) == 1 else Averaged(parts)
-        of = self.matrix(whole, role)
-        features = None if sublayer.piece is None else kept
+        of = self.matrix(replace(sublayer, piece=None, ranks=()), role)
+        features = None if sublayer.piece is None else torch.arange(*kept)
         return Factorised(self.factors, sublayer, role, of, features, not projection.reads_stream)
 
     def has_factors(self) -> bool:
@@ -116,8 +118,8 @@ class ModelWeights:
             return None
         if not projection.reads_stream:
             return mean((self.tensor(path) for path in paths), dtype)
-        kept = self._kept(sublayer, role)
-        places = (self._places(kept, layer, sublayer.kind, projection) for layer in sublayer.layers)
+        first, end = self._kept(sublayer, role)
+        places = (self._places(layer, sublayer.kind, projection)[first:end] for layer in sublayer.layers)
         names = (self.names.of(path) for path in paths)
         found = (read_features(self.store, name, at, 0) for name, at in zip(names, places, strict=True))
         return mean(found, dtype)
@@ -233,6 +235,12 @@ class ModelWeights:
 
     def _own(self, layer: int, kind: str, projection: Projection) -> Dense | Factored | None:
         """A projection's own matrix, where its module is taken apart; None where the module is its architecture's."""
+        key = layer, projection.role
+        if key not in self._known_own:
+            self._known_own[key] = self._find_own(layer, kind, projection)
+        return self._known_own[key]
+
+    def _find_own(self, layer: int, kind: str, projection: Projection) -> Dense | Factored | None:
         spec = self.family.spec(kind)
         path = f"{self._layer(layer)}{own_path(projection, spec)}"
         if f"{path}.first.weight" in self:
@@ -242,10 +250,11 @@ class ModelWeights:
             return Dense(self.store, self.names.of(f"{path}.weight"))
         return None
 
-    def _of_layer(self, layer: int, kind: str, projection: Projection, kept: Tensor) -> Dense | Factored:
-        """What a layer has of a matrix: the features with these places among the matrix's own."""
+    def _of_layer(self, layer: int, kind: str, projection: Projection, kept: Bounds) -> Dense | Factored:
+        """What a layer has of a matrix: the features within these bounds among the matrix's own."""
         own = self._own(layer, kind, projection)
-        places = self._places(kept, layer, kind, projection)
+        first, end = kept
+        places = self._places(layer, kind, projection)[first:end]
         if own is None:
             name, dim = self.names.of(f"{self._layer(layer)}{projection.path}.weight"), projection.divided_dim
             features = None if len(places) == self.store.shape(name)[dim] else places
@@ -265,19 +274,23 @@ class ModelWeights:
         path = f"{prefix}{own_path(projection, self.family.spec(kind))}"
         return f"{path}.second.bias" if isinstance(own, Factored) else f"{path}.bias"
 
-    def _kept(self, sublayer: Sublayer, role: str) -> Tensor:
-        """The numbers of the features that a sublayer has of a projection, among all of the projection."""
+    def _kept(self, sublayer: Sublayer, role: str) -> Bounds:
+        """The first and the end of the features that a sublayer has of a projection, among all of the projection."""
         units, width = self.units(sublayer), self.width(sublayer.kind)
         projection = self.family.spec(sublayer.kind).projection(role)
         first, end = unit_bounds(units[projection.unit], sublayer.piece)
-        return torch.arange(first * width, end * width)
+        return first * width, end * width
 
-    def _places(self, kept: Tensor, layer: int, kind: str, projection: Projection) -> Tensor:
-        """Where these features of a projection lie in the tensors that a layer stores it in."""
-        if self._own(layer, kind, projection) is not None:
-            return kept
-        units = self._units_of(kind, layer)
-        return unit_features(projection, self.family.spec(kind), units, self.width(kind)).flatten()[kept]
+    def _places(self, layer: int, kind: str, projection: Projection) -> Tensor:
+        """Where the features of a projection lie in the tensors that a layer stores it in."""
+        key = layer, projection.role
+        if key not in self._known_places:
+            units, width = self._units_of(kind, layer), self.width(kind)
+            if self._own(layer, kind, projection) is None:
+                self._known_places[key] = unit_features(projection, self.family.spec(kind), units, width).flatten()
+            else:
+                self._known_places[key] = torch.arange(units[projection.unit] * width)
+        return self._known_places[key]
 
 
 def norm_paths(spec: SublayerSpec) -> dict[str, str]:
