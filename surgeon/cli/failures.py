@@ -28,7 +28,7 @@ _INTERRUPTED = {
     "sensitivity": _GOES_ON,
     "spectrum": _GOES_ON,
     "search": _GOES_ON,
-    "export": _KEEPS_NOTHING,
+    "export": f"no checkpoint was written, and factors that were made are kept; {_GOES_ON}",
     "show": _KEEPS_NOTHING,
     "diff": "nothing was found out",
     "card": _KEEPS_NOTHING,
