@@ -108,6 +108,18 @@ def test_numbers_against_plain_transformers(executed: Any) -> None:
             divergence = (original.exp() * (original - changed)).sum(-1).mean().item()
             assert numbers["perplexity"][name] == pytest.approx(math.exp(nll), rel=1e-3), name
             assert numbers["divergence"][name] == pytest.approx(divergence, rel=1e-3, abs=1e-6), name
+        weight = model.model.layers[7].mlp.up_proj.weight
+        whole = weight.clone()
+        u, s, v = torch.linalg.svd(whole, full_matrices=False)
+        for rank, divergence in numbers["ranks"].items():
+            kept = int(rank)
+            weight.copy_(u[:, :kept] @ s[:kept].diag() @ v[:kept])
+            changed = functional.log_softmax(model(input_ids=ids, use_cache=False).logits[:, :-1], -1)
+            found = (original.exp() * (original - changed)).sum(-1).mean().item()
+            assert divergence == pytest.approx(found, rel=1e-2, abs=1e-6), rank
+            share = (s[:kept] ** 2).sum() / (s**2).sum()
+            assert numbers["squares kept"][rank] == pytest.approx(share.item(), rel=1e-4)
+        weight.copy_(whole)
 
 
 def test_every_number_is_finite(executed: Any) -> None:
@@ -139,8 +151,12 @@ def test_what_its_words_say(executed: Any) -> None:
     assert lengths["2-parallel"] >= 10
     cka = numbers["cka"]
     assert 2 * cka.pop("1") < min(cka.values())
+    kept, lost = numbers["squares kept"], list(numbers["ranks"].values())
+    assert kept["8"] < 0.25  # they fall slowly
+    assert lost == sorted(lost, reverse=True)
+    assert max(lost) < divergence["without layer 7"] / 5  # the predictions hardly move
     outputs = [output for cell in executed.cells for output in cell.get("outputs", ())]
-    assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 3
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
