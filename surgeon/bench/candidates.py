@@ -15,6 +15,7 @@ from surgeon.demo import MODEL_FOLDER
 from surgeon.program import Program
 from surgeon.recipe import is_recipe, read_recipe
 from surgeon.runtime.plan.checks import make_plan
+from surgeon.runtime.plan.kept import can_be_low_rank, require_low_rank
 from surgeon.runtime.plan.specification import Plan
 
 _PROGRAM = re.compile(r"\s*(>|\[|\{|[AF]\d)")
@@ -29,6 +30,7 @@ class Needs:
         tokens: of prompt and output together.
         device: "cpu" or "cuda".
         dtype, decoding, low_rank: as `make_plan` takes them.
+        kv: too, but "lowrank" is for those that can.
     """
 
     ranks: int
@@ -37,11 +39,15 @@ class Needs:
     dtype: str = "auto"
     decoding: str = "auto"
     low_rank: str = "auto"
+    kv: str = "auto"
 
     def plan(self, model: str | Path, program: str | None = None) -> Plan:
         """A checkpoint's plan, as `make_plan` makes it."""
         ways = self.dtype, self.decoding, self.low_rank
-        return make_plan(model, self.ranks, self.tokens, program, self.device, *ways)
+        kv = "auto" if self.kv == "lowrank" else self.kv
+        plan = make_plan(model, self.ranks, self.tokens, program, self.device, *ways, kv=kv)
+        low_rank = self.kv == "lowrank" and can_be_low_rank(Program.parse(plan.program))
+        return replace(plan, kv="lowrank") if low_rank else plan
 
 
 def open_candidates(
@@ -57,7 +63,8 @@ def open_candidates(
 
     Raises:
         FileNotFoundError: if there is no such model or recipe.
-        ValueError: if one cannot be run by these ranks, or is a recipe for another model, saying why.
+        ValueError: if one cannot be run by these ranks, or is a recipe for another model, saying why; if none of them
+            can be run with the `kv` that is needed.
     """
     first = _open(model, needs, program)
     found = [first]
@@ -68,6 +75,8 @@ def open_candidates(
             found.append(Candidate(_short(text), needs.plan(first.plan.folder, text)))
         else:
             found.append(_open(text, needs))
+    if needs.kv == "lowrank":
+        require_low_rank(*(Program.parse(one.plan.program) for one in found))
     return _apart(found)
 
 

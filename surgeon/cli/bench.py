@@ -15,6 +15,7 @@ from surgeon.cli.options import (
     CompressOption,
     DecodingOption,
     DtypeOption,
+    KvOption,
     LinkBandwidthOption,
     LinkDelayOption,
     LowRankOption,
@@ -118,6 +119,7 @@ class RanksArguments:
     dtype: DtypeOption = "auto"
     decoding: DecodingOption = "auto"
     low_rank: LowRankOption = "auto"
+    kv: KvOption = "auto"
     collectives: Annotated[
         str, typer.Option(help="shm, gloo, nccl, auto: the fastest that fits, or none: see upper-bound.")
     ] = "auto"
@@ -202,6 +204,9 @@ def bench(
     tokens of all texts, from being asked to the last. Waiting: time in collectives; "32+2" are 32 of the program's
     steps and 2 of embedding and head. Bytes are those of the program's steps, of one rank.
 
+    Caches have all the memory they need here, so that --kv auto is full; --kv lowrank is for the programs that have
+    factors of k and v, beside others that have none.
+
     With --compress the same weights also predict some tokens with exact and with compressed reductions: divergence is
     KL(exact || compressed) over the full vocabulary.
     """
@@ -212,7 +217,7 @@ def bench(
 
     loads, sending = load.loads(), on.sending(tp)
     options = on.options(tp, sending)
-    needs = Needs(tp, load.length, options.device, on.dtype, on.decoding, on.low_rank)
+    needs = Needs(tp, load.length, options.device, on.dtype, on.decoding, on.low_rank, on.kv)
     candidates = programs.candidates(model, needs)
     files.check(options.device)
     texts = _texts(candidates, sending.compression, data, load)

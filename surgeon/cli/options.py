@@ -142,6 +142,17 @@ LowRankOption = Annotated[
         "pair of factors (base: what DeInfer is compared with).",
     ),
 ]
+KvOption = Annotated[
+    str,
+    typer.Option(
+        "--kv",
+        metavar="[auto|full|lowrank]",
+        help="What is cached of attentions whose k and v are two factors each: keys and values (full); what the first "
+        "factors give, of which keys and values are made again whenever they are read (lowrank); or auto: full as long "
+        "as the cache that is asked for fits into memory so, otherwise lowrank in those attentions where that is fewer "
+        "numbers per token on the rank, if more tokens fit then.",
+    ),
+]
 LinkDelayOption = Annotated[
     str | None,
     typer.Option(
@@ -179,6 +190,7 @@ class RunArguments:
     dtype: DtypeOption = "auto"
     decoding: DecodingOption = "auto"
     low_rank: LowRankOption = "auto"
+    kv: KvOption = "auto"
     collectives: CollectivesOption = "auto"
     link_delay: LinkDelayOption = None
     link_bandwidth: LinkBandwidthOption = None
@@ -211,5 +223,5 @@ class RunArguments:
         """
         from surgeon.runtime.service import ServiceOptions
 
-        ways = {"dtype": self.dtype, "decoding": self.decoding, "low_rank": self.low_rank}
+        ways = {"dtype": self.dtype, "decoding": self.decoding, "low_rank": self.low_rank, "kv": self.kv}
         return ServiceOptions(ranks, self.program, **(ways | more))

@@ -30,7 +30,7 @@ from surgeon.runtime.batching.request import QueueFull, Request, Sampling, Stats
 from surgeon.runtime.batching.scheduler import Limits, Output, check_length
 from surgeon.runtime.model.engine import Figures
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.plan.memory import choose_blocks
+from surgeon.runtime.plan.memory import choose_cache
 from surgeon.runtime.processes.ranks import RankFailed, RankOptions, Ranks
 from surgeon.runtime.processes.torchrun import ranks_of_this_machine
 from surgeon.runtime.processes.watchdog import PATIENCE_SECONDS, Pulse, Watchdog
@@ -59,6 +59,7 @@ class ServiceOptions:
         dtype: to compute in, as `make_plan` takes it.
         decoding: how passes that add one token to each text are computed, as `Plan.decoding`.
         low_rank: how ranks share matrices that are two factors, as `Plan.low_rank`.
+        kv: what is cached of attentions whose k and v are two factors each, as `Plan.kv`.
 
     Raises:
         ValueError: if the ranks are not connected, or a number is too small.
@@ -75,6 +76,7 @@ class ServiceOptions:
     dtype: str = "auto"
     decoding: str = "auto"
     low_rank: str = "auto"
+    kv: str = "auto"
 
     def __post_init__(self) -> None:
         if self.ranks.collectives == "none":
@@ -130,10 +132,10 @@ class Service:
         """
         self.options = options = options or ServiceOptions()
         ranks, device, program = options.ranks.ranks, options.ranks.device, options.program
-        ways = options.dtype, options.decoding, options.low_rank
-        self.plan = make_plan(model, ranks, options.max_tokens, program, device, *ways)
-        self.blocks = choose_blocks(
-            self.plan, device, options.max_batch, options.blocks, options.memory, ranks_of_this_machine(ranks)
+        ways = options.dtype, options.decoding, options.low_rank, options.kv
+        plan = make_plan(model, ranks, options.max_tokens, program, device, *ways)
+        self.plan, self.blocks = choose_cache(
+            plan, device, options.max_batch, options.blocks, options.memory, ranks_of_this_machine(ranks)
         )
         self.max_tokens = min(self.plan.max_tokens, self.blocks * BLOCK_TOKENS)
         pass_tokens = max(PASS_TOKENS, options.max_batch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -226,6 +227,14 @@ def test_variants_by_name(checkpoint: Path, needs: Needs) -> None:
         "upper-bound": "A0 F0",
     }
     assert [one.name for one in found if not one.connected] == ["upper-bound"]
+
+
+def test_caches_in_rank_space_are_for_those_that_can(checkpoint: Path, needs: Needs) -> None:
+    wanted = replace(needs, kv="lowrank")
+    found = open_candidates(str(checkpoint), ["A0@k3,v3 F0", "A0@k3 F0"], wanted)
+    assert [one.plan.kv for one in found] == ["auto", "lowrank", "auto"]
+    with pytest.raises(ValueError, match="no attention here has factors of both"):
+        open_candidates(str(checkpoint), ["A0@k3 F0"], wanted)
 
 
 def test_the_first_and_last_two_layers_stay_by_default(tmp_path: Path, needs: Needs) -> None:

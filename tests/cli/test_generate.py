@@ -80,6 +80,7 @@ def test_other_dtypes_and_ways_of_decoding(tiny_checkpoint: Path, capfd: pytest.
     for option, message in [
         (("--dtype", "int3"), "there is no dtype 'int3'"),
         (("--decoding", "captured"), "decoding can be captured on GPUs only"),
+        (("--kv", "lowrank"), "no attention here has factors of both"),
     ]:
         assert generate(tiny_checkpoint, *option) == 1
         assert message in capfd.readouterr().err

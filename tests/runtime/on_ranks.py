@@ -136,3 +136,45 @@ def fail(rank: Rank, who: int, how: str) -> None:
 
 def process_id(_: Rank) -> int:
     return os.getpid()
+
+
+def continue_texts(rank: Rank, plan: Plan, prompts: Tensor, new_tokens: int) -> Continued:
+    """Continue some texts greedily, all in every pass, their blocks scattered over the cache."""
+    engine = RankEngine(plan, rank.collectives, rank.device)
+    return continued(engine, prompts, new_tokens)
+
+
+@dataclass
+class Continued:
+    """What texts were continued with.
+
+    Attributes:
+        tokens: (texts, new tokens).
+        logits: that they were chosen by, (new tokens, texts, vocabulary).
+        numbers: that the cache holds of each token.
+        layers: collectives of the last pass.
+    """
+
+    tokens: Tensor
+    logits: Tensor
+    numbers: float
+    layers: Counts
+
+
+def continued(engine: RankEngine, prompts: Tensor, new_tokens: int) -> Continued:
+    """Continue texts of one length: the first half of every prompt in a pass of its own, then the other half."""
+    texts, length = prompts.shape
+    blocks = blocks_for(length + new_tokens)
+    cache, start, newest, found = engine.new_cache(texts * blocks, texts), 0, prompts[:, : length // 2], list[Tensor]()
+    runs = [[(block * texts + text, 1) for block in range(blocks)] for text in range(texts)]
+    while len(found) <= new_tokens:
+        rows = [Row(start, row.tolist(), own, Wanted.LOGITS) for row, own in zip(newest, runs, strict=True)]
+        engine.figures.decode.layers = Counts()
+        logits = engine.step(rows, cache).logits
+        assert logits is not None
+        start += newest.shape[1]
+        newest = prompts[:, start:] if start < length else logits.argmax(-1, keepdim=True)
+        found.append(logits.clone())
+    numbers = cache.nbytes / cache.tokens / cache.stored.element_size()
+    chosen = torch.stack(found[1:])  # the first pass ends inside the prompts
+    return Continued(chosen.argmax(-1).T, chosen, numbers, engine.figures.decode.layers)

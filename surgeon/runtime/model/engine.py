@@ -21,10 +21,11 @@ from surgeon.runtime.batching.request import UNDEFINED, TokenLogprob, UndefinedL
 from surgeon.runtime.batching.sequence import Row, Wanted
 from surgeon.runtime.comm.collectives import Collectives
 from surgeon.runtime.model.ends import Ends, Index, Vocabulary
-from surgeon.runtime.model.layers import Attend, Pass, rotation
-from surgeon.runtime.model.paged_cache import PagedCache, PagedLayout
+from surgeon.runtime.model.layers import Angles, Attend, Pass, rotation
+from surgeon.runtime.model.paged_cache import PagedCache, PagedLayout, angles_at
 from surgeon.runtime.model.program import Phase, RankProgram
 from surgeon.runtime.model.static_decode import CudaRecorder, StaticDecode
+from surgeon.runtime.plan.kept import is_static, read_at_once
 from surgeon.runtime.plan.specification import Plan
 from surgeon.weights import ModelWeights
 
@@ -59,6 +60,7 @@ class RankEngine(RankProgram):
 
     Attributes:
         figures: what all passes so far have cost; may be replaced.
+        all_angles: rotary angles of every position, where there are such and passes of fixed shapes.
     """
 
     def __init__(self, plan: Plan, collectives: Collectives, device: torch.device) -> None:
@@ -72,8 +74,8 @@ class RankEngine(RankProgram):
         self.vocabulary = Vocabulary(source, plan, collectives, device)
         self.ends = Ends(source, plan, device)
         # Static passes may be recorded with the address of theirs, which therefore never grow.
-        self._all_angles = self._turn(plan.max_tokens) if self._static is not None else None
-        self._angles = self._all_angles or self._turn(0)
+        self.all_angles = self._turn(plan.max_tokens) if self._static is not None else None
+        self._angles = self.all_angles or self._turn(0)
         self._reusable: PagedCache | None = None
 
     def _static_decode(self) -> StaticDecode | None:
@@ -83,15 +85,23 @@ class RankEngine(RankProgram):
             raise ValueError("decoding can be captured on GPUs only; choose static, dynamic or auto decoding on a CPU")
         if wanted == "captured" and not self.collectives.capturable:
             raise ValueError("decoding cannot be captured with these collectives; use nccl, or static or auto decoding")
-        if wanted == "dynamic" or (wanted == "auto" and not gpu):
+        if not is_static(self.plan, self.device.type):
             return None
         captured = gpu and wanted != "static" and self.collectives.capturable
         return StaticDecode(self, CudaRecorder(self.device) if captured else None)
 
-    def new_cache(self, blocks: int) -> PagedCache:
-        """An empty cache for the attentions of this rank's work."""
+    def new_cache(self, blocks: int, texts: int = 1) -> PagedCache:
+        """An empty cache for the attentions of this rank's work.
+
+        Args:
+            texts: that are going to be computed together; with more of them its buffers grow.
+        """
         spare = 0 if self._static is None else self._static.spare_blocks
-        return PagedCache(self.kv_heads(), blocks + spare, self.plan.head_dim, self.vocabulary.embedding)
+        like = self.vocabulary.embedding
+        cache = PagedCache(self.kv_heads(), blocks + spare, self.plan.head_dim, like, self.rebuilds())
+        together, most_blocks = read_at_once(self.plan, self._static is not None, texts)
+        cache.buffers.reserve(together * min(blocks, most_blocks) * BLOCK_TOKENS)
+        return cache
 
     def reusable_cache(self, blocks: int) -> PagedCache:
         """A cache of at least so many blocks, for when all that used the one returned before have ended.
@@ -124,8 +134,7 @@ class RankEngine(RankProgram):
 
     def _dynamic_step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
         """A pass of whatever shape the rows have."""
-        layout = PagedLayout(rows, cache)
-        stream = self._forward(rows, layout)
+        layout, stream = self._forward(rows, cache)
         return Results(*self._next(stream, layout, [row.wanted for row in rows]), self._scores(stream, rows))
 
     def _static_step(self, static: StaticDecode, rows: Sequence[Row], cache: PagedCache) -> Results:
@@ -144,7 +153,7 @@ class RankEngine(RankProgram):
     def logits(self, rows: Sequence[Row], cache: PagedCache) -> Tensor:
         """One forward pass; logits of all its tokens, (tokens, vocabulary), on every rank."""
         self.counts = self.figures.prefill
-        own = self._own_logits(self._forward(rows, PagedLayout(rows, cache)))
+        own = self._own_logits(self._forward(rows, cache)[1])
         return self.vocabulary.gather(own, self.counts.vocabulary)
 
     def text_logits(self, tokens: list[int]) -> Tensor:
@@ -169,17 +178,15 @@ class RankEngine(RankProgram):
             found += best
         return found
 
-    def _forward(self, rows: Sequence[Row], layout: PagedLayout) -> Tensor:
-        """The stream after the program, (tokens, hidden)."""
+    def _forward(self, rows: Sequence[Row], cache: PagedCache) -> tuple[PagedLayout, Tensor]:
+        """Where the rows' tokens are, and the stream after the program, (tokens, hidden)."""
         tokens = torch.tensor([token for row in rows for token in row.tokens], dtype=torch.long, device=self.device)
-        turned = None
-        if self._angles is not None:
-            longest = max(row.start + len(row.tokens) for row in rows)
-            if longest > len(self._angles[0]):
-                self._angles = self._turn(2 * longest)
-            assert self._angles is not None
-            turned = self._angles[0][layout.positions], self._angles[1][layout.positions]
-        return self._run(tokens, layout.positions, Pass(layout.attend, turned))
+        longest = max(row.start + len(row.tokens) for row in rows)
+        if self._angles is not None and longest > len(self._angles[0]):
+            self._angles = self._turn(2 * longest)
+        layout = PagedLayout(rows, cache, self._angles)
+        turned = angles_at(self._angles, layout.positions)
+        return layout, self._run(tokens, layout.positions, Pass(layout.attend, turned))
 
     def _run(self, tokens: Tensor, positions: Index, shared: Pass) -> Tensor:
         """The stream after the program, (tokens, hidden), of tokens (tokens,)."""
@@ -188,12 +195,10 @@ class RankEngine(RankProgram):
 
     def next_logits(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """This rank's logits, (texts, rows), of one token (texts,) of each of some texts; nothing waits for a GPU."""
-        turned = None
-        if self._all_angles is not None:
-            turned = self._all_angles[0].index_select(0, positions), self._all_angles[1].index_select(0, positions)
+        turned = angles_at(self.all_angles, positions)
         return self._own_logits(self._run(tokens, positions, Pass(attend, turned)))
 
-    def _turn(self, tokens: int) -> tuple[Tensor, Tensor] | None:
+    def _turn(self, tokens: int) -> Angles | None:
         """Rotary angles of the first so many positions."""
         return None if self.plan.rotary is None else rotation(self.plan.rotary, 0, tokens, self.vocabulary.embedding)
 

@@ -1,7 +1,7 @@
 """The arithmetic of one slice of a sublayer, of the embedding and of the head, in plain PyTorch.
 
 Shapes: T tokens of a pass, of all its sequences one after another, D head_dim, H heads and K KV heads of the slice, h
-the stream's width.
+the stream's width, R the ranks of k and v together where both are two factors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surgeon.families import SublayerSpec
-from surgeon.runtime.model.linear import Maps, count_outputs
+from surgeon.runtime.model.linear import Maps, count_outputs, second_factor
 from surgeon.runtime.plan.specification import Plan, Rotary
 from surgeon.weights import Tensors
 
@@ -64,8 +64,10 @@ class Weighting:
     softcap: float | None = None
 
 
-# Puts new keys and, behind them, values, (T, 2 * K, D), into a slot of the cache; queries (T, H, D) to attended values
-# (T, H * D).
+Angles = tuple[Tensor, Tensor]  # cosine and signed sine, (tokens, 1, up to D) each
+
+# Puts new keys and, behind them, values, (T, 2 * K, D), or what they are rebuilt of, (T, R), into a slot of the cache;
+# queries (T, H, D) to attended values (T, H * D).
 Attend = Callable[[int, Tensor, Tensor, Weighting], Tensor]
 
 
@@ -75,11 +77,11 @@ class Pass:
 
     Attributes:
         attend: over the sequences of the pass.
-        rotation: cosine and signed sine, (T, 1, up to D) each, or None without rotary positions.
+        rotation: of its tokens, or None without rotary positions.
     """
 
     attend: Attend
-    rotation: tuple[Tensor, Tensor] | None
+    rotation: Angles | None
 
 
 class Norm:
@@ -113,6 +115,10 @@ class Attention:
     With T tokens and a stream of h features that is (T, h), or what its maps make it.
 
     A norm behind the sublayer (Gemma2) is not in it: it needs the whole sum.
+
+    Attributes:
+        rebuild: makes keys and values of what its maps give of k and v, where they leave out the second factors: that
+            is what is cached.
     """
 
     def __init__(
@@ -128,21 +134,62 @@ class Attention:
         self.weighting = Weighting(plan.attention_scale, window, plan.attention_softcap)
         self.epsilon = plan.epsilon
         self.head_gain: Tensor | None = None
+        self.rebuild: Rebuild | None = None
+        key_gain: Tensor | None = None
         if spec.head_norms:
-            q_gain, k_gain = tensors["q_norm.weight"], tensors["k_norm.weight"]
-            self.head_gain = torch.cat([q_gain.expand(self.heads, -1), k_gain.expand(self.kv_heads, -1)])
+            key_gain = tensors["k_norm.weight"].expand(self.kv_heads, -1)
+            self.head_gain = tensors["q_norm.weight"].expand(self.heads, -1)
+        if {"k", "v"} <= maps.later:
+            self.rebuild = Rebuild(tensors, plan, key_gain, rotates)
+        elif self.head_gain is not None and key_gain is not None:
+            self.head_gain = torch.cat([self.head_gain, key_gain])
 
     def __call__(self, stream: Tensor, slot: int, forward: Pass) -> Tensor:
         """(T, h) to (T, h)."""
-        turned = self.heads + self.kv_heads
-        qkv = self.qkv(self.norm(stream)).view(len(stream), turned + self.kv_heads, self.head_dim)
-        queries_keys = qkv[:, :turned]
-        if self.head_gain is not None:
-            normed = F.rms_norm(queries_keys, (self.head_dim,), None, self.epsilon)
-            torch.mul(normed, self.head_gain, out=queries_keys)
-        if self.rotates and forward.rotation is not None:
-            rotate_(queries_keys, *forward.rotation)
-        return self.o(forward.attend(slot, qkv[:, : self.heads], qkv[:, self.heads :], self.weighting))
+        qkv = self.qkv(self.norm(stream))
+        if self.rebuild is None:
+            by_head = qkv.unflatten(-1, (-1, self.head_dim))
+            turned, kept = by_head[:, : self.heads + self.kv_heads], by_head[:, self.heads :]
+        else:
+            width = self.heads * self.head_dim
+            turned, kept = qkv[:, :width].unflatten(-1, (-1, self.head_dim)), qkv[:, width:]
+        place_(turned, self.head_gain, self.epsilon, forward.rotation if self.rotates else None)
+        return self.o(forward.attend(slot, turned[:, : self.heads], kept, self.weighting))
+
+
+class Rebuild:
+    """Makes keys and values of an attention's slice of what the first factors of k and v give.
+
+    Args:
+        tensors: of the slice, by role.
+        head_gain: of the norms of its keys, if any, (K, D).
+        rotates: whether keys have rotary positions.
+
+    Attributes:
+        ranks: of k and of v.
+        width: numbers of a token's keys, and of its values.
+    """
+
+    def __init__(self, tensors: Tensors, plan: Plan, head_gain: Tensor | None, rotates: bool) -> None:
+        self.seconds = [second_factor(tensors, role) for role in "kv"]
+        self.ranks = [tensors[f"{role}.first.weight"].shape[0] for role in "kv"]
+        self.width = count_outputs(tensors, "k")
+        self.head_dim, self.epsilon = plan.head_dim, plan.epsilon
+        self.head_gain = head_gain
+        self.rotates = rotates
+
+    def __call__(self, kept: Tensor, angles: Angles | None, out: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of N tokens, (N, K, D) each, of what is kept of them, (N, R).
+
+        Args:
+            angles: of their positions, if there are rotary ones.
+            out: where to put them, (2, N, K * D).
+        """
+        for second, part, room in zip(self.seconds, kept.split(self.ranks, -1), out, strict=True):
+            second(part, room)
+        keys, values = out.unflatten(-1, (-1, self.head_dim))
+        place_(keys, self.head_gain, self.epsilon, angles if self.rotates else None)
+        return keys, values
 
 
 class FeedForward:
@@ -167,6 +214,18 @@ class FeedForward:
         return self.down(self.activation(wide))
 
 
+def place_(x: Tensor, head_gain: Tensor | None, epsilon: float, rotation: Angles | None) -> None:
+    """Queries or keys, (T, heads, D), normed by head and turned to their positions in place, as far as there is such.
+
+    Args:
+        head_gain: of the heads' norms, (heads, D).
+    """
+    if head_gain is not None:
+        torch.mul(F.rms_norm(x, x.shape[-1:], None, epsilon), head_gain, out=x)
+    if rotation is not None:
+        rotate_(x, *rotation)
+
+
 def rotate_(x: Tensor, cosine: Tensor, signed_sine: Tensor) -> None:
     """Turn pairs of features (i, i + R/2) of (T, heads, D) in place; the sine's first half is negated beforehand.
 
@@ -178,7 +237,7 @@ def rotate_(x: Tensor, cosine: Tensor, signed_sine: Tensor) -> None:
     turned.mul_(cosine).addcmul_(other_half, signed_sine)
 
 
-def rotation(rotary: Rotary, first: int, tokens: int, like: Tensor) -> tuple[Tensor, Tensor]:
+def rotation(rotary: Rotary, first: int, tokens: int, like: Tensor) -> Angles:
     """Cosine and signed sine, (tokens, 1, features that turn) each, for positions from `first` on."""
     frequencies = torch.tensor(rotary.inverse_frequencies, dtype=torch.float32, device=like.device)
     positions = torch.arange(first, first + tokens, dtype=torch.float32, device=like.device)

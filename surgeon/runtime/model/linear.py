@@ -40,9 +40,9 @@ class Linear:
             filled = [w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, biases, strict=True)]
             self.bias = torch.cat(filled)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """(T, in_features) to (T, all out_features)."""
-        y = torch.mm(x, self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """(T, in_features) to (T, all out_features), in a new tensor or in one that there is."""
+        y = torch.mm(x, self.weight, out=out) if self.bias is None else torch.addmm(self.bias, x, self.weight, out=out)
         return y if self.scale is None else y.mul_(self.scale)
 
 
@@ -56,9 +56,12 @@ class LowRank:
         tensors: of a slice of a sublayer, by role.
         roles: of the projections, in the order of the output.
         scale: what the output is multiplied by, if anything.
+        later: the roles whose second factors are left out.
     """
 
-    def __init__(self, tensors: Tensors, roles: list[str], scale: float | None = None) -> None:
+    def __init__(
+        self, tensors: Tensors, roles: list[str], scale: float | None = None, later: frozenset[str] = frozenset()
+    ) -> None:
         self.scale = scale
         self.seconds: list[Linear | None] = []
         weights: list[Tensor] = []
@@ -67,7 +70,7 @@ class LowRank:
             factored, bias = is_factored(role, tensors), tensors.get(f"{role}.bias")
             weights.append(tensors[f"{role}.first.weight" if factored else f"{role}.weight"])
             biases.append(None if factored else bias)
-            self.seconds.append(Linear([tensors[f"{role}.second.weight"]], [bias]) if factored else None)
+            self.seconds.append(second_factor(tensors, role) if factored and role not in later else None)
         self.widths = [len(weight) for weight in weights]
         self.first = Linear(weights, biases)
 
@@ -85,24 +88,25 @@ class Maps:
     Args:
         tensors: of the slice, by role.
         scale: what is multiplied with what is written to the stream, if anything.
-        in_rank_space: whether what is written leaves out the second factor, which follows when parts have been summed.
+        later: the roles whose second factors are left out: of what is written, where they follow when parts have been
+            summed, and of keys and values that are kept in rank space.
     """
 
-    def __init__(self, tensors: Tensors, scale: float | None, in_rank_space: bool = False) -> None:
+    def __init__(self, tensors: Tensors, scale: float | None, later: frozenset[str] = frozenset()) -> None:
         self.tensors = tensors
         self.scale = scale
-        self.in_rank_space = in_rank_space
+        self.later = later
 
     def reading(self, roles: list[str]) -> LinearMap:
         """The projections with these roles, of the normed stream: (T, h) to (T, all out_features)."""
         tensors = self.tensors
         if any(is_factored(role, tensors) for role in roles):
-            return LowRank(tensors, roles)
+            return LowRank(tensors, roles, later=self.later)
         return whole_map(tensors, roles)
 
     def writing(self, role: str) -> LinearMap:
         """The projection to the stream: (T, in_features) to (T, h), or to (T, rank) in rank space."""
-        if self.in_rank_space:
+        if role in self.later:
             return Linear([self.tensors[f"{role}.first.weight"]], [None])
         if is_factored(role, self.tensors):
             return LowRank(self.tensors, [role], self.scale)
@@ -112,6 +116,11 @@ class Maps:
 def whole_map(tensors: Tensors, roles: list[str], scale: float | None = None) -> Linear:
     """Projections that are whole matrices, as one product."""
     return Linear([tensors[f"{role}.weight"] for role in roles], [tensors.get(f"{role}.bias") for role in roles], scale)
+
+
+def second_factor(tensors: Tensors, role: str) -> Linear:
+    """What makes a projection's output of what its first factor gives, the bias with it."""
+    return Linear([tensors[f"{role}.second.weight"]], [tensors.get(f"{role}.bias")])
 
 
 def is_factored(role: str, tensors: Tensors) -> bool:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from surgeon.runtime.comm.collectives import Collectives, Counts
-from surgeon.runtime.model.linear import Linear, LinearMap, LowRank, Maps, is_factored
+from surgeon.runtime.model.linear import Linear, LinearMap, LowRank, Maps, is_factored, second_factor
 from surgeon.weights import Tensors
 
 ROUNDS, WARM_UPS = 5, 2  # of measuring which way is faster
@@ -71,9 +71,12 @@ class Gathered:
     Args:
         tensors: of this rank's slice, by role, first factors whole.
         roles: in the order of the output.
+        later: those of them whose second factors are left out.
     """
 
-    def __init__(self, tensors: Tensors, roles: list[str], sharing: Sharing) -> None:
+    def __init__(
+        self, tensors: Tensors, roles: list[str], sharing: Sharing, later: frozenset[str] = frozenset()
+    ) -> None:
         self.sharing = sharing
         factored = [role for role in roles if is_factored(role, tensors)]
         whole = [role for role in roles if role not in factored]
@@ -84,7 +87,7 @@ class Gathered:
         own = torch.cat([own, own.new_zeros(self.width - len(own), own.shape[1])])  # parts must be of one size
         weights = [own, *(tensors[f"{role}.weight"] for role in whole)]
         self.first = Linear(weights, [None, *(tensors.get(f"{role}.bias") for role in whole)])
-        self.seconds = [Linear([tensors[f"{role}.second.weight"]], [tensors.get(f"{role}.bias")]) for role in factored]
+        self.seconds = [None if role in later else second_factor(tensors, role) for role in factored]
         self.widths = [self.width, *(len(weight) for weight in weights[1:])]
         self.order = [([*factored, *whole]).index(role) for role in roles]
 
@@ -93,36 +96,42 @@ class Gathered:
         own, *outputs = self.first(x).split(self.widths, -1)
         gathered = self.sharing.gather(own.contiguous())[:, : sum(self.ranks)]
         parts = gathered.split(self.ranks, -1)
-        outputs = [*(second(part) for second, part in zip(self.seconds, parts, strict=True)), *outputs]
+        made = [part if second is None else second(part) for second, part in zip(self.seconds, parts, strict=True)]
+        outputs = [*made, *outputs]
         return outputs[0] if len(outputs) == 1 else torch.cat([outputs[place] for place in self.order], -1)
 
 
 class SharedMaps(Maps):
     """The linear maps of a slice of a sublayer whose first factors are shared out among ranks."""
 
-    def __init__(self, tensors: Tensors, scale: float | None, in_rank_space: bool, sharing: Sharing) -> None:
-        super().__init__(tensors, scale, in_rank_space)
+    def __init__(self, tensors: Tensors, scale: float | None, later: frozenset[str], sharing: Sharing) -> None:
+        super().__init__(tensors, scale, later)
         self.sharing = sharing
 
     def reading(self, roles: list[str]) -> LinearMap:
         if not any(is_factored(role, self.tensors) for role in roles):
             return super().reading(roles)
-        return Gathered(self.tensors, roles, self.sharing)
+        return Gathered(self.tensors, roles, self.sharing, self.later)
 
 
 class BaseMaps(Maps):
     """Every product of two factors is summed over the ranks by itself: what DeInfer is compared with.
 
+    What is kept in rank space has no product to sum; its parts are gathered, each matrix by itself too.
+
     Args:
         tensors: of the whole sublayer, by role.
     """
 
-    def __init__(self, tensors: Tensors, scale: float | None, sharing: Sharing) -> None:
-        super().__init__(tensors, scale)
+    def __init__(self, tensors: Tensors, scale: float | None, later: frozenset[str], sharing: Sharing) -> None:
+        super().__init__(tensors, scale, later)
         self.sharing = sharing
 
     def reading(self, roles: list[str]) -> LinearMap:
-        maps = [self._summed(role) for role in roles]
+        maps = [
+            Gathered(self.tensors, [role], self.sharing, self.later) if role in self.later else self._summed(role)
+            for role in roles
+        ]
         return lambda x: torch.cat([one(x) for one in maps], -1)
 
     def _summed(self, role: str) -> LinearMap:

@@ -8,12 +8,18 @@ first, which costs about a fifth more time than a view (padding costs several ti
 An attention with a window reads the window's keys only: for one more token of a sequence a shorter view. Blocks that no
 window reaches any more stay with their sequence.
 
-Shapes: T tokens of the pass, D head_dim, H heads and K KV heads of a slice, N tokens of a sequence so far.
+Where k and v are two factors each, a slot may hold what the first ones give: fewer numbers, of which keys and values
+are made whenever they are read. That takes two buffers, allocated once (DeInfer, section 4.2): runs of blocks are
+copied into one side by side, unless there is only one run, and the second factors write to the other one what attention
+reads then.
+
+Shapes: T tokens of the pass, D head_dim, H heads and K KV heads of a slice, N tokens of a sequence so far, R the ranks
+of k and v together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -21,27 +27,76 @@ from torch import Tensor
 from surgeon.runtime.batching.blocks import BLOCK_TOKENS, BlockRun
 from surgeon.runtime.batching.sequence import Row
 from surgeon.runtime.model.ends import Index
-from surgeon.runtime.model.layers import Weighting, attention
+from surgeon.runtime.model.layers import Angles, Rebuild, Weighting, attention
+
+
+class Buffers:
+    """Room for what an attention reads of a cache in rank space, and for the keys and values made of it.
+
+    All attentions use the same two buffers, one after the other.
+    """
+
+    def __init__(self, rebuilds: Sequence[Rebuild], like: Tensor) -> None:
+        """Start without any room."""
+        self._kept_width = max((sum(one.ranks) for one in rebuilds), default=0)
+        self._rebuilt_width = max((2 * one.width for one in rebuilds), default=0)
+        self.kept = self.rebuilt = like.new_empty(0)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of both."""
+        return self.kept.nbytes + self.rebuilt.nbytes
+
+    def reserve(self, tokens: int) -> None:
+        """See that there is room for so many tokens; what has the buffers of before goes on having them."""
+        if tokens * self._kept_width > self.kept.numel():
+            self.kept = self.kept.new_empty(tokens * self._kept_width)
+            self.rebuilt = self.rebuilt.new_empty(tokens * self._rebuilt_width)
+
+    def for_kept(self, rebuild: Rebuild, tokens: int) -> Tensor:
+        """Room for what is kept of so many tokens, (N, R)."""
+        self.reserve(tokens)
+        return self.kept[: tokens * sum(rebuild.ranks)].view(tokens, -1)
+
+    def for_rebuilt(self, rebuild: Rebuild, tokens: int) -> Tensor:
+        """Room for their keys and values, (2, N, K * D)."""
+        self.reserve(tokens)
+        return self.rebuilt[: 2 * tokens * rebuild.width].view(2, tokens, -1)
 
 
 class PagedCache:
-    """Room for keys and values of every attention of one rank's work.
+    """Room for keys and values of every attention of one rank's work, or for what these are rebuilt of.
 
     Attributes:
         kv_heads: of each attention.
         stored: keys and behind them values of one attention after the other, (1, 2 * sum of K, places, D); a place
-            holds one token.
+            holds one token. Of attentions in rank space there are no heads in it.
         pairs: the part of each attention, (2 * K, places, D).
         slots: its keys and its values, (K, places, D).
+        rebuilds: of attentions in rank space, by slot.
+        low_rank: what is stored of these instead, (places, R), by slot.
+        buffers: for reading that.
     """
 
-    def __init__(self, kv_heads: list[int], blocks: int, head_dim: int, like: Tensor) -> None:
+    def __init__(
+        self,
+        kv_heads: list[int],
+        blocks: int,
+        head_dim: int,
+        like: Tensor,
+        rebuilds: Mapping[int, Rebuild] | None = None,
+    ) -> None:
         self.kv_heads = kv_heads
+        self.rebuilds = rebuilds or {}
         self.device = like.device
-        self.stored = like.new_empty(1, 2 * sum(kv_heads), blocks * BLOCK_TOKENS, head_dim)
-        self.pairs = self.stored[0].split([2 * heads for heads in kv_heads])
+        places = blocks * BLOCK_TOKENS
+        stored = [0 if slot in self.rebuilds else heads for slot, heads in enumerate(kv_heads)]
+        self.stored = like.new_empty(1, 2 * sum(stored), places, head_dim)
+        self.pairs = self.stored[0].split([2 * heads for heads in stored])
         self.slots = [pair.chunk(2) for pair in self.pairs]
-        self.halves = [heads for heads in kv_heads for _ in range(2)]
+        self.halves = [heads for heads in stored for _ in range(2)]
+        self.low_rank = {slot: like.new_empty(places, sum(one.ranks)) for slot, one in self.rebuilds.items()}
+        self.buffers = Buffers(list(self.rebuilds.values()), like)
 
     @property
     def tokens(self) -> int:
@@ -51,7 +106,16 @@ class PagedCache:
     @property
     def nbytes(self) -> int:
         """Memory of all slots."""
-        return self.stored.nbytes
+        return self.stored.nbytes + sum(slot.nbytes for slot in self.low_rank.values())
+
+    def rebuild(self, slot: int, kept: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor]:
+        """Keys and values, (N, K, D) each, of what is kept of N tokens, (N, R); they last until the next ones.
+
+        Args:
+            angles: of the tokens' positions, if there are rotary ones.
+        """
+        rebuild = self.rebuilds[slot]
+        return rebuild(kept, angles, self.buffers.for_rebuilt(rebuild, len(kept)))
 
 
 class PagedLayout:
@@ -62,7 +126,12 @@ class PagedLayout:
         last: which tokens of the pass are the last of their rows.
     """
 
-    def __init__(self, rows: Sequence[Row], cache: PagedCache) -> None:
+    def __init__(self, rows: Sequence[Row], cache: PagedCache, angles: Angles | None = None) -> None:
+        """Find the places.
+
+        Args:
+            angles: of all positions up to the last one, if there are rotary ones.
+        """
         self.cache = cache
         self.last: list[int] = []
         self._parts: list[_Singles | _Chunk] = []
@@ -72,38 +141,46 @@ class PagedLayout:
             positions.append(slice(row.start, end))
             places += stretches(row.runs, row.start, end)
             if len(row.tokens) > 1:
-                self._parts.append(_Chunk(first, row, cache))
+                self._parts.append(_Chunk(first, row, cache, angles))
             elif self._parts and isinstance(self._parts[-1], _Singles):
                 self._parts[-1].add(row)
             else:
-                self._parts.append(_Singles(first, row, cache))
+                self._parts.append(_Singles(first, row, cache, angles))
             first += len(row.tokens)
             self.last.append(first - 1)
         self.positions = as_index(positions, cache.device)
         self.places = as_index(places, cache.device)
 
-    def attend(self, slot: int, queries: Tensor, keys_values: Tensor, weighting: Weighting) -> Tensor:
-        """Put new keys and values, (T, 2 * K, D), into a slot; queries (T, H, D) to attended values (T, H * D)."""
-        self.cache.pairs[slot][:, self.places] = keys_values.transpose(0, 1)
-        attended = [part.attend(slot, queries, keys_values, weighting) for part in self._parts]
+    def attend(self, slot: int, queries: Tensor, kept: Tensor, weighting: Weighting) -> Tensor:
+        """Put new keys and values into a slot; queries (T, H, D) to attended values (T, H * D).
+
+        Args:
+            kept: keys and, behind them, values, (T, 2 * K, D), or what they are rebuilt of, (T, R).
+        """
+        if slot in self.cache.rebuilds:
+            self.cache.low_rank[slot][self.places] = kept
+        else:
+            self.cache.pairs[slot][:, self.places] = kept.transpose(0, 1)
+        attended = [part.attend(slot, queries, kept, weighting) for part in self._parts]
         return attended[0] if len(attended) == 1 else torch.cat(attended)
 
 
 class _Singles:
     """Rows of a pass, one after another, that have one token each: texts that are being continued."""
 
-    def __init__(self, first: int, row: Row, cache: PagedCache) -> None:
+    def __init__(self, first: int, row: Row, cache: PagedCache, angles: Angles | None) -> None:
         self._first = first
-        self._sequences = [_Cached(row, cache)]
+        self._sequences = [_Cached(row, cache, angles)]
         self._cache = cache
+        self._angles = angles
 
     def add(self, row: Row) -> None:
         """Take in the row behind."""
-        self._sequences.append(_Cached(row, self._cache))
+        self._sequences.append(_Cached(row, self._cache, self._angles))
 
-    def attend(self, slot: int, queries: Tensor, keys_values: Tensor, weighting: Weighting) -> Tensor:
-        """Attended values of these rows, (rows, H * D), given queries, keys and values of the whole pass."""
-        heads, head_dim, kv_heads = queries.shape[1], queries.shape[2], keys_values.shape[1] // 2
+    def attend(self, slot: int, queries: Tensor, _: Tensor, weighting: Weighting) -> Tensor:
+        """Attended values of these rows, (rows, H * D), given queries of the whole pass and what it keeps."""
+        heads, head_dim, kv_heads = queries.shape[1], queries.shape[2], self._cache.kv_heads[slot]
         count = len(self._sequences)
         own = queries[self._first : self._first + count]
         # The heads of one KV group are like several tokens that may look at everything: no copies of keys.
@@ -119,22 +196,23 @@ class _Singles:
 class _Chunk:
     """A row of several tokens: a prompt, or a part of one."""
 
-    def __init__(self, first: int, row: Row, cache: PagedCache) -> None:
+    def __init__(self, first: int, row: Row, cache: PagedCache, angles: Angles | None) -> None:
         self._tokens = len(row.tokens)
         self._end = row.start + self._tokens
         self._own = slice(first, first + self._tokens)
-        self._device = cache.device
+        self._cache = cache
+        self._angles = angles
         # Of a whole prompt, all that is read comes with the pass itself.
-        self._cached = _Cached(row, cache) if row.start else None
+        self._cached = _Cached(row, cache, angles) if row.start else None
         self._masks: dict[int | None, Tensor] = {}
 
-    def attend(self, slot: int, queries: Tensor, keys_values: Tensor, weighting: Weighting) -> Tensor:
-        """Attended values of this row, (tokens, H * D), given queries, keys and values of the whole pass."""
+    def attend(self, slot: int, queries: Tensor, kept: Tensor, weighting: Weighting) -> Tensor:
+        """Attended values of this row, (tokens, H * D), given queries of the whole pass and what it keeps."""
         own, window = self._own, weighting.window
         if window is not None and window >= self._end:
             window = None
         if self._cached is None:
-            all_keys, all_values = keys_values[own].transpose(0, 1)[None].chunk(2, 1)
+            all_keys, all_values = self._fresh(slot, kept[own])
         else:
             # The first of these tokens looks back the furthest.
             all_keys, all_values = self._cached.read(slot, None if window is None else window + self._tokens - 1)
@@ -143,11 +221,18 @@ class _Chunk:
         attended = attention(queries[own].transpose(0, 1)[None], all_keys, all_values, weighting, mask, causal)
         return attended.transpose(1, 2).flatten(2)[0]
 
+    def _fresh(self, slot: int, kept: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values, (1, K, tokens, D) each, of a whole prompt."""
+        if slot in self._cache.rebuilds:
+            return by_head(self._cache.rebuild(slot, kept, angles_at(self._angles, slice(0, self._end))))
+        keys, values = kept.transpose(0, 1)[None].chunk(2, 1)
+        return keys, values
+
     def _mask(self, keys: int, window: int | None) -> Tensor:
         """Which of the last so many tokens up to the row's end each token of the row looks at, (tokens, keys)."""
         if window not in self._masks:
             before = keys - self._tokens
-            seen = torch.ones(self._tokens, keys, dtype=torch.bool, device=self._device).tril(before)
+            seen = torch.ones(self._tokens, keys, dtype=torch.bool, device=self._cache.device).tril(before)
             self._masks[window] = seen if window is None else seen.triu(before - window + 1)
         return self._masks[window]
 
@@ -155,19 +240,24 @@ class _Chunk:
 class _Cached:
     """The keys and values of one sequence up to the end of its row."""
 
-    def __init__(self, row: Row, cache: PagedCache) -> None:
+    def __init__(self, row: Row, cache: PagedCache, angles: Angles | None) -> None:
         self._row = row
         self._end = row.start + len(row.tokens)
         self._cache = cache
+        self._angles = angles
         self._found: dict[int, Sequence[Tensor] | Tensor] = {}
 
     def read(self, slot: int, last: int | None) -> tuple[Tensor, Tensor]:
         """Those of a slot, (1, K, N, D) each: views where they lie in one run of blocks, copies otherwise.
 
+        Where they have to be rebuilt they last until the next ones.
+
         Args:
             last: how many of them, from the end; None for all.
         """
         first = 0 if last is None else max(0, self._end - last)
+        if slot in self._cache.rebuilds:
+            return by_head(self._rebuilt(slot, first))
         found = self._found.get(first)
         if found is None:
             found = self._found[first] = self._find(first)
@@ -175,6 +265,15 @@ class _Cached:
             keys, values = self._cache.pairs[slot].index_select(1, found)[None].chunk(2, 1)
             return keys, values
         return found[2 * slot], found[2 * slot + 1]
+
+    def _rebuilt(self, slot: int, first: int) -> tuple[Tensor, Tensor]:
+        """Those of a slot in rank space from a token on, (N, K, D) each."""
+        cache = self._cache
+        runs = [cache.low_rank[slot][run] for run in stretches(self._row.runs, first, self._end)]
+        kept = runs[0]
+        if len(runs) > 1:
+            kept = torch.cat(runs, out=cache.buffers.for_kept(cache.rebuilds[slot], self._end - first))
+        return cache.rebuild(slot, kept, angles_at(self._angles, slice(first, self._end)))
 
     def _find(self, first: int) -> Sequence[Tensor] | Tensor:
         """Views of all slots' keys and values from a token on, or the places where they lie scattered."""
@@ -195,6 +294,17 @@ def stretches(runs: Sequence[BlockRun], first: int, end: int) -> list[slice]:
             found.append(slice(max(first, before) + offset, min(end, after) + offset))
         before = after
     return found
+
+
+def by_head(keys_values: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Keys and values of one sequence by token, (N, K, D), as (1, K, N, D)."""
+    keys, values = keys_values
+    return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
+
+
+def angles_at(angles: Angles | None, positions: Index) -> Angles | None:
+    """The angles of some positions."""
+    return None if angles is None else (angles[0][positions], angles[1][positions])
 
 
 def as_index(parts: Sequence[slice], device: torch.device) -> Index:

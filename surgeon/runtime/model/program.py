@@ -17,10 +17,11 @@ from surgeon.execute import Branch, Machine, Partial, Pending, State, advance, l
 from surgeon.families import Projection
 from surgeon.program import ATTENTION, WRITING, Fork, Program, Step, Sublayer
 from surgeon.runtime.comm.collectives import Collectives, Counts
-from surgeon.runtime.model.layers import Attention, FeedForward, Norm, Pass, torch_dtype
-from surgeon.runtime.model.linear import Linear, LinearMap, Maps, is_factored
+from surgeon.runtime.model.layers import Attention, FeedForward, Norm, Pass, Rebuild, torch_dtype
+from surgeon.runtime.model.linear import Linear, LinearMap, Maps, count_outputs, is_factored
 from surgeon.runtime.model.low_rank import BaseMaps, SharedMaps, Sharing, gathering_is_faster
 from surgeon.runtime.model.outputs import StepOutputs, summed_in_rank_space
+from surgeon.runtime.plan.kept import kept_ranks
 from surgeon.runtime.plan.placement import Group, Part, Work, assigned_branches, computed_of, groups_within, rank_work
 from surgeon.runtime.plan.specification import Plan
 from surgeon.weights import ModelWeights, Tensors
@@ -112,22 +113,31 @@ class RankProgram:
         """What computes a part, with its weights."""
         plan, sublayer = self.plan, computed_of(self.plan, work, part)
         tensors = self._here(source.sublayer(sublayer, torch_dtype(plan)))
-        maps = self._maps(work, part, tensors, based=sublayer != part.sublayer)
         spec = plan.family.spec(sublayer.kind)
+        later = self._kept_in_rank_space(sublayer, tensors)
+        maps = self._maps(work, part, tensors, later, based=sublayer != part.sublayer)
         if sublayer.kind == ATTENTION:
             return Attention(tensors, maps, spec, plan, plan.window(sublayer), plan.rotates(sublayer))
         return FeedForward(tensors, maps, spec, plan)
 
-    def _maps(self, work: Work, part: Part, tensors: Tensors, based: bool) -> Maps:
+    def _kept_in_rank_space(self, sublayer: Sublayer, tensors: Tensors) -> frozenset[str]:
+        """Which of its projections the cache keeps before their second factors."""
+        if sublayer.kind != ATTENTION:
+            return frozenset()
+        kv_heads = count_outputs(tensors, "k") // self.plan.head_dim
+        return frozenset() if kept_ranks(self.plan, sublayer, kv_heads) is None else frozenset("kv")
+
+    def _maps(self, work: Work, part: Part, tensors: Tensors, later: frozenset[str], based: bool) -> Maps:
         """The linear maps of a part: by itself, or together with the ranks that share its sublayer."""
         scale = self.plan.output_scale
         if len(part.sharers) == 1 or not part.sublayer.ranks:
-            return Maps(tensors, scale)
+            return Maps(tensors, scale, later)
         sharing = Sharing(self.groups[part.sharers], lambda: self.counts.layers)
         if based:
-            return BaseMaps(tensors, scale, sharing)
-        in_rank_space = part.index in self._in_rank_space(work.step)
-        alone, shared = (Maps(tensors, scale, in_rank_space), SharedMaps(tensors, scale, in_rank_space, sharing))
+            return BaseMaps(tensors, scale, later, sharing)
+        if part.index in self._in_rank_space(work.step):
+            later |= frozenset(WRITING)
+        alone, shared = Maps(tensors, scale, later), SharedMaps(tensors, scale, later, sharing)
         return shared if self._shares_out(part, alone, shared) else alone
 
     def _shares_out(self, part: Part, alone: Maps, shared: SharedMaps) -> bool:
@@ -154,8 +164,16 @@ class RankProgram:
 
     def kv_heads(self) -> list[int]:
         """How many KV heads this rank has of each, once they are loaded."""
-        attentions = [self.sublayers[part_key(part)] for part in self._slots()]
-        return [made.kv_heads for made in attentions if isinstance(made, Attention)]
+        return [made.kv_heads for made in self._attentions()]
+
+    def rebuilds(self) -> dict[int, Rebuild]:
+        """What makes keys and values of what is cached, by slot, where that is in rank space."""
+        found = {slot: made.rebuild for slot, made in enumerate(self._attentions())}
+        return {slot: rebuild for slot, rebuild in found.items() if rebuild is not None}
+
+    def _attentions(self) -> list[Attention]:
+        found = [self.sublayers[part_key(part)] for part in self._slots()]
+        return [made for made in found if isinstance(made, Attention)]
 
     def _slots(self) -> list[Part]:
         parts = [part for work in self.work for part in work.parts if part.slot is not None]

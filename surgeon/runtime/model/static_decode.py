@@ -10,7 +10,11 @@ Nothing in it waits for the device until the chosen tokens are read, so that it 
 (`CudaRecorder`), collectives included where they can be (`Collectives.capturable`). Otherwise the same pass runs as it
 is. The program, its executor and the layers are those of every other pass; only attention is another.
 
-Shapes: B texts, W blocks of each, N tokens that are read of each, D head_dim, H heads and K KV heads of a slice.
+Of a cache in rank space it copies what all texts read into one fixed buffer, and makes their keys and values in
+another one. There a text's number in the batch says where they lie, so that DeInfer's remapping list needs no list.
+
+Shapes: B texts, W blocks of each, N tokens that are read of each, D head_dim, H heads and K KV heads of a slice, R the
+ranks of k and v together.
 """
 
 from __future__ import annotations
@@ -25,9 +29,10 @@ from torch import Tensor
 from surgeon.runtime.batching.blocks import BLOCK_TOKENS
 from surgeon.runtime.batching.sequence import Row
 from surgeon.runtime.comm.collectives import Counts
-from surgeon.runtime.model.layers import Attend, Weighting, attention
-from surgeon.runtime.model.paged_cache import PagedCache
+from surgeon.runtime.model.layers import Angles, Attend, Weighting, attention
+from surgeon.runtime.model.paged_cache import PagedCache, angles_at
 from surgeon.runtime.model.program import Phase
+from surgeon.runtime.plan.kept import power_of_two
 
 WARM_UPS = 2  # passes before a recording, in which libraries choose kernels and allocate what a recording may not
 TOKEN, POSITION, TABLE = 0, 1, 2  # columns of the inputs; the table takes all further ones
@@ -50,9 +55,11 @@ class TokenModel(Protocol):
 
     Attributes:
         counts: where collectives are counted now.
+        all_angles: of every position, if there are rotary ones.
     """
 
     counts: Phase
+    all_angles: Angles | None
 
     def next_logits(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """This rank's logits, (texts, rows), of tokens (texts,) at positions (texts,)."""
@@ -79,11 +86,21 @@ class PassSize(NamedTuple):
             most_blocks: that a text can have.
         """
         longest = max(row.start for row in rows) // BLOCK_TOKENS + 1
-        return cls(_power_of_two(len(rows)), min(_power_of_two(longest), most_blocks))
+        return cls(power_of_two(len(rows)), min(power_of_two(longest), most_blocks))
 
 
-def _power_of_two(least: int) -> int:
-    return 1 << (least - 1).bit_length()
+class View(NamedTuple):
+    """What attentions with the same window read.
+
+    Attributes:
+        places: of N tokens of each text, (B * N,).
+        mask: (B, 1, 1, N): 0, or minus infinity where there is no such token.
+        angles: of the tokens' positions, if there are rotary ones and keys to be turned.
+    """
+
+    places: Tensor
+    mask: Tensor
+    angles: Angles | None
 
 
 class StaticLayout:
@@ -93,36 +110,61 @@ class StaticLayout:
         positions: of the tokens, (B,), each in its text.
     """
 
-    def __init__(self, inputs: Tensor, cache: PagedCache) -> None:
-        """Read the inputs, (B, 2 + W)."""
+    def __init__(self, inputs: Tensor, cache: PagedCache, angles: Angles | None = None) -> None:
+        """Read the inputs, (B, 2 + W).
+
+        Args:
+            angles: of every position, if there are rotary ones.
+        """
+        self._angles = angles if cache.rebuilds else None
         self.positions = inputs[:, POSITION]
         self._cache = cache
         self._tables = inputs[:, TABLE:]
         self._dtype = cache.stored.dtype
         self._own = self._places(self.positions[:, None])[:, 0]
-        self._views: dict[int | None, tuple[Tensor, Tensor]] = {}
+        self._views: dict[int | None, View] = {}
 
-    def attend(self, slot: int, queries: Tensor, keys_values: Tensor, weighting: Weighting) -> Tensor:
-        """Put new keys and values, (B, 2 * K, D), into a slot; queries (B, H, D) to attended values (B, H * D)."""
+    def attend(self, slot: int, queries: Tensor, kept: Tensor, weighting: Weighting) -> Tensor:
+        """Put new keys and values into a slot; queries (B, H, D) to attended values (B, H * D).
+
+        Args:
+            kept: keys and, behind them, values, (B, 2 * K, D), or what they are rebuilt of, (B, R).
+        """
         texts, heads, head_dim = queries.shape
-        kv_heads = keys_values.shape[1] // 2
-        cached = self._cache.pairs[slot]
-        cached.index_copy_(1, self._own, keys_values.transpose(0, 1))
-        places, mask = self._view(weighting.window)
-        read = cached.index_select(1, places).view(2, kv_heads, texts, -1, head_dim).transpose(1, 2)
+        kv_heads, mask = self._cache.kv_heads[slot], self._view(weighting.window).mask
+        keys, values = (self._rebuilt if slot in self._cache.rebuilds else self._stored)(slot, kept, weighting.window)
         # The heads of one KV group are like several tokens that look at the same keys.
         grouped = queries.view(texts, kv_heads, heads // kv_heads, head_dim)
-        return attention(grouped, read[0], read[1], weighting, mask).reshape(texts, heads * head_dim)
+        return attention(grouped, keys, values, weighting, mask).reshape(texts, heads * head_dim)
+
+    def _stored(self, slot: int, keys_values: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
+        """Keys and values of the texts, (B, K, N, D) each, the new ones among them."""
+        cached, texts = self._cache.pairs[slot], len(keys_values)
+        cached.index_copy_(1, self._own, keys_values.transpose(0, 1))
+        read = cached.index_select(1, self._view(window).places)
+        keys, values = read.view(2, len(cached) // 2, texts, -1, cached.shape[-1]).transpose(1, 2)
+        return keys, values
+
+    def _rebuilt(self, slot: int, kept: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
+        """The same of a slot in rank space."""
+        cache, view = self._cache, self._view(window)
+        cached = cache.low_rank[slot]
+        cached.index_copy_(0, self._own, kept)
+        room = cache.buffers.for_kept(cache.rebuilds[slot], len(view.places))
+        torch.index_select(cached, 0, view.places, out=room)
+        keys, values = cache.rebuild(slot, room, view.angles)
+        by_text = len(kept), -1
+        return keys.unflatten(0, by_text).transpose(1, 2), values.unflatten(0, by_text).transpose(1, 2)
 
     def _places(self, tokens: Tensor) -> Tensor:
         """Where tokens of each text, (B, any), lie in the cache."""
         return self._tables.gather(1, tokens // BLOCK_TOKENS) * BLOCK_TOKENS + tokens % BLOCK_TOKENS
 
-    def _view(self, window: int | None) -> tuple[Tensor, Tensor]:
-        """What attentions with such a window read: the places of N tokens of each text, (B * N,), and their mask.
+    def _view(self, window: int | None) -> View:
+        """What attentions with such a window read.
 
-        The mask, (B, 1, 1, N), is 0, or minus infinity where there is no such token. There the text's own newest token
-        is read instead: a place that nobody has written to may hold what is no number, and 0 times that is none.
+        Where there is no such token the text's own newest one is read instead: a place that nobody has written to may
+        hold what is no number, and 0 times that is none.
         """
         room = self._tables.shape[1] * BLOCK_TOKENS
         if window is not None and window >= room:
@@ -133,9 +175,10 @@ class StaticLayout:
             if window is not None:
                 tokens = tokens + (newest - (window - 1))
             seen = (tokens >= 0) & (tokens <= newest)
-            places = self._places(torch.where(seen, tokens, newest)).flatten()
+            read = torch.where(seen, tokens, newest)
             mask = torch.zeros(seen.shape, dtype=self._dtype, device=newest.device).masked_fill(~seen, -torch.inf)
-            self._views[window] = places, mask[:, None, None]
+            angles = angles_at(self._angles, read.flatten())
+            self._views[window] = View(self._places(read).flatten(), mask[:, None, None], angles)
         return self._views[window]
 
 
@@ -144,6 +187,7 @@ class StaticPass:
 
     Attributes:
         inputs: on the device, (B, 2 + W).
+        buffers: those of the cache; a replay writes to them.
         replay: computes the pass.
         layers, vocabulary: the collectives that a replay starts without counting them.
     """
@@ -159,6 +203,7 @@ class StaticPass:
         self._lines = self._host.numpy()
         self._numbers = torch.arange(unread_block + 1).numpy()
         self.inputs = self._host.to(device, copy=True)
+        self.buffers: tuple[Tensor, ...] = ()
         self.replay: Replay | None = None
         self.layers, self.vocabulary = Counts(), Counts()
 
@@ -205,6 +250,8 @@ class StaticDecode:
         passes = self._passes.setdefault(cache, {})
         if size not in passes:
             passes[size] = StaticPass(size, blocks, cache.device)
+            cache.buffers.reserve(size.texts * size.blocks * BLOCK_TOKENS)
+            passes[size].buffers = cache.buffers.kept, cache.buffers.rebuilt
         static = passes[size]
         static.load(rows)
         if self._recorder is None:
@@ -217,7 +264,7 @@ class StaticDecode:
         return static.replay()
 
     def _compute(self, inputs: Tensor, cache: PagedCache) -> Outputs:
-        layout = StaticLayout(inputs, cache)
+        layout = StaticLayout(inputs, cache, self._engine.all_angles)
         logits = self._engine.next_logits(inputs[:, TOKEN], layout.positions, layout.attend)
         return Outputs(self._engine.best_tokens(logits), logits)
 

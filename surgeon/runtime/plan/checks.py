@@ -19,8 +19,9 @@ from surgeon.families import Family, Projection, family_of
 from surgeon.families.fused import FUSED
 from surgeon.model import check_layers
 from surgeon.program import Program, Sublayer
+from surgeon.runtime.plan.kept import require_low_rank
 from surgeon.runtime.plan.placement import rank_work
-from surgeon.runtime.plan.specification import OWN_ACTIVATIONS, Decoding, LowRankMode, Plan, Rotary
+from surgeon.runtime.plan.specification import OWN_ACTIVATIONS, Decoding, KvMode, LowRankMode, Plan, Rotary
 from surgeon.weights import ModelWeights, indivisible, require_sliceable
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -38,6 +39,7 @@ def make_plan(
     dtype: str = "auto",
     decoding: str = "auto",
     low_rank: str = "auto",
+    kv: str = "auto",
 ) -> Plan:
     """Check that a checkpoint's program can run on this many ranks with texts this long, and gather what they need.
 
@@ -50,12 +52,14 @@ def make_plan(
             float32 for 16-bit weights on a CPU.
         decoding: as `Plan.decoding`.
         low_rank: as `Plan.low_rank`.
+        kv: as `Plan.kv`.
 
     Raises:
         FileNotFoundError: if there is no such model or a file of it is missing.
         ValueError: if the architecture or something in its configuration is not supported, the program names what the
             model does not have, heads or neurons do not divide among the ranks (with the numbers of ranks that would
-            do), there is no such dtype or way of decoding, or the text is longer than the model's positions.
+            do), there is no such dtype or way of decoding, `kv` is "lowrank" and no attention has factors of k and
+            v, or the text is longer than the model's positions.
     """
     if not 1 <= ranks <= MOST_RANKS:
         raise ValueError(f"the number of ranks must lie in 1..{MOST_RANKS}, not {ranks}")
@@ -67,7 +71,7 @@ def make_plan(
     if max_tokens is None:
         max_tokens = _most_tokens(config, family, source)
     _check_length(config, family, source, max_tokens)
-    ways = {"decoding": _decoding(decoding), "low_rank": _low_rank(low_rank)}
+    ways = {"decoding": _decoding(decoding), "low_rank": _low_rank(low_rank), "kv": _kv(kv, parsed)}
     asked = {"program": str(parsed), "ranks": ranks, **ways}
     computed = _dtype(dtype) or str(compute_dtype(checkpoint, family, device)).removeprefix("torch.")
     return _gather(checkpoint.folder, config, source, max_tokens, dtype=computed, **asked)
@@ -150,6 +154,16 @@ def _low_rank(wanted: str) -> LowRankMode:
         if one == wanted:
             return one
     raise ValueError(f"there is no way {wanted!r} of sharing factors among ranks; {did_you_mean(wanted, known)}")
+
+
+def _kv(wanted: str, program: Program) -> KvMode:
+    known: tuple[KvMode, ...] = get_args(KvMode)
+    for one in known:
+        if one == wanted:
+            if one == "lowrank":
+                require_low_rank(program)
+            return one
+    raise ValueError(f"there is no kv {wanted!r}; {did_you_mean(wanted, known)}")
 
 
 def _check_shapes(program: Program, source: ModelWeights, config: Any) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.families.base import Unit
 from surgeon.memory import free_bytes, gpu_free_bytes, show_size
 from surgeon.program import Program, Sublayer
 from surgeon.runtime.batching.blocks import BLOCK_TOKENS, blocks_for
+from surgeon.runtime.plan.kept import is_static, kept_numbers, kept_ranks, read_at_once
 from surgeon.runtime.plan.placement import computed_of, rank_work
 from surgeon.runtime.plan.specification import Plan
 from surgeon.weights import ModelWeights, unit_bounds
@@ -21,10 +22,12 @@ class Footprint:
     Attributes:
         weights: matrices, embedding and head.
         block: one block of the cache.
+        buffers: what it takes to read one block of a cache in rank space, and to make keys and values of it.
     """
 
     weights: tuple[int, ...]
     block: tuple[int, ...]
+    buffers: tuple[int, ...]
 
 
 def footprint(plan: Plan) -> Footprint:
@@ -34,15 +37,27 @@ def footprint(plan: Plan) -> Footprint:
     rows = -(-plan.vocabulary // plan.ranks) * (1 if plan.tied else 2)
     if plan.family.position_embedding:
         rows += source.shape(f"{plan.family.position_embedding}.weight")[0]
-    weights, block = [], []
+    weights, block, buffers = [], [], []
     for rank in range(plan.ranks):
         work = rank_work(program, rank, plan.ranks)
         numbers = sum(_numbers(source, one) for one in {part.sublayer for each in work for part in each.parts})
         weights.append((rows * plan.hidden + numbers) * plan.dtype_bytes)
-        attentions = [(each, part) for each in work for part in each.parts if part.slot is not None]
-        kv_heads = sum(_kv_heads(source, computed_of(plan, each, part)) for each, part in attentions)
-        block.append(2 * kv_heads * plan.head_dim * BLOCK_TOKENS * plan.dtype_bytes)
-    return Footprint(tuple(weights), tuple(block))
+        attentions = [computed_of(plan, each, part) for each in work for part in each.parts if part.slot is not None]
+        kept = sum(kept_numbers(plan, attention, _kv_heads(source, attention)) for attention in attentions)
+        block.append(kept * BLOCK_TOKENS * plan.dtype_bytes)
+        buffers.append(_buffer_numbers(plan, source, attentions) * BLOCK_TOKENS * plan.dtype_bytes)
+    return Footprint(tuple(weights), tuple(block), tuple(buffers))
+
+
+def _buffer_numbers(plan: Plan, source: ModelWeights, attentions: list[Sublayer]) -> int:
+    """How many numbers of one token have room in the two buffers that attentions in rank space read with."""
+    kept, rebuilt = 0, 0
+    for attention in attentions:
+        kv_heads = _kv_heads(source, attention)
+        ranks = kept_ranks(plan, attention, kv_heads)
+        if ranks is not None:
+            kept, rebuilt = max(kept, sum(ranks)), max(rebuilt, 2 * kv_heads * plan.head_dim)
+    return kept + rebuilt
 
 
 def _numbers(source: ModelWeights, sublayer: Sublayer) -> int:
@@ -66,10 +81,10 @@ def _size(source: ModelWeights, sublayer: Sublayer, unit: Unit) -> int:
     return end - first
 
 
-def choose_blocks(
+def choose_cache(
     plan: Plan, device: str, max_batch: int, blocks: int | None, memory: int | None, local_ranks: int | None = None
-) -> int:
-    """How many blocks the cache is to have.
+) -> tuple[Plan, int]:
+    """How many blocks the cache is to have, and the plan, which says whether memory is the limit (`Plan.kv`).
 
     Args:
         device: "cpu", where all ranks of a machine share its memory, or "cuda", where each has its own. Of several
@@ -81,24 +96,64 @@ def choose_blocks(
     Raises:
         ValueError: if there is not enough memory for the weights and the blocks; it says what would fit.
     """
-    sizes, here = footprint(plan), local_ranks or plan.ranks
-    if device == "cpu":
-        weights, block = (sum(sorted(each)[-here:]) for each in (sizes.weights, sizes.block))
-        free = free_bytes()
-    else:
-        weights, block = max(sizes.weights), max(sizes.block)
-        free = min(gpu_free_bytes(number) for number in range(here))
+    here = local_ranks or plan.ranks
+    free = free_bytes() if device == "cpu" else min(gpu_free_bytes(number) for number in range(here))
     allowed = free if memory is None else memory
-    fitting = (allowed - weights) // block if block else 1 << 30  # a program without attention has no cache
+    room = _Room.of(plan, device, here, max_batch)
+    wanted = max_batch * blocks_for(plan.max_tokens) if blocks is None else blocks
+    if plan.kv == "auto" and room.fitting(allowed) < wanted:
+        tight = replace(plan, tight=True)
+        smaller = _Room.of(tight, device, here, max_batch)
+        if smaller.fitting(allowed) > room.fitting(allowed):
+            plan, room = tight, smaller
+    fitting = room.fitting(allowed)
     limit = f"{show_size(allowed)} {'are free' if memory is None else 'are allowed'}"
     place = "" if device == "cpu" else " on each GPU"
     if fitting < 1:
-        raise ValueError(f"the weights take {show_size(weights)}{place} and {limit}; give more memory or another model")
-    if blocks is None:
-        return min(fitting, max_batch * blocks_for(plan.max_tokens))
-    if blocks > fitting:
         raise ValueError(
-            f"weights of {show_size(weights)} and {blocks} blocks of {show_size(block)} do not fit: {limit}{place}; "
-            f"at most {fitting} blocks do ({fitting * BLOCK_TOKENS} tokens)"
+            f"the weights take {show_size(room.weights)}{place} and {limit}; give more memory or another model"
         )
-    return blocks
+    if blocks is not None and blocks > fitting:
+        raise ValueError(
+            f"weights of {show_size(room.weights)} and {blocks} blocks of {show_size(room.block)} do not fit: "
+            f"{limit}{place}; at most {fitting} blocks do ({fitting * BLOCK_TOKENS} tokens)"
+        )
+    return plan, min(fitting, wanted)
+
+
+@dataclass(frozen=True)
+class _Room:
+    """Bytes on one machine's CPU, or on the GPU that holds the most.
+
+    Attributes:
+        weights, block, buffers: as in a footprint.
+        texts, blocks: how many texts are read at once, and at most how many blocks of each.
+    """
+
+    weights: int
+    block: int
+    buffers: int
+    texts: int
+    blocks: int
+
+    @classmethod
+    def of(cls, plan: Plan, device: str, here: int, max_batch: int) -> _Room:
+        """What a plan needs.
+
+        Args:
+            here: how many ranks share the memory of this machine's CPU.
+        """
+        sizes = footprint(plan)
+        weights, block, buffers = (
+            sum(sorted(each)[-here:]) if device == "cpu" else max(each)
+            for each in (sizes.weights, sizes.block, sizes.buffers)
+        )
+        return cls(weights, block, buffers, *read_at_once(plan, is_static(plan, device), max_batch))
+
+    def fitting(self, allowed: int) -> int:
+        """How many blocks fit into so many bytes beside the weights, and beside the buffers that they need."""
+        if not self.block:
+            return 1 << 30  # a program without attention has no cache
+        left, buffers = allowed - self.weights, self.texts * self.buffers
+        # No text is longer than the cache, which counts where that is shorter than the longest text.
+        return max(left // (self.block + buffers), (left - buffers * self.blocks) // self.block)

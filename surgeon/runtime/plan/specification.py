@@ -22,6 +22,12 @@ Decoding = Literal["auto", "dynamic", "static", "captured"]
 # DeInfer is compared with.
 LowRankMode = Literal["auto", "gather", "replicate", "base"]
 
+# What is kept in the cache of attentions whose k and v are two factors each: keys and values of this rank's heads
+# (full), or what the first factors give, the same on every rank that shares the sublayer, of which keys and values are
+# made again whenever they are read (lowrank). Auto is full as long as the cache that is asked for fits into memory so;
+# otherwise, if more tokens fit then, it is lowrank in those attentions where that is fewer numbers of a token.
+KvMode = Literal["auto", "full", "lowrank"]
+
 # What ranks compute without asking `transformers`, which takes seconds to import (see model/layers.py).
 OWN_ACTIVATIONS = ("silu", "swish", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh")
 
@@ -64,6 +70,8 @@ class Plan:
         rotary_layers: which layers' attentions have rotary positions; all of them where it is empty.
         decoding: how passes that add one token to each text are computed.
         low_rank: how ranks share matrices that are two factors.
+        kv: what is kept in the cache of attentions whose k and v are two factors each.
+        tight: whether memory is the limit: the cache that is asked for would not fit with whole keys and values.
         described: the architecture, where the model type alone does not say it (checkpoints in the fused form).
     """
 
@@ -92,6 +100,8 @@ class Plan:
     rotary_layers: tuple[bool, ...] = ()
     decoding: Decoding = "auto"
     low_rank: LowRankMode = "auto"
+    kv: KvMode = "auto"
+    tight: bool = False
     described: Family | None = None
 
     @property

@@ -98,7 +98,7 @@ def serve(rank: Rank, blocks: int, limits: Limits, pulse_seconds: float, name: s
         pulse_seconds: how often to send a `Pulse`.
     """
     engine: RankEngine = rank.kept[name]
-    cache = engine.new_cache(blocks)
+    cache = engine.new_cache(blocks, limits.max_batch)
     _send_pulses(rank, engine, pulse_seconds)
     if rank.rank:
         follow(rank, engine, cache)

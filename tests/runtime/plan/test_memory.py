@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from surgeon.runtime.comm.collectives import Alone, Collectives, Unconnected
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.plan.memory import choose_blocks, footprint
+from surgeon.runtime.plan.memory import choose_cache, footprint
 
 PROGRAMS = [
     "A0 F0 A1 F1 A2 F2 A3 F3",
@@ -55,4 +56,58 @@ def test_a_program_without_attention(tiny_model: Callable[..., Any], tmp_path: P
     tiny_model("llama").save_pretrained(tmp_path)
     plan = make_plan(tmp_path, 1, 32, "F0 F1")
     assert footprint(plan).block == (0,)
-    assert choose_blocks(plan, "cpu", 4, None, None) == 8
+    assert choose_cache(plan, "cpu", 4, None, None) == (plan, 8)
+
+
+LOW_RANK = "A0@k3,v4 F0 A1@q5,k2,v2,o7 F1 A2@k16,v16 F2"  # of 2 KV heads of 8, the last one saves nothing
+
+
+@pytest.mark.parametrize("mode", ["gather", "base"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_caches_in_rank_space(ranks: int, mode: str, tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    plan = make_plan(tmp_path, ranks, 32, LOW_RANK, low_rank=mode)
+    whole = 2 * 2 * 8 // (1 if ranks == 1 else 2)
+    base = 2 * 2 * 8 if mode == "base" else whole  # A1 can be computed so, with all heads on every rank
+    numbers = {"full": 2 * whole + base, "lowrank": 7 + 4 + 32, "tight": 7 + 4 + whole}
+    for kv, expected in numbers.items():
+        changed = replace(plan, tight=True) if kv == "tight" else replace(plan, kv=kv)
+        foretold = footprint(changed)
+        assert foretold.block == (expected * 16 * 4,) * ranks
+        for rank in range(ranks):
+            collectives: Collectives = Alone() if ranks == 1 else Unconnected(rank, (0, 1))
+            cache = RankEngine(changed, collectives, torch.device("cpu")).new_cache(1)
+            assert (foretold.block[rank], foretold.buffers[rank]) == (cache.nbytes, cache.buffers.nbytes)
+
+
+def test_where_memory_is_the_limit_more_texts_fit_in_rank_space(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    plan = make_plan(tmp_path, 1, 32, " ".join(["A0@k1,v2 F0"] * 20))  # 20 caches of 3 numbers in place of 32
+    (weights,), (block,), _ = vars(footprint(plan)).values()
+    memory = weights + 12 * block
+
+    def chosen(kv: str, texts: int, blocks: int | None = None, **changes: Any) -> tuple[bool, int]:
+        changed, found = choose_cache(replace(plan, kv=kv, **changes), "cpu", texts, blocks, memory)
+        assert changed.kv == kv
+        return changed.tight, found
+
+    assert chosen("auto", 6) == chosen("full", 6) == (False, 12)  # two blocks for each text
+    assert chosen("full", 100) == (False, 12)
+    # 12 blocks of 640 numbers of a token, less room to read 32 tokens, in blocks of 60 numbers.
+    assert chosen("auto", 100) == (True, 126)
+    assert chosen("lowrank", 100) == (False, 126)
+    assert chosen("auto", 100, 13) == (True, 13)
+    assert chosen("lowrank", 1, 126) == (False, 126)
+    with pytest.raises(ValueError, match="at most 126 blocks do"):
+        chosen("auto", 1, 127)
+    assert chosen("lowrank", 100, decoding="static") == (False, 12 * 640 // (60 + 128 * 35))
+    assert chosen("auto", 100, decoding="static") == (False, 12)  # static passes of so many texts need more
+
+
+def test_short_caches_need_no_buffers_for_long_texts(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    plan = make_plan(tmp_path, 1, 128, "A0@k3,v4 F0", kv="lowrank")
+    (weights,), (block,), (buffers,) = vars(footprint(plan)).values()
+    assert choose_cache(plan, "cpu", 1, None, weights + 3 * (block + buffers)) == (plan, 3)
+    with pytest.raises(ValueError, match="the weights take"):
+        choose_cache(plan, "cpu", 1, None, weights + block + buffers - 1)
