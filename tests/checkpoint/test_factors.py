@@ -25,6 +25,7 @@ class Counting(TruncatedSVD):
     """Plain factors, and how often which were made."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.made: list[str] = []
 
     def factors(self, sublayer: Sublayer, role: str, matrix: WeightMatrix) -> Factors:
