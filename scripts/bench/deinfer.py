@@ -1,6 +1,6 @@
 """What low-rank models win on two CPU ranks or more: dense, Base and DeInfer, over shared memory and emulated links.
 
-    python scripts/bench/low_rank.py [-o FILE.md] [--keeps 0.8 0.6 0.4 0.2] [--links shm 0.2ms 1ms 10MB/s] [--ranks 2]
+    python scripts/bench/deinfer.py [-o FILE.md] [--keeps 0.8 0.6 0.4 0.2] [--links shm 0.2ms 1ms 10MB/s] [--ranks 2]
 
 The random Llama of runtime.py (24 layers, 512 wide, float32), every matrix of it as two factors that have a share
 (`keep`) of its parameters; speed does not depend on what the numbers are. Base shares out both factors of every matrix
