@@ -138,7 +138,7 @@ def draw(found: dict[Compared, Candidate], measured: dict[str, list[Result]], pa
     """Tokens per second over keep, one panel for each way of connecting the ranks, at the first batch size."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(3.2 * len(measured), 3.4), layout="constrained")
+    figure = Figure(figsize=(3.2 * len(measured), 3.7), layout="constrained")
     for axes, (way, results) in zip(figure.subplots(1, len(measured), squeeze=False)[0], measured.items(), strict=True):
         first = results[0].load.batch
         rates = {one.candidate.name: rate(one) for one in results if one.load.batch == first}
@@ -149,7 +149,8 @@ def draw(found: dict[Compared, Candidate], measured: dict[str, list[Result]], pa
         axes.set(title=way.replace("shared memory and a ", ""), xlabel="keep: share of parameters", ylim=(0, None))
         axes.invert_xaxis()
     figure.axes[0].set_ylabel(f"tokens/s, batch {first}")
-    figure.axes[-1].legend()
+    lines, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(lines, labels, loc="outside lower center", ncols=len(labels))  # inside it would hide a line
     figure.savefig(path, dpi=120)
 
 

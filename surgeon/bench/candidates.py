@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from surgeon.analysis.factor_plan import plan_factors
 from surgeon.bench.measure import Candidate
 from surgeon.bench.variants import DENSE, UPPER_BOUND, is_variant, middle_layers, variant
 from surgeon.checkpoint.load import read_config
@@ -88,8 +90,15 @@ def _open(text: str, needs: Needs, program: str | None = None) -> Candidate:
     if program is not None:
         raise ValueError(f"{text} is a recipe and has a program of its own; give --program with a checkpoint")
     recipe = read_recipe(Path(text))
-    program = str(recipe.program_for(read_config(Checkpoint(locate(recipe.model)))))
-    plan = needs.plan(recipe.model, program)
+    config = read_config(Checkpoint(locate(recipe.model)))
+    edited = recipe.program_for(config)
+    if plan_factors(recipe, config).is_calibrated:
+        warnings.warn(
+            f"{text}: ranks run plain factors, not those that the recipe calibrates: as fast, but not as good; export "
+            "it and measure the checkpoint to run its own",
+            stacklevel=2,
+        )
+    plan = needs.plan(recipe.model, str(edited))
     if recipe.weights is not None:
         checkpoint = Checkpoint(plan.folder)
         recipe.require_model(checkpoint.model_hash(), checkpoint.weights_hash())

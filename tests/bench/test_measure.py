@@ -243,6 +243,15 @@ def test_the_first_and_last_two_layers_stay_by_default(tmp_path: Path, needs: Ne
     assert lp.plan.program == "[A0 F0] [A1 F1] [A2 F2 A3 F3] [A4 F4] [A5 F5]"
 
 
+def test_calibrated_factors_are_not_what_is_measured(checkpoint: Path, tmp_path: Path, needs: Needs) -> None:
+    recipe = tmp_path / "low.yaml"
+    low = 'lowrank: {layers: "0:1", keep: 0.5, method: whitened, calibration: {data: demo}}'
+    recipe.write_text(f"surgeon: 1\nmodel: {checkpoint}\noperations:\n  - {low}\n")
+    with pytest.warns(UserWarning, match="ranks run plain factors, not those that the recipe calibrates"):
+        (found,) = open_candidates(str(recipe), [], needs)
+    assert "@q" in found.plan.program
+
+
 def test_recipes_programs_and_checkpoints(checkpoint: Path, tmp_path: Path, needs: Needs) -> None:
     recipe = tmp_path / "one-pair.yaml"
     recipe.write_text(f'surgeon: 1\nmodel: {checkpoint}\noperations:\n  - pair: {{layers: "0:2"}}\n')

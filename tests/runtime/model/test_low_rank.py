@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -13,27 +11,14 @@ from surgeon.program import Program
 from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.model.outputs import summed_in_rank_space
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.processes.ranks import RankOptions, Ranks
 from tests.checkpoint.helpers import IDS, plain_logits, relative_error, run_export
 from tests.models import tiny_model
+from tests.runtime.model.conftest import Several
 from tests.runtime.on_ranks import logits_in_chunks
 
 TOLERANCE = 1e-4
 WAYS = ("gather", "replicate", "base", "auto")
 HIDDEN = 32
-
-
-class Several(NamedTuple):
-    """Ranks, and how many."""
-
-    count: int
-    started: Ranks
-
-
-@pytest.fixture(scope="module", params=[2, 4])
-def ranks(request: pytest.FixtureRequest) -> Iterator[Several]:
-    with Ranks(RankOptions(request.param)) as started:
-        yield Several(request.param, started)
 
 
 def factored(family: str, layer: int, ranks: str) -> str:
@@ -53,17 +38,17 @@ PROGRAM_OF = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_way_gives_the_same_numbers(family: str, ranks: Several, tmp_path: Path) -> None:
+def test_every_way_gives_the_same_numbers(family: str, several: Several, tmp_path: Path) -> None:
     model = tiny_model(family, 3, num_key_value_heads=4) if family == "llama" else tiny_model(family, 3)
     expected = plain_logits(model, PROGRAM_OF[family])
     model.save_pretrained(tmp_path)
     for way in WAYS:
-        plan = make_plan(tmp_path, ranks.count, IDS.shape[1], PROGRAM_OF[family], low_rank=way)
-        for logits, _, _ in ranks.started.call(logits_in_chunks, plan, list(IDS.split([5, 1, 3], 1))):
+        plan = make_plan(tmp_path, several.count, IDS.shape[1], PROGRAM_OF[family], low_rank=way)
+        for logits, _, _ in several.started.call(logits_in_chunks, plan, list(IDS.split([5, 1, 3], 1))):
             assert relative_error(logits, expected) < TOLERANCE, way
 
 
-def test_factors_in_every_kind_of_program(ranks: Several, tmp_path: Path) -> None:
+def test_factors_in_every_kind_of_program(several: Several, tmp_path: Path) -> None:
     """Beside whole matrices, in LP steps, late ones and forks, of averages and slices; as a checkpoint stores them."""
     model = tiny_model("qwen2", 4)
     programs = (
@@ -77,20 +62,20 @@ def test_factors_in_every_kind_of_program(ranks: Several, tmp_path: Path) -> Non
         expected = plain_logits(model, program)
         run_export(tmp_path / "source", tmp_path / str(number), program)
         for way in ("gather", "base"):
-            plan = make_plan(tmp_path / str(number), ranks.count, IDS.shape[1], low_rank=way)
-            for logits, _, _ in ranks.started.call(logits_in_chunks, plan, list(IDS.split([8, 1], 1))):
+            plan = make_plan(tmp_path / str(number), several.count, IDS.shape[1], low_rank=way)
+            for logits, _, _ in several.started.call(logits_in_chunks, plan, list(IDS.split([8, 1], 1))):
                 assert relative_error(logits, expected) < TOLERANCE, (program, way)
 
 
-def test_what_is_sent(ranks: Several, tmp_path: Path) -> None:
+def test_what_is_sent(several: Several, tmp_path: Path) -> None:
     """One all-gather of ranks and one all-reduce of a rank for each sublayer; Base sums after every pair of factors."""
     model = tiny_model("llama", 1, num_key_value_heads=4)
     model.save_pretrained(tmp_path)
-    n, tokens = ranks.count, IDS.numel()
+    n, tokens = several.count, IDS.numel()
 
     def sent(way: str) -> Counts:
         plan = make_plan(tmp_path, n, IDS.shape[1], "A0@q9,k3,v5,o7 F0@gate11,up13,down6", low_rank=way)
-        return ranks.started.call(logits_in_chunks, plan, [IDS])[0][1][0]
+        return several.started.call(logits_in_chunks, plan, [IDS])[0][1][0]
 
     gathered = -(-(9 + 3 + 5) // n) + -(-(11 + 13) // n)  # of each rank
     assert sent("gather") == Counts(2, 2, 4 * tokens * (gathered + 7 + 6))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +15,9 @@ from surgeon.runtime.comm.collectives import Alone, Counts
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Plan
-from surgeon.runtime.processes.ranks import RankOptions, Ranks
 from tests.checkpoint.helpers import plain_logits, relative_error
 from tests.models import VOCABULARY, tiny_model
+from tests.runtime.model.conftest import Several
 from tests.runtime.on_ranks import Continued, chunked_logits, continue_texts, continued
 
 TOLERANCE = 1e-4
@@ -29,19 +28,6 @@ PROGRAM = "A0@k3,v5 F0 A1@k7 F1 A2@q9,k5,v3,o11 F2"
 # In an LP step, a late one, a fork, of averages and slices.
 COMBINED = "[A0@k3,v5,o7 A1@q9,k2,v3,o5] [F0 F1] >A2@k3,v2 {A0/2:0@k3,v1 F2 | A0/2:1@k2,v5,q3} A1~A2@k5,v5"
 WAYS = {"gather": "static", "replicate": "dynamic", "base": "static"}
-
-
-class Several(NamedTuple):
-    """Ranks, and how many."""
-
-    count: int
-    started: Ranks
-
-
-@pytest.fixture(scope="module", params=[2, 4])
-def ranks(request: pytest.FixtureRequest) -> Iterator[Several]:
-    with Ranks(RankOptions(request.param)) as started:
-        yield Several(request.param, started)
 
 
 def saved(folder: Path, family: str) -> Any:
@@ -79,23 +65,23 @@ def test_the_same_texts(family: str, tmp_path: Path) -> None:
     ("family", "program"),
     [("qwen2", PROGRAM), ("qwen3", PROGRAM), ("gemma2", PROGRAM), ("gpt2", PROGRAM), ("llama", COMBINED)],
 )
-def test_on_ranks(family: str, program: str, ranks: Several, tmp_path: Path) -> None:
+def test_on_ranks(family: str, program: str, several: Several, tmp_path: Path) -> None:
     saved(tmp_path, family)
     expected = continued(alone(make_plan(tmp_path, 1, 64, program, kv="full")), PROMPTS, NEW)
     for way, decoding in WAYS.items():
-        plan = make_plan(tmp_path, ranks.count, 64, program, decoding=decoding, low_rank=way, kv="lowrank")
-        for found in ranks.started.call(continue_texts, plan, PROMPTS, NEW):
+        plan = make_plan(tmp_path, several.count, 64, program, decoding=decoding, low_rank=way, kv="lowrank")
+        for found in several.started.call(continue_texts, plan, PROMPTS, NEW):
             assert_same(found, expected)
 
 
-def test_every_rank_that_shares_a_sublayer_keeps_the_same_numbers(ranks: Several, tmp_path: Path) -> None:
+def test_every_rank_that_shares_a_sublayer_keeps_the_same_numbers(several: Several, tmp_path: Path) -> None:
     """And sends what it sends without; Base gathers what it keeps in place of two sums."""
     saved(tmp_path, "llama")
-    program, texts, n = "A0@q9,k3,v5,o7", len(PROMPTS), ranks.count
+    program, texts, n = "A0@q9,k3,v5,o7", len(PROMPTS), several.count
 
     def cost(way: str, kv: str) -> tuple[list[float], Counts]:
         plan = make_plan(tmp_path, n, 64, program, low_rank=way, kv=kv)
-        found = ranks.started.call(continue_texts, plan, PROMPTS, 2)
+        found = several.started.call(continue_texts, plan, PROMPTS, 2)
         return [one.numbers for one in found], found[0].layers
 
     kv_width, hidden = 2 * 8, 32  # two KV heads
