@@ -134,6 +134,10 @@ def fail(rank: Rank, who: int, how: str) -> None:
     rank.collectives.all_reduce(torch.ones(2), Counts())()
 
 
+def sleep(_: Rank, seconds: float) -> None:
+    time.sleep(seconds)
+
+
 def process_id(_: Rank) -> int:
     return os.getpid()
 

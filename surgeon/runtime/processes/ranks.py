@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -82,7 +83,8 @@ class Ranks:
             RankFailed: if a rank cannot start.
         """
         ranks, self.collectives = options.ranks, options.collectives
-        self._failure: str | None = None
+        self._ending = threading.Lock()
+        self._end_reason: tuple[str | None] | None = None  # None until they are to end
         self._connected = False
         self._folder = tempfile.TemporaryDirectory(prefix="surgeon-ranks-")
         self._processes: list[RankProcess] = []
@@ -196,11 +198,13 @@ class Ranks:
         """End every rank's process; a call in another thread then fails, and cleans up.
 
         Args:
-            reason: what has failed, if anything; ranks on other machines say it there.
+            reason: what has failed, if anything; ranks on other machines say it there. Only the first counts: what
+                fails from then on, in whatever thread, fails because the ranks end.
         """
-        self._failure = self._failure or reason
-        for process in self._processes:
-            process.end(self._failure)
+        with self._ending:
+            self._end_reason = self._end_reason or (reason,)
+            for process in self._processes:
+                process.end(self._end_reason[0])
 
     def _send(self, process: RankProcess, message: Any) -> None:
         try:
@@ -245,12 +249,11 @@ class Ranks:
         return noted(failure, error.trace)
 
     def _close_after(self, error: BaseException) -> None:
-        self._failure = self._failure or str(error) or type(error).__name__
-        self.close()
+        self.close(str(error) or type(error).__name__)
 
-    def close(self) -> None:
-        """End every rank and wait until it has gone."""
-        self.kill()
+    def close(self, reason: str | None = None) -> None:
+        """End every rank, as `kill` does, and wait until it has gone."""
+        self.kill(reason)
         for process in self._processes:
             process.wait()
             process.close()

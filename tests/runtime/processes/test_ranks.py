@@ -8,7 +8,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -76,6 +79,30 @@ def test_a_rank_killed_between_calls() -> None:
         os.kill(ranks.pids[0], signal.SIGKILL)
         with pytest.raises(RankFailed, match="rank 0 .* was ended by SIGKILL.*"):
             ranks.call(on_ranks.process_id)
+
+
+def test_what_fails_because_the_ranks_end_is_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, failed, reasons = Ranks(RankOptions(2)), threading.Event(), list[str | None]()
+    first, second = ranks._processes
+
+    def end_and_wait(reason: str | None, end: Callable[[str | None], None] = first.end) -> None:
+        reasons.append(reason)
+        end(reason)
+        failed.wait(0.3)  # which the call spends on noticing it, and on saying why it fails
+
+    def call() -> None:
+        with pytest.raises(RankFailed, match="rank 0 .* was ended by SIGKILL"):
+            ranks.call(on_ranks.sleep, 600.0)
+        failed.set()
+
+    monkeypatch.setattr(first, "end", end_and_wait)
+    monkeypatch.setattr(second, "end", lambda reason, end=second.end: (reasons.append(reason), end(reason)))
+    with ThreadPoolExecutor(1) as pool:
+        calling = pool.submit(call)
+        time.sleep(0.1)
+        ranks.close()
+        calling.result(60)
+    assert reasons == [None] * 4
 
 
 def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
