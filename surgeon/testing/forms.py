@@ -119,7 +119,8 @@ class FormContract:
             assert f"It is in surgeon's {form} form" in card
             how, command = form.serving(StoredModel(Checkpoint(folder), found.config, found.family), "vllm serve NAME")
             assert how.endswith(":"), "a command follows it"
-            assert f"### vLLM {how} ```bash {command.split('vllm serve')[0]}" in card
+            assert f"### vLLM {how} ```bash" in card
+            assert "vllm serve NAME" in command
         assert not form.marks(Checkpoint(source).config), "the original is in no edited form"
 
     def test_its_layers_are_the_originals(self, form: Form, exported: Exported) -> None:

@@ -27,7 +27,7 @@ class ProgramForm(Form):
 
     name = "program"
     shipped = remote_code.PROGRAM
-    why_code = "no class of transformers runs layers as its program says"
+    why_code = "no class of transformers runs its program"
     on_vllm = (
         "With surgeon installed beside vLLM (from a clone or a wheel), which finds surgeon's plugin by itself and "
         "then knows this model; the modeling file in this folder is not used:"
