@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Measure = Literal["first", "token", "rate", "compute", "exchange", "total"]
@@ -29,8 +29,8 @@ class Run:
 
     Attributes:
         model: a key of `models.CONFIGS`.
-        system: "dense", "lp:PAIRS:END" (END: the first layer behind the pairs), "ladder", "parallel", "upper", "tracks:D",
-            "base" or "deinfer".
+        system: "dense", "lp:PAIRS:END" (END: the first layer behind the pairs), "ladder", "parallel", "upper",
+            "tracks:D", "base" or "deinfer".
         hardware: a name as `surgeon predict --hardware` takes it.
         link: of the hardware; None for its first.
         stack: whose software: constants of the host are a stack's.
