@@ -70,7 +70,7 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class Swap:
     """A collective inside a step, whose result the rank needs to go on.
 
     Attributes:
@@ -84,7 +84,7 @@ class Exchange:
 class Costs(Protocol):
     """What takes how long; asked of every rank in the order in which the executor comes to the nodes."""
 
-    def items(self, rank: int, step: Step) -> Sequence[Burst | Exchange]:
+    def items(self, rank: int, step: Step) -> Sequence[Burst | Swap]:
         """What a rank computes of a step, and exchanges in between."""
 
     def part(self, node: Step | Fork, group: Group) -> Tensor:
@@ -200,11 +200,11 @@ class SimulatedRanks(Machine):
             self._take(dict(zip(by_rank, turn, strict=True)))
         return Partial(self.costs.part(step, self.group), self._finishing(step, stream))
 
-    def _take(self, turn: dict[int, Burst | Exchange | None]) -> None:
+    def _take(self, turn: dict[int, Burst | Swap | None]) -> None:
         """Let every rank do its next item; those that exchange something are at the same one."""
         groups: dict[Group, Transfer] = {}
         for rank, item in turn.items():
-            if isinstance(item, Exchange):
+            if isinstance(item, Swap):
                 groups[item.group] = item.transfer
             else:
                 self.clocks[rank].spend(item)

@@ -37,7 +37,7 @@ class Seconds(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Wires:
+class Wiring:
     """What connects ranks.
 
     Attributes:

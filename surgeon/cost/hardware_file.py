@@ -66,7 +66,7 @@ def write_hardware(hardware: Hardware) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What a file has in place of a dataclass's dictionary: figures are numbers or tables, nothing is empty."""
+    """What a file has in place of a dataclass's dictionary: figures as numbers or tables, and nothing empty."""
     if isinstance(value, dict):
         if set(value) == {"points"}:
             points = value["points"]

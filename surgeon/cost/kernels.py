@@ -59,7 +59,7 @@ class Numbers:
 
 
 @dataclass(frozen=True)
-class Speed:
+class RankSpeed:
     """What one rank gets of a device, in one dtype.
 
     Attributes:
@@ -72,7 +72,7 @@ class Speed:
     shares: Shares
 
     @classmethod
-    def of(cls, hardware: Hardware, dtype: str, ranks: int) -> Speed:
+    def of(cls, hardware: Hardware, dtype: str, ranks: int) -> RankSpeed:
         """Of one of so many ranks on a node.
 
         Raises:
@@ -100,7 +100,7 @@ class Speed:
         return shares.flops, shares.bandwidth
 
 
-def burst(kernels: Sequence[Kernel], speed: Speed, host: Host, graphs: bool) -> Burst:
+def burst(kernels: Sequence[Kernel], speed: RankSpeed, host: Host, graphs: bool) -> Burst:
     """Kernels that run one after the other.
 
     Args:

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from surgeon.cost.clocks import Burst, Costs, Exchange, RankClock, Transfer, exchange
-from surgeon.cost.collectives import Operation, Wires
-from surgeon.cost.kernels import Kernel, Speed, burst
+from surgeon.cost.clocks import Burst, Costs, Swap, RankClock, Transfer, exchange
+from surgeon.cost.collectives import Operation, Wiring
+from surgeon.cost.kernels import Kernel, RankSpeed, burst
 from surgeon.cost.work import Forward, Item, RankWork, Sent
 from surgeon.program import Fork, Step
 from surgeon.runtime.comm.collectives import Counts
@@ -28,7 +28,7 @@ PACKING, UNPACKING = (6.0, 2), (3.0, 1)
 class Timed(NamedTuple):
     """What a rank does of a step, and the collectives inside it."""
 
-    items: list[Burst | Exchange]
+    items: list[Burst | Swap]
     sent: Counts
 
 
@@ -45,8 +45,8 @@ class Setting:
 
     rank_work: RankWork
     work: Sequence[Sequence[Work]]
-    speed: Speed
-    wires: Wires
+    speed: RankSpeed
+    wires: Wiring
     connected: bool = True
     compress: Compression | None = None
     graphs: bool = False
@@ -57,7 +57,7 @@ class Setting:
 
     def timed(self, items: Sequence[Item], tokens: int) -> Timed:
         """Kernels as one burst between every two exchanges."""
-        found: list[Burst | Exchange] = []
+        found: list[Burst | Swap] = []
         sent, kernels = Counts(), list[Kernel]()
         for item in items:
             if isinstance(item, Kernel):
@@ -65,7 +65,7 @@ class Setting:
             elif self.connected:
                 found.append(self.burst(kernels))
                 kernels = []
-                found.append(Exchange(item.group, self._inside(item, tokens, sent)))
+                found.append(Swap(item.group, self._inside(item, tokens, sent)))
         return Timed([*found, self.burst(kernels)] if kernels else found, sent)
 
     def _inside(self, sent: Sent, tokens: int, counts: Counts) -> Transfer:
@@ -127,7 +127,7 @@ class PassCosts(Costs):
         self._known: dict[object, Timed] = {}
         self._finishes: dict[Step, Burst | None] = {}
 
-    def items(self, rank: int, step: Step) -> Sequence[Burst | Exchange]:
+    def items(self, rank: int, step: Step) -> Sequence[Burst | Swap]:
         work = self.setting.work[rank][next(self._next[rank])]
         assert work.step == step, f"the executor is at {step}, the rank's work at {work.step}"
         key = self._like(work)

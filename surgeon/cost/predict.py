@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from surgeon.cost.clocks import RankClock, pass_seconds
-from surgeon.cost.collectives import Wires
+from surgeon.cost.collectives import Wiring
 from surgeon.cost.hardware import Hardware
-from surgeon.cost.kernels import Speed
+from surgeon.cost.kernels import RankSpeed
 from surgeon.cost.passes import PassCosts, Setting, one_token
 from surgeon.cost.room import Room, room
 from surgeon.cost.shapes import ModelShapes
@@ -200,7 +200,7 @@ class PredictedRanks:
         if self.captured and not asynchronous:
             raise ValueError(f"{hardware.name} launches kernels one by one; captured graphs are for GPUs")
         self.node = deployment.node or (plan.ranks if hardware.sharing else hardware.devices)
-        self.speed = Speed.of(hardware, plan.dtype, min(plan.ranks, self.node))
+        self.speed = RankSpeed.of(hardware, plan.dtype, min(plan.ranks, self.node))
         self.work = [rank_work(self.program, rank, plan.ranks) for rank in range(plan.ranks)]
         self._ways: dict[tuple[object, ...], bool] = {}
 
@@ -214,11 +214,11 @@ class PredictedRanks:
         wires, deployment = self._wires(graphs), self.deployment
         return Setting(rank_work, self.work, self.speed, wires, deployment.connected, deployment.compress, graphs)
 
-    def _wires(self, graphs: bool) -> Wires:
+    def _wires(self, graphs: bool) -> Wiring:
         hardware, deployment = self.hardware, self.deployment
         within = hardware.link(deployment.link) if min(self.plan.ranks, self.node) > 1 else None
         across = hardware.network(deployment.network) if self.plan.ranks > self.node else None
-        return Wires(within, across, self.node, hardware.host, deployment.emulated, graphs)
+        return Wiring(within, across, self.node, hardware.host, deployment.emulated, graphs)
 
     def gathers(self, part: Part) -> bool:
         """Whether first factors are shared out: as the deployment says, or as is faster for one token."""
