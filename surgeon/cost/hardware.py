@@ -21,13 +21,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from surgeon.cost.figure import Figure
 from surgeon.errors import did_you_mean
 
-Kind = Literal["ring", "tree", "one-shot", "sharp"]
-KINDS: tuple[Kind, ...] = ("ring", "tree", "one-shot", "sharp")
+Kind = Literal["ring", "tree", "one-shot", "sharp", "shared-memory"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True)
@@ -99,9 +99,11 @@ class Algorithm:
     """One way in which a link's ranks sum or gather, as `surgeon.cost.collectives` has it.
 
     Attributes:
-        kind: ring, tree, one-shot (every rank sends all it has to every other) or sharp (the switch sums).
+        kind: ring, tree, one-shot (every rank sends all it has to every other), sharp (the switch sums) or
+            shared-memory (ranks write what they have, and read what all wrote: their time, not a link's).
         base: seconds that each collective takes whatever is sent, by ranks.
-        hop: seconds of every message of which one waits for the other, by ranks.
+        hop: seconds of every message of which one waits for the other, by ranks; for shared-memory, of looking for
+            what each of the others wrote.
         share: of the link's bandwidth, by ranks.
     """
 

@@ -1,0 +1,120 @@
+"""One kernel on one device: a roofline, how long it takes by what it computes and what it moves.
+
+A kernel takes as long as the larger of its arithmetic, at the share of the device's FLOP/s that products of so many
+rows reach, and of what it moves, at the share of the memory's bandwidth that so many bytes reach.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from surgeon.cost.clocks import Burst
+from surgeon.cost.figure import Figure
+from surgeon.cost.hardware import Hardware, Host, Shares
+
+Nature = Literal["product", "attention", "copy"]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What is launched at once.
+
+    Attributes:
+        name: of what it computes, for people.
+        nature: a matrix product, an attention over its cache, or what only reads and writes.
+        flops: floating-point operations, two for each multiplication with its sum.
+        moved: bytes that are read and written.
+        rows: tokens of a product; of an attention, the new ones of a text.
+        launches: how many kernels it takes.
+    """
+
+    name: str
+    nature: Nature
+    flops: float
+    moved: float
+    rows: float = 1
+    launches: int = 1
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """How matrices and activations are counted in bytes.
+
+    Attributes:
+        size: bytes of one number.
+    """
+
+    size: int
+
+    def product(self, name: str, rows: int, outputs: int, inputs: int) -> Kernel:
+        """A matrix (outputs, inputs) times `rows` tokens; matrix, input and output are moved once."""
+        moved = outputs * inputs + rows * (inputs + outputs)
+        return Kernel(name, "product", 2.0 * rows * outputs * inputs, float(self.size * moved), rows)
+
+    def copy(self, name: str, numbers: float, launches: int = 1) -> Kernel:
+        """What reads and writes so many numbers, together."""
+        return Kernel(name, "copy", 0.0, self.size * numbers, launches=launches)
+
+
+@dataclass(frozen=True)
+class RankSpeed:
+    """What one rank gets of a device, in one dtype.
+
+    Attributes:
+        flops: FLOP/s at the peak.
+        bandwidth: bytes/s at the peak.
+    """
+
+    flops: float
+    bandwidth: float
+    shares: Shares
+
+    @classmethod
+    def of(cls, hardware: Hardware, dtype: str, ranks: int) -> RankSpeed:
+        """Of one of so many ranks on a node.
+
+        Raises:
+            ValueError: if the hardware says nothing of the dtype, or a device is none to be shared.
+        """
+        flops, bandwidth = hardware.device.peak(dtype), hardware.device.bandwidth
+        if hardware.sharing is not None:
+            together = -(-ranks // hardware.devices)
+            flops *= hardware.sharing.flops.at(together) / together
+            bandwidth *= hardware.sharing.bandwidth.at(together) / together
+        elif ranks > hardware.devices:
+            raise ValueError(f"{hardware.name} has {hardware.devices} devices in a node, not {ranks}")
+        return cls(flops, bandwidth, hardware.device.shares)
+
+    def seconds(self, kernel: Kernel) -> float:
+        """How long a kernel runs, without its launch."""
+        flops, bandwidth = self._shares(kernel.nature)
+        moving = kernel.moved / (self.bandwidth * bandwidth.at(max(kernel.moved, 1.0)))
+        return max(moving, kernel.flops / (self.flops * flops.at(kernel.rows)) if kernel.flops else 0.0)
+
+    def _shares(self, nature: Nature) -> tuple[Figure, Figure]:
+        shares = self.shares
+        if nature == "attention":
+            return shares.attention or shares.flops, shares.cache or shares.bandwidth
+        return shares.flops, shares.bandwidth
+
+
+def burst(kernels: Sequence[Kernel], speed: RankSpeed, host: Host, graphs: bool) -> Burst:
+    """Kernels that run one after the other.
+
+    Args:
+        graphs: whether they are part of a captured graph.
+    """
+    times = [speed.seconds(kernel) for kernel in kernels]
+    launches = sum(kernel.launches for kernel in kernels)
+    if graphs:
+        return Burst(sum(times), gaps=launches * host.graph)
+    if not host.asynchronous:
+        return Burst(sum(times), gaps=launches * host.launch)
+    lag, launched, left = 0.0, 0, sum(times)
+    for kernel, seconds in zip(kernels, times, strict=True):
+        launched += kernel.launches
+        lag = max(lag, launched * host.launch + left)
+        left -= seconds
+    return Burst(sum(times), host=launches * host.launch, lag=lag)
