@@ -33,9 +33,9 @@ def calibrate(
     run meanwhile. Figures are medians over the rounds; the intervals are the least and the largest.
 
     The file is for this machine and for models of about these shapes: what caches hold, and which part of its peak a
-    product reaches, depends on them. Give it to surgeon predict as --hardware FILE.yaml. Interrupted, nothing is written.
+    product reaches, depends on them. Give it to surgeon predict as --hardware FILE.yaml. Interrupted, it writes nothing.
     """
-    from surgeon.cost.calibrate import Calibration, check_ranks, hardware_text
+    from surgeon.cost.calibrate import MachineCalibration, check_ranks, hardware_text
     from surgeon.progress import progress
     from surgeon.provenance import write_text
     from surgeon.runtime.plan.checks import make_plan
@@ -50,7 +50,7 @@ def calibrate(
     if length < SHORTEST:
         raise ValueError(f"{model} takes texts of {length} tokens at most, and measuring needs {SHORTEST}")
     plans = {count: make_plan(model, count, length, device=chosen, dtype=dtype) for count in counts}
-    calibration = Calibration(plans, chosen, rounds)
+    calibration = MachineCalibration(plans, chosen, rounds)
     with progress("calibrate", calibration.steps, "measurements") as advance:
         measured = calibration.measure(advance)
     write_text(output, hardware_text(output.stem, calibration, measured))

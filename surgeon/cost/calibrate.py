@@ -1,4 +1,4 @@
-"""A hardware file for this machine, measured at a model's shapes: figures, and the bounds between which rounds had them.
+"""A hardware file for this machine, measured at a model's shapes: figures, and the bounds that rounds had them in.
 
 Each round of measuring gives every figure once. What is written is the median of the rounds, and as the interval the
 least and the largest. Shares are those of the peaks that were seen: the most operations and bytes per second of all
@@ -20,11 +20,11 @@ import yaml
 from surgeon.checkpoint.load import read_config
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.cost.fit import Figures, Fit
-from surgeon.cost.hardware import Hardware
 from surgeon.cost.hardware_file import parse_hardware
 from surgeon.cost.samples import Round, Typical, measure_ranks, steps_of_measuring
 from surgeon.cost.shapes import ModelShapes
 from surgeon.provenance import command_line, versions
+from surgeon.runtime.plan.kept import is_static
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.processes.rank import threads_per_rank, usable_cores
 
@@ -34,7 +34,7 @@ KINDS = {"shm": "shared-memory", "gloo": "ring", "nccl": "ring"}
 
 
 @dataclass(frozen=True)
-class Calibration:
+class MachineCalibration:
     """What is measured.
 
     Attributes:
@@ -79,7 +79,7 @@ def check_ranks(ranks: Sequence[int]) -> None:
         raise ValueError(f"--ranks {','.join(map(str, ranks))}: name each number once, and 1 among them, as in 1,2,4")
 
 
-def hardware_text(name: str, calibration: Calibration, measured: Mapping[int, list[Round]]) -> str:
+def hardware_text(name: str, calibration: MachineCalibration, measured: Mapping[int, list[Round]]) -> str:
     """The hardware file.
 
     Raises:
@@ -87,8 +87,9 @@ def hardware_text(name: str, calibration: Calibration, measured: Mapping[int, li
     """
     plan = calibration.plans[1]
     shapes = ModelShapes.of(plan.folder.name, read_config(Checkpoint(plan.folder)))
+    static = is_static(plan, calibration.device)
     rounds = {
-        ranks: [Fit(calibration.plans[ranks], shapes, one).figures(calibration.ways) for one in each]
+        ranks: [Fit(calibration.plans[ranks], shapes, one, static).figures(calibration.ways) for one in each]
         for ranks, each in measured.items()
     }
     document = _Document(name, calibration, rounds)
@@ -97,7 +98,7 @@ def hardware_text(name: str, calibration: Calibration, measured: Mapping[int, li
     return text
 
 
-def _head(calibration: Calibration) -> str:
+def _head(calibration: MachineCalibration) -> str:
     plan = calibration.plans[1]
     used = ", ".join(f"{name} {version}" for name, version in versions().items())
     threads = ", ".join(
@@ -119,7 +120,7 @@ class _Document:
     """
 
     name: str
-    calibration: Calibration
+    calibration: MachineCalibration
     rounds: Mapping[int, list[Figures]]
     intervals: dict[str, list[float]] = field(default_factory=dict)
 
@@ -188,7 +189,7 @@ class _Document:
 
     def _nested(self, ranks: int, prefix: str, at: str, scale: Callable[[str], float]) -> dict[str, Any]:
         """Figures as mappings in each other, by their keys behind a prefix."""
-        found: dict[str, Any] = {}
+        found: dict[Any, Any] = {}
         rounds = self.rounds[ranks]
         for key in (key for key in rounds[0] if key.startswith(prefix)):
             *outer, last = key.removeprefix(prefix).split(".")

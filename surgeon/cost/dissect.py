@@ -39,7 +39,7 @@ EMPTY_CALLS = 2000  # to find out what timing itself takes
 
 
 @dataclass(frozen=True)
-class Texts:
+class PassTexts:
     """What is computed: one pass with all prompts, then passes of one token of each text.
 
     Attributes:
@@ -170,9 +170,7 @@ class DissectedEngine(RankEngine):
 class _DissectedMachine(RankMachine):
     """One pass on one rank, whose sublayers and collectives are timed."""
 
-    def __init__(
-        self, engine: RankEngine, shared: Pass, group: Group, work: Iterator[Work], watch: Stopwatch
-    ) -> None:
+    def __init__(self, engine: RankEngine, shared: Pass, group: Group, work: Iterator[Work], watch: Stopwatch) -> None:
         super().__init__(engine, shared, group, work)
         output = super()._output
         self._by_kind = {kind: watch.wrap(f"{SUBLAYER} {kind}", output) for kind in "AF"}
@@ -193,7 +191,7 @@ def load_dissected(rank: Rank, plan: Plan, name: str) -> None:
     rank.kept[name] = DissectedEngine(plan, rank.collectives, rank.device)
 
 
-def run_dissected(rank: Rank, name: str, texts: Texts) -> list[PassParts]:
+def run_dissected(rank: Rank, name: str, texts: PassTexts) -> list[PassParts]:
     """Runs on a rank: compute some texts, and say where the time of each pass went."""
     engine: DissectedEngine = rank.kept[name]
     engine.passes_seen = []
@@ -202,5 +200,3 @@ def run_dissected(rank: Rank, name: str, texts: Texts) -> list[PassParts]:
     limits = Limits(texts.batch, engine.plan.max_tokens, pass_tokens=texts.batch * texts.prompt)
     complete(rank, texts.requests(), texts.batch * blocks_for(most), limits, name)
     return engine.passes_seen
-
-

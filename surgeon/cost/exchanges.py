@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+
 import torch
+
 from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.model.linear import Linear
 from surgeon.runtime.processes.rank import Rank

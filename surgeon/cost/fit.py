@@ -26,8 +26,8 @@ KINDS = "AF"
 
 
 @dataclass(frozen=True)
-class Timed:
-    """A kernel and what it took."""
+class Held:
+    """A kernel held against what it took."""
 
     kernel: Kernel
     seconds: float
@@ -49,9 +49,9 @@ class Rates(NamedTuple):
 class Fit:
     """One round of one number of ranks."""
 
-    def __init__(self, plan: Plan, shapes: ModelShapes, measured: Round) -> None:
+    def __init__(self, plan: Plan, shapes: ModelShapes, measured: Round, static: bool) -> None:
         self.plan, self.shapes, self.measured = plan, shapes, measured
-        self.rank_work = RankWork(plan, shapes, lambda _: False)
+        self.rank_work = RankWork(plan, shapes, lambda _: False, static)
         self.works = rank_work(Program.parse(plan.program), 0, plan.ranks)
         self.product_launch = measured.launches["product"]
 
@@ -86,30 +86,34 @@ class Fit:
         kernels = [one for one in self.rank_work.part(work, part, forward) if isinstance(one, Kernel)]
         products = [one for one in kernels if one.nature == "product"]
         found = {NORM: kernels[0], READING: products[0], WRITING: products[-1]}
-        found |= {ATTENDING: one for one in kernels if one.nature == "attention"}
-        return found | {"rest": one for one in kernels if one.name in ("place", "activation")}
+        for one in kernels:
+            if one.nature == "attention":
+                found[ATTENDING] = one
+            elif one.name in ("place", "activation"):
+                found["rest"] = one
+        return found
 
-    def timed(self, kind: str, name: str, sample: PassSample) -> Timed:
+    def timed(self, kind: str, name: str, sample: PassSample) -> Held:
         """A kernel of a sublayer, and what was measured of it."""
         kernel, parts = self.kernels(kind, sample)[name], sample.parts
         if name == ATTENDING:
-            return Timed(kernel, parts[ATTENDING])
+            return Held(kernel, parts[ATTENDING])
         if name != "rest":
-            return Timed(kernel, parts[f"{name} {kind}"])
+            return Held(kernel, parts[f"{name} {kind}"])
         inside = [NORM, READING, WRITING]
         seconds = parts[f"{SUBLAYER} {kind}"] - sum(parts[f"{each} {kind}"] for each in inside)
-        return Timed(kernel, seconds - (parts[ATTENDING] if kind == "A" else 0.0))
+        return Held(kernel, seconds - (parts[ATTENDING] if kind == "A" else 0.0))
 
-    def head(self, sample: PassSample) -> Timed:
+    def head(self, sample: PassSample) -> Held:
         """The output head's product."""
         rows = -(-self.plan.vocabulary // self.plan.ranks)
         kernel = self.rank_work.numbers.product(HEAD, sample.texts, rows, self.plan.hidden)
-        return Timed(kernel, sample.parts[HEAD])
+        return Held(kernel, sample.parts[HEAD])
 
     # Products: by rows.
 
     def _products(self) -> Figures:
-        by_rows: dict[int, list[Timed]] = {}
+        by_rows: dict[int, list[Held]] = {}
         for sample in self.whole:
             timed = [self.timed(kind, name, sample) for kind in KINDS for name in (READING, WRITING)]
             for one in timed:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from surgeon.cost.clocks import Burst, Costs, Swap, RankClock, Transfer, exchange
+from surgeon.cost.clocks import Burst, Costs, RankClock, Swap, Transfer, exchange
 from surgeon.cost.collectives import Operation, Wiring
 from surgeon.cost.kernels import Kernel, RankSpeed, burst
 from surgeon.cost.work import Forward, Item, RankWork, Sent
@@ -53,7 +53,7 @@ class Setting:
 
     def burst(self, kernels: Sequence[Kernel]) -> Burst:
         """Kernels that run one after the other."""
-        return burst(kernels, self.speed, self.wires.host, self.graphs)
+        return burst(kernels, self.speed, self.graphs)
 
     def timed(self, items: Sequence[Item], tokens: int) -> Timed:
         """Kernels as one burst between every two exchanges."""

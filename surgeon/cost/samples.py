@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from surgeon.cost.dissect import PassParts, Texts, load_dissected, run_dissected
+from surgeon.cost.dissect import PassParts, PassTexts, load_dissected, run_dissected
 from surgeon.cost.exchanges import ExchangeTimes, LaunchTimes, time_exchanges, time_launches
 from surgeon.program import Program
 from surgeon.runtime.plan.specification import Plan
@@ -73,12 +73,12 @@ class Round:
     waiting: dict[tuple[str, int], float] = field(default_factory=dict)
 
 
-def loads(max_tokens: int) -> list[tuple[str, Texts]]:
+def loads(max_tokens: int) -> list[tuple[str, PassTexts]]:
     """What is computed in a round, by the layers that it goes through."""
     long = min(LONG, max_tokens - NEW)
-    found = [(WHOLE, Texts(batch, PROMPT, NEW)) for batch in BATCHES]
-    found.append((WHOLE, Texts(1, long, NEW)))
-    return found + [(SHORT, Texts(batch, PROMPT, NEW)) for batch in SHORT_BATCHES]
+    found = [(WHOLE, PassTexts(batch, PROMPT, NEW)) for batch in BATCHES]
+    found.append((WHOLE, PassTexts(1, long, NEW)))
+    return found + [(SHORT, PassTexts(batch, PROMPT, NEW)) for batch in SHORT_BATCHES]
 
 
 def steps_of_measuring(ranks: int, ways: Sequence[str], rounds: int, max_tokens: int) -> int:
@@ -133,7 +133,7 @@ def _measure_exchanges(
             advance(1)
 
 
-def _typical_passes(layers: str, texts: Texts, passes: Sequence[PassParts], typical: Typical) -> list[PassSample]:
+def _typical_passes(layers: str, texts: PassTexts, passes: Sequence[PassParts], typical: Typical) -> list[PassSample]:
     """One sample of the pass with the prompts, and one of those behind it."""
     found = []
     for decode in (False, True):
