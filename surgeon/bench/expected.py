@@ -89,15 +89,15 @@ class _Measured(Costs):
     def part(self, node: Step | Fork, group: Group) -> Tensor:  # noqa: ARG002 - the delay is the same for all
         return torch.zeros(1)
 
-    def finish(self, rank: int, step: Step, group: Group) -> None:
+    def finish(self, step: Step, group: Group) -> None:
         """Nothing that is not among the steps' seconds."""
 
-    def transfer(self, rank: int, part: Tensor, group: Group) -> Transfer:  # noqa: ARG002 - as above
-        return Transfer(delay=self.delay, starting=self.starting[rank])
+    def transfers(self, part: Tensor, group: Group) -> Sequence[Transfer]:  # noqa: ARG002 - as above
+        return [Transfer(delay=self.delay, starting=self.starting[rank]) for rank in group]
 
     def reduce_all(self, clocks: Sequence[RankClock]) -> None:
         """Have all ranks wait for a collective."""
         if len(clocks) > 1:
-            transfers = [Transfer(delay=self.delay, starting=starting) for starting in self.starting]
+            transfers = self.transfers(torch.zeros(1), tuple(range(len(clocks))))
             for clock, end in zip(clocks, exchange(clocks, transfers), strict=True):
                 clock.wait(end)

@@ -82,7 +82,7 @@ class Swap:
 
 
 class Costs(Protocol):
-    """What takes how long; asked of every rank in the order in which the executor comes to the nodes."""
+    """What takes how long; asked in the order in which the executor comes to the nodes."""
 
     def items(self, rank: int, step: Step) -> Sequence[Burst | Swap]:
         """What a rank computes of a step, and exchanges in between."""
@@ -90,11 +90,11 @@ class Costs(Protocol):
     def part(self, node: Step | Fork, group: Group) -> Tensor:
         """Something of the shape and dtype that a group reduces of a node."""
 
-    def finish(self, rank: int, step: Step, group: Group) -> Burst | None:
-        """What a rank of a group makes of a step's sum before it is added."""
+    def finish(self, step: Step, group: Group) -> Burst | None:
+        """What each rank of a group makes of a step's sum before it is added."""
 
-    def transfer(self, rank: int, part: Tensor, group: Group) -> Transfer | None:
-        """The reduction of a part; None where ranks do not wait for each other."""
+    def transfers(self, part: Tensor, group: Group) -> Sequence[Transfer]:
+        """The reduction of a part, as each rank of a group sees it; nothing where ranks do not wait for each other."""
 
 
 @dataclass
@@ -215,8 +215,9 @@ class SimulatedRanks(Machine):
 
     def _finishing(self, step: Step, stream: Tensor) -> Callable[[Tensor], Tensor]:
         def finish(_: Tensor) -> Tensor:
+            burst = self.costs.finish(step, self.group)
             for rank in self.group:
-                self.clocks[rank].spend(self.costs.finish(rank, step, self.group))
+                self.clocks[rank].spend(burst)
             return stream
 
         return finish
@@ -225,8 +226,7 @@ class SimulatedRanks(Machine):
         part, finish = partial
         assert finish is not None
         clocks = [self.clocks[rank] for rank in self.group]
-        asked = [self.costs.transfer(rank, part, self.group) for rank in self.group if len(clocks) > 1]
-        transfers = [transfer for transfer in asked if transfer is not None]
+        transfers = self.costs.transfers(part, self.group) if len(clocks) > 1 else ()
         if not transfers:
             return lambda: finish(part)
         ends = exchange(clocks, transfers)

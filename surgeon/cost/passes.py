@@ -37,14 +37,14 @@ class Setting:
     """What passes of one kind have in common.
 
     Attributes:
-        work: by rank, every step's.
+        work: by rank, every step's, with a number that is the same of steps that cost the same.
         connected: whether ranks wait for each other at all.
         compress: what reductions are sent as, if not as they are.
         graphs: whether passes are captured graphs.
     """
 
     rank_work: RankWork
-    work: Sequence[Sequence[Work]]
+    work: Sequence[Sequence[tuple[Work, int]]]
     speed: RankSpeed
     wires: Wiring
     connected: bool = True
@@ -125,42 +125,38 @@ class PassCosts(Costs):
     def __post_init__(self) -> None:
         self._next = [count() for _ in self.setting.work]
         self._known: dict[object, Timed] = {}
-        self._finishes: dict[Step, Burst | None] = {}
+        self._reductions: dict[object, tuple[Transfer, Counts]] = {}
 
     def items(self, rank: int, step: Step) -> Sequence[Burst | Swap]:
-        work = self.setting.work[rank][next(self._next[rank])]
-        assert work.step == step, f"the executor is at {step}, the rank's work at {work.step}"
-        key = self._like(work)
-        if key not in self._known:
-            self._known[key] = self.setting.timed(self.setting.rank_work.items(work, self.forward), self.forward.tokens)
-        items, sent = self._known[key]
+        work, like = self.setting.work[rank][next(self._next[rank])]
+        assert work.step is step, f"the executor is at {step}, the rank's work at {work.step}"
+        if like not in self._known:
+            computed = self.setting.rank_work.items(work, self.forward)
+            self._known[like] = self.setting.timed(computed, self.forward.tokens)
+        items, sent = self._known[like]
         if rank == 0:
             self.layers += sent
         return items
-
-    def _like(self, work: Work) -> object:
-        """The same of steps that differ in nothing but which layers they are of."""
-        windows = [self.setting.rank_work.plan.window(one) for one in work.step.sublayers if one.kind == "A"]
-        sublayers = tuple(replace(one, layers=(0,)) for one in work.step.sublayers)
-        parts = tuple((part.index, part.sublayer.piece, part.sharers) for part in work.parts)
-        return sublayers, parts, tuple(windows)
 
     def part(self, node: Step | Fork, group: Group) -> Tensor:
         width = self.setting.rank_work.reduced(node, isinstance(node, Fork) or _whole(node, group))
         return self.setting.operand(self.forward.tokens, width)
 
-    def finish(self, rank: int, step: Step, group: Group) -> Burst | None:  # noqa: ARG002 - all ranks do the same
-        if _whole(step, group):
-            return None
-        if step not in self._finishes:
-            kernels = self.setting.rank_work.finish(step, self.forward)
-            self._finishes[step] = self.setting.burst(kernels) if kernels else None
-        return self._finishes[step]
+    def finish(self, step: Step, group: Group) -> Burst | None:
+        kernels = [] if _whole(step, group) else self.setting.rank_work.finish(step, self.forward)
+        return self.setting.burst(kernels) if kernels else None
 
-    def transfer(self, rank: int, part: Tensor, group: Group) -> Transfer | None:
+    def transfers(self, part: Tensor, group: Group) -> Sequence[Transfer]:
         if not self.setting.connected:
-            return None
-        return self.setting.transfer("all-reduce", part, group, None if rank else self.layers)
+            return ()
+        key = part.shape, group
+        if key not in self._reductions:
+            sent = Counts()
+            self._reductions[key] = self.setting.transfer("all-reduce", part, group, sent), sent
+        transfer, sent = self._reductions[key]
+        if group[0] == 0:
+            self.layers += sent
+        return [transfer] * len(group)
 
     def embed(self, clocks: Sequence[RankClock]) -> None:
         """Before the program: rows of the embedding, and their sum over the ranks, which have some rows each."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from surgeon.cost.clocks import RankClock, pass_seconds
@@ -177,6 +178,18 @@ def _mean_decode(ranks: PredictedRanks, workload: Workload) -> PassCost:
     return replace(passes[first], **means)
 
 
+def _numbered(plan: Plan, by_rank: Sequence[Sequence[Work]]) -> list[list[tuple[Work, int]]]:
+    """Every step's work with a number, the same for what differs in nothing but which layers it is of."""
+    numbers: dict[object, int] = {}
+
+    def number(work: Work) -> int:
+        sublayers = tuple((one.kind, one.piece, one.ranks, plan.window(one)) for one in work.step.sublayers)
+        parts = tuple((part.index, part.sublayer.piece, part.sharers) for part in work.parts)
+        return numbers.setdefault((sublayers, parts), len(numbers))
+
+    return [[(work, number(work)) for work in each] for each in by_rank]
+
+
 def _never(_: Part) -> bool:
     return False
 
@@ -201,7 +214,7 @@ class PredictedRanks:
             raise ValueError(f"{hardware.name} launches kernels one by one; captured graphs are for GPUs")
         self.node = deployment.node or (plan.ranks if hardware.sharing else hardware.devices)
         self.speed = RankSpeed.of(hardware, plan.dtype, min(plan.ranks, self.node))
-        self.work = [rank_work(self.program, rank, plan.ranks) for rank in range(plan.ranks)]
+        self.work = _numbered(plan, [rank_work(self.program, rank, plan.ranks) for rank in range(plan.ranks)])
         self._ways: dict[tuple[object, ...], bool] = {}
 
     def setting(self, graphs: bool, gathers: GathersFirst) -> Setting:
