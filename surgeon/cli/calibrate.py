@@ -33,7 +33,7 @@ def calibrate(
     run meanwhile. Figures are medians over the rounds; the intervals are the least and the largest.
 
     The file is for this machine and for models of about these shapes: what caches hold, and which part of its peak a
-    product reaches, depends on them. Give it to surgeon predict as --hardware FILE.yaml. Interrupted, it writes nothing.
+    product reaches, depends on them. Give it to surgeon predict as --hardware FILE.yaml. Ended early, it writes none.
     """
     from surgeon.cost.calibrate import MachineCalibration, check_ranks, hardware_text
     from surgeon.progress import progress
