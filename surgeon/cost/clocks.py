@@ -127,7 +127,7 @@ class RankClock:
         seconds = self._slowed(burst.seconds)
         end = max(self.now + seconds + burst.gaps, self.host + burst.lag)
         self.compute += seconds
-        self.launches += end - self.now - seconds
+        self.launches += max(0.0, end - self.now - seconds)
         self.host += burst.host
         self.now = end
 

@@ -20,7 +20,7 @@ they stand and gives the bounds between which they lie: `{device.bandwidth: [3.1
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal, get_args
 
 from surgeon.cost.figure import Figure
@@ -39,12 +39,15 @@ class Shares:
         bandwidth: of the memory's bandwidth, by the bytes that a kernel moves.
         attention: of flops in attention's products, by new tokens of a sequence; as `flops` where it is left out.
         cache: of the bandwidth as attention reads its cache, by its bytes; as `bandwidth` where it is left out.
+        copies: of the bandwidth in norms, activations and the like, by their bytes, each number read and written once:
+            less where the runtime makes several operations of one; as `bandwidth` where it is left out.
     """
 
     flops: Figure
     bandwidth: Figure
     attention: Figure | None = None
     cache: Figure | None = None
+    copies: Figure | None = None
 
 
 @dataclass(frozen=True)
@@ -80,9 +83,12 @@ class Host:
 
     Attributes:
         launch: seconds of the host for a kernel that is launched by itself.
+        launches: the same of some kinds, by their name ("norm") or nature ("product") and by rows, where they take
+            another time: several operations of the runtime may stand behind one kernel.
         graph: seconds between the kernels of a captured graph.
         collective: seconds of the host for starting a collective; inside a captured graph it is `graph`.
-        forward: seconds of a pass in which nothing else happens: scheduling, choosing tokens, handing them out.
+        forward: seconds of a pass in which nothing else happens, by texts: scheduling, choosing tokens, handing them
+            out.
         asynchronous: whether kernels run while the host launches the next ones (GPUs); otherwise a kernel begins
             when it is launched and the launch adds to its time (CPUs).
     """
@@ -90,8 +96,25 @@ class Host:
     launch: float
     graph: float
     collective: float
-    forward: float
+    forward: Figure
     asynchronous: bool
+    launches: Mapping[str, Figure] = field(default_factory=dict)
+
+    def launching(self, name: str, nature: str, rows: float) -> float:
+        """Seconds of launching one kernel of that name and nature."""
+        figure = self.launches.get(name) or self.launches.get(nature)
+        return self.launch if figure is None else figure.at(rows)
+
+    def slower(self, times: float) -> Host:
+        """A host that takes so many times as long for everything."""
+        return replace(
+            self,
+            launch=times * self.launch,
+            graph=times * self.graph,
+            collective=times * self.collective,
+            forward=self.forward.times(times),
+            launches={name: figure.times(times) for name, figure in self.launches.items()},
+        )
 
 
 @dataclass(frozen=True)
@@ -129,11 +152,23 @@ class Interconnect:
 
 
 @dataclass(frozen=True)
-class SharedDevice:
-    """What ranks that share one device (the processes of a machine with a CPU) get of it together, by their number."""
+class RankShare:
+    """What each of several ranks that share one device gets of it while all compute (processes on a machine's CPU).
 
-    flops: Figure
-    bandwidth: Figure
+    Attributes:
+        shares: of the whole device's peaks.
+        host: as this rank has it.
+    """
+
+    shares: Shares
+    host: Host
+
+    def among(self, known: int, ranks: int) -> RankShare:
+        """The same of one of more ranks than it was measured with, which take turns."""
+        part, shares = known / ranks, self.shares
+        kinds = {each.name: getattr(shares, each.name) for each in fields(Shares)}
+        less = {name: figure and figure.times(part) for name, figure in kinds.items()}
+        return RankShare(Shares(**less), self.host.slower(1 / part))
 
 
 @dataclass(frozen=True)
@@ -146,7 +181,7 @@ class Hardware:
         device, host: what each of them is.
         links: within a node, by name; the first one is used where none is named.
         networks: between nodes, likewise; none if there is only one.
-        sharing: where several ranks share a device; None if each has one of its own.
+        sharing: where several ranks share a device, what one of so many gets; none if each has a device of its own.
         note: what it is, in a sentence.
         intervals: (low, high) of figures that were measured, by where they stand ("device.bandwidth").
     """
@@ -157,9 +192,21 @@ class Hardware:
     host: Host
     links: Mapping[str, Interconnect]
     networks: Mapping[str, Interconnect] = field(default_factory=dict)
-    sharing: SharedDevice | None = None
+    sharing: Mapping[int, RankShare] = field(default_factory=dict)
     note: str = ""
     intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+    def rank(self, together: int) -> RankShare:
+        """What one of so many ranks on a device gets of it.
+
+        Where the file says nothing of that number it is what one of the next larger number gets; beyond the largest,
+        ranks take turns.
+        """
+        if together == 1 or not self.sharing:
+            return RankShare(self.device.shares, self.host)
+        more = [known for known in self.sharing if known >= together]
+        most = max(self.sharing)
+        return self.sharing[min(more)] if more else self.sharing[most].among(most, together)
 
     def link(self, name: str | None = None) -> Interconnect:
         """The link within a node of this name, or the first one.

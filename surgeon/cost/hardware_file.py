@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from surgeon.cost.figure import Figure
-from surgeon.cost.hardware import KINDS, Algorithm, Device, Hardware, Host, Interconnect, SharedDevice, Shares
+from surgeon.cost.hardware import KINDS, Algorithm, Device, Hardware, Host, Interconnect, RankShare, Shares
 from surgeon.errors import did_you_mean, shown
 from surgeon.safe_yaml import YamlError, read_yaml
 
@@ -111,11 +111,11 @@ class _Reader:
             host=self.host(found["host"], ("host",)),
             links=self.links(found["links"], ("links",)),
             networks=self.links(found.get("networks", {}), ("networks",)),
-            sharing=self.sharing(found["sharing"], ("sharing",)) if "sharing" in found else None,
+            sharing=self.sharing(found.get("sharing", {}), ("sharing",)),
             note=self.text(found.get("note", ""), ("note",)),
             intervals=self.intervals(found.get("intervals", {}), value),
         )
-        if not hardware.links and (hardware.devices > 1 or hardware.sharing is not None):
+        if not hardware.links and (hardware.devices > 1 or hardware.sharing):
             raise self.wrong(("links",), "there is no link between the node's ranks; describe one")
         return hardware
 
@@ -132,16 +132,25 @@ class _Reader:
         )
 
     def shares(self, value: Any, path: Path_) -> Shares:
-        found = self.entries(value, path, ("flops", "bandwidth"), ("attention", "cache"))
+        found = self.entries(value, path, ("flops", "bandwidth"), ("attention", "cache", "copies"))
         return Shares(**{key: self.figure(each, (*path, key), self.positive) for key, each in found.items()})
 
     def host(self, value: Any, path: Path_) -> Host:
-        figures = ("launch", "graph", "collective", "forward")
-        found = self.entries(value, path, (*figures, "asynchronous"))
+        figures = ("launch", "graph", "collective")
+        found = self.entries(value, path, (*figures, "forward", "asynchronous"), ("launches",))
         if not isinstance(found["asynchronous"], bool):
             raise self.wrong((*path, "asynchronous"), f"it is true or false, not {shown(found['asynchronous'])}")
         seconds = {key: self.at_least_zero(found[key], (*path, key)) for key in figures}
-        return Host(**seconds, asynchronous=found["asynchronous"])
+        launches = self.mapping(found.get("launches", {}), (*path, "launches"))
+        return Host(
+            **seconds,
+            forward=self.figure(found["forward"], (*path, "forward"), self.at_least_zero),
+            asynchronous=found["asynchronous"],
+            launches={
+                str(name): self.figure(each, (*path, "launches", name), self.at_least_zero)
+                for name, each in launches.items()
+            },
+        )
 
     def links(self, value: Any, path: Path_) -> dict[str, Interconnect]:
         return {str(key): self.link(each, (*path, key)) for key, each in self.mapping(value, path).items()}
@@ -172,9 +181,16 @@ class _Reader:
             share=self.figure(found["share"], (*path, "share"), self.positive),
         )
 
-    def sharing(self, value: Any, path: Path_) -> SharedDevice:
-        found = self.entries(value, path, ("flops", "bandwidth"))
-        return SharedDevice(**{key: self.figure(each, (*path, key), self.positive) for key, each in found.items()})
+    def sharing(self, value: Any, path: Path_) -> dict[int, RankShare]:
+        found = {}
+        for ranks, each in self.mapping(value, path).items():
+            at = (*path, ranks)
+            if self.count(ranks, at) < 2:
+                raise self.wrong(at, "ranks that share a device are 2 or more; one alone has device.shares and host")
+            entries = self.entries(each, at, ("shares", "host"))
+            shares, host = self.shares(entries["shares"], (*at, "shares")), self.host(entries["host"], (*at, "host"))
+            found[ranks] = RankShare(shares, host)
+        return found
 
     def intervals(self, value: Any, document: Any) -> dict[str, tuple[float, float]]:
         found = {}

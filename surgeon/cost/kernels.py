@@ -22,7 +22,7 @@ class Kernel:
     """What is launched at once.
 
     Attributes:
-        name: of what it computes, for people.
+        name: of what it computes; a host may say what launching it takes.
         nature: a matrix product, an attention over its cache, or what only reads and writes.
         flops: floating-point operations, two for each multiplication with its sum.
         moved: bytes that are read and written.
@@ -63,13 +63,16 @@ class RankSpeed:
     """What one rank gets of a device, in one dtype.
 
     Attributes:
-        flops: FLOP/s at the peak.
-        bandwidth: bytes/s at the peak.
+        flops: FLOP/s at the device's peak.
+        bandwidth: bytes/s at the device's peak.
+        shares: of these, what this rank's kernels reach.
+        host: that launches them.
     """
 
     flops: float
     bandwidth: float
     shares: Shares
+    host: Host
 
     @classmethod
     def of(cls, hardware: Hardware, dtype: str, ranks: int) -> RankSpeed:
@@ -78,14 +81,10 @@ class RankSpeed:
         Raises:
             ValueError: if the hardware says nothing of the dtype, or a device is none to be shared.
         """
-        flops, bandwidth = hardware.device.peak(dtype), hardware.device.bandwidth
-        if hardware.sharing is not None:
-            together = -(-ranks // hardware.devices)
-            flops *= hardware.sharing.flops.at(together) / together
-            bandwidth *= hardware.sharing.bandwidth.at(together) / together
-        elif ranks > hardware.devices:
+        if ranks > hardware.devices and not hardware.sharing:
             raise ValueError(f"{hardware.name} has {hardware.devices} devices in a node, not {ranks}")
-        return cls(flops, bandwidth, hardware.device.shares)
+        own = hardware.rank(-(-ranks // hardware.devices))
+        return cls(hardware.device.peak(dtype), hardware.device.bandwidth, own.shares, own.host)
 
     def seconds(self, kernel: Kernel) -> float:
         """How long a kernel runs, without its launch."""
@@ -97,24 +96,24 @@ class RankSpeed:
         shares = self.shares
         if nature == "attention":
             return shares.attention or shares.flops, shares.cache or shares.bandwidth
-        return shares.flops, shares.bandwidth
+        return shares.flops, (shares.copies or shares.bandwidth) if nature == "copy" else shares.bandwidth
 
 
-def burst(kernels: Sequence[Kernel], speed: RankSpeed, host: Host, graphs: bool) -> Burst:
+def burst(kernels: Sequence[Kernel], speed: RankSpeed, graphs: bool) -> Burst:
     """Kernels that run one after the other.
 
     Args:
         graphs: whether they are part of a captured graph.
     """
-    times = [speed.seconds(kernel) for kernel in kernels]
-    launches = sum(kernel.launches for kernel in kernels)
+    times, host = [speed.seconds(kernel) for kernel in kernels], speed.host
     if graphs:
-        return Burst(sum(times), gaps=launches * host.graph)
+        return Burst(sum(times), gaps=host.graph * sum(kernel.launches for kernel in kernels))
+    launching = [kernel.launches * host.launching(kernel.name, kernel.nature, kernel.rows) for kernel in kernels]
     if not host.asynchronous:
-        return Burst(sum(times), gaps=launches * host.launch)
-    lag, launched, left = 0.0, 0, sum(times)
-    for kernel, seconds in zip(kernels, times, strict=True):
-        launched += kernel.launches
-        lag = max(lag, launched * host.launch + left)
+        return Burst(sum(times), gaps=sum(launching))
+    lag, launched, left = 0.0, 0.0, sum(times)
+    for own, seconds in zip(launching, times, strict=True):
+        launched += own
+        lag = max(lag, launched + left)
         left -= seconds
-    return Burst(sum(times), host=launches * host.launch, lag=lag)
+    return Burst(sum(times), host=launched, lag=lag)

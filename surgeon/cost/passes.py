@@ -53,7 +53,7 @@ class Setting:
 
     def burst(self, kernels: Sequence[Kernel]) -> Burst:
         """Kernels that run one after the other."""
-        return burst(kernels, self.speed, self.wires.host, self.graphs)
+        return burst(kernels, self.speed, self.graphs)
 
     def timed(self, items: Sequence[Item], tokens: int) -> Timed:
         """Kernels as one burst between every two exchanges."""

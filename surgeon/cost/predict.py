@@ -223,7 +223,7 @@ class PredictedRanks:
         Args:
             gathers: whether ranks share out a part's first factors.
         """
-        rank_work = RankWork(self.plan, self.shapes, gathers)
+        rank_work = RankWork(self.plan, self.shapes, gathers, self.hardware.host.asynchronous)
         wires, deployment = self._wires(graphs), self.deployment
         return Setting(rank_work, self.work, self.speed, wires, deployment.connected, deployment.compress, graphs)
 
@@ -231,7 +231,7 @@ class PredictedRanks:
         hardware, deployment = self.hardware, self.deployment
         within = hardware.link(deployment.link) if min(self.plan.ranks, self.node) > 1 else None
         across = hardware.network(deployment.network) if self.plan.ranks > self.node else None
-        return Wiring(within, across, self.node, hardware.host, deployment.emulated, graphs)
+        return Wiring(within, across, self.node, self.speed.host, deployment.emulated, graphs)
 
     def gathers(self, part: Part) -> bool:
         """Whether first factors are shared out: as the deployment says, or as is faster for one token."""
@@ -254,7 +254,7 @@ class PredictedRanks:
             graphs: whether it is a captured graph.
         """
         costs = PassCosts(self.setting(graphs, self.gathers), forward)
-        start = self.hardware.host.forward
+        start = self.speed.host.forward.at(forward.texts)
         clocks = [RankClock(now=start, host=start, launches=start) for _ in range(self.plan.ranks)]
         costs.embed(clocks)
         pass_seconds(self.program, clocks, costs)

@@ -71,7 +71,7 @@ def most_texts(shapes: ModelShapes, plan: Plan, hardware: Hardware, prompt: int,
 
 def _together(hardware: Hardware, ranks: int) -> int:
     """How many ranks share one device."""
-    return 1 if hardware.sharing is None else -(-ranks // hardware.devices)
+    return 1 if not hardware.sharing else -(-ranks // hardware.devices)
 
 
 def _activations(shapes: ModelShapes, plan: Plan, texts: int, tokens: int) -> int:

@@ -78,11 +78,14 @@ class RankWork:
 
     Attributes:
         gathers: as `Plan.low_rank` decides.
+        static: whether passes that add one token to each text have fixed shapes (on GPUs): then one kernel attends for
+            all texts, otherwise each text has its own.
     """
 
     plan: Plan
     shapes: ModelShapes
     gathers: GathersFirst
+    static: bool = True
 
     @property
     def numbers(self) -> Numbers:
@@ -117,7 +120,8 @@ class RankWork:
                 yield self.numbers.product(f"{role} second", keys, kv_heads * plan.head_dim, rank)
         read = 2 * keys * kv_heads * plan.head_dim + 2 * forward.tokens * heads * plan.head_dim
         flops = 4.0 * forward.texts * forward.pairs(window) * heads * plan.head_dim
-        yield Kernel("attention", "attention", flops, float(self.numbers.size * read), forward.new)
+        launches = 1 if self.static and forward.new == 1 else forward.texts
+        yield Kernel("attention", "attention", flops, float(self.numbers.size * read), forward.new, launches)
         yield from maps.writing("o")
 
     def _feed_forward(self, maps: _Maps) -> Iterable[Item]:

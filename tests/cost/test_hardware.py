@@ -27,6 +27,27 @@ intervals: {device.bandwidth: [9e10, 1.1e11], links.wire.algorithms.0.hop.4: [2e
 """
 
 
+HOST = """\
+host:
+  launch: 1e-6
+  graph: 0
+  collective: 2e-6
+  forward: {1: 0.001, 8: 0.004}
+  launches: {norm: 5e-6, attention: {1: 2e-5, 16: 8e-5}}
+  asynchronous: false
+"""
+SHARING = """\
+sharing:
+  2:
+    shares: {flops: 0.5, bandwidth: 0.4, copies: {1e3: 0.1, 1e6: 0.2}}
+    host: {launch: 3e-6, graph: 0, collective: 2e-6, forward: 0.001, asynchronous: false}
+  4:
+    shares: {flops: 0.25, bandwidth: 0.2}
+    host: {launch: 6e-6, graph: 0, collective: 2e-6, forward: 0.002, asynchronous: false}
+"""
+SHARED = SMALL.replace(SMALL[SMALL.index("host:") : SMALL.index("links:")], HOST) + SHARING
+
+
 @pytest.mark.parametrize("name", known_hardware())
 def test_every_file_of_the_package_is_read_and_written(name: str) -> None:
     hardware = load_hardware(name)
@@ -89,3 +110,39 @@ def test_what_is_asked_for_has_to_be_there(tmp_path: Path) -> None:
         hardware.link("nvlnk")
     with pytest.raises(ValueError, match=r"no figure of FLOP/s in float8; did you mean 'float"):
         hardware.device.peak("float8")
+
+
+def test_launches_are_those_of_a_name_of_a_nature_or_of_anything() -> None:
+    host = parse_hardware(SHARED).host
+    assert host.launching("norm", "copy", 100) == 5e-6
+    assert host.launching("attention", "attention", 4) == pytest.approx(5e-5)  # between 1 and 16 new tokens
+    assert host.launching("q k v", "product", 1) == 1e-6
+    assert host.forward.at(8) == 0.004
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("  2:\n", "  1:\n", "ranks that share a device are 2 or more; one alone has device.shares and host"),
+        ("  4:\n", "  four:\n", "sharing.four is a whole number of at least 1, not 'four'"),
+        ("shares: {flops: 0.25, bandwidth: 0.2}", "shares: {flops: 0.25}", "sharing.4.shares.bandwidth is missing"),
+        ("norm: 5e-6", "norm: slow", "host.launches.norm is a number of at least 0, not 'slow'"),
+    ],
+)
+def test_what_is_wrong_with_ranks_that_share_is_named(old: str, new: str, said: str) -> None:
+    assert old in SHARED
+    with pytest.raises(YamlError, match=said):
+        parse_hardware(SHARED.replace(old, new, 1))
+
+
+def test_what_a_rank_gets_of_a_device_that_it_shares() -> None:
+    hardware = parse_hardware(SHARED)
+    assert parse_hardware(write_hardware(hardware)) == hardware
+    assert hardware.rank(1).shares is hardware.device.shares
+    assert hardware.rank(2).shares.copies == Figure(((1e3, 0.1), (1e6, 0.2)))
+    assert hardware.rank(3) == hardware.rank(4)  # as slow as with one more
+    eight = hardware.rank(8)  # more than were measured take turns
+    assert eight.shares.flops.at(1) == 0.125
+    assert eight.shares.cache is None
+    assert eight.host.launch == pytest.approx(12e-6)
+    assert eight.host.forward.at(1) == pytest.approx(0.004)
