@@ -9,7 +9,7 @@ from surgeon.cost.figure import Figure
 from surgeon.cost.hardware import Algorithm, Host, Interconnect, Kind
 from surgeon.runtime.comm.link import Link
 
-HOST = Host(launch=0.0, graph=0.25, collective=2.0, forward=0.0, asynchronous=True)
+HOST = Host(launch=0.0, graph=0.25, collective=2.0, forward=Figure.constant(0.0), asynchronous=True)
 
 
 def way(kind: Kind, base: float = 0.0, hop: float = 0.0, share: float = 1.0) -> Algorithm:

@@ -47,7 +47,8 @@ def test_one_rank_by_hand() -> None:
     numbers = 4 * (attention + feed_forward) + ends + texts * vocabulary
     assert decode.seconds == pytest.approx(4 * numbers / 1e9)
     assert decode.compute == decode.seconds
-    assert decode.exposed == decode.launches == decode.communication == 0
+    assert decode.exposed == decode.communication == 0
+    assert decode.launches == pytest.approx(0, abs=1e-15)
 
 
 def test_prompts_are_computed_where_that_takes_longer() -> None:

@@ -11,8 +11,7 @@ import pytest
 
 from surgeon.checkpoint.load import read_config
 from surgeon.checkpoint.read import Checkpoint
-from surgeon.cost.figure import Figure
-from surgeon.cost.hardware import SharedDevice
+from surgeon.cost.hardware import RankShare
 from surgeon.cost.room import most_texts, room
 from surgeon.cost.shapes import ModelShapes
 from surgeon.program import Program
@@ -62,5 +61,5 @@ def test_ranks_on_one_device_share_its_memory() -> None:
     small = shapes()
     plan = small.plan(Program.dense(4), 4, 100, "float32", "auto", "full")
     alone = room(small, plan, hardware(), 1, 90)
-    shared = replace(hardware(devices="2"), sharing=SharedDevice(Figure.constant(1.0), Figure.constant(1.0)))
+    shared = replace(hardware(devices="2"), sharing={2: RankShare(hardware().device.shares, hardware().host)})
     assert room(small, plan, shared, 1, 90).there == alone.there // 2
