@@ -46,6 +46,7 @@ RECIPES = {
     "plain": "- prune: {{layers: '1:2'}}",
     "fused": "- pair: {{layers: '1:{even}'}}",
     "program": "- ladder: {{layers: '1:{layers}'}}",
+    "low-rank": "- lowrank: {{layers: '1:2', keep: 0.6}}",
 }
 
 
@@ -132,7 +133,7 @@ def size_of(folder: Path) -> int:
 
 
 def recipe_for(model: Path, form: str, folder: Path) -> Path:
-    """A recipe whose program has this form."""
+    """A recipe whose program has this form; factors of one layer, since theirs are a minute of work for each matrix."""
     layers = json.loads((model / "config.json").read_text())["num_hidden_layers"]
     operation = RECIPES[form].format(layers=layers, even=1 + 2 * ((layers - 1) // 2))
     path = folder / f"{form}.yaml"

@@ -110,9 +110,9 @@ def parameters(curve: Curve, rank: int | None) -> float:
     return outputs * inputs if rank is None else rank * (outputs + inputs)
 
 
-def weight_bytes(size: int) -> Cost:
-    """What they take at so many bytes a number."""
-    return lambda curve, rank: size * parameters(curve, rank)
+def number_bytes(size: int, numbers: Cost) -> Cost:
+    """What that many numbers take at so many bytes each."""
+    return lambda curve, rank: size * numbers(curve, rank)
 
 
 def wire_values(curve: Curve, rank: int | None) -> float:

@@ -1,23 +1,22 @@
 """What forward passes should take, given what their steps took to compute and what a link costs.
 
-The program is run by the one executor on clocks instead of tensors, one clock for each rank, so that what a ladder
-hides, what a pair saves and where tracks meet follow from the same rules as when it is computed. With c seconds of
-computation per step and d per reduction, a dense program costs c + d per step, and a ladder's period is
-max(c, (c + d) / 2).
+The program is run on clocks instead of tensors (`surgeon.cost.clocks`), so that what a ladder hides, what a pair saves
+and where tracks meet follow from the same rules as when it is computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 
 import torch
 from torch import Tensor
 
 from surgeon.bench.timing import PassTiming, RankRun
-from surgeon.execute import Branch, Machine, Partial, Pending, run
+from surgeon.cost.clocks import Burst, Costs, RankClock, Transfer, exchange, pass_seconds
 from surgeon.program import Fork, Program, Step
-from surgeon.runtime.plan.placement import Group, assigned_branches
+from surgeon.runtime.plan.placement import Group
 
 ENDS = 2  # the embedding's reduction and the gathering of the head's best tokens hide behind nothing
 
@@ -68,56 +67,37 @@ def expected_seconds(
         delay: as above.
         starting: of each rank, what starting one collective keeps it from computing.
     """
-    clocks = list(rest)
-    starting = starting or [0.0] * len(clocks)
-    machine = _SimulatedRanks(clocks, [iter(each) for each in steps], tuple(range(len(clocks))), delay, starting)
-    stream = torch.zeros(1)
-    machine.reduce(Partial(stream))()
-    run(program, stream, machine)
-    machine.reduce(Partial(stream))()
-    return max(clocks)
+    clocks = [RankClock(now=seconds) for seconds in rest]
+    costs = _Measured([iter(each) for each in steps], delay, starting or [0.0] * len(clocks))
+    costs.reduce_all(clocks)
+    pass_seconds(program, clocks, costs)
+    costs.reduce_all(clocks)
+    return max(clock.now for clock in clocks)
 
 
-class _SimulatedRanks(Machine):
-    """A group of ranks on which time passes and nothing else happens."""
+@dataclass(frozen=True)
+class _Measured(Costs):
+    """Steps that took some time, and collectives of which only the delay is known."""
 
-    def __init__(
-        self,
-        clocks: list[float],
-        steps: list[Iterator[float]],
-        group: Group,
-        delay: float,
-        starting: Sequence[float],
-    ) -> None:
-        self.clocks = clocks
-        self.steps = steps
-        self.group = group
-        self.delay = delay
-        self.starting = starting
+    steps: Sequence[Iterator[float]]
+    delay: float
+    starting: Sequence[float]
 
-    def compute(self, step: Step, stream: Tensor) -> Partial:  # noqa: ARG002 - only its time matters
-        for rank in self.group:
-            self.clocks[rank] += next(self.steps[rank])
-        return Partial(stream)
+    def items(self, rank: int, step: Step) -> Sequence[Burst]:  # noqa: ARG002 - they come in the order of the steps
+        return (Burst(next(self.steps[rank])),)
 
-    def reduce(self, partial: Partial) -> Pending:
-        if len(self.group) == 1:
-            return lambda: partial.part
-        started = [self.clocks[rank] for rank in self.group]
-        there = [max(*started, own + self.delay) for own in started]
-        for rank in self.group:
-            self.clocks[rank] += self.starting[rank]
+    def part(self, node: Step | Fork, group: Group) -> Tensor:  # noqa: ARG002 - the delay is the same for all
+        return torch.zeros(1)
 
-        def wait() -> Tensor:
-            for rank, when in zip(self.group, there, strict=True):
-                self.clocks[rank] = max(self.clocks[rank], when)
-            return partial.part
+    def finish(self, step: Step, group: Group) -> None:
+        """Nothing that is not among the steps' seconds."""
 
-        return wait
+    def transfers(self, part: Tensor, group: Group) -> Sequence[Transfer]:  # noqa: ARG002 - as above
+        return [Transfer(delay=self.delay, starting=self.starting[rank]) for rank in group]
 
-    def assign(self, fork: Fork) -> Iterable[tuple[Branch, Machine]]:
-        assigned = dict.fromkeys(assigned_branches(fork, rank, self.group) for rank in self.group)
-        for branches, group in assigned:
-            machine = _SimulatedRanks(self.clocks, self.steps, group, self.delay, self.starting)
-            for branch in branches:
-                yield branch, machine
+    def reduce_all(self, clocks: Sequence[RankClock]) -> None:
+        """Have all ranks wait for a collective."""
+        if len(clocks) > 1:
+            transfers = self.transfers(torch.zeros(1), tuple(range(len(clocks))))
+            for clock, end in zip(clocks, exchange(clocks, transfers), strict=True):
+                clock.wait(end)

@@ -4,21 +4,62 @@ from __future__ import annotations
 
 import shutil
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from surgeon.cli.grouped import grouped
 from surgeon.cli.opening import warn
 from surgeon.cli.options import MemoryOption, ResultsOption
 
 if TYPE_CHECKING:
+    from surgeon.analysis.recipe_factors import RecipeFactors
     from surgeon.checkpoint.export import ExportPlan, Original
     from surgeon.checkpoint.prove import Proof
     from surgeon.recipe import Recipe
 
 
+@dataclass(frozen=True)
+class FactorArguments:
+    """Where factors of a recipe are made, in the user's words; a group of options (see grouped.py)."""
+
+    factors: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for factors that the recipe has calibrated on a text: made there, and kept. Default: one "
+            "beside the output, which is removed once the checkpoint is written.",
+            show_default=False,
+        ),
+    ] = None
+    memory: MemoryOption = None
+
+    def make(self, steps: Recipe, original: Original, output: Path) -> RecipeFactors | None:
+        """The recipe's calibrated factors; None where it has none.
+
+        Raises:
+            FileNotFoundError, ValueError, OSError: as `make_recipe_factors`.
+        """
+        from surgeon.analysis.recipe_factors import make_recipe_factors
+        from surgeon.memory import parse_size
+
+        memory = None if self.memory is None else parse_size(self.memory)
+        made = make_recipe_factors(steps, original.checkpoint, self._folder(output), memory)
+        if made is not None:
+            warn(made.found.notes)
+        return made
+
+    def discard(self, output: Path) -> None:
+        """Remove factors that have become part of a checkpoint, unless they are to be kept."""
+        if self.factors is None:
+            shutil.rmtree(self._folder(output))
+
+    def _folder(self, output: Path) -> Path:
+        return self.factors or output.with_name(f"{output.name}.factors")
+
+
+@grouped
 def export(
     recipe: Annotated[
         Path, typer.Argument(help="Recipe (YAML): a model and the operations on it.", show_default=False)
@@ -48,15 +89,8 @@ def export(
         ),
     ] = False,
     results: ResultsOption = None,
-    factors: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder for factors that the recipe has calibrated on a text: made there, and kept. Default: one "
-            "beside the output, which is removed once the checkpoint is written.",
-            show_default=False,
-        ),
-    ] = None,
-    memory: MemoryOption = None,
+    *,
+    calibrated: FactorArguments,
 ) -> None:
     """Write the recipe's model as a checkpoint that other software loads.
 
@@ -70,37 +104,37 @@ def export(
     Where the recipe has lowrank with a method other than plain, factors are made first, layer by layer, on the text
     that it names. Interrupted, the same command goes on where it was.
     """
-    from surgeon.analysis.recipe_factors import make_recipe_factors
-    from surgeon.checkpoint.export import Original, plan_export, write_export
+    from surgeon.checkpoint.export import plan_export, write_export
     from surgeon.checkpoint.measured import read_measured
     from surgeon.checkpoint.staging import check_target
-    from surgeon.memory import parse_size
     from surgeon.progress import progress
     from surgeon.recipe import read_recipe
 
     steps = read_recipe(recipe)
     check_target(output, overwrite)
-    original = Original.open(model or steps.model)
-    if steps.weights is not None:
-        steps = _bound(steps, original, chosen=model is not None)
-    kept = factors or output.with_name(f"{output.name}.factors")
-    made = make_recipe_factors(steps, original.checkpoint, kept, None if memory is None else parse_size(memory))
+    original, steps = _opened(steps, model)
+    made = calibrated.make(steps, original, output)
     if made is not None:
-        warn(made.found.notes)
         steps = made.published(steps)
     source = None if made is None else made.found.source
     plan = plan_export(original, original.program_of(steps), form, dtype, source)
     measured = read_measured(results, plan.identity(output.absolute().name)) if results else None
     print(f"{plan.layout.form} form: {plan.layout.reason}.", file=sys.stderr)
+    published = replace(steps, model=original.public_name).to_yaml()  # says nothing of the folders of this machine
     with progress(f"writing and proving {output}", plan.passes * plan.weight_bytes, "bytes") as advance:
-        # What is published says nothing of the folders of this machine.
-        proof = write_export(
-            plan, output, overwrite, replace(steps, model=original.public_name).to_yaml(), advance, measured
-        )
-    if made is not None and factors is None:
-        shutil.rmtree(kept)
+        proof = write_export(plan, output, overwrite, published, advance, measured)
+    if made is not None:
+        calibrated.discard(output)
     print(_summary(plan, proof), file=sys.stderr)
     print(output)
+
+
+def _opened(steps: Recipe, model: str | None) -> tuple[Original, Recipe]:
+    """The model that is exported, and the recipe, bound to its weights if it was bound to some."""
+    from surgeon.checkpoint.export import Original
+
+    original = Original.open(model or steps.model)
+    return original, steps if steps.weights is None else _bound(steps, original, chosen=model is not None)
 
 
 def _bound(steps: Recipe, original: Original, chosen: bool) -> Recipe:

@@ -87,30 +87,53 @@ class ShareArguments:
             show_default=False,
         ),
     ] = None
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help="The same with another limit than --keep: params=3M, weight_bytes=20MB, or wire_bytes=40KB, what one "
+            "token's reductions and gatherings send in all layers; or times as much as whole matrices, as "
+            "wire_bytes=0.5x. Numbers count as large as the checkpoint's.",
+            show_default=False,
+        ),
+    ] = None
     allocation: Annotated[
         Literal["damage", "energy", "uniform"],
         typer.Option(
-            help="How --keep is shared out. damage: so that the damage measured adds up to the least, and again with "
+            help="How that is shared out. damage: so that the damage measured adds up to the least, and again with "
             "what the matrices of each layer do together. energy: every matrix keeps the same share of the squares of "
             "its singular values. uniform: of its parameters."
         ),
     ] = "damage"
 
-    def share(self, no_damage: bool) -> Share | None:
+    def share(self, model: str, no_damage: bool) -> Share | None:
         """The same, checked; None where no ranks are asked for.
 
         Raises:
-            ValueError: if the share makes no sense, or goes by damage that is not to be measured.
+            ValueError: if the budget makes no sense, or goes by damage that is not to be measured.
         """
-        from surgeon.analysis.rank_recipe import Share
+        from surgeon.analysis.rank_recipe import Budget, Share, parse_budget
 
-        if self.keep is None:
+        if self.keep is None and self.budget is None:
             return None
+        if self.keep is not None and self.budget is not None:
+            raise ValueError(f"--keep {self.keep:g} is the same as --budget params={self.keep:g}x; give one of them")
         if self.allocation == "damage" and no_damage:
             raise ValueError(
                 "--allocation damage goes by what --no-damage leaves out; use --allocation energy or uniform"
             )
-        return Share(self.keep, self.allocation)
+        if self.budget is None:
+            return Share(Budget.keep(self.keep or 0.0), self.allocation)
+        return Share(parse_budget(self.budget, _number_bytes(model)), self.allocation)
+
+
+def _number_bytes(model: str) -> int:
+    """How large most of a checkpoint's numbers are."""
+    from statistics import mode
+
+    from surgeon.checkpoint.read import Checkpoint, locate
+
+    checkpoint = Checkpoint(locate(model))
+    return mode(checkpoint.dtype(name).itemsize for name in checkpoint.names())
 
 
 @dataclass(frozen=True)
@@ -166,8 +189,9 @@ def spectrum(
     and divergence from the original are measured with 95% intervals over windows of text.
 
     Writes spectrum.csv (ranks that hold 90, 95 and 99% of the energy), singular_values.csv, damage.csv, spectrum.json
-    and PNG files, and with --keep a recipe for surgeon export. Layers count from 0. Interrupted, the same command goes
-    on where it was; other ranks, layers or matrices of the same model and text are added to what the folder has.
+    and PNG files, and with --keep or --budget a recipe for surgeon export. Layers count from 0. Interrupted, the same
+    command goes on where it was; other ranks, layers or matrices of the same model and text are added to what the
+    folder has.
     """
     from surgeon.analysis.rank_recipe import write_recipe
     from surgeon.analysis.spectrum import spectrum as find_spectrum
@@ -175,7 +199,7 @@ def spectrum(
     from surgeon.report.spectrum import draw_spectrum
 
     wanted = matrices.request(model)  # what is wrong with it is said before a large model is loaded
-    share = ranks.share(matrices.no_damage)
+    share = ranks.share(model, matrices.no_damage)
     calibration = whitening.load(model, data, text)
     subject = open_measured(model, data, text)
     warn(calibration.notes)

@@ -61,6 +61,7 @@ def lowrank(
     ranks: dict[Role, int | list[int | None]] | None = None,
     method: Method = "plain",  # noqa: ARG001 - this and what follows are of the factors' values
     alpha: float = 0.5,
+    allocation: Literal["uniform", "energy", "damage"] = "uniform",
     calibration: Calibration | None = None,  # noqa: ARG001
 ) -> Program:
     """Put two factors in the place of matrices (W = A B, DeInfer's equation 1).
@@ -74,17 +75,24 @@ def lowrank(
         ranks: by matrix instead: a rank for all layers, or one for each of them (null: whole).
         method: how factors are found: `surgeon.weights.decompose` describes the methods.
         alpha: of the method activation.
+        allocation: how `keep` is shared out among matrices: evenly. The other ways have to measure the model first, and
+            what they find are `ranks`.
         calibration: the text that methods other than plain go by.
 
     Raises:
-        ValueError: if not one of `keep` and `ranks` is given, one is out of range, the layers lack a matrix, or an
-            average reaches beyond them.
+        ValueError: if not one of `keep` and `ranks` is given, one is out of range, the layers lack a matrix, an average
+            reaches beyond them, or the allocation has to be measured.
     """
     require_present(program, layers)
     if (keep is None) == (ranks is None):
         raise ValueError("give either keep, a share of each matrix's parameters such as 0.6, or ranks, by matrix")
     if not 0 <= alpha <= 1:
         raise ValueError(f"alpha must be from 0 to 1, not {alpha:g}")
+    if allocation != "uniform":
+        raise ValueError(
+            f"allocation {allocation} has to be measured: surgeon spectrum MODEL --data ... --allocation {allocation} "
+            f"--keep {keep or 0.6:g} writes a recipe with the ranks it finds; use that, or leave allocation out"
+        )
     if ranks is None:
         chosen = _kept(layers, shapes, weights, keep or 0.0)
     elif weights is not None:

@@ -59,6 +59,12 @@ class ModelWeights:
         pattern = re.compile(rf"{re.escape(self.names.layers)}(\d+)\.")
         return 1 + max(int(match[1]) for name in self.store.names() if (match := pattern.match(name)))
 
+    @property
+    def position_rows(self) -> int:
+        """Rows of a learned position embedding, 0 without one."""
+        path = self.family.position_embedding
+        return 0 if path is None else self.shape(f"{path}.weight")[0]
+
     def units(self, sublayer: Sublayer) -> Units:
         """How many heads and KV heads, or neurons, a sublayer's layer has; a layer's shapes say so.
 

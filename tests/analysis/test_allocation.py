@@ -15,9 +15,9 @@ from surgeon.analysis.allocation import (
     corrected,
     curves_of,
     foreseen_damage,
+    number_bytes,
     parameters,
     total_cost,
-    weight_bytes,
     wire_values,
 )
 from surgeon.analysis.lowrank import energy_rank
@@ -116,7 +116,7 @@ def test_uniform_and_equal_energy() -> None:
 
 def test_budgets_in_bytes_and_on_the_wire() -> None:
     half = 0.5 * sum(out * inside for out, inside in (one.size for one in CURVES))
-    assert allocate(CURVES, "damage", 2 * half, weight_bytes(2)) == allocate(CURVES, "damage", half)
+    assert allocate(CURVES, "damage", 2 * half, number_bytes(2, parameters)) == allocate(CURVES, "damage", half)
     down, others = CURVES[3], CURVES[:3]
     assert wire_values(down, None) == 2 * 12
     assert wire_values(down, 5) == 2 * 5

@@ -6,11 +6,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from surgeon.analysis.allocation import Curve
 from surgeon.analysis.calibration import load_calibration, load_recorded, recorded
 from surgeon.analysis.matrices import Matrix
-from surgeon.analysis.rank_recipe import Share, as_operation
+from surgeon.analysis.rank_recipe import Budget, as_operation, parse_budget
 from surgeon.operations.lowrank import Calibration
 from surgeon.program import LayerShapes
 from surgeon.recipe import Recipe, parse_recipe
@@ -69,4 +71,35 @@ def test_texts_that_cannot_be_used(changed: Any, said: str, tiny_checkpoint: Pat
 def test_a_share_checks_itself() -> None:
     for keep in (0, 1.2):
         with pytest.raises(ValueError, match=f"keep must be more than 0 and at most 1, not {keep}"):
-            Share(keep, "uniform")
+            Budget.keep(keep)
+
+
+def test_budgets() -> None:
+    one = Curve(Matrix(0, "q", "A"), (8, 8), np.ones(8))
+    other = Curve(Matrix(0, "o", "A"), (8, 8), np.ones(8))
+    for text, amount in {
+        "params=0.5x": 64,
+        "params = 1,000": 1000,
+        "weight_bytes=2KB": 2048,
+        "weight_bytes=0.25x": 0.25 * 128 * 2,
+        "wire_bytes=0.5x": 0.5 * 2 * 8 * 2,
+    }.items():
+        assert parse_budget(text, 2).amount([one, other]) == amount
+    assert parse_budget("wire_bytes=1KB", 2).cost(other, 3) == 2 * 2 * 3
+    assert parse_budget("weight_bytes=1KB", 2).cost(one, 3) == 2 * 3 * 16
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("0.6", "'0.6' is no budget; write e.g. params=0.6x"),
+        ("weight_byte=1", "there is no budget on 'weight_byte'; did you mean 'weight_bytes'?"),
+        ("params=many", "'many' in the budget 'params=many' is no number"),
+        ("params=-1", "params must be more than 0, not -1"),
+        ("wire_bytes=1.5x", "wire_bytes must be more than 0 and at most 1, not 1.5"),
+        ("weight_bytes=big", "'big' is no amount of memory"),
+    ],
+)
+def test_budgets_that_make_no_sense(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        parse_budget(text, 2)

@@ -101,7 +101,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     before = resident_bytes()
     run_export(tmp_path / "source", tmp_path / "target", "A0 F0 [A1 A2] [F1 F2] [A3 A4] [F3 F4] A5 F5 A6 F6 A7 F7")
     # The largest tensor, of a fused layer, takes 8 MB in float32. All weights in float32: 111 MB.
-    assert most_resident() - before < 50 * 2**20
+    assert most_resident() - before < 60 * 2**20
 
 
 def test_surgeon_json_says_what_every_file_holds(tmp_path: Path) -> None:

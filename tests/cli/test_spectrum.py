@@ -56,6 +56,17 @@ def test_everything(spectrum: Run, tmp_path: Path) -> None:
     assert 0.45 < program.parameters(shapes) / Program.dense(4).parameters(shapes) <= 0.5
 
 
+def test_a_budget_on_the_wire(spectrum: Run, tmp_path: Path) -> None:
+    arguments = ("--no-damage", "--weights", "o,down", "--allocation", "energy", "--budget", "wire_bytes=1KB")
+    code, _, err = spectrum(*arguments)
+    assert code == 0, err
+    ranks = read_recipe(tmp_path / "out" / "recipe.yaml").operations[0].parameters["ranks"]
+    by_layer = [given if isinstance(given, list) else [given] * 4 for given in ranks.values()]
+    values = [rank if rank is not None else 32 for given in by_layer for rank in given]
+    assert (list(ranks), len(values)) == (["o", "down"], 8)
+    assert 0.9 * 1024 < 2 * 4 * sum(values) <= 1024  # float32, and a reduced value is sent twice
+
+
 def test_some_matrices_without_damage(spectrum: Run, tmp_path: Path) -> None:
     code, out, err = spectrum("--no-damage", "--layers", "1:3", "--weights", "down,q", "--calibration-tokens", "32")
     assert code == 0, err
@@ -76,6 +87,8 @@ def test_some_matrices_without_damage(spectrum: Run, tmp_path: Path) -> None:
         (("--weights", ","), "no weight is named"),
         (("--keep", "0"), "keep must be more than 0 and at most 1, not 0"),
         (("--keep", "0.5", "--no-damage"), "--allocation damage goes by what --no-damage leaves out"),
+        (("--keep", "0.5", "--budget", "params=9"), "--keep 0.5 is the same as --budget params=0.5x; give one of them"),
+        (("--budget", "wires_byte=9"), "there is no budget on 'wires_byte'; did you mean 'wire_bytes'?"),
         (("--layers", "2:5"), "layers 2:5 are out of range: the model's layers are 0:4"),
         (("--layers", "4"), "write \"4:30\" for layers 4 to 29"),
         (("--ranks", "1/2,0"), "rank 0 must be more than 0"),

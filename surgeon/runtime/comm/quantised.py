@@ -74,6 +74,11 @@ class Packing:
             (integers, torch.int8 if self.kind == "int8" else torch.uint8),
         ]
 
+    @property
+    def nbytes(self) -> int:
+        """How many bytes they become."""
+        return self.rows * sum(elements * dtype.itemsize for elements, dtype in self._parts())
+
     def pack(self, tensor: Tensor) -> Tensor:
         """The bytes of a tensor of this shape and dtype, flat."""
         rows = tensor.reshape(self.rows, self.width)

@@ -19,15 +19,14 @@ from surgeon.families import Family, Projection, family_of
 from surgeon.families.fused import FUSED
 from surgeon.model import check_layers
 from surgeon.program import Program, Sublayer
+from surgeon.runtime.plan.division import check_division
 from surgeon.runtime.plan.kept import require_low_rank
-from surgeon.runtime.plan.placement import rank_work
 from surgeon.runtime.plan.specification import OWN_ACTIVATIONS, Decoding, KvMode, LowRankMode, Plan, Rotary
-from surgeon.weights import ModelWeights, indivisible, require_sliceable
+from surgeon.weights import ModelWeights, require_sliceable
 
 DTYPES = ("float32", "bfloat16", "float16")
 ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)
 MOST_RANKS = 1024  # of one machine
-MOST_SUGGESTED = 64  # where numbers of ranks that would do are listed
 
 
 def make_plan(
@@ -67,7 +66,7 @@ def make_plan(
     family = source.family
     parsed = _program(program, checkpoint, config, source)
     _check_shapes(parsed, source, config)
-    _check_division(parsed, source, ranks)
+    check_division(parsed, source.units, ranks)
     if max_tokens is None:
         max_tokens = _most_tokens(config, family, source)
     _check_length(config, family, source, max_tokens)
@@ -229,38 +228,6 @@ def _activation(config: Any, family: Family) -> str:
         if name not in ACT2FN:
             raise ValueError(f"there is no activation {name!r}; {did_you_mean(name, ACT2FN)}")
     return name
-
-
-def _check_division(program: Program, source: ModelWeights, ranks: int) -> None:
-    for sublayer in set(program.sublayers()):
-        if sublayer.piece is not None:
-            _refuse(indivisible(sublayer, source.units(sublayer), replicate=False))
-    reason = _why_not(program, source, ranks)
-    if reason is None:
-        return
-    fits = [str(n) for n in range(1, MOST_SUGGESTED + 1) if _why_not(program, source, n) is None]
-    raise ValueError(f"{ranks} ranks cannot share this model: {reason}; {_either(fits)} can")
-
-
-def _why_not(program: Program, source: ModelWeights, ranks: int) -> str | None:
-    try:
-        parts = {
-            part.sublayer for rank in range(ranks) for work in rank_work(program, rank, ranks) for part in work.parts
-        }
-    except ValueError as error:  # a fork that does not spread over the ranks
-        return str(error)
-    reasons = {part: indivisible(part, source.units(part), replicate=True) for part in sorted(parts, key=str)}
-    first_of_kind = {part.kind: reason for part, reason in reversed(reasons.items()) if reason}
-    return " and ".join(first_of_kind[kind] for kind in sorted(first_of_kind)) or None
-
-
-def _refuse(reason: str | None) -> None:
-    if reason:
-        raise ValueError(reason)
-
-
-def _either(numbers: list[str]) -> str:
-    return " or ".join([", ".join(numbers[:-1]), numbers[-1]] if len(numbers) > 1 else numbers) or "no number of ranks"
 
 
 def _check_length(config: Any, family: Family, source: ModelWeights, max_tokens: int) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from surgeon.checkpoint.read import Checkpoint
-from surgeon.families.base import Unit
+from surgeon.families.base import Family, Unit
 from surgeon.memory import free_bytes, gpu_free_bytes, show_size
 from surgeon.program import Program, Sublayer
 from surgeon.runtime.batching.blocks import BLOCK_TOKENS, blocks_for
@@ -13,6 +14,7 @@ from surgeon.runtime.plan.kept import is_static, kept_numbers, kept_ranks, read_
 from surgeon.runtime.plan.placement import computed_of, rank_work
 from surgeon.runtime.plan.specification import Plan
 from surgeon.weights import ModelWeights, unit_bounds
+from surgeon.weights.layout import Units
 
 
 @dataclass(frozen=True)
@@ -30,13 +32,42 @@ class Footprint:
     buffers: tuple[int, ...]
 
 
-def footprint(plan: Plan) -> Footprint:
-    """What ranks will hold for a plan."""
-    source = ModelWeights(Checkpoint(plan.folder), plan.family, plan.head_dim)
+class Shaped(Protocol):
+    """A matrix, there or not."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(out_features, in_features)."""
+
+
+class Sizes(Protocol):
+    """What says how large a model's matrices are: its weights, or its configuration."""
+
+    @property
+    def family(self) -> Family:
+        """The architecture."""
+
+    @property
+    def position_rows(self) -> int:
+        """Rows of a learned position embedding, 0 without one."""
+
+    def units(self, sublayer: Sublayer) -> Units:
+        """How many heads and KV heads, or neurons, a sublayer has."""
+
+    def matrix(self, sublayer: Sublayer, role: str) -> Shaped:
+        """One matrix of a sublayer."""
+
+
+def footprint(plan: Plan, source: Sizes | None = None) -> Footprint:
+    """What ranks will hold for a plan.
+
+    Args:
+        source: of the sizes; by default the plan's checkpoint.
+    """
+    source = source or ModelWeights(Checkpoint(plan.folder), plan.family, plan.head_dim)
     program = Program.parse(plan.program)
     rows = -(-plan.vocabulary // plan.ranks) * (1 if plan.tied else 2)
-    if plan.family.position_embedding:
-        rows += source.shape(f"{plan.family.position_embedding}.weight")[0]
+    rows += source.position_rows
     weights, block, buffers = [], [], []
     for rank in range(plan.ranks):
         work = rank_work(program, rank, plan.ranks)
@@ -49,7 +80,7 @@ def footprint(plan: Plan) -> Footprint:
     return Footprint(tuple(weights), tuple(block), tuple(buffers))
 
 
-def _buffer_numbers(plan: Plan, source: ModelWeights, attentions: list[Sublayer]) -> int:
+def _buffer_numbers(plan: Plan, source: Sizes, attentions: list[Sublayer]) -> int:
     """How many numbers of one token have room in the two buffers that attentions in rank space read with."""
     kept, rebuilt = 0, 0
     for attention in attentions:
@@ -60,7 +91,7 @@ def _buffer_numbers(plan: Plan, source: ModelWeights, attentions: list[Sublayer]
     return kept + rebuilt
 
 
-def _numbers(source: ModelWeights, sublayer: Sublayer) -> int:
+def _numbers(source: Sizes, sublayer: Sublayer) -> int:
     """What the matrices of a slice hold, or the factors in their place."""
     total = 0
     for projection in source.family.spec(sublayer.kind).projections:
@@ -70,12 +101,12 @@ def _numbers(source: ModelWeights, sublayer: Sublayer) -> int:
     return total
 
 
-def _kv_heads(source: ModelWeights, sublayer: Sublayer) -> int:
+def _kv_heads(source: Sizes, sublayer: Sublayer) -> int:
     (k,) = (p for p in source.family.spec(sublayer.kind).projections if p.role == "k")
     return _size(source, sublayer, k.unit)
 
 
-def _size(source: ModelWeights, sublayer: Sublayer, unit: Unit) -> int:
+def _size(source: Sizes, sublayer: Sublayer, unit: Unit) -> int:
     """How many heads, KV heads or neurons a slice has."""
     first, end = unit_bounds(source.units(sublayer)[unit], sublayer.piece)
     return end - first

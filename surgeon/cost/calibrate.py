@@ -1,0 +1,212 @@
+"""A hardware file for this machine, measured at a model's shapes: figures, and the bounds that rounds had them in.
+
+Each round of measuring gives every figure once. What is written is the median of the rounds, and as the interval the
+least and the largest. Shares are those of the peaks that were seen: the most operations and bytes per second of all
+ranks together.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import psutil
+import torch
+import yaml
+
+from surgeon.checkpoint.load import read_config
+from surgeon.checkpoint.read import Checkpoint
+from surgeon.cost.fit import Figures, Fit
+from surgeon.cost.hardware_file import parse_hardware
+from surgeon.cost.samples import Round, Typical, measure_ranks, steps_of_measuring
+from surgeon.cost.shapes import ModelShapes
+from surgeon.provenance import command_line, versions
+from surgeon.runtime.plan.kept import is_static
+from surgeon.runtime.plan.specification import Plan
+from surgeon.runtime.processes.rank import threads_per_rank, usable_cores
+
+DIGITS = 4
+WAYS = {"cpu": ("shm", "gloo"), "cuda": ("nccl", "gloo")}
+KINDS = {"shm": "shared-memory", "gloo": "ring", "nccl": "ring"}
+
+
+@dataclass(frozen=True)
+class MachineCalibration:
+    """What is measured.
+
+    Attributes:
+        plans: of the unedited model, by number of ranks; one rank is among them.
+        device: "cpu" or "cuda".
+        rounds: how often everything is measured.
+        typical: which of several times of the same counts. The median, unless other work disturbs most of them.
+    """
+
+    plans: Mapping[int, Plan]
+    device: str = "cpu"
+    rounds: int = 5
+    typical: Typical = median
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """In which ranks are connected."""
+        return WAYS[self.device]
+
+    @property
+    def steps(self) -> int:
+        """How often `measure` calls `advance`."""
+        return sum(
+            steps_of_measuring(ranks, self.ways, self.rounds, plan.max_tokens) for ranks, plan in self.plans.items()
+        )
+
+    def measure(self, advance: Callable[[float], None]) -> dict[int, list[Round]]:
+        """Everything, by number of ranks."""
+        return {
+            ranks: measure_ranks(plan, self.device, self.ways, self.rounds, self.typical, advance)
+            for ranks, plan in sorted(self.plans.items())
+        }
+
+
+def check_ranks(ranks: Sequence[int]) -> None:
+    """Refuse numbers of ranks that cannot be measured.
+
+    Raises:
+        ValueError: if one rank alone is not among them, or one is named twice.
+    """
+    if 1 not in ranks or len(set(ranks)) < len(ranks):
+        raise ValueError(f"--ranks {','.join(map(str, ranks))}: name each number once, and 1 among them, as in 1,2,4")
+
+
+def hardware_text(name: str, calibration: MachineCalibration, measured: Mapping[int, list[Round]]) -> str:
+    """The hardware file.
+
+    Raises:
+        ValueError: if what was measured makes no hardware.
+    """
+    plan = calibration.plans[1]
+    shapes = ModelShapes.of(plan.folder.name, read_config(Checkpoint(plan.folder)))
+    static = is_static(plan, calibration.device)
+    rounds = {
+        ranks: [Fit(calibration.plans[ranks], shapes, one, static).figures(calibration.ways) for one in each]
+        for ranks, each in measured.items()
+    }
+    document = _Document(name, calibration, rounds)
+    text = f"{_head(calibration)}\n{yaml.safe_dump(document.made(), sort_keys=False, width=120)}"
+    parse_hardware(text)
+    return text
+
+
+def _head(calibration: MachineCalibration) -> str:
+    plan = calibration.plans[1]
+    used = ", ".join(f"{name} {version}" for name, version in versions().items())
+    threads = ", ".join(
+        f"{count} rank{'s' * (count > 1)} with {threads_per_rank(count)}" for count in sorted(calibration.plans)
+    )
+    return (
+        f"# Measured by `{command_line()}`, every figure: the median of {calibration.rounds} rounds, and under "
+        f"intervals the least and the\n# largest. {platform.machine()}, {usable_cores()} cores, threads: {threads}; "
+        f"{plan.hidden} wide, {plan.layers} layers, {plan.dtype}.\n# {used}."
+    )
+
+
+@dataclass
+class _Document:
+    """A hardware file's content as it is put together.
+
+    Attributes:
+        intervals: by where figures stand.
+    """
+
+    name: str
+    calibration: MachineCalibration
+    rounds: Mapping[int, list[Figures]]
+    intervals: dict[str, list[float]] = field(default_factory=dict)
+
+    def made(self) -> dict[str, Any]:
+        """All of it."""
+        plan, device = self.calibration.plans[1], self.calibration.device
+        flops, bandwidth = self._peak("shares.flops."), self._peak("shares.bandwidth")
+        peaks = {"flops": flops, "attention": flops, "bandwidth": bandwidth, "cache": bandwidth, "copies": bandwidth}
+        together = device == "cpu" and len(self.rounds) > 1
+        found: dict[str, Any] = {
+            "name": self.name,
+            "note": f"measured at the shapes of {plan.folder.name}",
+            "devices": 1 if device == "cpu" else torch.cuda.device_count(),
+            "device": {
+                "memory": self._memory(),
+                "bandwidth": _rounded(bandwidth),
+                "flops": {plan.dtype: _rounded(flops)},
+                "shares": self._shares(1, "device.shares", peaks),
+            },
+            "host": self._host(1, "host"),
+            "links": {way: self._link(way) for way in self.calibration.ways} if len(self.rounds) > 1 else {},
+        }
+        if together:
+            found["sharing"] = {ranks: self._sharing(ranks, peaks) for ranks in self.rounds if ranks > 1}
+        return found | {"intervals": self.intervals}
+
+    def _sharing(self, ranks: int, peaks: Mapping[str, float]) -> dict[str, Any]:
+        at = f"sharing.{ranks}"
+        return {"shares": self._shares(ranks, f"{at}.shares", peaks), "host": self._host(ranks, f"{at}.host")}
+
+    def _memory(self) -> float:
+        if self.calibration.device == "cpu":
+            return _rounded(float(psutil.virtual_memory().total))
+        return _rounded(float(torch.cuda.get_device_properties(0).total_memory))
+
+    def _peak(self, prefix: str) -> float:
+        """The most that all ranks together were seen to do."""
+        return max(
+            ranks * median(one[key] for one in each)
+            for ranks, each in self.rounds.items()
+            for key in each[0]
+            if key.startswith(prefix)
+        )
+
+    def _shares(self, ranks: int, at: str, peaks: Mapping[str, float]) -> dict[str, Any]:
+        return self._nested(ranks, "shares.", at, lambda key: peaks[key.split(".")[1]])
+
+    def _host(self, ranks: int, at: str) -> dict[str, Any]:
+        found = self._nested(ranks, "host.", at, lambda _: 1.0)
+        found.setdefault("collective", 0.0)
+        return found | {"asynchronous": self.calibration.device == "cuda"}
+
+    def _link(self, way: str) -> dict[str, Any]:
+        more = sorted(ranks for ranks in self.rounds if ranks > 1)
+        at = f"links.{way}"
+        rates = {ranks: [one[f"{at}.rate"] for one in self.rounds[ranks]] for ranks in more}
+        most = max(median(each) for each in rates.values())
+        bases = {ranks: [one[f"{at}.base"] for one in self.rounds[ranks]] for ranks in more}
+        algorithm = {
+            "kind": KINDS[way],
+            "base": {r: self._figure(bases[r], f"{at}.algorithms.0.base.{r}", 1.0) for r in more},
+            "hop": 0.0,
+            "share": {r: self._figure(rates[r], f"{at}.algorithms.0.share.{r}", most) for r in more},
+        }
+        return {"bandwidth": _rounded(most), "algorithms": [algorithm]}
+
+    def _nested(self, ranks: int, prefix: str, at: str, scale: Callable[[str], float]) -> dict[str, Any]:
+        """Figures as mappings in each other, by their keys behind a prefix."""
+        found: dict[Any, Any] = {}
+        rounds = self.rounds[ranks]
+        for key in (key for key in rounds[0] if key.startswith(prefix)):
+            *outer, last = key.removeprefix(prefix).split(".")
+            inner = found
+            for name in outer:
+                inner = inner.setdefault(int(name) if name.isdecimal() else name, {})
+            where = f"{at}.{key.removeprefix(prefix)}"
+            inner[int(last) if last.isdecimal() else last] = self._figure(
+                [one[key] for one in rounds], where, scale(key)
+            )
+        return found
+
+    def _figure(self, values: Sequence[float], at: str, scale: float) -> float:
+        """The median, in parts of a scale; where it stands is noted with its interval."""
+        self.intervals[at] = [_rounded(min(values) / scale), _rounded(max(values) / scale)]
+        return _rounded(median(values) / scale)
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{DIGITS}g}")

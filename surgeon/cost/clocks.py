@@ -1,0 +1,248 @@
+"""The executor on clocks instead of tensors: what a program takes, given what its parts take.
+
+The program is run by the one executor, with one clock for each rank, so that what a ladder hides, what a pair saves and
+where tracks meet follow from the same rules as when it is computed. With c seconds of computation per step and d per
+reduction, a dense program costs c + d per step, and a ladder's period is max(c, (c + d) / 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from surgeon.execute import Branch, Machine, Partial, Pending, run
+from surgeon.program import Fork, Program, Step
+from surgeon.runtime.plan.placement import Group, assigned_branches
+
+
+@dataclass(frozen=True)
+class Burst:
+    """Something that a rank computes without waiting for another.
+
+    Attributes:
+        seconds: of computing.
+        gaps: seconds in between in which nothing is computed.
+        host: seconds that the host takes to launch it, while the device may still be busy with what came before.
+        lag: seconds from when the host begins to launch it until it can have ended.
+    """
+
+    seconds: float
+    gaps: float = 0.0
+    host: float = 0.0
+    lag: float = 0.0
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One collective, as one rank sees it.
+
+    Attributes:
+        shared: seconds from when all ranks have begun until all can have the result; the next one of this kind waits.
+        line: seconds that it keeps the rank's own line busy, from when this rank has begun.
+        delay: seconds that it ends behind that.
+        writing, starting, reading: seconds in which this rank cannot compute: before it begins, after it has begun, and
+            when it lands.
+        host: seconds that the host takes to start it.
+        before, after: what the rank computes for it, before it begins and when it lands.
+        contention: which part of a rank's speed it takes from what is computed meanwhile.
+    """
+
+    shared: float = 0.0
+    line: float = 0.0
+    delay: float = 0.0
+    writing: float = 0.0
+    starting: float = 0.0
+    reading: float = 0.0
+    host: float = 0.0
+    before: Burst | None = None
+    after: Burst | None = None
+    contention: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """That it takes between ranks which begin together."""
+        return self.writing + max(self.shared, self.line + self.delay) + self.reading
+
+
+@dataclass(frozen=True)
+class Swap:
+    """A collective inside a step, whose result the rank needs to go on.
+
+    Attributes:
+        group: the ranks in it.
+    """
+
+    group: Group
+    transfer: Transfer
+
+
+class Costs(Protocol):
+    """What takes how long; asked in the order in which the executor comes to the nodes."""
+
+    def items(self, rank: int, step: Step) -> Sequence[Burst | Swap]:
+        """What a rank computes of a step, and exchanges in between."""
+
+    def part(self, node: Step | Fork, group: Group) -> Tensor:
+        """Something of the shape and dtype that a group reduces of a node."""
+
+    def finish(self, step: Step, group: Group) -> Burst | None:
+        """What each rank of a group makes of a step's sum before it is added."""
+
+    def transfers(self, part: Tensor, group: Group) -> Sequence[Transfer]:
+        """The reduction of a part, as each rank of a group sees it; nothing where ranks do not wait for each other."""
+
+
+@dataclass
+class RankClock:
+    """What time it is on a rank, and what it was spent with.
+
+    Attributes:
+        now: when the device has done what it was given.
+        host: when the host has launched it.
+        line, channel: until when its own line, and what it shares with others, are taken.
+        busy: until when a collective in flight slows it down, and by how much.
+        compute, launches, exposed: seconds of computing, of waiting for the host, of waiting for collectives.
+        communication: seconds of collectives, hidden or not.
+    """
+
+    now: float = 0.0
+    host: float = 0.0
+    line: float = 0.0
+    channel: float = 0.0
+    busy: tuple[float, float] = (0.0, 0.0)
+    compute: float = 0.0
+    launches: float = 0.0
+    exposed: float = 0.0
+    communication: float = 0.0
+
+    def spend(self, burst: Burst | None) -> None:
+        """Compute something."""
+        if burst is None:
+            return
+        seconds = self._slowed(burst.seconds)
+        end = max(self.now + seconds + burst.gaps, self.host + burst.lag)
+        self.compute += seconds
+        self.launches += max(0.0, end - self.now - seconds)
+        self.host += burst.host
+        self.now = end
+
+    def _slowed(self, seconds: float) -> float:
+        until, share = self.busy
+        if not share or until <= self.now:
+            return seconds
+        meanwhile = (until - self.now) * (1 - share)  # what is done of it until the collective ends
+        return seconds / (1 - share) if seconds <= meanwhile else seconds + (until - self.now) * share
+
+    def begin(self, transfer: Transfer) -> float:
+        """When this rank has begun a collective."""
+        self.spend(transfer.before)
+        self.wait(self.now + transfer.writing)
+        self.host += transfer.host
+        return max(self.now, self.host)
+
+    def land(self, transfer: Transfer, end: float) -> None:
+        """Wait for a collective, and take its result."""
+        self.wait(end)
+        self.wait(self.now + transfer.reading)
+        self.spend(transfer.after)
+
+    def wait(self, when: float) -> None:
+        """Do nothing until then."""
+        self.exposed += max(0.0, when - self.now)
+        self.now = max(self.now, when)
+
+
+def pass_seconds(program: Program, clocks: list[RankClock], costs: Costs) -> None:
+    """Let the program run on some ranks' clocks."""
+    machine = SimulatedRanks(clocks, tuple(range(len(clocks))), costs)
+    run(program, torch.zeros(1), machine)
+
+
+def exchange(clocks: Sequence[RankClock], transfers: Sequence[Transfer]) -> list[float]:
+    """Begin a collective on all ranks of a group; returns when each of them can have its result."""
+    begun = [clock.begin(transfer) for clock, transfer in zip(clocks, transfers, strict=True)]
+    start = max(*begun, *(clock.channel for clock in clocks)) if any(t.shared for t in transfers) else max(begun)
+    ends = []
+    for clock, transfer, own in zip(clocks, transfers, begun, strict=True):
+        clock.line = max(clock.line, own) + transfer.line
+        end = max(start + transfer.shared, clock.line + transfer.delay)
+        if transfer.shared:
+            clock.channel = end
+        if transfer.contention:
+            clock.busy = end, transfer.contention
+        clock.wait(clock.now + transfer.starting)
+        clock.communication += transfer.seconds
+        ends.append(end)
+    return ends
+
+
+class SimulatedRanks(Machine):
+    """A group of ranks on which time passes and nothing else happens.
+
+    Args:
+        clocks: of all ranks.
+        group: those of them that run what this machine is given.
+    """
+
+    def __init__(self, clocks: Sequence[RankClock], group: Group, costs: Costs) -> None:
+        self.clocks = clocks
+        self.group = group
+        self.costs = costs
+
+    def compute(self, step: Step, stream: Tensor) -> Partial:
+        by_rank = {rank: self.costs.items(rank, step) for rank in self.group}
+        for turn in zip_longest(*by_rank.values()):
+            self._take(dict(zip(by_rank, turn, strict=True)))
+        return Partial(self.costs.part(step, self.group), self._finishing(step, stream))
+
+    def _take(self, turn: dict[int, Burst | Swap | None]) -> None:
+        """Let every rank do its next item; those that exchange something are at the same one."""
+        groups: dict[Group, Transfer] = {}
+        for rank, item in turn.items():
+            if isinstance(item, Swap):
+                groups[item.group] = item.transfer
+            else:
+                self.clocks[rank].spend(item)
+        for group, transfer in groups.items():
+            clocks = [self.clocks[rank] for rank in group]
+            for clock, end in zip(clocks, exchange(clocks, [transfer] * len(group)), strict=True):
+                clock.land(transfer, end)
+
+    def _finishing(self, step: Step, stream: Tensor) -> Callable[[Tensor], Tensor]:
+        def finish(_: Tensor) -> Tensor:
+            burst = self.costs.finish(step, self.group)
+            for rank in self.group:
+                self.clocks[rank].spend(burst)
+            return stream
+
+        return finish
+
+    def reduce(self, partial: Partial) -> Pending:
+        part, finish = partial
+        assert finish is not None
+        clocks = [self.clocks[rank] for rank in self.group]
+        transfers = self.costs.transfers(part, self.group) if len(clocks) > 1 else ()
+        if not transfers:
+            return lambda: finish(part)
+        ends = exchange(clocks, transfers)
+
+        def wait() -> Tensor:
+            for clock, transfer, end in zip(clocks, transfers, ends, strict=True):
+                clock.land(transfer, end)
+            return finish(part)
+
+        return wait
+
+    def assign(self, fork: Fork) -> Iterable[tuple[Branch, Machine]]:
+        assigned = dict.fromkeys(assigned_branches(fork, rank, self.group) for rank in self.group)
+        for branches, group in assigned:
+            for branch in branches:
+                yield branch, SimulatedRanks(self.clocks, group, self.costs)
+
+    def join(self, fork: Fork, added: Tensor) -> Partial:
+        return Partial(self.costs.part(fork, self.group), lambda _: added)

@@ -1,0 +1,134 @@
+"""Collectives on paper: seconds by latency and bandwidth (alpha and beta), for each way of summing and gathering.
+
+With n ranks, B bytes of one rank's operand, a the time of a message and w the bandwidth that is reached:
+
+    all-reduce   ring 2(n-1) a + 2(n-1)/n B/w    tree 2 log2(n) a + 2 B/w    one-shot a + (n-1) B/w    sharp a + B/w
+    all-gather   ring  (n-1) a + (n-1) B/w       tree   log2(n) a + (n-1) B/w, one-shot and sharp a + (n-1) B/w
+
+Each has a constant on top of that. Across nodes the ranks of each node first share out the sum (reduce-scatter), then
+every rank sums its share with its peers on the other nodes, and the nodes gather it again.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from surgeon.cost.clocks import Transfer
+from surgeon.cost.hardware import Algorithm, Host, Interconnect
+from surgeon.runtime.comm.link import Link
+from surgeon.runtime.plan.placement import Group
+
+Operation = Literal["all-reduce", "all-gather"]
+
+
+class Seconds(NamedTuple):
+    """How long a collective takes.
+
+    Attributes:
+        shared: from when all ranks have begun.
+        writing, reading: in which a rank itself is busy, before that and after it.
+    """
+
+    shared: float
+    writing: float = 0.0
+    reading: float = 0.0
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """What connects ranks.
+
+    Attributes:
+        within: between ranks of one node.
+        across: between nodes; None if there is only one.
+        node: ranks of a node.
+        emulated: a link as `surgeon bench --link-delay` emulates it, on top.
+        graphs: whether collectives are part of a captured graph.
+    """
+
+    within: Interconnect | None
+    across: Interconnect | None
+    node: int
+    host: Host
+    emulated: Link | None = None
+    graphs: bool = False
+
+    def transfer(self, operation: Operation, size: int, group: Group) -> Transfer:
+        """A collective of so many bytes of each rank, in a group of ranks."""
+        line, delay = self._emulated(operation, size, len(group))
+        seconds, writing, reading = self._seconds(operation, size, group)
+        starting = self.host.graph if self.graphs else self.host.collective
+        launched = self.host.asynchronous and not self.graphs  # by a host that goes ahead of the device
+        return Transfer(
+            shared=seconds,
+            line=line,
+            delay=delay,
+            host=starting if launched else 0.0,
+            writing=writing if launched else writing + starting,
+            reading=reading,
+            contention=self._contention(group),
+        )
+
+    def _emulated(self, operation: Operation, size: int, ranks: int) -> tuple[float, float]:
+        """Seconds of a rank's own line, and behind it; of what `EmulatedLink` has ranks send."""
+        if self.emulated is None:
+            return 0.0, 0.0
+        sent = 2 * (ranks - 1) / ranks * size if operation == "all-reduce" else (ranks - 1) * size
+        return sent / self.emulated.bandwidth, self.emulated.delay
+
+    def _contention(self, group: Group) -> float:
+        used = [self.within] if self._nodes(group) == 1 else [self.within, self.across]
+        return max((link.contention for link in used if link is not None), default=0.0)
+
+    def _nodes(self, group: Group) -> int:
+        return len({rank // self.node for rank in group})
+
+    def _seconds(self, operation: Operation, size: int, group: Group) -> Seconds:
+        """How long it takes."""
+        nodes = self._nodes(group)
+        local = -(-len(group) // nodes)
+        if nodes == 1:
+            assert self.within is not None
+            return best(self.within, operation, size, local)
+        assert self.across is not None
+        if operation == "all-gather":  # every node's part goes to all others, then around within each
+            across = best(self.across, operation, size, nodes)
+            inside = size * nodes
+        else:
+            across = best(self.across, operation, -(-size // local), nodes)
+            inside = size
+        if local == 1 or self.within is None:
+            return across
+        within = best(self.within, operation, inside, local)
+        return Seconds(*(sum(both) for both in zip(across, within, strict=True)))
+
+
+def best(link: Interconnect, operation: Operation, size: int, ranks: int) -> Seconds:
+    """The fastest way that a link has."""
+    return min((_seconds(each, link.bandwidth, operation, size, ranks) for each in link.algorithms), key=sum)
+
+
+def _seconds(algorithm: Algorithm, bandwidth: float, operation: Operation, size: int, ranks: int) -> Seconds:
+    base, hop = algorithm.base.at(ranks), algorithm.hop.at(ranks)
+    once = size / (bandwidth * algorithm.share.at(ranks))  # seconds of sending an operand once
+    if algorithm.kind == "shared-memory":
+        return Seconds(0.0, once, base + hop * (ranks - 1) + ranks * once)
+    messages, sent = (_reduce if operation == "all-reduce" else _gather)(algorithm.kind, ranks)
+    return Seconds(base + messages * hop + sent * once)
+
+
+def _reduce(kind: str, ranks: int) -> tuple[float, float]:
+    """Messages that wait for each other, and how often a rank's bytes are sent."""
+    if kind == "ring":
+        return 2 * (ranks - 1), 2 * (ranks - 1) / ranks
+    if kind == "tree":
+        return 2 * math.ceil(math.log2(ranks)), 2.0
+    return 1, ranks - 1.0 if kind == "one-shot" else 1.0
+
+
+def _gather(kind: str, ranks: int) -> tuple[float, float]:
+    if kind == "ring":
+        return ranks - 1, ranks - 1.0
+    return math.ceil(math.log2(ranks)) if kind == "tree" else 1, ranks - 1.0

@@ -1,0 +1,202 @@
+"""The runtime's own passes, taken apart: what each kind of work in them took on one rank.
+
+A `DissectedEngine` computes what a `RankEngine` does, and adds up the seconds of matrix products, of attention, of
+everything else in a sublayer, of collectives and of the vocabulary's ends. On a CPU these are seconds of the process;
+on a GPU they are those between two events of its stream.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surgeon.execute import Partial, Pending
+from surgeon.runtime.batching.blocks import blocks_for
+from surgeon.runtime.batching.request import Request, Sampling
+from surgeon.runtime.batching.scheduler import Limits
+from surgeon.runtime.batching.sequence import Row
+from surgeon.runtime.comm.collectives import Collectives
+from surgeon.runtime.model.engine import RankEngine, Results
+from surgeon.runtime.model.layers import Attention, Pass
+from surgeon.runtime.model.paged_cache import PagedCache
+from surgeon.runtime.model.program import RankMachine
+from surgeon.runtime.plan.placement import Group, Part, Work
+from surgeon.runtime.plan.specification import Plan
+from surgeon.runtime.processes.rank import Rank
+from surgeon.runtime.processes.worker import complete
+
+# What is timed: sublayers, and inside them norms, the maps that read the stream, those that write to it, and attention.
+SUBLAYER, NORM, READING, WRITING, ATTENDING = "sublayer", "norm", "reading", "writing", "attending"
+STARTING, WAITING = "starting", "waiting"  # of the collectives of steps
+EMBEDDING, HEAD, BEST = "embedding", "head", "best"
+EMPTY_CALLS = 2000  # to find out what timing itself takes
+
+
+@dataclass(frozen=True)
+class PassTexts:
+    """What is computed: one pass with all prompts, then passes of one token of each text.
+
+    Attributes:
+        batch: texts.
+        prompt: tokens of each.
+        new: tokens that are added to each.
+    """
+
+    batch: int
+    prompt: int
+    new: int
+
+    def requests(self) -> list[Request]:
+        """The same as the engine is told; which tokens they are does not matter."""
+        sampling = Sampling(max_new_tokens=self.new, ignore_end=True)
+        return [Request(number, (number + 1,) * self.prompt, sampling) for number in range(self.batch)]
+
+
+@dataclass(frozen=True)
+class PassParts:
+    """One pass on one rank.
+
+    Attributes:
+        decode: whether it added one token to each text.
+        rows: tokens that went through it.
+        cached: tokens of each text before them, the mean.
+        seconds: from the end of the pass before to its own end.
+        parts: seconds by what took them, and for sublayers by kind ("sublayer A"); how often it happened with it.
+    """
+
+    decode: bool
+    rows: int
+    cached: float
+    seconds: float
+    parts: dict[str, tuple[float, int]]
+
+
+class Stopwatch:
+    """Adds up seconds, and how often, by name."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        self._events: list[tuple[str, Any, Any]] = []
+        self.own = 0.0
+        nothing = self.wrap("nothing", lambda: None)
+        for _ in range(EMPTY_CALLS):
+            nothing()
+        seconds, times = self.take().pop("nothing")
+        self.own = seconds / times
+
+    def wrap(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, every call of which is timed."""
+        if self.device.type == "cuda":
+            return self._with_events(name, function)
+        now, totals = time.perf_counter, self.totals
+
+        def timed(*arguments: Any) -> Any:
+            began = now()
+            result = function(*arguments)
+            total = totals[name]
+            total[0] += now() - began
+            total[1] += 1
+            return result
+
+        return timed
+
+    def _with_events(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any) -> Any:
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first.record()
+            result = function(*arguments)
+            last.record()
+            self._events.append((name, first, last))
+            return result
+
+        return timed
+
+    def take(self) -> dict[str, tuple[float, int]]:
+        """Seconds without those that timing takes, and how often, since the last time this was asked."""
+        if self._events:
+            torch.cuda.synchronize(self.device)
+            for name, first, last in self._events:
+                total = self.totals[name]
+                total[0] += first.elapsed_time(last) / 1e3
+                total[1] += 1
+            self._events.clear()
+        found = {name: (seconds - times * self.own, int(times)) for name, (seconds, times) in self.totals.items()}
+        self.totals.clear()
+        return found
+
+
+class DissectedEngine(RankEngine):
+    """A rank's engine that notes what kinds of work its passes' time goes to."""
+
+    def __init__(self, plan: Plan, collectives: Collectives, device: torch.device) -> None:
+        super().__init__(plan, collectives, device)
+        self.watch = watch = Stopwatch(device)
+        self.passes_seen: list[PassParts] = []
+        for made in self.sublayers.values():
+            kind = "A" if isinstance(made, Attention) else "F"
+            made.norm = watch.wrap(f"{NORM} {kind}", made.norm)  # type: ignore[assignment]
+            if isinstance(made, Attention):
+                made.qkv, made.o = watch.wrap(f"{READING} A", made.qkv), watch.wrap(f"{WRITING} A", made.o)
+            else:
+                made.up, made.down = watch.wrap(f"{READING} F", made.up), watch.wrap(f"{WRITING} F", made.down)
+        vocabulary: Any = self.vocabulary
+        for name, method in ((EMBEDDING, "embed"), (HEAD, "logits"), (BEST, "best")):
+            setattr(vocabulary, method, watch.wrap(name, getattr(vocabulary, method)))
+        self.ends.final_norm = watch.wrap(NORM, self.ends.final_norm)  # type: ignore[assignment]
+
+    def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
+        """One forward pass, which extends the cache."""
+        began = self._since or time.perf_counter()
+        results = super().step(rows, cache)
+        ended = self._since or time.perf_counter()
+        tokens, cached = sum(len(row.tokens) for row in rows), sum(row.start for row in rows) / len(rows)
+        decode = self.counts is self.figures.decode
+        self.passes_seen.append(PassParts(decode, tokens, cached, ended - began, self.watch.take()))
+        return results
+
+    def machine(self, shared: Pass, group: Group, work: Iterator[Work]) -> RankMachine:
+        """What runs steps on a group of ranks."""
+        attend = self.watch.wrap(ATTENDING, shared.attend)
+        return _DissectedMachine(self, Pass(attend, shared.rotation), group, work, self.watch)
+
+
+class _DissectedMachine(RankMachine):
+    """One pass on one rank, whose sublayers and collectives are timed."""
+
+    def __init__(self, engine: RankEngine, shared: Pass, group: Group, work: Iterator[Work], watch: Stopwatch) -> None:
+        super().__init__(engine, shared, group, work)
+        output = super()._output
+        self._by_kind = {kind: watch.wrap(f"{SUBLAYER} {kind}", output) for kind in "AF"}
+        self._start = watch.wrap(STARTING, super().reduce)
+        self._watch = watch
+
+    def _output(self, part: Part, stream: Tensor) -> tuple[Part, Tensor]:
+        found: tuple[Part, Tensor] = self._by_kind[part.sublayer.kind](part, stream)
+        return found
+
+    def reduce(self, partial: Partial) -> Pending:
+        pending: Pending = self._watch.wrap(WAITING, self._start(partial))
+        return pending
+
+
+def load_dissected(rank: Rank, plan: Plan, name: str) -> None:
+    """Runs on a rank: load its slices of a model, and keep the engine under a name."""
+    rank.kept[name] = DissectedEngine(plan, rank.collectives, rank.device)
+
+
+def run_dissected(rank: Rank, name: str, texts: PassTexts) -> list[PassParts]:
+    """Runs on a rank: compute some texts, and say where the time of each pass went."""
+    engine: DissectedEngine = rank.kept[name]
+    engine.passes_seen = []
+    engine.watch.take()
+    most = texts.prompt + texts.new
+    limits = Limits(texts.batch, engine.plan.max_tokens, pass_tokens=texts.batch * texts.prompt)
+    complete(rank, texts.requests(), texts.batch * blocks_for(most), limits, name)
+    return engine.passes_seen

@@ -1,0 +1,216 @@
+"""From what a round has measured to a machine's figures, as the cost model counts.
+
+Every part of a pass is held against the kernels that stand for it (`surgeon.cost.work`), so that a figure is what the
+model needs to give the measured seconds back, for these shapes and numbers of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from surgeon.cost.dissect import ATTENDING, BEST, EMBEDDING, HEAD, NORM, READING, STARTING, SUBLAYER, WAITING, WRITING
+from surgeon.cost.kernels import Kernel
+from surgeon.cost.samples import PROMPT, SHORT, SIZES, WHOLE, PassSample, Round
+from surgeon.cost.shapes import ModelShapes
+from surgeon.cost.work import Forward, RankWork
+from surgeon.program import Program
+from surgeon.runtime.plan.placement import rank_work
+from surgeon.runtime.plan.specification import Plan
+
+Figures = dict[str, float]  # by where they stand in a hardware file, below a number of ranks
+
+LEAST = 0.02  # of a measured time that is left, at least, when launches are taken off it
+KINDS = "AF"
+
+
+@dataclass(frozen=True)
+class Held:
+    """A kernel held against what it took."""
+
+    kernel: Kernel
+    seconds: float
+
+
+class Rates(NamedTuple):
+    """What so many operations or bytes took, together."""
+
+    amount: float
+    seconds: float
+
+    @classmethod
+    def together(cls, amounts: Iterable[tuple[float, float]]) -> float:
+        """Amount per second over all."""
+        pairs = [cls(*each) for each in amounts]
+        return sum(one.amount for one in pairs) / sum(one.seconds for one in pairs)
+
+
+class Fit:
+    """One round of one number of ranks."""
+
+    def __init__(self, plan: Plan, shapes: ModelShapes, measured: Round, static: bool) -> None:
+        self.plan, self.shapes, self.measured = plan, shapes, measured
+        self.rank_work = RankWork(plan, shapes, lambda _: False, static)
+        self.works = rank_work(Program.parse(plan.program), 0, plan.ranks)
+        self.product_launch = measured.launches["product"]
+
+    def figures(self, ways: Sequence[str]) -> Figures:
+        """All of them, rates in units per second."""
+        found = {"host.launch": self.measured.launches["operation"], "host.launches.product.1": self.product_launch}
+        found["host.graph"] = self.measured.launches.get("graph", found["host.launch"])
+        found |= self._products() | self._copies() | self._attention() | self._passes()
+        if self.plan.ranks > 1:
+            found |= self._exchanges(ways)
+        return found
+
+    def sample(self, texts: int, new: int, layers: str = WHOLE) -> PassSample:
+        """The pass of that size."""
+        alike = (one for one in self.measured.passes if (one.layers, one.texts, one.new) == (layers, texts, new))
+        return next(alike)
+
+    @property
+    def whole(self) -> list[PassSample]:
+        """All passes through the model's own program."""
+        return [one for one in self.measured.passes if one.layers == WHOLE]
+
+    @property
+    def long(self) -> PassSample:
+        """The pass over the long prompt."""
+        return max((one for one in self.whole if one.texts == 1), key=lambda one: one.new)
+
+    def kernels(self, kind: str, sample: PassSample) -> dict[str, Kernel]:
+        """A sublayer's, by what their time was noted under; what has no name there is "rest"."""
+        forward = Forward(sample.texts, sample.new, round(sample.cached))
+        work, part = next((work, part) for work in self.works for part in work.parts if part.sublayer.kind == kind)
+        kernels = [one for one in self.rank_work.part(work, part, forward) if isinstance(one, Kernel)]
+        products = [one for one in kernels if one.nature == "product"]
+        found = {NORM: kernels[0], READING: products[0], WRITING: products[-1]}
+        for one in kernels:
+            if one.nature == "attention":
+                found[ATTENDING] = one
+            elif one.name in ("place", "activation"):
+                found["rest"] = one
+        return found
+
+    def timed(self, kind: str, name: str, sample: PassSample) -> Held:
+        """A kernel of a sublayer, and what was measured of it."""
+        kernel, parts = self.kernels(kind, sample)[name], sample.parts
+        if name == ATTENDING:
+            return Held(kernel, parts[ATTENDING])
+        if name != "rest":
+            return Held(kernel, parts[f"{name} {kind}"])
+        inside = [NORM, READING, WRITING]
+        seconds = parts[f"{SUBLAYER} {kind}"] - sum(parts[f"{each} {kind}"] for each in inside)
+        return Held(kernel, seconds - (parts[ATTENDING] if kind == "A" else 0.0))
+
+    def head(self, sample: PassSample) -> Held:
+        """The output head's product."""
+        rows = -(-self.plan.vocabulary // self.plan.ranks)
+        kernel = self.rank_work.numbers.product(HEAD, sample.texts, rows, self.plan.hidden)
+        return Held(kernel, sample.parts[HEAD])
+
+    # Products: by rows.
+
+    def _products(self) -> Figures:
+        by_rows: dict[int, list[Held]] = {}
+        for sample in self.whole:
+            timed = [self.timed(kind, name, sample) for kind in KINDS for name in (READING, WRITING)]
+            for one in timed:
+                by_rows.setdefault(round(one.kernel.rows), []).append(one)
+        rates = {
+            rows: Rates.together((one.kernel.flops, _beyond(one.seconds, self.product_launch)) for one in timed)
+            for rows, timed in by_rows.items()
+        }
+        moving = [(one.kernel.moved, _beyond(one.seconds, self.product_launch)) for one in by_rows[1]]
+        found = {f"shares.flops.{rows}": rate for rows, rate in sorted(rates.items())}
+        return found | {"shares.bandwidth": max(moved / seconds for moved, seconds in moving)}
+
+    # Small operations: what one of them takes whatever it moves, and how fast many of them move much.
+
+    def _copies(self) -> Figures:
+        one = self.sample(1, 1)
+        launches = {
+            "norm": sum(self.timed(kind, NORM, one).seconds for kind in KINDS) / 2,
+            "place": self.timed("A", "rest", one).seconds + self._fixed_attention(),
+            "activation": self.timed("F", "rest", one).seconds,
+        }
+        found = {f"host.launches.{name}.1": seconds for name, seconds in launches.items()}
+        rates: dict[int, list[tuple[float, float]]] = {}
+        for sample in self.whole:
+            if sample.texts * sample.new >= PROMPT:
+                for kind, name in (("A", NORM), ("F", NORM), ("A", "rest"), ("F", "rest")):
+                    timed = self.timed(kind, name, sample)
+                    seconds = _beyond(timed.seconds, launches[timed.kernel.name])
+                    size = self._stream_bytes(sample)
+                    rates.setdefault(size, []).append((timed.kernel.moved, seconds))
+        return found | {f"shares.copies.{size}": Rates.together(each) for size, each in sorted(rates.items())}
+
+    def _stream_bytes(self, sample: PassSample) -> int:
+        return 2 * self.rank_work.numbers.size * sample.texts * sample.new * self.plan.hidden
+
+    # Attention: each text by itself, so much for each however short, and then by what it reads and computes.
+
+    def _per_text(self) -> float:
+        one, many = (self.sample(texts, 1) for texts in (1, 32))
+        return max(0.0, (many.parts[ATTENDING] - one.parts[ATTENDING]) / (many.texts - one.texts))
+
+    def _fixed_attention(self) -> float:
+        return max(0.0, self.sample(1, 1).parts[ATTENDING] - self._per_text())
+
+    def _attention(self) -> Figures:
+        some, long = self.sample(8, PROMPT), self.long
+        per_chunk = max(0.0, some.parts[ATTENDING] - self._fixed_attention()) / some.texts
+        far = min((one for one in self.whole if one.decode and one.texts == 1), key=lambda one: -one.cached)
+        near = self.sample(1, 1)
+        read = self.timed("A", ATTENDING, far).kernel.moved - self.timed("A", ATTENDING, near).kernel.moved
+        longer = _beyond(far.parts[ATTENDING], near.parts[ATTENDING])
+        flops = self.timed("A", ATTENDING, long).kernel.flops
+        return {
+            "host.launches.attention.1": self._per_text(),
+            f"host.launches.attention.{PROMPT}": per_chunk,
+            "shares.cache": read / longer,
+            "shares.attention": flops / _beyond(long.parts[ATTENDING], per_chunk),
+        }
+
+    # What is left of passes: something for every sublayer, something for every pass.
+
+    def _passes(self) -> Figures:
+        whole, short = self.sample(1, 1), self.sample(1, 1, SHORT)
+        more = _sublayers(whole) - _sublayers(short)
+        each = max(0.0, (self._left(whole) - self._left(short)) / more)
+        found = {"host.launches.add.1": each}
+        for sample in (one for one in self.measured.passes if one.layers == SHORT and one.decode):
+            found[f"host.forward.{sample.texts}"] = max(0.0, self._left(sample) - each * _sublayers(sample))
+        if self.plan.ranks == 1:
+            found["host.launches.embedding.1"] = whole.parts[EMBEDDING]
+            found["host.launches.best.1"] = whole.parts[BEST]
+        return found
+
+    def _left(self, sample: PassSample) -> float:
+        """Seconds of a pass outside its sublayers and collectives, embedding and head."""
+        noted = (f"{SUBLAYER} A", f"{SUBLAYER} F", STARTING, WAITING, EMBEDDING, NORM, HEAD, BEST)
+        return sample.seconds - sum(sample.parts.get(name, 0.0) * sample.counts.get(name, 0) for name in noted)
+
+    # Collectives.
+
+    def _exchanges(self, ways: Sequence[str]) -> Figures:
+        starting, waiting = self.measured.starting, self.measured.waiting
+        least, most, ranks = SIZES[0], SIZES[-1], self.plan.ranks
+        found = {"host.collective": starting[ways[0], least]}
+        for way in ways:
+            times = {size: starting[way, size] + waiting[way, size] for size in SIZES}
+            slope = _beyond(times[most], times[least]) / (most - least)
+            often = ranks + 1 if way == "shm" else 2 * (ranks - 1) / ranks  # how often an operand's bytes are moved
+            found[f"links.{way}.base"] = max(0.0, times[least] - found["host.collective"])
+            found[f"links.{way}.rate"] = often / slope
+        return found
+
+
+def _sublayers(sample: PassSample) -> int:
+    return sum(sample.counts[f"{SUBLAYER} {kind}"] for kind in KINDS)
+
+
+def _beyond(seconds: float, launch: float) -> float:
+    """What a kernel took besides its launch; never nothing, because of what disturbs measuring."""
+    return max(seconds - launch, LEAST * seconds)

@@ -1,0 +1,235 @@
+"""Hardware as a small file: what its devices, its host and its links can do, every figure with its source beside it.
+
+    name: h100-sxm
+    devices: 8                                   # of one node
+    device:
+      memory: 80e9                               # bytes
+      bandwidth: 3.35e12                         # bytes/s, peak
+      flops: {bfloat16: 989e12, float32: 67e12}  # FLOP/s of dense matrix products, peak
+      shares: {flops: {1: 0.1, 512: 0.7}, bandwidth: 0.8}
+    host: {launch: 5e-6, graph: 1e-6, collective: 10e-6, forward: 100e-6, asynchronous: true}
+    links:                                       # within a node; the first one is used where none is named
+      nvlink: {bandwidth: 450e9, algorithms: [{kind: ring, base: 6.6e-6, hop: 0.6e-6, share: 0.8}]}
+    networks: {}                                 # between nodes, likewise
+
+A figure that says `or table` may be a mapping from a size to a number, which is read between its points (`Figure`).
+Sizes are in bytes (of 8 bits), powers of ten; times in seconds. `intervals` names figures of the same file by where
+they stand and gives the bounds between which they lie: `{device.bandwidth: [3.1e12, 3.3e12]}`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Literal, get_args
+
+from surgeon.cost.figure import Figure
+from surgeon.errors import did_you_mean
+
+Kind = Literal["ring", "tree", "one-shot", "sharp", "shared-memory"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Which parts of a device's peaks kernels reach.
+
+    Attributes:
+        flops: of matrix products, by rows (tokens).
+        bandwidth: of the memory's bandwidth, by the bytes that a kernel moves.
+        attention: of flops in attention's products, by new tokens of a sequence; as `flops` where it is left out.
+        cache: of the bandwidth as attention reads its cache, by its bytes; as `bandwidth` where it is left out.
+        copies: of the bandwidth in norms, activations and the like, by their bytes, each number read and written once:
+            less where the runtime makes several operations of one; as `bandwidth` where it is left out.
+    """
+
+    flops: Figure
+    bandwidth: Figure
+    attention: Figure | None = None
+    cache: Figure | None = None
+    copies: Figure | None = None
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU, or the CPU of a machine.
+
+    Attributes:
+        memory: bytes.
+        bandwidth: bytes/s that its memory moves at its peak.
+        flops: FLOP/s of dense matrix products at the peak, by dtype.
+        shares: what kernels reach of these.
+    """
+
+    memory: float
+    bandwidth: float
+    flops: Mapping[str, float]
+    shares: Shares
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s in a dtype.
+
+        Raises:
+            ValueError: if the hardware's file does not say.
+        """
+        if dtype not in self.flops:
+            raise ValueError(f"the hardware has no figure of FLOP/s in {dtype}; {did_you_mean(dtype, self.flops)}")
+        return self.flops[dtype]
+
+
+@dataclass(frozen=True)
+class Host:
+    """What it takes to keep a device busy.
+
+    Attributes:
+        launch: seconds of the host for a kernel that is launched by itself.
+        launches: the same of some kinds, by their name ("norm") or nature ("product") and by rows, where they take
+            another time: several operations of the runtime may stand behind one kernel.
+        graph: seconds between the kernels of a captured graph.
+        collective: seconds of the host for starting a collective; inside a captured graph it is `graph`.
+        forward: seconds of a pass in which nothing else happens, by texts: scheduling, choosing tokens, handing them
+            out.
+        asynchronous: whether kernels run while the host launches the next ones (GPUs); otherwise a kernel begins
+            when it is launched and the launch adds to its time (CPUs).
+    """
+
+    launch: float
+    graph: float
+    collective: float
+    forward: Figure
+    asynchronous: bool
+    launches: Mapping[str, Figure] = field(default_factory=dict)
+
+    def launching(self, name: str, nature: str, rows: float) -> float:
+        """Seconds of launching one kernel of that name and nature."""
+        figure = self.launches.get(name) or self.launches.get(nature)
+        return self.launch if figure is None else figure.at(rows)
+
+    def slower(self, times: float) -> Host:
+        """A host that takes so many times as long for everything."""
+        return replace(
+            self,
+            launch=times * self.launch,
+            graph=times * self.graph,
+            collective=times * self.collective,
+            forward=self.forward.times(times),
+            launches={name: figure.times(times) for name, figure in self.launches.items()},
+        )
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One way in which a link's ranks sum or gather, as `surgeon.cost.collectives` has it.
+
+    Attributes:
+        kind: ring, tree, one-shot (every rank sends all it has to every other), sharp (the switch sums) or
+            shared-memory (ranks write what they have, and read what all wrote: their time, not a link's).
+        base: seconds that each collective takes whatever is sent, by ranks.
+        hop: seconds of every message of which one waits for the other, by ranks; for shared-memory, of looking for
+            what each of the others wrote.
+        share: of the link's bandwidth, by ranks.
+    """
+
+    kind: Kind
+    base: Figure
+    hop: Figure
+    share: Figure
+
+
+@dataclass(frozen=True)
+class Interconnect:
+    """What connects devices.
+
+    Attributes:
+        bandwidth: bytes/s that one device sends, and at the same time receives, at its peak.
+        algorithms: those that can be used; whichever is fastest is.
+        contention: which part of the device's speed a collective in flight takes from what computes meanwhile.
+    """
+
+    bandwidth: float
+    algorithms: tuple[Algorithm, ...]
+    contention: float = 0.0
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """What each of several ranks that share one device gets of it while all compute (processes on a machine's CPU).
+
+    Attributes:
+        shares: of the whole device's peaks.
+        host: as this rank has it.
+    """
+
+    shares: Shares
+    host: Host
+
+    def among(self, known: int, ranks: int) -> RankShare:
+        """The same of one of more ranks than it was measured with, which take turns."""
+        part, shares = known / ranks, self.shares
+        kinds = {each.name: getattr(shares, each.name) for each in fields(Shares)}
+        less = {name: figure and figure.times(part) for name, figure in kinds.items()}
+        return RankShare(Shares(**less), self.host.slower(1 / part))
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One machine, or many that are alike.
+
+    Attributes:
+        name: as the command line takes it.
+        devices: of one node.
+        device, host: what each of them is.
+        links: within a node, by name; the first one is used where none is named.
+        networks: between nodes, likewise; none if there is only one.
+        sharing: where several ranks share a device, what one of so many gets; none if each has a device of its own.
+        note: what it is, in a sentence.
+        intervals: (low, high) of figures that were measured, by where they stand ("device.bandwidth").
+    """
+
+    name: str
+    devices: int
+    device: Device
+    host: Host
+    links: Mapping[str, Interconnect]
+    networks: Mapping[str, Interconnect] = field(default_factory=dict)
+    sharing: Mapping[int, RankShare] = field(default_factory=dict)
+    note: str = ""
+    intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+    def rank(self, together: int) -> RankShare:
+        """What one of so many ranks on a device gets of it.
+
+        Where the file says nothing of that number it is what one of the next larger number gets; beyond the largest,
+        ranks take turns.
+        """
+        if together == 1 or not self.sharing:
+            return RankShare(self.device.shares, self.host)
+        more = [known for known in self.sharing if known >= together]
+        most = max(self.sharing)
+        return self.sharing[min(more)] if more else self.sharing[most].among(most, together)
+
+    def link(self, name: str | None = None) -> Interconnect:
+        """The link within a node of this name, or the first one.
+
+        Raises:
+            ValueError: if there is none.
+        """
+        return _named(self.links, name, f"{self.name} has no link")
+
+    def network(self, name: str | None = None) -> Interconnect:
+        """The network between nodes of this name, or the first one.
+
+        Raises:
+            ValueError: if there is none.
+        """
+        return _named(self.networks, name, f"{self.name} has no network between nodes")
+
+
+def _named(links: Mapping[str, Interconnect], name: str | None, nothing: str) -> Interconnect:
+    if not links:
+        raise ValueError(f"{nothing}; use ranks of one node or a file that describes one")
+    if name is None:
+        return next(iter(links.values()))
+    if name not in links:
+        raise ValueError(f"{nothing} {name!r}; {did_you_mean(name, links)}")
+    return links[name]

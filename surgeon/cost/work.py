@@ -1,0 +1,255 @@
+"""What a rank computes and exchanges of each step, as kernels and bytes: the rules of `runtime/model` without tensors.
+
+Which slices a rank has comes from `runtime.plan.placement`, what is summed in rank space from `runtime.model.outputs`,
+what is kept in the cache from `runtime.plan.kept`.
+
+Shapes: T tokens of a pass, h the stream's width, n ranks that share a sublayer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from surgeon.cost.collectives import Operation
+from surgeon.cost.kernels import Kernel, Numbers
+from surgeon.cost.shapes import ModelShapes
+from surgeon.program import ATTENTION, WRITING, Fork, Step, Sublayer
+from surgeon.runtime.model.outputs import summed_in_rank_space
+from surgeon.runtime.plan.kept import kept_ranks
+from surgeon.runtime.plan.placement import Group, Part, Work, computed_of
+from surgeon.runtime.plan.specification import Plan
+
+NORM, ACTIVATION, PLACE = 1, 1, 1  # kernels of these, as one where a compiler or a library makes one of them
+
+
+@dataclass(frozen=True)
+class Forward:
+    """A forward pass: so many texts, each with so many new tokens behind others that are in the cache.
+
+    Attributes:
+        texts: computed together.
+        new: tokens of each.
+        before: tokens of each that came before.
+    """
+
+    texts: int
+    new: int
+    before: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Of the pass."""
+        return self.texts * self.new
+
+    def keys(self, window: int | None) -> int:
+        """How many tokens' keys and values are read of each text."""
+        seen = self.before + self.new
+        return seen if window is None else min(seen, window + self.new - 1)
+
+    def pairs(self, window: int | None) -> float:
+        """Of a text's new tokens, how many tokens each looks at, all together."""
+        if window is None:
+            return self.new * self.before + self.new * (self.new + 1) / 2
+        growing = min(self.new, max(0, window - self.before))  # tokens that look at all there are
+        return growing * self.before + growing * (growing + 1) / 2 + (self.new - growing) * window
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A collective inside a sublayer.
+
+    Attributes:
+        width: values of each token, of one rank's operand.
+    """
+
+    operation: Operation
+    width: int
+    group: Group
+
+
+Item = Kernel | Sent
+GathersFirst = Callable[[Part], bool]  # whether ranks share out a part's first factors (Plan.low_rank)
+
+
+@dataclass(frozen=True)
+class RankWork:
+    """What ranks compute of a plan's steps.
+
+    Attributes:
+        gathers: as `Plan.low_rank` decides.
+        static: whether passes that add one token to each text have fixed shapes (on GPUs): then one kernel attends for
+            all texts, otherwise each text has its own.
+    """
+
+    plan: Plan
+    shapes: ModelShapes
+    gathers: GathersFirst
+    static: bool = True
+
+    @property
+    def numbers(self) -> Numbers:
+        """How long a number is."""
+        return Numbers(self.plan.dtype_bytes)
+
+    def items(self, work: Work, forward: Forward) -> list[Item]:
+        """Of a step."""
+        return [item for part in work.parts for item in self.part(work, part, forward)]
+
+    def part(self, work: Work, part: Part, forward: Forward) -> list[Item]:
+        """Of a sublayer of a step."""
+        sublayer = computed_of(self.plan, work, part)
+        maps = _Maps(self, part, sublayer, work, forward.tokens)
+        stream = forward.tokens * self.plan.hidden
+        items: list[Item] = [self.numbers.copy("norm", 2 * stream, NORM)]
+        items += self._attention(maps, forward) if sublayer.kind == ATTENTION else self._feed_forward(maps)
+        if work.whole and self._normed(sublayer):
+            items.append(self.numbers.copy("norm", 2 * stream, NORM))
+        return [*items, self.numbers.copy("add", 3 * stream)]
+
+    def _attention(self, maps: _Maps, forward: Forward) -> Iterable[Item]:
+        sublayer, plan = maps.sublayer, self.plan
+        heads, kv_heads = (self.shapes.matrix(sublayer, role).shape[0] // plan.head_dim for role in "qk")
+        kept = kept_ranks(plan, sublayer, kv_heads)
+        yield from maps.reading(["q", "k", "v"], frozenset() if kept is None else frozenset("kv"))
+        yield self.numbers.copy("place", 2 * forward.tokens * (heads + 2 * kv_heads) * plan.head_dim, PLACE)
+        window = plan.window(sublayer)
+        keys = forward.texts * forward.keys(window)
+        if kept is not None:
+            for role, rank in zip("kv", kept, strict=True):
+                yield self.numbers.product(f"{role} second", keys, kv_heads * plan.head_dim, rank)
+        read = 2 * keys * kv_heads * plan.head_dim + 2 * forward.tokens * heads * plan.head_dim
+        flops = 4.0 * forward.texts * forward.pairs(window) * heads * plan.head_dim
+        launches = 1 if self.static and forward.new == 1 else forward.texts
+        yield Kernel("attention", "attention", flops, float(self.numbers.size * read), forward.new, launches)
+        yield from maps.writing("o")
+
+    def _feed_forward(self, maps: _Maps) -> Iterable[Item]:
+        roles = [one.role for one in self.plan.family.spec("F").projections if one.reads_stream]
+        width = self.shapes.matrix(maps.sublayer, roles[0]).shape[0]
+        yield from maps.reading(roles, frozenset())
+        yield self.numbers.copy("activation", maps.tokens * width * (len(roles) + 1), ACTIVATION)
+        yield from maps.writing("down")
+
+    # What ranks sum of a step, and what becomes of the sum.
+
+    def reduced(self, node: Step | Fork, whole: bool) -> int:
+        """Values of each token that ranks reduce of a node.
+
+        Args:
+            whole: whether each of them computes whole sublayers of it.
+        """
+        if isinstance(node, Fork) or whole:
+            return self.plan.hidden
+        segments = self._segments(node)
+        return sum(width for width, _ in segments) if segments else self.plan.hidden
+
+    def finish(self, step: Step, forward: Forward) -> list[Kernel]:
+        """What every rank computes of the sum of a step that they have slices of."""
+        found = []
+        for width, factored in self._segments(step):
+            if factored:
+                found.append(self.numbers.product("second", forward.tokens, self.plan.hidden, width))
+            if self._all_normed(step):
+                found.append(self.numbers.copy("norm", 2 * forward.tokens * self.plan.hidden, NORM))
+        return found
+
+    def _segments(self, step: Step) -> list[tuple[int, bool]]:
+        """Of what is reduced: values of each token, and whether a second factor follows; none for the plain sum."""
+        in_rank_space, normed = self.in_rank_space(step), self._all_normed(step)
+        found = []
+        for index, sublayer in enumerate(step.sublayers):
+            if index in in_rank_space:
+                found.append((next(rank for role, rank in sublayer.ranks if role in WRITING), True))
+            elif normed:
+                found.append((self.plan.hidden, False))
+        return found
+
+    def in_rank_space(self, step: Step) -> frozenset[int]:
+        """The sublayers of a step that are summed before their second factor."""
+        if self.plan.low_rank == "base":
+            return frozenset()
+        return summed_in_rank_space(step, self.plan.hidden, self._all_normed(step))
+
+    def _all_normed(self, step: Step) -> bool:
+        return all(map(self._normed, step.sublayers))
+
+    def _normed(self, sublayer: Sublayer) -> bool:
+        return self.plan.family.spec(sublayer.kind).post_norm is not None
+
+
+@dataclass(frozen=True)
+class _Maps:
+    """The linear maps of a part: `Maps`, `SharedMaps` or `BaseMaps` of the runtime."""
+
+    rank_work: RankWork
+    of: Part
+    sublayer: Sublayer
+    work: Work
+    tokens: int
+
+    @property
+    def _members(self) -> int:
+        return len(self.of.sharers)
+
+    @property
+    def _based(self) -> bool:
+        return self.sublayer != self.of.sublayer
+
+    def reading(self, roles: list[str], later: frozenset[str]) -> Iterable[Item]:
+        """Projections of the normed stream; the second factors of `later` are left out."""
+        factored = [role for role in roles if self.sublayer.rank(role) is not None]
+        if self._based:
+            for role in roles:
+                yield from self._gathered([role], later) if role in later else self._summed(role)
+        elif factored and self._members > 1 and self.rank_work.gathers(self.of):
+            yield from self._gathered(roles, later)
+        else:
+            widths = [self.sublayer.rank(role) or self._shape(role)[0] for role in roles]
+            yield self._product(" ".join(roles), sum(widths), self._shape(roles[0])[1])
+            yield from self._seconds(factored, later)
+
+    def _gathered(self, roles: list[str], later: frozenset[str]) -> Iterable[Item]:
+        """First factors shared out, what they give gathered."""
+        ranks = {role: rank for role in roles if (rank := self.sublayer.rank(role)) is not None}
+        width = -(-sum(ranks.values()) // self._members)
+        whole = sum(self._shape(role)[0] for role in roles if role not in ranks)
+        yield self._product(" ".join(roles), width + whole, self._shape(roles[0])[1])
+        yield Sent("all-gather", width, self.of.sharers)
+        yield from self._seconds(list(ranks), later)
+
+    def _summed(self, role: str) -> Iterable[Item]:
+        """The paper's Base: both factors shared out by rank columns, their product summed."""
+        outputs, inputs = self._shape(role)
+        share = self._share(role)
+        yield self._product(f"{role} first", share, inputs)
+        yield self._product(f"{role} second", outputs, share)
+        yield Sent("all-reduce", outputs, self.of.sharers)
+
+    def _seconds(self, roles: list[str], later: frozenset[str]) -> Iterable[Item]:
+        for role in roles:
+            if role not in later:
+                yield self._product(f"{role} second", self._shape(role)[0], self.sublayer.rank(role) or 0)
+
+    def writing(self, role: str) -> Iterable[Item]:
+        """The projection to the stream."""
+        outputs, inputs = self._shape(role)
+        rank = self.sublayer.rank(role)
+        if rank is None:
+            yield self._product(role, outputs, inputs)
+            return
+        first = self._share(role) if self._based else rank
+        yield self._product(f"{role} first", first, inputs)
+        summed_first = not self.work.whole and self._members > 1
+        if self._based or not (summed_first and self.of.index in self.rank_work.in_rank_space(self.work.step)):
+            yield self._product(f"{role} second", outputs, first)
+
+    def _share(self, role: str) -> int:
+        """This rank's columns of a role's factors: of the rank that has most."""
+        return -(-(self.sublayer.rank(role) or 0) // self._members)
+
+    def _shape(self, role: str) -> tuple[int, int]:
+        return self.rank_work.shapes.matrix(self.sublayer, role).shape
+
+    def _product(self, name: str, outputs: int, inputs: int) -> Kernel:
+        return self.rank_work.numbers.product(name, self.tokens, outputs, inputs)

@@ -1,0 +1,134 @@
+"""Collectives that are predicted against those that a rank of the runtime counts, run without values or other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from surgeon.cost.predict import Deployment, PredictedRanks
+from surgeon.cost.shapes import ModelShapes
+from surgeon.cost.work import Forward
+from surgeon.execute import State, land
+from surgeon.families import family_of
+from surgeon.program import Program
+from surgeon.runtime.comm.collectives import Collectives, Counts
+from surgeon.runtime.comm.quantised import Compressed, Compression
+from surgeon.runtime.model.layers import Pass
+from surgeon.runtime.model.program import RankProgram
+from surgeon.runtime.plan.placement import Group
+from surgeon.runtime.plan.specification import LowRankMode
+from surgeon.weights import ModelWeights, NamedTensors
+from tests.cost.examples import SIZES, hardware
+
+TOKENS = 3
+
+
+class Nobody(Collectives):
+    """Connected to no other ranks; what would be sent is counted."""
+
+    def _connect(self, group: Group) -> Collectives:
+        return Nobody(self.rank, group)
+
+    def _all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
+        return lambda: tensor
+
+    def _all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
+        return lambda: tensor.expand(len(self.group), *tensor.shape)
+
+
+def weights_of(config: Any, program: Program) -> ModelWeights:
+    """Weights of a model without values; two factors in place of a matrix where the program has a rank."""
+    with torch.device("meta"):
+        named = dict(AutoModelForCausalLM.from_config(config).state_dict())
+    family = family_of(config)
+    for sublayer in program.sublayers():
+        for role, rank in sublayer.ranks:
+            projection = family.spec(sublayer.kind).projection(role)
+            path = f"{family.layers}.{sublayer.layers[0]}.{projection.path}"
+            outputs, inputs = named.pop(f"{path}.weight").shape
+            named[f"{path}.first.weight"] = torch.empty(rank, inputs, device="meta")
+            named[f"{path}.second.weight"] = torch.empty(outputs, rank, device="meta")
+    return ModelWeights(NamedTensors(named), family, family.head_dim(config))
+
+
+def counted(config: Any, ranks: PredictedRanks, rank: int, compress: Compression | None) -> Counts:
+    """What a rank of the runtime counts in one pass."""
+    nobody: Collectives = Nobody(rank, tuple(range(ranks.plan.ranks)))
+    collectives = Compressed(nobody, compress) if compress else nobody
+    runtime = RankProgram(ranks.plan, collectives, torch.device("meta"))
+    runtime.load(weights_of(config, ranks.program))
+    stream = torch.empty(TOKENS, ranks.plan.hidden, device="meta")
+    land(runtime.run(State(stream), Pass(lambda _, queries, *__: queries.flatten(1), None)))
+    return runtime.counts.layers
+
+
+def check(
+    program: str,
+    count: int,
+    low_rank: LowRankMode = "auto",
+    compress: Compression | None = None,
+    model: str = "llama",
+) -> Counts:
+    """Compare a program's collectives on so many ranks; returns them."""
+    config = AutoConfig.for_model(model, **SIZES)
+    deployment = Deployment(count, compress=compress, low_rank=low_rank)
+    shapes = ModelShapes.of(model, config)
+    plan = shapes.plan(Program.parse(program), count, 8, "float32", low_rank, "full")
+    ranks = PredictedRanks(shapes, replace(plan, activation="silu"), hardware(), deployment)
+    predicted = ranks.forward(Forward(1, TOKENS), graphs=False)
+    assert predicted.layers == counted(config, ranks, 0, compress)
+    return predicted.layers
+
+
+WHOLE = "A0 F0 A1 F1 A2 F2"
+FACTORED = "A0@q32,k16,v16,o32 F0@gate24,up24,down24"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    "program",
+    [
+        WHOLE,
+        "A0 F0 [A1 A2] [F1 F2]",
+        "A0 F0 >A1 >F1 >A2 >F2",
+        "A0 F0 >[A1 A2] >[F1 F2]",
+        "[A0 F0] [A1 F1]",
+        "[A0 A1 A2] F0~F1",
+        "{A0/2:0 F0/2:0 | A0/2:1 F0/2:1} A1 F1",
+        "{A0 F0 | A1 F1 | A2 F2 | A3 F3}",
+        FACTORED,
+        f"{FACTORED} [A1 A2@q32,k16,v16,o32] [F1@up24 F2@down8]",
+        "[A0@o8 A1@o8] [F0@gate24,up24,down16 F1@gate24,up24,down16]",
+    ],
+)
+def test_collectives_are_those_that_the_runtime_counts(program: str, ranks: int) -> None:
+    for way in ("gather", "replicate", "base"):
+        found = check(program, ranks, way)
+        assert (found == Counts()) == (ranks == 1)
+
+
+@pytest.mark.parametrize("compress", ["int8", "int4"])
+@pytest.mark.parametrize("program", [WHOLE, FACTORED])
+def test_integers_are_counted_as_what_is_sent(program: str, compress: Compression) -> None:
+    found = check(program, 2, "gather", compress)
+    assert found.all_reduces == 0 < found.all_gathers
+    assert found.bytes < check(program, 2, "gather").bytes
+
+
+def test_norms_behind_sublayers_keep_the_sums_of_a_step_apart() -> None:
+    assert check("A0 F0 [A1 A2] [F1 F2]", 2, model="gemma2").bytes == 4 * TOKENS * 64 * 4
+    # Of attention || MLP every rank has a slice of each, and both sums are needed whole.
+    assert check("[A0 F0]", 2, model="gemma2").bytes == 4 * TOKENS * 2 * 64
+
+
+def test_dense_by_hand() -> None:
+    assert check(WHOLE, 2) == Counts(6, 0, 6 * TOKENS * 64 * 4)
+    assert check("A0 F0 [A1 A2] [F1 F2]", 2) == Counts(4, 0, 4 * TOKENS * 64 * 4)
+    gathered, summed = (32 + 16 + 16) // 2 + (24 + 24) // 2, 32 + 24
+    assert check(FACTORED, 2, "gather") == Counts(2, 2, TOKENS * 4 * (gathered + summed))
