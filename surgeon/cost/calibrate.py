@@ -93,7 +93,7 @@ def hardware_text(name: str, calibration: MachineCalibration, measured: Mapping[
         for ranks, each in measured.items()
     }
     document = _Document(name, calibration, rounds)
-    text = f"{_head(calibration)}\n{yaml.safe_dump(document.made(), sort_keys=False, width=120)}"
+    text = f"{_head(calibration)}\n{yaml.safe_dump(document.made(), sort_keys=False, width=120, default_flow_style=None)}"
     parse_hardware(text)
     return text
 
