@@ -3,15 +3,17 @@
     python scripts/cost/machine.py -o FOLDER [--models demo random] [--ranks 1 2 4] [--links none 0.2ms 1ms 10MB/s]
 
 Two models (the demo model; the random Llama of scripts/bench, 24 layers, 512 wide), every kind of program, several
-numbers of ranks and batch sizes, prefill and decode, shared memory and emulated links. Each number of ranks of a model
-is calibrated first (`surgeon calibrate`'s code), then everything is measured in rounds (`surgeon bench`'s), then
-predicted (`surgeon predict`'s). Ranks by which a program's heads do not divide are left out, and said.
+numbers of ranks and batch sizes, prefill and decode, shared memory and emulated links. Every round calibrates
+(`surgeon calibrate`'s code) and runs every program (`surgeon bench`'s); then `surgeon predict`'s code is given the
+medians of what was calibrated. Numbers of ranks by which the model's heads do not divide are left out, and said.
 
-Written: a table (machine.md), a picture of predicted against measured (machine.png), all rounds (machine.json), and the
-hardware files. Noise is the same measured against itself: the median over odd rounds beside that over even ones.
+Written: a table (machine.md), a picture of predicted against measured (machine.png), the same as data (machine.json),
+and the hardware files. "In step" is the median of each round's prediction, made of this round's own figures, over
+what the same round measured: what is left when the whole machine becomes faster or slower meanwhile. Noise is the same
+measured against itself: odd rounds over even ones.
 
 Nothing else should run meanwhile. On a machine that is never quiet `--typical fastest` compares the fastest pass of all
-with figures made of fastest passes.
+with figures made of fastest passes. With the defaults it takes about an hour, and 8 GB of memory.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,18 +35,21 @@ from transformers.utils import logging
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
 from scripts.bench.decoding import random_model
+from scripts.bench.deinfer import export_factors
 from scripts.bench.runtime import Way, parse_way
 from scripts.cost.against import Cell, draw, lines
-from surgeon.bench.measure import Candidate, Load, Result, load_candidates, measure
+from surgeon.bench.measure import Candidate, Load, run_once
+from surgeon.bench.timing import load_timed
 from surgeon.checkpoint.load import read_config
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.cost.calibrate import MachineCalibration, hardware_text
-from surgeon.cost.hardware import Hardware
 from surgeon.cost.hardware_file import parse_hardware
 from surgeon.cost.predict import Deployment, Workload, predict
+from surgeon.cost.samples import Round, load_sampled, sample_exchanges, sample_passes
+from surgeon.cost.samples import loads as steps
 from surgeon.cost.shapes import ModelShapes
 from surgeon.demo import MODEL_FOLDER
-from surgeon.operations import OPERATIONS, fuse_attention_mlp, ladder, pair, tracks
+from surgeon.operations import fuse_attention_mlp, ladder, pair, tracks
 from surgeon.program import Program
 from surgeon.progress import progress
 from surgeon.provenance import versions, write_text
@@ -54,6 +60,7 @@ from surgeon.runtime.processes.ranks import RankOptions, Ranks
 
 MODELS = ("demo", "random")
 LINKS = ("none", "0.2ms", "1ms", "10MB/s")
+NO_LINK = Way("none", "shm")
 DEPTH = 4  # of tracks
 KEEP = 0.5  # of the parameters, in low rank
 CALIBRATED_TOKENS = 512
@@ -77,109 +84,135 @@ class Model:
         """Its shapes, which are all that a prediction needs."""
         return ModelShapes.of(self.name, self.config)
 
+    def plan(self, ranks: int, tokens: int, program: Program | None = None) -> Plan:
+        """Of the unedited model, or a program of it."""
+        return make_plan(self.folder, ranks, tokens, None if program is None else str(program))
 
-def programs(model: Model, ranks: int) -> dict[str, str]:
+
+@dataclass
+class Measured:
+    """One number of ranks of a model.
+
+    Attributes:
+        rounds: what was calibrated in each.
+        plans: of programs, by name.
+        passes: seconds of rank 0's passes by round, by link, program, batch and kind.
+    """
+
+    ranks: int
+    plan: Plan
+    rounds: list[Round]
+    plans: dict[str, Plan]
+    passes: dict[tuple[str, str, int, str], list[list[float]]]
+
+
+def plans(model: Model, factored: Path, ranks: int, tokens: int) -> dict[str, Plan]:
     """One program of each kind, by name."""
-    config, layers = model.config, model.shapes.layers
+    layers = model.shapes.layers
     dense, every, middle = Program.dense(layers), range(layers), range(layers // 4, 3 * layers // 4)
-    shapes = model.shapes.family.layer_shapes(config)
     found = {
         "dense": dense,
         "lp": pair(dense, middle),
         "ladder": ladder(dense, every),
         "attention || MLP": fuse_attention_mlp(dense, every),
-        "low rank": OPERATIONS["lowrank"].function(dense, every, shapes=shapes, keep=KEEP),
     }
     if ranks > 1:
         found["tracks"] = tracks(dense, every, count=ranks, depth=DEPTH)
-    return {name: str(program) for name, program in found.items()}
+    made = {name: model.plan(ranks, tokens, program) for name, program in found.items()}
+    return made | {"low rank": make_plan(factored, ranks, tokens, low_rank="gather")}
 
 
-def candidates(model: Model, ranks: int, tokens: int) -> list[Candidate]:
-    """Those that so many ranks can run; of the others it is said why they are left out."""
-    found = []
-    for name, program in programs(model, ranks).items():
-        try:
-            found.append(Candidate(name, make_plan(model.folder, ranks, tokens, program, low_rank="gather")))
-        except ValueError as error:
-            print(f"left out: {model.name}, {name}, {ranks} ranks: {error}", file=sys.stderr)
+def measured(model: Model, factored: Path, ranks: int, options: argparse.Namespace) -> Measured:
+    """Calibrate and run every program, under every link and load, once in each round."""
+    plan = model.plan(ranks, min(CALIBRATED_TOKENS, model.shapes.positions))
+    found = Measured(ranks, plan, [], plans(model, factored, ranks, options.prompt + options.new), {})
+    links = options.links if ranks > 1 else [NO_LINK]
+    loads = [Load(batch, options.prompt, options.new) for batch in options.batch]
+    with Ranks(RankOptions(ranks)) as started:
+        load_sampled(started, plan)
+        for way, (name, own) in product(links, found.plans.items()):
+            started.call(load_timed, own, f"{way.name} {name}", True, way.link)
+        total = options.rounds * (len(steps(plan.max_tokens)) + len(links) * len(loads) * len(found.plans))
+        with progress(f"{model.name}, {ranks} ranks", total, "runs") as advance:
+            for number in range(options.rounds + 1):  # the first one is for getting used to it
+                one = Round()
+                sample_passes(started, plan, one, TYPICAL[options.typical], advance if number else _nothing)
+                if ranks > 1:
+                    sample_exchanges(started, "shm", one, TYPICAL[options.typical])
+                found.rounds += [one] if number else []
+                for way, load, name in product(links, loads, found.plans):
+                    if not number:
+                        load = replace(load, new=2)
+                    candidate = Candidate(f"{way.name} {name}", found.plans[name])
+                    lead = run_once(started, candidate, load, plan.vocabulary)[0]
+                    if number:
+                        for kind, decode in (("prefill", False), ("decode", True)):
+                            seconds = [each.seconds for each in lead.passes if each.decode == decode]
+                            found.passes.setdefault((way.name, name, load.batch, kind), []).append(seconds)
+                        advance(1)
     return found
 
 
-def calibrated(model: Model, counts: Sequence[int], options: argparse.Namespace) -> Hardware:
-    """This machine at the model's shapes, with as many ranks as the unedited model can have."""
-    path = options.output / f"{model.name}.yaml"
-    if options.reuse and path.exists():
-        return parse_hardware(path.read_text())
-    length = min(CALIBRATED_TOKENS, model.shapes.positions)
-    plans: dict[int, Plan] = {}
-    for ranks in counts:
-        try:
-            plans[ranks] = make_plan(model.folder, ranks, length)
-        except ValueError as error:
-            print(f"not calibrated: {model.name}, {ranks} ranks: {error}", file=sys.stderr)
-    calibration = MachineCalibration(plans, "cpu", options.rounds, TYPICAL[options.typical])
-    with progress(f"{model.name}: calibrate", calibration.steps, "measurements") as advance:
-        text = hardware_text(model.name, calibration, calibration.measure(advance))
-    write_text(path, text)
-    return parse_hardware(text)
+def cells(model: Model, everything: Sequence[Measured], options: argparse.Namespace) -> Iterator[Cell]:
+    """What was measured beside what is predicted, of the file that is written and of each round's own figures."""
+    typical, alone = TYPICAL[options.typical], everything[0]
+    hardware = parse_hardware(written(model, everything, options))
+    for each in everything:
+        own = [
+            parse_hardware(file_of(model, {alone.ranks: alone.plan, each.ranks: each.plan}, rounds, options))
+            for one in range(options.rounds)
+            for rounds in [{1: alone.rounds, each.ranks: each.rounds[one : one + 1]}]
+        ]
+        links = {way.name: way.link for way in options.links} | {NO_LINK.name: None}
+        for link, name, batch in dict.fromkeys(key[:3] for key in each.passes):
+            plan, workload = each.plans[name], Workload(batch, options.prompt, options.new)
+            deployment = Deployment(each.ranks, plan.dtype, emulated=links[link], low_rank="gather")
+            program = Program.parse(plan.program)
+            by = [predict(model.shapes, program, one, workload, deployment) for one in (hardware, *own)]
+            for kind in ("prefill", "decode"):
+                rounds = [typical(one) for one in each.passes[link, name, batch, kind]]
+                predicted, *step = (getattr(one, kind).seconds for one in by)
+                odd, even = rounds[::2], rounds[1::2] or rounds
+                in_step = median(p / m for p, m in zip(step, rounds, strict=True)) - 1
+                where = model.name, each.ranks, link, name, batch, kind
+                yield Cell(*where, predicted, typical(rounds), in_step, typical(odd) / typical(even) - 1)
 
 
-def measured(model: Model, ranks: int, way: Way, options: argparse.Namespace) -> list[Result]:
-    """Every program under every load, in rounds."""
-    found = candidates(model, ranks, options.prompt + options.new)
-    if not found:
-        return []
-    loads = [Load(batch, options.prompt, options.new) for batch in options.batch]
-    with Ranks(RankOptions(ranks, "cpu", "auto", way.link)) as started:
-        load_candidates(started, found)
-        total = options.rounds * len(loads) * len(found)
-        with progress(f"{model.name}, {ranks} ranks, {way.name}", total, "runs") as advance:
-            return measure(started, found, loads, options.rounds, advance)
+def written(model: Model, everything: Sequence[Measured], options: argparse.Namespace) -> str:
+    """The hardware file of all rounds, as it is written to the folder, too."""
+    plans = {each.ranks: each.plan for each in everything}
+    text = file_of(model, plans, {each.ranks: each.rounds for each in everything}, options)
+    write_text(options.output / f"{model.name}.yaml", text)
+    return text
 
 
-def cells(
-    model: Model, hardware: Hardware, way: Way, results: Sequence[Result], options: argparse.Namespace
-) -> Iterator[Cell]:
-    """What was measured beside what is predicted."""
-    for result in results:
-        plan, load = result.candidate.plan, result.load
-        deployment = Deployment(plan.ranks, plan.dtype, emulated=way.link, low_rank="gather")
-        workload = Workload(load.batch, load.prompt, load.new)
-        found = predict(model.shapes, Program.parse(plan.program), hardware, workload, deployment)
-        where = model.name, plan.ranks, way.name, result.candidate.name, load.batch
-        typical = TYPICAL[options.typical]
-        yield Cell(*where, "prefill", found.prefill.seconds, *_typical(_passes(result, False), typical))
-        assert found.decode is not None
-        yield Cell(*where, "decode", found.decode.seconds, *_typical(_passes(result, True), typical))
-
-
-def _passes(result: Result, decode: bool) -> list[list[float]]:
-    """Seconds of rank 0's passes of one kind, by round."""
-    return [[one.seconds for one in runs[0].passes if one.decode == decode] for runs in result.runs]
-
-
-def _typical(rounds: Sequence[Sequence[float]], typical: Callable[[Sequence[float]], float]) -> tuple[float, float]:
-    """What counts of all rounds, and of the odd ones over that of the even ones."""
-    by_round = [typical(each) for each in rounds]
-    odd, even = by_round[::2], by_round[1::2] or by_round
-    return typical(by_round), typical(odd) / typical(even)
+def file_of(model: Model, plans: dict[int, Plan], rounds: dict[int, list[Round]], options: argparse.Namespace) -> str:
+    """A hardware file."""
+    calibration = MachineCalibration(plans, "cpu", options.rounds, ("shm",), TYPICAL[options.typical])
+    return hardware_text(model.name, calibration, rounds)
 
 
 def compared(options: argparse.Namespace, folder: Path) -> Iterator[Cell]:
     """Everything."""
     for name in options.models:
         model = Model(name, MODEL_FOLDER if name == "demo" else random_model(folder / name))
-        hardware = calibrated(model, options.ranks, options)
+        factored = export_factors(model.folder, KEEP, folder / f"{name}-factors")
+        everything = []
         for ranks in options.ranks:
-            for way in options.links if ranks > 1 else options.links[:1]:
-                results = measured(model, ranks, way, options)
-                yield from cells(model, hardware, way, results, options)
+            try:
+                everything.append(measured(model, factored, ranks, options))
+            except ValueError as error:
+                print(f"left out: {model.name}, {ranks} ranks: {error}", file=sys.stderr)
+        yield from cells(model, everything, options)
+
+
+def _nothing(amount: float) -> None:
+    """What an unnoted round tells."""
 
 
 def parse_link(text: str) -> Way:
     """No link but shared memory, or an emulated one."""
-    return Way("none", "shm") if text == "none" else parse_way(text)
+    return NO_LINK if text == "none" else replace(parse_way(text), name=text)
 
 
 def parsed() -> argparse.Namespace:
@@ -193,8 +226,10 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--new", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--typical", choices=TYPICAL, default="median")
-    parser.add_argument("--reuse", action="store_true", help="take hardware files that the folder has")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.ranks[:1] != [1]:
+        parser.error("--ranks has to begin with 1, of whose figures the others are parts")
+    return options
 
 
 def main() -> None:

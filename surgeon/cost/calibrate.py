@@ -41,18 +41,15 @@ class MachineCalibration:
         plans: of the unedited model, by number of ranks; one rank is among them.
         device: "cpu" or "cuda".
         rounds: how often everything is measured.
+        ways: in which ranks are connected, the first one in passes.
         typical: which of several times of the same counts. The median, unless other work disturbs most of them.
     """
 
     plans: Mapping[int, Plan]
     device: str = "cpu"
     rounds: int = 5
+    ways: tuple[str, ...] = WAYS["cpu"]
     typical: Typical = median
-
-    @property
-    def ways(self) -> tuple[str, ...]:
-        """In which ranks are connected."""
-        return WAYS[self.device]
 
     @property
     def steps(self) -> int:
@@ -93,7 +90,9 @@ def hardware_text(name: str, calibration: MachineCalibration, measured: Mapping[
         for ranks, each in measured.items()
     }
     document = _Document(name, calibration, rounds)
-    text = f"{_head(calibration)}\n{yaml.safe_dump(document.made(), sort_keys=False, width=120, default_flow_style=None)}"
+    text = (
+        f"{_head(calibration)}\n{yaml.safe_dump(document.made(), sort_keys=False, width=120, default_flow_style=None)}"
+    )
     parse_hardware(text)
     return text
 
