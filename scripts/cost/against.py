@@ -52,11 +52,10 @@ def lines(cells: Sequence[Cell], note: str) -> Iterator[str]:
     yield "| model | ranks | link | program | batch | pass | predicted ms | measured ms | off | in step | noise |"
     yield "|:--|--:|:--|:--|--:|:--|--:|--:|--:|--:|--:|"
     for cell in cells:
-        where = f"| {cell.model} | {cell.ranks} | {cell.link} | {_shown(cell.program)} | {cell.batch} | {cell.phase} "
-        yield (
-            where
-            + f"| {1e3 * cell.predicted:.2f} | {1e3 * cell.measured:.2f} | {cell.off:+.0%} | {cell.in_step:+.0%} | {cell.repeated:+.0%} |"
-        )
+        where = cell.model, cell.ranks, cell.link, _shown(cell.program), cell.batch, cell.phase
+        seconds = (f"{1e3 * each:.2f}" for each in (cell.predicted, cell.measured))
+        parts = (f"{each:+.0%}" for each in (cell.off, cell.in_step, cell.repeated))
+        yield f"| {' | '.join([*map(str, where), *seconds, *parts])} |"
     yield ""
     yield f"{note[:1].upper()}{note[1:]}."
 

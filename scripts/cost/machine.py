@@ -141,10 +141,9 @@ def measured(model: Model, factored: Path, ranks: int, options: argparse.Namespa
                     sample_exchanges(started, "shm", one, TYPICAL[options.typical])
                 found.rounds += [one] if number else []
                 for way, load, name in product(links, loads, found.plans):
-                    if not number:
-                        load = replace(load, new=2)
                     candidate = Candidate(f"{way.name} {name}", found.plans[name])
-                    lead = run_once(started, candidate, load, plan.vocabulary)[0]
+                    short = load if number else replace(load, new=2)
+                    lead = run_once(started, candidate, short, plan.vocabulary)[0]
                     if number:
                         for kind, decode in (("prefill", False), ("decode", True)):
                             seconds = [each.seconds for each in lead.passes if each.decode == decode]
@@ -188,7 +187,7 @@ def written(model: Model, everything: Sequence[Measured], options: argparse.Name
 
 def file_of(model: Model, plans: dict[int, Plan], rounds: dict[int, list[Round]], options: argparse.Namespace) -> str:
     """A hardware file."""
-    calibration = MachineCalibration(plans, "cpu", options.rounds, ("shm",), TYPICAL[options.typical])
+    calibration = MachineCalibration(model.shapes, plans, "cpu", options.rounds, ("shm",), TYPICAL[options.typical])
     return hardware_text(model.name, calibration, rounds)
 
 
