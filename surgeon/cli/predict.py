@@ -260,6 +260,8 @@ def _heading(name: str, hardware: Hardware, deployment: Deployment, load: Predic
     ranks = "" if swept else f"{deployment.ranks} {'rank' if deployment.ranks == 1 else 'ranks'}, "
     connected = swept or deployment.ranks > 1
     link = f"{deployment.link or next(iter(hardware.links), 'no link')}, " if connected else ""
+    if deployment.ranks > (deployment.node or hardware.devices) and hardware.networks:
+        link += f"{deployment.network or next(iter(hardware.networks))}, "
     compress = f"{deployment.compress}, " if deployment.compress else ""
     return f"{name} on {hardware.name}: {ranks}{link}{deployment.dtype}, {compress}prompt {load.prompt}, {load.new} new"
 
