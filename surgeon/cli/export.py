@@ -70,7 +70,7 @@ def export(
         typer.Option(
             help="plain: an ordinary checkpoint of whole layers. fused: layers side by side stored as one wide layer "
             "(transformers and vLLM, with a small modeling file inside). program: anything else (transformers, "
-            "likewise). auto: the first of these that is exact."
+            "likewise; vLLM, too, where it is low-rank only). auto: the first of these that is exact."
         ),
     ] = "auto",
     dtype: Annotated[

@@ -17,8 +17,6 @@ import psutil
 import torch
 import yaml
 
-from surgeon.checkpoint.load import read_config
-from surgeon.checkpoint.read import Checkpoint
 from surgeon.cost.fit import Figures, Fit
 from surgeon.cost.hardware_file import parse_hardware
 from surgeon.cost.samples import Round, Typical, measure_ranks, steps_of_measuring
@@ -38,21 +36,20 @@ class MachineCalibration:
     """What is measured.
 
     Attributes:
+        shapes: of the model.
         plans: of the unedited model, by number of ranks; one rank is among them.
         device: "cpu" or "cuda".
         rounds: how often everything is measured.
+        ways: in which ranks are connected, the first one in passes.
         typical: which of several times of the same counts. The median, unless other work disturbs most of them.
     """
 
+    shapes: ModelShapes
     plans: Mapping[int, Plan]
     device: str = "cpu"
     rounds: int = 5
+    ways: tuple[str, ...] = WAYS["cpu"]
     typical: Typical = median
-
-    @property
-    def ways(self) -> tuple[str, ...]:
-        """In which ranks are connected."""
-        return WAYS[self.device]
 
     @property
     def steps(self) -> int:
@@ -85,15 +82,13 @@ def hardware_text(name: str, calibration: MachineCalibration, measured: Mapping[
     Raises:
         ValueError: if what was measured makes no hardware.
     """
-    plan = calibration.plans[1]
-    shapes = ModelShapes.of(plan.folder.name, read_config(Checkpoint(plan.folder)))
-    static = is_static(plan, calibration.device)
+    shapes, static = calibration.shapes, is_static(calibration.plans[1], calibration.device)
     rounds = {
         ranks: [Fit(calibration.plans[ranks], shapes, one, static).figures(calibration.ways) for one in each]
         for ranks, each in measured.items()
     }
-    document = _Document(name, calibration, rounds)
-    text = f"{_head(calibration)}\n{yaml.safe_dump(document.made(), sort_keys=False, width=120)}"
+    made = _Document(name, calibration, rounds).made()
+    text = f"{_head(calibration)}\n{yaml.safe_dump(made, sort_keys=False, width=120, default_flow_style=None)}"
     parse_hardware(text)
     return text
 
@@ -132,7 +127,7 @@ class _Document:
         together = device == "cpu" and len(self.rounds) > 1
         found: dict[str, Any] = {
             "name": self.name,
-            "note": f"measured at the shapes of {plan.folder.name}",
+            "note": f"measured at the shapes of {self.calibration.shapes.name}",
             "devices": 1 if device == "cpu" else torch.cuda.device_count(),
             "device": {
                 "memory": self._memory(),

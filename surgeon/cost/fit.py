@@ -57,8 +57,9 @@ class Fit:
 
     def figures(self, ways: Sequence[str]) -> Figures:
         """All of them, rates in units per second."""
-        found = {"host.launch": self.measured.launches["operation"], "host.launches.product.1": self.product_launch}
-        found["host.graph"] = self.measured.launches.get("graph", found["host.launch"])
+        launches = self.measured.launches
+        found = {"host.launch": launches["operation"], "host.graph": launches.get("graph", launches["operation"])}
+        found |= {f"host.launches.{name}.1": launches[name] for name in ("product", "join")}
         found |= self._products() | self._copies() | self._attention() | self._passes()
         if self.plan.ranks > 1:
             found |= self._exchanges(ways)

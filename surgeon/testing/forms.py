@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from surgeon.checkpoint.compare import Compared
 from surgeon.checkpoint.describe import describe
 from surgeon.checkpoint.export import Original, plan_export, write_export
-from surgeon.checkpoint.forms import FORMS, Form, form_of
+from surgeon.checkpoint.forms import FORMS, Form, StoredModel, form_of
 from surgeon.checkpoint.load import load, read_config
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.model import edit, restore
@@ -93,8 +93,6 @@ class FormContract:
 
     def test_it_is_known_and_described(self, form: Form) -> None:
         assert FORMS[form.name] is form
-        assert form.on_vllm.endswith(":"), "a command follows it"
-        assert form.vllm_command("vllm serve NAME")
         assert bool(form.why_code) == (form.shipped is not None), "who has to trust a file is told why"
 
     def test_it_computes_what_the_program_does(
@@ -117,7 +115,12 @@ class FormContract:
             assert str(found.program) == program
             reason = json.loads((folder / "surgeon.json").read_text())["reason"]
             assert reason, "users read why it has this form"
-            assert f"It is in surgeon's {form} form" in " ".join((folder / "README.md").read_text().split())
+            card = " ".join((folder / "README.md").read_text().split())
+            assert f"It is in surgeon's {form} form" in card
+            how, command = form.serving(StoredModel(Checkpoint(folder), found.config, found.family), "vllm serve NAME")
+            assert how.endswith(":"), "a command follows it"
+            assert f"### vLLM {how} ```bash" in card
+            assert "vllm serve NAME" in command
         assert not form.marks(Checkpoint(source).config), "the original is in no edited form"
 
     def test_its_layers_are_the_originals(self, form: Form, exported: Exported) -> None:

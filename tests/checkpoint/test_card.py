@@ -92,6 +92,20 @@ def test_ranks_are_said_once_for_equal_layers(tmp_path: Path) -> None:
     assert "`F4@up64,down96` has two factors in place of matrices, of rank 64 for up and 96 for down." in words
     parameters = [sum(p.numel() for p in surgeon.load(folder).parameters()) for folder in (tmp_path / "edited", source)]
     assert f"| parameters | {parameters[0]:,} | {parameters[1]:,} |" in text
+    assert "Unmodified vLLM, without surgeon, by the modeling file in this folder:" in words
+    assert "--tensor-parallel-size 2 --trust-remote-code\n```" in text
+    assert "plugin" not in text
+
+
+def test_factors_that_vllm_cannot_divide_are_left_to_the_plugin(tmp_path: Path) -> None:
+    source = save_checkpoint(tmp_path / "tiny", "opt", num_layers=2)
+    run_export(source, tmp_path / "edited", "A0@q5,o6 F0 A1 F1@up7")
+    words = " ".join(card_of(tmp_path / "edited").split())
+    assert (
+        "vLLM needs surgeon's plugin, because OPT's attention in transformers goes by the number of all heads" in words
+    )
+    assert "--tensor-parallel-size 2 --enforce-eager" in words
+    assert "Unmodified" not in words
 
 
 @pytest.mark.parametrize("form", PROGRAMS)

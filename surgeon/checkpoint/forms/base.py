@@ -18,6 +18,8 @@ from surgeon.model import PROGRAM_KEY
 from surgeon.program import Program
 from surgeon.weights import FactorSource
 
+BY_THE_FILE = "Unmodified vLLM, without surgeon, by the modeling file in this folder:"
+
 
 @dataclass(frozen=True)
 class StoredModel:
@@ -52,7 +54,7 @@ class Form(ABC):
         shipped: the modeling file inside its checkpoints, if they need one.
         widths_differ: whether its layers may differ in width.
         why_code: why it needs the modeling file, for people who have to trust it.
-        on_vllm: how vLLM runs it, in a sentence.
+        on_vllm: how vLLM runs it, in a sentence; `serving` says it of one checkpoint.
     """
 
     name: str
@@ -149,9 +151,9 @@ class Form(ABC):
 
     # How it is used.
 
-    def vllm_command(self, serve: str) -> str:
-        """What to type for vLLM, from `vllm serve` with the model's name."""
-        return serve
+    def serving(self, stored: StoredModel, serve: str) -> tuple[str, str]:  # noqa: ARG002
+        """How vLLM runs a checkpoint, in a sentence, and what to type, from `vllm serve` with the model's name."""
+        return self.on_vllm, serve if self.shipped is None else f"{serve} --trust-remote-code"
 
 
 def config_beside(checkpoint: Checkpoint, config_class: Any) -> Any:

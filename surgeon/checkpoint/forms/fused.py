@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from surgeon.checkpoint import remote_code
-from surgeon.checkpoint.forms.base import Form, Layout, StoredModel, config_beside
+from surgeon.checkpoint.forms.base import BY_THE_FILE, Form, Layout, StoredModel, config_beside
 from surgeon.checkpoint.forms.fused_tensors import FusedPlanner, groups_of
 from surgeon.checkpoint.forms.planning import PlannedTensor
 from surgeon.checkpoint.forms.stored_layers import (
@@ -48,7 +48,7 @@ class Fused(Form):
     shipped = remote_code.FUSED
     widths_differ = True
     why_code = "some of its layers are wider than others, which no class of transformers allows"
-    on_vllm = "Unmodified vLLM, without surgeon, by the modeling file in this folder:"
+    on_vllm = BY_THE_FILE
 
     def lay_out(self, program: Program, family: Family, config: Any) -> Layout:
         layers = stored_layers(program, family.steps_per_layer)
@@ -95,9 +95,6 @@ class Fused(Form):
 
     def model_class(self, checkpoint: Checkpoint, config: Any) -> Any:  # noqa: ARG002
         return self.shipped.model_class(config.model_type)
-
-    def vllm_command(self, serve: str) -> str:
-        return f"{serve} --trust-remote-code"
 
 
 FUSED = Fused()

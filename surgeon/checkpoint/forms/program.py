@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # type: ignore[attr-defined]
 
 from surgeon.checkpoint import remote_code
-from surgeon.checkpoint.forms.base import Form, Layout, StoredModel, config_beside
+from surgeon.checkpoint.forms.base import BY_THE_FILE, Form, Layout, StoredModel, config_beside
 from surgeon.checkpoint.forms.planning import PlannedTensor
 from surgeon.checkpoint.forms.stored_layers import Inexpressible, StoredLayer, require_divisible
 from surgeon.checkpoint.read import Checkpoint
@@ -27,7 +27,7 @@ class ProgramForm(Form):
 
     name = "program"
     shipped = remote_code.PROGRAM
-    why_code = "no class of transformers runs layers as its program says"
+    why_code = "no class of transformers runs its program"
     on_vllm = (
         "With surgeon installed beside vLLM (from a clone or a wheel), which finds surgeon's plugin by itself and "
         "then knows this model; the modeling file in this folder is not used:"
@@ -43,7 +43,11 @@ class ProgramForm(Form):
         layers = tuple(StoredLayer((one.sublayer(ATTENTION),), (one.sublayer(FEED_FORWARD),)) for one in groups.groups)
         require_divisible(program.sublayers(), family, config)
         renumbered = program.renamed(lambda sublayer: replace(sublayer, layers=(groups.place(sublayer),)))
-        reason = "transformers loads it with the modeling file inside (trust_remote_code=True), which runs the program"
+        why_plugin = needs_plugin(renumbered, family, config, len(layers))
+        who = "transformers loads" if why_plugin else "transformers and unmodified vLLM load"
+        reason = f"{who} it with the modeling file inside (trust_remote_code=True), which runs the program"
+        if why_plugin:
+            reason += f"; vLLM needs surgeon's plugin, because {why_plugin}"
         return Layout(self, reason, layers, renumbered)
 
     def sources(self, program: Program, family: Family, num_layers: int) -> list[tuple[int, ...]]:  # noqa: ARG002
@@ -60,8 +64,12 @@ class ProgramForm(Form):
         return [_under_its_own_name(tensor, original.family) for tensor in planned]
 
     def class_entries(self, original: StoredModel, layout: Layout) -> dict[str, Any]:
-        runs = {PROGRAM_KEY: str(layout.program), FAMILY_KEY: family_row(original.family, original.config)}
-        return self.shipped.entries(original.family.model_type) | runs
+        family, config = original.family, original.config
+        runs = {PROGRAM_KEY: str(layout.program), FAMILY_KEY: family_row(family, config)}
+        scale = family.logit_scale(config)
+        # By this name vLLM's transformers backend, which has a head of its own, knows it.
+        scaled = {} if scale is None else {"logit_scale": scale}
+        return self.shipped.entries(family.model_type) | runs | scaled
 
     def marks(self, config: dict[str, Any]) -> bool:
         return PROGRAM_KEY in config
@@ -73,11 +81,33 @@ class ProgramForm(Form):
         weights = ModelWeights(checkpoint, family_of(config), family_of(config).head_dim(config))
         return with_factors(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], weights)
 
-    def vllm_command(self, serve: str) -> str:
-        return f"pip install --no-deps PATH_OF_SURGEON\n{serve} --enforce-eager"
+    def serving(self, stored: StoredModel, serve: str) -> tuple[str, str]:
+        program = Program.parse(stored.checkpoint.config[PROGRAM_KEY])
+        if needs_plugin(program, stored.family, stored.config, int(stored.config.num_hidden_layers)) is None:
+            return BY_THE_FILE, f"{serve} --trust-remote-code"
+        return self.on_vllm, f"pip install --no-deps PATH_OF_SURGEON\n{serve} --enforce-eager"
 
 
 PROGRAM = ProgramForm()
+
+
+def needs_plugin(program: Program, family: Family, config: Any, num_layers: int) -> str | None:
+    """Why unmodified vLLM cannot run a program on several ranks; None if it can.
+
+    Its transformers backend runs the stock decoder with projections that are each divided by columns, by rows or not at
+    all, as the modeling file's plan says.
+
+    Args:
+        program: over stored layers.
+        num_layers: that are stored.
+    """
+    if program.whole() != Program.dense(num_layers, family.steps_per_layer):
+        return "the program is another than one layer after the other"
+    if family.attention.counts:
+        return f"{family.name}'s attention in transformers goes by the number of all heads, of which a rank has some"
+    if family.units(config)["kv_heads"] == 1:
+        return "ranks cannot divide one KV head"
+    return None
 
 
 def family_row(family: Family, config: Any) -> dict[str, Any]:
@@ -101,6 +131,7 @@ def family_row(family: Family, config: Any) -> dict[str, Any]:
         "output_scale": family.output_scale(config),
         "arguments": list(family.arguments),
         "returns_tuple": family.returns_tuple,
+        "steps": family.steps_per_layer,
     }
 
 

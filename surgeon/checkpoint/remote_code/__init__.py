@@ -11,6 +11,7 @@ What config.json of a checkpoint in the program form says, for a Llama (`model_t
     auto_map         AutoConfig, AutoModel and AutoModelForCausalLM: ProgramLlamaConfig, ProgramLlamaModel and
                      ProgramLlamaForCausalLM of modeling_surgeon_program.py
     surgeon_program  the program's text, over the stored layers
+    logit_scale      what logits are multiplied by, where they are: vLLM's name for it
     surgeon_family   where a layer of the architecture has its sublayers, and how the decoder calls it (`Family` in the
                      modeling file)
     the rest         as in the original's, `num_hidden_layers` and lists with one entry per layer following the stored

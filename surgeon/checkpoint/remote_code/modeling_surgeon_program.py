@@ -16,6 +16,9 @@ between architectures stands in its config's `surgeon_family`.
 While a model lives, its config has one entry per attention of the program, so that caches and masks fit; written out,
 it has one per stored layer. There are no layers whose outputs `output_hidden_states` could collect: it is refused.
 Modules are changed while they run (their cache entry, their slice), so threads must not run one model at once.
+
+Where the program is one layer after the other, as in "A0@q64 F0 A1 F1@up64", the stock list of layers stays, and
+nothing of the last paragraph holds. Unmodified vLLM runs such a model on its ranks, by the plan that `plan_of` makes.
 """
 
 import copy
@@ -50,6 +53,7 @@ class Family(NamedTuple):
     output_scale: float | None  # what sublayer outputs are multiplied by
     arguments: tuple[str, ...]  # what the decoder hands a layer by position after the stream
     returns_tuple: bool  # whether a layer returns (stream, attention weights)
+    steps: int  # of a layer of the unedited model: 2, or 1 where attention and feed-forward read the same stream
 
 
 def family_in(config: Any) -> Family:
@@ -132,6 +136,14 @@ def sublayers(nodes: list[Any]) -> Iterator[Sublayer]:
         else:
             for branch in node.branches:
                 yield from sublayers(branch)
+
+
+def in_stock_order(nodes: list[Any], steps: int, layers: int) -> bool:
+    """Whether the program is what the stock decoder does: every layer whole, one after the other."""
+    names = [[(kind, layer) for kind in "AF"] for layer in range(layers)]
+    stock = names if steps == 1 else [[name] for layer in names for name in layer]
+    plain = all(isinstance(node, Step) and not node.late for node in nodes)
+    return plain and stock == [[(s.kind, s.layer) for s in node.sublayers if s.piece is None] for node in nodes]
 
 
 def part(features: Tensor, piece: tuple[int, int], shares: tuple[int, ...] = (1,), dim: int = -1) -> Tensor:
@@ -221,6 +233,42 @@ def factorise(layer: nn.Module, family: Family, sublayer: Sublayer) -> None:
 def linear(inputs: int, outputs: int, rank: int | None, bias: bool) -> nn.Module:
     """A projection, as two factors if it has a rank."""
     return nn.Linear(inputs, outputs, bias=bias) if rank is None else Factored(inputs, outputs, rank, bias)
+
+
+CLASSES: dict[Any, type] = {}  # of modules that have factors, by the stock class and by which
+
+
+def give_own_class(module: nn.Module) -> None:
+    """Let a module in which factors stand for projections be of a class of its own, of the same name.
+
+    vLLM looks at one module of a class, and takes the others to have the same projections.
+    """
+    stock = type(module)
+    factored = tuple(name for name, child in module.named_children() if isinstance(child, (Factored, TakenApart)))
+    if factored:
+        own = type(stock.__name__, (stock,), {"__module__": stock.__module__})
+        module.__class__ = CLASSES.setdefault((stock, factored), own)
+
+
+def plan_of(layers: nn.ModuleList, path: str, family: Family) -> dict[str, str]:
+    """How tensor-parallel ranks share the layers' projections, by their paths from the model.
+
+    What reads the stream has some of its outputs on each rank, what writes to it some of its inputs. Of two factors the
+    one on the stream's side is whole on every rank: the outputs of the other are divided, or the sum over ranks of its
+    outputs, which are as many as the rank, is taken before it. A projection that is not named is whole, too.
+    """
+    found: list[dict[str, str]] = []
+    for layer in layers:
+        found.append({})
+        for place in family.reads + family.writes:
+            whole, style = ("first", "colwise") if place in family.reads else ("second", "rowwise")
+            for name, module in layer.get_submodule(place).named_modules(prefix=place):
+                if isinstance(module, nn.Linear) and name.rpartition(".")[2] != whole:
+                    found[-1][name] = style
+    if all(styles == found[0] for styles in found):
+        return {f"{path}.*.{name}": style for name, style in found[0].items()}
+    # vLLM takes a name for the beginning of others, and a matrix in one layer may be two factors in another.
+    return {f"{path}.{k}.{name}": style for k, styles in enumerate(found) for name, style in styles.items()}
 
 
 def is_plain(module: Any) -> bool:
@@ -345,6 +393,7 @@ class RunsProgram(nn.Module):
     """Comes before a stock model class, and makes it run the program."""
 
     config: Any
+    _tp_plan: Any
 
     def __init__(self, config: Any) -> None:
         config = copy.deepcopy(config)
@@ -355,10 +404,23 @@ class RunsProgram(nn.Module):
         program = parse(config.surgeon_program)
         for sublayer in sublayers(program):
             factorise(layers[sublayer.layer], self.family, sublayer)
+        for module in layers.modules():
+            give_own_class(module)
+        self._tp_plan = self.planned(path, layers)
+        if in_stock_order(program, self.family.steps, len(layers)):
+            return
         set_at(self, path, ProgramLayers(layers, config, self.family, program))
         decoder = self.get_submodule(path.rpartition(".")[0])
         decoder.register_forward_pre_hook(self.refuse_collecting, with_kwargs=True)
         describe_slots(config)
+
+    def planned(self, path: str, layers: nn.ModuleList) -> dict[str, str]:
+        """The stock plan for tensor-parallel ranks, with factors in it."""
+        stock: dict[str, str] = self._tp_plan or {}
+        if self.family.counts:
+            return stock  # modules that go by their own number of heads cannot have those of a rank
+        ours = tuple(f"{path}.*.{place}" for place in self.family.reads + self.family.writes)
+        return {name: style for name, style in stock.items() if name not in ours} | plan_of(layers, path, self.family)
 
     def refuse_collecting(self, decoder: nn.Module, args: Any, given: dict[str, Any]) -> None:  # noqa: ARG002
         """Refuse what only whole layers could give."""

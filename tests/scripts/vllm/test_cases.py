@@ -11,6 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from scripts.vllm import cases as script
+from scripts.vllm import checkpoints
+from surgeon.program import Program
 from tests.models import save_checkpoint, tiny_model
 
 IDS = torch.randint(2, 97, (2, 9), generator=torch.Generator().manual_seed(1))
@@ -45,10 +47,24 @@ def test_padded_heads_compute_the_same(tmp_path: Path) -> None:
 def test_every_model_is_tried_in_every_form(tmp_path: Path) -> None:
     source = save_checkpoint(tmp_path / "source", num_layers=4)
     cases = list(script.cases_of("mine", source, tmp_path, with_plugin=False))
-    assert [(case.form, case.plugin) for case in cases] == [("dense", False), ("plain", False), ("fused", False)]
+    assert [case.form for case in cases] == ["dense", "plain", "fused", "keep 0.6", "odd ranks"]
+    assert not any(case.plugin for case in cases)
     programs = [json.loads((case.folder / "surgeon.json").read_text())["program"] for case in cases[1:]]
-    assert programs == ["A0 F0 A1 F1 A3 F3", "A0 F0 [A1 A2] [F1 F2] A3 F3"]
+    assert programs[:2] == ["A0 F0 A1 F1 A3 F3", "A0 F0 [A1 A2] [F1 F2] A3 F3"]
+    kept = Program.parse(programs[2])
+    assert str(kept.whole()) == "A0 F0 A1 F1 A2 F2 A3 F3"
+    assert all(sublayer.ranks for sublayer in kept.sublayers())
+    odd = "A0 F0 A1@q7,k7,v7,o7 F1@gate7,up7,down7 A2@o7 F2@down7 A3@q7,k7,v7 F3@gate7,up7"
+    assert programs[3] == odd
     assert script.prompts(cases[0]) == script.prompts(cases[2])
+
+
+def test_factors_that_vllm_cannot_divide_are_for_the_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = save_checkpoint(tmp_path / "source", "opt", num_layers=3)
+    monkeypatch.setattr(checkpoints, "write_export", lambda *_: None)
+    found = [list(script.cases_of("mine", source, tmp_path, with_plugin)) for with_plugin in (False, True)]
+    ranked = [[case.plugin for case in cases if case.form in ("keep 0.6", "odd ranks")] for cases in found]
+    assert ranked == [[], [True, True]]
 
 
 def test_an_engine_that_fails_is_started_again_for_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
