@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from surgeon.cost.costed import Costed
     from surgeon.cost.hardware import Hardware
     from surgeon.cost.predict import Deployment, Workload
-    from surgeon.cost.sweep import Cell
+    from surgeon.cost.sweep import SweepCell
 
 _VARIANTS_LISTED = ", ".join(described(name, variant.note) for name, variant in VARIANTS.items())
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -245,7 +245,7 @@ def _one_of(option: str, word: str, known: tuple[str, ...]) -> str:
     return word
 
 
-def _refuse(cells: list[Cell], hardware: Hardware) -> None:
+def _refuse(cells: list[SweepCell], hardware: Hardware) -> None:
     """Say of the first that cannot run why, and what would do."""
     from surgeon.cost.sweep import explain_memory
 
@@ -266,14 +266,14 @@ def _heading(name: str, hardware: Hardware, deployment: Deployment, load: Predic
     return f"{name} on {hardware.name}: {ranks}{link}{deployment.dtype}, {compress}prompt {load.prompt}, {load.new} new"
 
 
-def _say(cells: list[Cell], heading: str, swept: bool) -> None:
+def _say(cells: list[SweepCell], heading: str, swept: bool) -> None:
     from surgeon.report.predict import describe_predictions, describe_sweep, prediction_table
 
     table = prediction_table(cells)
     typer.echo(f"{heading}\n\n{describe_sweep(table) if swept else describe_predictions(table)}")
 
 
-def _write(folder: Path, model: str, cells: list[Cell], hardware: Hardware, heading: str, swept: bool) -> None:
+def _write(folder: Path, model: str, cells: list[SweepCell], hardware: Hardware, heading: str, swept: bool) -> None:
     from dataclasses import asdict
 
     from surgeon.cost.hardware_file import write_hardware

@@ -16,12 +16,13 @@ from surgeon.memory import show_size
 
 MOST_RANKS = 64  # that are looked at for those that have room
 MOST_TEXTS = 1 << 16  # likewise
+TOO_LARGE = "does not fit into memory"
 AXES = ("ranks", "batch", "prompt", "new")
 _RANGE = re.compile(r"(\d{1,7})(?:\.\.(\d{1,7}))?")
 
 
 @dataclass(frozen=True)
-class Cell:
+class SweepCell:
     """One prediction, or why there is none.
 
     Attributes:
@@ -73,7 +74,7 @@ def sweep(
     workload: Workload,
     axes: Mapping[str, Sequence[int]],
     advance: Callable[[float], None] = lambda _: None,
-) -> list[Cell]:
+) -> list[SweepCell]:
     """Predict every program for all combinations of what the axes say, in their order.
 
     Args:
@@ -89,18 +90,20 @@ def sweep(
     return cells
 
 
-def cell(costed: Costed, hardware: Hardware, deployment: Deployment, workload: Workload) -> Cell:
+def cell(costed: Costed, hardware: Hardware, deployment: Deployment, workload: Workload) -> SweepCell:
     """One prediction; what the ranks or their memory refuse is told in it."""
     deployment = replace(deployment, connected=deployment.connected and costed.connected)
     try:
         program = costed.program(deployment.ranks)
         prediction = predict(costed.shapes, program, hardware, workload, deployment)
     except ValueError as error:
-        return Cell(costed, deployment, workload, None, str(error))
-    return Cell(costed, deployment, workload, prediction, "" if prediction.memory.fits else "does not fit into memory")
+        return SweepCell(costed, deployment, workload, None, str(error))
+    return SweepCell(
+        costed, deployment, workload, prediction, "" if prediction.memory.fits else "does not fit into memory"
+    )
 
 
-def explain_memory(cell: Cell, hardware: Hardware) -> str:
+def explain_memory(cell: SweepCell, hardware: Hardware) -> str:
     """What a prediction that does not fit needs, and what would do: fewer texts, or more ranks."""
     prediction, workload = cell.prediction, cell.workload
     assert prediction is not None
@@ -123,7 +126,7 @@ def explain_memory(cell: Cell, hardware: Hardware) -> str:
     )
 
 
-def ranks_with_room(cell: Cell, hardware: Hardware) -> Iterator[int]:
+def ranks_with_room(cell: SweepCell, hardware: Hardware) -> Iterator[int]:
     """Numbers of ranks, more than the cell's, that can share the program and have room for it."""
     for ranks in range(cell.deployment.ranks + 1, MOST_RANKS + 1):
         if ranks > hardware.devices and not hardware.networks:
@@ -138,7 +141,7 @@ def ranks_with_room(cell: Cell, hardware: Hardware) -> Iterator[int]:
             yield ranks
 
 
-def _dtype(cell: Cell) -> str:
+def _dtype(cell: SweepCell) -> str:
     assert cell.prediction is not None
     return cell.prediction.plan.dtype
 

@@ -12,9 +12,10 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from surgeon.cost.predict import PassCost
-from surgeon.cost.sweep import Cell
+from surgeon.cost.sweep import TOO_LARGE, SweepCell
 from surgeon.memory import show_size
 from surgeon.provenance import whole_file
 from surgeon.report.bench import aligned
@@ -27,7 +28,7 @@ _LINES = ("#33638d", "#f0a04b", "#4aa36c", "#c8553d", "#7b5ea7", "#8a8a8a", "#c9
 _MOST_PANELS = 8
 
 
-def prediction_table(cells: Sequence[Cell]) -> pd.DataFrame:
+def prediction_table(cells: Sequence[SweepCell]) -> pd.DataFrame:
     """One row per program, ranks and load; speedups are over the first program on the same ranks for the same load."""
     table = pd.DataFrame([_row(cell) for cell in cells])
     where = ["ranks", "batch", "prompt", "new"]
@@ -39,7 +40,7 @@ def prediction_table(cells: Sequence[Cell]) -> pd.DataFrame:
     return table
 
 
-def _row(cell: Cell) -> dict[str, object]:
+def _row(cell: SweepCell) -> dict[str, object]:
     load, found = cell.workload, cell.prediction
     row: dict[str, object] = {
         "program": cell.costed.name,
@@ -97,7 +98,7 @@ def describe_sweep(table: pd.DataFrame) -> str:
 def _notes(table: pd.DataFrame) -> str:
     """What the sweep's marks stand for."""
     notes = []
-    if not table["fits"].all() and (table["refused"] == "does not fit into memory").any():
+    if not table["fits"].all() and (table["refused"] == TOO_LARGE).any():
         notes.append(f"!: does not fit into the {show_size(table['there_bytes'].max())} that there are for it.")
     refused = table[table["first_token_ms"].isna()]
     notes += [f"refused: {reason}" for reason in refused["refused"].drop_duplicates()]
@@ -210,6 +211,9 @@ def draw_sweep(table: pd.DataFrame, path: Path, title: str) -> Path:
     if several:
         rows[1][0].set_ylabel(f"times {table['program'].iloc[0]}", fontsize=9)
     handles, labels = rows[0][0].get_legend_handles_labels()
+    if not table["fits"].all():
+        handles.append(Line2D([], [], marker="o", ms=3.6, ls="", color="#444444", markerfacecolor="white"))
+        labels.append("does not fit into memory")
     figure.legend(handles, labels, loc="outside lower center", ncols=min(6, len(labels)), fontsize=8, frameon=False)
     return _saved(figure, path, title)
 
