@@ -98,9 +98,8 @@ def cell(costed: Costed, hardware: Hardware, deployment: Deployment, workload: W
         prediction = predict(costed.shapes, program, hardware, workload, deployment)
     except ValueError as error:
         return SweepCell(costed, deployment, workload, None, str(error))
-    return SweepCell(
-        costed, deployment, workload, prediction, "" if prediction.memory.fits else "does not fit into memory"
-    )
+    refused = "" if prediction.memory.fits else TOO_LARGE
+    return SweepCell(costed, deployment, workload, prediction, refused)
 
 
 def explain_memory(cell: SweepCell, hardware: Hardware) -> str:
