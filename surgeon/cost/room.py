@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.shapes import ModelShapes
 from surgeon.runtime.batching.blocks import blocks_for
-from surgeon.runtime.plan.memory import footprint
+from surgeon.runtime.plan.memory import Footprint, footprint
 from surgeon.runtime.plan.specification import Plan
 
 USABLE = 0.92  # of a device's memory; the rest is the driver's, the libraries' and lost between tensors
@@ -40,13 +40,16 @@ class Room:
         return self.needed <= self.there
 
 
-def room(shapes: ModelShapes, plan: Plan, hardware: Hardware, texts: int, prompt: int) -> Room:
+def room(
+    shapes: ModelShapes, plan: Plan, hardware: Hardware, texts: int, prompt: int, sizes: Footprint | None = None
+) -> Room:
     """What a rank needs to continue so many texts of the plan's length, and has.
 
     Args:
         prompt: tokens of each text that are computed together at first.
+        sizes: of the plan, if they are known already.
     """
-    sizes = footprint(plan, shapes)
+    sizes = sizes or footprint(plan, shapes)
     blocks = texts * blocks_for(plan.max_tokens)
     weights = max(range(plan.ranks), key=lambda rank: sizes.weights[rank] + blocks * sizes.block[rank])
     return Room(
@@ -59,10 +62,10 @@ def room(shapes: ModelShapes, plan: Plan, hardware: Hardware, texts: int, prompt
 
 def most_texts(shapes: ModelShapes, plan: Plan, hardware: Hardware, prompt: int, limit: int) -> int:
     """The largest batch, below a limit, that there is room for; 0 if for none."""
-    low, high = 0, limit
+    low, high, sizes = 0, limit, footprint(plan, shapes)
     while low < high - 1:
         middle = (low + high) // 2
-        if room(shapes, plan, hardware, middle, prompt).fits:
+        if room(shapes, plan, hardware, middle, prompt, sizes).fits:
             low = middle
         else:
             high = middle

@@ -7,8 +7,8 @@ from math import isnan
 
 import pytest
 
-from surgeon.bench.variants import variant
 from surgeon.cost.predict import Deployment, Prediction, Workload, predict
+from surgeon.operations.variants import variant
 from surgeon.program import Program
 from surgeon.runtime.comm.link import Link
 from tests.cost.examples import hardware, shapes
