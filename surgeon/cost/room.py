@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.shapes import ModelShapes
@@ -10,6 +11,7 @@ from surgeon.runtime.batching.blocks import blocks_for
 from surgeon.runtime.plan.memory import Footprint, footprint
 from surgeon.runtime.plan.specification import Plan
 
+KEPT = 16  # plans of which it is remembered what is the same for all batches
 USABLE = 0.92  # of a device's memory; the rest is the driver's, the libraries' and lost between tensors
 
 
@@ -40,16 +42,13 @@ class Room:
         return self.needed <= self.there
 
 
-def room(
-    shapes: ModelShapes, plan: Plan, hardware: Hardware, texts: int, prompt: int, sizes: Footprint | None = None
-) -> Room:
+def room(shapes: ModelShapes, plan: Plan, hardware: Hardware, texts: int, prompt: int) -> Room:
     """What a rank needs to continue so many texts of the plan's length, and has.
 
     Args:
         prompt: tokens of each text that are computed together at first.
-        sizes: of the plan, if they are known already.
     """
-    sizes = sizes or footprint(plan, shapes)
+    sizes = _footprint(plan, shapes)
     blocks = texts * blocks_for(plan.max_tokens)
     weights = max(range(plan.ranks), key=lambda rank: sizes.weights[rank] + blocks * sizes.block[rank])
     return Room(
@@ -62,14 +61,19 @@ def room(
 
 def most_texts(shapes: ModelShapes, plan: Plan, hardware: Hardware, prompt: int, limit: int) -> int:
     """The largest batch, below a limit, that there is room for; 0 if for none."""
-    low, high, sizes = 0, limit, footprint(plan, shapes)
+    low, high = 0, limit
     while low < high - 1:
         middle = (low + high) // 2
-        if room(shapes, plan, hardware, middle, prompt, sizes).fits:
+        if room(shapes, plan, hardware, middle, prompt).fits:
             low = middle
         else:
             high = middle
     return low
+
+
+@lru_cache(maxsize=KEPT)
+def _footprint(plan: Plan, shapes: ModelShapes) -> Footprint:
+    return footprint(plan, shapes)
 
 
 def _together(hardware: Hardware, ranks: int) -> int:
