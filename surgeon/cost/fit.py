@@ -47,23 +47,50 @@ class Rates(NamedTuple):
 
 
 class Fit:
-    """One round of one number of ranks."""
+    """One round of one number of ranks.
+
+    Ranks wait for the slowest of them, and where they outnumber the cores, for these. What they wait longer the more
+    they compute is therefore counted as computing: every part takes `1 + uneven` times what it took.
+
+    Attributes:
+        uneven: seconds of waiting for each second of computing.
+    """
 
     def __init__(self, plan: Plan, shapes: ModelShapes, measured: Round, static: bool) -> None:
         self.plan, self.shapes, self.measured = plan, shapes, measured
         self.rank_work = RankWork(plan, shapes, lambda _: False, static)
         self.works = rank_work(Program.parse(plan.program), 0, plan.ranks)
-        self.product_launch = measured.launches["product"]
+        self.uneven = self._unevenness()
+        self.product_launch = self._launch("product")
 
     def figures(self, ways: Sequence[str]) -> Figures:
         """All of them, rates in units per second."""
-        launches = self.measured.launches
-        found = {"host.launch": launches["operation"], "host.graph": launches.get("graph", launches["operation"])}
-        found |= {f"host.launches.{name}.1": launches[name] for name in ("product", "join")}
+        found = {"host.launch": self._launch("operation"), "host.launches.product.1": self.product_launch}
+        found["host.launches.join.1"] = self._launch("join")
+        found["host.graph"] = self._launch("graph" if "graph" in self.measured.launches else "operation")
         found |= self._products() | self._copies() | self._attention() | self._passes()
         if self.plan.ranks > 1:
             found |= self._exchanges(ways)
         return found
+
+    def _launch(self, name: str) -> float:
+        return (1 + self.uneven) * self.measured.launches[name]
+
+    def _unevenness(self) -> float:
+        """By least squares over decoding passes, given what a collective takes in which nobody waits for a rank."""
+        if self.plan.ranks == 1:
+            return 0.0
+        least = min(self.measured.waiting.values())
+        pairs = []
+        for one in (one for one in self.whole if one.decode and one.counts.get(WAITING)):
+            computing = sum(one.parts[f"{SUBLAYER} {kind}"] * one.counts[f"{SUBLAYER} {kind}"] for kind in KINDS)
+            pairs.append((computing / one.counts[WAITING], one.parts[WAITING] - least))
+        squares = sum(computing**2 for computing, _ in pairs)
+        return max(0.0, sum(computing * longer for computing, longer in pairs) / squares) if squares else 0.0
+
+    def part(self, name: str, sample: PassSample) -> float:
+        """Seconds of a part of a sublayer, with the waiting that belongs to it."""
+        return (1 + self.uneven) * sample.parts[name]
 
     def sample(self, texts: int, new: int, layers: str = WHOLE) -> PassSample:
         """The pass of that size."""
@@ -96,14 +123,14 @@ class Fit:
 
     def timed(self, kind: str, name: str, sample: PassSample) -> Held:
         """A kernel of a sublayer, and what was measured of it."""
-        kernel, parts = self.kernels(kind, sample)[name], sample.parts
+        kernel = self.kernels(kind, sample)[name]
         if name == ATTENDING:
-            return Held(kernel, parts[ATTENDING])
+            return Held(kernel, self.part(ATTENDING, sample))
         if name != "rest":
-            return Held(kernel, parts[f"{name} {kind}"])
-        inside = [NORM, READING, WRITING]
-        seconds = parts[f"{SUBLAYER} {kind}"] - sum(parts[f"{each} {kind}"] for each in inside)
-        return Held(kernel, seconds - (parts[ATTENDING] if kind == "A" else 0.0))
+            return Held(kernel, self.part(f"{name} {kind}", sample))
+        inside = [f"{each} {kind}" for each in (NORM, READING, WRITING)] + [ATTENDING] * (kind == "A")
+        seconds = self.part(f"{SUBLAYER} {kind}", sample) - sum(self.part(each, sample) for each in inside)
+        return Held(kernel, seconds)
 
     def head(self, sample: PassSample) -> Held:
         """The output head's product."""
@@ -154,24 +181,24 @@ class Fit:
 
     def _per_text(self) -> float:
         one, many = (self.sample(texts, 1) for texts in (1, 32))
-        return max(0.0, (many.parts[ATTENDING] - one.parts[ATTENDING]) / (many.texts - one.texts))
+        return max(0.0, (self.part(ATTENDING, many) - self.part(ATTENDING, one)) / (many.texts - one.texts))
 
     def _fixed_attention(self) -> float:
-        return max(0.0, self.sample(1, 1).parts[ATTENDING] - self._per_text())
+        return max(0.0, self.part(ATTENDING, self.sample(1, 1)) - self._per_text())
 
     def _attention(self) -> Figures:
         some, long = self.sample(8, PROMPT), self.long
-        per_chunk = max(0.0, some.parts[ATTENDING] - self._fixed_attention()) / some.texts
+        per_chunk = max(0.0, self.part(ATTENDING, some) - self._fixed_attention()) / some.texts
         far = min((one for one in self.whole if one.decode and one.texts == 1), key=lambda one: -one.cached)
         near = self.sample(1, 1)
         read = self.timed("A", ATTENDING, far).kernel.moved - self.timed("A", ATTENDING, near).kernel.moved
-        longer = _beyond(far.parts[ATTENDING], near.parts[ATTENDING])
+        longer = _beyond(self.part(ATTENDING, far), self.part(ATTENDING, near))
         flops = self.timed("A", ATTENDING, long).kernel.flops
         return {
             "host.launches.attention.1": self._per_text(),
             f"host.launches.attention.{PROMPT}": per_chunk,
             "shares.cache": read / longer,
-            "shares.attention": flops / _beyond(long.parts[ATTENDING], per_chunk),
+            "shares.attention": flops / _beyond(self.part(ATTENDING, long), per_chunk),
         }
 
     # What is left of passes: something for every sublayer, something for every pass.
@@ -183,9 +210,11 @@ class Fit:
         found = {"host.launches.add.1": each}
         for sample in (one for one in self.measured.passes if one.layers == SHORT and one.decode):
             found[f"host.forward.{sample.texts}"] = max(0.0, self._left(sample) - each * _sublayers(sample))
-        if self.plan.ranks == 1:
-            found["host.launches.embedding.1"] = whole.parts[EMBEDDING]
-            found["host.launches.best.1"] = whole.parts[BEST]
+        # With several ranks these have collectives inside, and rank 0 waits for the others to hear of a pass.
+        times = (list(each.values()) for each in (self.measured.starting, self.measured.waiting))
+        sent = sum(min(each) for each in times if each)
+        for name in (EMBEDDING, BEST):
+            found[f"host.launches.{name}.1"] = max(0.0, whole.parts[name] - sent)
         return found
 
     def _left(self, sample: PassSample) -> float:

@@ -138,6 +138,23 @@ def sample_exchanges(ranks: Ranks, way: str, one: Round, typical: Typical) -> No
         one.waiting[way, size] = median(typical(each[size].waiting) for each in by_rank)
 
 
+def merged(rounds: Sequence[Round], typical: Typical) -> Round:
+    """One round in place of several: of everything the typical one."""
+
+    def passes(alike: Sequence[PassSample]) -> PassSample:
+        first = alike[0]
+        parts = {name: typical([one.parts[name] for one in alike]) for name in first.parts}
+        return replace(first, seconds=typical([one.seconds for one in alike]), parts=parts)
+
+    first = rounds[0]
+    return Round(
+        [passes(alike) for alike in zip(*(one.passes for one in rounds), strict=True)],
+        {name: typical([one.launches[name] for one in rounds]) for name in first.launches},
+        {key: typical([one.starting[key] for one in rounds]) for key in first.starting},
+        {key: typical([one.waiting[key] for one in rounds]) for key in first.waiting},
+    )
+
+
 def _first_layers(plan: Plan) -> str:
     nodes = Program.parse(plan.program).nodes
     return str(Program(nodes[: SHORT_LAYERS * plan.family.steps_per_layer]))
