@@ -253,7 +253,7 @@ def predict(
         cells = sweep(costed, machine, deployment, load.workload(), axes, advance)
     if over is None:
         _refuse(cells, machine)
-    heading = _heading(costed[0].shapes.name, machine, deployment, load, swept=over is not None)
+    heading = _heading(costed[0].shapes.name, machine, cells)
     _say(cells, heading, swept=over is not None)
     if output is not None:
         _write(output, model, cells, machine, heading, swept=over is not None)
@@ -278,14 +278,23 @@ def _refuse(cells: list[SweepCell], hardware: Hardware) -> None:
             raise ValueError(explain_memory(cell, hardware))
 
 
-def _heading(name: str, hardware: Hardware, deployment: Deployment, load: PredictedLoad, swept: bool) -> str:
-    ranks = "" if swept else f"{deployment.ranks} {'rank' if deployment.ranks == 1 else 'ranks'}, "
-    connected = swept or deployment.ranks > 1
-    link = f"{deployment.link or next(iter(hardware.links), 'no link')}, " if connected else ""
-    if deployment.ranks > (deployment.node or hardware.devices) and hardware.networks:
-        link += f"{deployment.network or next(iter(hardware.networks))}, "
-    compress = f"{deployment.compress}, " if deployment.compress else ""
-    return f"{name} on {hardware.name}: {ranks}{link}{deployment.dtype}, {compress}prompt {load.prompt}, {load.new} new"
+def _heading(name: str, hardware: Hardware, cells: list[SweepCell]) -> str:
+    """What all predictions have in common."""
+    from surgeon.report.predict import words_of
+
+    deployments, loads = [cell.deployment for cell in cells], [cell.workload for cell in cells]
+    ranks, common = {one.ranks for one in deployments}, deployments[0]
+    words = [words_of("ranks", ranks.pop())] if len(ranks) == 1 else []
+    most = max(one.ranks for one in deployments)
+    if most > 1:
+        words.append(common.link or next(iter(hardware.links), "no link"))
+    if most > (common.node or hardware.devices) and hardware.networks:
+        words.append(common.network or next(iter(hardware.networks)))
+    words += [str(common.dtype), *([common.compress] if common.compress else [])]
+    for axis in ("prompt", "new"):
+        values = {getattr(one, axis) for one in loads}
+        words += [words_of(axis, values.pop())] if len(values) == 1 else []
+    return f"{name} on {hardware.name}: {', '.join(words)}"
 
 
 def _say(cells: list[SweepCell], heading: str, swept: bool) -> None:
