@@ -11,6 +11,7 @@ import typer
 
 from surgeon.cli.grouped import grouped
 from surgeon.cli.options import CompressOption, ProgramOption
+from surgeon.cli.predict_best import BestPrograms, choose, default_axes
 from surgeon.operations.declare import VARIANTS, described
 
 if TYPE_CHECKING:
@@ -52,10 +53,19 @@ class PredictedPrograms:
             FileNotFoundError, ValueError: as `open_costed`; and if the layers are no range.
         """
         from surgeon.cost.costed import open_costed
+
+        return open_costed(model, self.compare or [], self.program, self.stretch)
+
+    @property
+    def stretch(self) -> range | None:
+        """The layers that may change, if they are said.
+
+        Raises:
+            ValueError: if they are no range.
+        """
         from surgeon.recipe import parse_range
 
-        stretch = None if self.layers is None else parse_range(self.layers)
-        return open_costed(model, self.compare or [], self.program, stretch)
+        return None if self.layers is None else parse_range(self.layers)
 
 
 @dataclass(frozen=True)
@@ -189,6 +199,7 @@ def predict(
     programs: PredictedPrograms,
     load: PredictedLoad,
     on: PredictedRanksArguments,
+    best: BestPrograms,
     over: Annotated[
         str | None,
         typer.Option(
@@ -200,7 +211,12 @@ def predict(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Folder for predict.csv, predict.json, predict.png.", show_default=False),
+        typer.Option(
+            "--output",
+            "-o",
+            help="Folder for predict.csv, predict.json, predict.png (best.csv, best.json, best.png with --best).",
+            show_default=False,
+        ),
     ] = None,
 ) -> None:
     """Predict what programs cost on hardware that you do not have.
@@ -224,6 +240,12 @@ def predict(
     axes = {"batch": load.batches(), **(parse_sweep(over) if over is not None else {})}
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
+    if best.best:
+        axes = default_axes(machine) if over is None else axes
+        known = best.known(costed[0], programs.stretch)
+        choose(best, known, machine, deployment, load.workload(), axes, output)
+        return
+    best.refuse_alone()
     total = len(costed)
     for values in axes.values():
         total *= len(values)
@@ -231,7 +253,7 @@ def predict(
         cells = sweep(costed, machine, deployment, load.workload(), axes, advance)
     if over is None:
         _refuse(cells, machine)
-    heading = _heading(costed[0].shapes.name, machine, deployment, load, swept=over is not None)
+    heading = _heading(costed[0].shapes.name, machine, cells)
     _say(cells, heading, swept=over is not None)
     if output is not None:
         _write(output, model, cells, machine, heading, swept=over is not None)
@@ -256,14 +278,23 @@ def _refuse(cells: list[SweepCell], hardware: Hardware) -> None:
             raise ValueError(explain_memory(cell, hardware))
 
 
-def _heading(name: str, hardware: Hardware, deployment: Deployment, load: PredictedLoad, swept: bool) -> str:
-    ranks = "" if swept else f"{deployment.ranks} {'rank' if deployment.ranks == 1 else 'ranks'}, "
-    connected = swept or deployment.ranks > 1
-    link = f"{deployment.link or next(iter(hardware.links), 'no link')}, " if connected else ""
-    if deployment.ranks > (deployment.node or hardware.devices) and hardware.networks:
-        link += f"{deployment.network or next(iter(hardware.networks))}, "
-    compress = f"{deployment.compress}, " if deployment.compress else ""
-    return f"{name} on {hardware.name}: {ranks}{link}{deployment.dtype}, {compress}prompt {load.prompt}, {load.new} new"
+def _heading(name: str, hardware: Hardware, cells: list[SweepCell]) -> str:
+    """What all predictions have in common."""
+    from surgeon.report.predict import words_of
+
+    deployments, loads = [cell.deployment for cell in cells], [cell.workload for cell in cells]
+    ranks, common = {one.ranks for one in deployments}, deployments[0]
+    words = [words_of("ranks", ranks.pop())] if len(ranks) == 1 else []
+    most = max(one.ranks for one in deployments)
+    if most > 1:
+        words.append(common.link or next(iter(hardware.links), "no link"))
+    if most > (common.node or hardware.devices) and hardware.networks:
+        words.append(common.network or next(iter(hardware.networks)))
+    words += [str(common.dtype), *([common.compress] if common.compress else [])]
+    for axis in ("prompt", "new"):
+        values = {getattr(one, axis) for one in loads}
+        words += [words_of(axis, values.pop())] if len(values) == 1 else []
+    return f"{name} on {hardware.name}: {', '.join(words)}"
 
 
 def _say(cells: list[SweepCell], heading: str, swept: bool) -> None:

@@ -19,6 +19,7 @@ from surgeon.cost.sweep import TOO_LARGE, SweepCell
 from surgeon.memory import show_size
 from surgeon.provenance import whole_file
 from surgeon.report.bench import aligned
+from surgeon.report.words import plural
 
 MS = 1e3
 PARTS = ("compute", "launches", "exposed")  # of a pass's time
@@ -82,10 +83,11 @@ def describe_predictions(table: pd.DataFrame) -> str:
 
 def describe_sweep(table: pd.DataFrame) -> str:
     """A line for each cell of a sweep, at most 80 columns wide."""
-    lines = [["program", "ranks", "batch", "first", "per token", "tokens/s", "speedup", "comm.", "memory"]]
-    lines.append(["", "", "", "ms", "ms", "", "", "", ""])
+    axes = swept_axes(table)
+    lines = [["program", *axes, "first", "per token", "tokens/s", "speedup", "comm.", "memory"]]
+    lines.append(["", *("" for _ in axes), "ms", "ms", "", "", "", ""])
     for _, row in table.iterrows():
-        begin = [row["program"], str(row["ranks"]), str(row["batch"])]
+        begin = [row["program"], *(str(row[name]) for name in axes)]
         if math.isnan(row["first_token_ms"]):
             lines.append([*begin, "-", "-", "-", "-", "-", "refused"])
             continue
@@ -190,11 +192,14 @@ def _draw_bars(axes: Axes, table: pd.DataFrame, phase: str) -> None:
 
 
 def draw_sweep(table: pd.DataFrame, path: Path, title: str) -> Path:
-    """Write a picture of a sweep: tokens per second by batch, or by ranks where one batch is swept; speedups below.
+    """Write a picture of a sweep: tokens per second by batch, a panel for each number of ranks; speedups below.
 
-    A panel for each number of ranks; what does not fit into memory is hollow.
+    What does not fit into memory is hollow. Other axes have the place of those that are not swept; where more than two
+    are, the picture is of the first value of the others.
     """
-    along, panels_of = ("batch", "ranks") if table["batch"].nunique() > 1 else ("ranks", "batch")
+    along, panels_of, *others = drawn_axes(table)
+    for name in others:
+        table = table[table[name] == table[name].iloc[0]]
     values = list(table[panels_of].unique())[:_MOST_PANELS]
     several = table["program"].nunique() > 1
     figure = Figure(figsize=(1.4 + 2.5 * len(values), 5.4 if several else 3.4), layout="constrained", dpi=160)
@@ -202,7 +207,7 @@ def draw_sweep(table: pd.DataFrame, path: Path, title: str) -> Path:
     for number, value in enumerate(values):
         own = table[table[panels_of] == value]
         _draw_lines(rows[0][number], own, along, "tokens_per_second")
-        rows[0][number].set_title(f"{value} {panels_of}" if panels_of == "ranks" else f"batch {value}", fontsize=10)
+        rows[0][number].set_title(words_of(panels_of, int(value)), fontsize=10)
         rows[0][number].set_yscale("log")
         if several:
             _draw_lines(rows[1][number], own, along, "tokens_per_second_speedup")
@@ -216,6 +221,24 @@ def draw_sweep(table: pd.DataFrame, path: Path, title: str) -> Path:
         labels.append("does not fit into memory")
     figure.legend(handles, labels, loc="outside lower center", ncols=min(6, len(labels)), fontsize=8, frameon=False)
     return _saved(figure, path, title)
+
+
+def swept_axes(table: pd.DataFrame) -> list[str]:
+    """The axes that take several values, ranks and batch if none does."""
+    return [name for name in ("ranks", "batch", "prompt", "new") if table[name].nunique() > 1] or ["ranks", "batch"]
+
+
+def drawn_axes(table: pd.DataFrame) -> list[str]:
+    """The axes of a sweep: along which lines go, of which there are panels, and the others."""
+    axes = ["batch", "ranks", "prompt", "new"]
+    return sorted(axes, key=lambda name: table[name].nunique() == 1)
+
+
+def words_of(axis: str, value: int) -> str:
+    """A value of an axis: 8 ranks, batch 16, prompt 1024, 512 new."""
+    if axis == "ranks":
+        return plural(value, "rank")
+    return f"{value} new" if axis == "new" else f"{axis} {value}"
 
 
 def _draw_lines(axes: Axes, table: pd.DataFrame, along: str, column: str) -> None:

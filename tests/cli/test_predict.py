@@ -78,6 +78,23 @@ def test_a_sweep_tells_what_cannot_be(model: Path, tmp_path: Path, surgeon_says:
     assert imread(tmp_path / "results" / "predict.png").std() > 0.05
 
 
+def test_other_axes_are_swept_and_drawn(model: Path, file: Path, tmp_path: Path, surgeon_says: Run) -> None:
+    sweep = ["--sweep", "prompt=8..32,new=2..4,ranks=2", "--compare", "ladder", "--layers", "0:4"]
+    code, out, _ = surgeon_says("predict", model, "--hardware", file, *sweep, "-o", tmp_path / "results")
+    assert code == 0
+    table = pd.read_csv(tmp_path / "results" / "predict.csv")
+    assert list(zip(table["prompt"], table["new"], strict=True))[::2] == [
+        (prompt, new) for prompt in (8, 16, 32) for new in (2, 4)
+    ]
+    assert out.startswith("small on round: 2 ranks, wire, float32\n")
+    assert out.splitlines()[2].split()[:4] == ["program", "prompt", "new", "first"]
+    assert max(map(len, out.splitlines())) <= 80
+    assert surgeon_says("report", tmp_path / "results", "-o", tmp_path / "page.html")[0] == 0
+    page = (tmp_path / "page.html").read_text()
+    assert "ladder, prompt 32: " in page
+    assert "4 new" in page
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

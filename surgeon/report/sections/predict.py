@@ -9,6 +9,7 @@ import pandas as pd
 
 from surgeon.report.blocks import Block, Chart, Finding, Gallery, Paragraph, Table
 from surgeon.report.chart import Axis, Point, Series, draw_chart, log_axis, value_axis
+from surgeon.report.predict import drawn_axes, swept_axes, words_of
 from surgeon.report.runs import Kind, Run, TableFile
 from surgeon.report.words import NO_VALUE, TIMES, number, plural
 
@@ -28,14 +29,9 @@ def _show(run: Run) -> Iterator[Block]:
         f"What programs would cost on {hardware}, from its figures and the model's shapes: nothing was run. Speedups "
         f"are over {table['program'].iloc[0]} on the same ranks for the same load."
     )
-    if table[["ranks", "batch"]].nunique().max() > 1:
+    if table[["ranks", "batch", "prompt", "new"]].nunique().max() > 1:
         yield _speedups(table) if table["program"].nunique() > 1 else _rates(table)
     yield _cells(table)
-
-
-def _along(table: pd.DataFrame) -> tuple[str, str]:
-    """What an axis shows, and of what there is a chart for each."""
-    return ("batch", "ranks") if table["batch"].nunique() > 1 else ("ranks", "batch")
 
 
 def _rates(table: pd.DataFrame) -> Gallery:
@@ -47,11 +43,13 @@ def _speedups(table: pd.DataFrame) -> Gallery:
 
 
 def _gallery(table: pd.DataFrame, column: str, title: str) -> Gallery:
-    along, by = _along(table)
+    along, by, *others = drawn_axes(table)
+    for name in others:
+        table = table[table[name] == table[name].iloc[0]]
     charts = []
     for value in list(table[by].unique())[:_MOST_CHARTS]:
         own = table[(table[by] == value) & table[column].notna()]
-        name = f"{plural(int(value), 'rank')}" if by == "ranks" else f"batch {int(value)}"
+        name = words_of(by, int(value))
         series = [
             Series(str(program), [_point(row, along, column) for _, row in rows.iterrows()], style)
             for style, (program, rows) in enumerate(own.groupby("program", sort=False))
@@ -78,10 +76,11 @@ def _doubling_axis(values: list[float], title: str) -> Axis:
 
 
 def _cells(table: pd.DataFrame) -> Table:
-    head = ["program", "ranks", "batch", "first token, ms", "per token, ms", "tokens/s", "speedup", "waiting", "GiB"]
+    axes = swept_axes(table)
+    head = ["program", *axes, "first token, ms", "per token, ms", "tokens/s", "speedup", "waiting", "GiB"]
     rows = []
     for _, row in table.iterrows():
-        begin = [str(row["program"]), str(int(row["ranks"])), str(int(row["batch"]))]
+        begin = [str(row["program"]), *(str(int(row[name])) for name in axes)]
         if math.isnan(row["first_token_ms"]):
             rows.append([*begin, NO_VALUE, NO_VALUE, NO_VALUE, NO_VALUE, NO_VALUE, "cannot be shared"])
             continue
