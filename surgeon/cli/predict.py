@@ -11,6 +11,7 @@ import typer
 
 from surgeon.cli.grouped import grouped
 from surgeon.cli.options import CompressOption, ProgramOption
+from surgeon.cli.predict_best import BestPrograms, choose, default_axes
 from surgeon.operations.declare import VARIANTS, described
 
 if TYPE_CHECKING:
@@ -52,10 +53,19 @@ class PredictedPrograms:
             FileNotFoundError, ValueError: as `open_costed`; and if the layers are no range.
         """
         from surgeon.cost.costed import open_costed
+
+        return open_costed(model, self.compare or [], self.program, self.stretch)
+
+    @property
+    def stretch(self) -> range | None:
+        """The layers that may change, if they are said.
+
+        Raises:
+            ValueError: if they are no range.
+        """
         from surgeon.recipe import parse_range
 
-        stretch = None if self.layers is None else parse_range(self.layers)
-        return open_costed(model, self.compare or [], self.program, stretch)
+        return None if self.layers is None else parse_range(self.layers)
 
 
 @dataclass(frozen=True)
@@ -189,6 +199,7 @@ def predict(
     programs: PredictedPrograms,
     load: PredictedLoad,
     on: PredictedRanksArguments,
+    best: BestPrograms,
     over: Annotated[
         str | None,
         typer.Option(
@@ -200,7 +211,12 @@ def predict(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Folder for predict.csv, predict.json, predict.png.", show_default=False),
+        typer.Option(
+            "--output",
+            "-o",
+            help="Folder for predict.csv, predict.json, predict.png (best.csv, best.json, best.png with --best).",
+            show_default=False,
+        ),
     ] = None,
 ) -> None:
     """Predict what programs cost on hardware that you do not have.
@@ -224,6 +240,12 @@ def predict(
     axes = {"batch": load.batches(), **(parse_sweep(over) if over is not None else {})}
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
+    if best.best:
+        axes = default_axes(machine) if over is None else axes
+        known = best.known(costed[0], programs.stretch)
+        choose(best, known, machine, deployment, load.workload(), axes, output)
+        return
+    best.refuse_alone()
     total = len(costed)
     for values in axes.values():
         total *= len(values)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import NamedTuple
 
 from surgeon.cost.dissect import ATTENDING, BEST, EMBEDDING, HEAD, NORM, READING, STARTING, SUBLAYER, WAITING, WRITING
@@ -46,21 +47,30 @@ class Rates(NamedTuple):
         return sum(one.amount for one in pairs) / sum(one.seconds for one in pairs)
 
 
+class Waits(NamedTuple):
+    """What a rank waits in a pass's collectives beyond what these take when nobody computes in between.
+
+    Attributes:
+        each: seconds in every one.
+        uneven: seconds for each second of computing before it.
+    """
+
+    each: float
+    uneven: float
+
+
 class Fit:
     """One round of one number of ranks.
 
     Ranks wait for the slowest of them, and where they outnumber the cores, for these. What they wait longer the more
     they compute is therefore counted as computing: every part takes `1 + uneven` times what it took.
-
-    Attributes:
-        uneven: seconds of waiting for each second of computing.
     """
 
     def __init__(self, plan: Plan, shapes: ModelShapes, measured: Round, static: bool) -> None:
         self.plan, self.shapes, self.measured = plan, shapes, measured
         self.rank_work = RankWork(plan, shapes, lambda _: False, static)
         self.works = rank_work(Program.parse(plan.program), 0, plan.ranks)
-        self.uneven = self._unevenness()
+        self.waits = self._waits()
         self.product_launch = self._launch("product")
 
     def figures(self, ways: Sequence[str]) -> Figures:
@@ -74,23 +84,28 @@ class Fit:
         return found
 
     def _launch(self, name: str) -> float:
-        return (1 + self.uneven) * self.measured.launches[name]
+        return (1 + self.waits.uneven) * self.measured.launches[name]
 
-    def _unevenness(self) -> float:
-        """By least squares over decoding passes, given what a collective takes in which nobody waits for a rank."""
-        if self.plan.ranks == 1:
-            return 0.0
+    def _waits(self) -> Waits:
+        """By least squares over decoding passes, each counted by how long it waits."""
+        passes = [one for one in self.whole if one.decode and one.counts.get(WAITING)]
+        if self.plan.ranks == 1 or len(passes) < 2:
+            return Waits(0.0, 0.0)
         least = min(self.measured.waiting.values())
-        pairs = []
-        for one in (one for one in self.whole if one.decode and one.counts.get(WAITING)):
+        points = []
+        for one in passes:
             computing = sum(one.parts[f"{SUBLAYER} {kind}"] * one.counts[f"{SUBLAYER} {kind}"] for kind in KINDS)
-            pairs.append((computing / one.counts[WAITING], one.parts[WAITING] - least))
-        squares = sum(computing**2 for computing, _ in pairs)
-        return max(0.0, sum(computing * longer for computing, longer in pairs) / squares) if squares else 0.0
+            points.append((computing / one.counts[WAITING], max(0.0, one.parts[WAITING] - least)))
+        weights = [1 / max(longer, least) for _, longer in points]
+        x, y = (fmean((point[axis] for point in points), weights) for axis in (0, 1))
+        spread = sum(weight * (point[0] - x) ** 2 for weight, point in zip(weights, points, strict=True))
+        along = sum(w * (point[0] - x) * (point[1] - y) for w, point in zip(weights, points, strict=True))
+        uneven = min(max(0.0, along / spread), y / x)
+        return Waits(y - uneven * x, uneven)
 
     def part(self, name: str, sample: PassSample) -> float:
         """Seconds of a part of a sublayer, with the waiting that belongs to it."""
-        return (1 + self.uneven) * sample.parts[name]
+        return (1 + self.waits.uneven) * sample.parts[name]
 
     def sample(self, texts: int, new: int, layers: str = WHOLE) -> PassSample:
         """The pass of that size."""
@@ -232,7 +247,7 @@ class Fit:
             times = {size: starting[way, size] + waiting[way, size] for size in SIZES}
             slope = _beyond(times[most], times[least]) / (most - least)
             often = ranks + 1 if way == "shm" else 2 * (ranks - 1) / ranks  # how often an operand's bytes are moved
-            found[f"links.{way}.base"] = max(0.0, times[least] - found["host.collective"])
+            found[f"links.{way}.base"] = max(0.0, times[least] - found["host.collective"]) + self.waits.each
             found[f"links.{way}.rate"] = often / slope
         return found
 
