@@ -90,6 +90,7 @@ def _shown(text: str) -> str:
 def draw(cells: Sequence[Cell], path: Path) -> None:
     """One point for each: measured to the right, predicted upwards, with a diagonal and bands around it."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import NullFormatter
 
     figure = Figure(figsize=(7.5, 7), layout="constrained")
     axes = figure.subplots()
@@ -108,6 +109,9 @@ def draw(cells: Sequence[Cell], path: Path) -> None:
             )
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="measured, ms", ylabel="predicted, ms")
     axes.set_aspect("equal")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter(NullFormatter())
     off = [abs(cell.off) for cell in cells]
     axes.set_title(f"{len(cells)} kinds of passes: off by {median(off):.1%} (median), {max(off):.0%} at worst")
     axes.legend(fontsize=8, loc="upper left")

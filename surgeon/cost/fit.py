@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import NamedTuple
 
 from surgeon.cost.dissect import ATTENDING, BEST, EMBEDDING, HEAD, NORM, READING, STARTING, SUBLAYER, WAITING, WRITING
@@ -33,17 +34,16 @@ class Held:
     seconds: float
 
 
-class Rates(NamedTuple):
-    """What so many operations or bytes took, together."""
+class Waits(NamedTuple):
+    """What a rank waits in a pass's collectives beyond what these take when nobody computes in between.
 
-    amount: float
-    seconds: float
+    Attributes:
+        each: seconds in every one.
+        uneven: seconds for each second of computing before it.
+    """
 
-    @classmethod
-    def together(cls, amounts: Iterable[tuple[float, float]]) -> float:
-        """Amount per second over all."""
-        pairs = [cls(*each) for each in amounts]
-        return sum(one.amount for one in pairs) / sum(one.seconds for one in pairs)
+    each: float
+    uneven: float
 
 
 class Fit:
@@ -51,16 +51,13 @@ class Fit:
 
     Ranks wait for the slowest of them, and where they outnumber the cores, for these. What they wait longer the more
     they compute is therefore counted as computing: every part takes `1 + uneven` times what it took.
-
-    Attributes:
-        uneven: seconds of waiting for each second of computing.
     """
 
     def __init__(self, plan: Plan, shapes: ModelShapes, measured: Round, static: bool) -> None:
         self.plan, self.shapes, self.measured = plan, shapes, measured
         self.rank_work = RankWork(plan, shapes, lambda _: False, static)
         self.works = rank_work(Program.parse(plan.program), 0, plan.ranks)
-        self.uneven = self._unevenness()
+        self.waits = self._waits()
         self.product_launch = self._launch("product")
 
     def figures(self, ways: Sequence[str]) -> Figures:
@@ -74,23 +71,28 @@ class Fit:
         return found
 
     def _launch(self, name: str) -> float:
-        return (1 + self.uneven) * self.measured.launches[name]
+        return (1 + self.waits.uneven) * self.measured.launches[name]
 
-    def _unevenness(self) -> float:
-        """By least squares over decoding passes, given what a collective takes in which nobody waits for a rank."""
-        if self.plan.ranks == 1:
-            return 0.0
+    def _waits(self) -> Waits:
+        """By least squares over decoding passes, each counted by how long it waits."""
+        passes = [one for one in self.whole if one.decode and one.counts.get(WAITING)]
+        if self.plan.ranks == 1 or len(passes) < 2:
+            return Waits(0.0, 0.0)
         least = min(self.measured.waiting.values())
-        pairs = []
-        for one in (one for one in self.whole if one.decode and one.counts.get(WAITING)):
+        points = []
+        for one in passes:
             computing = sum(one.parts[f"{SUBLAYER} {kind}"] * one.counts[f"{SUBLAYER} {kind}"] for kind in KINDS)
-            pairs.append((computing / one.counts[WAITING], one.parts[WAITING] - least))
-        squares = sum(computing**2 for computing, _ in pairs)
-        return max(0.0, sum(computing * longer for computing, longer in pairs) / squares) if squares else 0.0
+            points.append((computing / one.counts[WAITING], max(0.0, one.parts[WAITING] - least)))
+        weights = [1 / max(longer, least) for _, longer in points]
+        x, y = (fmean((point[axis] for point in points), weights) for axis in (0, 1))
+        spread = sum(weight * (point[0] - x) ** 2 for weight, point in zip(weights, points, strict=True))
+        along = sum(w * (point[0] - x) * (point[1] - y) for w, point in zip(weights, points, strict=True))
+        uneven = min(max(0.0, along / spread), y / x)
+        return Waits(y - uneven * x, uneven)
 
     def part(self, name: str, sample: PassSample) -> float:
         """Seconds of a part of a sublayer, with the waiting that belongs to it."""
-        return (1 + self.uneven) * sample.parts[name]
+        return (1 + self.waits.uneven) * sample.parts[name]
 
     def sample(self, texts: int, new: int, layers: str = WHOLE) -> PassSample:
         """The pass of that size."""
@@ -132,12 +134,6 @@ class Fit:
         seconds = self.part(f"{SUBLAYER} {kind}", sample) - sum(self.part(each, sample) for each in inside)
         return Held(kernel, seconds)
 
-    def head(self, sample: PassSample) -> Held:
-        """The output head's product."""
-        rows = -(-self.plan.vocabulary // self.plan.ranks)
-        kernel = self.rank_work.numbers.product(HEAD, sample.texts, rows, self.plan.hidden)
-        return Held(kernel, sample.parts[HEAD])
-
     # Products: by rows.
 
     def _products(self) -> Figures:
@@ -147,7 +143,7 @@ class Fit:
             for one in timed:
                 by_rows.setdefault(round(one.kernel.rows), []).append(one)
         rates = {
-            rows: Rates.together((one.kernel.flops, _beyond(one.seconds, self.product_launch)) for one in timed)
+            rows: _rate((one.kernel.flops, _beyond(one.seconds, self.product_launch)) for one in timed)
             for rows, timed in by_rows.items()
         }
         moving = [(one.kernel.moved, _beyond(one.seconds, self.product_launch)) for one in by_rows[1]]
@@ -172,7 +168,7 @@ class Fit:
                     seconds = _beyond(timed.seconds, launches[timed.kernel.name])
                     size = self._stream_bytes(sample)
                     rates.setdefault(size, []).append((timed.kernel.moved, seconds))
-        return found | {f"shares.copies.{size}": Rates.together(each) for size, each in sorted(rates.items())}
+        return found | {f"shares.copies.{size}": _rate(each) for size, each in sorted(rates.items())}
 
     def _stream_bytes(self, sample: PassSample) -> int:
         return 2 * self.rank_work.numbers.size * sample.texts * sample.new * self.plan.hidden
@@ -232,13 +228,19 @@ class Fit:
             times = {size: starting[way, size] + waiting[way, size] for size in SIZES}
             slope = _beyond(times[most], times[least]) / (most - least)
             often = ranks + 1 if way == "shm" else 2 * (ranks - 1) / ranks  # how often an operand's bytes are moved
-            found[f"links.{way}.base"] = max(0.0, times[least] - found["host.collective"])
+            found[f"links.{way}.base"] = max(0.0, times[least] - found["host.collective"]) + self.waits.each
             found[f"links.{way}.rate"] = often / slope
         return found
 
 
 def _sublayers(sample: PassSample) -> int:
     return sum(sample.counts[f"{SUBLAYER} {kind}"] for kind in KINDS)
+
+
+def _rate(pairs: Iterable[tuple[float, float]]) -> float:
+    """Amount per second over all amounts and seconds."""
+    amounts, seconds = zip(*pairs, strict=True)
+    return float(sum(amounts) / sum(seconds))
 
 
 def _beyond(seconds: float, launch: float) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -145,19 +147,11 @@ def test_figures_are_medians_between_the_least_and_the_largest() -> None:
 
 
 def _times(one: Round, factor: float) -> Round:
-    passes = [
-        PassSample(
-            each.layers,
-            each.texts,
-            each.new,
-            each.cached,
-            factor * each.seconds,
-            {name: factor * seconds for name, seconds in each.parts.items()},
-            each.counts,
-        )
-        for each in one.passes
-    ]
-    return Round(passes, {name: factor * seconds for name, seconds in one.launches.items()})
+    def times(parts: Mapping[str, float]) -> dict[str, float]:
+        return {name: factor * seconds for name, seconds in parts.items()}
+
+    passes = [replace(each, seconds=factor * each.seconds, parts=times(each.parts)) for each in one.passes]
+    return Round(passes, times(one.launches))
 
 
 def test_real_ranks_give_a_whole_file(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,16 +195,21 @@ def test_what_ranks_wait_longer_the_more_they_compute_counts_as_computing() -> N
     hardware, model = parse_hardware(TRUE), shapes(**WIDE)
     plans = {ranks: model.plan(Program.dense(4), ranks, 480, "float32", "auto", "full") for ranks in (1, 2)}
     alone, two = (TrueMachine(hardware, model, plan).round() for plan in plans.values())
-    for number, each in enumerate(two.passes):
-        computing = sum(each.parts[f"sublayer {kind}"] for kind in "AF") / 2
-        waited = min(two.waiting.values()) + 0.5 * computing
-        parts, counts = {**each.parts, "waiting": waited}, {**each.counts, "waiting": 2 * each.counts["sublayer A"]}
-        seconds = each.seconds + waited * counts["waiting"]
-        two.passes[number] = PassSample(each.layers, each.texts, each.new, each.cached, seconds, parts, counts)
+    two.passes = [_waiting(each, min(two.waiting.values()) + 1e-4, 0.5) for each in two.passes]
     calibration = MachineCalibration(model, plans, rounds=1, ways=("shm",))
     found = parse_hardware(hardware_text("found", calibration, {1: [alone], 2: [two]}))
-    assert found.sharing[2].host.launches["norm"].at(1) == pytest.approx(1.5 * 12.7e-6, rel=0.02)
-    assert found.sharing[2].host.launch == pytest.approx(1.5 * 2e-6)
-    assert found.sharing[2].host.forward.at(8) == pytest.approx(5e-4, rel=0.08)  # which nobody waits for
+    host = found.sharing[2].host
+    assert host.launches["norm"].at(1) == pytest.approx(1.5 * 12.7e-6, rel=0.02)
+    assert host.launch == pytest.approx(1.5 * 2e-6, rel=0.01)
+    assert host.forward.at(8) == pytest.approx(5e-4, rel=0.08)  # which nobody waits for
     share = found.sharing[2].shares.flops.at(512) * found.device.peak("float32")
     assert share == pytest.approx(0.45e11 / 1.5, rel=0.05)
+    assert found.link().algorithms[0].base.at(2) == pytest.approx(8e-6 + 1e-4, rel=0.02)
+
+
+def _waiting(one: PassSample, each: float, uneven: float) -> PassSample:
+    """A pass whose every collective waits so long, and for so much of what is computed before it."""
+    counts = {**one.counts, "waiting": 2 * one.counts["sublayer A"]}
+    waited = each + uneven * sum(one.parts[f"sublayer {kind}"] for kind in "AF") / 2
+    seconds = one.seconds + waited * counts["waiting"]
+    return replace(one, seconds=seconds, parts={**one.parts, "waiting": waited}, counts=counts)
