@@ -27,7 +27,7 @@ from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
-from scripts.bench.decoding import DENSE, LAYERS, add_options, parse, random_model, write_tables
+from scripts.bench.decoding import DENSE, add_options, parse, random_model, write_tables
 from scripts.bench.runtime import Way, measure_candidates, parse_way
 from surgeon.bench.measure import Candidate, Result
 from surgeon.checkpoint.export import Original, plan_export, write_export
@@ -75,7 +75,8 @@ def export_factors(source: Path, keep: float, folder: Path) -> Path:
     original = Original.open(source)
     shapes = original.family.layer_shapes(original.config)
     dense = Program.dense(original.config.num_hidden_layers)
-    program = OPERATIONS["lowrank"].function(dense, range(LAYERS), shapes=shapes, keep=keep)
+    layers = range(original.config.num_hidden_layers)
+    program = OPERATIONS["lowrank"].function(dense, layers, shapes=shapes, keep=keep)
     write_export(plan_export(original, program, factors=RandomFactors()), folder)
     return folder
 

@@ -14,11 +14,14 @@ from typing import Any, Literal
 Measure = Literal["first", "token", "rate", "compute", "exchange", "total"]
 
 NOTES = {
-    "layer-parallelism 1": "eager, batch 1; the paper does not say which of its tasks: read as one token after 4k",
+    "layer-parallelism 1": "eager, batch 1; the paper does not say which of its tasks: read as generating to 4k tokens",
+    "layer-parallelism figure 8": "eager, batch 1; a forward pass and nothing else",
+    "layer-parallelism 6": "as figure 8",
     "layer-parallelism 7": "printed in ms, read as µs: two layers of 0.4 GB take 217 µs on two RTX 4090",
     "ladder-residual 1": "gpt-fast with CUDA graphs; requests' own tokens/s, the first token included",
     "parallel-track 5 to 10": "tracks as slices of the dense model; throughput as 256 sequences at a time",
-    "deinfer 4": "128 prompts of 32 tokens at once; no dense model in the table: over Base",
+    "deinfer 4": "no dense model in the table: over Base. First token: 128 prompts of 32 tokens at once. Further ones: "
+    "Base's are as fast without NVLink as with it, which leaves no time for what 128 tokens would send; read as 16",
     "deinfer 5": "one layer as 512 tokens pass it (vLLM's chunk); over Base",
 }
 
@@ -131,7 +134,7 @@ def _matched(pattern: str, text: str) -> re.Match[str]:
 
 # Layer Parallelism: figure 7 gives the layer behind the last pair of Llama (28 and 25); Qwen's ends four from the end.
 _END = {"llama2-7b": 28, "llama3.2-3b": 25, "qwen3-4b": 33, "qwen3-14b": 37}
-_LP = Run("", "dense", "a100-sxm", 2, 1, 4096, 1, "eager", False, "token")
+_LP = Run("", "dense", "a100-sxm", 2, 1, 4096, 2, "eager", False, "token")
 
 
 def _pairs(run: Run, pairs: int) -> tuple[Run, Run]:
@@ -145,12 +148,12 @@ def _lp_depth(text: str, _row: Row) -> tuple[Run, Run]:
 
 def _lp_token(text: str, _row: Row) -> tuple[Run, Run]:
     model, delta = _matched(r"(\S+) delta(\d+), one token after 4k, 2 x A100 SXM4 80GB", text).groups()
-    return _pairs(replace(_LP, model=model), int(delta) // 2)
+    return _pairs(replace(_LP, model=model, stack="forward"), int(delta) // 2)
 
 
 def _lp_four(text: str, _row: Row) -> tuple[Run, Run]:
     model, delta = _matched(r"(\S+), delta (\d+), 4 x A100 PCIe", text).groups()
-    return _pairs(replace(_LP, model=model, hardware="a100-pcie", ranks=4), int(delta) // 2)
+    return _pairs(replace(_LP, model=model, hardware="a100-pcie", ranks=4, stack="forward"), int(delta) // 2)
 
 
 _PARTS: dict[str, Measure] = {"total": "total", "all-reduce": "exchange", "compute": "compute"}
@@ -191,7 +194,8 @@ def _ladder_phases(text: str, _row: Row) -> tuple[Run, Run]:
     return replace(base, system=system), base
 
 
-_TRACKS = Run("track-30b", "dense", "h100-sxm", 8, 1, 0, 0, "", True, "token")
+# Both servers have all-reduces of their own for small messages.
+_TRACKS = Run("track-30b", "dense", "h100-sxm", 8, 1, 0, 0, "", True, "token", link="nvlink-direct")
 
 
 def _tracks(text: str, _row: Row) -> tuple[Run, Run | None]:
@@ -204,6 +208,7 @@ def _tracks(text: str, _row: Row) -> tuple[Run, Run | None]:
 
 
 _DEINFER = Run("llama3-70b", "base", "a800-sxm", 2, 128, 32, 256, "deinfer", False, "token")
+_DECODED = 16  # see NOTES
 _WIRES = {"none": "nvlink-off", "nvlink": None, "no NVLink": "nvlink-off", "NVLink": None}
 
 
@@ -212,8 +217,8 @@ def _deinfer_serving(text: str, _row: Row) -> tuple[Run, Run | None]:
     size, wires, measure, way, ranks = _matched(pattern, text).groups()
     model = {"70b": "llama3-70b", "65b": "llama-65b", "opt30b": "opt-30b"}[size]
     base = replace(_DEINFER, model=model, link=_WIRES[wires], ranks=int(ranks))
-    base = replace(base, measure="first" if measure == "ttft" else "token")
-    return (base, None) if way == "base" else (replace(base, system="deinfer", graphs=True), base)
+    base = replace(base, measure="first") if measure == "ttft" else replace(base, batch=_DECODED)
+    return (base, None) if way == "base" else (replace(base, system="deinfer"), base)
 
 
 def _deinfer_layer(text: str, _row: Row) -> tuple[Run, Run | None]:

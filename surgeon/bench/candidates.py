@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,18 +9,16 @@ from pathlib import Path
 
 from surgeon.analysis.factor_plan import plan_factors
 from surgeon.bench.measure import Candidate
-from surgeon.bench.variants import DENSE, UPPER_BOUND, is_variant, middle_layers, variant
 from surgeon.checkpoint.load import read_config
 from surgeon.checkpoint.read import Checkpoint, locate
+from surgeon.cost.costed import apart, is_program_text, short_name
 from surgeon.demo import MODEL_FOLDER
+from surgeon.operations.variants import DENSE, UPPER_BOUND, is_variant, middle_layers, variant
 from surgeon.program import Program
 from surgeon.recipe import is_recipe, read_recipe
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.kept import can_be_low_rank, require_low_rank
 from surgeon.runtime.plan.specification import Plan
-
-_PROGRAM = re.compile(r"\s*(>|\[|\{|[AF]\d)")
-_LONGEST_NAME = 18  # so that tables fit a terminal
 
 
 @dataclass(frozen=True)
@@ -73,20 +70,21 @@ def open_candidates(
     for text in compared:
         if is_variant(text):
             found.append(_variant(text, first.plan, needs, layers))
-        elif _PROGRAM.match(text) and not Path(text).exists():
-            found.append(Candidate(_short(text), needs.plan(first.plan.folder, text)))
+        elif is_program_text(text):
+            found.append(Candidate(short_name(text), needs.plan(first.plan.folder, text)))
         else:
             found.append(_open(text, needs))
     if needs.kv == "lowrank":
         require_low_rank(*(Program.parse(one.plan.program) for one in found))
-    return _apart(found)
+    names = apart([one.name for one in found])
+    return [replace(one, name=name) for one, name in zip(found, names, strict=True)]
 
 
 def _open(text: str, needs: Needs, program: str | None = None) -> Candidate:
     if not is_recipe(text):
         plan = needs.plan(text, program)
         name = "demo" if plan.folder == MODEL_FOLDER else Path(text).resolve().name
-        return Candidate(_short(name), plan)
+        return Candidate(short_name(name), plan)
     if program is not None:
         raise ValueError(f"{text} is a recipe and has a program of its own; give --program with a checkpoint")
     recipe = read_recipe(Path(text))
@@ -102,7 +100,7 @@ def _open(text: str, needs: Needs, program: str | None = None) -> Candidate:
     if recipe.weights is not None:
         checkpoint = Checkpoint(plan.folder)
         recipe.require_model(checkpoint.model_hash(), checkpoint.weights_hash())
-    return Candidate(_short(Path(text).stem), plan)
+    return Candidate(short_name(Path(text).stem), plan)
 
 
 def _variant(name: str, first: Plan, needs: Needs, layers: range | None) -> Candidate:
@@ -111,18 +109,3 @@ def _variant(name: str, first: Plan, needs: Needs, layers: range | None) -> Cand
     dense = Program.dense(first.layers, first.family.steps_per_layer)
     stretch = range(0) if name == DENSE else layers or middle_layers(first.layers)
     return Candidate(name, needs.plan(first.folder, str(variant(name, dense, stretch, needs.ranks))))
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 3] + "..."
-
-
-def _apart(candidates: list[Candidate]) -> list[Candidate]:
-    """The same with a number behind names that occur again."""
-    seen: dict[str, int] = {}
-    found = []
-    for candidate in candidates:
-        number = seen[candidate.name] = seen.get(candidate.name, 0) + 1
-        suffix = f" ({number})" if number > 1 else ""
-        found.append(replace(candidate, name=candidate.name[: _LONGEST_NAME - len(suffix)] + suffix))
-    return found

@@ -21,6 +21,7 @@ from surgeon.runtime.batching.request import Request, UndefinedLogits
 from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.batching.sequence import Row
 from surgeon.runtime.comm.collectives import Collectives, Counts, Unconnected
+from surgeon.runtime.comm.link import EmulatedLink, Link
 from surgeon.runtime.model.engine import Figures, RankEngine, Results
 from surgeon.runtime.model.layers import Pass
 from surgeon.runtime.model.paged_cache import PagedCache
@@ -306,14 +307,20 @@ class TimedMachine(RankMachine):
         return super().join(fork, added)
 
 
-def load_timed(rank: Rank, plan: Plan, name: str, connected: bool = True) -> None:
+def load_timed(rank: Rank, plan: Plan, name: str, connected: bool = True, link: Link | None = None) -> None:
     """Runs on a rank: load its slices of a model, and keep the timed engine under a name.
 
     Args:
         connected: whether ranks wait for each other and add up what they compute; without, what they compute is wrong.
+        link: emulate one of this delay and bandwidth, for this engine only.
     """
-    apart = Unconnected(rank.rank, tuple(range(rank.settings.ranks)))
-    rank.kept[name] = TimedEngine(plan, rank, rank.collectives if connected or rank.settings.ranks == 1 else apart)
+    collectives = rank.collectives
+    if rank.settings.ranks > 1:
+        if not connected:
+            collectives = Unconnected(rank.rank, tuple(range(rank.settings.ranks)))
+        elif link is not None:
+            collectives = EmulatedLink(collectives, link)
+    rank.kept[name] = TimedEngine(plan, rank, collectives)
 
 
 def run_timed(

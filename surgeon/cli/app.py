@@ -15,6 +15,7 @@ import typer
 
 from surgeon import __version__
 from surgeon.cli.bench import bench
+from surgeon.cli.calibrate import calibrate
 from surgeon.cli.card import card
 from surgeon.cli.demo import demo
 from surgeon.cli.diff import diff
@@ -22,6 +23,7 @@ from surgeon.cli.evaluate import evaluate
 from surgeon.cli.export import export
 from surgeon.cli.failures import CLOSED_PIPE, INTERRUPTED, explain, explain_interruption
 from surgeon.cli.generate import generate
+from surgeon.cli.predict import predict
 from surgeon.cli.report import report
 from surgeon.cli.scan import scan
 from surgeon.cli.search import search
@@ -47,6 +49,8 @@ COMMANDS = (
     (generate, "Continue a text, on one or several ranks."),
     (serve, "Answer requests as OpenAI's API does, on one or several ranks."),
     (bench, "Measure how fast programs run on ranks, one against another."),
+    (predict, "Say what programs would cost on hardware you do not have."),
+    (calibrate, "Measure this machine, as a hardware file for predictions."),
     (report, "Put what was measured into one HTML page."),
     (demo, "All of this on a small model that ships with surgeon."),
 )

@@ -35,7 +35,10 @@ def calibrate(
     The file is for this machine and for models of about these shapes: what caches hold, and which part of its peak a
     product reaches, depends on them. Give it to surgeon predict as --hardware FILE.yaml. Ended early, it writes none.
     """
-    from surgeon.cost.calibrate import MachineCalibration, check_ranks, hardware_text
+    from surgeon.checkpoint.load import read_config
+    from surgeon.checkpoint.read import Checkpoint
+    from surgeon.cost.calibrate import WAYS, MachineCalibration, check_ranks, hardware_text
+    from surgeon.cost.shapes import ModelShapes
     from surgeon.progress import progress
     from surgeon.provenance import write_text
     from surgeon.runtime.plan.checks import make_plan
@@ -45,12 +48,15 @@ def calibrate(
     check_ranks(counts)
     _check_output(output)
     chosen = choose_device(device, max(counts))
+    # What a captured graph does cannot be taken apart; on GPUs the same passes are computed without one.
+    decoding = "static" if chosen == "cuda" else "auto"
     first = make_plan(model, 1, None, device=chosen, dtype=dtype)
     length = min(LONGEST, first.max_tokens)
     if length < SHORTEST:
         raise ValueError(f"{model} takes texts of {length} tokens at most, and measuring needs {SHORTEST}")
-    plans = {count: make_plan(model, count, length, device=chosen, dtype=dtype) for count in counts}
-    calibration = MachineCalibration(plans, chosen, rounds)
+    plans = {count: make_plan(model, count, length, device=chosen, dtype=dtype, decoding=decoding) for count in counts}
+    shapes = ModelShapes.of(Path(model).resolve().name, read_config(Checkpoint(first.folder)))
+    calibration = MachineCalibration(shapes, plans, chosen, rounds, WAYS[chosen])
     with progress("calibrate", calibration.steps, "measurements") as advance:
         measured = calibration.measure(advance)
     write_text(output, hardware_text(output.stem, calibration, measured))

@@ -36,6 +36,8 @@ _INTERRUPTED = {
     "generate": "the text is not finished",
     "serve": "requests that were running are lost",
     "bench": f"{_KEEPS_NOTHING}; the same command would begin anew",
+    "predict": _KEEPS_NOTHING,
+    "calibrate": f"{_KEEPS_NOTHING}; the same command would begin anew",
     "report": _KEEPS_NOTHING,
     "demo": _GOES_ON,
 }

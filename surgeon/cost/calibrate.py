@@ -1,8 +1,8 @@
 """A hardware file for this machine, measured at a model's shapes: figures, and the bounds that rounds had them in.
 
-Each round of measuring gives every figure once. What is written is the median of the rounds, and as the interval the
-least and the largest. Shares are those of the peaks that were seen: the most operations and bytes per second of all
-ranks together.
+Every round measures everything once. Figures are made of the medians over the rounds; an interval has the least and the
+largest of what each round alone would have given. Shares are those of the peaks that were seen: the most operations and
+bytes per second of all ranks together.
 """
 
 from __future__ import annotations
@@ -17,11 +17,9 @@ import psutil
 import torch
 import yaml
 
-from surgeon.checkpoint.load import read_config
-from surgeon.checkpoint.read import Checkpoint
 from surgeon.cost.fit import Figures, Fit
 from surgeon.cost.hardware_file import parse_hardware
-from surgeon.cost.samples import Round, Typical, measure_ranks, steps_of_measuring
+from surgeon.cost.samples import Round, Typical, measure_ranks, merged, steps_of_measuring
 from surgeon.cost.shapes import ModelShapes
 from surgeon.provenance import command_line, versions
 from surgeon.runtime.plan.kept import is_static
@@ -38,21 +36,20 @@ class MachineCalibration:
     """What is measured.
 
     Attributes:
+        shapes: of the model.
         plans: of the unedited model, by number of ranks; one rank is among them.
         device: "cpu" or "cuda".
         rounds: how often everything is measured.
+        ways: in which ranks are connected, the first one in passes.
         typical: which of several times of the same counts. The median, unless other work disturbs most of them.
     """
 
+    shapes: ModelShapes
     plans: Mapping[int, Plan]
     device: str = "cpu"
     rounds: int = 5
+    ways: tuple[str, ...] = WAYS["cpu"]
     typical: Typical = median
-
-    @property
-    def ways(self) -> tuple[str, ...]:
-        """In which ranks are connected."""
-        return WAYS[self.device]
 
     @property
     def steps(self) -> int:
@@ -85,15 +82,15 @@ def hardware_text(name: str, calibration: MachineCalibration, measured: Mapping[
     Raises:
         ValueError: if what was measured makes no hardware.
     """
-    plan = calibration.plans[1]
-    shapes = ModelShapes.of(plan.folder.name, read_config(Checkpoint(plan.folder)))
-    static = is_static(plan, calibration.device)
-    rounds = {
-        ranks: [Fit(calibration.plans[ranks], shapes, one, static).figures(calibration.ways) for one in each]
-        for ranks, each in measured.items()
-    }
-    document = _Document(name, calibration, rounds)
-    text = f"{_head(calibration)}\n{yaml.safe_dump(document.made(), sort_keys=False, width=120)}"
+    shapes, static = calibration.shapes, is_static(calibration.plans[1], calibration.device)
+
+    def figures(ranks: int, one: Round) -> Figures:
+        return Fit(calibration.plans[ranks], shapes, one, static).figures(calibration.ways)
+
+    whole = {ranks: figures(ranks, merged(each, calibration.typical)) for ranks, each in measured.items()}
+    rounds = {ranks: [figures(ranks, one) for one in each] for ranks, each in measured.items()}
+    made = _Document(name, calibration, whole, rounds).made()
+    text = f"{_head(calibration)}\n{yaml.safe_dump(made, sort_keys=False, width=120, default_flow_style=None)}"
     parse_hardware(text)
     return text
 
@@ -116,11 +113,14 @@ class _Document:
     """A hardware file's content as it is put together.
 
     Attributes:
+        whole: of all rounds together, by number of ranks.
+        rounds: of each.
         intervals: by where figures stand.
     """
 
     name: str
     calibration: MachineCalibration
+    whole: Mapping[int, Figures]
     rounds: Mapping[int, list[Figures]]
     intervals: dict[str, list[float]] = field(default_factory=dict)
 
@@ -132,7 +132,7 @@ class _Document:
         together = device == "cpu" and len(self.rounds) > 1
         found: dict[str, Any] = {
             "name": self.name,
-            "note": f"measured at the shapes of {plan.folder.name}",
+            "note": f"measured at the shapes of {self.calibration.shapes.name}",
             "devices": 1 if device == "cpu" else torch.cuda.device_count(),
             "device": {
                 "memory": self._memory(),
@@ -159,10 +159,7 @@ class _Document:
     def _peak(self, prefix: str) -> float:
         """The most that all ranks together were seen to do."""
         return max(
-            ranks * median(one[key] for one in each)
-            for ranks, each in self.rounds.items()
-            for key in each[0]
-            if key.startswith(prefix)
+            ranks * rate for ranks, each in self.whole.items() for key, rate in each.items() if key.startswith(prefix)
         )
 
     def _shares(self, ranks: int, at: str, peaks: Mapping[str, float]) -> dict[str, Any]:
@@ -174,38 +171,33 @@ class _Document:
         return found | {"asynchronous": self.calibration.device == "cuda"}
 
     def _link(self, way: str) -> dict[str, Any]:
-        more = sorted(ranks for ranks in self.rounds if ranks > 1)
-        at = f"links.{way}"
-        rates = {ranks: [one[f"{at}.rate"] for one in self.rounds[ranks]] for ranks in more}
-        most = max(median(each) for each in rates.values())
-        bases = {ranks: [one[f"{at}.base"] for one in self.rounds[ranks]] for ranks in more}
+        more, at = sorted(ranks for ranks in self.whole if ranks > 1), f"links.{way}"
+        most = max(self.whole[ranks][f"{at}.rate"] for ranks in more)
         algorithm = {
             "kind": KINDS[way],
-            "base": {r: self._figure(bases[r], f"{at}.algorithms.0.base.{r}", 1.0) for r in more},
+            "base": {r: self._figure(r, f"{at}.base", f"{at}.algorithms.0.base.{r}", 1.0) for r in more},
             "hop": 0.0,
-            "share": {r: self._figure(rates[r], f"{at}.algorithms.0.share.{r}", most) for r in more},
+            "share": {r: self._figure(r, f"{at}.rate", f"{at}.algorithms.0.share.{r}", most) for r in more},
         }
         return {"bandwidth": _rounded(most), "algorithms": [algorithm]}
 
     def _nested(self, ranks: int, prefix: str, at: str, scale: Callable[[str], float]) -> dict[str, Any]:
         """Figures as mappings in each other, by their keys behind a prefix."""
         found: dict[Any, Any] = {}
-        rounds = self.rounds[ranks]
-        for key in (key for key in rounds[0] if key.startswith(prefix)):
-            *outer, last = key.removeprefix(prefix).split(".")
+        for key in (key for key in self.whole[ranks] if key.startswith(prefix)):
+            *outer, last = (int(name) if name.isdecimal() else name for name in key.removeprefix(prefix).split("."))
             inner = found
             for name in outer:
-                inner = inner.setdefault(int(name) if name.isdecimal() else name, {})
-            where = f"{at}.{key.removeprefix(prefix)}"
-            inner[int(last) if last.isdecimal() else last] = self._figure(
-                [one[key] for one in rounds], where, scale(key)
-            )
+                inner = inner.setdefault(name, {})
+            inner[last] = self._figure(ranks, key, f"{at}.{key.removeprefix(prefix)}", scale(key))
         return found
 
-    def _figure(self, values: Sequence[float], at: str, scale: float) -> float:
-        """The median, in parts of a scale; where it stands is noted with its interval."""
-        self.intervals[at] = [_rounded(min(values) / scale), _rounded(max(values) / scale)]
-        return _rounded(median(values) / scale)
+    def _figure(self, ranks: int, key: str, at: str, scale: float) -> float:
+        """A figure in parts of a scale; where it stands is noted with its interval."""
+        value = self.whole[ranks][key] / scale
+        values = [value, *(one[key] / scale for one in self.rounds[ranks])]
+        self.intervals[at] = [_rounded(min(values)), _rounded(max(values))]
+        return _rounded(value)
 
 
 def _rounded(value: float) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import NamedTuple
 
 from surgeon.cost.dissect import ATTENDING, BEST, EMBEDDING, HEAD, NORM, READING, STARTING, SUBLAYER, WAITING, WRITING
@@ -33,36 +34,65 @@ class Held:
     seconds: float
 
 
-class Rates(NamedTuple):
-    """What so many operations or bytes took, together."""
+class Waits(NamedTuple):
+    """What a rank waits in a pass's collectives beyond what these take when nobody computes in between.
 
-    amount: float
-    seconds: float
+    Attributes:
+        each: seconds in every one.
+        uneven: seconds for each second of computing before it.
+    """
 
-    @classmethod
-    def together(cls, amounts: Iterable[tuple[float, float]]) -> float:
-        """Amount per second over all."""
-        pairs = [cls(*each) for each in amounts]
-        return sum(one.amount for one in pairs) / sum(one.seconds for one in pairs)
+    each: float
+    uneven: float
 
 
 class Fit:
-    """One round of one number of ranks."""
+    """One round of one number of ranks.
+
+    Ranks wait for the slowest of them, and where they outnumber the cores, for these. What they wait longer the more
+    they compute is therefore counted as computing: every part takes `1 + uneven` times what it took.
+    """
 
     def __init__(self, plan: Plan, shapes: ModelShapes, measured: Round, static: bool) -> None:
         self.plan, self.shapes, self.measured = plan, shapes, measured
         self.rank_work = RankWork(plan, shapes, lambda _: False, static)
         self.works = rank_work(Program.parse(plan.program), 0, plan.ranks)
-        self.product_launch = measured.launches["product"]
+        self.waits = self._waits()
+        self.product_launch = self._launch("product")
 
     def figures(self, ways: Sequence[str]) -> Figures:
         """All of them, rates in units per second."""
-        found = {"host.launch": self.measured.launches["operation"], "host.launches.product.1": self.product_launch}
-        found["host.graph"] = self.measured.launches.get("graph", found["host.launch"])
+        found = {"host.launch": self._launch("operation"), "host.launches.product.1": self.product_launch}
+        found["host.launches.join.1"] = self._launch("join")
+        found["host.graph"] = self._launch("graph" if "graph" in self.measured.launches else "operation")
         found |= self._products() | self._copies() | self._attention() | self._passes()
         if self.plan.ranks > 1:
             found |= self._exchanges(ways)
         return found
+
+    def _launch(self, name: str) -> float:
+        return (1 + self.waits.uneven) * self.measured.launches[name]
+
+    def _waits(self) -> Waits:
+        """By least squares over decoding passes, each counted by how long it waits."""
+        passes = [one for one in self.whole if one.decode and one.counts.get(WAITING)]
+        if self.plan.ranks == 1 or len(passes) < 2:
+            return Waits(0.0, 0.0)
+        least = min(self.measured.waiting.values())
+        points = []
+        for one in passes:
+            computing = sum(one.parts[f"{SUBLAYER} {kind}"] * one.counts[f"{SUBLAYER} {kind}"] for kind in KINDS)
+            points.append((computing / one.counts[WAITING], max(0.0, one.parts[WAITING] - least)))
+        weights = [1 / max(longer, least) for _, longer in points]
+        x, y = (fmean((point[axis] for point in points), weights) for axis in (0, 1))
+        spread = sum(weight * (point[0] - x) ** 2 for weight, point in zip(weights, points, strict=True))
+        along = sum(w * (point[0] - x) * (point[1] - y) for w, point in zip(weights, points, strict=True))
+        uneven = min(max(0.0, along / spread), y / x)
+        return Waits(y - uneven * x, uneven)
+
+    def part(self, name: str, sample: PassSample) -> float:
+        """Seconds of a part of a sublayer, with the waiting that belongs to it."""
+        return (1 + self.waits.uneven) * sample.parts[name]
 
     def sample(self, texts: int, new: int, layers: str = WHOLE) -> PassSample:
         """The pass of that size."""
@@ -95,20 +125,14 @@ class Fit:
 
     def timed(self, kind: str, name: str, sample: PassSample) -> Held:
         """A kernel of a sublayer, and what was measured of it."""
-        kernel, parts = self.kernels(kind, sample)[name], sample.parts
+        kernel = self.kernels(kind, sample)[name]
         if name == ATTENDING:
-            return Held(kernel, parts[ATTENDING])
+            return Held(kernel, self.part(ATTENDING, sample))
         if name != "rest":
-            return Held(kernel, parts[f"{name} {kind}"])
-        inside = [NORM, READING, WRITING]
-        seconds = parts[f"{SUBLAYER} {kind}"] - sum(parts[f"{each} {kind}"] for each in inside)
-        return Held(kernel, seconds - (parts[ATTENDING] if kind == "A" else 0.0))
-
-    def head(self, sample: PassSample) -> Held:
-        """The output head's product."""
-        rows = -(-self.plan.vocabulary // self.plan.ranks)
-        kernel = self.rank_work.numbers.product(HEAD, sample.texts, rows, self.plan.hidden)
-        return Held(kernel, sample.parts[HEAD])
+            return Held(kernel, self.part(f"{name} {kind}", sample))
+        inside = [f"{each} {kind}" for each in (NORM, READING, WRITING)] + [ATTENDING] * (kind == "A")
+        seconds = self.part(f"{SUBLAYER} {kind}", sample) - sum(self.part(each, sample) for each in inside)
+        return Held(kernel, seconds)
 
     # Products: by rows.
 
@@ -119,7 +143,7 @@ class Fit:
             for one in timed:
                 by_rows.setdefault(round(one.kernel.rows), []).append(one)
         rates = {
-            rows: Rates.together((one.kernel.flops, _beyond(one.seconds, self.product_launch)) for one in timed)
+            rows: _rate((one.kernel.flops, _beyond(one.seconds, self.product_launch)) for one in timed)
             for rows, timed in by_rows.items()
         }
         moving = [(one.kernel.moved, _beyond(one.seconds, self.product_launch)) for one in by_rows[1]]
@@ -144,7 +168,7 @@ class Fit:
                     seconds = _beyond(timed.seconds, launches[timed.kernel.name])
                     size = self._stream_bytes(sample)
                     rates.setdefault(size, []).append((timed.kernel.moved, seconds))
-        return found | {f"shares.copies.{size}": Rates.together(each) for size, each in sorted(rates.items())}
+        return found | {f"shares.copies.{size}": _rate(each) for size, each in sorted(rates.items())}
 
     def _stream_bytes(self, sample: PassSample) -> int:
         return 2 * self.rank_work.numbers.size * sample.texts * sample.new * self.plan.hidden
@@ -153,24 +177,24 @@ class Fit:
 
     def _per_text(self) -> float:
         one, many = (self.sample(texts, 1) for texts in (1, 32))
-        return max(0.0, (many.parts[ATTENDING] - one.parts[ATTENDING]) / (many.texts - one.texts))
+        return max(0.0, (self.part(ATTENDING, many) - self.part(ATTENDING, one)) / (many.texts - one.texts))
 
     def _fixed_attention(self) -> float:
-        return max(0.0, self.sample(1, 1).parts[ATTENDING] - self._per_text())
+        return max(0.0, self.part(ATTENDING, self.sample(1, 1)) - self._per_text())
 
     def _attention(self) -> Figures:
         some, long = self.sample(8, PROMPT), self.long
-        per_chunk = max(0.0, some.parts[ATTENDING] - self._fixed_attention()) / some.texts
+        per_chunk = max(0.0, self.part(ATTENDING, some) - self._fixed_attention()) / some.texts
         far = min((one for one in self.whole if one.decode and one.texts == 1), key=lambda one: -one.cached)
         near = self.sample(1, 1)
         read = self.timed("A", ATTENDING, far).kernel.moved - self.timed("A", ATTENDING, near).kernel.moved
-        longer = _beyond(far.parts[ATTENDING], near.parts[ATTENDING])
+        longer = _beyond(self.part(ATTENDING, far), self.part(ATTENDING, near))
         flops = self.timed("A", ATTENDING, long).kernel.flops
         return {
             "host.launches.attention.1": self._per_text(),
             f"host.launches.attention.{PROMPT}": per_chunk,
             "shares.cache": read / longer,
-            "shares.attention": flops / _beyond(long.parts[ATTENDING], per_chunk),
+            "shares.attention": flops / _beyond(self.part(ATTENDING, long), per_chunk),
         }
 
     # What is left of passes: something for every sublayer, something for every pass.
@@ -182,9 +206,11 @@ class Fit:
         found = {"host.launches.add.1": each}
         for sample in (one for one in self.measured.passes if one.layers == SHORT and one.decode):
             found[f"host.forward.{sample.texts}"] = max(0.0, self._left(sample) - each * _sublayers(sample))
-        if self.plan.ranks == 1:
-            found["host.launches.embedding.1"] = whole.parts[EMBEDDING]
-            found["host.launches.best.1"] = whole.parts[BEST]
+        # With several ranks these have collectives inside, and rank 0 waits for the others to hear of a pass.
+        times = (list(each.values()) for each in (self.measured.starting, self.measured.waiting))
+        sent = sum(min(each) for each in times if each)
+        for name in (EMBEDDING, BEST):
+            found[f"host.launches.{name}.1"] = max(0.0, whole.parts[name] - sent)
         return found
 
     def _left(self, sample: PassSample) -> float:
@@ -202,13 +228,19 @@ class Fit:
             times = {size: starting[way, size] + waiting[way, size] for size in SIZES}
             slope = _beyond(times[most], times[least]) / (most - least)
             often = ranks + 1 if way == "shm" else 2 * (ranks - 1) / ranks  # how often an operand's bytes are moved
-            found[f"links.{way}.base"] = max(0.0, times[least] - found["host.collective"])
+            found[f"links.{way}.base"] = max(0.0, times[least] - found["host.collective"]) + self.waits.each
             found[f"links.{way}.rate"] = often / slope
         return found
 
 
 def _sublayers(sample: PassSample) -> int:
     return sum(sample.counts[f"{SUBLAYER} {kind}"] for kind in KINDS)
+
+
+def _rate(pairs: Iterable[tuple[float, float]]) -> float:
+    """Amount per second over all amounts and seconds."""
+    amounts, seconds = zip(*pairs, strict=True)
+    return float(sum(amounts) / sum(seconds))
 
 
 def _beyond(seconds: float, launch: float) -> float:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from surgeon.cost.clocks import RankClock, pass_seconds
 from surgeon.cost.collectives import Wiring
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.kernels import RankSpeed
 from surgeon.cost.passes import PassCosts, Setting, one_token
-from surgeon.cost.room import Room, room
+from surgeon.cost.room import KEPT, Room, room
 from surgeon.cost.shapes import ModelShapes
 from surgeon.cost.work import Forward, GathersFirst, RankWork
 from surgeon.program import Program, Step
@@ -169,7 +169,9 @@ def predict(
 def _mean_decode(ranks: PredictedRanks, workload: Workload) -> PassCost:
     """The mean of all decoding passes, by Simpson's rule of the first, the middle and the last one."""
     first, last = workload.prompt, workload.prompt + workload.new - 2
-    weights = {first: 1 / 6, (first + last) // 2: 4 / 6, last: 1 / 6} if last > first + 1 else {first: 1.0}
+    weights = {first: 1 / 6, (first + last) // 2: 4 / 6, last: 1 / 6}
+    if last <= first + 1:
+        weights = dict.fromkeys((first, last), 1 / (last - first + 1))
     passes = {before: ranks.forward(Forward(workload.batch, 1, before), ranks.captured) for before in weights}
     means = {
         name: sum(weight * getattr(passes[before], name) for before, weight in weights.items())
@@ -178,8 +180,11 @@ def _mean_decode(ranks: PredictedRanks, workload: Workload) -> PassCost:
     return replace(passes[first], **means)
 
 
-def _numbered(plan: Plan, by_rank: Sequence[Sequence[Work]]) -> list[list[tuple[Work, int]]]:
-    """Every step's work with a number, the same for what differs in nothing but which layers it is of."""
+@lru_cache(maxsize=KEPT)
+def _works(plan: Plan) -> tuple[Program, list[list[tuple[Work, int]]]]:
+    """A plan's program, and every rank's work: with a number that is the same of steps that differ in layers only."""
+    program = Program.parse(plan.program)
+    by_rank = [rank_work(program, rank, plan.ranks) for rank in range(plan.ranks)]
     numbers: dict[object, int] = {}
 
     def number(work: Work) -> int:
@@ -187,7 +192,7 @@ def _numbered(plan: Plan, by_rank: Sequence[Sequence[Work]]) -> list[list[tuple[
         parts = tuple((part.index, part.sublayer.piece, part.sharers) for part in work.parts)
         return numbers.setdefault((sublayers, parts), len(numbers))
 
-    return [[(work, number(work)) for work in each] for each in by_rank]
+    return program, [[(work, number(work)) for work in each] for each in by_rank]
 
 
 def _never(_: Part) -> bool:
@@ -207,14 +212,13 @@ class PredictedRanks:
 
     def __init__(self, shapes: ModelShapes, plan: Plan, hardware: Hardware, deployment: Deployment) -> None:
         self.shapes, self.plan, self.hardware, self.deployment = shapes, plan, hardware, deployment
-        self.program = Program.parse(plan.program)
+        self.program, self.work = _works(plan)
         asynchronous = hardware.host.asynchronous
         self.captured = asynchronous if deployment.graphs is None else deployment.graphs
         if self.captured and not asynchronous:
             raise ValueError(f"{hardware.name} launches kernels one by one; captured graphs are for GPUs")
         self.node = deployment.node or (plan.ranks if hardware.sharing else hardware.devices)
         self.speed = RankSpeed.of(hardware, plan.dtype, min(plan.ranks, self.node))
-        self.work = _numbered(plan, [rank_work(self.program, rank, plan.ranks) for rank in range(plan.ranks)])
         self._ways: dict[tuple[object, ...], bool] = {}
 
     def setting(self, graphs: bool, gathers: GathersFirst) -> Setting:

@@ -74,7 +74,7 @@ class RackTraining:
 
 
 @dataclass(frozen=True)
-class Step:
+class Update:
     """What one update of the weights takes.
 
     Attributes:
@@ -91,7 +91,7 @@ class Step:
     in_flight: int
 
 
-def pipelined(training: RackTraining) -> Step:
+def pipelined(training: RackTraining) -> Update:
     """One forward, one backward in turn (1F1B): p - 1 turns in which racks fill and drain, and gradients both ways.
 
     A turn is what the slowest rack computes, the last one with its head, or what the link takes where that is more;
@@ -105,10 +105,10 @@ def pipelined(training: RackTraining) -> Step:
     seconds = training.microbatches * turn + filling
     crossing = training.microbatches * training.message if training.racks > 1 else 0
     in_flight = min(training.racks, training.microbatches)
-    return Step(seconds, 1 - training.microbatches * plain / seconds, crossing, crossing, in_flight)
+    return Update(seconds, 1 - training.microbatches * plain / seconds, crossing, crossing, in_flight)
 
 
-def local(training: RackTraining) -> Step:
+def local(training: RackTraining) -> Update:
     """Every rack by itself, with its coda and its head: turns follow each other without a gap, update after update.
 
     The first microbatch takes p - 1 turns to the last rack, once in a training; that is not counted.
@@ -118,7 +118,7 @@ def local(training: RackTraining) -> Step:
     turn = max(computed, training.send if training.racks > 1 else 0.0)
     seconds = training.microbatches * turn
     crossing = training.microbatches * training.message if training.racks > 1 else 0
-    return Step(seconds, 1 - computed / turn, crossing, 0, 1)
+    return Update(seconds, 1 - computed / turn, crossing, 0, 1)
 
 
 def bubble(racks: int, microbatches: int) -> float:

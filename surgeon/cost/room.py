@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.shapes import ModelShapes
 from surgeon.runtime.batching.blocks import blocks_for
-from surgeon.runtime.plan.memory import footprint
+from surgeon.runtime.plan.memory import Footprint, footprint
 from surgeon.runtime.plan.specification import Plan
 
+KEPT = 16  # plans of which it is remembered what is the same for all batches
 USABLE = 0.92  # of a device's memory; the rest is the driver's, the libraries' and lost between tensors
 
 
@@ -46,7 +48,7 @@ def room(shapes: ModelShapes, plan: Plan, hardware: Hardware, texts: int, prompt
     Args:
         prompt: tokens of each text that are computed together at first.
     """
-    sizes = footprint(plan, shapes)
+    sizes = _footprint(plan, shapes)
     blocks = texts * blocks_for(plan.max_tokens)
     weights = max(range(plan.ranks), key=lambda rank: sizes.weights[rank] + blocks * sizes.block[rank])
     return Room(
@@ -67,6 +69,11 @@ def most_texts(shapes: ModelShapes, plan: Plan, hardware: Hardware, prompt: int,
         else:
             high = middle
     return low
+
+
+@lru_cache(maxsize=KEPT)
+def _footprint(plan: Plan, shapes: ModelShapes) -> Footprint:
+    return footprint(plan, shapes)
 
 
 def _together(hardware: Hardware, ranks: int) -> int:

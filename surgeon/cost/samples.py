@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from surgeon.cost.dissect import PassParts, PassTexts, load_dissected, run_dissected
-from surgeon.cost.exchanges import ExchangeTimes, LaunchTimes, time_exchanges, time_launches
+from surgeon.cost.probes import ExchangeTimes, LaunchTimes, time_exchanges, time_launches
 from surgeon.program import Program
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.processes.ranks import RankOptions, Ranks
@@ -63,7 +63,8 @@ class Round:
     """What one round has measured of one number of ranks.
 
     Attributes:
-        launches: seconds of what computes next to nothing: "product", "operation", "graph" where there are graphs.
+        launches: seconds of what computes next to nothing: "product", "join", "operation", and "graph" where there are
+            such.
         starting, waiting: seconds of a collective, by the way ranks are connected and the size of an operand.
     """
 
@@ -98,39 +99,65 @@ def measure_ranks(
     """
     found = [Round() for _ in range(rounds)]
     with Ranks(RankOptions(plan.ranks, device, ways[0])) as ranks:
-        for layers, program in ((WHOLE, plan.program), (SHORT, _first_layers(plan))):
-            ranks.call(load_dissected, replace(plan, program=program), layers)
-        for layers, texts in loads(plan.max_tokens):  # caches, allocators and clocks get used to it
-            ranks.call(run_dissected, layers, replace(texts, new=2))
+        load_sampled(ranks, plan)
         for one in found:
-            for layers, texts in loads(plan.max_tokens):
-                by_rank: list[list[PassParts]] = ranks.call(run_dissected, layers, texts)
-                one.passes += _typical_passes(layers, texts, by_rank[0], typical)
-                advance(1)
-            by_name: list[LaunchTimes] = ranks.call(time_launches, LAUNCHES)
-            times = {name: getattr(by_name[0], name) for name in ("product", "operation", "graph")}
-            one.launches = {name: typical(each) for name, each in times.items() if each}
+            sample_passes(ranks, plan, one, typical, advance)
     if plan.ranks > 1:
         for way in ways:
-            _measure_exchanges(plan.ranks, device, way, found, typical, advance)
+            with Ranks(RankOptions(plan.ranks, device, way)) as ranks:
+                for one in found:
+                    sample_exchanges(ranks, way, one, typical)
+                    advance(1)
     return found
+
+
+def load_sampled(ranks: Ranks, plan: Plan) -> None:
+    """Load what `sample_passes` runs, and let caches, allocators and clocks get used to it."""
+    for layers, program in ((WHOLE, plan.program), (SHORT, _first_layers(plan))):
+        ranks.call(load_dissected, replace(plan, program=program), layers)
+    for layers, texts in loads(plan.max_tokens):
+        ranks.call(run_dissected, layers, replace(texts, new=2))
+
+
+def sample_passes(ranks: Ranks, plan: Plan, one: Round, typical: Typical, advance: Callable[[float], None]) -> None:
+    """Note every kind of pass in a round, and what launches take."""
+    for layers, texts in loads(plan.max_tokens):
+        by_rank: list[list[PassParts]] = ranks.call(run_dissected, layers, texts)
+        one.passes += _typical_passes(layers, texts, by_rank[0], typical)
+        advance(1)
+    by_name: list[LaunchTimes] = ranks.call(time_launches, LAUNCHES)
+    times = {name: getattr(by_name[0], name) for name in ("product", "join", "operation", "graph")}
+    one.launches = {name: typical(each) for name, each in times.items() if each}
+
+
+def sample_exchanges(ranks: Ranks, way: str, one: Round, typical: Typical) -> None:
+    """Note collectives in a round, of ranks that are connected in this way."""
+    by_rank: list[dict[int, ExchangeTimes]] = ranks.call(time_exchanges, list(SIZES), EXCHANGES)
+    for size in SIZES:
+        one.starting[way, size] = median(typical(each[size].starting) for each in by_rank)
+        one.waiting[way, size] = median(typical(each[size].waiting) for each in by_rank)
+
+
+def merged(rounds: Sequence[Round], typical: Typical) -> Round:
+    """One round in place of several: of everything the typical one."""
+
+    def passes(alike: Sequence[PassSample]) -> PassSample:
+        first = alike[0]
+        parts = {name: typical([one.parts[name] for one in alike]) for name in first.parts}
+        return replace(first, seconds=typical([one.seconds for one in alike]), parts=parts)
+
+    first = rounds[0]
+    return Round(
+        [passes(alike) for alike in zip(*(one.passes for one in rounds), strict=True)],
+        {name: typical([one.launches[name] for one in rounds]) for name in first.launches},
+        {key: typical([one.starting[key] for one in rounds]) for key in first.starting},
+        {key: typical([one.waiting[key] for one in rounds]) for key in first.waiting},
+    )
 
 
 def _first_layers(plan: Plan) -> str:
     nodes = Program.parse(plan.program).nodes
     return str(Program(nodes[: SHORT_LAYERS * plan.family.steps_per_layer]))
-
-
-def _measure_exchanges(
-    count: int, device: str, way: str, rounds: Sequence[Round], typical: Typical, advance: Callable[[float], None]
-) -> None:
-    with Ranks(RankOptions(count, device, way)) as ranks:
-        for one in rounds:
-            by_rank: list[dict[int, ExchangeTimes]] = ranks.call(time_exchanges, list(SIZES), EXCHANGES)
-            for size in SIZES:
-                one.starting[way, size] = median(typical(each[size].starting) for each in by_rank)
-                one.waiting[way, size] = median(typical(each[size].waiting) for each in by_rank)
-            advance(1)
 
 
 def _typical_passes(layers: str, texts: PassTexts, passes: Sequence[PassParts], typical: Typical) -> list[PassSample]:

@@ -125,7 +125,7 @@ class ModelShapes:
                 ranks, or texts are longer than the model's positions.
         """
         self._check_program(program)
-        check_division(program, self.units, ranks)
+        check_division(_different(program), self.units, ranks)
         if max_tokens > self.positions:
             raise ValueError(
                 f"prompt and output together are {max_tokens} tokens, and {self.name} has {self.positions} positions; "
@@ -165,6 +165,12 @@ class ModelShapes:
                     raise ValueError(
                         f"{sublayer}: rank {rank} of {role} is above that of a matrix of {outputs} x {inputs}"
                     )
+
+
+def _different(program: Program) -> Program:
+    """The nodes that differ in more than their layers: all layers are alike, and each node is shared by itself."""
+    alike = program.renamed(lambda sublayer: replace(sublayer, layers=(0,)))
+    return Program(tuple(dict.fromkeys(alike.nodes)))
 
 
 def _windows(config: Any, family: Family) -> tuple[int | None, ...]:

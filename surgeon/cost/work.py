@@ -208,6 +208,8 @@ class _Maps:
             widths = [self.sublayer.rank(role) or self._shape(role)[0] for role in roles]
             yield self._product(" ".join(roles), sum(widths), self._shape(roles[0])[1])
             yield from self._seconds(factored, later)
+            if factored:
+                yield self._joined(roles)
 
     def _gathered(self, roles: list[str], later: frozenset[str]) -> Iterable[Item]:
         """First factors shared out, what they give gathered."""
@@ -217,6 +219,13 @@ class _Maps:
         yield self._product(" ".join(roles), width + whole, self._shape(roles[0])[1])
         yield Sent("all-gather", width, self.of.sharers)
         yield from self._seconds(list(ranks), later)
+        if len(roles) > 1:
+            yield self._joined(roles)
+
+    def _joined(self, roles: list[str]) -> Kernel:
+        """What factors give, side by side."""
+        outputs = sum(self._shape(role)[0] for role in roles)
+        return self.rank_work.numbers.copy("join", 2 * self.tokens * outputs)
 
     def _summed(self, role: str) -> Iterable[Item]:
         """The paper's Base: both factors shared out by rank columns, their product summed."""

@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 
 import pytest
 
-from surgeon.bench.variants import variant
 from surgeon.operations.base import Operation, show_range
 from surgeon.operations.declare import VARIANTS
 from surgeon.operations.pair import pair
 from surgeon.operations.prune import prune
+from surgeon.operations.variants import variant
 from surgeon.program import LayerShapes, Program
 from surgeon.recipe import AppliedOperation, Recipe, parse_recipe
 

@@ -15,9 +15,9 @@ import surgeon.operations
 from surgeon.analysis.cells import SCANNED, check_operations, scan_cells, select, selected_cells
 from surgeon.analysis.proxies import readers
 from surgeon.analysis.tables import order_of
-from surgeon.bench.variants import is_variant, variant, variant_names
 from surgeon.operations.base import OPERATIONS, find_stretch, operation
 from surgeon.operations.declare import HEATMAPS, VARIANTS, Heatmap, Variant
+from surgeon.operations.variants import is_variant, variant, variant_names
 from surgeon.program import Program
 from surgeon.recipe import parse_recipe
 from surgeon.report.curves import draw_curves

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -316,6 +317,30 @@ class Page(HTMLParser):
         return sum(name == tag for name, _ in self.tags)
 
 
+def make_prediction(folder: Path, **more: Any) -> Path:
+    """Two programs on two numbers of ranks with two batches; tracks cannot be on one, and one batch is too large."""
+    folder.mkdir()
+    rows = []
+    for ranks, batch, program in itertools.product((1, 8), (1, 64), ("dense", "tracks:2")):
+        none, faster = program == "tracks:2" and ranks == 1, 1 + 0.05 * ranks * (program == "tracks:2")
+        numbers = {
+            "first_token_ms": 40 * batch / ranks / faster,
+            "per_token_ms": 9 / ranks / faster,
+            "tokens_per_second": 100 * batch * ranks * faster,
+            "communication_share": 0.25 / faster,
+            "needed_bytes": (16 + batch) * 2.0**30 / ranks,
+            "there_bytes": 64 * 2.0**30,
+            **dict.fromkeys(("first_token_speedup", "per_token_speedup", "tokens_per_second_speedup"), faster),
+        }
+        row: Cell = {"program": program, "ranks": ranks, "batch": batch, "prompt": 1024, "new": 512}
+        row |= {name: "nan" if none else number for name, number in numbers.items()}
+        too_much = numbers["needed_bytes"] > numbers["there_bytes"]
+        rows.append(row | {"fits": int(not none and not too_much), "refused": "no slices" if none else ""})
+    write_csv(folder / "predict.csv", rows)
+    (folder / "predict.json").write_text(json.dumps(record(hardware="h100-sxm", swept=True, **more)))
+    return folder
+
+
 def page_of(*folders: Path) -> Page:
     page = Page(render(folders))
     assert page.errors == []
@@ -332,6 +357,7 @@ def everything(folder: Path, **more: Any) -> list[Path]:
         make_search(folder / "search", **more),
         make_checkpoint(folder / "fused"),
         make_evaluation(folder / "tasks", **more),
+        make_prediction(folder / "predicted", **more),
     ]
 
 

@@ -17,6 +17,7 @@ from tests.report.run_folders import (
     BASE,
     Cell,
     make_evaluation,
+    make_prediction,
     make_scan,
     make_search,
     make_sensitivity,
@@ -285,3 +286,17 @@ def test_evaluations_side_by_side(tmp_path: Path) -> None:
     assert "0.1235" not in text, "a group stands for its members"
     assert "secret of the machine" not in text
     assert "All evaluations side by side" not in page_of(runs[0]).text()
+
+
+def test_predictions_are_drawn_and_told(tmp_path: Path) -> None:
+    page = page_of(make_prediction(tmp_path / "predicted"))
+    text = page.text()
+    assert "What programs would cost on h100-sxm" in text
+    assert "On h100-sxm, tracks:2 should win most on 8 ranks with batch 1: 1.40" in text
+    for tip in ("dense, batch 64: 1.00, does not fit into memory", "tracks:2, batch 64: 1.40<"):
+        assert tip in page.html
+    assert "tracks:2, batch 1: 1.00" not in page.html  # on one rank there is none
+    table = page.html[page.html.index("Every prediction") :]
+    assert "cannot be shared" in table
+    assert "80.0: too much" in table
+    assert "64.0 for it" in table

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from surgeon.program import Sublayer
+from surgeon.weights import decompose as decomposing
 from surgeon.weights.decompose import (
     METHODS,
     Decomposition,
@@ -165,6 +166,24 @@ def test_matrices_of_low_rank_and_of_zeros() -> None:
         zeros = torch.zeros(4, 10, dtype=torch.float64)
         assert not decompose(zeros, whitening).values.any()
         assert not truncate(zeros, decompose(zeros, whitening).left, 2).any()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_large_matrices_have_the_same_directions(size: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix, factor = draw(*size), whitening_of(inputs(50, size[1])).factor
+    low = draw(size[0], 3) @ draw(3, size[1], seed=5)
+    whole = [decompose(matrix), decompose(matrix.float()), decompose(matrix, factor), decompose(low)]
+    monkeypatch.setattr(decomposing, "LARGE", 0)
+    monkeypatch.setattr(decomposing, "_BLOCK", 3 * max(size))
+    large = [decompose(matrix), decompose(matrix.float()), decompose(matrix, factor), decompose(low)]
+    for own, other, of in zip(large, whole, [matrix, matrix.float(), matrix, low], strict=True):
+        np.testing.assert_allclose(own.values, other.values, rtol=1e-6, atol=1e-7 * other.values[0])
+        assert own.reached == other.reached
+        torch.testing.assert_close(own.left.T @ own.left, torch.eye(own.left.shape[1], dtype=torch.float64))
+        for rank in (1, 3, min(size)):
+            torch.testing.assert_close(
+                truncate(of, own.left, rank), truncate(of, other.left, rank), rtol=1e-6, atol=1e-6
+            )
 
 
 def published(method: Method, matrix: Tensor, samples: Tensor, rank: int) -> NDArray[np.float64]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from surgeon.runtime.comm.collectives import Counts
-from surgeon.runtime.model.linear import Linear
+from surgeon.runtime.model.linear import Linear, LowRank
 from surgeon.runtime.processes.rank import Rank
 
 SMALL = 8  # features of a product that takes no time
@@ -64,11 +64,13 @@ class LaunchTimes:
 
     Attributes:
         product: a matrix product, as the runtime calls it.
+        join: what maps by two factors take besides their products.
         operation: a sum of two tensors.
         graph: one operation of a captured graph; none where there are no graphs.
     """
 
     product: list[float]
+    join: list[float]
     operation: list[float]
     graph: list[float]
 
@@ -78,10 +80,15 @@ def time_launches(rank: Rank, times: int) -> LaunchTimes:
     """Runs on a rank: launch small operations, some at a time."""
     x = torch.ones(1, SMALL, device=rank.device)
     linear = Linear([torch.ones(SMALL, SMALL, device=rank.device)], [None])
-    found = LaunchTimes([], [], [])
+    roles = ["q", "k", "v"]
+    weight = torch.ones(SMALL, SMALL, device=rank.device)
+    factored = LowRank({f"{role}.{which}.weight": weight for role in roles for which in ("first", "second")}, roles)
+    found = LaunchTimes([], [], [], [])
     replay = _captured(lambda: x + x) if rank.device.type == "cuda" else None
     for _ in range(times):
         found.product.append(_each(rank, lambda: linear(x)))
+        products = (1 + len(roles)) * found.product[-1]
+        found.join.append(max(0.0, _each(rank, lambda: factored(x)) - products))
         found.operation.append(_each(rank, lambda: x + x))
         if replay is not None:
             found.graph.append(_each(rank, replay) / CHAIN)

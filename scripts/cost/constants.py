@@ -1,0 +1,177 @@
+"""The constants that are fitted to the papers' rows: factors of what hardware files say, and what software costs.
+
+A factor of 1 is what the files ship, which is what was fitted once, rounded. `fit` pulls every constant towards its
+start, what was believed of it before any paper's row was looked at, with the spread of that belief; so rows which say
+nothing about a constant leave it there, and a paper that is left out has no part in what the others find.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from scripts.cost.cases import Run
+from surgeon.cost.figure import Figure
+from surgeon.cost.hardware import Algorithm, Hardware, Interconnect, Shares
+
+Apply = Callable[[Hardware, float, Run], Hardware]
+LOW_LATENCY = 3.2e-6  # seconds: rings whose messages take less are NCCL's LL; those of its Simple protocol take longer
+MOST = 0.97  # of a peak
+
+
+@dataclass(frozen=True)
+class Constant:
+    """One of them.
+
+    Attributes:
+        name: for tables.
+        start: where it starts, and what it is pulled towards.
+        spread: by which factor it may well differ from that.
+        apply: puts it into a piece of hardware.
+        concerns: which runs depend on it.
+    """
+
+    name: str
+    start: float
+    spread: float
+    apply: Apply
+    concerns: Callable[[Run], bool]
+
+
+def scaled(figure: Figure, factor: float, most: float = float("inf")) -> Figure:
+    """Every point of a figure times a factor."""
+    return Figure(tuple((size, min(value * factor, most)) for size, value in figure.points))
+
+
+def _shares(**names: bool) -> Apply:
+    def apply(hardware: Hardware, factor: float, _: Run) -> Hardware:
+        shares: Shares = hardware.device.shares
+        changed = {
+            name: scaled(figure, factor, MOST) for name in names if (figure := getattr(shares, name)) is not None
+        }
+        return replace(hardware, device=replace(hardware.device, shares=replace(shares, **changed)))
+
+    return apply
+
+
+def _host(**names: bool) -> Apply:
+    def apply(hardware: Hardware, factor: float, _: Run) -> Hardware:
+        changed = {name: getattr(hardware.host, name) * factor for name in names}
+        return replace(hardware, host=replace(hardware.host, **changed))
+
+    return apply
+
+
+def _forward(hardware: Hardware, seconds: float, _: Run) -> Hardware:
+    return replace(hardware, host=replace(hardware.host, forward=Figure.constant(seconds)))
+
+
+def _text(hardware: Hardware, seconds: float, run: Run) -> Hardware:
+    return _forward(hardware, hardware.host.forward.at(run.batch) + seconds * run.batch, run)
+
+
+def _links(change: Callable[[Algorithm, float], Algorithm], staged: bool) -> Apply:
+    def changed(each: Algorithm, link: str, factor: float) -> Algorithm:
+        through_host = is_staged(link) and each.kind != "sharp"  # the switch needs no peer to peer
+        return change(each, factor) if through_host == staged else each
+
+    def apply(hardware: Hardware, factor: float, _: Run) -> Hardware:
+        links = {
+            name: replace(link, algorithms=tuple(changed(each, name, factor) for each in link.algorithms))
+            for name, link in hardware.links.items()
+        }
+        return replace(hardware, links=links)
+
+    return apply
+
+
+def is_staged(link: str) -> bool:
+    """Whether a link goes through the host's memory, or over PCIe at least."""
+    return link.endswith("-off") or link.startswith("pcie")
+
+
+def _slower(algorithm: Algorithm, factor: float) -> Algorithm:
+    if not _low_latency(algorithm):
+        return algorithm
+    return replace(algorithm, base=scaled(algorithm.base, factor), hop=scaled(algorithm.hop, factor))
+
+
+def _slower_at_once(algorithm: Algorithm, factor: float) -> Algorithm:
+    if algorithm.kind != "one-shot":
+        return algorithm
+    return replace(algorithm, base=scaled(algorithm.base, factor), hop=scaled(algorithm.hop, factor))
+
+
+def _low_latency(algorithm: Algorithm) -> bool:
+    return algorithm.kind in ("ring", "tree") and algorithm.hop.points[0][1] < LOW_LATENCY
+
+
+def _small(algorithm: Algorithm, factor: float) -> Algorithm:
+    return replace(algorithm, share=scaled(algorithm.share, factor, 1.0)) if _low_latency(algorithm) else algorithm
+
+
+def _large(algorithm: Algorithm, factor: float) -> Algorithm:
+    return algorithm if _low_latency(algorithm) else replace(algorithm, share=scaled(algorithm.share, factor, 1.0))
+
+
+def _contention(hardware: Hardware, value: float, _: Run) -> Hardware:
+    def slowed(link: Interconnect) -> Interconnect:
+        return replace(link, contention=min(value, 0.95))
+
+    return replace(
+        hardware,
+        links={name: slowed(link) for name, link in hardware.links.items()},
+        networks={name: slowed(link) for name, link in hardware.networks.items()},
+    )
+
+
+def _everything(_: Run) -> bool:
+    return True
+
+
+def _of(*stacks: str) -> Callable[[Run], bool]:
+    return lambda run: run.stack in stacks
+
+
+def _staged(run: Run) -> bool:
+    return (run.link is not None and is_staged(run.link)) or run.hardware in ("rtx-4090", "a100-pcie")
+
+
+def _peer(run: Run) -> bool:
+    return run.hardware not in ("rtx-4090", "a100-pcie")
+
+
+SHARED = (
+    Constant("bandwidth shares", 0.93, 1.1, _shares(bandwidth=True, cache=True), _everything),
+    Constant("FLOP/s shares", 1.35, 1.15, _shares(flops=True, attention=True), _everything),
+    Constant("gap in a graph", 0.7, 2.0, _host(graph=True), lambda run: run.graphs),
+    Constant("NVLink latency", 0.85, 1.3, _links(_slower, staged=False), _peer),
+    Constant("NVLink, small messages", 0.7, 4.0, _links(_small, staged=False), _peer),
+    Constant("NVLink, large messages", 1.0, 1.2, _links(_large, staged=False), _peer),
+    Constant("one-shot latency", 1.3, 1.5, _links(_slower_at_once, staged=False), _of("trtllm", "vllm")),
+    Constant("PCIe latency", 0.7, 1.5, _links(_slower, staged=True), _staged),
+    Constant("PCIe, small messages", 2.0, 4.0, _links(_small, staged=True), _staged),
+    Constant("PCIe, large messages", 1.4, 1.5, _links(_large, staged=True), _staged),
+    Constant("contention", 0.2, 2.0, _contention, lambda run: run.system.startswith("ladder")),
+)
+# Of each stack of software that a paper used, not of hardware: how many times what a kernel's launch takes, seconds of
+# a pass besides its kernels, and those for each text of a server's. No hardware file has them.
+STACKS = (
+    Constant("launch, eager PyTorch", 10.0, 3.0, _host(launch=True, collective=True), _of("eager", "forward")),
+    Constant("launch, DeInfer's vLLM", 6.0, 1.5, _host(launch=True, collective=True), _of("deinfer")),
+    Constant("eager PyTorch, a pass", 1e-3, 3.0, _forward, _of("eager")),
+    Constant("gpt-fast, a pass", 1e-4, 3.0, _forward, _of("graphs")),
+    Constant("TensorRT-LLM, a pass", 2e-3, 3.0, _forward, _of("trtllm")),
+    Constant("vLLM, a pass", 4e-3, 3.0, _forward, _of("vllm")),
+    Constant("DeInfer's vLLM, a pass", 1e-2, 3.0, _forward, _of("deinfer")),
+    Constant("servers, a text", 1.5e-4, 3.0, _text, _of("trtllm", "vllm")),
+)
+CONSTANTS = (*SHARED, *STACKS)
+
+
+def fitted(hardware: Hardware, run: Run, values: Mapping[str, float]) -> Hardware:
+    """The hardware of a run, with the constants that concern it."""
+    for constant in CONSTANTS:
+        if constant.concerns(run):
+            hardware = constant.apply(hardware, values[constant.name], run)
+    return hardware

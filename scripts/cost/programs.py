@@ -1,0 +1,41 @@
+"""The programs of the systems that the papers compare, for a model of so many layers."""
+
+from __future__ import annotations
+
+import warnings
+
+from surgeon.operations.fuse_attention_mlp import fuse_attention_mlp
+from surgeon.operations.ladder import ladder
+from surgeon.operations.lowrank import lowrank
+from surgeon.operations.pair import pair
+from surgeon.operations.tracks import tracks
+from surgeon.program import LayerShapes, Program
+
+KEEP = 0.6  # DeInfer's compression of 40%, read as the share of parameters that every matrix's factors keep
+LOW_RANK = {"base": "base", "deinfer": "gather"}
+
+
+def program_of(system: str, layers: int, shapes: LayerShapes) -> Program:
+    """The program of a system as `cases.Run` names it.
+
+    Raises:
+        ValueError: for a name that is none.
+    """
+    dense = Program.dense(layers)
+    name, *numbers = system.split(":")
+    if name in ("dense", "upper"):
+        return dense
+    if name == "lp":
+        pairs, end = (int(number) for number in numbers)
+        return pair(dense, range(end - 2 * pairs, end))
+    if name == "ladder":
+        return ladder(dense, range(layers))
+    if name == "parallel":
+        return fuse_attention_mlp(dense, range(layers))
+    if name == "tracks":
+        return tracks(dense, range(layers), 8, int(numbers[0]))
+    if name in LOW_RANK:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return lowrank(dense, range(layers), shapes, keep=KEEP)
+    raise ValueError(f"no known system: {system!r}")

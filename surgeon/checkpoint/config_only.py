@@ -1,0 +1,124 @@
+"""A model's configuration alone: of a folder, a config.json, or a name on the hub, whether there are weights or not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers import CONFIG_MAPPING
+
+from surgeon.checkpoint.describe import REPORT_FILE
+from surgeon.checkpoint.read import DEMO, read_json
+from surgeon.checkpoint.remote_code import FAMILY_KEY
+from surgeon.demo import demo_model
+from surgeon.errors import shown
+from surgeon.families import family_named, family_of
+from surgeon.families.fused import FUSED
+from surgeon.model import PROGRAM_KEY, PROGRAM_PREFIX
+from surgeon.program import Program
+
+CONFIG = "config.json"
+
+
+class ConfigOnly(NamedTuple):
+    """What a config.json says.
+
+    Attributes:
+        config: as `transformers` reads it.
+        program: that the checkpoint runs, if it has one of its own.
+    """
+
+    config: Any
+    program: Program | None
+
+
+def read_config_only(what: str | Path) -> ConfigOnly:
+    """Read the configuration of a model: a folder or its config.json, demo, or a name on the hub.
+
+    Of a name on the hub nothing else is fetched, or it is taken from the hub's cache.
+
+    Raises:
+        FileNotFoundError: if there is no such model.
+        ValueError: if it is not what a supported architecture needs, or a checkpoint in the fused form whose model is
+            not there.
+    """
+    path = _find(what)
+    entries = read_json(path)
+    model_type = str(entries.get("model_type"))
+    if model_type == FUSED.model_type:
+        return _of_source(path)
+    family = family_named(model_type.removeprefix(PROGRAM_PREFIX) if PROGRAM_KEY in entries else model_type)
+    kept = {
+        key: value for key, value in entries.items() if key not in ("auto_map", "model_type", PROGRAM_KEY, FAMILY_KEY)
+    }
+    try:
+        config = CONFIG_MAPPING[family.model_type].from_dict(kept)
+        family_of(config)
+    except Exception as error:  # whatever it trips over is a fault of the file
+        raise ValueError(f"{path} is not a valid configuration: {error}") from error
+    return ConfigOnly(config, _program(path, entries))
+
+
+def _of_source(path: Path) -> ConfigOnly:
+    """What a checkpoint in the fused form was made of, and the program that it runs: its layers are several in one."""
+    record = path.with_name(REPORT_FILE)
+    advice = "give the recipe that it was made by, or the model it was made of with --program"
+    if not record.is_file():
+        raise ValueError(
+            f"{path} is of a checkpoint in the fused form, and there is no {REPORT_FILE} beside it; {advice}"
+        )
+    report = read_json(record)
+    source, program = report.get("source"), report.get("program")
+    model = source.get("model") if isinstance(source, dict) else None
+    if not isinstance(model, str) or not isinstance(program, str):
+        raise ValueError(f"{record} is not what surgeon export writes: it lacks the program or its source; {advice}")
+    try:
+        config, _ = read_config_only(model)
+    except OSError as error:
+        raise ValueError(f"{path} is of a checkpoint in the fused form, made of {model}: {error}; {advice}") from error
+    return ConfigOnly(config, Program.parse(program))
+
+
+def _find(what: str | Path) -> Path:
+    path = Path(what)
+    if path.is_dir():
+        return path / CONFIG
+    if path.is_file():
+        if path.suffix != ".json":
+            raise FileNotFoundError(
+                f"{path} is no {CONFIG}; give one, a folder with one, a name on the hub, or a recipe"
+            )
+        return path
+    name = str(what)
+    if name == DEMO:
+        return demo_model() / CONFIG
+    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise FileNotFoundError(f"there is no model folder {name}")
+    return _fetched(name)
+
+
+def _fetched(name: str) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    from surgeon.quality.offline import without_retries
+
+    try:
+        with without_retries():
+            return Path(hf_hub_download(name, CONFIG))
+    except Exception as error:
+        raise FileNotFoundError(
+            f"{name} is no folder here, and its configuration could not be fetched from the hub "
+            f"({type(error).__name__}); check the name and the connection, or give the path of a config.json"
+        ) from error
+
+
+def _program(path: Path, entries: dict[str, Any]) -> Program | None:
+    if PROGRAM_KEY not in entries:
+        return None
+    text = entries[PROGRAM_KEY]
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError(f"{path} has {PROGRAM_KEY}: {shown(text)}, which is no program; export the model again")
+    try:
+        return Program.parse(text)
+    except ValueError as error:
+        raise ValueError(f"{path} has a {PROGRAM_KEY} that is none: {error}") from error

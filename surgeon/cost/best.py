@@ -1,0 +1,228 @@
+"""Which of the known programs is fastest under a quality budget, and from where on each of them stops paying."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from surgeon.cost.costed import Costed
+from surgeon.cost.hardware import Hardware
+from surgeon.cost.predict import Deployment, Prediction, Workload
+from surgeon.cost.shapes import ModelShapes
+from surgeon.cost.sweep import SweepCell, sweep
+from surgeon.errors import did_you_mean
+from surgeon.operations.lowrank import lowrank
+from surgeon.operations.pair import pair
+from surgeon.operations.variants import DENSE, middle_layers, variant
+from surgeon.program import KINDS, LayerShapes, Program, Sublayer
+
+PAYS = 1.02  # times the dense program's speed: less is within what predictions miss by
+TRACK_DEPTH = 4
+Metric = Literal["token", "first", "rate"]
+METRICS: tuple[Metric, ...] = ("token", "first", "rate")
+LP, LADDER, LADDER_LP, FUSED, TRACKS, LOW_RANK, LP_LOW_RANK, LADDER_LOW_RANK = SYSTEMS = (
+    "lp",
+    "ladder",
+    "ladder-over-lp",
+    "fused",
+    f"tracks:{TRACK_DEPTH}",
+    "lowrank",
+    "lp+lowrank",
+    "ladder+lowrank",
+)
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """What quality may be given up.
+
+    Attributes:
+        depth: the least effective depth; pairs are made until it is reached, of all layers that may change if None.
+        keep: the share of each matrix's parameters that low ranks leave; None for no low ranks.
+        allowed: programs by name; nothing for all that depth and keep allow.
+    """
+
+    depth: float | None = None
+    keep: float | None = None
+    allowed: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in self.allowed:
+            if name not in SYSTEMS:
+                raise ValueError(f"there is no program {name!r} to choose; {did_you_mean(name, SYSTEMS)}")
+        if self.keep is not None and not 0 < self.keep <= 1:
+            raise ValueError(f"keep must be more than 0 and at most 1, not {self.keep:g}")
+
+
+def known_programs(shapes: ModelShapes, budget: Allowance, layers: range | None = None) -> list[Costed]:
+    """The dense program, and the known ones that the budget allows, for any number of ranks.
+
+    Args:
+        layers: that may be changed, but for low ranks, which are of all; all but the first and last two by default.
+
+    Raises:
+        ValueError: if the depth is above the model's, or nothing is left to choose from.
+    """
+    per_layer = shapes.family.steps_per_layer
+    dense = Program.dense(shapes.layers, per_layer)
+    middle = layers or middle_layers(shapes.layers)
+    if budget.depth is not None and not 1 <= budget.depth <= shapes.layers:
+        raise ValueError(
+            f"the effective depth of {shapes.layers} layers is from 1 to {shapes.layers}, not {budget.depth:g}"
+        )
+    pairs = len(middle) // 2 if budget.depth is None else min(len(middle) // 2, int(shapes.layers - budget.depth))
+    paired = range(middle.start, middle.start + 2 * pairs)
+
+    def low(program: Program) -> Program:
+        with warnings.catch_warnings():  # of matrices that stay whole, once for every program
+            warnings.simplefilter("ignore")
+            return lowrank(program, range(shapes.layers), _layer_shapes(shapes), keep=budget.keep)
+
+    def of(name: str, ranks: int) -> Program:
+        return variant(name, dense, middle, ranks)
+
+    makers: dict[str, Callable[[int], Program]] = {LADDER: lambda ranks: of(LADDER, ranks)}
+    makers |= {name: lambda ranks, name=name: of(name, ranks) for name in (FUSED, TRACKS)}  # type: ignore[misc]
+    if pairs:
+        lp = pair(dense, paired)
+        makers |= {LP: lambda _: lp, LADDER_LP: lambda ranks: variant(LADDER, lp, paired, ranks)}
+    if budget.keep is not None:
+        makers |= {LOW_RANK: lambda _: low(dense), LADDER_LOW_RANK: lambda ranks: low(of(LADDER, ranks))}
+        if pairs:
+            makers[LP_LOW_RANK] = lambda _: low(lp)
+    chosen = [name for name in SYSTEMS if name in makers and _allowed(name, makers[name], budget, per_layer)]
+    if not chosen:
+        raise ValueError("the budget leaves no program but the dense one; allow more, or less effective depth")
+    return [Costed(DENSE, shapes, lambda _: dense)] + [Costed(name, shapes, _once(makers[name])) for name in chosen]
+
+
+def _layer_shapes(shapes: ModelShapes) -> LayerShapes:
+    """The matrices of a layer."""
+    found = {}
+    for kind in KINDS:
+        for projection in shapes.family.spec(kind).projections:
+            found[projection.role] = shapes.matrix(Sublayer(kind, (0,)), projection.role).shape
+    return LayerShapes(found)
+
+
+def _allowed(name: str, make: Callable[[int], Program], budget: Allowance, per_layer: int) -> bool:
+    if budget.allowed and name not in budget.allowed:
+        return False
+    return budget.depth is None or make(2).effective_depth(per_layer) >= budget.depth
+
+
+def _once(make: Callable[[int], Program]) -> Callable[[int], Program]:
+    """Remembers the program of each number of ranks."""
+    made: dict[int, Program] = {}
+
+    def program(ranks: int) -> Program:
+        if ranks not in made:
+            made[ranks] = make(ranks)
+        return made[ranks]
+
+    return program
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is fastest for one load on some ranks.
+
+    Attributes:
+        link: within a node, by its name.
+        dense: what it is compared with; None if the dense model does not fit there.
+        by_program: times the dense program's speed, of every program that fits.
+    """
+
+    ranks: int
+    batch: int
+    link: str
+    dense: Prediction | None
+    by_program: Mapping[str, float]
+
+    @property
+    def winner(self) -> str:
+        """The fastest program; the dense one where no other pays."""
+        best = max(self.by_program, key=lambda name: self.by_program[name], default=DENSE)
+        return best if self.by_program.get(best, 0.0) >= PAYS else DENSE
+
+    @property
+    def speedup(self) -> float:
+        """Of the winner."""
+        return self.by_program.get(self.winner, 1.0)
+
+
+def survey(
+    known: Sequence[Costed],
+    hardware: Hardware,
+    deployment: Deployment,
+    workload: Workload,
+    axes: Mapping[str, Sequence[int]],
+    metric: Metric = "token",
+    advance: Callable[[float], None] = lambda _: None,
+) -> list[Choice]:
+    """The choices on every link of the hardware (or the deployment's own), for all ranks and batches of the axes."""
+    links: list[str | None] = [deployment.link] if deployment.link else [*hardware.links] or [None]
+    found = []
+    for link in links:
+        cells = sweep(known, hardware, replace(deployment, link=link), workload, axes, advance)
+        found += list(choices(cells, link or "", metric))
+    return found
+
+
+def choices(cells: Sequence[SweepCell], link: str, metric: Metric) -> Iterator[Choice]:
+    """One for each combination of ranks and batch; cells of a program that does not fit are left out."""
+    places = dict.fromkeys((cell.deployment.ranks, cell.workload.batch) for cell in cells)
+    for ranks, batch in places:
+        here = [cell for cell in cells if (cell.deployment.ranks, cell.workload.batch) == (ranks, batch)]
+        fitting = {cell.costed.name: cell.prediction for cell in here if cell.prediction and not cell.refused}
+        dense = fitting.pop(DENSE, None)
+        speedups = (
+            {name: seconds(dense, metric) / seconds(one, metric) for name, one in fitting.items()} if dense else {}
+        )
+        yield Choice(ranks, batch, link, dense, speedups)
+
+
+def seconds(prediction: Prediction, metric: Metric) -> float:
+    """What is to be short: of a further token, of the first one, or of all texts' tokens."""
+    return {"token": prediction.per_token, "first": prediction.first_token, "rate": 1 / prediction.rate}[metric]
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Where a program pays.
+
+    Attributes:
+        stops: the first batch from which on it does not pay on these ranks and link; None if it pays at all batches.
+        never: whether it pays at none.
+        best: the most that it wins, times the dense program's speed.
+    """
+
+    program: str
+    link: str
+    ranks: int
+    stops: int | None
+    never: bool
+    best: float
+
+
+def reaches(found: Sequence[Choice]) -> list[Extent]:
+    """Of every program, link and number of ranks: from which batch on it stops paying."""
+    result = []
+    for program in dict.fromkeys(name for choice in found for name in choice.by_program):
+        for link, ranks in dict.fromkeys((choice.link, choice.ranks) for choice in found):
+            row = sorted(
+                (choice.batch, choice.by_program[program])
+                for choice in found
+                if (choice.link, choice.ranks) == (link, ranks) and program in choice.by_program
+            )
+            if row:
+                result.append(_reach(program, link, ranks, row))
+    return result
+
+
+def _reach(program: str, link: str, ranks: int, row: Sequence[tuple[int, float]]) -> Extent:
+    paying = [batch for batch, speedup in row if speedup >= PAYS]
+    after = [batch for batch, _ in row if paying and batch > paying[-1]]
+    return Extent(program, link, ranks, after[0] if after else None, not paying, max(speedup for _, speedup in row))

@@ -1,0 +1,149 @@
+"""Many predictions: several programs, on several numbers of ranks, for several loads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from surgeon.cost.costed import Costed
+from surgeon.cost.hardware import Hardware
+from surgeon.cost.predict import Deployment, Prediction, Workload, predict
+from surgeon.cost.room import most_texts, room
+from surgeon.errors import did_you_mean
+from surgeon.memory import show_size
+
+MOST_RANKS = 64  # that are looked at for those that have room
+MOST_TEXTS = 1 << 16  # likewise
+TOO_LARGE = "does not fit into memory"
+AXES = ("ranks", "batch", "prompt", "new")
+_RANGE = re.compile(r"(\d{1,7})(?:\.\.(\d{1,7}))?")
+
+
+@dataclass(frozen=True)
+class SweepCell:
+    """One prediction, or why there is none.
+
+    Attributes:
+        prediction: None if these ranks cannot share the program.
+        refused: why there is none, or that it does not fit into memory; empty where all is well.
+    """
+
+    costed: Costed
+    deployment: Deployment
+    workload: Workload
+    prediction: Prediction | None
+    refused: str = ""
+
+
+def parse_sweep(text: str) -> dict[str, list[int]]:
+    """The values of each axis in a text such as "ranks=1..64,batch=1..256": the first, twice as many, ..., the last.
+
+    Raises:
+        ValueError: if it cannot be read.
+    """
+    axes: dict[str, list[int]] = {}
+    for part in text.split(","):
+        name, equals, values = (piece.strip() for piece in part.partition("="))
+        if name not in AXES:
+            raise ValueError(f"there is no {name!r} to sweep; {did_you_mean(name, AXES)}")
+        match = _RANGE.fullmatch(values)
+        if not equals or match is None:
+            raise ValueError(f"{part.strip()!r} is no range; write e.g. {name}=1..64 (doubling) or {name}=8")
+        if name in axes:
+            raise ValueError(f"{name} is there twice; keep one of them")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if not 1 <= first <= last:
+            raise ValueError(f"{name}={values}: a range goes from at least 1 upwards")
+        axes[name] = list(_doubling(first, last))
+    return axes
+
+
+def _doubling(first: int, last: int) -> Iterator[int]:
+    while first < last:
+        yield first
+        first *= 2
+    yield last
+
+
+def sweep(
+    costed: Sequence[Costed],
+    hardware: Hardware,
+    deployment: Deployment,
+    workload: Workload,
+    axes: Mapping[str, Sequence[int]],
+    advance: Callable[[float], None] = lambda _: None,
+) -> list[SweepCell]:
+    """Predict every program for all combinations of what the axes say, in their order.
+
+    Args:
+        advance: called with 1 after each prediction.
+    """
+    cells = []
+    for values in product(*(axes.get(name, (None,)) for name in AXES)):
+        chosen = {name: value for name, value in zip(AXES, values, strict=True) if value is not None}
+        ranks = chosen.pop("ranks", deployment.ranks)
+        for one in costed:
+            cells.append(cell(one, hardware, replace(deployment, ranks=ranks), replace(workload, **chosen)))
+            advance(1)
+    return cells
+
+
+def cell(costed: Costed, hardware: Hardware, deployment: Deployment, workload: Workload) -> SweepCell:
+    """One prediction; what the ranks or their memory refuse is told in it."""
+    deployment = replace(deployment, connected=deployment.connected and costed.connected)
+    try:
+        program = costed.program(deployment.ranks)
+        prediction = predict(costed.shapes, program, hardware, workload, deployment)
+    except ValueError as error:
+        return SweepCell(costed, deployment, workload, None, str(error))
+    refused = "" if prediction.memory.fits else TOO_LARGE
+    return SweepCell(costed, deployment, workload, prediction, refused)
+
+
+def explain_memory(cell: SweepCell, hardware: Hardware) -> str:
+    """What a prediction that does not fit needs, and what would do: fewer texts, or more ranks."""
+    prediction, workload = cell.prediction, cell.workload
+    assert prediction is not None
+    needed, plan = prediction.memory, prediction.plan
+    amounts = (
+        f"{show_size(needed.needed)} (weights {show_size(needed.weights)}, cache {show_size(needed.cache)}, "
+        f"activations {show_size(needed.activations)})"
+    )
+    ways = []
+    fewer = most_texts(cell.costed.shapes, plan, hardware, workload.prompt, MOST_TEXTS)
+    if fewer:
+        ways.append(f"at most {fewer} {'text fits' if fewer == 1 else 'texts fit'} on {_ranks(plan.ranks)}")
+    enough = next(ranks_with_room(cell, hardware), None)
+    if enough:
+        ways.append(f"{_ranks(enough)} would do for batch {workload.batch}")
+    return (
+        f"{cell.costed.name} in {plan.dtype} on {_ranks(plan.ranks)} with batch {workload.batch} and texts of "
+        f"{plan.max_tokens} tokens needs {amounts} on each, and {hardware.name} has {show_size(needed.there)} for it; "
+        f"{'; '.join(ways) or f'no number of ranks up to {MOST_RANKS} would do'}"
+    )
+
+
+def ranks_with_room(cell: SweepCell, hardware: Hardware) -> Iterator[int]:
+    """Numbers of ranks, more than the cell's, that can share the program and have room for it."""
+    for ranks in range(cell.deployment.ranks + 1, MOST_RANKS + 1):
+        if ranks > hardware.devices and not hardware.networks:
+            return
+        try:
+            program = cell.costed.program(ranks)
+            length = cell.workload.prompt + cell.workload.new
+            plan = cell.costed.shapes.plan(program, ranks, length, _dtype(cell), "auto", cell.deployment.kv)
+        except ValueError:
+            continue
+        if room(cell.costed.shapes, plan, hardware, cell.workload.batch, cell.workload.prompt).fits:
+            yield ranks
+
+
+def _dtype(cell: SweepCell) -> str:
+    assert cell.prediction is not None
+    return cell.prediction.plan.dtype
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
