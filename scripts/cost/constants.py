@@ -151,7 +151,7 @@ SHARED = (
     Constant("one-shot latency", 1.3, 1.5, _links(_slower_at_once, staged=False), _of("trtllm", "vllm")),
     Constant("PCIe latency", 0.7, 1.5, _links(_slower, staged=True), _staged),
     Constant("PCIe, small messages", 2.0, 4.0, _links(_small, staged=True), _staged),
-    Constant("PCIe, large messages", 1.0, 1.5, _links(_large, staged=True), _staged),
+    Constant("PCIe, large messages", 1.4, 1.5, _links(_large, staged=True), _staged),
     Constant("contention", 0.2, 2.0, _contention, lambda run: run.system.startswith("ladder")),
 )
 # Of each stack of software that a paper used, not of hardware: how many times what a kernel's launch takes, seconds of

@@ -7,8 +7,9 @@ use "fit" choose the constants of `constants.py`, which are pulled towards what 
 "check" are only compared with. Every row is a speed over a baseline of its own table, or such a baseline; parts of a
 layer's time (computing, communicating) are shown, but are no speeds and not in the error.
 
-Printed are the constants, the mean absolute error of speedups in points (1.15 for a printed 1.19 misses by 4) of the
-rows to check, the same with the constants fitted on the other papers only, and every row predicted against printed.
+Printed (with -o written, and drawn beside) are the constants, the mean absolute error of speedups in points (1.15 for
+a printed 1.19 misses by 4) of the rows to check, the same with the constants fitted on the other papers only, and every
+row predicted against printed.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
+
+from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
@@ -147,6 +150,34 @@ def page(rows: Sequence[Compared], values: Values, crossed: Mapping[str, Values]
     return "\n\n".join(parts) + "\n"
 
 
+def draw(rows: Sequence[Compared], path: Path) -> None:
+    """Predicted against printed speedups, by paper; filled: rows to check."""
+    figure = Figure(figsize=(6.5, 5.2), layout="constrained", dpi=160)
+    axes = figure.subplots()
+    speeds = [one for one in rows if one.speedup is not None and not one.part]
+    for paper, colour, mark in zip(
+        dict.fromkeys(one.case.paper for one in speeds),
+        ("#33638d", "#f0a04b", "#4aa36c", "#c8553d"),
+        "osD^",
+        strict=False,
+    ):
+        for use, face in (("fit", "none"), ("check", colour)):
+            some = [one for one in speeds if (one.case.paper, one.case.use) == (paper, use)]
+            printed, predicted = [one.case.speedup for one in some], [one.speedup for one in some]
+            label = f"{paper}, {use}"
+            axes.plot(printed, predicted, mark, color=colour, markerfacecolor=face, markersize=5, label=label)
+    ends = (0.9, 6.0)
+    axes.plot(ends, ends, color="#999999", linewidth=0.8)
+    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="printed", ylabel="predicted")
+    ticks = (1, 1.2, 1.5, 2, 3, 4, 5)
+    axes.set_xticks(ticks, labels=map(str, ticks))
+    axes.set_yticks(ticks, labels=map(str, ticks))
+    axes.minorticks_off()
+    axes.legend(fontsize=8, frameon=False)
+    axes.set_title("Times as fast as the baseline of the same table", fontsize=11)
+    figure.savefig(path)
+
+
 def main() -> None:
     """Read, fit, compare, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -164,6 +195,7 @@ def main() -> None:
         print(text)
     else:
         options.output.write_text(text, encoding="utf-8")
+        draw(rows, options.output.with_suffix(".png"))
         print("\n".join(error_table(rows)))
 
 

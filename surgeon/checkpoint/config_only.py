@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from transformers import CONFIG_MAPPING
 
+from surgeon.checkpoint.describe import REPORT_FILE
 from surgeon.checkpoint.read import DEMO, read_json
 from surgeon.checkpoint.remote_code import FAMILY_KEY
 from surgeon.demo import demo_model
@@ -38,16 +39,14 @@ def read_config_only(what: str | Path) -> ConfigOnly:
 
     Raises:
         FileNotFoundError: if there is no such model.
-        ValueError: if it is not what a supported architecture needs, or a checkpoint in the fused form.
+        ValueError: if it is not what a supported architecture needs, or a checkpoint in the fused form whose model is
+            not there.
     """
     path = _find(what)
     entries = read_json(path)
     model_type = str(entries.get("model_type"))
     if model_type == FUSED.model_type:
-        raise ValueError(
-            f"{path} is of a checkpoint in the fused form, whose layers are several in one; give the recipe that it "
-            "was made by, or the model it was made of with --program"
-        )
+        return _of_source(path)
     family = family_named(model_type.removeprefix(PROGRAM_PREFIX) if PROGRAM_KEY in entries else model_type)
     kept = {
         key: value for key, value in entries.items() if key not in ("auto_map", "model_type", PROGRAM_KEY, FAMILY_KEY)
@@ -58,6 +57,26 @@ def read_config_only(what: str | Path) -> ConfigOnly:
     except Exception as error:  # whatever it trips over is a fault of the file
         raise ValueError(f"{path} is not a valid configuration: {error}") from error
     return ConfigOnly(config, _program(path, entries))
+
+
+def _of_source(path: Path) -> ConfigOnly:
+    """What a checkpoint in the fused form was made of, and the program that it runs: its layers are several in one."""
+    record = path.with_name(REPORT_FILE)
+    advice = "give the recipe that it was made by, or the model it was made of with --program"
+    if not record.is_file():
+        raise ValueError(
+            f"{path} is of a checkpoint in the fused form, and there is no {REPORT_FILE} beside it; {advice}"
+        )
+    report = read_json(record)
+    source, program = report.get("source"), report.get("program")
+    model = source.get("model") if isinstance(source, dict) else None
+    if not isinstance(model, str) or not isinstance(program, str):
+        raise ValueError(f"{record} is not what surgeon export writes: it lacks the program or its source; {advice}")
+    try:
+        config, _ = read_config_only(model)
+    except OSError as error:
+        raise ValueError(f"{path} is of a checkpoint in the fused form, made of {model}: {error}; {advice}") from error
+    return ConfigOnly(config, Program.parse(program))
 
 
 def _find(what: str | Path) -> Path:

@@ -48,11 +48,13 @@ def calibrate(
     check_ranks(counts)
     _check_output(output)
     chosen = choose_device(device, max(counts))
+    # What a captured graph does cannot be taken apart; on GPUs the same passes are computed without one.
+    decoding = "static" if chosen == "cuda" else "auto"
     first = make_plan(model, 1, None, device=chosen, dtype=dtype)
     length = min(LONGEST, first.max_tokens)
     if length < SHORTEST:
         raise ValueError(f"{model} takes texts of {length} tokens at most, and measuring needs {SHORTEST}")
-    plans = {count: make_plan(model, count, length, device=chosen, dtype=dtype) for count in counts}
+    plans = {count: make_plan(model, count, length, device=chosen, dtype=dtype, decoding=decoding) for count in counts}
     shapes = ModelShapes.of(Path(model).resolve().name, read_config(Checkpoint(first.folder)))
     calibration = MachineCalibration(shapes, plans, chosen, rounds, WAYS[chosen])
     with progress("calibrate", calibration.steps, "measurements") as advance:

@@ -34,19 +34,6 @@ class Held:
     seconds: float
 
 
-class Rates(NamedTuple):
-    """What so many operations or bytes took, together."""
-
-    amount: float
-    seconds: float
-
-    @classmethod
-    def together(cls, amounts: Iterable[tuple[float, float]]) -> float:
-        """Amount per second over all."""
-        pairs = [cls(*each) for each in amounts]
-        return sum(one.amount for one in pairs) / sum(one.seconds for one in pairs)
-
-
 class Waits(NamedTuple):
     """What a rank waits in a pass's collectives beyond what these take when nobody computes in between.
 
@@ -147,12 +134,6 @@ class Fit:
         seconds = self.part(f"{SUBLAYER} {kind}", sample) - sum(self.part(each, sample) for each in inside)
         return Held(kernel, seconds)
 
-    def head(self, sample: PassSample) -> Held:
-        """The output head's product."""
-        rows = -(-self.plan.vocabulary // self.plan.ranks)
-        kernel = self.rank_work.numbers.product(HEAD, sample.texts, rows, self.plan.hidden)
-        return Held(kernel, sample.parts[HEAD])
-
     # Products: by rows.
 
     def _products(self) -> Figures:
@@ -162,7 +143,7 @@ class Fit:
             for one in timed:
                 by_rows.setdefault(round(one.kernel.rows), []).append(one)
         rates = {
-            rows: Rates.together((one.kernel.flops, _beyond(one.seconds, self.product_launch)) for one in timed)
+            rows: _rate((one.kernel.flops, _beyond(one.seconds, self.product_launch)) for one in timed)
             for rows, timed in by_rows.items()
         }
         moving = [(one.kernel.moved, _beyond(one.seconds, self.product_launch)) for one in by_rows[1]]
@@ -187,7 +168,7 @@ class Fit:
                     seconds = _beyond(timed.seconds, launches[timed.kernel.name])
                     size = self._stream_bytes(sample)
                     rates.setdefault(size, []).append((timed.kernel.moved, seconds))
-        return found | {f"shares.copies.{size}": Rates.together(each) for size, each in sorted(rates.items())}
+        return found | {f"shares.copies.{size}": _rate(each) for size, each in sorted(rates.items())}
 
     def _stream_bytes(self, sample: PassSample) -> int:
         return 2 * self.rank_work.numbers.size * sample.texts * sample.new * self.plan.hidden
@@ -254,6 +235,12 @@ class Fit:
 
 def _sublayers(sample: PassSample) -> int:
     return sum(sample.counts[f"{SUBLAYER} {kind}"] for kind in KINDS)
+
+
+def _rate(pairs: Iterable[tuple[float, float]]) -> float:
+    """Amount per second over all amounts and seconds."""
+    amounts, seconds = zip(*pairs, strict=True)
+    return float(sum(amounts) / sum(seconds))
 
 
 def _beyond(seconds: float, launch: float) -> float:

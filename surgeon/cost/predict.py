@@ -169,7 +169,9 @@ def predict(
 def _mean_decode(ranks: PredictedRanks, workload: Workload) -> PassCost:
     """The mean of all decoding passes, by Simpson's rule of the first, the middle and the last one."""
     first, last = workload.prompt, workload.prompt + workload.new - 2
-    weights = {first: 1 / 6, (first + last) // 2: 4 / 6, last: 1 / 6} if last > first + 1 else {first: 1.0}
+    weights = {first: 1 / 6, (first + last) // 2: 4 / 6, last: 1 / 6}
+    if last <= first + 1:
+        weights = dict.fromkeys((first, last), 1 / (last - first + 1))
     passes = {before: ranks.forward(Forward(workload.batch, 1, before), ranks.captured) for before in weights}
     means = {
         name: sum(weight * getattr(passes[before], name) for before, weight in weights.items())

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from surgeon.cost.dissect import PassParts, PassTexts, load_dissected, run_dissected
-from surgeon.cost.exchanges import ExchangeTimes, LaunchTimes, time_exchanges, time_launches
+from surgeon.cost.probes import ExchangeTimes, LaunchTimes, time_exchanges, time_launches
 from surgeon.program import Program
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.processes.ranks import RankOptions, Ranks

@@ -85,7 +85,7 @@ def draw_choices(found: Sequence[Choice], path: Path, title: str) -> Path:
     rows = -(-len(links) // columns)
     batches = len({one.batch for one in found})
     heights = len({one.ranks for one in found})
-    size = (1.2 + columns * (0.6 + 0.62 * batches), 1.3 + rows * (0.7 + 0.42 * heights))
+    size = (max(6.5, 1.2 + columns * (0.6 + 0.62 * batches)), 1.3 + rows * (0.7 + 0.42 * heights))
     figure = Figure(figsize=size, layout="constrained", dpi=160)
     panels = list(np.atleast_1d(figure.subplots(rows, columns, squeeze=False)).flat)
     for panel, link in zip(panels, links, strict=False):

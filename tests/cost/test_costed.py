@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def test_configurations_that_are_saved_are_read(family: str, tiny_model: Callabl
     ("entries", "said"),
     [
         ({"model_type": "bert"}, "architecture 'bert' is not supported"),
-        ({"model_type": "surgeon_fused"}, "in the fused form, .* give the recipe"),
+        ({"model_type": "surgeon_fused"}, "in the fused form, and there is no surgeon.json beside it; give the recipe"),
         ({"surgeon_program": 3, "model_type": "surgeon_llama"}, "surgeon_program: 3, which is no program"),
         ({"surgeon_program": "A0 Q", "model_type": "surgeon_llama"}, "surgeon_program that is none: cannot read 'Q'"),
         ({"hidden_size": "wide"}, "config.json is not a valid configuration"),
@@ -81,6 +82,17 @@ def test_configurations_that_are_saved_are_read(family: str, tiny_model: Callabl
 def test_configurations_that_are_none(entries: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=said):
         open_costed(str(folder(tmp_path / "bad", **entries)), [])
+
+
+def test_an_export_in_the_fused_form_is_what_it_was_made_of(tmp_path: Path) -> None:
+    small, fused = folder(tmp_path / "small"), folder(tmp_path / "fused", model_type="surgeon_fused")
+    (fused / "surgeon.json").write_text(json.dumps({"source": {"model": str(small)}, "program": "[A0 A1] [F0 F1]"}))
+    (one,) = open_costed(str(fused), [])
+    assert one.program(2) == Program.parse("[A0 A1] [F0 F1]")
+    assert one.shapes == replace(shapes(), name="fused")
+    (fused / "surgeon.json").write_text(json.dumps({"source": {"model": "./gone"}, "program": "A0 F0"}))
+    with pytest.raises(ValueError, match=r"made of ./gone: there is no model folder ./gone; give the recipe"):
+        open_costed(str(fused), [])
 
 
 def test_what_is_not_there(tmp_path: Path) -> None:

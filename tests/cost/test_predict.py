@@ -90,6 +90,7 @@ def test_the_mean_of_decoding_passes_is_that_of_all_of_them() -> None:
     several = predicted(load=Workload(1, 10, 20)).per_token
     each = [predicted(load=Workload(1, 10 + more, 2)).per_token for more in range(19)]
     assert several == pytest.approx(sum(each) / len(each))
+    assert predicted(load=Workload(1, 10, 3)).per_token == pytest.approx((each[0] + each[1]) / 2)
 
 
 def test_collectives_add_up_by_hand() -> None:

@@ -1,0 +1,58 @@
+"""Predicted against measured: what the table and the picture of scripts/cost/machine.py say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from matplotlib.image import imread
+
+from scripts.cost.against import Cell, draw, lines, summary
+from scripts.cost.machine import Model, parse_link, plans
+from surgeon.demo import MODEL_FOLDER
+from surgeon.program import Program
+
+CELL = Cell("demo", 2, "1ms", "attention || MLP", 8, "decode", 0.011, 0.010, -0.02, 0.03)
+CELLS = [CELL, replace(CELL, predicted=0.008, in_step=0.5), replace(CELL, phase="prefill", predicted=0.0105)]
+
+
+def test_how_far_predictions_are_off_stands_first() -> None:
+    assert summary(CELLS) == (
+        "predictions are off by 10.0% (median), 20% at worst, 67% of them by at most 10%; in step by 2.0%, 50% at "
+        "worst; half of the rounds differ from the other half by 3.0%, 3% at worst"
+    )
+    text = list(lines(CELLS, "one thread each"))
+    assert text[0] == f"3 kinds of passes: {summary(CELLS)}."
+    assert "| program attention \\|\\| MLP | 3 | 10.0% | 20% | 2.0% | 50% | 3.0% | 3% |" in text
+    assert "| phase prefill | 1 | 5.0% | 5% | 2.0% | 2% | 3.0% | 3% |" in text
+    assert "| demo | 2 | 1ms | attention \\|\\| MLP | 8 | decode | 8.00 | 10.00 | -20% | +50% | +3% |" in text
+    assert text[-1] == "One thread each."
+
+
+def test_the_picture_has_every_point(tmp_path: Path) -> None:
+    draw(CELLS, tmp_path / "three.png")
+    draw(CELLS[:1], tmp_path / "one.png")
+    pictures = [imread(tmp_path / name) for name in ("three.png", "one.png")]
+    assert pictures[0].std() > 0.05
+    assert pictures[0].shape != pictures[1].shape or (pictures[0] != pictures[1]).any()
+
+
+def test_one_program_of_each_kind_is_held_against_the_machine() -> None:
+    model = Model("demo", MODEL_FOLDER)
+    found = plans(model, MODEL_FOLDER, 2, 64)
+    dense = Program.parse(found["dense"].program)
+    syncs = {name: Program.parse(plan.program).sync_points(2) for name, plan in found.items()}
+    assert dense == Program.dense(16)
+    assert syncs == {"dense": 32, "lp": 24, "ladder": 32, "attention || MLP": 16, "tracks": 4, "low rank": 32}
+    assert ">A1" in found["ladder"].program
+    assert "tracks" not in plans(model, MODEL_FOLDER, 1, 64)
+    assert {plan.low_rank for plan in found.values()} == {"auto", "gather"}
+
+
+@pytest.mark.parametrize(("text", "delay", "bandwidth"), [("0.2ms", 2e-4, float("inf")), ("10MB/s", 0.0, 1e7)])
+def test_links_are_read(text: str, delay: float, bandwidth: float) -> None:
+    way = parse_link(text)
+    assert way.link is not None
+    assert (way.name, way.link.delay, way.link.bandwidth) == (text, delay, bandwidth)
+    assert parse_link("none").link is None
