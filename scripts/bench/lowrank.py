@@ -34,7 +34,7 @@ from surgeon.analysis.factor_plan import Making, Target
 from surgeon.analysis.inputs import ProgramRun, reads_stream
 from surgeon.analysis.make_factors import make_factors
 from surgeon.analysis.matrices import Matrices, parse_ranks
-from surgeon.analysis.rank_recipe import Budget, Share
+from surgeon.analysis.rank_recipe import RankBudget, Share
 from surgeon.analysis.spectrum import request, spectrum
 from surgeon.analysis.subject import Subject, open_subject
 from surgeon.model import program_of
@@ -160,7 +160,7 @@ class Bench:
         return self.folder / name
 
     def _ranks(self, way: Way, keep: float) -> Ranks:
-        share = Share(Budget.keep(keep), way.allocation)
+        share = Share(RankBudget.keep(keep), way.allocation)
         if not way.corrected:
             return share.ranks(self.curves)
         own, model_hash = self._folder(way, keep), self.subject.model_hash

@@ -36,7 +36,7 @@ _BUDGET = re.compile(r"\s*(\w+)\s*=\s*(.*?)(x?)\s*")
 
 
 @dataclass(frozen=True)
-class Budget:
+class RankBudget:
     """What all matrices together may cost; checks itself.
 
     Attributes:
@@ -60,7 +60,7 @@ class Budget:
             raise ValueError(f"{name} must be {limits}, not {self.most:g}")
 
     @classmethod
-    def keep(cls, share: float) -> Budget:
+    def keep(cls, share: float) -> RankBudget:
         """This share of the parameters."""
         return cls("params", share, relative=True)
 
@@ -78,7 +78,7 @@ class Budget:
         return self.most * sum(self.cost(curve, None) for curve in curves) if self.relative else self.most
 
 
-def parse_budget(text: str, size: int) -> Budget:
+def parse_budget(text: str, size: int) -> RankBudget:
     """A budget as a user writes it, such as params=3M, weight_bytes=20MB or wire_bytes=0.5x.
 
     Args:
@@ -95,7 +95,7 @@ def parse_budget(text: str, size: int) -> Budget:
     quantity = next((one for one in quantities if one == name), None)
     if quantity is None:
         raise ValueError(f"there is no budget on {name!r}; {did_you_mean(name, quantities)}")
-    return Budget(quantity, _amount(text, quantity, amount, bool(relative)), bool(relative), size)
+    return RankBudget(quantity, _amount(text, quantity, amount, bool(relative)), bool(relative), size)
 
 
 def _amount(text: str, quantity: str, amount: str, relative: bool) -> float:
@@ -111,7 +111,7 @@ def _amount(text: str, quantity: str, amount: str, relative: bool) -> float:
 class Share:
     """What the matrices may cost in all, and how that is shared out."""
 
-    budget: Budget
+    budget: RankBudget
     allocation: Allocation
 
     def ranks(self, curves: Sequence[Curve]) -> Ranks:

@@ -111,7 +111,7 @@ class ShareArguments:
         Raises:
             ValueError: if the budget makes no sense, or goes by damage that is not to be measured.
         """
-        from surgeon.analysis.rank_recipe import Budget, Share, parse_budget
+        from surgeon.analysis.rank_recipe import RankBudget, Share, parse_budget
 
         if self.keep is None and self.budget is None:
             return None
@@ -122,7 +122,7 @@ class ShareArguments:
                 "--allocation damage goes by what --no-damage leaves out; use --allocation energy or uniform"
             )
         if self.budget is None:
-            return Share(Budget.keep(self.keep or 0.0), self.allocation)
+            return Share(RankBudget.keep(self.keep or 0.0), self.allocation)
         return Share(parse_budget(self.budget, _number_bytes(model)), self.allocation)
 
 

@@ -15,7 +15,7 @@ from surgeon.analysis.corrections import MeasuredText, corrected_ranks, plan_of,
 from surgeon.analysis.factor_plan import Making
 from surgeon.analysis.make_factors import make_factors
 from surgeon.analysis.matrices import Matrix
-from surgeon.analysis.rank_recipe import Budget, Share
+from surgeon.analysis.rank_recipe import RankBudget, Share
 from surgeon.checkpoint.kept_factors import KeptFactors
 from surgeon.model import edit, program_of, restore
 from surgeon.program import Program
@@ -46,7 +46,7 @@ def test_programs_with_factors_are_measured_as_they_run(tmp_path: Path) -> None:
 def test_layers_are_weighed_by_what_their_matrices_do_together(tmp_path: Path) -> None:
     model = tiny_model("llama", 3)
     curves = run(tmp_path / "spectrum", model, ranks="1/8,1/4,1/2").curves
-    share = Share(Budget.keep(0.5), "damage")
+    share = Share(RankBudget.keep(0.5), "damage")
     folder = tmp_path / "factors"
     found = corrected_ranks(model, curves, share, "whitened", MEASURED, CALIBRATION, folder, "weights")
     budget = 0.5 * sum(parameters(curve, None) for curve in curves)

@@ -12,7 +12,7 @@ import pytest
 from surgeon.analysis.allocation import Curve
 from surgeon.analysis.calibration import load_calibration, load_recorded, recorded
 from surgeon.analysis.matrices import Matrix
-from surgeon.analysis.rank_recipe import Budget, as_operation, parse_budget
+from surgeon.analysis.rank_recipe import RankBudget, as_operation, parse_budget
 from surgeon.operations.lowrank import Calibration
 from surgeon.program import LayerShapes
 from surgeon.recipe import Recipe, parse_recipe
@@ -71,7 +71,7 @@ def test_texts_that_cannot_be_used(changed: Any, said: str, tiny_checkpoint: Pat
 def test_a_share_checks_itself() -> None:
     for keep in (0, 1.2):
         with pytest.raises(ValueError, match=f"keep must be more than 0 and at most 1, not {keep}"):
-            Budget.keep(keep)
+            RankBudget.keep(keep)
 
 
 def test_budgets() -> None:

@@ -11,9 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from surgeon.analysis import subject
+from surgeon.checkpoint.config_only import read_config_only
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.cli.app import main
 from surgeon.cli.options import DATA_HELP
+from surgeon.cost.hardware_file import load_hardware
+from surgeon.cost.predict import Deployment, Workload, predict
+from surgeon.cost.shapes import ModelShapes
 from surgeon.program import Program
 from surgeon.quality.head import OutputHead, Quality, ReferencePredictions
 from surgeon.recipe import read_recipe
@@ -65,6 +69,26 @@ def test_another_search_in_the_same_folder_is_refused(
     assert search(tiny_checkpoint, tiny_text, tmp_path / "search", "--seed", "7") == 1
     assert "holds a search with another seed (0, not 7)" in capsys.readouterr().err
     assert (tmp_path / "search" / "recipe.yaml").read_text() == before
+
+
+def test_a_budget_of_predicted_time(
+    tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "search"
+    budget = ("--budget", "speedup>=1.05@cpu-2", "--ranks", "2", "--prompt", "16", "--new", "8", "--trials", "2")
+    assert search(tiny_checkpoint, tiny_text, output, *budget) == 0
+    program = read_recipe(output / "recipe.yaml").program(4)
+    shapes = ModelShapes.of("tiny", read_config_only(tiny_checkpoint).config)
+    hardware, workload = load_hardware("cpu-2"), Workload(1, 16, 8)
+    deployment = Deployment(2, "float32")
+    dense, found = (
+        predict(shapes, one, hardware, workload, deployment).per_token for one in (Program.dense(4), program)
+    )
+    assert dense / found >= 1.05
+    assert json.loads((output / "search.json").read_text())["ranks"] == 2
+    capsys.readouterr()
+    assert search(tiny_checkpoint, tiny_text, output, *budget, "--ranks", "1") == 1
+    assert "out of reach" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
