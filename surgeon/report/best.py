@@ -55,12 +55,12 @@ def _told(one: Choice | None) -> str:
 
 
 def describe_reaches(found: Sequence[Extent]) -> str:
-    """From which batch on each program stops paying; programs down, ranks across, by link."""
+    """At which batches each program pays; programs down, ranks across, by link."""
     parts = []
     for link in dict.fromkeys(one.link for one in found):
         here = [one for one in found if one.link == link]
         ranks = list(dict.fromkeys(one.ranks for one in here))
-        lines = [["pays below batch", *(f"{count} ranks" if count > 1 else "1 rank" for count in ranks)]]
+        lines = [["batches", *(f"{count} ranks" if count > 1 else "1 rank" for count in ranks)]]
         for program in dict.fromkeys(one.program for one in here):
             by_ranks = {one.ranks: one for one in here if one.program == program}
             lines.append([program, *(_reach(by_ranks.get(count)) for count in ranks)])
@@ -73,7 +73,9 @@ def _reach(one: Extent | None) -> str:
         return "-"
     if one.never:
         return "never"
-    return "always" if one.stops is None else str(one.stops)
+    if one.starts is None:
+        return "always" if one.stops is None else f"below {one.stops}"
+    return f"from {one.starts}" + (f", below {one.stops}" if one.stops else "")
 
 
 def draw_choices(found: Sequence[Choice], path: Path, title: str) -> Path:
