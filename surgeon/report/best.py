@@ -87,7 +87,7 @@ def draw_choices(found: Sequence[Choice], path: Path, title: str) -> Path:
     rows = -(-len(links) // columns)
     batches = len({one.batch for one in found})
     heights = len({one.ranks for one in found})
-    size = (max(6.5, 1.2 + columns * (0.6 + 0.62 * batches)), 1.3 + rows * (0.7 + 0.42 * heights))
+    size = (max(7.0, 1.2 + columns * (0.6 + 0.62 * batches)), 1.3 + rows * (0.7 + 0.42 * heights))
     figure = Figure(figsize=size, layout="constrained", dpi=160)
     panels = list(np.atleast_1d(figure.subplots(rows, columns, squeeze=False)).flat)
     for panel, link in zip(panels, links, strict=False):
@@ -100,7 +100,7 @@ def draw_choices(found: Sequence[Choice], path: Path, title: str) -> Path:
     handles += [Patch(facecolor=_DENSE, label="nothing pays")] if DENSE in won else []
     handles += [Patch(facecolor=_NOTHING, edgecolor="#888888", label="does not fit")] if _unfit(found) else []
     figure.legend(handles=handles, loc="outside lower center", ncols=min(5, len(handles)), fontsize=8, frameon=False)
-    figure.suptitle(title, fontsize=11)
+    figure.suptitle(title, fontsize=10, wrap=True)
     with whole_file(path) as beside:
         figure.savefig(beside, format="png")
     return path
