@@ -1,4 +1,4 @@
-"""`surgeon predict --best`: which of the known programs wins where, and from where on each stops paying."""
+"""`surgeon predict --best`: which of the known programs wins where, and where each pays."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class BestPrograms:
         typer.Option(
             "--best",
             help="Which of the known programs is fastest on every link, for all ranks and batches of --sweep (by "
-            "default ranks up to a node's, batches up to 256), and from which batch on each stops paying.",
+            "default ranks up to a node's, batches up to 256), and at which batches each of them pays.",
         ),
     ] = False
     depth: Annotated[
@@ -110,7 +110,7 @@ def choose(
     with progress("predict", total, "predictions") as advance:
         found = survey(known, hardware, deployment, workload, axes, cast("Any", asked.by), advance)
     typer.echo(f"{heading}\n\nFastest, and times as fast as the dense model\n\n{describe_choices(found)}\n")
-    typer.echo(f"From which batch on a program does not pay\n\n{describe_reaches(reaches(found))}")
+    typer.echo(f"The batches at which a program pays\n\n{describe_reaches(reaches(found))}")
     if output is not None:
         _write(output, found, heading, known)
 

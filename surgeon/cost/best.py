@@ -1,4 +1,4 @@
-"""Which of the known programs is fastest under a quality budget, and from where on each of them stops paying."""
+"""Which of the known programs is fastest under a quality budget, and where each of them pays."""
 
 from __future__ import annotations
 
@@ -194,7 +194,8 @@ class Extent:
     """Where a program pays.
 
     Attributes:
-        stops: the first batch from which on it does not pay on these ranks and link; None if it pays at all batches.
+        starts: the first batch at which it pays on these ranks and link; None if it is the first there is.
+        stops: the first batch from which on it does not pay; None if it pays at the last there is.
         never: whether it pays at none.
         best: the most that it wins, times the dense program's speed.
     """
@@ -202,13 +203,14 @@ class Extent:
     program: str
     link: str
     ranks: int
+    starts: int | None
     stops: int | None
     never: bool
     best: float
 
 
 def reaches(found: Sequence[Choice]) -> list[Extent]:
-    """Of every program, link and number of ranks: from which batch on it stops paying."""
+    """Of every program, link and number of ranks: between which batches it pays."""
     result = []
     for program in dict.fromkeys(name for choice in found for name in choice.by_program):
         for link, ranks in dict.fromkeys((choice.link, choice.ranks) for choice in found):
@@ -225,4 +227,6 @@ def reaches(found: Sequence[Choice]) -> list[Extent]:
 def _reach(program: str, link: str, ranks: int, row: Sequence[tuple[int, float]]) -> Extent:
     paying = [batch for batch, speedup in row if speedup >= PAYS]
     after = [batch for batch, _ in row if paying and batch > paying[-1]]
-    return Extent(program, link, ranks, after[0] if after else None, not paying, max(speedup for _, speedup in row))
+    starts = paying[0] if paying and paying[0] > row[0][0] else None
+    stops = after[0] if after else None
+    return Extent(program, link, ranks, starts, stops, not paying, max(speedup for _, speedup in row))

@@ -55,12 +55,12 @@ def _told(one: Choice | None) -> str:
 
 
 def describe_reaches(found: Sequence[Extent]) -> str:
-    """From which batch on each program stops paying; programs down, ranks across, by link."""
+    """At which batches each program pays; programs down, ranks across, by link."""
     parts = []
     for link in dict.fromkeys(one.link for one in found):
         here = [one for one in found if one.link == link]
         ranks = list(dict.fromkeys(one.ranks for one in here))
-        lines = [["pays below batch", *(f"{count} ranks" if count > 1 else "1 rank" for count in ranks)]]
+        lines = [["batches", *(f"{count} ranks" if count > 1 else "1 rank" for count in ranks)]]
         for program in dict.fromkeys(one.program for one in here):
             by_ranks = {one.ranks: one for one in here if one.program == program}
             lines.append([program, *(_reach(by_ranks.get(count)) for count in ranks)])
@@ -73,7 +73,9 @@ def _reach(one: Extent | None) -> str:
         return "-"
     if one.never:
         return "never"
-    return "always" if one.stops is None else str(one.stops)
+    if one.starts is None:
+        return "always" if one.stops is None else f"below {one.stops}"
+    return f"from {one.starts}" + (f", below {one.stops}" if one.stops else "")
 
 
 def draw_choices(found: Sequence[Choice], path: Path, title: str) -> Path:
@@ -85,7 +87,7 @@ def draw_choices(found: Sequence[Choice], path: Path, title: str) -> Path:
     rows = -(-len(links) // columns)
     batches = len({one.batch for one in found})
     heights = len({one.ranks for one in found})
-    size = (max(6.5, 1.2 + columns * (0.6 + 0.62 * batches)), 1.3 + rows * (0.7 + 0.42 * heights))
+    size = (max(7.0, 1.2 + columns * (0.6 + 0.62 * batches)), 1.3 + rows * (0.7 + 0.42 * heights))
     figure = Figure(figsize=size, layout="constrained", dpi=160)
     panels = list(np.atleast_1d(figure.subplots(rows, columns, squeeze=False)).flat)
     for panel, link in zip(panels, links, strict=False):
@@ -98,7 +100,7 @@ def draw_choices(found: Sequence[Choice], path: Path, title: str) -> Path:
     handles += [Patch(facecolor=_DENSE, label="nothing pays")] if DENSE in won else []
     handles += [Patch(facecolor=_NOTHING, edgecolor="#888888", label="does not fit")] if _unfit(found) else []
     figure.legend(handles=handles, loc="outside lower center", ncols=min(5, len(handles)), fontsize=8, frameon=False)
-    figure.suptitle(title, fontsize=11)
+    figure.suptitle(title, fontsize=10, wrap=True)
     with whole_file(path) as beside:
         figure.savefig(beside, format="png")
     return path

@@ -18,7 +18,7 @@ def test_winners_are_printed_and_written(tiny_checkpoint: Path, surgeon_says: Ru
     code, said, _ = surgeon_says("predict", tiny_checkpoint, *BEST, *load, "-o", out)
     assert code == 0
     assert "Fastest, and times as fast as the dense model" in said
-    assert "pays below batch" in said
+    assert "The batches at which a program pays" in said
     assert {path.name for path in out.iterdir()} == {"best.csv", "best.json", "best.png"}
     with (out / "best.csv").open() as file:
         rows = list(csv.DictReader(file))

@@ -96,8 +96,10 @@ def test_a_program_reaches_to_where_it_pays_for_the_last_time() -> None:
     dense = alone("dense", 2)
     rows = [(1, 1.5, 1.0), (2, 1.01, 1.0), (4, 1.2, 1.0), (8, 1.0, 1.0), (16, 0.9, 1.0)]
     found = reaches([Choice(2, batch, "wire", dense, {"lp": lp, "ladder": late}) for batch, lp, late in rows])
-    assert [(one.program, one.stops, one.never, one.best) for one in found] == [
-        ("lp", 8, False, 1.5),
-        ("ladder", None, True, 1.0),
+    assert [(one.program, one.starts, one.stops, one.never, one.best) for one in found] == [
+        ("lp", None, 8, False, 1.5),
+        ("ladder", None, None, True, 1.0),
     ]
     assert reaches([Choice(2, 1, "wire", dense, {"lp": 1.5})])[0].stops is None
+    late = reaches([Choice(2, batch, "wire", dense, {"lp": 0.9 + batch / 10}) for batch in (1, 2, 4)])[0]
+    assert (late.starts, late.stops) == (2, None)

@@ -33,13 +33,13 @@ def test_lines_name_the_winner_and_what_it_wins() -> None:
 
 
 def test_lines_say_from_where_on_a_program_stops_paying() -> None:
-    found = [Extent("lp", "fast", 2, 8, False, 1.5), Extent("ladder", "fast", 2, None, False, 1.2)]
-    found += [Extent("lp", "fast", 4, None, True, 1.0)]
+    found = [Extent("lp", "fast", 2, None, 8, False, 1.5), Extent("ladder", "fast", 2, None, None, False, 1.2)]
+    found += [Extent("lp", "fast", 4, None, None, True, 1.0), Extent("ladder", "fast", 4, 2, 8, False, 1.1)]
     assert describe_reaches(found).splitlines() == [
         "fast",
-        "pays below batch  2 ranks  4 ranks",
-        "lp                      8    never",
-        "ladder             always        -",
+        "batches  2 ranks          4 ranks",
+        "lp       below 8            never",
+        "ladder    always  from 2, below 8",
     ]
 
 
