@@ -8,6 +8,7 @@ bytes per second of all ranks together.
 from __future__ import annotations
 
 import platform
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -26,7 +27,7 @@ from surgeon.runtime.plan.kept import is_static
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.processes.rank import threads_per_rank, usable_cores
 
-DIGITS = 4
+DIGITS, WIDTH = 4, 120
 WAYS = {"cpu": ("shm", "gloo"), "cuda": ("nccl", "gloo")}
 KINDS = {"shm": "shared-memory", "gloo": "ring", "nccl": "ring"}
 
@@ -90,7 +91,7 @@ def hardware_text(name: str, calibration: MachineCalibration, measured: Mapping[
     whole = {ranks: figures(ranks, merged(each, calibration.typical)) for ranks, each in measured.items()}
     rounds = {ranks: [figures(ranks, one) for one in each] for ranks, each in measured.items()}
     made = _Document(name, calibration, whole, rounds).made()
-    text = f"{_head(calibration)}\n{yaml.safe_dump(made, sort_keys=False, width=120, default_flow_style=None)}"
+    text = f"{_head(calibration)}\n{yaml.safe_dump(made, sort_keys=False, width=WIDTH, default_flow_style=None)}"
     parse_hardware(text)
     return text
 
@@ -101,11 +102,12 @@ def _head(calibration: MachineCalibration) -> str:
     threads = ", ".join(
         f"{count} rank{'s' * (count > 1)} with {threads_per_rank(count)}" for count in sorted(calibration.plans)
     )
-    return (
-        f"# Measured by `{command_line()}`, every figure: the median of {calibration.rounds} rounds, and under "
-        f"intervals the least and the\n# largest. {platform.machine()}, {usable_cores()} cores, threads: {threads}; "
-        f"{plan.hidden} wide, {plan.layers} layers, {plan.dtype}.\n# {used}."
+    said = (
+        f"Measured by `{command_line()}`, every figure: from the medians of {calibration.rounds} rounds; under "
+        f"intervals, what single rounds give at least and at most. {platform.machine()}, {usable_cores()} cores, "
+        f"threads: {threads}; {plan.hidden} wide, {plan.layers} layers, {plan.dtype}; {used}."
     )
+    return textwrap.fill(said, WIDTH, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)
 
 
 @dataclass

@@ -20,6 +20,7 @@ WHOLE, SHORT = "whole", "short"  # the model's program, and its first layers
 SHORT_LAYERS = 2
 NEW = 10  # tokens added to each text: passes of which the typical one counts
 PROMPT = 16
+MORE_PROMPTS = 2  # times that prompts alone are computed, which a text has only one pass of
 LONG = 384  # tokens of a long prompt, as far as the model takes it
 BATCHES = (1, 2, 4, 8, 16, 32)
 SHORT_BATCHES = (1, 8, 32)
@@ -122,8 +123,11 @@ def load_sampled(ranks: Ranks, plan: Plan) -> None:
 def sample_passes(ranks: Ranks, plan: Plan, one: Round, typical: Typical, advance: Callable[[float], None]) -> None:
     """Note every kind of pass in a round, and what launches take."""
     for layers, texts in loads(plan.max_tokens):
-        by_rank: list[list[PassParts]] = ranks.call(run_dissected, layers, texts)
-        one.passes += _typical_passes(layers, texts, by_rank[0], typical)
+        found: list[PassParts] = []
+        for each in (texts, *[replace(texts, new=1)] * MORE_PROMPTS):
+            by_rank: list[list[PassParts]] = ranks.call(run_dissected, layers, each)
+            found += by_rank[0]
+        one.passes += _typical_passes(layers, texts, found, typical)
         advance(1)
     by_name: list[LaunchTimes] = ranks.call(time_launches, LAUNCHES)
     times = {name: getattr(by_name[0], name) for name in ("product", "join", "operation", "graph")}
