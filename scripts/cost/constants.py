@@ -1,8 +1,8 @@
 """The constants that are fitted to the papers' rows: factors of what hardware files say, and what software costs.
 
 A factor of 1 is what the files ship, which is what was fitted once, rounded. `fit` pulls every constant towards its
-start, what was believed of it before any paper's row was looked at, with the spread of that belief; so rows which say
-nothing about a constant leave it there, and a paper that is left out has no part in what the others find.
+start, with a spread; so rows which say nothing about a constant leave it there, and what the others find depends on a
+paper that is left out by the starts alone: a few of them (a launch, small messages) lean on early fits of all papers.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import typer
 from surgeon.cli.grouped import grouped
 from surgeon.cli.options import CompressOption, ProgramOption
 from surgeon.cli.predict_best import BestPrograms, choose, default_axes
+from surgeon.cli.predict_racks import RacksArguments, train_on_racks
 from surgeon.operations.declare import VARIANTS, described
 
 if TYPE_CHECKING:
@@ -200,6 +201,7 @@ def predict(
     load: PredictedLoad,
     on: PredictedRanksArguments,
     best: BestPrograms,
+    training: RacksArguments,
     over: Annotated[
         str | None,
         typer.Option(
@@ -236,6 +238,9 @@ def predict(
     from surgeon.progress import progress
 
     machine, costed = load_hardware(hardware), programs.costed(model)
+    if training.racks is not None:
+        train_on_racks(training, costed[0].shapes, machine)
+        return
     deployment = on.deployment(machine, costed[0].shapes.dtype)
     axes = {"batch": load.batches(), **(parse_sweep(over) if over is not None else {})}
     if output is not None:

@@ -16,7 +16,7 @@ from surgeon.errors import did_you_mean
 from surgeon.operations.lowrank import lowrank
 from surgeon.operations.pair import pair
 from surgeon.operations.variants import DENSE, middle_layers, variant
-from surgeon.program import KINDS, LayerShapes, Program, Sublayer
+from surgeon.program import Program
 
 PAYS = 1.02  # times the dense program's speed: less is within what predictions miss by
 TRACK_DEPTH = 4
@@ -78,7 +78,7 @@ def known_programs(shapes: ModelShapes, budget: Allowance, layers: range | None 
     def low(program: Program) -> Program:
         with warnings.catch_warnings():  # of matrices that stay whole, once for every program
             warnings.simplefilter("ignore")
-            return lowrank(program, range(shapes.layers), _layer_shapes(shapes), keep=budget.keep)
+            return lowrank(program, range(shapes.layers), shapes.layer_shapes, keep=budget.keep)
 
     def of(name: str, ranks: int) -> Program:
         return variant(name, dense, middle, ranks)
@@ -96,15 +96,6 @@ def known_programs(shapes: ModelShapes, budget: Allowance, layers: range | None 
     if not chosen:
         raise ValueError("the budget leaves no program but the dense one; allow more, or less effective depth")
     return [Costed(DENSE, shapes, lambda _: dense)] + [Costed(name, shapes, _once(makers[name])) for name in chosen]
-
-
-def _layer_shapes(shapes: ModelShapes) -> LayerShapes:
-    """The matrices of a layer."""
-    found = {}
-    for kind in KINDS:
-        for projection in shapes.family.spec(kind).projections:
-            found[projection.role] = shapes.matrix(Sublayer(kind, (0,)), projection.role).shape
-    return LayerShapes(found)
 
 
 def _allowed(name: str, make: Callable[[int], Program], budget: Allowance, per_layer: int) -> bool:

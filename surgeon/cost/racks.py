@@ -13,6 +13,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from surgeon.cost.hardware import Hardware
+from surgeon.cost.shapes import ModelShapes
+from surgeon.program import Program
+
 BACKWARD = 2  # a backward pass computes twice what a forward pass does
 
 
@@ -56,6 +60,34 @@ class RackTraining:
             raise ValueError("flops and link must be above 0, latency and coda at least 0")
         if self.layers % self.racks:
             raise ValueError(f"{self.layers} layers do not divide into {self.racks} racks")
+
+    @classmethod
+    def of(
+        cls, shapes: ModelShapes, hardware: Hardware, racks: int, microbatches: int, tokens: int, coda: int
+    ) -> RackTraining:
+        """A model in bfloat16 whose racks are nodes of the hardware, tensor-parallel, every device with its port.
+
+        What a node's own collectives take is left out.
+
+        Raises:
+            ValueError: if the layers do not divide into the racks, or nodes have no network.
+        """
+        device, network = hardware.device, hardware.network()
+        reached = device.shares.flops.at(max(1.0, tokens / hardware.devices))
+        way = max(network.algorithms, key=lambda one: one.share.at(2))
+        return cls(
+            layers=shapes.layers,
+            layer_parameters=Program.dense(1, shapes.family.steps_per_layer).parameters(shapes.layer_shapes),
+            hidden=shapes.hidden,
+            vocabulary=shapes.vocabulary,
+            racks=racks,
+            microbatches=microbatches,
+            tokens=tokens,
+            flops=hardware.devices * device.peak("bfloat16") * reached,
+            link=hardware.devices * network.bandwidth * way.share.at(2),
+            latency=way.hop.at(2),
+            coda=coda,
+        )
 
     @property
     def message(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from surgeon.families import Family, Projection, family_of
 from surgeon.model import check_layers
-from surgeon.program import Program, Sublayer
+from surgeon.program import KINDS, LayerShapes, Program, Sublayer
 from surgeon.runtime.plan.division import check_division
 from surgeon.runtime.plan.specification import Plan
 from surgeon.weights import require_sliceable, unit_bounds
@@ -109,6 +109,15 @@ class ModelShapes:
         first, end = unit_bounds(self.units(sublayer)[projection.unit], sublayer.piece)
         divided = (end - first) * (1 if projection.unit == "neurons" else self.head_dim)
         return MatrixShape((divided, self.hidden) if projection.reads_stream else (self.hidden, divided))
+
+    @property
+    def layer_shapes(self) -> LayerShapes:
+        """The matrices of a layer, without biases and norms."""
+        found = {}
+        for kind in KINDS:
+            for projection in self.family.spec(kind).projections:
+                found[projection.role] = self.matrix(Sublayer(kind, (0,)), projection.role).shape
+        return LayerShapes(found)
 
     @property
     def position_rows(self) -> int:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from surgeon.cost.racks import BACKWARD, RackTraining, averaging_bytes, bubble, local, pipelined, window_tokens
+from tests.cost.examples import hardware, shapes
 
 # A head of one row costs next to nothing, so that racks are alike.
 EVEN = RackTraining(
@@ -74,6 +75,15 @@ def test_traffic_is_counted_both_ways() -> None:
     assert window_tokens(6e9, replace(EVEN, hidden=1000)) == 10**6
     assert window_tokens(6e9, replace(EVEN, hidden=1000), boundaries=1) == 3 * 10**6
     assert averaging_bytes(replace(EVEN, coda=2)) == 2 * 3 * 2 * 10**6 * 2 // 4
+
+
+def test_a_models_training_is_made_of_its_shapes_and_the_hardware() -> None:
+    model = shapes(num_hidden_layers=4)
+    made = RackTraining.of(model, hardware(), racks=2, microbatches=3, tokens=80, coda=1)
+    assert made.layer_parameters == 64 * (64 + 32 + 32 + 64 + 3 * 96)
+    assert (made.layers, made.hidden, made.vocabulary, made.coda) == (4, 64, 100, 1)
+    assert made.flops == 8 * 2e12
+    assert (made.link, made.latency) == (8 * 1e5, 1e-2)
 
 
 @pytest.mark.parametrize(
