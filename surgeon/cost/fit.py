@@ -63,7 +63,7 @@ class Fit:
     def figures(self, ways: Sequence[str]) -> Figures:
         """All of them, rates in units per second."""
         found = {"host.launch": self._launch("operation"), "host.launches.product.1": self.product_launch}
-        found["host.launches.join.1"] = self._launch("join")
+        found |= {f"host.launches.{name}.1": self._launch(name) for name in ("join", "gathered")}
         found["host.graph"] = self._launch("graph" if "graph" in self.measured.launches else "operation")
         found |= self._products() | self._copies() | self._attention() | self._passes()
         if self.plan.ranks > 1:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from surgeon.runtime.comm.collectives import Counts
+from surgeon.runtime.comm.collectives import Alone, Counts
 from surgeon.runtime.model.linear import Linear, LowRank
+from surgeon.runtime.model.low_rank import Gathered, Sharing
 from surgeon.runtime.processes.rank import Rank
 
 SMALL = 8  # features of a product that takes no time
@@ -65,12 +66,14 @@ class LaunchTimes:
     Attributes:
         product: a matrix product, as the runtime calls it.
         join: what maps by two factors take besides their products.
+        gathered: and what they take more where ranks share out the first ones, without the collective.
         operation: a sum of two tensors.
         graph: one operation of a captured graph; none where there are no graphs.
     """
 
     product: list[float]
     join: list[float]
+    gathered: list[float]
     operation: list[float]
     graph: list[float]
 
@@ -82,13 +85,16 @@ def time_launches(rank: Rank, times: int) -> LaunchTimes:
     linear = Linear([torch.ones(SMALL, SMALL, device=rank.device)], [None])
     roles = ["q", "k", "v"]
     weight = torch.ones(SMALL, SMALL, device=rank.device)
-    factored = LowRank({f"{role}.{which}.weight": weight for role in roles for which in ("first", "second")}, roles)
-    found = LaunchTimes([], [], [], [])
+    tensors = {f"{role}.{which}.weight": weight for role in roles for which in ("first", "second")}
+    factored = LowRank(tensors, roles)
+    shared = Gathered(tensors, roles, Sharing(Alone(), Counts))
+    found = LaunchTimes([], [], [], [], [])
     replay = _captured(lambda: x + x) if rank.device.type == "cuda" else None
     for _ in range(times):
         found.product.append(_each(rank, lambda: linear(x)))
         products = (1 + len(roles)) * found.product[-1]
         found.join.append(max(0.0, _each(rank, lambda: factored(x)) - products))
+        found.gathered.append(max(0.0, _each(rank, lambda: shared(x)) - products - found.join[-1]))
         found.operation.append(_each(rank, lambda: x + x))
         if replay is not None:
             found.graph.append(_each(rank, replay) / CHAIN)

@@ -64,8 +64,7 @@ class Round:
     """What one round has measured of one number of ranks.
 
     Attributes:
-        launches: seconds of what computes next to nothing: "product", "join", "operation", and "graph" where there are
-            such.
+        launches: seconds of what computes next to nothing, by the fields of `LaunchTimes`; "graph" where there are such.
         starting, waiting: seconds of a collective, by the way ranks are connected and the size of an operand.
     """
 
@@ -130,7 +129,7 @@ def sample_passes(ranks: Ranks, plan: Plan, one: Round, typical: Typical, advanc
         one.passes += _typical_passes(layers, texts, found, typical)
         advance(1)
     by_name: list[LaunchTimes] = ranks.call(time_launches, LAUNCHES)
-    times = {name: getattr(by_name[0], name) for name in ("product", "join", "operation", "graph")}
+    times = {name: getattr(by_name[0], name) for name in ("product", "join", "gathered", "operation", "graph")}
     one.launches = {name: typical(each) for name, each in times.items() if each}
 
 

@@ -218,6 +218,7 @@ class _Maps:
         whole = sum(self._shape(role)[0] for role in roles if role not in ranks)
         yield self._product(" ".join(roles), width + whole, self._shape(roles[0])[1])
         yield Sent("all-gather", width, self.of.sharers)
+        yield self.rank_work.numbers.copy("gathered", 2 * self.tokens * self._members * width)
         yield from self._seconds(list(ranks), later)
         if len(roles) > 1:
             yield self._joined(roles)

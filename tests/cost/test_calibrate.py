@@ -39,7 +39,8 @@ device:
     attention: 0.3
 host:
   launch: 1e-6
-  launches: {product: 3e-6, join: 5e-6, norm: 11e-6, place: 30e-6, activation: 6e-6, attention: {1: 15e-6, 16: 50e-6},
+  launches: {product: 3e-6, join: 5e-6, gathered: 9e-6, norm: 11e-6, place: 30e-6, activation: 6e-6,
+             attention: {1: 15e-6, 16: 50e-6},
              add: 4e-6, embedding: 20e-6, best: 40e-6}
   graph: 1e-6
   collective: 0
@@ -52,7 +53,7 @@ sharing:
     shares: {flops: {1: 0.04, 8: 0.1, 32: 0.3, 512: 0.45}, bandwidth: 0.7, copies: 0.15, cache: 0.4, attention: 0.2}
     host:
       launch: 2e-6
-      launches: {product: 4e-6, join: 6e-6, norm: 12e-6, place: 33e-6, activation: 7e-6, add: 5e-6,
+      launches: {product: 4e-6, join: 6e-6, gathered: 9e-6, norm: 12e-6, place: 33e-6, activation: 7e-6, add: 5e-6,
                  attention: {1: 16e-6, 16: 55e-6}}
       graph: 2e-6
       collective: 7e-6
@@ -73,7 +74,7 @@ class TrueMachine:
 
     def round(self) -> Round:
         host = self.speed.host
-        found = Round(launches={"product": host.launches["product"].at(1), "join": host.launches["join"].at(1)})
+        found = Round(launches={name: host.launches[name].at(1) for name in ("product", "join", "gathered")})
         found.launches["operation"] = host.launch
         for layers, texts in loads(self.plan.max_tokens):
             layered = self.plan.layers if layers == WHOLE else 2
