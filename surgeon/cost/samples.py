@@ -64,7 +64,7 @@ class Round:
     """What one round has measured of one number of ranks.
 
     Attributes:
-        launches: seconds of what computes next to nothing, by the fields of `LaunchTimes`; "graph" where there are such.
+        launches: seconds of what computes next to nothing, by fields of `LaunchTimes`; "graph" where there are such.
         starting, waiting: seconds of a collective, by the way ranks are connected and the size of an operand.
     """
 
