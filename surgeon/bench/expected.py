@@ -99,5 +99,5 @@ class _Measured(Costs):
         """Have all ranks wait for a collective."""
         if len(clocks) > 1:
             transfers = self.transfers(torch.zeros(1), tuple(range(len(clocks))))
-            for clock, end in zip(clocks, exchange(clocks, transfers), strict=True):
-                clock.wait(end)
+            for clock, transfer, arrival in zip(clocks, transfers, exchange(clocks, transfers), strict=True):
+                clock.land(transfer, arrival)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -66,7 +66,7 @@ class Transfer:
     @property
     def seconds(self) -> float:
         """That it takes between ranks which begin together."""
-        return self.writing + max(self.shared, self.line + self.delay) + self.reading
+        return self.writing + max(self.shared + self.reading, self.line + self.delay)
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,18 @@ class Costs(Protocol):
 
     def transfers(self, part: Tensor, group: Group) -> Sequence[Transfer]:
         """The reduction of a part, as each rank of a group sees it; nothing where ranks do not wait for each other."""
+
+
+class Arrival(NamedTuple):
+    """When one rank can have the result of a collective.
+
+    Attributes:
+        shared: of what it shares with others; from then on it can be read.
+        line: of its own line.
+    """
+
+    shared: float
+    line: float
 
 
 @dataclass
@@ -145,10 +157,11 @@ class RankClock:
         self.host += transfer.host
         return max(self.now, self.host)
 
-    def land(self, transfer: Transfer, end: float) -> None:
+    def land(self, transfer: Transfer, arrival: Arrival) -> None:
         """Wait for a collective, and take its result."""
-        self.wait(end)
-        self.wait(self.now + transfer.reading)
+        self.wait(arrival.shared)
+        self.wait(self.now + transfer.reading)  # while it may be on the rank's line still
+        self.wait(arrival.line)
         self.spend(transfer.after)
 
     def wait(self, when: float) -> None:
@@ -163,22 +176,22 @@ def pass_seconds(program: Program, clocks: list[RankClock], costs: Costs) -> Non
     run(program, torch.zeros(1), machine)
 
 
-def exchange(clocks: Sequence[RankClock], transfers: Sequence[Transfer]) -> list[float]:
+def exchange(clocks: Sequence[RankClock], transfers: Sequence[Transfer]) -> list[Arrival]:
     """Begin a collective on all ranks of a group; returns when each of them can have its result."""
     begun = [clock.begin(transfer) for clock, transfer in zip(clocks, transfers, strict=True)]
     start = max(*begun, *(clock.channel for clock in clocks)) if any(t.shared for t in transfers) else max(begun)
-    ends = []
+    arrivals = []
     for clock, transfer, own in zip(clocks, transfers, begun, strict=True):
         clock.line = max(clock.line, own) + transfer.line
-        end = max(start + transfer.shared, clock.line + transfer.delay)
+        arrival = Arrival(start + transfer.shared, clock.line + transfer.delay)
         if transfer.shared:
-            clock.channel = end
+            clock.channel = max(arrival)
         if transfer.contention:
-            clock.busy = end, transfer.contention
+            clock.busy = max(arrival), transfer.contention
         clock.wait(clock.now + transfer.starting)
         clock.communication += transfer.seconds
-        ends.append(end)
-    return ends
+        arrivals.append(arrival)
+    return arrivals
 
 
 class SimulatedRanks(Machine):
@@ -210,8 +223,8 @@ class SimulatedRanks(Machine):
                 self.clocks[rank].spend(item)
         for group, transfer in groups.items():
             clocks = [self.clocks[rank] for rank in group]
-            for clock, end in zip(clocks, exchange(clocks, [transfer] * len(group)), strict=True):
-                clock.land(transfer, end)
+            for clock, arrival in zip(clocks, exchange(clocks, [transfer] * len(group)), strict=True):
+                clock.land(transfer, arrival)
 
     def _finishing(self, step: Step, stream: Tensor) -> Callable[[Tensor], Tensor]:
         def finish(_: Tensor) -> Tensor:
@@ -229,11 +242,11 @@ class SimulatedRanks(Machine):
         transfers = self.costs.transfers(part, self.group) if len(clocks) > 1 else ()
         if not transfers:
             return lambda: finish(part)
-        ends = exchange(clocks, transfers)
+        arrivals = exchange(clocks, transfers)
 
         def wait() -> Tensor:
-            for clock, transfer, end in zip(clocks, transfers, ends, strict=True):
-                clock.land(transfer, end)
+            for clock, transfer, arrival in zip(clocks, transfers, arrivals, strict=True):
+                clock.land(transfer, arrival)
             return finish(part)
 
         return wait

@@ -105,8 +105,8 @@ class Setting:
         """A collective of all ranks, exact and hidden behind nothing."""
         if self.connected and len(clocks) > 1:
             sent = self._exact(operation, size, tuple(range(len(clocks))), counts)
-            for clock, end in zip(clocks, exchange(clocks, [sent] * len(clocks)), strict=True):
-                clock.land(sent, end)
+            for clock, arrival in zip(clocks, exchange(clocks, [sent] * len(clocks)), strict=True):
+                clock.land(sent, arrival)
 
 
 @dataclass

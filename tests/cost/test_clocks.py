@@ -65,6 +65,13 @@ def test_where_two_can_be_in_flight_its_period_is_half_of_both(delay: float) -> 
     assert late.now == pytest.approx(20 * max(1, (1 + delay) / 2), abs=delay + 1)
 
 
+@pytest.mark.parametrize(("delay", "period"), [(0.5, 4.0), (2.0, 4.0), (3.0, 4.0), (5.0, 6.0)])
+def test_a_result_is_read_while_the_emulated_link_still_has_it(delay: float, period: float) -> None:
+    reduction = Transfer(delay=delay, reading=3.0)
+    assert reduction.seconds == max(delay, 3.0)
+    assert clock(DENSE, Alike(Burst(1.0), reduction)).now == pytest.approx(20 * period)
+
+
 def test_what_takes_nothing_to_reduce_makes_a_ladder_dense() -> None:
     costs = Alike(Burst(1.0, gaps=0.25), Transfer())
     assert clock(LADDER, costs).now == clock(DENSE, costs).now == 25
