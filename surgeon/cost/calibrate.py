@@ -18,7 +18,7 @@ import psutil
 import torch
 import yaml
 
-from surgeon.cost.fit import Figures, Fit
+from surgeon.cost.fit import PRODUCTS, Figures, Fit, rising
 from surgeon.cost.hardware_file import parse_hardware
 from surgeon.cost.samples import Round, Typical, measure_ranks, merged, steps_of_measuring
 from surgeon.cost.shapes import ModelShapes
@@ -88,7 +88,7 @@ def hardware_text(name: str, calibration: MachineCalibration, measured: Mapping[
     def figures(ranks: int, one: Round) -> Figures:
         return Fit(calibration.plans[ranks], shapes, one, static).figures(calibration.ways)
 
-    whole = {ranks: figures(ranks, merged(each, calibration.typical)) for ranks, each in measured.items()}
+    whole = {ranks: rising(figures(ranks, merged(each, calibration.typical))) for ranks, each in measured.items()}
     rounds = {ranks: [figures(ranks, one) for one in each] for ranks, each in measured.items()}
     made = _Document(name, calibration, whole, rounds).made()
     text = f"{_head(calibration)}\n{yaml.safe_dump(made, sort_keys=False, width=WIDTH, default_flow_style=None)}"
@@ -129,7 +129,7 @@ class _Document:
     def made(self) -> dict[str, Any]:
         """All of it."""
         plan, device = self.calibration.plans[1], self.calibration.device
-        flops, bandwidth = self._peak("shares.flops."), self._peak("shares.bandwidth")
+        flops, bandwidth = self._peak(PRODUCTS), self._peak("shares.bandwidth")
         peaks = {"flops": flops, "attention": flops, "bandwidth": bandwidth, "cache": bandwidth, "copies": bandwidth}
         together = device == "cpu" and len(self.rounds) > 1
         found: dict[str, Any] = {

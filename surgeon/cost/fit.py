@@ -24,6 +24,7 @@ Figures = dict[str, float]  # by where they stand in a hardware file, below a nu
 
 LEAST = 0.02  # of a measured time that is left, at least, when launches are taken off it
 KINDS = "AF"
+PRODUCTS = "shares.flops."  # figures by rows
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ class Fit:
             for rows, timed in by_rows.items()
         }
         moving = [(one.kernel.moved, _beyond(one.seconds, self.product_launch)) for one in by_rows[1]]
-        found = {f"shares.flops.{rows}": rate for rows, rate in sorted(rates.items())}
+        found = {f"{PRODUCTS}{rows}": rate for rows, rate in sorted(rates.items())}
         return found | {"shares.bandwidth": max(moved / seconds for moved, seconds in moving)}
 
     # Small operations: what one of them takes whatever it moves, and how fast many of them move much.
@@ -231,6 +232,14 @@ class Fit:
             found[f"links.{way}.base"] = max(0.0, times[least] - found["host.collective"]) + self.waits.each
             found[f"links.{way}.rate"] = often / slope
         return found
+
+
+def rising(figures: Figures) -> Figures:
+    """The same figures, in which products of more rows reach no less: where they did, something disturbed measuring."""
+    found, most = dict(figures), 0.0
+    for rows in sorted(int(key.removeprefix(PRODUCTS)) for key in figures if key.startswith(PRODUCTS)):
+        found[f"{PRODUCTS}{rows}"] = most = max(most, figures[f"{PRODUCTS}{rows}"])
+    return found
 
 
 def _sublayers(sample: PassSample) -> int:

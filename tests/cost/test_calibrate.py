@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from surgeon.cost.calibrate import MachineCalibration, check_ranks, hardware_text
+from surgeon.cost.fit import rising
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.hardware_file import parse_hardware
 from surgeon.cost.kernels import Kernel, RankSpeed
@@ -215,3 +216,9 @@ def _waiting(one: PassSample, each: float, uneven: float) -> PassSample:
     waited = each + uneven * sum(one.parts[f"sublayer {kind}"] for kind in "AF") / 2
     seconds = one.seconds + waited * counts["waiting"]
     return replace(one, seconds=seconds, parts={**one.parts, "waiting": waited}, counts=counts)
+
+
+def test_a_disturbed_product_reaches_what_fewer_rows_did() -> None:
+    measured = {"shares.flops.8": 5.0, "shares.flops.128": 2.0, "shares.flops.16": 6.0, "shares.flops.512": 7.0}
+    expected = {"shares.flops.8": 5.0, "shares.flops.128": 6.0, "shares.flops.16": 6.0, "shares.flops.512": 7.0}
+    assert rising({**measured, "host.launch": 3.0}) == {**expected, "host.launch": 3.0}
