@@ -182,13 +182,7 @@ def main() -> None:
             )
             texts.append("\n".join([*lines(way, found, results, options), "", f"{load}\n"]))
             print(texts[-1], flush=True)
-    record = {
-        way: [
-            {"program": one.candidate.name, **asdict(one.load), "rounds": [asdict(each) for each in one.rounds]}
-            for one in results
-        ]
-        for way, results in measured.items()
-    }
+    record = {way: [_recorded(one) for one in results] for way, results in measured.items()}
     write_tables(options.output, texts, record)
     if options.output is not None:
         draw(found, measured, options.output.with_suffix(".png"))
