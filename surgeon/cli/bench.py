@@ -22,6 +22,8 @@ from surgeon.cli.options import (
     ProgramOption,
     RanksDeviceOption,
     RanksOption,
+    VariantLayersOption,
+    parse_batches,
 )
 from surgeon.cli.sending import Sending, parse_sending
 from surgeon.operations.declare import VARIANTS, described
@@ -59,13 +61,7 @@ class ProgramArguments:
             show_default=False,
         ),
     ] = None
-    layers: Annotated[
-        str | None,
-        typer.Option(
-            help="The layers that variants change, e.g. 4:30 (4 to 29). Default: all but the first and last two.",
-            show_default=False,
-        ),
-    ] = None
+    layers: VariantLayersOption = None
     program: ProgramOption = None
 
     def candidates(self, model: str, needs: Needs) -> list[Candidate]:
@@ -104,7 +100,7 @@ class LoadArguments:
         """
         from surgeon.bench.measure import Load
 
-        return [Load(size, self.prompt, self.new, self.seed) for size in _batches(self.batch)]
+        return [Load(size, self.prompt, self.new, self.seed) for size in parse_batches(self.batch)]
 
     def __str__(self) -> str:
         rounds = f"{self.rounds} {'round' if self.rounds == 1 else 'rounds'}"
@@ -272,13 +268,6 @@ def _compression_costs(
     if kind is None:
         return {}
     return {name: measure_compression(ranks, plans[name], text, kind, name) for name, text in texts.items()}
-
-
-def _batches(text: str) -> list[int]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) for part in parts):
-        raise ValueError(f"--batch {text!r} is no list of batch sizes; write e.g. 1,8")
-    return list(dict.fromkeys(map(int, parts)))
 
 
 def _write_trace(path: Path, ranks: Any, candidates: list[Candidate], load: Load, options: RankOptions) -> None:

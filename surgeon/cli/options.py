@@ -54,6 +54,14 @@ SeparatorOption = Annotated[
         show_default=False,
     ),
 ]
+VariantLayersOption = Annotated[
+    str | None,
+    typer.Option(
+        "--layers",
+        help="The layers that variants change, e.g. 4:30 (4 to 29). Default: all but the first and last two.",
+        show_default=False,
+    ),
+]
 ProgramOption = Annotated[
     str | None,
     typer.Option(
@@ -225,3 +233,15 @@ class RunArguments:
 
         ways = {"dtype": self.dtype, "decoding": self.decoding, "low_rank": self.low_rank, "kv": self.kv}
         return ServiceOptions(ranks, self.program, **(ways | more))
+
+
+def parse_batches(text: str) -> list[int]:
+    """The batch sizes of --batch, each once.
+
+    Raises:
+        ValueError: if it is no list of sizes.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise ValueError(f"--batch {text!r} is no list of batch sizes; write e.g. 1,8")
+    return list(dict.fromkeys(map(int, parts)))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from surgeon.cli.grouped import grouped
-from surgeon.cli.options import CompressOption, ProgramOption
+from surgeon.cli.options import CompressOption, ProgramOption, VariantLayersOption, parse_batches
 from surgeon.cli.predict_best import BestPrograms, choose, default_axes
 from surgeon.cli.predict_racks import RacksArguments, train_on_racks
 from surgeon.operations.declare import VARIANTS, described
@@ -38,13 +38,7 @@ class PredictedPrograms:
             show_default=False,
         ),
     ] = None
-    layers: Annotated[
-        str | None,
-        typer.Option(
-            help="The layers that variants change, e.g. 4:30 (4 to 29). Default: all but the first and last two.",
-            show_default=False,
-        ),
-    ] = None
+    layers: VariantLayersOption = None
     program: ProgramOption = None
 
     def costed(self, model: str) -> list[Costed]:
@@ -89,10 +83,7 @@ class PredictedLoad:
         Raises:
             ValueError: if it is no list of sizes.
         """
-        parts = [part.strip() for part in self.batch.split(",")]
-        if not all(part.isdecimal() and int(part) for part in parts):
-            raise ValueError(f"--batch {self.batch!r} is no list of batch sizes; write e.g. 1,8")
-        return list(dict.fromkeys(map(int, parts)))
+        return parse_batches(self.batch)
 
 
 @dataclass(frozen=True)

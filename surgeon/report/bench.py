@@ -94,7 +94,7 @@ def _latency_lines(table: pd.DataFrame) -> list[list[str]]:
     lines = [["program", "batch", "first token", "prefill", "decode", "per token", "tokens/s"]]
     lines.append(["", "", "ms", "ms", "ms", "ms", ""])
     for _, row in table.iterrows():
-        lines.append([row["program"], str(row["batch"]), *(_number(row[name]) for name in COLUMNS)])
+        lines.append([row["program"], str(row["batch"]), *(three_digits(row[name]) for name in COLUMNS)])
     return lines
 
 
@@ -110,14 +110,14 @@ def _pass_lines(table: pd.DataFrame) -> list[list[str]]:
             calls = row[f"{phase}_all_reduces"] + row[f"{phase}_all_gathers"]
             counts = [f"{calls}+{row[f'{phase}_vocabulary_collectives']}", show_size(row[f"{phase}_bytes"])]
             begin = [row["program"], str(row["batch"])] if phase == "prefill" else ["", ""]
-            lines.append([*begin, phase, _number(compute), _number(waiting), share, *counts])
+            lines.append([*begin, phase, three_digits(compute), three_digits(waiting), share, *counts])
     return lines
 
 
 def _ratio_lines(table: pd.DataFrame) -> list[list[str]]:
     lines = [["program", "batch", "depth", "syncs", "first", "per token", "range", "tokens/s"]]
     for _, row in table.iterrows():
-        first, token, rate = (_ratio(row[name]) for name in RATIOS)
+        first, token, rate = (ratio(row[name]) for name in RATIOS)
         low, high = (row[f"per_token_speedup_{end}"] for end in ("low", "high"))
         extent = "" if low == high or math.isnan(low) else f"{low:.2f}-{high:.2f}"
         begin = [row["program"], str(row["batch"]), f"{row['effective_depth']:g}", str(row["sync_points"])]
@@ -125,15 +125,16 @@ def _ratio_lines(table: pd.DataFrame) -> list[list[str]]:
     return lines
 
 
-def _ratio(value: float) -> str:
+def ratio(value: float) -> str:
+    """Two decimals; a dash where there is none."""
     return "-" if math.isnan(value) else f"{value:.2f}"
 
 
-def _number(value: float) -> str:
-    """Three digits, or more before the point."""
+def three_digits(value: float) -> str:
+    """Three digits, or more before the point; a dash where there is no number."""
     if math.isnan(value):
         return "-"
-    return f"{value:.0f}" if value >= 99.95 else f"{value:#.3g}"
+    return f"{value:.0f}" if value >= 99.95 or value < 1e-6 else f"{value:#.3g}"
 
 
 def aligned(lines: list[list[str]]) -> str:
@@ -178,7 +179,7 @@ def _draw(axes: Axes, table: pd.DataFrame, phase: str) -> None:
     speedups = table["per_token_speedup" if phase == "decode" else "first_token_speedup"].to_numpy()
     ends = compute + waiting
     for place, end, rate, speedup in zip(range(len(table)), ends, table["tokens_per_second"], speedups, strict=True):
-        axes.text(end, place, f"  {_number(rate)} tok/s, {speedup:.2f}x", va="center", fontsize=8)
+        axes.text(end, place, f"  {three_digits(rate)} tok/s, {speedup:.2f}x", va="center", fontsize=8)
     axes.set_yticks(places, labels=list(table["program"]), fontsize=9)
     axes.set_ylim(len(table) - 0.4, -0.6)
     axes.set_xlim(0, 1.6 * float(ends.max()))

@@ -18,7 +18,7 @@ from surgeon.cost.predict import PassCost
 from surgeon.cost.sweep import TOO_LARGE, SweepCell
 from surgeon.memory import show_size
 from surgeon.provenance import whole_file
-from surgeon.report.bench import aligned
+from surgeon.report.bench import aligned, ratio, three_digits
 from surgeon.report.words import plural
 
 MS = 1e3
@@ -91,9 +91,9 @@ def describe_sweep(table: pd.DataFrame) -> str:
         if math.isnan(row["first_token_ms"]):
             lines.append([*begin, "-", "-", "-", "-", "-", "refused"])
             continue
-        numbers = [_number(row[name]) for name in ("first_token_ms", "per_token_ms", "tokens_per_second")]
+        numbers = [three_digits(row[name]) for name in ("first_token_ms", "per_token_ms", "tokens_per_second")]
         memory = show_size(row["needed_bytes"]) + ("" if row["fits"] else "!")
-        lines.append([*begin, *numbers, _ratio(row["tokens_per_second_speedup"]), _share(row), memory])
+        lines.append([*begin, *numbers, ratio(row["tokens_per_second_speedup"]), _share(row), memory])
     return f"{aligned(lines)}\n\n{_notes(table)}".rstrip()
 
 
@@ -111,7 +111,7 @@ def _latency_lines(table: pd.DataFrame) -> list[list[str]]:
     lines = [["program", "batch", "first token", "per token", "tokens/s", "comm.", "memory", "fits"]]
     lines.append(["", "", "ms", "ms", "", "", "", ""])
     for _, row in table.iterrows():
-        numbers = [_number(row[name]) for name in ("first_token_ms", "per_token_ms", "tokens_per_second")]
+        numbers = [three_digits(row[name]) for name in ("first_token_ms", "per_token_ms", "tokens_per_second")]
         fits = "yes" if row["fits"] else "no"
         begin = [row["program"], str(row["batch"])]
         lines.append([*begin, *numbers, _share(row), show_size(row["needed_bytes"]), fits])
@@ -130,7 +130,7 @@ def _pass_lines(table: pd.DataFrame) -> list[list[str]]:
             if math.isnan(row[f"{phase}_compute_ms"]):
                 continue
             hidden = max(0.0, row[f"{phase}_communication_ms"] - row[f"{phase}_exposed_ms"])
-            times = [_number(value) for value in (*(row[f"{phase}_{part}_ms"] for part in PARTS), hidden)]
+            times = [three_digits(value) for value in (*(row[f"{phase}_{part}_ms"] for part in PARTS), hidden)]
             calls = int(row[f"{phase}_all_reduces"] + row[f"{phase}_all_gathers"])
             counts = [f"{calls}+{int(row[f'{phase}_vocabulary_collectives'])}", show_size(row[f"{phase}_bytes"])]
             begin = [row["program"], str(row["batch"])] if phase == "prefill" else ["", ""]
@@ -141,20 +141,9 @@ def _pass_lines(table: pd.DataFrame) -> list[list[str]]:
 def _ratio_lines(table: pd.DataFrame) -> list[list[str]]:
     lines = [["program", "batch", "first token", "per token", "tokens/s"]]
     for _, row in table.iterrows():
-        ratios = [_ratio(row[f"{name}_speedup"]) for name in (*SPEEDUPS, "tokens_per_second")]
+        ratios = [ratio(row[f"{name}_speedup"]) for name in (*SPEEDUPS, "tokens_per_second")]
         lines.append([row["program"], str(row["batch"]), *ratios])
     return lines
-
-
-def _ratio(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:.2f}"
-
-
-def _number(value: float) -> str:
-    """Three digits, or more before the point."""
-    if math.isnan(value):
-        return "-"
-    return f"{value:.0f}" if value >= 99.95 or value < 1e-6 else f"{value:#.3g}"
 
 
 def draw_predictions(table: pd.DataFrame, path: Path, title: str) -> Path:
@@ -183,7 +172,7 @@ def _draw_bars(axes: Axes, table: pd.DataFrame, phase: str) -> None:
         left = left + own
     speedups = table["per_token_speedup" if phase == "decode" else "first_token_speedup"]
     for place, end, speedup in zip(range(len(table)), left, speedups, strict=True):
-        axes.text(end, place, f"  {_number(end)} ms, {speedup:.2f}x", va="center", fontsize=8)
+        axes.text(end, place, f"  {three_digits(end)} ms, {speedup:.2f}x", va="center", fontsize=8)
     axes.set_yticks(places, labels=list(table["program"]), fontsize=9)
     axes.set_ylim(len(table) - 0.4, -0.6)
     axes.set_xlim(0, 1.55 * float(np.nanmax(left)))
