@@ -112,8 +112,8 @@ def test_what_is_expected_of_a_known_link_happens(results: dict[tuple[str, int],
     for (name, _), result in results.items():
         if name != "upper-bound":
             expected = expected_decode(Program.parse(PROGRAMS[name]), result.runs[-1], DELAY)
-            # Waiting for the other rank comes on top; a link never ends early.
-            assert 0.95 * expected < result.rounds[-1].per_token
+            # Waiting for the other rank comes on top; a link never ends early; ranks may be interrupted in a step.
+            assert 0.9 * expected < result.rounds[-1].per_token
 
 
 def test_the_upper_bound_neither_sends_nor_waits(results: dict[tuple[str, int], Result]) -> None:
