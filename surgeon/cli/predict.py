@@ -155,10 +155,9 @@ class PredictedRanksArguments:
         from surgeon.cost.predict import Deployment
         from surgeon.runtime.comm.link import parse_link
 
-        automatic = stored if hardware.host.asynchronous else "float32"
         return Deployment(
             ranks=self.ranks,
-            dtype=automatic if _one_of("dtype", self.dtype, DTYPES) == "auto" else self.dtype,
+            dtype=hardware.dtype(stored) if _one_of("dtype", self.dtype, DTYPES) == "auto" else self.dtype,
             link=self.link,
             network=self.network,
             node=self.per_node,
@@ -225,9 +224,10 @@ def predict(
     activations of the rank that needs most.
     """
     from surgeon.cost.hardware_file import load_hardware
-    from surgeon.cost.sweep import parse_sweep, sweep
-    from surgeon.progress import progress
+    from surgeon.cost.sweep import parse_sweep
 
+    _refuse_together({"--racks": training.racks, "--best": best.best}, ("--compare", programs.compare))
+    _refuse_together({"--racks": training.racks}, ("--sweep", over), ("--output", output), ("--best", best.best))
     machine, costed = load_hardware(hardware), programs.costed(model)
     if training.racks is not None:
         train_on_racks(training, costed[0].shapes, machine)
@@ -242,17 +242,39 @@ def predict(
         choose(best, known, machine, deployment, load.workload(), axes, output)
         return
     best.refuse_alone()
-    total = len(costed)
-    for values in axes.values():
-        total *= len(values)
-    with progress("predict", total, "predictions") as advance:
-        cells = sweep(costed, machine, deployment, load.workload(), axes, advance)
+    cells = _cells(costed, machine, deployment, load.workload(), axes)
     if over is None:
         _refuse(cells, machine)
     heading = _heading(costed[0].shapes.name, machine, cells)
     _say(cells, heading, swept=over is not None)
     if output is not None:
         _write(output, model, cells, machine, heading, swept=over is not None)
+
+
+def _refuse_together(modes: dict[str, Any], *others: tuple[str, Any]) -> None:
+    """Refuse options that a way of predicting would not look at.
+
+    Raises:
+        ValueError: if one of them is given together with it.
+    """
+    mode = next((name for name, given in modes.items() if given), None)
+    ignored = [name for name, given in others if given]
+    if mode and ignored:
+        raise ValueError(f"{mode} does not look at {' and '.join(ignored)}; leave one of them out")
+
+
+def _cells(
+    costed: list[Costed], hardware: Hardware, deployment: Deployment, workload: Workload, axes: dict[str, list[int]]
+) -> list[SweepCell]:
+    """All predictions, with progress."""
+    from math import prod
+
+    from surgeon.cost.sweep import sweep
+    from surgeon.progress import progress
+
+    total = len(costed) * prod(map(len, axes.values()))
+    with progress("predict", total, "predictions") as advance:
+        return sweep(costed, hardware, deployment, workload, axes, advance)
 
 
 def _one_of(option: str, word: str, known: tuple[str, ...]) -> str:

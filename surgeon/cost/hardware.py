@@ -208,6 +208,10 @@ class Hardware:
         most = max(self.sharing)
         return self.sharing[min(more)] if more else self.sharing[most].among(most, together)
 
+    def dtype(self, stored: str) -> str:
+        """What a model is computed in: as its weights are stored, but float32 where kernels are launched one by one."""
+        return stored if self.host.asynchronous else "float32"
+
     def link(self, name: str | None = None) -> Interconnect:
         """The link within a node of this name, or the first one.
 

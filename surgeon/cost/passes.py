@@ -20,8 +20,8 @@ from surgeon.runtime.comm.quantised import Compression, Packing
 from surgeon.runtime.plan.placement import Group, Work, step_parts
 
 CANDIDATE = 16  # bytes of a rank's best token of a text: its logit and its number
-# How often compression reads or writes each number of what it packs, and of what it unpacks, in kernels that do all of
-# it at once; and in how many of them.
+# Estimates: how often compression reads or writes each number of what it packs, and of what it unpacks, in kernels that
+# do all of it at once; and in how many of them.
 PACKING, UNPACKING = (6.0, 2), (3.0, 1)
 
 

@@ -12,7 +12,7 @@ from surgeon.runtime.plan.memory import Footprint, footprint
 from surgeon.runtime.plan.specification import Plan
 
 KEPT = 16  # plans of which it is remembered what is the same for all batches
-USABLE = 0.92  # of a device's memory; the rest is the driver's, the libraries' and lost between tensors
+USABLE = 0.92  # of a device's memory, an estimate; the rest is the driver's, the libraries' and lost between tensors
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,6 @@ from surgeon.runtime.plan.kept import kept_ranks
 from surgeon.runtime.plan.placement import Group, Part, Work, computed_of
 from surgeon.runtime.plan.specification import Plan
 
-NORM, ACTIVATION, PLACE = 1, 1, 1  # kernels of these, as one where a compiler or a library makes one of them
-
 
 @dataclass(frozen=True)
 class Forward:
@@ -101,10 +99,10 @@ class RankWork:
         sublayer = computed_of(self.plan, work, part)
         maps = _Maps(self, part, sublayer, work, forward.tokens)
         stream = forward.tokens * self.plan.hidden
-        items: list[Item] = [self.numbers.copy("norm", 2 * stream, NORM)]
+        items: list[Item] = [self.numbers.copy("norm", 2 * stream)]
         items += self._attention(maps, forward) if sublayer.kind == ATTENTION else self._feed_forward(maps)
         if work.whole and self._normed(sublayer):
-            items.append(self.numbers.copy("norm", 2 * stream, NORM))
+            items.append(self.numbers.copy("norm", 2 * stream))
         return [*items, self.numbers.copy("add", 3 * stream)]
 
     def _attention(self, maps: _Maps, forward: Forward) -> Iterable[Item]:
@@ -112,7 +110,7 @@ class RankWork:
         heads, kv_heads = (self.shapes.matrix(sublayer, role).shape[0] // plan.head_dim for role in "qk")
         kept = kept_ranks(plan, sublayer, kv_heads)
         yield from maps.reading(["q", "k", "v"], frozenset() if kept is None else frozenset("kv"))
-        yield self.numbers.copy("place", 2 * forward.tokens * (heads + 2 * kv_heads) * plan.head_dim, PLACE)
+        yield self.numbers.copy("place", 2 * forward.tokens * (heads + 2 * kv_heads) * plan.head_dim)
         window = plan.window(sublayer)
         keys = forward.texts * forward.keys(window)
         if kept is not None:
@@ -128,7 +126,7 @@ class RankWork:
         roles = [one.role for one in self.plan.family.spec("F").projections if one.reads_stream]
         width = self.shapes.matrix(maps.sublayer, roles[0]).shape[0]
         yield from maps.reading(roles, frozenset())
-        yield self.numbers.copy("activation", maps.tokens * width * (len(roles) + 1), ACTIVATION)
+        yield self.numbers.copy("activation", maps.tokens * width * (len(roles) + 1))
         yield from maps.writing("down")
 
     # What ranks sum of a step, and what becomes of the sum.
@@ -151,7 +149,7 @@ class RankWork:
             if factored:
                 found.append(self.numbers.product("second", forward.tokens, self.plan.hidden, width))
             if self._all_normed(step):
-                found.append(self.numbers.copy("norm", 2 * forward.tokens * self.plan.hidden, NORM))
+                found.append(self.numbers.copy("norm", 2 * forward.tokens * self.plan.hidden))
         return found
 
     def _segments(self, step: Step) -> list[tuple[int, bool]]:

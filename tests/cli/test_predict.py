@@ -113,6 +113,8 @@ def test_other_axes_are_swept_and_drawn(model: Path, file: Path, tmp_path: Path,
         (["--program", "A9"], "A9 is out of range"),
         (["--prompt", "5000"], "prompt and output together are 5008 tokens, and small has 4096 positions"),
         (["--low-rank", "all"], "there is no --low-rank 'all'"),
+        (["--best", "--compare", "lp"], "--best does not look at --compare; leave one of them out"),
+        (["--racks", "2", "--sweep", "ranks=1..4", "--best"], "--racks does not look at --sweep and --best; leave one"),
     ],
 )
 def test_bad_input_is_refused(options: list[str], said: str, model: Path, file: Path, surgeon_says: Run) -> None:
