@@ -13,6 +13,7 @@ from surgeon.cli.opening import open_measured
 from surgeon.cli.options import DataOption, MemoryOption, ModelArgument, OutputOption, TextArguments
 
 if TYPE_CHECKING:
+    from surgeon.analysis.subject import Subject
     from surgeon.search.budget import Price
     from surgeon.search.study import PairStudy
 
@@ -40,10 +41,8 @@ class PredictedUse:
         if hardware is None:
             return lambda _: 0.0
         machine, shapes = load_hardware(hardware), ModelShapes.of(Path(model).name, config)
-        dtype = shapes.dtype if machine.host.asynchronous else "float32"
-        return predicted_price(
-            shapes, machine, Workload(self.batch, self.prompt, self.new), Deployment(self.ranks, dtype)
-        )
+        workload = Workload(self.batch, self.prompt, self.new)
+        return predicted_price(shapes, machine, workload, Deployment(self.ranks, machine.dtype(shapes.dtype)))
 
 
 @grouped
@@ -74,38 +73,19 @@ def search(
     same command goes on where it was; with more --trials it adds to them.
     """
     from surgeon.checkpoint.config_only import read_config_only
-    from surgeon.families import family_of
     from surgeon.progress import progress
-    from surgeon.provenance import FORMAT
     from surgeon.report.depth import draw_quality_against_depth
     from surgeon.search.budget import parse_budget
-    from surgeon.search.objective import divergence_on
     from surgeon.search.results import write_results
-    from surgeon.search.study import PairStudy
 
     wanted = parse_budget(budget)
     config = read_config_only(model).config  # what cannot be had is said before a large model is loaded
     num_layers = config.num_hidden_layers
     pairs = wanted.pairs_needed(num_layers, use.price(config, model, wanted.hardware))
     subject = open_measured(model, data, text, memory)
-    predicted = {} if wanted.hardware is None else asdict(use)
-    study = PairStudy(
-        output,
-        num_layers,
-        family_of(subject.model.config).steps_per_layer,
-        pairs,
-        seed,
-        divergence_on(subject.model, subject.windows, subject.memory, output),
-        settings={
-            "format": FORMAT,
-            "model_hash": subject.model_hash,
-            "data": subject.windows.digest,
-            "budget": budget,
-            "seed": seed,
-            **predicted,
-        },
-    )
-    record = subject.provenance(seed=seed, budget=budget, **predicted)
+    asked = {"budget": budget, "seed": seed, **({} if wanted.hardware is None else asdict(use))}
+    study = _study(subject, output, pairs, asked)
+    record = subject.provenance(**asked)
     with progress("search", trials, "trials", len(study.finished())) as ran:
         for _ in study.run(trials):
             write_results(output, subject.reference, study, record)
@@ -120,6 +100,32 @@ def search(
         f"{subject.label}: the best {study.count} pairs, {len(study.finished())} trials",
     )
     _say(study, output)
+
+
+def _study(subject: Subject, output: Path, pairs: int, asked: dict[str, Any]) -> PairStudy:
+    """The study in a folder, new or gone on with.
+
+    Args:
+        asked: what the user has said of it, the seed among it.
+
+    Raises:
+        ValueError: if the folder holds another one.
+    """
+    from surgeon.families import family_of
+    from surgeon.provenance import FORMAT
+    from surgeon.search.objective import divergence_on
+    from surgeon.search.study import PairStudy
+
+    config = subject.model.config
+    return PairStudy(
+        output,
+        config.num_hidden_layers,
+        family_of(config).steps_per_layer,
+        pairs,
+        asked["seed"],
+        divergence_on(subject.model, subject.windows, subject.memory, output),
+        settings={"format": FORMAT, "model_hash": subject.model_hash, "data": subject.windows.digest, **asked},
+    )
 
 
 def _say(study: PairStudy, output: Path) -> None:
