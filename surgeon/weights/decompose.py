@@ -16,8 +16,7 @@ Where D is what W is multiplied by and W D = U diag(s) V', U_r (U_r' W) equals t
 but needs no inverse of D, which may have none, or one of few digits (COALA, Parkina et al. 2025, does without it in the
 same way). As the directions are nested, so are the factors: those of a lower rank are the first rows and columns.
 Everything is computed in float64. The singular vectors of a large matrix come from the products of its rows or columns
-with each other, which takes half of the room and half of the time, and tells singular values down to a millionth of the
-largest one apart.
+with each other, which takes less room and time, and tells singular values down to a millionth of the largest one apart.
 """
 
 from __future__ import annotations
