@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from surgeon.cost.collectives import Operation
 from surgeon.cost.kernels import Kernel, Numbers
 from surgeon.cost.shapes import ModelShapes
-from surgeon.program import ATTENTION, WRITING, Fork, Step, Sublayer
-from surgeon.runtime.model.outputs import summed_in_rank_space
+from surgeon.program import ATTENTION, Fork, Step, Sublayer
+from surgeon.runtime.model.outputs import summed_apart, summed_in_rank_space
 from surgeon.runtime.plan.kept import kept_ranks
 from surgeon.runtime.plan.placement import Group, Part, Work, computed_of
 from surgeon.runtime.plan.specification import Plan
@@ -139,29 +139,20 @@ class RankWork:
         """
         if isinstance(node, Fork) or whole:
             return self.plan.hidden
-        segments = self._segments(node)
-        return sum(width for width, _ in segments) if segments else self.plan.hidden
+        return sum(self._summed_apart(node).values()) or self.plan.hidden
 
     def finish(self, step: Step, forward: Forward) -> list[Kernel]:
         """What every rank computes of the sum of a step that they have slices of."""
-        found = []
-        for width, factored in self._segments(step):
-            if factored:
+        found, in_rank_space = [], self.in_rank_space(step)
+        for index, width in self._summed_apart(step).items():
+            if index in in_rank_space:
                 found.append(self.numbers.product("second", forward.tokens, self.plan.hidden, width))
             if self._all_normed(step):
                 found.append(self.numbers.copy("norm", 2 * forward.tokens * self.plan.hidden))
         return found
 
-    def _segments(self, step: Step) -> list[tuple[int, bool]]:
-        """Of what is reduced: values of each token, and whether a second factor follows; none for the plain sum."""
-        in_rank_space, normed = self.in_rank_space(step), self._all_normed(step)
-        found = []
-        for index, sublayer in enumerate(step.sublayers):
-            if index in in_rank_space:
-                found.append((next(rank for role, rank in sublayer.ranks if role in WRITING), True))
-            elif normed:
-                found.append((self.plan.hidden, False))
-        return found
+    def _summed_apart(self, step: Step) -> dict[int, int]:
+        return summed_apart(step, self.plan.hidden, self.in_rank_space(step), self._all_normed(step))
 
     def in_rank_space(self, step: Step) -> frozenset[int]:
         """The sublayers of a step that are summed before their second factor."""

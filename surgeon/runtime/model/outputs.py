@@ -38,6 +38,19 @@ def summed_in_rank_space(step: Step, hidden: int, normed: bool) -> frozenset[int
     return frozenset(range(len(ranks))) if len(known) == len(ranks) and sum(known) < hidden else frozenset()
 
 
+def summed_apart(step: Step, hidden: int, in_rank_space: frozenset[int], normed: bool) -> dict[int, int]:
+    """Sublayers of a step that are summed by themselves, and how many values of a token; none for one sum of all.
+
+    Args:
+        in_rank_space: those that are summed before their second factor.
+        normed: as above.
+    """
+    ranks = {
+        index: next(rank for role, rank in step.sublayers[index].ranks if role in WRITING) for index in in_rank_space
+    }
+    return {index: ranks.get(index, hidden) for index in range(len(step.sublayers)) if normed or index in ranks}
+
+
 @dataclass(frozen=True)
 class Segment:
     """A part of what is reduced.
@@ -64,21 +77,17 @@ class StepOutputs:
     """The segments of one step, on ranks that compute slices of its sublayers.
 
     Args:
-        seconds: by number in the step, of sublayers that are summed in rank space, and their ranks.
+        seconds: by number in the step, of sublayers that are summed in rank space.
         norms: by number in the step, of all sublayers or of none.
     """
 
-    def __init__(
-        self, step: Step, hidden: int, seconds: Mapping[int, tuple[int, LinearMap]], norms: Mapping[int, Norm]
-    ) -> None:
-        everyone = range(len(step.sublayers))
+    def __init__(self, step: Step, hidden: int, seconds: Mapping[int, LinearMap], norms: Mapping[int, Norm]) -> None:
         self.segments = [
-            Segment(frozenset([index]), width, second, norms.get(index))
-            for index, (width, second) in ((index, seconds.get(index, (hidden, None))) for index in everyone)
-            if index in seconds or index in norms
+            Segment(frozenset([index]), width, seconds.get(index), norms.get(index))
+            for index, width in summed_apart(step, hidden, frozenset(seconds), bool(norms)).items()
         ]
         if not self.segments:
-            self.segments = [Segment(frozenset(everyone), hidden)]
+            self.segments = [Segment(frozenset(range(len(step.sublayers))), hidden)]
 
     def partial(self, outputs: list[tuple[int, Tensor]]) -> Partial:
         """What this rank has of the step's output.

@@ -92,13 +92,13 @@ class RankProgram:
 
     def _step_outputs(self, step: Step, source: ModelWeights) -> StepOutputs:
         norms = {index: self.norms[one] for index, one in enumerate(step.sublayers) if one in self.norms}
-        seconds: dict[int, tuple[int, LinearMap]] = {}
+        seconds: dict[int, LinearMap] = {}
         for index in self._in_rank_space(step):
             sublayer = step.sublayers[index]
             (role,) = (projection.role for projection in self._projections(sublayer) if projection.role in WRITING)
             tensors = self._here(source.written(sublayer, torch_dtype(self.plan)))
-            second = Linear([tensors[f"{role}.second.weight"]], [tensors.get(f"{role}.bias")], self.plan.output_scale)
-            seconds[index] = tensors[f"{role}.second.weight"].shape[1], second
+            weight, bias = tensors[f"{role}.second.weight"], tensors.get(f"{role}.bias")
+            seconds[index] = Linear([weight], [bias], self.plan.output_scale)
         return StepOutputs(step, self.plan.hidden, seconds, norms)
 
     def _in_rank_space(self, step: Step) -> frozenset[int]:
