@@ -1,0 +1,169 @@
+"""What a space is: a kind of edits, what they exclude, and the operations of a recipe that they come to.
+
+A point of a search is a choice of edits. Edits that claim the same thing exclude each other; all others go together,
+within a space and across spaces. A choice is decoded space by space, those of lower place first: each sees the program
+that the ones before it made, and says which operations carry out its edits there.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import ClassVar, Self, TypeVar
+
+from surgeon.cost.shapes import ModelShapes
+from surgeon.errors import did_you_mean
+from surgeon.program import ATTENTION, FEED_FORWARD, KINDS, Program
+from surgeon.recipe import AppliedOperation
+from surgeon.search.edit import Edit
+
+S = TypeVar("S", bound="type[Space]")
+Claim = tuple[str, int]  # what of a layer: the order of its steps, or whether an attention reads late
+
+SHAPE = "shape"  # how a layer's steps stand in the program
+_LATE = {ATTENTION: "late attention", FEED_FORWARD: "late mlp"}
+_RANKS = {ATTENTION: "ranks of attention", FEED_FORWARD: "ranks of mlp"}
+
+
+@dataclass(frozen=True)
+class Searched:
+    """The model that is searched.
+
+    Attributes:
+        ranks: tensor-parallel ranks it is to run on, which tracks have a slice for each of.
+    """
+
+    shapes: ModelShapes
+    ranks: int = 2
+
+    @property
+    def layers(self) -> int:
+        """How many it has."""
+        return self.shapes.layers
+
+    @property
+    def dense(self) -> Program:
+        """Its unedited program."""
+        return Program.dense(self.shapes.layers, self.shapes.family.steps_per_layer)
+
+
+class Space(ABC):
+    """Edits of one kind.
+
+    Attributes:
+        name: as `--space` has it, and as its edits begin.
+        summary: what it is, a few words.
+        place: of several spaces, those of lower place change the program first.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    place: ClassVar[int]
+
+    @classmethod
+    def of(cls, argument: str) -> Self:
+        """The space as the user asks for it, with what stands behind the colon (`pair:4`), which may be nothing.
+
+        Raises:
+            ValueError: if it takes no such argument.
+        """
+        if argument:
+            raise ValueError(f"the space {cls.name} takes no argument; write {cls.name}, not {cls.name}:{argument}")
+        return cls()
+
+    @abstractmethod
+    def edits(self, model: Searched) -> Iterator[Edit]:
+        """Every edit there is; one whose operations refuse the model is left out by whoever asks."""
+
+    @abstractmethod
+    def claims(self, edit: Edit) -> frozenset[Claim]:
+        """What the edit wants for itself."""
+
+    @abstractmethod
+    def operations(self, edits: Sequence[Edit], program: Program) -> tuple[AppliedOperation, ...]:
+        """The operations that carry out these edits, which do not exclude each other, on a program.
+
+        Args:
+            edits: at least one, in ascending order.
+            program: what spaces of lower place have made of the model.
+        """
+
+    def neighbours(self, edit: Edit, model: Searched) -> Iterator[Edit]:
+        """Edits that may stand in the place of one: of the same layers, or of the same kind one layer further."""
+        for other in self.edits(model):
+            same = (other.first, other.stop) == (edit.first, edit.stop)
+            shifted = other.option == edit.option and abs(other.first - edit.first) <= 1
+            if other != edit and (same or shifted):
+                yield other
+
+    def stretches(self, model: Searched) -> Iterator[list[Edit]]:
+        """Unbroken stretches, as papers choose them: edits side by side, from every layer on, as far as there are.
+
+        As many of each one's first edits as a budget needs are a first proposal.
+        """
+        ways = groupby(sorted(self.edits(model), key=_way), key=_way)
+        for _, edits in ways:
+            by_first = {edit.first: edit for edit in edits}
+            for start in by_first:
+                stretch, layer = [], start
+                while layer in by_first:
+                    stretch.append(by_first[layer])
+                    layer = by_first[layer].stop
+                yield stretch
+
+
+def _way(edit: Edit) -> tuple[str, int]:
+    return edit.option, edit.stop - edit.first
+
+
+def claims_of_shape(edit: Edit, late: bool = False) -> frozenset[Claim]:
+    """Claims of an edit that arranges the steps of its layers anew.
+
+    Args:
+        late: whether these steps can read late no more (of forks).
+    """
+    shape = {(SHAPE, layer) for layer in edit.layers}
+    return frozenset(shape.union(*(claims_of_late(edit, kind) for kind in KINDS)) if late else shape)
+
+
+def claims_of_late(edit: Edit, kind: str) -> frozenset[Claim]:
+    """Claims of an edit that says when attentions or feed-forwards read the stream."""
+    return frozenset((_LATE[kind], layer) for layer in edit.layers)
+
+
+def claims_of_ranks(edit: Edit, kind: str) -> frozenset[Claim]:
+    """Claims of an edit that gives the matrices of attentions or feed-forwards ranks."""
+    return frozenset((_RANKS[kind], layer) for layer in edit.layers)
+
+
+SPACES: dict[str, type[Space]] = {}
+
+
+def register(space: S) -> S:
+    """Make a space known under its name.
+
+    Raises:
+        ValueError: if another one has it.
+    """
+    if SPACES.setdefault(space.name, space) is not space:
+        raise ValueError(f"there are two spaces called {space.name}")
+    return space
+
+
+def parse_spaces(text: str) -> tuple[Space, ...]:
+    """Spaces as a user writes them: pair, or pair:4,ladder,rank.
+
+    Raises:
+        ValueError: if one is not known, is named twice, or takes no such argument.
+    """
+    found: dict[str, Space] = {}
+    for part in text.split(","):
+        name, _, argument = part.strip().partition(":")
+        if name not in SPACES:
+            raise ValueError(f"unknown space {name!r}; {did_you_mean(name, SPACES)}")
+        if name in found:
+            raise ValueError(f"the space {name} is named twice in {text!r}")
+        found[name] = SPACES[name].of(argument)
+    return tuple(sorted(found.values(), key=lambda space: space.place))

@@ -1,0 +1,82 @@
+"""Neighbouring layers that run together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import ClassVar, Self
+
+from surgeon.program import Program
+from surgeon.recipe import AppliedOperation
+from surgeon.search.edit import Edit
+from surgeon.search.spaces.base import Claim, Searched, Space, claims_of_shape, register
+
+
+class Groups(Space):
+    """Groups of 2 to `largest` neighbouring layers, in one form.
+
+    Attributes:
+        form: of the operation `pair`.
+    """
+
+    form: ClassVar[str]
+
+    def __init__(self, largest: int = 2) -> None:
+        self.largest = largest
+
+    @classmethod
+    def of(cls, argument: str) -> Self:
+        if not argument:
+            return cls()
+        if not argument.isdecimal() or int(argument) < 2:
+            raise ValueError(
+                f"{cls.name}:{argument} should say how many layers a group has at most, 2 or more, as in {cls.name}:4"
+            )
+        return cls(int(argument))
+
+    def edits(self, model: Searched) -> Iterator[Edit]:
+        for size in range(2, min(self.largest, model.layers) + 1):
+            for first in range(model.layers - size + 1):
+                yield Edit(first, first + size, self.name)
+
+    def claims(self, edit: Edit) -> frozenset[Claim]:
+        return claims_of_shape(edit, late=self.form == "par")
+
+    def operations(self, edits: Sequence[Edit], program: Program) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
+        """One of each size, neighbouring groups joined into one stretch."""
+        found = []
+        for size in sorted({len(edit.layers) for edit in edits}):
+            stretches = joined([edit.layers for edit in edits if len(edit.layers) == size])
+            given = {} if self.form == "lp" else {"form": self.form}
+            found.append(AppliedOperation("pair", stretches, given | ({"size": size} if size > 2 else {})))
+        return tuple(found)
+
+
+@register
+class Pairs(Groups):
+    """Groups as Layer Parallelism runs them."""
+
+    name = "pair"
+    summary = "neighbouring layers run together as LP steps, two by two (pair:4: in groups of 2 to 4)"
+    place = 30
+    form = "lp"
+
+
+@register
+class ParallelGroups(Groups):
+    """Groups whose layers have streams of their own."""
+
+    name = "par"
+    summary = "neighbouring layers run side by side, each with a stream of its own (par:4: groups of 2 to 4)"
+    place = 31
+    form = "par"
+
+
+def joined(stretches: Sequence[range]) -> tuple[range, ...]:
+    """Stretches in order, those that touch as one."""
+    found: list[range] = []
+    for stretch in sorted(stretches, key=lambda each: each.start):
+        if found and found[-1].stop == stretch.start:
+            found[-1] = range(found[-1].start, stretch.stop)
+        else:
+            found.append(stretch)
+    return tuple(found)
