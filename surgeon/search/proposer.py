@@ -15,7 +15,7 @@ from surgeon.search.edit import Choice, Edit, as_choice
 from surgeon.search.mixture import Mixture
 from surgeon.search.optimise import Damage, Numbers, Savings, best_choices
 from surgeon.search.surrogate import Surrogate
-from surgeon.search.targets import Prices, Target
+from surgeon.search.goals import Prices, Goal
 from surgeon.search.terms import Terms
 from surgeon.search.trial import MeasuredProgram, Proposal, Trial
 
@@ -28,7 +28,7 @@ SOURCES = (WINDOW, ADDITIVE, SECOND_ORDER, REGRESSION, NEIGHBOUR)
 
 Value = Callable[[MeasuredProgram], float]
 
-_POOL = 60  # candidates of each kind for a target
+_POOL = 60  # candidates of each kind for a goal
 _TOP = 3  # trials whose neighbours are looked at
 _HOPELESS = 10.0  # times the best: what is worse teaches nothing about where the best is
 # How many standard deviations below its prediction a candidate is taken for: from trusting the prediction to curiosity.
@@ -37,36 +37,36 @@ _CURIOSITY = (0.0, 0.5, 1.0, 2.0)
 
 @dataclass(frozen=True)
 class Proposer:
-    """Proposes programs for targets, from the terms of single edits and the trials so far; nothing in it is random.
+    """Proposes programs for goals, from the terms of single edits and the trials so far; nothing in it is random.
 
     Attributes:
-        prices: of a program; a target has a limit for each.
+        prices: of a program; a goal has a limit for each.
         value: what trials are compared by; less is better.
     """
 
     mixture: Mixture
     terms: Terms
     prices: Prices
-    targets: tuple[Target, ...]
+    goals: tuple[Goal, ...]
     value: Value = field(default=lambda measured: measured.divergence)
 
     def first_round(self, count: int) -> list[Proposal]:
-        """Before there are trials: for each target at most so many choices, the most promising kind first."""
+        """Before there are trials: for each goal at most so many choices, the most promising kind first."""
         plain = Damage(self.terms.damage.alone, np.zeros_like(self.terms.correlation))
         surrogate = Surrogate.fit(self.terms.damage, [], [])
         found: dict[str, Proposal] = {}
-        for target in self.targets:
+        for goal in self.goals:
             kinds = [
-                self._made(ADDITIVE, self._optima(plain, target, 1), target),
-                self._made(WINDOW, self._by_damage(self._windows(target), surrogate.corrected), target),
-                self._made(SECOND_ORDER, self._optima(surrogate.corrected, target, _POOL), target),
+                self._made(ADDITIVE, self._optima(plain, goal, 1), goal),
+                self._made(WINDOW, self._by_damage(self._windows(goal), surrogate.corrected), goal),
+                self._made(SECOND_ORDER, self._optima(surrogate.corrected, goal, _POOL), goal),
             ]
             for proposal in _in_turns(kinds, count, found):
                 found[proposal.key] = proposal
         return [*found.values()]
 
     def next_round(self, trials: Sequence[Trial], counts: Sequence[int]) -> list[Proposal]:
-        """After some trials: for every target so many choices that were not tried; fewer if there are no more.
+        """After some trials: for every goal so many choices that were not tried; fewer if there are no more.
 
         Args:
             trials: in an order that is the same wherever the search runs.
@@ -74,9 +74,9 @@ class Proposer:
         surrogate = self.surrogate(trials)
         tried = {trial.proposal.key for trial in trials}
         found: dict[str, Proposal] = {}
-        for target, count in zip(self.targets, counts, strict=True):
+        for goal, count in zip(self.goals, counts, strict=True):
             if count:
-                for proposal in self._round_of(target, count, trials, surrogate, tried | set(found)):
+                for proposal in self._round_of(goal, count, trials, surrogate, tried | set(found)):
                     found[proposal.key] = proposal
         return [*found.values()]
 
@@ -95,9 +95,9 @@ class Proposer:
             [trial.measured.divergence for trial in useful],
         )
 
-    def predicted(self, target: Target, surrogate: Surrogate) -> tuple[float, float] | None:
-        """The least damage that is predicted for a target, and how far that may be off; None if nothing meets it."""
-        best = self._optima(surrogate.corrected, target, 1)
+    def predicted(self, goal: Goal, surrogate: Surrogate) -> tuple[float, float] | None:
+        """The least damage that is predicted for a goal, and how far that may be off; None if nothing meets it."""
+        best = self._optima(surrogate.corrected, goal, 1)
         for choice in best:
             numbers = self._numbers(choice)
             return surrogate.corrected.of(numbers), float(surrogate.uncertainty([numbers])[0])
@@ -119,23 +119,23 @@ class Proposer:
                 self._known_programs[choice] = None
         return self._known_programs[choice]
 
-    def meets(self, choice: Choice, target: Target) -> bool:
-        """Whether a choice is a program that keeps a target's limits."""
+    def meets(self, choice: Choice, goal: Goal) -> bool:
+        """Whether a choice is a program that keeps a goal's limits."""
         prices = self.price(choice)
-        return prices is not None and target.is_met(prices)
+        return prices is not None and goal.is_met(prices)
 
     def _round_of(
-        self, target: Target, count: int, trials: Sequence[Trial], surrogate: Surrogate, tried: set[str]
+        self, goal: Goal, count: int, trials: Sequence[Trial], surrogate: Surrogate, tried: set[str]
     ) -> Iterator[Proposal]:
-        """For one target: from candidates of all kinds, by prediction, with more and more curiosity."""
-        sources: dict[Choice, str] = dict.fromkeys(self._optima(surrogate.corrected, target, _POOL), REGRESSION)
-        for choice in self._windows(target):
+        """For one goal: from candidates of all kinds, by prediction, with more and more curiosity."""
+        sources: dict[Choice, str] = dict.fromkeys(self._optima(surrogate.corrected, goal, _POOL), REGRESSION)
+        for choice in self._windows(goal):
             sources.setdefault(choice, WINDOW)
-        for choice in self._near_the_best(target, trials, surrogate.corrected):
+        for choice in self._near_the_best(goal, trials, surrogate.corrected):
             sources.setdefault(choice, NEIGHBOUR)
         fresh = [choice for choice in sources if self._key(choice) not in tried]
         if not fresh:  # a small space, most of which has been tried
-            every = self._optima(surrogate.corrected, target, 20 * _POOL, kept=20 * _POOL)
+            every = self._optima(surrogate.corrected, goal, 20 * _POOL, kept=20 * _POOL)
             sources = dict.fromkeys(every, REGRESSION)
             fresh = [choice for choice in every if self._key(choice) not in tried]
         numbers = [self._numbers(choice) for choice in fresh]
@@ -147,12 +147,12 @@ class Proposer:
                 key = self._key(fresh[place])
                 if key not in tried:
                     tried.add(key)
-                    yield Proposal(key, sources[fresh[place]], fresh[place], target.level)
+                    yield Proposal(key, sources[fresh[place]], fresh[place], goal.level)
                     break
 
-    def _optima(self, damage: Damage, target: Target, count: int, kept: int | None = None) -> list[Choice]:
-        """Choices of least predicted damage that meet a target, at most `count`."""
-        need = np.array(self._dense) - np.array(target.most)
+    def _optima(self, damage: Damage, goal: Goal, count: int, kept: int | None = None) -> list[Choice]:
+        """Choices of least predicted damage that meet a goal, at most `count`."""
+        need = np.array(self._dense) - np.array(goal.most)
         limited = need > 1e-9 * np.abs(self._dense)
         if not limited.any():
             return []
@@ -160,39 +160,39 @@ class Proposer:
         for tighter in (1.0, 1.1, 1.25, 1.5):  # what edits save together need not be the sum of what they save alone
             savings = Savings(self._savings[:, limited], tighter * need[limited])
             found = best_choices(damage, savings, self._excluded, count, **more)
-            fitting = dict.fromkeys(self._trimmed(self._choice(numbers), target, damage) for numbers in found)
-            if meeting := [choice for choice in fitting if self.meets(choice, target)]:
+            fitting = dict.fromkeys(self._trimmed(self._choice(numbers), goal, damage) for numbers in found)
+            if meeting := [choice for choice in fitting if self.meets(choice, goal)]:
                 return meeting
         return []
 
-    def _trimmed(self, choice: Choice, target: Target, damage: Damage) -> Choice:
-        """The choice without edits that the target does not need, the most damaging ones given up first."""
-        if not self.meets(choice, target):
+    def _trimmed(self, choice: Choice, goal: Goal, damage: Damage) -> Choice:
+        """The choice without edits that the goal does not need, the most damaging ones given up first."""
+        if not self.meets(choice, goal):
             return choice
         for edit in sorted(choice, key=lambda edit: -damage.alone[self._number[edit]]):
             rest = tuple(other for other in choice if other != edit)
-            if rest and self.meets(rest, target) and damage.of(self._numbers(rest)) <= damage.of(self._numbers(choice)):
+            if rest and self.meets(rest, goal) and damage.of(self._numbers(rest)) <= damage.of(self._numbers(choice)):
                 choice = rest
         return choice
 
-    def _windows(self, target: Target) -> list[Choice]:
-        """Stretches, each as long as the target needs."""
-        if target not in self._known_windows:
+    def _windows(self, goal: Goal) -> list[Choice]:
+        """Stretches, each as long as the goal needs."""
+        if goal not in self._known_windows:
             found = []
             for stretch in self.mixture.stretches():
                 # What a stretch costs goes down with its length but for roundings of a step, so that halving finds it.
                 low, high = 1, len(stretch)
                 while low < high:
                     middle = (low + high) // 2
-                    low, high = (low, middle) if self.meets(as_choice(stretch[:middle]), target) else (middle + 1, high)
+                    low, high = (low, middle) if self.meets(as_choice(stretch[:middle]), goal) else (middle + 1, high)
                 choice = as_choice(stretch[:high])
-                found += [choice] if choice and self.meets(choice, target) else []
-            self._known_windows[target] = list(dict.fromkeys(found))
-        return self._known_windows[target]
+                found += [choice] if choice and self.meets(choice, goal) else []
+            self._known_windows[goal] = list(dict.fromkeys(found))
+        return self._known_windows[goal]
 
-    def _near_the_best(self, target: Target, trials: Sequence[Trial], damage: Damage) -> list[Choice]:
-        """The best trials of a target, each with one edit moved anywhere, or a damaging one dropped."""
-        own = [t for t in trials if self._is_known(t.proposal.choice) and self.meets(t.proposal.choice, target)]
+    def _near_the_best(self, goal: Goal, trials: Sequence[Trial], damage: Damage) -> list[Choice]:
+        """The best trials of a goal, each with one edit moved anywhere, or a damaging one dropped."""
+        own = [t for t in trials if self._is_known(t.proposal.choice) and self.meets(t.proposal.choice, goal)]
         found: list[Choice] = []
         for trial in sorted(own, key=lambda trial: self.value(trial.measured))[:_TOP]:
             choice = trial.proposal.choice
@@ -201,7 +201,7 @@ class Proposer:
                 found += [rest] if rest else []
                 found += [as_choice((*rest, other)) for other in self._free(rest) if other != edit]
         near = self._by_damage(dict.fromkeys(found), damage)[: 4 * _POOL]
-        return [choice for choice in near if self.meets(choice, target)][:_POOL]
+        return [choice for choice in near if self.meets(choice, goal)][:_POOL]
 
     def _free(self, choice: Choice) -> Iterator[Edit]:
         """Edits that go with all of a choice."""
@@ -212,8 +212,8 @@ class Proposer:
     def _by_damage(self, choices: Iterable[Choice], damage: Damage) -> list[Choice]:
         return sorted(choices, key=lambda choice: (damage.of(self._numbers(choice)), choice))
 
-    def _made(self, source: str, choices: Sequence[Choice], target: Target) -> list[Proposal]:
-        return [Proposal(self._key(choice), source, choice, target.level) for choice in choices]
+    def _made(self, source: str, choices: Sequence[Choice], goal: Goal) -> list[Proposal]:
+        return [Proposal(self._key(choice), source, choice, goal.level) for choice in choices]
 
     def _key(self, choice: Choice) -> str:
         return str(self.program(choice))
@@ -256,7 +256,7 @@ class Proposer:
         return {}
 
     @cached_property
-    def _known_windows(self) -> dict[Target, list[Choice]]:
+    def _known_windows(self) -> dict[Goal, list[Choice]]:
         return {}
 
 

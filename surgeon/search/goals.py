@@ -1,4 +1,4 @@
-"""What choices have to come down to: a target for a budget, or one for each level of a cost that is looked along."""
+"""What choices have to come down to: a goal for a budget, or one for each level of a cost that is looked along."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _SLACK = 1e-9
 
 
 @dataclass(frozen=True)
-class Target:
+class Goal:
     """Limits that a program is to keep.
 
     Attributes:
         most: of each of the prices.
-        level: of the cost that is looked along, if this is one of several targets.
+        level: of the cost that is looked along, if this is one of several goals.
     """
 
     most: tuple[float, ...]
