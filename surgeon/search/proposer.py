@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from surgeon.program import Program
 from surgeon.search.edit import Choice, Edit, as_choice
+from surgeon.search.goals import Goal, Prices
 from surgeon.search.mixture import Mixture
 from surgeon.search.optimise import Damage, Numbers, Savings, best_choices
 from surgeon.search.surrogate import Surrogate
-from surgeon.search.goals import Prices, Goal
 from surgeon.search.terms import Terms
 from surgeon.search.trial import MeasuredProgram, Proposal, Trial
 
