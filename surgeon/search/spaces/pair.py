@@ -11,8 +11,8 @@ from surgeon.search.edit import Edit
 from surgeon.search.spaces.base import Claim, Searched, Space, claims_of_shape, joined, register, whole_number
 
 
-class Groups(Space):
-    """Groups of 2 to `largest` neighbouring layers, in one form.
+class LayerGroups(Space):
+    """LayerGroups of 2 to `largest` neighbouring layers, in one form.
 
     Attributes:
         form: of the operation `pair`.
@@ -53,8 +53,8 @@ class Groups(Space):
 
 
 @register
-class Pairs(Groups):
-    """Groups as Layer Parallelism runs them."""
+class Pairs(LayerGroups):
+    """LayerGroups as Layer Parallelism runs them."""
 
     name = "pair"
     summary = "neighbouring layers run together as LP steps, two by two (pair:4: in groups of 2 to 4)"
@@ -63,8 +63,8 @@ class Pairs(Groups):
 
 
 @register
-class ParallelGroups(Groups):
-    """Groups whose layers have streams of their own."""
+class ParallelGroups(LayerGroups):
+    """LayerGroups whose layers have streams of their own."""
 
     name = "par"
     summary = "neighbouring layers run side by side, each with a stream of its own (par:4: groups of 2 to 4)"
