@@ -42,7 +42,7 @@ def test_layers_run_in_the_order_of_a_recipe(tmp_path: Path, family: str) -> Non
 
 @pytest.mark.parametrize("half", ["attention", "mlp"])
 def test_one_half_of_layers_is_late(half: str) -> None:
-    """x_{i+1} = x_i + h_{i+1}(x_{i-1}) for the steps of that half; the others read x_i (Ladder Residual, equation 2)."""
+    """x_{i+1} = x_i + h_{i+1}(x_{i-1}) in that half, h_{i+1}(x_i) else (Ladder Residual, equation 2)."""
     model = tiny_model("llama", 4, attention_bias=True, mlp_bias=True)
     reference = Reference(model)
     previous = x = reference.embed(IDS)
