@@ -94,10 +94,9 @@ class Surrogate:
 
     def _kernel(self, one: Numbers, other: Numbers) -> Numbers:
         """Covariance of damages: of the edits that two choices share, and of the pairs of such edits."""
-        square = self._scale**2
-        shared = (one * square) @ other.T
-        twice = shared**2 - (one * square**2) @ other.T  # each pair of shared edits twice
-        covariance: Numbers = self.own**2 * shared + self.cross**2 * twice / 2
+        square = (one * self._scale**2) @ other.T
+        twice = ((one * self._scale) @ other.T) ** 2 - square  # d_i d_j, each pair of shared edits twice
+        covariance: Numbers = self.own**2 * square + self.cross**2 * twice / 2
         return covariance
 
     @cached_property
