@@ -1,4 +1,4 @@
-"""The contracts of operations, families, forms and spaces, for pytest: subclass one, give its fixtures, inherit its tests.
+"""The contracts of operations, families, forms and spaces, for pytest: subclass one, give fixtures, inherit its tests.
 
 They hold for what others add to surgeon as well as for its own; CONTRIBUTING.md shows each from beginning to end.
 """
