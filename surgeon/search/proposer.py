@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -261,12 +262,14 @@ class Proposer:
 
 
 def _in_turns(kinds: Sequence[Sequence[Proposal]], count: int, known: Iterable[str]) -> Iterator[Proposal]:
-    """The first of each kind, then the second of each, ..., at most `count` in all that are not known."""
+    """The first of each kind that is not known yet, then the second of each, ..., at most `count` in all."""
     taken = set(known)
-    longest = max(map(len, kinds), default=0)
-    for place in range(longest):
-        for kind in kinds:
-            if place < len(kind) and kind[place].key not in taken and count > 0:
-                taken.add(kind[place].key)
+    waiting = [deque(kind) for kind in kinds]
+    while count and any(waiting):
+        for kind in waiting:
+            while kind and kind[0].key in taken:
+                kind.popleft()
+            if kind and count:
                 count -= 1
-                yield kind[place]
+                taken.add(kind[0].key)
+                yield kind.popleft()

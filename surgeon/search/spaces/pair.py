@@ -8,7 +8,7 @@ from typing import ClassVar, Self
 from surgeon.program import Program
 from surgeon.recipe import AppliedOperation
 from surgeon.search.edit import Edit
-from surgeon.search.spaces.base import Claim, Searched, Space, claims_of_shape, register
+from surgeon.search.spaces.base import Claim, Searched, Space, claims_of_shape, joined, register, whole_number
 
 
 class LayerGroups(Space):
@@ -27,11 +27,12 @@ class LayerGroups(Space):
     def of(cls, argument: str) -> Self:
         if not argument:
             return cls()
-        if not argument.isdecimal() or int(argument) < 2:
+        largest = whole_number(argument, least=2)
+        if largest is None:
             raise ValueError(
                 f"{cls.name}:{argument} should say how many layers a group has at most, 2 or more, as in {cls.name}:4"
             )
-        return cls(int(argument))
+        return cls(largest)
 
     def edits(self, model: Searched) -> Iterator[Edit]:
         for size in range(2, min(self.largest, model.layers) + 1):
@@ -41,7 +42,7 @@ class LayerGroups(Space):
     def claims(self, edit: Edit) -> frozenset[Claim]:
         return claims_of_shape(edit, late=self.form == "par")
 
-    def operations(self, edits: Sequence[Edit], program: Program) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
+    def operations(self, edits: Sequence[Edit], program: Program, model: Searched) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
         """One of each size, neighbouring groups joined into one stretch."""
         found = []
         for size in sorted({len(edit.layers) for edit in edits}):
@@ -69,14 +70,3 @@ class ParallelGroups(LayerGroups):
     summary = "neighbouring layers run side by side, each with a stream of its own (par:4: groups of 2 to 4)"
     place = 31
     form = "par"
-
-
-def joined(stretches: Sequence[range]) -> tuple[range, ...]:
-    """Stretches in order, those that touch as one."""
-    found: list[range] = []
-    for stretch in sorted(stretches, key=lambda each: each.start):
-        if found and found[-1].stop == stretch.start:
-            found[-1] = range(found[-1].start, stretch.stop)
-        else:
-            found.append(stretch)
-    return tuple(found)
