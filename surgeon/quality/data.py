@@ -49,8 +49,9 @@ def load_windows(
     window: int = DEFAULT_WINDOW,
     tokens: int = DEFAULT_TOKENS,
     separator: str | None = None,
+    after: int = 0,
 ) -> Windows:
-    """The first `tokens` tokens of some text, cut into windows.
+    """The first `tokens` tokens of some text, or those behind its first `after` tokens, cut into windows.
 
     With a separator the text is taken apart into documents (every row of a table or a dataset is one or more, then),
     each begun with the tokenizer's BOS; without a BOS each is ended with its EOS. Documents follow one another in the
@@ -64,11 +65,12 @@ def load_windows(
             files may be compressed (.gz).
         window: tokens in a window.
         tokens: tokens in all, cut down to whole windows.
+        after: tokens that are left out before these, whole windows.
 
     Raises:
         FileNotFoundError: if there is no such file or dataset.
-        ValueError: if the text is empty, not UTF-8, shorter than one window, a row of it is damaged or holds no text,
-            or the sizes make no sense.
+        ValueError: if the text is empty, not UTF-8, shorter than one window (or than one behind those left out), a row
+            of it is damaged or holds no text, or the sizes make no sense.
     """
     if window < 2:
         raise ValueError(f"window must be at least 2 tokens, so that one is predicted, not {window}")
@@ -76,9 +78,11 @@ def load_windows(
         raise ValueError(
             f"tokens must be at least one window of {window}, not {tokens}; raise --tokens or lower --window"
         )
+    if after < 0 or after % window:
+        raise ValueError(f"what is left out must be whole windows of {window} tokens, not {after} tokens")
     if separator == "":
         raise ValueError("the separator is empty; give the text between documents, such as --separator '<|endoftext|>'")
-    wanted = tokens // window * window
+    wanted = after + tokens // window * window
     apart = separator is not None or data == DEMO
     begin, end = _document_marks(tokenizer, data) if apart else ([], [])
     ids: list[int] = []
@@ -92,10 +96,17 @@ def load_windows(
         raise ValueError(
             f"{data} has {len(ids)} tokens, fewer than one window of {window}; use a smaller --window or more text"
         )
-    ids = ids[: min(wanted, len(ids) // window * window)]
+    read = min(wanted, len(ids) // window * window)
+    if read <= after:
+        raise ValueError(
+            f"{data} has only {len(ids)} tokens, and {after} of them are left out: not one window of {window} follows"
+        )
+    ids = ids[after:read]
     notes = []
-    if len(ids) < wanted:
-        notes.append(f"{data} has only {len(ids)} tokens in whole windows of the {wanted} asked for: all are used")
+    if read < wanted:
+        behind = f" behind the first {after}" if after else ""
+        asked = f"of the {wanted - after} asked for"
+        notes.append(f"{data} has only {len(ids)} tokens in whole windows{behind} {asked}: all are used")
     if not apart:
         notes += _read_as_text(tokenizer.decode(ids), data)
     tensor = torch.tensor(ids, dtype=torch.long).view(-1, window)
