@@ -72,14 +72,7 @@ def load_windows(
         ValueError: if the text is empty, not UTF-8, shorter than one window (or than one behind those left out), a row
             of it is damaged or holds no text, or the sizes make no sense.
     """
-    if window < 2:
-        raise ValueError(f"window must be at least 2 tokens, so that one is predicted, not {window}")
-    if tokens < window:
-        raise ValueError(
-            f"tokens must be at least one window of {window}, not {tokens}; raise --tokens or lower --window"
-        )
-    if after < 0 or after % window:
-        raise ValueError(f"what is left out must be whole windows of {window} tokens, not {after} tokens")
+    _check_sizes(window, tokens, after)
     if separator == "":
         raise ValueError("the separator is empty; give the text between documents, such as --separator '<|endoftext|>'")
     wanted = after + tokens // window * window
@@ -90,6 +83,26 @@ def load_windows(
         ids += begin + _tokenize(tokenizer, document, wanted - len(ids), special=not apart and not ids) + end
         if len(ids) >= wanted:
             break
+    ids, notes = _cut(ids, data, window, after, wanted)
+    if not apart:
+        notes += _read_as_text(tokenizer.decode(ids), data)
+    tensor = torch.tensor(ids, dtype=torch.long).view(-1, window)
+    return Windows(tensor, data, digest_of(tensor), separator, tuple(notes))
+
+
+def _check_sizes(window: int, tokens: int, after: int) -> None:
+    if window < 2:
+        raise ValueError(f"window must be at least 2 tokens, so that one is predicted, not {window}")
+    if tokens < window:
+        raise ValueError(
+            f"tokens must be at least one window of {window}, not {tokens}; raise --tokens or lower --window"
+        )
+    if after < 0 or after % window:
+        raise ValueError(f"what is left out must be whole windows of {window} tokens, not {after} tokens")
+
+
+def _cut(ids: list[int], data: str, window: int, after: int, wanted: int) -> tuple[list[int], list[str]]:
+    """The whole windows of some text behind what is left out, up to its token `wanted`; and what to say of them."""
     if not ids:
         raise ValueError(f"{data} is empty; give a text file with something in it")
     if len(ids) < window:
@@ -101,16 +114,11 @@ def load_windows(
         raise ValueError(
             f"{data} has only {len(ids)} tokens, and {after} of them are left out: not one window of {window} follows"
         )
-    ids = ids[after:read]
-    notes = []
-    if read < wanted:
-        behind = f" behind the first {after}" if after else ""
-        asked = f"of the {wanted - after} asked for"
-        notes.append(f"{data} has only {len(ids)} tokens in whole windows{behind} {asked}: all are used")
-    if not apart:
-        notes += _read_as_text(tokenizer.decode(ids), data)
-    tensor = torch.tensor(ids, dtype=torch.long).view(-1, window)
-    return Windows(tensor, data, digest_of(tensor), separator, tuple(notes))
+    if read == wanted:
+        return ids[after:read], []
+    behind = f" behind the first {after}" if after else ""
+    asked = f"of the {wanted - after} asked for"
+    return ids[after:read], [f"{data} has only {read - after} tokens in whole windows{behind} {asked}: all are used"]
 
 
 def digest_of(ids: Tensor) -> str:
