@@ -76,6 +76,11 @@ class Sublayer:
             text += "@" + ",".join(f"{role}{rank}" for role, rank in self.ranks)
         return text
 
+    @property
+    def parts(self) -> tuple[tuple[str, int], ...]:
+        """Whose weights it has: (kind, layer), of each of its layers."""
+        return tuple((self.kind, layer) for layer in self.layers)
+
     def rank(self, role: str) -> int | None:
         """The rank of a matrix that is the product of two factors; None for a whole one."""
         return dict(self.ranks).get(role)

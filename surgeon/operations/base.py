@@ -11,15 +11,21 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from surgeon.operations.declare import HEATMAPS, VARIANTS, Heatmap, Variant, apply, check_free, declare
-from surgeon.program import LayerShapes, Node, Program, Sublayer, layer_nodes, steps_of
+from surgeon.program import ATTENTION, FEED_FORWARD, KINDS, LayerShapes, Node, Program, Sublayer, layer_nodes
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
 F = TypeVar("F", bound=Callable[..., Program])
+Half = Literal["both", "attention", "mlp"]  # which part of layers an operation is about
+KINDS_OF: dict[Half, frozenset[str]] = {
+    "both": frozenset(KINDS),
+    "attention": frozenset({ATTENTION}),
+    "mlp": frozenset({FEED_FORWARD}),
+}
 _GIVEN = ("program", "layers", "shapes")  # to an operation by whoever applies it
 
 
@@ -160,11 +166,6 @@ def require_present(program: Program, layers: range) -> None:
 def show_range(layers: range) -> str:
     """A range as Python slices it: 4:30."""
     return f"{layers.start}:{layers.stop}"
-
-
-def layers_of(node: Node) -> set[int]:
-    """Every layer a node takes weights from."""
-    return {layer for step in steps_of((node,)) for sublayer in step.sublayers for layer in sublayer.layers}
 
 
 def averaged(sublayers: list[Sublayer]) -> Sublayer:

@@ -1,32 +1,39 @@
 """Let steps read the stream late."""
 
-from surgeon.operations.base import layers_of, operation, require_present, show_range
+from surgeon.operations.base import KINDS_OF, Half, operation, require_present, show_range
 from surgeon.operations.declare import Heatmap, Variant
-from surgeon.program import Fork, Node, Program, Step
+from surgeon.program import Fork, Node, Program, Step, steps_of
 
 
 @operation(
     heatmaps={"ladder": Heatmap("Ladder", place=8, late=True, curves=True)},
     variants={"ladder": Variant(place=2), "ladder-over-lp": Variant(place=3, over="lp")},
 )
-def ladder(program: Program, layers: range) -> Program:
-    """Make every step of the layers read the stream one step late (Ladder Residual, equation 2).
+def ladder(program: Program, layers: range, sublayers: Half = "both") -> Program:
+    """Make steps of the layers read the stream one step late (Ladder Residual, equation 2).
 
     It also applies to steps that an earlier `pair` made (ladder over LP).
 
+    Args:
+        sublayers: which part of each layer is late; the other one reads what it did before.
+
     Raises:
-        ValueError: if a fork, or a step shared with layers outside the range, is in the way.
+        ValueError: if a fork, or a step shared with what is outside the range or stays as it is, is in the way.
     """
     require_present(program, layers)
+    kinds, inside = KINDS_OF[sublayers], set(layers)
     nodes: list[Node] = []
     for node in program.nodes:
-        inside = layers_of(node) & set(layers)
-        if not inside:
+        shares = {part for step in steps_of((node,)) for each in step.sublayers for part in each.parts}
+        late = {(kind, layer) for kind, layer in shares if kind in kinds and layer in inside}
+        if not late:
             nodes.append(node)
         elif isinstance(node, Fork):
             raise ValueError(f"layers {show_range(layers)} contain a fork, {node}; a ladder is made of steps only")
-        elif layers_of(node) - inside:
+        elif {layer for _, layer in shares} - inside:
             raise ValueError(f"layers {show_range(layers)} cut through {node}; take in all of its layers, or none")
+        elif late != shares:
+            raise ValueError(f'sublayers {sublayers} cut through {node}, which reads once; use "both", or other layers')
         else:
             nodes.append(Step(node.sublayers, late=True))
     return Program(tuple(nodes))

@@ -1,12 +1,8 @@
 """Leave layers out, or their attentions or feed-forwards alone."""
 
-from typing import Literal
-
-from surgeon.operations.base import find_stretch, operation
+from surgeon.operations.base import KINDS_OF, Half, find_stretch, operation
 from surgeon.operations.declare import Heatmap
-from surgeon.program import ATTENTION, FEED_FORWARD, Node, Program, Step, steps_of
-
-_PRUNED = {"both": {ATTENTION, FEED_FORWARD}, "attention": {ATTENTION}, "mlp": {FEED_FORWARD}}
+from surgeon.program import Node, Program, Step, steps_of
 
 
 @operation(
@@ -16,7 +12,7 @@ _PRUNED = {"both": {ATTENTION, FEED_FORWARD}, "attention": {ATTENTION}, "mlp": {
         "prune-mlp": Heatmap("Prune MLP", {"sublayers": "mlp"}, place=10, removes=True, style=3),
     }
 )
-def prune(program: Program, layers: range, sublayers: Literal["both", "attention", "mlp"] = "both") -> Program:
+def prune(program: Program, layers: range, sublayers: Half = "both") -> Program:
     """Leave the layers out (Layer Parallelism, section 3, figure 3c), or only their attentions or feed-forwards.
 
     Args:
@@ -25,6 +21,6 @@ def prune(program: Program, layers: range, sublayers: Literal["both", "attention
     stretch = find_stretch(program, layers)
     kept: list[Node] = []
     for step in (step for layer in stretch.layers for step in steps_of(layer)):
-        rest = tuple(sublayer for sublayer in step.sublayers if sublayer.kind not in _PRUNED[sublayers])
+        rest = tuple(sublayer for sublayer in step.sublayers if sublayer.kind not in KINDS_OF[sublayers])
         kept += [Step(rest)] if rest else []
     return stretch.replaced_by(*kept)

@@ -100,11 +100,11 @@ class OutputHead:
             stream: (windows, tokens, hidden) after the whole program, before the final norm.
             input_ids: (windows, tokens).
         """
-        hidden, targets = self._hidden(stream), _targets(input_ids)
+        hidden, targets = self.predicting(stream), _targets(input_ids)
         nll, constant = hidden.new_empty(len(hidden), dtype=torch.float32), []
         kept = hidden if self.softcap else torch.empty_like(hidden, dtype=torch.float32)
         for rows in self._blocks(len(hidden)):
-            log_p = functional.log_softmax(self._logits(hidden[rows]), dim=-1)
+            log_p = functional.log_softmax(self.logits(hidden[rows]), dim=-1)
             nll[rows] = -log_p.gather(-1, targets[rows, None])[:, 0]
             p = log_p.exp()
             p /= p.sum(-1, keepdim=True)  # it is off by 1e-7 on average, which times the logits biases the divergence
@@ -120,16 +120,16 @@ class OutputHead:
     @torch.inference_mode()
     def compare(self, stream: Tensor, reference: ReferencePredictions) -> Quality:
         """The quality of a changed program on the reference's windows; `stream` as in `reference`."""
-        hidden, targets = self._hidden(stream), _targets(reference.input_ids)
+        hidden, targets = self.predicting(stream), _targets(reference.input_ids)
         nll = hidden.new_empty(len(hidden), dtype=torch.float32)
         target_logit, cross = torch.empty_like(nll), torch.empty_like(nll)
         for rows in self._blocks(len(hidden)):
-            logits = self._logits(hidden[rows])
+            logits = self.logits(hidden[rows])
             # The fused kernel reads the block once; a log-sum-exp of its own is a third slower.
             nll[rows] = functional.cross_entropy(logits, targets[rows], reduction="none")
             target_logit[rows] = logits.gather(-1, targets[rows, None])[:, 0]
             if self.softcap:
-                original = functional.softmax(self._logits(reference.kept[rows]), dim=-1)
+                original = functional.softmax(self.logits(reference.kept[rows]), dim=-1)
                 cross[rows] = (original * logits).sum(-1)
         if self.softcap is None:
             cross = self._scaled((hidden.float() * reference.kept).sum(-1))
@@ -138,12 +138,13 @@ class OutputHead:
         windows = len(reference.input_ids)
         return Quality(_window_means(nll, windows), _window_means(divergence, windows))
 
-    def _hidden(self, stream: Tensor) -> Tensor:
+    def predicting(self, stream: Tensor) -> Tensor:
         """The normed stream of the tokens that predict one, (predicted tokens, hidden)."""
         hidden: Tensor = self.norm(stream)[:, :-1].flatten(0, 1)
         return hidden.to(self.weight.device)
 
-    def _logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Of normed streams, (tokens, hidden): (tokens, vocabulary), float32."""
         logits = self._scaled(functional.linear(hidden, self.weight, self.bias).float())
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 

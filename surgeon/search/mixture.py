@@ -87,9 +87,9 @@ class Mixture:
     def _applied(self, choice: Choice) -> Iterator[tuple[AppliedOperation, Program]]:
         """The operations, each with the program after it."""
         program = self.model.dense
-        shapes = self.model.shapes.layer_shapes
+        shapes = self.model.layer_shapes
         for space in self.spaces:
             edits = [edit for edit in choice if edit.space == space.name]
-            for operation in space.operations(edits, program) if edits else ():
+            for operation in space.operations(edits, program, self.model) if edits else ():
                 program = operation.apply(program, shapes)
                 yield operation, program

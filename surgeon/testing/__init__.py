@@ -1,4 +1,4 @@
-"""The contracts of operations, families and forms, for pytest: subclass one, give its fixtures, inherit its tests.
+"""The contracts of operations, families, forms and spaces, for pytest: subclass one, give fixtures, inherit its tests.
 
 They hold for what others add to surgeon as well as for its own; CONTRIBUTING.md shows each from beginning to end.
 """
@@ -9,11 +9,14 @@ except ImportError as error:
     raise ImportError("surgeon.testing needs pytest, which is not installed: pip install pytest") from error
 
 # So that a failure shows what was compared, as in a test file.
-pytest.register_assert_rewrite("surgeon.testing.families", "surgeon.testing.forms", "surgeon.testing.operations")
+pytest.register_assert_rewrite(
+    "surgeon.testing.families", "surgeon.testing.forms", "surgeon.testing.operations", "surgeon.testing.spaces"
+)
 
 from surgeon.testing.families import FamilyContract  # noqa: E402
 from surgeon.testing.forms import FormContract  # noqa: E402
 from surgeon.testing.operations import OperationContract  # noqa: E402
+from surgeon.testing.spaces import SpaceContract  # noqa: E402
 from surgeon.testing.sublayers import OwnSublayers, Sublayers  # noqa: E402
 
-__all__ = ["FamilyContract", "FormContract", "OperationContract", "OwnSublayers", "Sublayers"]
+__all__ = ["FamilyContract", "FormContract", "OperationContract", "OwnSublayers", "SpaceContract", "Sublayers"]

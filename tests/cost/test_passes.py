@@ -86,6 +86,15 @@ def check(
     return predicted.layers
 
 
+def counted_bytes(program: str, count: int, low_rank: LowRankMode) -> int:
+    """What a rank of the runtime counts for one token."""
+    config = AutoConfig.for_model("llama", **SIZES)
+    shapes = ModelShapes.of("llama", config)
+    plan = replace(shapes.plan(Program.parse(program), count, 8, "float32", low_rank, "full"), activation="silu")
+    ranks = PredictedRanks(shapes, plan, hardware(), Deployment(count, low_rank=low_rank))
+    return counted(config, ranks, 0, None).bytes // TOKENS
+
+
 WHOLE = "A0 F0 A1 F1 A2 F2"
 FACTORED = "A0@q32,k16,v16,o32 F0@gate24,up24,down24"
 

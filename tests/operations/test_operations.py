@@ -16,6 +16,7 @@ from surgeon.operations import (
     pair,
     parallel,
     prune,
+    reorder,
     shuffle,
     tracks,
 )
@@ -26,7 +27,11 @@ from surgeon.testing import OperationContract
 
 DENSE = Program.dense(6)
 FUSED = Program.dense(4, steps_per_layer=1)
-PARAMETERS: dict[str, dict[str, Any]] = {"tracks": {"count": 2, "depth": 2}, "desync": {"count": 2}}
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "tracks": {"count": 2, "depth": 2},
+    "desync": {"count": 2},
+    "reorder": {"order": [5, 2, 4, 3]},
+}
 
 
 def test_prune_leaves_layers_out() -> None:
@@ -61,6 +66,21 @@ def test_shuffle_runs_a_fixed_permutation() -> None:
     assert shuffle(DENSE, range(2, 3), seed=1) == DENSE
 
 
+def test_reorder_runs_the_order_given() -> None:
+    assert str(reorder(DENSE, range(1, 4), order=[3, 1, 2])) == "A0 F0 A3 F3 A1 F1 A2 F2 A4 F4 A5 F5"
+    assert str(reorder(FUSED, range(0, 2), order=[1, 0])) == "[A1 F1] [A0 F0] [A2 F2] [A3 F3]"
+    assert reorder(DENSE, range(1, 4), order=[1, 2, 3]) == DENSE
+    drawn = permutation(range(0, 6), seed=2)
+    assert reorder(DENSE, range(0, 6), order=drawn) == shuffle(DENSE, range(0, 6), seed=2)
+
+
+@pytest.mark.parametrize("order", [[1, 2], [1, 2, 2], [1, 2, 4], [], [1, 2, 3, 3]])
+def test_an_order_has_every_layer_once(order: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"must have every layer of 1:4 once, as in \[3, 2, 1\]") as raised:
+        reorder(DENSE, range(1, 4), order=order)
+    assert str(order) in str(raised.value)
+
+
 def test_merge_averages() -> None:
     assert str(merge(DENSE, range(1, 4))) == "A0 F0 A1~A2~A3 F1~F2~F3 A4 F4 A5 F5"
     assert str(merge(FUSED, range(1, 3))) == "[A0 F0] [A1~A2 F1~F2] [A3 F3]"
@@ -86,6 +106,23 @@ def test_ladder_makes_steps_late_also_over_pairs() -> None:
         ladder(parallel(DENSE, range(2, 4)), range(1, 5))
     with pytest.raises(ValueError, match="cut through"):
         ladder(pair(DENSE, range(2, 4)), range(3, 5))
+
+
+def test_ladder_of_one_half_of_layers() -> None:
+    assert str(ladder(DENSE, range(1, 3), sublayers="attention")) == "A0 F0 >A1 F1 >A2 F2 A3 F3 A4 F4 A5 F5"
+    assert str(ladder(DENSE, range(1, 3), sublayers="mlp")) == "A0 F0 A1 >F1 A2 >F2 A3 F3 A4 F4 A5 F5"
+    assert ladder(DENSE, range(1, 3), sublayers="both") == ladder(DENSE, range(1, 3))
+    halves = ladder(ladder(DENSE, range(1, 3), sublayers="mlp"), range(1, 3), sublayers="attention")
+    assert halves == ladder(DENSE, range(1, 3))
+    paired = pair(DENSE, range(2, 4))
+    assert str(ladder(paired, range(1, 4), sublayers="mlp")) == "A0 F0 A1 >F1 [A2 A3] >[F2 F3] A4 F4 A5 F5"
+    with pytest.raises(ValueError, match=r"layers 3:4 cut through \[F2 F3\]; take in all"):
+        ladder(paired, range(3, 4), sublayers="mlp")
+    with pytest.raises(ValueError, match=r'sublayers mlp cut through \[A1 F1\], which reads once; use "both"'):
+        ladder(FUSED, range(1, 3), sublayers="mlp")
+    # A step that is not of this half may be shared with layers outside.
+    lone = Program.parse("A0 A1 [F0 F1] A2 F2")
+    assert str(ladder(lone, range(1, 2), sublayers="attention")) == "A0 >A1 [F0 F1] A2 F2"
 
 
 def test_tracks_meet_every_few_layers() -> None:

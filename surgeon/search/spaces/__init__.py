@@ -1,6 +1,14 @@
-"""Spaces: the kinds of edits that a search chooses among, one short file each."""
+"""Spaces: the kinds of edits that a search chooses among, one short file each.
 
-from surgeon.search.spaces.base import SPACES, Searched, Space, parse_spaces
-from surgeon.search.spaces.pair import Pairs, ParallelGroups
+Every module of this folder is imported here, so that a space is known as soon as its file is there.
+"""
 
-__all__ = ["SPACES", "Pairs", "ParallelGroups", "Searched", "Space", "parse_spaces"]
+from importlib import import_module
+from pkgutil import iter_modules
+
+from surgeon.search.spaces.base import SPACES, Searched, Space, parse_spaces, register
+
+__all__ = ["SPACES", "Searched", "Space", "parse_spaces", "register"]
+
+for _name in sorted(found.name for found in iter_modules(__path__)):
+    import_module(f"{__name__}.{_name}")

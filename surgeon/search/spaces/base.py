@@ -8,14 +8,15 @@ that the ones before it made, and says which operations carry out its edits ther
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from typing import ClassVar, Self, TypeVar
 
 from surgeon.cost.shapes import ModelShapes
 from surgeon.errors import did_you_mean
-from surgeon.program import ATTENTION, FEED_FORWARD, KINDS, Program
+from surgeon.program import ATTENTION, FEED_FORWARD, KINDS, LayerShapes, Program
 from surgeon.recipe import AppliedOperation
 from surgeon.search.edit import Edit
 
@@ -43,14 +44,19 @@ class Searched:
         """How many it has."""
         return self.shapes.layers
 
-    @property
+    @cached_property
+    def layer_shapes(self) -> LayerShapes:
+        """The matrices of a layer."""
+        return self.shapes.layer_shapes
+
+    @cached_property
     def dense(self) -> Program:
         """Its unedited program."""
         return Program.dense(self.shapes.layers, self.shapes.family.steps_per_layer)
 
 
 class Space(ABC):
-    """Edits of one kind.
+    """Edits of one kind; what it makes of a choice, and its claims, follow from the arguments alone.
 
     Attributes:
         name: as `--space` has it, and as its edits begin.
@@ -82,7 +88,7 @@ class Space(ABC):
         """What the edit wants for itself."""
 
     @abstractmethod
-    def operations(self, edits: Sequence[Edit], program: Program) -> tuple[AppliedOperation, ...]:
+    def operations(self, edits: Sequence[Edit], program: Program, model: Searched) -> tuple[AppliedOperation, ...]:
         """The operations that carry out these edits, which do not exclude each other, on a program.
 
         Args:
@@ -136,6 +142,34 @@ def claims_of_late(edit: Edit, kind: str) -> frozenset[Claim]:
 def claims_of_ranks(edit: Edit, kind: str) -> frozenset[Claim]:
     """Claims of an edit that gives the matrices of attentions or feed-forwards ranks."""
     return frozenset((_RANKS[kind], layer) for layer in edit.layers)
+
+
+def joined(stretches: Iterable[range]) -> tuple[range, ...]:
+    """Stretches in order, those that touch as one."""
+    found: list[range] = []
+    for stretch in sorted(stretches, key=lambda each: each.start):
+        if found and found[-1].stop == stretch.start:
+            found[-1] = range(found[-1].start, stretch.stop)
+        else:
+            found.append(stretch)
+    return tuple(found)
+
+
+def layers_joined(layers: Iterable[int]) -> tuple[range, ...]:
+    """Layers as stretches."""
+    return joined(range(layer, layer + 1) for layer in layers)
+
+
+def from_every_layer(edits: Iterable[Edit]) -> Iterator[list[Edit]]:
+    """Of edits of single layers that go together, those from every layer on."""
+    ordered = sorted(edits)
+    for start in sorted({edit.first for edit in ordered}):
+        yield [edit for edit in ordered if edit.first >= start]
+
+
+def whole_number(argument: str, least: int) -> int | None:
+    """The whole number that stands behind a space's colon; None if it is none, or too small."""
+    return int(argument) if argument.isdecimal() and len(argument) < 10 and int(argument) >= least else None
 
 
 SPACES: dict[str, type[Space]] = {}

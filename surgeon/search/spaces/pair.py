@@ -8,11 +8,11 @@ from typing import ClassVar, Self
 from surgeon.program import Program
 from surgeon.recipe import AppliedOperation
 from surgeon.search.edit import Edit
-from surgeon.search.spaces.base import Claim, Searched, Space, claims_of_shape, register
+from surgeon.search.spaces.base import Claim, Searched, Space, claims_of_shape, joined, register, whole_number
 
 
-class Groups(Space):
-    """Groups of 2 to `largest` neighbouring layers, in one form.
+class LayerGroups(Space):
+    """LayerGroups of 2 to `largest` neighbouring layers, in one form.
 
     Attributes:
         form: of the operation `pair`.
@@ -27,11 +27,12 @@ class Groups(Space):
     def of(cls, argument: str) -> Self:
         if not argument:
             return cls()
-        if not argument.isdecimal() or int(argument) < 2:
+        largest = whole_number(argument, least=2)
+        if largest is None:
             raise ValueError(
                 f"{cls.name}:{argument} should say how many layers a group has at most, 2 or more, as in {cls.name}:4"
             )
-        return cls(int(argument))
+        return cls(largest)
 
     def edits(self, model: Searched) -> Iterator[Edit]:
         for size in range(2, min(self.largest, model.layers) + 1):
@@ -41,7 +42,7 @@ class Groups(Space):
     def claims(self, edit: Edit) -> frozenset[Claim]:
         return claims_of_shape(edit, late=self.form == "par")
 
-    def operations(self, edits: Sequence[Edit], program: Program) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
+    def operations(self, edits: Sequence[Edit], program: Program, model: Searched) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
         """One of each size, neighbouring groups joined into one stretch."""
         found = []
         for size in sorted({len(edit.layers) for edit in edits}):
@@ -52,8 +53,8 @@ class Groups(Space):
 
 
 @register
-class Pairs(Groups):
-    """Groups as Layer Parallelism runs them."""
+class Pairs(LayerGroups):
+    """LayerGroups as Layer Parallelism runs them."""
 
     name = "pair"
     summary = "neighbouring layers run together as LP steps, two by two (pair:4: in groups of 2 to 4)"
@@ -62,21 +63,10 @@ class Pairs(Groups):
 
 
 @register
-class ParallelGroups(Groups):
-    """Groups whose layers have streams of their own."""
+class ParallelGroups(LayerGroups):
+    """LayerGroups whose layers have streams of their own."""
 
     name = "par"
     summary = "neighbouring layers run side by side, each with a stream of its own (par:4: groups of 2 to 4)"
     place = 31
     form = "par"
-
-
-def joined(stretches: Sequence[range]) -> tuple[range, ...]:
-    """Stretches in order, those that touch as one."""
-    found: list[range] = []
-    for stretch in sorted(stretches, key=lambda each: each.start):
-        if found and found[-1].stop == stretch.start:
-            found[-1] = range(found[-1].start, stretch.stop)
-        else:
-            found.append(stretch)
-    return tuple(found)

@@ -1,0 +1,228 @@
+"""What programs cost by themselves, fast enough for thousands of them.
+
+All layers of a model are alike, and a pass is at rest between its stretches: wherever a step that is not late begins,
+every rank has landed all that was in flight, at the same time. So what ranks send, cache and take adds up over these
+stretches, and each kind of stretch is looked at once. Time adds up so only where the host does not run ahead of the
+device (in captured graphs, or where kernels are launched one by one); elsewhere whole programs are predicted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from surgeon.cost.hardware import Hardware
+from surgeon.cost.predict import Deployment, Workload, predict
+from surgeon.cost.shapes import ModelShapes
+from surgeon.cost.work import Forward, RankWork, Sent
+from surgeon.program import Fork, Node, Program, Step, Sublayer
+from surgeon.runtime.batching.blocks import BLOCK_TOKENS
+from surgeon.runtime.plan.memory import footprint
+from surgeon.runtime.plan.placement import Group, Work, assigned_branches, rank_work
+from surgeon.runtime.plan.specification import Plan
+from surgeon.search.quantities import Aspect
+
+_ONE = Program.parse("A0")  # what stretches are put behind, to see what they add
+
+
+@dataclass(frozen=True)
+class Pricing:
+    """The costs of a model's programs.
+
+    Attributes:
+        aspects: whose costs; none that is measured.
+        deployment: the ranks, and how they share factors and keep keys and values; `low_rank` "auto" counts bytes as
+            "gather" does, since which way ranks take is measured where they run.
+        workload: of latency and speedup.
+        hardware: what aspects name, by that name.
+
+    Raises:
+        ValueError: if the ranks cannot run the unedited model, texts are longer than its positions, no token follows
+            the first, or a hardware lacks a figure.
+    """
+
+    shapes: ModelShapes
+    aspects: tuple[Aspect, ...]
+    deployment: Deployment = field(default_factory=lambda: Deployment(2))
+    workload: Workload = field(default_factory=Workload)
+    hardware: Mapping[str, Hardware] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for aspect in self.aspects:
+            assert not aspect.quantity.measured, f"{aspect} does not follow from a program"
+            if aspect.quantity.timed and self.workload.new < 2:
+                raise ValueError(f"a {aspect.name} is per token after the first one; ask for at least 2 new tokens")
+        _ = self.dense
+
+    @cached_property
+    def dense(self) -> tuple[float, ...]:
+        """The unedited model's costs."""
+        return tuple(self._cost(aspect, self._dense_program) for aspect in self.aspects)
+
+    def prices(self, program: Program) -> tuple[float, ...]:
+        """A program's costs, in the order of `aspects`; infinite where the ranks cannot run it."""
+        return tuple(self.price(aspect, program) for aspect in self.aspects)
+
+    def price(self, aspect: Aspect, program: Program) -> float:
+        """One of them."""
+        try:
+            return self._cost(aspect, program)
+        except ValueError:
+            return math.inf
+
+    def _cost(self, aspect: Aspect, program: Program) -> float:
+        name, shapes = aspect.name, self.shapes
+        if name == "depth":
+            return program.effective_depth(shapes.family.steps_per_layer)
+        if name == "syncs":
+            return program.sync_points(self.deployment.ranks)
+        if name in ("params", "weight_bytes"):
+            return self._parameters(program) * (1 if name == "params" else self._stored_bytes)
+        if name in ("kv_bytes", "wire_bytes"):
+            count = _kept_bytes if name == "kv_bytes" else _sent_bytes
+            return self._sum(name, program, lambda part: count(shapes, self._plan(part)))
+        assert aspect.on is not None
+        seconds = self._seconds(aspect.on, program)
+        return seconds if name == "latency" else seconds / self._dense_seconds[aspect.on]
+
+    def _parameters(self, program: Program) -> int:
+        found, sizes = set(program.sublayers()), self._sizes
+        for sublayer in found - sizes.keys():
+            sizes[sublayer] = sublayer.parameters(self.shapes.layer_shapes)
+        return sum(sizes[sublayer] for sublayer in found)
+
+    def _seconds(self, on: str, program: Program) -> float:
+        """Predicted seconds per token."""
+        hardware, deployment = self.hardware[on], self.deployment
+        deployment = replace(deployment, dtype=deployment.dtype or hardware.dtype(self.shapes.dtype))
+
+        def seconds(part: Program) -> float:
+            return predict(self.shapes, part, hardware, self.workload, deployment).per_token
+
+        ahead = hardware.host.asynchronous and deployment.graphs is False
+        if ahead or deployment.emulated is not None or not deployment.connected:
+            return self._whole(program).cost(f"whole program@{on}", seconds)
+        one = self._whole(_ONE).cost(f"whole program@{on}", seconds)
+
+        def added(part: Program) -> float:
+            return seconds(_ONE + part) - one
+
+        return one - self._sum(f"latency@{on}", _ONE, added) + self._sum(f"latency@{on}", program, added)
+
+    def _sum(self, what: str, program: Program, cost: Callable[[Program], float]) -> float:
+        """The sum over a program's stretches of what each costs."""
+        if program not in self._stretches:
+            stretches = _stretches(self._alike(program).nodes)
+            self._stretches[program] = Counter(self._known(Program(nodes)) for nodes in stretches)
+        return math.fsum(count * each.cost(what, cost) for each, count in self._stretches[program].items())
+
+    def _whole(self, program: Program) -> _Priced:
+        return self._known(self._alike(program))
+
+    def _known(self, alike: Program) -> _Priced:
+        return self._priced.setdefault(alike, _Priced(alike))
+
+    def _alike(self, program: Program) -> Program:
+        """The program with one layer in the place of all that have the same window."""
+        for node in program.nodes:
+            if node not in self._twins:
+                (self._twins[node],) = Program((node,)).renamed(self._twin).nodes
+        return Program(tuple(self._twins[node] for node in program.nodes))
+
+    def _twin(self, sublayer: Sublayer) -> Sublayer:
+        windows = self.shapes.windows
+        layer = windows.index(windows[sublayer.layers[0]]) if windows else 0
+        return replace(sublayer, layers=(layer,))
+
+    def _plan(self, program: Program, dtype: str | None = None) -> Plan:
+        deployment, dtype = self.deployment, dtype or self.deployment.dtype or self.shapes.dtype
+        return self.shapes.plan(program, deployment.ranks, 1, dtype, deployment.low_rank, deployment.kv)
+
+    @property
+    def _dense_program(self) -> Program:
+        return Program.dense(self.shapes.layers, self.shapes.family.steps_per_layer)
+
+    @cached_property
+    def _dense_seconds(self) -> dict[str, float]:
+        timed = {aspect.on for aspect in self.aspects if aspect.on is not None}
+        return {on: self._seconds(on, self._dense_program) for on in timed}
+
+    @cached_property
+    def _stored_bytes(self) -> int:
+        return self._plan(_ONE, self.shapes.dtype).dtype_bytes
+
+    @cached_property
+    def _sizes(self) -> dict[Sublayer, int]:
+        return {}
+
+    @cached_property
+    def _stretches(self) -> dict[Program, Counter[_Priced]]:
+        return {}
+
+    @cached_property
+    def _priced(self) -> dict[Program, _Priced]:
+        return {}
+
+    @cached_property
+    def _twins(self) -> dict[Node, Node]:
+        return {}
+
+
+@dataclass(eq=False)
+class _Priced:
+    """A program of which it is remembered what it costs; there is one object for equal programs."""
+
+    program: Program
+    costs: dict[str, float] = field(default_factory=dict)
+
+    def cost(self, what: str, compute: Callable[[Program], float]) -> float:
+        if what not in self.costs:
+            self.costs[what] = compute(self.program)
+        return self.costs[what]
+
+
+def _stretches(nodes: tuple[Node, ...]) -> Iterator[tuple[Node, ...]]:
+    """The nodes in stretches: each begins with a step or fork that waits for what came before."""
+    found: list[Node] = []
+    for node in nodes:
+        if isinstance(node, Step) and node.late:
+            # For the first step of all nothing is in flight that it could be late for.
+            found.append(node if found else replace(node, late=False))
+            continue
+        if found:
+            yield tuple(found)
+        found = [node]
+    if found:
+        yield tuple(found)
+
+
+def _kept_bytes(shapes: ModelShapes, plan: Plan) -> float:
+    """Bytes of one token in the caches of all ranks, as they count it when they choose a cache's size."""
+    return sum(footprint(plan, shapes).block) / BLOCK_TOKENS
+
+
+def _sent_bytes(shapes: ModelShapes, plan: Plan) -> float:
+    """Bytes that rank 0 gives to collectives for one token, without those of embedding and head, as ranks count it."""
+    program, everybody = Program.parse(plan.program), tuple(range(plan.ranks))
+    work = iter(rank_work(program, 0, plan.ranks))
+    ranks = RankWork(plan, shapes, lambda _: plan.low_rank != "replicate")
+    return plan.dtype_bytes * _sent(ranks, program.nodes, everybody, work)
+
+
+def _sent(ranks: RankWork, nodes: tuple[Node, ...], group: Group, work: Iterator[Work]) -> int:
+    """Numbers that rank 0 gives to collectives of a group that runs some nodes."""
+    total = 0
+    for node in nodes:
+        whole = True
+        if isinstance(node, Fork):
+            branches, inner = assigned_branches(node, 0, group)
+            total += sum(_sent(ranks, branch, inner, work) for branch in branches)
+        else:
+            mine = next(work)
+            whole = mine.whole
+            total += sum(item.width for item in ranks.items(mine, Forward(1, 1)) if isinstance(item, Sent))
+        total += ranks.reduced(node, whole) if len(group) > 1 else 0
+    return total

@@ -1,0 +1,172 @@
+"""What a search limits or minimises: what programs cost by themselves, and what is measured of them.
+
+Every quantity is kept as a cost, of which less is better: a speedup of 1.25 as 0.8 of the unedited model's time. Per
+token is of one more token of one text; what depends on ranks is of so many tensor-parallel ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from surgeon.errors import did_you_mean
+from surgeon.memory import parse_size, show_size
+from surgeon.runtime.comm.link import parse_seconds
+
+HERE = "here"  # in the place of a hardware: this machine
+_THOUSANDS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """Something that has a number for every program.
+
+    Attributes:
+        summary: what it is, a few words.
+        read: its cost in a user's text; ValueError with what would do.
+        show: a cost for people.
+        measured: whether it takes running the program; else it follows from the program alone.
+        timed: whether it is of some hardware.
+        upward: whether more is better: its cost is its inverse.
+        divides: whether limits can be written in parts of the unedited model's.
+    """
+
+    name: str
+    summary: str
+    read: Callable[[str], float]
+    show: Callable[[float], str]
+    measured: bool = False
+    timed: bool = False
+    upward: bool = False
+    divides: bool = True
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{text!r} is no number; write one of at least 0, such as 12 or 0.02")
+    return value
+
+
+def _layers(text: str) -> float:
+    value = _number(text)
+    if value <= 0 or 2 * value != int(2 * value):
+        raise ValueError(f"{text!r} is no depth; write whole or half layers, such as 12 or 11.5")
+    return value
+
+
+def _whole(text: str) -> float:
+    value = _number(text)
+    if value != int(value):
+        raise ValueError(f"{text!r} should be a whole number")
+    return value
+
+
+def _parameters(text: str) -> float:
+    scale = text[-1:].upper() if text[-1:].isalpha() else ""
+    if scale not in _THOUSANDS:
+        raise ValueError(f"{text!r} is no number of parameters; write e.g. 3M, 6.7B or 2097152")
+    return _number(text[: len(text) - len(scale)]) * _THOUSANDS[scale]
+
+
+def _positive(text: str) -> float:
+    value = _number(text)
+    if value == 0:
+        raise ValueError(f"{text!r} should be above 0")
+    return value
+
+
+def _times(text: str) -> float:
+    return 1 / _positive(text.removesuffix("x"))
+
+
+def show_seconds(seconds: float) -> str:
+    """A time for people: 12.3 ms."""
+    for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if seconds * scale >= 1 or unit == "us":
+            return f"{seconds * scale:.4g} {unit}"
+    raise AssertionError
+
+
+def _show_number(value: float) -> str:
+    return f"{value:,.0f}" if value == int(value) else f"{value:.4g}"
+
+
+def _show_nats(value: float) -> str:
+    return f"{value:.4g} nats"
+
+
+def _show_times(cost: float) -> str:
+    return f"{1 / cost:.4g}x" if cost else "infinite"
+
+
+QUANTITIES = {
+    quantity.name: quantity
+    for quantity in (
+        Quantity("depth", "steps one after the other, in layers of the model", _layers, "{:g}".format),
+        Quantity("syncs", "synchronisations of one forward pass on the ranks", _whole, _show_number),
+        Quantity("params", "parameters of the layers' matrices, each counted once", _parameters, _show_number),
+        Quantity("weight_bytes", "bytes that these take, as the model stores them", parse_size, show_size),
+        Quantity("kv_bytes", "bytes that all ranks together cache of one token", parse_size, show_size),
+        Quantity("wire_bytes", "bytes that a rank sums or gathers per token", parse_size, show_size),
+        Quantity("latency", "seconds per token, predicted or measured here", parse_seconds, show_seconds, timed=True),
+        Quantity(
+            "speedup", "times the unedited model's tokens per second", _times, _show_times, timed=True, upward=True,
+            divides=False,
+        ),
+        Quantity(
+            "divergence", "from the unedited model, nats per token", _positive, _show_nats, measured=True, divides=False
+        ),
+        Quantity("perplexity", "on the text", _positive, "{:.4g}".format, measured=True),
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True, order=True)
+class Aspect:
+    """A quantity, on a hardware where it is one of time: depth, latency@h100-sxm.
+
+    Attributes:
+        name: of the quantity.
+        on: the hardware's name or file, or `HERE`.
+    """
+
+    name: str
+    on: str | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.on is None else f"{self.name}@{self.on}"
+
+    @property
+    def quantity(self) -> Quantity:
+        """What it is."""
+        return QUANTITIES[self.name]
+
+    def show(self, cost: float) -> str:
+        """A cost for people, with its name: depth 12, latency 12.3 ms@h100-sxm."""
+        return f"{self.name} {self.quantity.show(cost)}" + (f"@{self.on}" if self.on else "")
+
+
+def aspect_of(name: str, on: str | None, text: str) -> Aspect:
+    """An aspect as a user names it.
+
+    Args:
+        text: what it stands in, for messages.
+
+    Raises:
+        ValueError: if there is no such quantity, or it needs a hardware, or takes none.
+    """
+    if name not in QUANTITIES:
+        raise ValueError(f"unknown quantity {name!r} in {text!r}; {did_you_mean(name, QUANTITIES)}")
+    if QUANTITIES[name].timed and not on:
+        raise ValueError(
+            f"{text!r}: a {name} is predicted on a hardware; say on which, as in {text}@h100-sxm, or measured on this "
+            f"machine: {text}@{HERE}"
+        )
+    if on and not QUANTITIES[name].timed:
+        raise ValueError(f"{text!r}: {name} is the same on any hardware; leave @{on} out")
+    return Aspect(name, on or None)

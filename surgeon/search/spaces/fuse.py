@@ -1,0 +1,30 @@
+"""Layers whose attention and MLP run side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from surgeon.program import Program
+from surgeon.recipe import AppliedOperation
+from surgeon.search.edit import Edit
+from surgeon.search.spaces.base import Claim, Searched, Space, claims_of_shape, joined, register
+
+
+@register
+class FusedLayers(Space):
+    """Layers whose attention and MLP read the same stream; none where all do as they are."""
+
+    name = "fuse"
+    summary = "layers whose attention and MLP run side by side (attention || MLP)"
+    place = 40
+
+    def edits(self, model: Searched) -> Iterator[Edit]:
+        if model.shapes.family.steps_per_layer > 1:
+            for layer in range(model.layers):
+                yield Edit(layer, layer + 1, self.name)
+
+    def claims(self, edit: Edit) -> frozenset[Claim]:
+        return claims_of_shape(edit)
+
+    def operations(self, edits: Sequence[Edit], program: Program, model: Searched) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
+        return (AppliedOperation("fuse_attention_mlp", joined(edit.layers for edit in edits)),)

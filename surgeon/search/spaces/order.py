@@ -1,0 +1,53 @@
+"""Neighbouring layers in another order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar, Self
+
+from surgeon.program import Program
+from surgeon.recipe import AppliedOperation
+from surgeon.search.edit import Edit
+from surgeon.search.spaces.base import Claim, Searched, Space, claims_of_shape, register, whole_number
+
+
+@register
+class Orders(Space):
+    """Two neighbouring layers that change places; of up to `largest`, reversals and rotations, too."""
+
+    name = "order"
+    summary = "neighbouring layers that change places (order:4: up to 4 layers reversed or rotated)"
+    place = 25
+    orders: ClassVar[dict[str, Callable[[range], list[int]]]] = {
+        "reversed": lambda layers: [*reversed(layers)],
+        "first-to-last": lambda layers: [*layers[1:], layers[0]],
+        "last-to-first": lambda layers: [layers[-1], *layers[:-1]],
+    }
+
+    def __init__(self, largest: int = 2) -> None:
+        self.largest = largest
+
+    @classmethod
+    def of(cls, argument: str) -> Self:
+        if not argument:
+            return cls()
+        largest = whole_number(argument, least=2)
+        if largest is None:
+            raise ValueError(f"order:{argument} should say how many layers are moved at most, 2 or more, as in order:4")
+        return cls(largest)
+
+    def edits(self, model: Searched) -> Iterator[Edit]:
+        for size in range(2, min(self.largest, model.layers) + 1):
+            options = self.orders if size > 2 else ["reversed"]  # of two layers all three are the same
+            for option in options:
+                for first in range(model.layers - size + 1):
+                    yield Edit(first, first + size, self.name, option)
+
+    def claims(self, edit: Edit) -> frozenset[Claim]:
+        return claims_of_shape(edit)
+
+    def operations(self, edits: Sequence[Edit], program: Program, model: Searched) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
+        return tuple(
+            AppliedOperation("reorder", (edit.layers,), {"order": self.orders[edit.option](edit.layers)})
+            for edit in edits
+        )

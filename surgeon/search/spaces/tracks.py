@@ -1,0 +1,112 @@
+"""Stretches of layers as tracks, and layers without the synchronisation in their middle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Self
+
+from surgeon.program import KINDS, Program, Sublayer
+from surgeon.recipe import AppliedOperation
+from surgeon.search.edit import Edit
+from surgeon.search.spaces.base import Claim, Searched, Space, claims_of_shape, joined, register, whole_number
+from surgeon.weights.layout import indivisible, require_sliceable
+
+
+def has_slices(model: Searched) -> bool:
+    """Whether there is a slice of every layer for each rank: ranks to share, and heads and neurons that divide."""
+    if model.ranks < 2:
+        return False
+    family = model.shapes.family
+    try:
+        for kind in KINDS:
+            require_sliceable(family.spec(kind), family)
+    except ValueError:
+        return False
+    slices = [Sublayer(kind, (0,), (0, model.ranks)) for kind in KINDS]
+    return not any(indivisible(each, model.shapes.units(each)) for each in slices)
+
+
+@register
+class Tracks(Space):
+    """Parallel Track's stretches: between two meetings, every rank runs its slice of some layers alone.
+
+    Where a layer is one step, slices meet after each layer as it is, so that tracks begin at two.
+
+    Attributes:
+        deepest: the most layers between two meetings; the others are the powers of two below it.
+    """
+
+    name = "tracks"
+    summary = "slices of layers, one for each rank, that meet after 1, 2 or 4 layers (tracks:8: after up to 8)"
+    place = 10
+
+    def __init__(self, deepest: int = 4) -> None:
+        self.deepest = deepest
+
+    @classmethod
+    def of(cls, argument: str) -> Self:
+        if not argument:
+            return cls()
+        deepest = whole_number(argument, least=1)
+        if deepest is None:
+            raise ValueError(
+                f"tracks:{argument} should say how many layers the tracks run at most before they meet, as in tracks:8"
+            )
+        return cls(deepest)
+
+    def edits(self, model: Searched) -> Iterator[Edit]:
+        if not has_slices(model):
+            return
+        for depth in self._depths(model):
+            for first in range(model.layers - depth + 1):
+                yield Edit(first, first + depth, self.name)
+
+    def claims(self, edit: Edit) -> frozenset[Claim]:
+        return claims_of_shape(edit, late=True)
+
+    def operations(self, edits: Sequence[Edit], program: Program, model: Searched) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
+        """One of each depth, neighbouring tracks joined into one stretch."""
+        found = []
+        for depth in sorted({len(edit.layers) for edit in edits}):
+            stretches = joined(edit.layers for edit in edits if len(edit.layers) == depth)
+            found.append(AppliedOperation("tracks", stretches, {"count": model.ranks, "depth": depth}))
+        return tuple(found)
+
+    def stretches(self, model: Searched) -> Iterator[list[Edit]]:
+        """Tracks of one depth from every layer on; the last ones are as deep as the layers that are left allow."""
+        if not has_slices(model):
+            return
+        depths = self._depths(model)
+        for number, depth in enumerate(depths):
+            for start in range(model.layers - depth + 1):
+                stretch, layer = [], start
+                for smaller in reversed(depths[: number + 1]):
+                    while layer + smaller <= model.layers:
+                        stretch.append(Edit(layer, layer + smaller, self.name))
+                        layer += smaller
+                yield stretch
+
+    def _depths(self, model: Searched) -> list[int]:
+        powers = [1 << exponent for exponent in range(self.deepest.bit_length())]
+        least = 1 if model.shapes.family.steps_per_layer > 1 else 2
+        return [depth for depth in sorted({*powers, self.deepest}) if least <= depth <= min(self.deepest, model.layers)]
+
+
+@register
+class Desync(Space):
+    """Layers whose slices meet after the feed-forward only: tracks of one layer, as sync-point drop has them."""
+
+    name = "desync"
+    summary = "layers whose slices, one for each rank, meet after the MLP only (sync-point drop)"
+    place = 11
+
+    def edits(self, model: Searched) -> Iterator[Edit]:
+        if has_slices(model) and model.shapes.family.steps_per_layer > 1:
+            for layer in range(model.layers):
+                yield Edit(layer, layer + 1, self.name)
+
+    def claims(self, edit: Edit) -> frozenset[Claim]:
+        return claims_of_shape(edit, late=True)
+
+    def operations(self, edits: Sequence[Edit], program: Program, model: Searched) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
+        return (AppliedOperation("desync", joined(edit.layers for edit in edits), {"count": model.ranks}),)

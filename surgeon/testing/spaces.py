@@ -1,0 +1,204 @@
+"""What every space of a search keeps."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+
+import pytest
+
+from surgeon.cost.shapes import ModelShapes
+from surgeon.families import FAMILIES
+from surgeon.program import Program
+from surgeon.recipe import Recipe, parse_recipe
+from surgeon.search.edit import Choice, Edit, as_choice
+from surgeon.search.mixture import Mixture
+from surgeon.search.spaces import SPACES, Searched, Space, parse_spaces
+
+RANKS = 2
+_FAMILIES = ("llama", "gpt_neox")  # layers of two steps, and of one
+
+
+def searched(family: str = "llama", layers: int = 5, ranks: int = RANKS) -> Searched:
+    """A small model to search, without any weights."""
+    shapes = ModelShapes(
+        name=family,
+        family=FAMILIES[family],
+        hidden=32,
+        heads=4,
+        kv_heads=4 if family == "gpt_neox" else 2,
+        neurons=48,
+        head_dim=8,
+        vocabulary=97,
+        tied=False,
+        layers=layers,
+        positions=128,
+    )
+    return Searched(shapes, ranks)
+
+
+class SpaceContract:
+    """Tests of one space, on a model whose layers have two steps, and one, alone and with all that are registered.
+
+        class TestPairs(SpaceContract):
+            @pytest.fixture
+            def space(self):
+                return SPACES["pair"]()
+
+    Choices are drawn at random, the same every time.
+    """
+
+    @pytest.fixture
+    def space(self) -> Space:
+        """The space: an object of an entry of `surgeon.search.spaces.SPACES`."""
+        raise NotImplementedError("give a fixture `space` that returns an object of surgeon.search.spaces.SPACES")
+
+    @pytest.fixture(params=_FAMILIES)
+    def model(self, request: pytest.FixtureRequest) -> Searched:
+        """What is searched."""
+        return searched(request.param)
+
+    @pytest.fixture
+    def alone(self, space: Space, model: Searched) -> Mixture:
+        """A search of this space only."""
+        return Mixture((space,), model)
+
+    @pytest.fixture
+    def mixed(self, space: Space, model: Searched) -> Mixture:
+        """A search of this space and all others."""
+        others = [other() for name, other in SPACES.items() if name != space.name]
+        return Mixture(tuple(sorted((space, *others), key=lambda each: each.place)), model)
+
+    def test_it_is_known_and_described(self, space: Space) -> None:
+        assert SPACES.get(space.name) is type(space), "register it, so that --space finds it"
+        assert space.summary
+        assert "\n" not in space.summary
+        others = {other.place: name for name, other in SPACES.items() if name != space.name}
+        assert space.place not in others, f"{others[space.place]} has this place, too: which comes first?"
+        assert [*map(type, parse_spaces(space.name))] == [type(space)]
+        with pytest.raises(ValueError, match=rf"{space.name}:no-such-thing|\b{space.name}\b"):
+            parse_spaces(f"{space.name}:no-such-thing")
+
+    def test_its_edits_are_its_own(self, space: Space, model: Searched) -> None:
+        """Each is there once, lies within the model, and can be written and read."""
+        edits = [*space.edits(model)]
+        assert edits or model.shapes.family.steps_per_layer == 1, "it has to have edits of layers of two steps"
+        assert len(set(edits)) == len(edits)
+        for edit in edits:
+            assert edit.space == space.name
+            assert 0 <= edit.first < edit.stop <= model.layers
+            assert Edit.parse(str(edit)) == edit
+
+    def test_its_edits_claim_something_of_their_layers(self, space: Space, model: Searched) -> None:
+        for edit in space.edits(model):
+            claims = space.claims(edit)
+            assert claims, f"{edit} goes together with itself"
+            assert {layer for _, layer in claims} <= set(edit.layers)
+
+    def test_an_edit_changes_its_layers_alone(self, alone: Mixture) -> None:
+        dense = alone.model.dense
+        for edit in alone.edits:
+            program = alone.program([edit])
+            assert program != dense
+            steps = alone.model.shapes.family.steps_per_layer
+            before, after = edit.first * steps, (alone.model.layers - edit.stop) * steps
+            assert program.nodes[:before] == dense.nodes[:before], f"{edit} changes what comes before"
+            assert program.nodes[len(program) - after :] == dense.nodes[len(dense) - after :], f"{edit}: what follows"
+
+    def test_what_an_edit_makes_is_written_as_a_recipe(self, alone: Mixture) -> None:
+        for edit in alone.edits:
+            check_choice(alone, (edit,))
+
+    def test_edits_of_its_own_go_together(self, alone: Mixture) -> None:
+        """Any two that do not exclude each other, and as many more as can be drawn."""
+        for one, other in combinations(alone.edits, 2):
+            if not alone.exclude(one, other):
+                check_choice(alone, (one, other), written=False)
+        for choice in drawn_choices(alone, 20):
+            check_choice(alone, choice)
+
+    def test_its_edits_go_together_with_those_of_others(self, space: Space, mixed: Mixture) -> None:
+        own = [edit for edit in mixed.edits if edit.space == space.name]
+        for edit in own:
+            for other in mixed.edits:
+                if not mixed.exclude(edit, other):
+                    check_choice(mixed, (other, edit), written=False)
+        for choice in drawn_choices(mixed, 20, own):
+            check_choice(mixed, choice)
+
+    def test_exclusion_is_mutual(self, mixed: Mixture) -> None:
+        for one, other in combinations(mixed.edits, 2):
+            assert mixed.exclude(one, other) == mixed.exclude(other, one)
+
+    def test_neighbours_lead_back(self, alone: Mixture) -> None:
+        for edit in alone.edits:
+            neighbours = [*alone.neighbours(edit)]
+            assert len(set(neighbours)) == len(neighbours)
+            assert edit not in neighbours
+            for other in neighbours:
+                assert edit in alone.neighbours(other), f"{edit} leads to {other}, which does not lead back"
+
+    def test_stretches_are_choices(self, alone: Mixture) -> None:
+        stretches = [*alone.stretches()]
+        assert bool(stretches) == bool(alone.edits)
+        for stretch in stretches:
+            assert not any(alone.exclude(one, other) for one, other in combinations(stretch, 2))
+            assert stretch == sorted(stretch)
+            touched = {layer for edit in stretch for layer in edit.layers}
+            assert touched == set(range(min(touched), max(touched) + 1)), "a stretch is unbroken"
+            check_choice(alone, stretch)
+
+    def test_what_it_refuses_takes_a_line(self, space: Space, model: Searched) -> None:
+        """Edits that the model cannot have are no edits of the mixture; why not is said in one line."""
+        mixture = Mixture((space,), model)
+        for edit in set(space.edits(model)) - set(mixture.edits):
+            assert len(_refusal(mixture, edit).splitlines()) <= 1
+
+
+def check_choice(mixture: Mixture, choice: Sequence[Edit], written: bool = True) -> None:
+    """That a choice gives a program, the same in any order, and as text; and, if asked for, as a recipe.
+
+    Raises:
+        AssertionError: if it does not, naming the choice.
+    """
+    shown = ", ".join(map(str, choice))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:
+            program = mixture.program(choice)
+        except ValueError as error:
+            raise AssertionError(f"{shown}: {error}") from error
+    assert program == mixture.program([*reversed(choice)]), f"{shown}: the order of a choice means nothing"
+    if written:
+        assert Program.parse(str(program)) == program
+        assert through_a_recipe(mixture, choice) == program, f"{shown}: the recipe says something else"
+
+
+def through_a_recipe(mixture: Mixture, choice: Sequence[Edit]) -> Program:
+    """The program of the recipe that a choice is written as."""
+    recipe = parse_recipe(Recipe("small", mixture.operations(choice)).to_yaml())
+    model = mixture.model
+    return recipe.program(model.layers, model.shapes.family.steps_per_layer, model.layer_shapes)
+
+
+def drawn_choices(mixture: Mixture, count: int, among: Sequence[Edit] = ()) -> Iterator[Choice]:
+    """Choices to which nothing can be added, or a part of them; each with one edit of `among`, if there are any."""
+    draw = random.Random(0)
+    for _ in range(count if mixture.edits else 0):
+        found = [draw.choice(among)] if among else []
+        most = draw.randint(1, mixture.model.layers * 3)
+        for edit in draw.sample(mixture.edits, len(mixture.edits)):
+            if len(found) < most and mixture.is_free(found, edit):
+                found.append(edit)
+        yield as_choice(found)
+
+
+def _refusal(mixture: Mixture, edit: Edit) -> str:
+    """Why the model cannot have an edit; nothing if it can, and nothing changes or ranks cannot share it."""
+    try:
+        mixture.program([edit])
+    except ValueError as error:
+        return str(error)
+    return ""
