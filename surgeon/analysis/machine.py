@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from surgeon.analysis.sharing import Extend, Join, Reach, RunStep, SharedPlan, sublayers_in
+from surgeon.analysis.prefixes import PlanStates
+from surgeon.analysis.sharing import Extend, Join, Reach, RunStep, SharedPlan, Take, sublayers_in
 from surgeon.analysis.states import Held, States
 from surgeon.checkpoint.streamed import StreamedLayers, streamed_layers
 from surgeon.execute import Partial, State, advance, fork_output, land
@@ -83,20 +84,27 @@ def run_plan(
     machine: PlanMachine,
     ran: Callable[[int], Any] = lambda _: None,
     states: States | None = None,
+    kept: PlanStates | None = None,
 ) -> Iterator[tuple[Program, Tensor]]:
     """Run the plan, yielding each program with the stream after it, (windows, tokens, hidden), as it is reached.
 
     Args:
         ran: called after every task with the number of sublayers it ran.
         states: where to hold what is between tasks; in memory by default.
+        kept: states of earlier plans, which this plan starts from, and which its own are added to.
     """
     registers = States(plan) if states is None else states
     registers[0] = State(machine.stream)
     for task, freed in zip(plan.tasks, plan.frees, strict=True):
         if isinstance(task, Reach):
             yield task.program, land(_state(registers[task.source])).stream
+        elif isinstance(task, Take):
+            assert kept is not None
+            registers[task.target] = kept.take(task)
         else:
-            registers[task.target] = _result(task, registers, machine)
+            registers[task.target] = result = _result(task, registers, machine)
+            if kept is not None and isinstance(result, State):
+                kept.offer(task.target, result)
             ran(sublayers_in(task))
         for register in freed:
             del registers[register]

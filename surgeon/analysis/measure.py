@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from surgeon.analysis.machine import PlanMachine, run_plan
 from surgeon.analysis.order import by_layer
+from surgeon.analysis.prefixes import KeptStates, PlanStates
 from surgeon.analysis.sharing import SharedPlan, share
 from surgeon.analysis.states import States
 from surgeon.analysis.walk import kept_bytes, raise_not_finite
@@ -34,7 +35,7 @@ _SLACK = 1.5
 _FIRST_USE = 40 << 20
 
 
-References = dict[range, ReferencePredictions]  # by windows
+References = MutableMapping[range, ReferencePredictions]  # by windows
 
 
 @dataclass(frozen=True)
@@ -71,12 +72,16 @@ class MeasureOptions:
 
     Attributes:
         at_once: how many windows are run together.
+        first: how many of them at first, if fewer; then as many as were run before, so that programs can be found
+            done early.
         is_done: says which programs need no measurement on some windows.
         ran: called with the work done: sublayers times the share of the windows they ran on.
         references: keeps what the dense program predicts, so that a later call with the same dictionary runs it on
             none of these windows again (and yields it only if it is among the programs).
         memory: for a model whose weights are streamed, the limit in bytes on the memory of the whole process.
         folder: where such a model's hidden states are put that do not fit into it.
+        kept: states of earlier calls on the same windows of the same model, which are gone on from and added to; not
+            for a model whose weights are streamed.
 
     Raises:
         ValueError: if no window is to be run, or no memory may be taken.
@@ -88,9 +93,11 @@ class MeasureOptions:
     references: References = field(default_factory=dict)
     memory: int | None = None
     folder: Path | None = None
+    first: int | None = None
+    kept: KeptStates | None = None
 
     def __post_init__(self) -> None:
-        for name, number in (("at_once", self.at_once), ("memory", self.memory)):
+        for name, number in (("at_once", self.at_once), ("first", self.first), ("memory", self.memory)):
             if number is not None and number < 1:
                 raise ValueError(f"{name} must be at least 1, not {number}")
 
@@ -111,12 +118,13 @@ def measure(
         ValueError: if the model's own predictions are not finite.
         OSError: if the disk is too small for hidden states.
     """
-    programs = list(programs)
+    programs, kept = list(programs), options.kept
     run, at_once = _ChunkRun(model, dense, options, len(ids)), options.at_once
     finished: dict[Program, int] = {}  # until which window, where a chunk had to be given up
     start = 0
     while start < len(ids):
-        windows = range(start, min(start + at_once, len(ids)))
+        size = min(at_once, max(options.first or at_once, start))
+        windows = range(start, min(start + size, len(ids)))
         asked = programs if windows in options.references else [dense, *programs]
         needed = [p for p in asked if not options.is_done(p, windows) and finished.get(p, 0) < windows.stop]
         try:
@@ -124,7 +132,13 @@ def measure(
                 yield measured
                 finished[measured.program] = windows.stop
         except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error) or len(windows) == 1:
+            if not is_out_of_memory(error):
+                raise
+            if kept is not None and kept.bytes:
+                warnings.warn("out of memory; dropping states kept for later programs", stacklevel=2)
+                kept.shrink(kept.bytes // 2)
+                continue
+            if len(windows) == 1:
                 raise
             at_once = len(windows) // 2
             warnings.warn(f"out of memory with {len(windows)} windows together; going on with {at_once}", stacklevel=2)
@@ -132,6 +146,30 @@ def measure(
             start = windows.stop
         if model.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def streams_after(
+    model: PreTrainedModel,
+    ids: Tensor,
+    windows: range,
+    dense: Program,
+    programs: Iterable[Program],
+    options: MeasureOptions,
+) -> Iterator[tuple[Program, Tensor]]:
+    """Programs with the stream after each on some windows, before the final norm, as they are reached.
+
+    Args:
+        model: unedited; it is left as it is.
+        ids: (windows, tokens) of the whole text.
+        windows: the ones to run, together.
+        options: of which `at_once`, `first` and `is_done` do not matter.
+
+    Yields:
+        each program with its stream, (windows, tokens, hidden).
+    """
+    run = _ChunkRun(model, dense, options, len(ids))
+    chunk = ids[windows.start : windows.stop].to(model.device)
+    yield from run.streams(chunk, windows, list(dict.fromkeys(programs)))
 
 
 class _ChunkRun:
@@ -143,6 +181,8 @@ class _ChunkRun:
         self.head = OutputHead(model)
         self.all_windows = all_windows
         self.streamed = streamed_layers(model) is not None
+        self.kept = None if self.streamed else options.kept
+        self.numbers: dict[int, int] = {}
         self.factors = TruncatedSVD(remembers=True)
         self.planned: list[Program] | None = None
         self.plan = SharedPlan((), (), {}, 0)
@@ -152,20 +192,28 @@ class _ChunkRun:
         if not needed:
             return
         wanted = needed if windows in self.references or self.dense in needed else [self.dense, *needed]
+        for program, stream in self.streams(chunk, windows, wanted):
+            quality = self._quality(program, stream, chunk, windows)
+            if program in needed:
+                yield MeasuredWindows(program, windows.start, Quality(quality.nll.cpu(), quality.divergence.cpu()))
+
+    def streams(self, chunk: Tensor, windows: range, wanted: list[Program]) -> Iterator[tuple[Program, Tensor]]:
+        """These programs with the stream after each, (windows, tokens, hidden), as they are reached."""
         if wanted != self.planned:
             self.plan, self.planned = share(wanted), wanted
             if self.streamed:
                 self.plan = by_layer(self.plan, self.dense if self.dense in wanted else None)
+            if self.kept is not None:
+                self.numbers = self.kept.prefixes.registers(self.plan)
         streaming = None
         if self.streamed:
             beside = _factor_bytes(self.model, self.plan)
             streaming = streaming_room(self.model, chunk.numel(), self.memory, self.folder, beside)
         machine = PlanMachine(self.model, chunk, streaming.kept_bytes if streaming else 0, self.factors)
-        with States(self.plan, *((streaming.states_bytes, streaming.folder) if streaming else ())) as states:
-            for program, stream in run_plan(self.plan, machine, partial(self._ran, len(windows)), states):
-                quality = self._quality(program, stream, chunk, windows)
-                if program in needed:
-                    yield MeasuredWindows(program, windows.start, Quality(quality.nll.cpu(), quality.divergence.cpu()))
+        kept = None if self.kept is None else PlanStates(self.kept, self.plan, self.numbers, windows)
+        plan, ran = self.plan if kept is None else kept.plan, partial(self._ran, len(windows))
+        with States(plan, *((streaming.states_bytes, streaming.folder) if streaming else ())) as states:
+            yield from run_plan(plan, machine, ran, states, kept)
 
     def _ran(self, windows: int, sublayers: int) -> None:
         self.ran(sublayers * windows / self.all_windows)

@@ -17,9 +17,7 @@ from surgeon.analysis.sharing import (
     RunStep,
     SharedPlan,
     Task,
-    last_uses,
-    new_sublayers,
-    peak_tensors,
+    plan_of,
     reads,
 )
 from surgeon.program import FEED_FORWARD, Program, Sublayer, steps_of
@@ -51,7 +49,7 @@ def by_layer(plan: SharedPlan, first: Program | None = None) -> SharedPlan:
             for follower in waiting.ready_after(task.target):
                 sweep.push(follower)
     tasks += held
-    return SharedPlan(tuple(tasks), frees := last_uses(tasks), new_sublayers(tasks), peak_tensors(tasks, frees))
+    return plan_of(tasks)
 
 
 def place(sublayers: Iterable[Sublayer]) -> int:

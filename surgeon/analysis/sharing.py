@@ -52,6 +52,20 @@ class Join:
 
 
 @dataclass(frozen=True)
+class Take:
+    """Take a state that an earlier plan left (see `surgeon.analysis.prefixes`).
+
+    Attributes:
+        prefix: the number of what led to it.
+        land: as of the task that it stands for.
+    """
+
+    prefix: int
+    target: int
+    land: bool
+
+
+@dataclass(frozen=True)
 class Reach:
     """The state in a register is that after a whole program."""
 
@@ -59,7 +73,8 @@ class Reach:
     source: int
 
 
-Task = RunStep | Extend | Join | Reach
+Written = RunStep | Extend | Join | Reach  # what a plan of programs alone consists of
+Task = Written | Take
 
 
 @dataclass(frozen=True)
@@ -92,6 +107,11 @@ def share(programs: Iterable[Program]) -> SharedPlan:
     for program in dict.fromkeys(programs):
         root.add(program)
     tasks = list(_Writer(root).tasks())
+    return plan_of(tasks)
+
+
+def plan_of(tasks: list[Task]) -> SharedPlan:
+    """The plan of these tasks, in this order."""
     frees = last_uses(tasks)
     return SharedPlan(tuple(tasks), frees, new_sublayers(tasks), peak_tensors(tasks, frees))
 
@@ -160,7 +180,7 @@ class _Writer:
     def __init__(self, root: _Tree) -> None:
         self.registers = 0
         # Tasks that wait, the next one last, each with what follows it; targets are numbered when their turn comes.
-        self.waiting: list[tuple[Task, _Tree | _Sum | None]] = []
+        self.waiting: list[tuple[Written, _Tree | _Sum | None]] = []
         self.arrive(root, 0)
 
     def tasks(self) -> Iterator[Task]:
@@ -196,6 +216,8 @@ class _Writer:
 
 def reads(task: Task) -> list[int]:
     """The registers a task reads."""
+    if isinstance(task, Take):
+        return []
     total = task.total if isinstance(task, Extend | Join) else None
     return [task.source] if total is None else [task.source, total]
 
@@ -228,7 +250,7 @@ def peak_tensors(tasks: list[Task], frees: tuple[tuple[int, ...], ...]) -> int:
     peak = 1
     for task, freed in zip(tasks, frees, strict=True):
         if not isinstance(task, Reach):
-            waits = isinstance(task, RunStep | Join) and not task.land
+            waits = isinstance(task, RunStep | Join | Take) and not task.land
             held[task.target] = 2 if waits else 1  # the stream, and an output that is not yet added to it
         peak = max(peak, sum(held.values()))
         for register in freed:

@@ -96,6 +96,11 @@ class States(MutableMapping[int, Held]):
         return self.folder / f"{register}.safetensors"
 
 
+def held_bytes(value: Held) -> int:
+    """How much memory a state, or a running sum, takes."""
+    return _size(_as_tensors(value))
+
+
 def _as_tensors(value: Held) -> Tensors:
     if isinstance(value, Tensor):
         return {"sum": value}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -102,11 +102,34 @@ def estimate(
     )
 
 
-def _interval_on_some(nll: Values, difference: Values, base: Values) -> tuple[float, float]:
-    count, of_all = len(nll), len(base)
-    if count < 2 or not np.isfinite(nll).all():
-        return interval(nll)
-    variance = np.var(nll, ddof=1) / of_all + np.var(difference, ddof=1) * (1 / count - 1 / of_all)
+def estimate_beside(nll: Values, divergence: Values, other_nll: Values, other_divergence: Values) -> Estimate:
+    """What is known of a program from its values on the first windows, beside another's on all of them.
+
+    Both perplexity and divergence are the other's on all windows, and the mean difference to it on these; intervals as
+    in `estimate`.
+
+    Args:
+        nll, divergence: of the program, (windows run,).
+        other_nll, other_divergence: (all windows,).
+    """
+    count = len(nll)
+    found = estimate(nll, divergence, other_nll, range(count))
+    difference = divergence - other_divergence[:count]
+    low, high = _interval_on_some(divergence, difference, other_divergence)
+    known = math.isfinite(high)
+    return replace(
+        found,
+        divergence=mean_divergence(other_divergence.mean() + difference),
+        divergence_low=max(0.0, low) if known else math.nan,
+        divergence_high=max(0.0, high) if known else math.nan,
+    )
+
+
+def _interval_on_some(values: Values, difference: Values, base: Values) -> tuple[float, float]:
+    count, of_all = len(values), len(base)
+    if count < 2 or not np.isfinite(values).all():
+        return interval(values)
+    variance = np.var(values, ddof=1) / of_all + np.var(difference, ddof=1) * (1 / count - 1 / of_all)
     half = float(stats.t.ppf((1 + CONFIDENCE) / 2, count - 1)) * math.sqrt(variance)
     mean = float(base.mean() + difference.mean())
     return mean - half, mean + half

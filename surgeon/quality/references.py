@@ -1,0 +1,131 @@
+"""What a model predicts on a text, known window by window, and kept in a file: the original is run once.
+
+A file holds the head's rows averaged by the original's probabilities (`ReferencePredictions.kept`), a vector of the
+stream's size for each token, and not logits, nor the largest of them: with it the divergence over the full vocabulary
+is exact, in a fraction of the room.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, MutableMapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from surgeon.provenance import FORMAT, whole_file
+from surgeon.quality.head import Quality, ReferencePredictions
+from surgeon.weights import Tensors
+
+REFERENCE_FILE = "reference.safetensors"
+_WORDS = {
+    "format": "an older or a newer version's format",
+    "model_hash": "another model",
+    "data": "another text",
+    "dtype": "another dtype to compute in",
+}
+
+
+class TextReferences(MutableMapping[range, ReferencePredictions]):
+    """An original's predictions on some text, by ranges of windows: any of which all windows are known.
+
+    Args:
+        ids: (windows, tokens) of the text.
+        device: where predictions that come from a file are put.
+    """
+
+    def __init__(self, ids: Tensor, device: torch.device | str = "cpu") -> None:
+        self.ids, self.device = ids, device
+        self.known = [False] * len(ids)
+        self.tensors: Tensors = {}  # by window, in one piece each, so that neighbouring windows need no copy
+
+    def __getitem__(self, windows: range) -> ReferencePredictions:
+        if not all(self.known[windows.start : windows.stop]):
+            raise KeyError(windows)
+        kept, constant, nll = (self.tensors[name][windows.start : windows.stop] for name in ("kept", "constant", "nll"))
+        ids = self.ids[windows.start : windows.stop].to(kept.device)
+        return ReferencePredictions(ids, kept.flatten(0, 1), constant.flatten(), Quality(nll, torch.zeros_like(nll)))
+
+    def __setitem__(self, windows: range, reference: ReferencePredictions) -> None:
+        given = {"kept": reference.kept, "constant": reference.constant, "nll": reference.quality.nll}
+        for name, tensor in given.items():
+            shaped = tensor if name == "nll" else tensor.unflatten(0, (len(windows), -1))
+            if name not in self.tensors:
+                self.tensors[name] = shaped.new_empty((len(self.ids), *shaped.shape[1:]))
+            self.tensors[name][windows.start : windows.stop] = shaped
+        self.known[windows.start : windows.stop] = [True] * len(windows)
+
+    def __delitem__(self, windows: range) -> None:
+        self.known[windows.start : windows.stop] = [False] * len(windows)
+
+    def __contains__(self, windows: object) -> bool:
+        return isinstance(windows, range) and all(self.known[windows.start : windows.stop])
+
+    def __iter__(self) -> Iterator[range]:
+        return (range(window, window + 1) for window, known in enumerate(self.known) if known)
+
+    def __len__(self) -> int:
+        return sum(self.known)
+
+    @property
+    def whole(self) -> bool:
+        """Whether every window is known."""
+        return all(self.known)
+
+    def save(self, path: Path, identity: Mapping[str, str]) -> bool:
+        """Keep them in a file, which is whole or not there; without room for it, a warning says so.
+
+        Args:
+            identity: what they depend on: model_hash, data, dtype.
+
+        Returns:
+            whether they are in the file now.
+        """
+        assert self.whole, "some windows are not known yet"
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in self.tensors.items()}
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with whole_file(path) as beside:
+                save_file(tensors, beside, metadata={"format": str(FORMAT), **identity})
+        except (OSError, SafetensorError) as error:
+            size = sum(tensor.nbytes for tensor in tensors.values()) / 2**20
+            warnings.warn(
+                f"the original's predictions ({size:.0f}MB) could not be kept in {path} ({error}); going on without: "
+                "the next run computes them again",
+                stacklevel=2,
+            )
+            return False
+        return True
+
+    def load(self, path: Path, identity: Mapping[str, str]) -> bool:
+        """Take them from a file, if it is there; a damaged file is left aside with a warning.
+
+        Returns:
+            whether they were taken.
+
+        Raises:
+            ValueError: if the file is another model's or another text's, saying in what it differs.
+        """
+        if not path.is_file():
+            return False
+        try:
+            with safe_open(path, "pt", device=str(self.device)) as file:
+                _require_same(path, {"format": str(FORMAT), **identity}, file.metadata() or {})
+                tensors = {name: file.get_tensor(name) for name in ("kept", "constant", "nll")}
+        except (OSError, SafetensorError) as error:
+            warnings.warn(f"{path} is damaged ({error}); the original is run again", stacklevel=2)
+            return False
+        self.tensors, self.known = tensors, [True] * len(self.ids)
+        return True
+
+
+def _require_same(path: Path, wanted: Mapping[str, str], found: Mapping[str, str]) -> None:
+    for name, value in wanted.items():
+        if found.get(name) != value:
+            raise ValueError(
+                f"{path} holds predictions of {_WORDS.get(name, name)} ({name} {found.get(name)}, not {value}); "
+                "use another output folder, or remove the file"
+            )

@@ -1,0 +1,57 @@
+"""When a program is stopped before all windows are run, because it is worse than the best.
+
+Programs are compared window by window: texts differ in difficulty far more than programs do, and the difference of
+two programs on one window does not have that in it. A program is stopped when a one-sided paired test says that it is
+worse, on average over windows, than the best with a margin on top. With the margin a program that ties, or that is
+nearly as good, is never stopped by what rounding did.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+from surgeon.quality.summary import Values
+
+
+@dataclass(frozen=True)
+class Race:
+    """The rule; checked as it is made.
+
+    Attributes:
+        alpha: the chance, at each look, of stopping a program that is as bad as the margin allows (Student's t).
+        margin: how much worse than the best a program may be, as a share of the best's divergence.
+        least: values before the first look.
+
+    Raises:
+        ValueError: if alpha is no chance below a half, or the margin is negative.
+    """
+
+    alpha: float = 0.01
+    margin: float = 0.01
+    least: int = 2
+
+    def __post_init__(self) -> None:
+        if not 0 < self.alpha < 0.5:
+            raise ValueError(f"alpha must lie between 0 and 0.5, not at {self.alpha}")
+        if self.margin < 0 or self.least < 2:
+            raise ValueError(f"a race needs a margin of 0 or more and two values or more, not {self}")
+
+    def is_lost(self, own: Values, best: Values) -> bool:
+        """Whether a program is worse, by its divergence and the best's on the same windows, (windows,) each.
+
+        A program whose divergence is no number has lost; to a best of that kind nothing loses.
+        """
+        if not np.isfinite(best).all():
+            return False
+        if not np.isfinite(own).all():
+            return True
+        if len(own) < self.least:
+            return False
+        above = own - best * (1 + self.margin)
+        mean, error = float(above.mean()), float(stats.sem(above))
+        if mean <= 0:
+            return False
+        return error == 0 or float(stats.t.sf(mean / error, len(above) - 1)) < self.alpha
