@@ -5,24 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
-import pandas as pd
 from numpy.typing import NDArray
 
 from surgeon.program import Program
-from surgeon.provenance import write_table, write_text
 from surgeon.quality.summary import CONFIDENCE, interval
-from surgeon.recipe import Expect, Recipe
-from surgeon.search.mixture import Mixture
 from surgeon.search.objectives import Objective
 from surgeon.search.pricing import Pricing
 from surgeon.search.trial import MeasuredProgram, Trial
 
 Numbers = NDArray[np.float64]
 
-FRONT_FILE, FRONT_FOLDER = "front.csv", "front"
 RESAMPLES = 2000
 SENSITIVITY = 1.0  # S of Kneedle
 MOST_DIVERGENCE = 1.0  # nats per token: what is further from the original than this is another model
@@ -104,6 +98,15 @@ class DepthCurve:
     points: tuple[DepthPoint, ...]
     knee: Knee
 
+    def line(self) -> str:
+        """What it says, in one line."""
+        first, knee = self.points[0].depth, self.knee
+        if knee.depth is None:
+            return f"{self.name}: no knee between depth {first:g} and {self.points[-1].depth:g}"
+        known = f"95% interval {knee.low:g} to {knee.high:g}" if knee.share else "no interval"
+        unsure = f", in {knee.share:.0%} of the resamples" if knee.share < CONFIDENCE else ""
+        return f"{self.name}: the knee is at depth {knee.depth:g} of {first:g} ({known}{unsure})"
+
 
 def depth_curves(
     trials: Iterable[Trial], original: MeasuredProgram, pricing: Pricing, seed: int = 0, resamples: int = RESAMPLES
@@ -134,7 +137,7 @@ def _curve(
     windows = np.array([np.zeros(len(original.divergences))] + [trial.measured.divergences for trial in trials])
     means = np.where(np.isfinite(windows).all(axis=1), windows.mean(axis=1), math.inf)
     points = []
-    for row in non_dominated(np.stack([-depths, means], axis=1) * [-1, 1])[::-1]:
+    for row in non_dominated(np.stack([depths, means], axis=1))[::-1]:
         low, high = interval(windows[row])
         trial = None if row == 0 else trials[row - 1]
         points.append(DepthPoint(float(depths[row]), trial, float(means[row]), max(0.0, low), high))
@@ -157,9 +160,8 @@ def bootstrapped_knee(depths: Numbers, windows: Numbers, seed: int = 0, resample
     weights = np.random.default_rng(seed).multinomial(count, [1 / count] * count, resamples) / count
     found = [knee_of(*lower_envelope(depths, means)) for means in weights @ windows.T]
     knees = np.array([one for one in found if one is not None])
-    low, high = (
-        np.quantile(knees, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2]) if len(knees) else (math.nan, math.nan)
-    )
+    ends = [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2]
+    low, high = np.quantile(knees, ends) if len(knees) else (math.nan, math.nan)
     return Knee(knee_of(*lower_envelope(depths, windows.mean(axis=1))), float(low), float(high), len(knees) / resamples)
 
 
@@ -193,64 +195,7 @@ def knee_of(depths: Numbers, divergence: Numbers, sensitivity: float = SENSITIVI
     y = (divergence - divergence[0]) / (divergence[-1] - divergence[0])
     difference = x - y
     best = int(np.argmax(difference))
+    if difference[best] <= 0:  # giving up depth hurts most at first
+        return None
     threshold = difference[best] - sensitivity * float(np.mean(np.diff(x)))
     return float(depths[best]) if (difference[best:] < threshold).any() else None
-
-
-def trial_recipe(trial: Trial, mixture: Mixture, model: str, model_hash: str) -> Recipe:
-    """The recipe that makes a trial's program of the model, bound to the weights it was found on."""
-    program = Program.parse(trial.proposal.key)
-    per_layer = mixture.model.shapes.family.steps_per_layer
-    try:
-        expect = Expect(effective_depth=program.effective_depth(per_layer), sync_points=program.sync_points(2))
-    except ValueError:  # what two ranks cannot run
-        expect = Expect(effective_depth=program.effective_depth(per_layer))
-    return Recipe(model, mixture.operations(trial.proposal.choice), expect, model_hash)
-
-
-def write_front(
-    folder: Path,
-    front: Sequence[FrontPoint],
-    objectives: Sequence[Objective],
-    mixture: Mixture,
-    model: str,
-    model_hash: str,
-) -> pd.DataFrame:
-    """Write front.csv and a recipe for each point, `front/NN-recipe.yaml`; those of an earlier front are removed.
-
-    Returns:
-        What is in front.csv.
-    """
-    recipes = folder / FRONT_FOLDER
-    recipes.mkdir(parents=True, exist_ok=True)
-    rows, written = [], set()
-    for number, point in enumerate(front, 1):
-        name = f"{number:02d}-recipe.yaml"
-        values = {str(one): one.natural(cost) for one, cost in zip(objectives, point.costs, strict=True)}
-        said = [f"# Point {number} of {len(front)} of a Pareto front: trial {point.trial.number}."]
-        said += [f"# {one} {value:.5g}" for one, value in values.items()]
-        text = trial_recipe(point.trial, mixture, model, model_hash).to_yaml()
-        write_text(recipes / name, "\n".join(said) + "\n" + text)
-        written.add(name)
-        rows.append({"point": number, **values, **_row(point.trial, mixture), "recipe": f"{FRONT_FOLDER}/{name}"})
-    for old in recipes.glob("*-recipe.yaml"):
-        if old.name not in written:
-            old.unlink()
-    table = pd.DataFrame(rows)
-    write_table(folder / FRONT_FILE, table, missing="")
-    return table
-
-
-def _row(trial: Trial, mixture: Mixture) -> dict[str, float | str]:
-    measured, program = trial.measured, Program.parse(trial.proposal.key)
-    return {
-        "trial": trial.number,
-        "effective_depth": program.effective_depth(mixture.model.shapes.family.steps_per_layer),
-        "kl": measured.divergence,
-        "kl_low": measured.divergence_low,
-        "kl_high": measured.divergence_high,
-        "ppl": measured.perplexity,
-        "source": trial.proposal.source,
-        "edits": "; ".join(map(str, trial.proposal.choice)),
-        "program": trial.proposal.key,
-    }

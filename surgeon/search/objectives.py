@@ -1,4 +1,4 @@
-"""What a search minimises: divergence, perplexity, a task's error, or anything that a program costs; several by commas."""
+"""What a search minimises: divergence, perplexity, a task's error, or anything that a program costs."""
 
 from __future__ import annotations
 
@@ -92,12 +92,12 @@ def _objective(text: str) -> Objective:
         if not task:
             raise ValueError(f"objective {text!r} is on a task; say on which, as in {ACCURACY}:piqa")
         return Objective(task=task)
+    if colon and name in QUANTITIES:
+        raise ValueError(f"objective {text!r}: only {ACCURACY} is of a task; write {name}")
     name, _, on = text.partition("@")
     if name not in QUANTITIES:
-        known = (*QUANTITIES, ACCURACY)
+        known = (*QUANTITIES, f"{ACCURACY}:TASK")
         raise ValueError(f"unknown objective {name!r}; {did_you_mean(name, known)}")
-    if colon and not on:
-        raise ValueError(f"objective {text!r}: only {ACCURACY} is of a task; write {name}")
     return Objective(aspect_of(name, on or None, text))
 
 
