@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
 
 from surgeon.provenance import whole_file
-from surgeon.search.front import DepthCurve, FrontPoint
+from surgeon.search.front import MOST_DIVERGENCE, DepthCurve, FrontPoint
 from surgeon.search.objectives import Objective
 from surgeon.search.pricing import Pricing
 from surgeon.search.trial import Trial
@@ -19,7 +22,9 @@ from surgeon.search.trial import Trial
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8A6D3B", "#666666", "#4B3B8F")
 MARKERS = "osD^vP*Xh"
 _ALL = "#222222"
-_SHOWN = 3.0  # times the front's own extent: trials beyond would squeeze it
+_ENGINEERED = {"latency": "s", "params": "", "weight_bytes": "B", "kv_bytes": "B", "wire_bytes": "B"}
+_APART = (0.035, 0.035)  # of a panel: numbers nearer than this cover each other
+_SHOWN = 0.5  # times the front's own extent: trials beyond would squeeze it
 
 
 def draw_front(
@@ -42,6 +47,8 @@ def draw_front(
         points = [(both[0].natural(point.costs[place]), both[1].natural(point.costs[0])) for point in front]
         _draw_panel(axes, points, others, joined=len(objectives) == 2)
         axes.set(xlabel=both[0].label, ylabel=both[1].label)
+        _format(axes.xaxis, both[0])
+        _format(axes.yaxis, both[1])
     figure.suptitle(title, fontsize=11)
     _save(figure, path)
 
@@ -55,46 +62,76 @@ def _draw_panel(
     if joined:  # between two points of the front nothing better is known than the worse of both
         axes.plot(*_columns(ordered), color=COLOURS[0], lw=1.2, drawstyle="steps-post", zorder=2)
     axes.scatter(*_columns(ordered), s=34, color=COLOURS[0], label=f"front ({len(points)})", zorder=3)
-    for number, (x, y) in enumerate(points, 1):
-        axes.annotate(str(number), (x, y), xytext=(4, 4), textcoords="offset points", fontsize=8, color=COLOURS[0])
     _limit(axes, [y for _, y in points], [y for _, y in finite])
+    _number(axes, points)
     axes.legend(frameon=False, fontsize=8)
     _finish(axes)
+
+
+def _number(axes: Axes, points: Sequence[tuple[float, float]]) -> None:
+    """Numbers as in front.csv, of the points whose numbers do not cover each other."""
+    written: list[tuple[float, float]] = []
+    for number, point in enumerate(points, 1):
+        x, y = axes.transAxes.inverted().transform(axes.transData.transform(point))
+        if all(abs(x - left) > _APART[0] or abs(y - below) > _APART[1] for left, below in written):
+            written.append((x, y))
+            axes.annotate(str(number), point, xytext=(4, 4), textcoords="offset points", fontsize=8, color=COLOURS[0])
+
+
+def _format(axis: Axis, objective: Objective) -> None:
+    """Times and large numbers as people read them: 600 us, 2.5 M."""
+    name = "" if objective.aspect is None else objective.aspect.name
+    if name in _ENGINEERED:
+        axis.set_major_formatter(EngFormatter(unit=_ENGINEERED[name]))
 
 
 def draw_depths(path: Path, curves: Sequence[DepthCurve], title: str) -> None:
     """Draw the least divergence at every effective depth with its 95% interval, and each curve's knee.
 
+    On the left as it is, up to `MOST_DIVERGENCE`, which is how a knee is told; on the right on a logarithmic scale.
     Curves that give up no depth are left out.
     """
     shown = [curve for curve in curves if len(curve.points) > 1]
-    figure = Figure(figsize=(9, 5.2 + 0.14 * len(shown)), layout="constrained")
-    axes, knees = figure.subplots(2, 1, sharex=True, height_ratios=[5, 0.5 + 0.35 * len(shown)])
+    figure = Figure(figsize=(11, 5.2 + 0.14 * len(shown)), layout="constrained")
+    panels = figure.subplot_mosaic("LR;KR", sharex=True, height_ratios=[5, 0.5 + 0.35 * len(shown)])
+    linear, logarithmic, knees = panels["L"], panels["R"], panels["K"]
     for number, curve in enumerate(shown):
         together = number == len(shown) - 1 and len(shown) > 1
         colour = _ALL if together else COLOURS[number % len(COLOURS)]
         marker = "o" if together else MARKERS[number % len(MARKERS)]
-        _draw_curve(axes, curve, colour, marker)
+        under: dict[str, Any] = {"lw": 5.0, "alpha": 0.3, "zorder": 1} if together else {"lw": 1.3, "zorder": 2}
+        _draw_curve(linear, curve, colour, marker, under)
+        _draw_curve(logarithmic, curve, colour, marker, under, positive=True)
         _draw_knee(knees, curve, number, colour)
-    deepest = max((curve.points[0].depth for curve in shown), default=1.0)
-    least = min((curve.points[-1].depth for curve in shown), default=0.0)
-    axes.set(ylabel="divergence from the original (nats/token)", xlim=(deepest + 0.5, least - 0.5))
-    axes.set_yscale("log")
-    axes.legend(frameon=False, fontsize=8)
+    _finish_depths(linear, logarithmic, shown)
     knees.set(xlabel="effective depth (layers)", ylim=(len(shown) - 0.5, -0.5))
     knees.set_yticks(range(len(shown)), labels=[curve.name for curve in shown], fontsize=8)
     knees.set_title("knee, with its 95% interval by resampling windows", fontsize=9, loc="left")
-    for each in (axes, knees):
+    for each in (linear, logarithmic, knees):
         _finish(each)
     figure.suptitle(title, fontsize=11)
     _save(figure, path)
 
 
-def _draw_curve(axes: Axes, curve: DepthCurve, colour: str, marker: str) -> None:
-    points = [point for point in curve.points if point.divergence > 0]  # a logarithm has no place for the original
+def _finish_depths(linear: Axes, logarithmic: Axes, shown: Sequence[DepthCurve]) -> None:
+    deepest = max((curve.points[0].depth for curve in shown), default=1.0)
+    least = min((curve.points[-1].depth for curve in shown), default=0.0)
+    highest = max((point.divergence for curve in shown for point in curve.points), default=1.0)
+    top = min(highest, MOST_DIVERGENCE) or 1.0
+    linear.set(ylabel="divergence from the original (nats/token)", xlim=(deepest + 0.5, least - 0.5))
+    linear.set_ylim(-0.03 * top, 1.06 * top)
+    linear.legend(frameon=False, fontsize=8)
+    logarithmic.set(xlabel="effective depth (layers)", yscale="log")
+    logarithmic.set_title("the same, logarithmic", fontsize=9, loc="left")
+
+
+def _draw_curve(
+    axes: Axes, curve: DepthCurve, colour: str, marker: str, line: dict[str, Any], positive: bool = False
+) -> None:
+    points = [point for point in curve.points if point.divergence > 0 or not positive]
     depths, values = _columns([(point.depth, point.divergence) for point in points])
-    axes.plot(depths, values, color=colour, marker=marker, ms=4.5, lw=1.3, label=curve.name)
-    known = [point for point in points if point.low > 0 and math.isfinite(point.high)]
+    axes.plot(depths, values, color=colour, marker=marker, ms=4.5, label=curve.name, **line)
+    known = [point for point in points if math.isfinite(point.high) and (point.low > 0 or not positive)]
     if known:
         xs = [point.depth for point in known]
         axes.fill_between(xs, [p.low for p in known], [p.high for p in known], color=colour, alpha=0.14, lw=0)

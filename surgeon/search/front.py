@@ -56,7 +56,7 @@ def pareto_front(trials: Sequence[Trial], objectives: Sequence[Objective], prici
 
 @dataclass(frozen=True)
 class Knee:
-    """Where less depth begins to cost more quality than before.
+    """Where less depth begins to cost more quality than before, within what was measured: deeper cuts move it.
 
     Attributes:
         depth: None where the curve has none: it is straight, or has too few points.
@@ -105,7 +105,8 @@ class DepthCurve:
             return f"{self.name}: no knee between depth {first:g} and {self.points[-1].depth:g}"
         known = f"95% interval {knee.low:g} to {knee.high:g}" if knee.share else "no interval"
         unsure = f", in {knee.share:.0%} of the resamples" if knee.share < CONFIDENCE else ""
-        return f"{self.name}: the knee is at depth {knee.depth:g} of {first:g} ({known}{unsure})"
+        looked = f"of what was measured down to depth {self.points[-1].depth:g}"
+        return f"{self.name}: the knee is at depth {knee.depth:g} of {first:g} ({known}{unsure}), {looked}"
 
 
 def depth_curves(

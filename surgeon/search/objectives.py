@@ -67,7 +67,7 @@ class Objective:
         units = {"divergence": "divergence from the original (nats/token)", "depth": "effective depth (layers)"}
         if self.aspect is None:
             return f"accuracy on {self.task}"
-        unit = " (s/token)" if self.aspect.name == "latency" else ""
+        unit = " (per token)" if self.aspect.name == "latency" else ""
         return units.get(self.aspect.name, str(self.aspect) + unit)
 
 

@@ -38,15 +38,16 @@ def test_a_front_shows_its_points_and_how_many_trials_lie_far(tmp_path: Path, dr
     assert len(axes.collections[0].get_offsets()) == 7  # not the one stopped early, nor the infinite one
     assert "1 of 7 trials lie above" in texts(drawn[0])
     assert axes.get_xlabel() == "effective depth (layers)"
-    assert axes.get_ylim()[1] < 3
+    assert axes.get_ylim()[1] < 1
 
 
 def test_curves_and_knees_are_drawn(tmp_path: Path, drawn: list[Figure]) -> None:
     curves = depth_curves(TRIALS, ORIGINAL, PRICING, resamples=50)
     draw_depths(tmp_path / "depths.png", curves, "title")
-    quality, knees = drawn[0].axes
-    pair = quality.lines[0].get_xydata()
-    assert pair.tolist() == [[7, pytest.approx(0.015)], [6, 0.03], [5, 0.5]]  # type: ignore[union-attr]
+    linear, quality, knees = drawn[0].axes
+    measured = [[7, pytest.approx(0.015)], [6, 0.03], [5, 0.5]]
+    assert linear.lines[0].get_xydata().tolist() == [[8, 0], *measured]  # type: ignore[union-attr]
+    assert quality.lines[0].get_xydata().tolist() == measured  # type: ignore[union-attr]
     assert [each.get_text() for each in knees.get_yticklabels()] == ["pair", "drop", "all together"]
     assert "none" in texts(drawn[0])  # of dropping a single layer
     assert quality.get_xlim() == (8.5, 4.5)
