@@ -17,6 +17,7 @@ from surgeon.search.reach import reach
 from surgeon.search.trial import MeasuredProgram, Trial
 
 DEPTH = Aspect("depth")
+_BETWEEN_EQUALS = 1e-6  # weight of what decides between programs that cost the same
 LEVELS = 10  # of a cost that is no depth, between the unedited model's and the least that can be reached
 
 
@@ -81,11 +82,20 @@ class Question:
     def cost(self, trial: Trial) -> float:
         """What a single winner is chosen by, less is better; infinite for a trial that breaks the budget.
 
-        By the first objective; where that is a cost, equal ones by their divergence.
+        By the first objective; where only quality is limited, by the cost that is looked along. Of equally dear ones
+        by their divergence.
         """
         if not trial.measured.whole or not self.is_met(trial):
             return math.inf
-        return self.values(trial)[0]
+        if self.along is None or not self.budget.of_quality:
+            return self.values(trial)[0]
+        dense = self.budget.pricing.price(self.along, self.mixture.model.dense)
+        divergence = trial.measured.divergence
+        return self.price(self.along, trial) / dense + _BETWEEN_EQUALS * divergence / (1 + divergence)
+
+    def price(self, aspect: Aspect, trial: Trial) -> float:
+        """What a trial's program costs of one quantity."""
+        return self.budget.pricing.price(aspect, Program.parse(trial.proposal.key))
 
     def is_met(self, trial: Trial) -> bool:
         """Whether a trial is within all limits."""

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from surgeon.analysis.sharing import share
 from surgeon.program import Program
 from surgeon.quality.head import OutputHead
 from surgeon.quality.summary import mean_divergence
@@ -111,7 +112,7 @@ def measure_terms(evaluator: Evaluator, programs: Sequence[Program]) -> Terms:
         programs: of each edit alone.
     """
     ids, dense, head = evaluator.windows.ids, evaluator.dense, evaluator.head
-    windows = range(max(1, min(len(ids), _TOKENS // ids.shape[1])))
+    windows = _windows(evaluator)
     part = ids[windows.start : windows.stop].to(evaluator.model.device)
     ((_, stream),) = evaluator.streams([dense], windows)
     reference = head.reference(stream, part)
@@ -126,6 +127,16 @@ def measure_terms(evaluator: Evaluator, programs: Sequence[Program]) -> Terms:
         for place in places.get(program, ()):  # the dense program's may be among them
             divergence[place], changed[place] = mean, _sampled(head.predicting(stream), len(programs))
     return Terms(divergence, correlations(covariances(head, original, changed)))
+
+
+def work_of_terms(evaluator: Evaluator, programs: Sequence[Program]) -> float:
+    """How many sublayers that runs, in passes over all of the text."""
+    return share(programs).total_sublayers * len(_windows(evaluator)) / len(evaluator.windows.ids)
+
+
+def _windows(evaluator: Evaluator) -> range:
+    count, window = evaluator.windows.ids.shape
+    return range(max(1, min(count, _TOKENS // window)))
 
 
 def _sampled(hidden: Tensor, programs: int) -> Tensor:
