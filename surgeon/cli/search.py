@@ -85,7 +85,7 @@ def _study(
         work.open(output),
         work.name(subject.label, known),
         known,
-        edits=[str(edit) for edit in question.mixture.edits],
+        edits=question.mixture.edits,
         objectives={str(objective): "minimize" for objective in question.objectives},
         values=lambda proposal, measured: question.values_of(proposal.key, measured),
         workers=work.workers,
