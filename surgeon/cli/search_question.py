@@ -90,7 +90,7 @@ class SearchQuestion:
         from surgeon.search.limits import SearchBudget, aspects_of
         from surgeon.search.mixture import Mixture
         from surgeon.search.objectives import aspects_to_price
-        from surgeon.search.question import looked_along
+        from surgeon.search.question import levels_of, looked_along
         from surgeon.search.reach import require_reachable
         from surgeon.search.spaces import Searched, parse_spaces
 
@@ -106,6 +106,11 @@ class SearchQuestion:
             for note in budget.require_work():
                 typer.echo(f"warning: {note}", err=True)
             require_reachable(budget, mixture)
+        if along is not None and not levels_of(along, budget, mixture):
+            raise ValueError(
+                f"--space {self.space}: nothing of it lessens {along}, along which this search would look; add a space "
+                "that does, or give a --budget"
+            )
         return mixture, budget
 
 

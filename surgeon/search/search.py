@@ -46,7 +46,9 @@ class Search:
         parts = {MIXTURE if len(mixture.spaces) > 1 else mixture.spaces[0].name: mixture}
         if len(mixture.spaces) > 1 and self.question.along is not None:
             parts |= {space.name: replace(mixture, spaces=(space,)) for space in mixture.spaces}
-        return {name: self._proposer(part) for name, part in parts.items()}
+        proposers = {name: self._proposer(part) for name, part in parts.items()}
+        # Alone, a space may be unable to lessen what is looked along: late steps keep the depth.
+        return {name: proposer for name, proposer in proposers.items() if proposer.goals}
 
     def propose(self, earlier: Sequence[Trial]) -> list[Proposal]:
         """The next round, given all trials of the earlier ones."""

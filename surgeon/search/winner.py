@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import get_args
 
 import numpy as np
 
 from surgeon.search.front import DepthCurve, pareto_front
 from surgeon.search.question import DEPTH, Question
 from surgeon.search.trial import Trial
+from surgeon.search.winners import Measured
+
+_NEAR = 1e-9  # in parts of a cost: what sums round
 
 
 def choose(question: Question, trials: Sequence[Trial], curves: Sequence[DepthCurve]) -> tuple[list[Trial], str]:
@@ -26,10 +30,35 @@ def choose(question: Question, trials: Sequence[Trial], curves: Sequence[DepthCu
         raise ValueError(_nearest(question, trials))
     if question.along is None or question.budget.of_quality:
         words = f"The best within {question.budget}" if question.budget.limits else "The best"
-        return _ranked(question, within), words
+        first, *others = _ranked(question, within)
+        return [first, *_as_cheap(question, first, others)], words
     if len(question.objectives) > 1:
         return _middle_of_front(question, within), "The point of the front nearest to the best of every objective"
     return _at_the_knee(question, within, curves)
+
+
+def compared_by(question: Question) -> Measured:
+    """What a winner and its runners-up are compared by on held-out text: the first objective that is measured there."""
+    names = [str(objective) for objective in question.objectives]
+    by: list[Measured] = [name for name in get_args(Measured) if name in names]
+    return min(by, key=names.index, default="divergence")
+
+
+def _as_cheap(question: Question, first: Trial, others: Sequence[Trial]) -> list[Trial]:
+    """Those that cost no more than the first of everything they are not compared by, so that they could replace it."""
+    by = compared_by(question)
+    fixed = [objective for objective in question.objectives if str(objective) != by]
+
+    def costs(trial: Trial) -> list[float]:
+        along = [question.price(question.along, trial)] if question.along is not None else []
+        return along + [objective.of(trial, question.budget.pricing) for objective in fixed]
+
+    most = [cost + _NEAR * abs(cost) for cost in costs(first)]
+    return [
+        trial
+        for trial in others
+        if trial is not first and all(cost <= limit for cost, limit in zip(costs(trial), most, strict=True))
+    ]
 
 
 def _ranked(question: Question, trials: Sequence[Trial]) -> list[Trial]:
@@ -50,12 +79,17 @@ def _at_the_knee(question: Question, trials: Sequence[Trial], curves: Sequence[D
 
 
 def _middle_of_front(question: Question, trials: Sequence[Trial]) -> list[Trial]:
-    """Points of the front by their distance to the best of every objective, each scaled to its range on the front."""
+    """The point of the front of least distance to the best of every objective, each scaled to its range on the front.
+
+    With it those that could replace it, by what they are compared by.
+    """
     front = pareto_front(trials, question.objectives, question.budget.pricing)
     costs = np.array([point.costs for point in front])
     width = np.ptp(costs, axis=0)
     distance = np.linalg.norm((costs - costs.min(axis=0)) / np.where(width > 0, width, 1), axis=1)
-    return [front[place].trial for place in np.argsort(distance, kind="stable")]
+    first, by = front[int(np.argmin(distance))].trial, compared_by(question)
+    others = sorted(trials, key=lambda trial: (getattr(trial.measured, by), trial.number))
+    return [first, *_as_cheap(question, first, others)]
 
 
 def _nearest(question: Question, trials: Sequence[Trial]) -> str:
