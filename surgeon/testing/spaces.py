@@ -21,7 +21,7 @@ RANKS = 2
 _FAMILIES = ("llama", "gpt_neox")  # layers of two steps, and of one
 
 
-def searched(family: str = "llama", layers: int = 5, ranks: int = RANKS) -> Searched:
+def searched(family: str = "llama", layers: int = 4, ranks: int = RANKS) -> Searched:
     """A small model to search, without any weights."""
     shapes = ModelShapes(
         name=family,
@@ -78,7 +78,7 @@ class SpaceContract:
         others = {other.place: name for name, other in SPACES.items() if name != space.name}
         assert space.place not in others, f"{others[space.place]} has this place, too: which comes first?"
         assert [*map(type, parse_spaces(space.name))] == [type(space)]
-        with pytest.raises(ValueError, match=rf"{space.name}:no-such-thing|\b{space.name}\b"):
+        with pytest.raises(ValueError, match=rf"^[^\n]*\b{space.name}\b[^\n]*$"):
             parse_spaces(f"{space.name}:no-such-thing")
 
     def test_its_edits_are_its_own(self, space: Space, model: Searched) -> None:
@@ -128,10 +128,6 @@ class SpaceContract:
         for choice in drawn_choices(mixed, 20, own):
             check_choice(mixed, choice)
 
-    def test_exclusion_is_mutual(self, mixed: Mixture) -> None:
-        for one, other in combinations(mixed.edits, 2):
-            assert mixed.exclude(one, other) == mixed.exclude(other, one)
-
     def test_neighbours_lead_back(self, alone: Mixture) -> None:
         for edit in alone.edits:
             neighbours = [*alone.neighbours(edit)]
@@ -150,11 +146,13 @@ class SpaceContract:
             assert touched == set(range(min(touched), max(touched) + 1)), "a stretch is unbroken"
             check_choice(alone, stretch)
 
-    def test_what_it_refuses_takes_a_line(self, space: Space, model: Searched) -> None:
+    def test_what_it_refuses_takes_a_line(self, space: Space, model: Searched, alone: Mixture) -> None:
         """Edits that the model cannot have are no edits of the mixture; why not is said in one line."""
-        mixture = Mixture((space,), model)
-        for edit in set(space.edits(model)) - set(mixture.edits):
-            assert len(_refusal(mixture, edit).splitlines()) <= 1
+        for edit in set(space.edits(model)) - set(alone.edits):
+            assert len(_refusal(alone, edit).splitlines()) <= 1
+        if not alone.edits:
+            with pytest.raises(ValueError, match=rf"^the space {space.name} has no edits of [^\n]*$"):
+                alone.require_edits()
 
 
 def check_choice(mixture: Mixture, choice: Sequence[Edit], written: bool = True) -> None:
@@ -168,12 +166,12 @@ def check_choice(mixture: Mixture, choice: Sequence[Edit], written: bool = True)
         warnings.simplefilter("error")
         try:
             program = mixture.program(choice)
+            again = through_a_recipe(mixture, choice) if written else program
         except ValueError as error:
             raise AssertionError(f"{shown}: {error}") from error
     assert program == mixture.program([*reversed(choice)]), f"{shown}: the order of a choice means nothing"
-    if written:
-        assert Program.parse(str(program)) == program
-        assert through_a_recipe(mixture, choice) == program, f"{shown}: the recipe says something else"
+    assert program == again, f"{shown}: the recipe says something else"
+    assert not written or Program.parse(str(program)) == program
 
 
 def through_a_recipe(mixture: Mixture, choice: Sequence[Edit]) -> Program:

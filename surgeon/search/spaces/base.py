@@ -21,11 +21,11 @@ from surgeon.recipe import AppliedOperation
 from surgeon.search.edit import Edit
 
 S = TypeVar("S", bound="type[Space]")
-Claim = tuple[str, int]  # what of a layer: the order of its steps, or whether an attention reads late
+Claim = tuple[str, int]  # what of a layer: how its steps stand in the program, say, or whether its attention is late
 
-SHAPE = "shape"  # how a layer's steps stand in the program
-_LATE = {ATTENTION: "late attention", FEED_FORWARD: "late mlp"}
-_RANKS = {ATTENTION: "ranks of attention", FEED_FORWARD: "ranks of mlp"}
+SHAPE = "the steps"  # how they stand in the program
+_LATE = {ATTENTION: "the lateness of the attention", FEED_FORWARD: "the lateness of the MLP"}
+_RANKS = {ATTENTION: "the ranks of the attention", FEED_FORWARD: "the ranks of the MLP"}
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,10 @@ class Space(ABC):
             edits: at least one, in ascending order.
             program: what spaces of lower place have made of the model.
         """
+
+    def obstacle(self, model: Searched) -> str:
+        """Why the model can have none of the edits, where it cannot: what follows on "the space has no edits"."""
+        return f"the model has {model.layers} layer{'s' * (model.layers != 1)}"
 
     def neighbours(self, edit: Edit, model: Searched) -> Iterator[Edit]:
         """Edits that may stand in the place of one: of the same layers, or of the same kind one layer further."""
@@ -171,6 +175,8 @@ def whole_number(argument: str, least: int) -> int | None:
     """The whole number that stands behind a space's colon; None if it is none, or too small."""
     return int(argument) if argument.isdecimal() and len(argument) < 10 and int(argument) >= least else None
 
+
+ONE_STEP = "attention and MLP of its layers read the same stream already"
 
 SPACES: dict[str, type[Space]] = {}
 
