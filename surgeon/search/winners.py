@@ -114,8 +114,9 @@ class Comparison:
         if not math.isfinite(one.low):
             told = "no interval can be told"
         else:
-            share = "" if len(self.runners_up) == 1 else f" of {len(self.runners_up)} that hold together"
-            told = f"interval {one.low:+.3g} to {one.high:+.3g}, {CONFIDENCE:.0%}{share}"
+            count = len(self.runners_up)
+            share = f"{CONFIDENCE:.0%}" if count == 1 else f"{CONFIDENCE:.0%} for all {count} intervals at once"
+            told = f"interval {one.low:+.3g} to {one.high:+.3g}, {share}"
         words = {
             "better": f"trial {first} is better than trial {other}",
             "worse": f"trial {first} is worse than trial {other}",

@@ -99,7 +99,7 @@ def test_sentences_say_better_only_where_it_is() -> None:
     lines = found.lines()
     assert lines[0] == "trial 0: divergence 0.1 on the text of the search, 0.1075 on 100 held-out tokens (4 windows)"
     assert lines[1].startswith("trial 0 is better than trial 1 (divergence 0.11 and 0.2075): difference -0.1 nats")
-    assert "95% of 2 that hold together" in lines[1]
+    assert "95% for all 2 intervals at once" in lines[1]
     assert "better" not in lines[2]
     assert lines[2].startswith("trial 0 is not told apart from trial 2")
 
