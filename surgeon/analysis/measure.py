@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,7 @@ class MeasureOptions:
             none of these windows again (and yields it only if it is among the programs).
         memory: for a model whose weights are streamed, the limit in bytes on the memory of the whole process.
         folder: where such a model's hidden states are put that do not fit into it.
+        blocks: into how many parts each window is cut for `Quality.blocks`.
         kept: states of earlier calls on the same windows of the same model, which are gone on from and added to; not
             for a model whose weights are streamed.
 
@@ -94,6 +95,7 @@ class MeasureOptions:
     memory: int | None = None
     folder: Path | None = None
     first: int | None = None
+    blocks: int = 0
     kept: KeptStates | None = None
 
     def __post_init__(self) -> None:
@@ -179,7 +181,7 @@ class _ChunkRun:
         self.model, self.dense, self.references = model, dense, options.references
         self.memory, self.folder, self.ran = options.memory, options.folder, options.ran
         self.head = OutputHead(model)
-        self.all_windows = all_windows
+        self.all_windows, self.blocks = all_windows, options.blocks
         self.streamed = streamed_layers(model) is not None
         self.kept = None if self.streamed else options.kept
         self.numbers: dict[int, int] = {}
@@ -195,7 +197,7 @@ class _ChunkRun:
         for program, stream in self.streams(chunk, windows, wanted):
             quality = self._quality(program, stream, chunk, windows)
             if program in needed:
-                yield MeasuredWindows(program, windows.start, Quality(quality.nll.cpu(), quality.divergence.cpu()))
+                yield MeasuredWindows(program, windows.start, quality.cpu())
 
     def streams(self, chunk: Tensor, windows: range, wanted: list[Program]) -> Iterator[tuple[Program, Tensor]]:
         """These programs with the stream after each, (windows, tokens, hidden), as they are reached."""
@@ -220,11 +222,12 @@ class _ChunkRun:
 
     def _quality(self, program: Program, stream: Tensor, chunk: Tensor, windows: range) -> Quality:
         if program != self.dense:
-            return self.head.compare(stream, self.references[windows])
+            return self.head.compare(stream, self.references[windows], self.blocks)
         reference = self.references[windows] = self.head.reference(stream, chunk)
         if not reference.quality.nll.isfinite().all():
             raise_not_finite(self.model, chunk)
-        return reference.quality
+        own = reference.quality
+        return replace(own, blocks=own.divergence.new_zeros(len(windows), self.blocks)) if self.blocks else own
 
 
 def windows_at_once(

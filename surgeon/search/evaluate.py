@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -29,7 +30,7 @@ from surgeon.quality.data import Windows
 from surgeon.quality.head import OutputHead, Quality, joined
 from surgeon.quality.references import REFERENCE_FILE, TextReferences
 from surgeon.quality.summary import Values, estimate, estimate_beside
-from surgeon.search.race import Race
+from surgeon.search.race import Race, blocks_per_window
 from surgeon.search.trial import MeasuredProgram
 
 KEPT_SHARE = 0.25  # of the memory that is free, what states of earlier trials take where no limit is given
@@ -73,6 +74,7 @@ class Evaluator:
         self.dense = program_of(model)
         self.head = OutputHead(model)
         self.race = race or Race()
+        self.blocks = blocks_per_window(len(windows.ids), windows.ids.shape[1] - 1)
         self.references = TextReferences(windows.ids, model.device)
         self.identity = {"model_hash": model_hash or "", "data": windows.digest, "dtype": str(model.dtype)}
         self.file = None if folder is None or model_hash is None else folder / REFERENCE_FILE
@@ -100,11 +102,9 @@ class Evaluator:
         parts: dict[Program, list[Quality]] = defaultdict(list)
         lost: set[Program] = set()
 
-        def is_done(program: Program, windows: range) -> bool:
-            if leader is not None and program not in lost and parts[program]:
-                own = joined(parts[program])[1]
-                if self.race.is_lost(own, leader[1][: windows.start]):
-                    lost.add(program)
+        def is_done(program: Program, _: range) -> bool:
+            if best is not None and program not in lost and parts[program] and self._is_lost(parts[program], best):
+                lost.add(program)
             return program in lost
 
         options = self._options(share([self.dense, *wanted]), is_done)
@@ -121,6 +121,12 @@ class Evaluator:
         wanted = list(dict.fromkeys(programs))
         options = self._options(share([self.dense, *wanted]))
         return streams_after(self.model, self.windows.ids, windows, self.dense, wanted, options)
+
+    def _is_lost(self, parts: list[Quality], best: MeasuredProgram) -> bool:
+        own, other = _blocks(parts), best.blocks
+        if not other:  # windows are many, or the best was measured by something else
+            own, other = joined(parts)[1], best.divergences
+        return self.race.is_lost(own, np.array(other[: len(own)]))
 
     def _options(
         self, plan: SharedPlan, is_done: Callable[[Program, range], bool] = lambda *_: False
@@ -146,6 +152,7 @@ class Evaluator:
             self.memory,
             self.folder,
             first,
+            self.blocks,
             self.kept,
         )
 
@@ -174,7 +181,7 @@ class Evaluator:
         return np.array(best.nll), np.array(best.divergences)
 
     def _summary(self, parts: list[Quality], leader: tuple[Values, Values] | None) -> MeasuredProgram:
-        nll, divergence = joined(parts)
+        (nll, divergence), blocks = joined(parts), _blocks(parts)
         whole = len(nll) == len(self.windows.ids)
         if whole:
             found = estimate(nll, divergence)
@@ -189,5 +196,12 @@ class Evaluator:
             len(nll) * (self.windows.ids.shape[1] - 1),
             tuple(nll.tolist()),
             tuple(divergence.tolist()),
+            tuple(blocks.tolist()) if self.blocks > 1 else (),
             whole,
         )
+
+
+def _blocks(parts: list[Quality]) -> Values:
+    """The divergence of the blocks of windows that were measured in parts, in order."""
+    values: Values = torch.cat([part.blocks.flatten() for part in parts if part.blocks is not None]).numpy()
+    return values
