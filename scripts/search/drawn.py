@@ -53,8 +53,8 @@ def opened(model: str, data: str, tokens: int, threads: int | None) -> Opened:
     return Opened(folder, loaded, windows, ModelShapes.of(folder.name, loaded.config))
 
 
-def drawn(mixture: Mixture, evaluator: Evaluator, edits: int, count: int, seed: int) -> list[Program]:
-    """Different programs of so many edits each, at most `count` of them.
+def drawn(mixture: Mixture, evaluator: Evaluator, edits: int, count: int, seed: int) -> dict[Program, Choice]:
+    """Different programs of so many edits each, at most `count` of them, with the choices that they come from.
 
     Args:
         evaluator: measures what each edit does by itself.
@@ -63,10 +63,16 @@ def drawn(mixture: Mixture, evaluator: Evaluator, edits: int, count: int, seed: 
     singles = {edit: mixture.program((edit,)) for edit in mixture.edits}
     measured = evaluator.measure(singles.values())
     damage = {edit: max(measured[program].divergence, 1e-9) for edit, program in singles.items()}
-    found: dict[Program, None] = {}
-    for choice in _choices(mixture, damage, edits, count, dice):
-        found[mixture.program(choice)] = None
-    return list(found)
+    return {mixture.program(choice): choice for choice in _choices(mixture, damage, edits, count, dice)}
+
+
+def moved(mixture: Mixture, choice: Choice, dice: random.Random) -> Iterator[Choice]:
+    """The choice with one edit in the place of another, in random order."""
+    others = [as_choice(other for other in choice if other != edit) for edit in choice]
+    near = [as_choice([*kept, edit]) for kept in others for edit in mixture.edits if mixture.is_free(kept, edit)]
+    near = [other for other in dict.fromkeys(near) if other != choice]
+    dice.shuffle(near)
+    return iter(near)
 
 
 def _choices(
