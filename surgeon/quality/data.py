@@ -49,8 +49,9 @@ def load_windows(
     window: int = DEFAULT_WINDOW,
     tokens: int = DEFAULT_TOKENS,
     separator: str | None = None,
+    after: int = 0,
 ) -> Windows:
-    """The first `tokens` tokens of some text, cut into windows.
+    """The first `tokens` tokens of some text, or those behind its first `after` tokens, cut into windows.
 
     With a separator the text is taken apart into documents (every row of a table or a dataset is one or more, then),
     each begun with the tokenizer's BOS; without a BOS each is ended with its EOS. Documents follow one another in the
@@ -64,21 +65,17 @@ def load_windows(
             files may be compressed (.gz).
         window: tokens in a window.
         tokens: tokens in all, cut down to whole windows.
+        after: tokens that are left out before these, whole windows.
 
     Raises:
         FileNotFoundError: if there is no such file or dataset.
-        ValueError: if the text is empty, not UTF-8, shorter than one window, a row of it is damaged or holds no text,
-            or the sizes make no sense.
+        ValueError: if the text is empty, not UTF-8, shorter than one window (or than one behind those left out), a row
+            of it is damaged or holds no text, or the sizes make no sense.
     """
-    if window < 2:
-        raise ValueError(f"window must be at least 2 tokens, so that one is predicted, not {window}")
-    if tokens < window:
-        raise ValueError(
-            f"tokens must be at least one window of {window}, not {tokens}; raise --tokens or lower --window"
-        )
+    _check_sizes(window, tokens, after)
     if separator == "":
         raise ValueError("the separator is empty; give the text between documents, such as --separator '<|endoftext|>'")
-    wanted = tokens // window * window
+    wanted = after + tokens // window * window
     apart = separator is not None or data == DEMO
     begin, end = _document_marks(tokenizer, data) if apart else ([], [])
     ids: list[int] = []
@@ -86,20 +83,42 @@ def load_windows(
         ids += begin + _tokenize(tokenizer, document, wanted - len(ids), special=not apart and not ids) + end
         if len(ids) >= wanted:
             break
+    ids, notes = _cut(ids, data, window, after, wanted)
+    if not apart:
+        notes += _read_as_text(tokenizer.decode(ids), data)
+    tensor = torch.tensor(ids, dtype=torch.long).view(-1, window)
+    return Windows(tensor, data, digest_of(tensor), separator, tuple(notes))
+
+
+def _check_sizes(window: int, tokens: int, after: int) -> None:
+    if window < 2:
+        raise ValueError(f"window must be at least 2 tokens, so that one is predicted, not {window}")
+    if tokens < window:
+        raise ValueError(
+            f"tokens must be at least one window of {window}, not {tokens}; raise --tokens or lower --window"
+        )
+    if after < 0 or after % window:
+        raise ValueError(f"what is left out must be whole windows of {window} tokens, not {after} tokens")
+
+
+def _cut(ids: list[int], data: str, window: int, after: int, wanted: int) -> tuple[list[int], list[str]]:
+    """The whole windows of some text behind what is left out, up to its token `wanted`; and what to say of them."""
     if not ids:
         raise ValueError(f"{data} is empty; give a text file with something in it")
     if len(ids) < window:
         raise ValueError(
             f"{data} has {len(ids)} tokens, fewer than one window of {window}; use a smaller --window or more text"
         )
-    ids = ids[: min(wanted, len(ids) // window * window)]
-    notes = []
-    if len(ids) < wanted:
-        notes.append(f"{data} has only {len(ids)} tokens in whole windows of the {wanted} asked for: all are used")
-    if not apart:
-        notes += _read_as_text(tokenizer.decode(ids), data)
-    tensor = torch.tensor(ids, dtype=torch.long).view(-1, window)
-    return Windows(tensor, data, digest_of(tensor), separator, tuple(notes))
+    read = min(wanted, len(ids) // window * window)
+    if read <= after:
+        raise ValueError(
+            f"{data} has only {len(ids)} tokens, and {after} of them are left out: not one window of {window} follows"
+        )
+    if read == wanted:
+        return ids[after:read], []
+    behind = f" behind the first {after}" if after else ""
+    asked = f"of the {wanted - after} asked for"
+    return ids[after:read], [f"{data} has only {read - after} tokens in whole windows{behind} {asked}: all are used"]
 
 
 def digest_of(ids: Tensor) -> str:

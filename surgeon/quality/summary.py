@@ -27,14 +27,14 @@ def mean_divergence(divergence: Values) -> float:
     return max(0.0, mean) if math.isfinite(mean) else math.inf
 
 
-def interval(values: Values) -> tuple[float, float]:
-    """The 95% interval of the mean of per-window values (Student's t); without bounds where it cannot be told."""
+def interval(values: Values, confidence: float = CONFIDENCE) -> tuple[float, float]:
+    """The interval of the mean of per-window values (Student's t); without bounds where it cannot be told."""
     if len(values) < 2 or not np.isfinite(values).all():
         return -math.inf, math.inf
     error = float(stats.sem(values))
     if error == 0:
         return float(values[0]), float(values[0])
-    low, high = stats.t.interval(CONFIDENCE, len(values) - 1, loc=float(np.mean(values)), scale=error)
+    low, high = stats.t.interval(confidence, len(values) - 1, loc=float(np.mean(values)), scale=error)
     return float(low), float(high)
 
 

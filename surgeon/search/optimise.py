@@ -6,22 +6,27 @@ The prediction is a sum over the chosen edits and over pairs of them,
 
 and a choice has to save at least `need` of everything that is limited. Two partial choices that have saved as much,
 and leave the same later edits free, differ in damage only: if damage is a plain sum the better one stays the better
-one, and keeping it alone is exact. Cross terms can turn that round, so that the best few of each such group are kept.
+one, and keeping it alone is exact. Cross terms can turn that round, so that the best few of each such group are kept,
+and of many spaces together only the best few hundred of all that have saved as much.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 Numbers = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+Places = NDArray[np.intp]
 
-KEPT = 24  # partial choices of a group
+KEPT = 16  # partial choices of a group
+_GROUPS = 16  # times as many of all groups that have saved as much
 _LEVELS = 24  # of savings, between none and enough, that tell groups apart
+_HOPELESS = 2.0  # times the damage of a choice that is enough: an edit that does more by itself is in no good one
+_NEAR = 1e-9
 
 
 @dataclass(frozen=True)
@@ -54,59 +59,111 @@ class Savings:
     each: Numbers
     need: Numbers
 
+    def are_enough(self, saved: Numbers) -> Flags:
+        """Whether choices that save so much, (choices, limits), save enough: (choices,)."""
+        return np.asarray((saved >= self.need * (1 - _NEAR)).all(axis=1))
+
 
 @dataclass(frozen=True)
-class _Partial:
-    """A choice among the first edits.
+class _Population:
+    """Partial choices, one a row.
 
     Attributes:
-        pull: (n,), for every edit the cross terms with those chosen.
+        chosen, blocked: (rows, n), which edits each has, and which exclude one that it has.
+        damage: (rows,), saved: (rows, limits).
+        pull: (rows, n), for every edit the cross terms with those chosen.
     """
 
-    chosen: tuple[int, ...]
-    damage: float
+    chosen: Flags
+    blocked: Flags
+    damage: Numbers
     saved: Numbers
-    pull: Numbers = field(repr=False)
+    pull: Numbers
+
+    def take(self, rows: Places | Flags) -> _Population:
+        return _Population(*(part[rows] for part in vars(self).values()))
+
+    def joined(self, other: _Population) -> _Population:
+        return _Population(*map(np.concatenate, zip(vars(self).values(), vars(other).values(), strict=True)))
 
 
 def best_choices(
-    damage: Damage, savings: Savings, excluded: NDArray[np.bool_], count: int = 1, kept: int = KEPT
+    damage: Damage, savings: Savings, excluded: Flags, count: int = 1, kept: int = KEPT
 ) -> list[tuple[int, ...]]:
     """The `count` choices of least predicted damage that save enough, the least first; fewer if there are fewer.
 
-    With `kept` 1 and no cross terms the first one is exact.
+    Edits that save nothing are in none of them. With `kept` 1 and no cross terms the first one is exact, where not too
+    many edits exclude later ones at a time.
 
     Args:
         excluded: (n, n), which edits exclude each other; edits are in the order of their layers.
         kept: how many partial choices of each group go on.
     """
-    edits, limits = savings.each.shape
-    later = [frozenset(map(int, np.flatnonzero(excluded[:, edit]))) for edit in range(edits)]
-    groups = [_Partial((), 0.0, np.zeros(limits), np.zeros(edits))]
-    for edit in range(edits):
-        longer = [_extended(one, edit, damage, savings) for one in groups if later[edit].isdisjoint(one.chosen)]
-        # Once a choice saves enough, more edits could only do it less damage where cross terms are negative.
-        groups = _best_of_groups([*groups, *longer], edit, later, savings, kept)
-    enough = [one for one in groups if (one.saved >= savings.need - 1e-9).all()]
-    return [one.chosen for one in sorted(enough, key=lambda one: (one.damage, one.chosen))[:count]]
+    useful = _useful(damage, savings, excluded)
+    damage = Damage(damage.alone[useful], damage.cross[np.ix_(useful, useful)])
+    savings, excluded = Savings(savings.each[useful], savings.need), excluded[np.ix_(useful, useful)]
+    rows, limits = len(useful), len(savings.need)
+    none = np.zeros((1, rows), dtype=bool)
+    found = _Population(none, none, np.zeros(1), np.zeros((1, limits)), np.zeros((1, rows)))
+    digits = np.random.default_rng(0).integers(1, 2**62, rows)  # one number for each set of blocked edits
+    for edit in range(rows):
+        found = found.joined(_longer(found, edit, damage, savings, excluded))
+        blocked = found.blocked[:, edit + 1 :] @ digits[edit + 1 :]
+        found = found.take(_best_of_groups(found.damage, _levels(found.saved, savings), blocked, kept))
+    enough = found.take(savings.are_enough(found.saved))
+    order = np.argsort(enough.damage, kind="stable")[:count]
+    return [tuple(useful[row].tolist()) for row in enough.chosen[order]]
 
 
-def _extended(one: _Partial, edit: int, damage: Damage, savings: Savings) -> _Partial:
-    return _Partial(
-        (*one.chosen, edit),
-        one.damage + float(damage.alone[edit] + one.pull[edit]),
-        one.saved + savings.each[edit],
-        one.pull + damage.cross[edit],
+def _useful(damage: Damage, savings: Savings, excluded: Flags) -> Places:
+    """Edits that can be in a good choice: that save something, at no more damage than a whole choice does."""
+    worth = np.clip(savings.each / savings.need, 0, 1).sum(axis=1)
+    useful = np.flatnonzero(worth > _NEAR)
+    chosen: list[int] = []
+    for edit in useful[np.argsort(damage.alone[useful] / worth[useful], kind="stable")]:
+        if not excluded[edit, chosen].any():
+            chosen.append(int(edit))
+        if savings.are_enough(savings.each[chosen].sum(axis=0)[None])[0]:
+            limit = _HOPELESS * max(damage.of(chosen), float(damage.alone[chosen].max()))
+            return useful[damage.alone[useful] <= limit]
+    return useful
+
+
+def _longer(found: _Population, edit: int, damage: Damage, savings: Savings, excluded: Flags) -> _Population:
+    """The choices that an edit can be added to and that need one, with it."""
+    more = found.take(~found.blocked[:, edit] & ~savings.are_enough(found.saved))
+    chosen = more.chosen.copy()
+    chosen[:, edit] = True
+    return _Population(
+        chosen,
+        more.blocked | excluded[edit],
+        more.damage + damage.alone[edit] + more.pull[:, edit],
+        more.saved + savings.each[edit],
+        more.pull + damage.cross[edit],
     )
 
 
-def _best_of_groups(
-    partial: list[_Partial], edit: int, later: list[frozenset[int]], savings: Savings, kept: int
-) -> list[_Partial]:
-    """The best few of every group: as much saved, the same later edits excluded."""
-    groups: dict[tuple[object, ...], list[_Partial]] = defaultdict(list)
-    for one in partial:
-        share = np.clip(one.saved / savings.need, -1, 1)
-        open_ends = tuple(past for past in one.chosen if any(other > edit for other in later[past]))
-        groups[*np.floor(share * _LEVELS + 1e-9), open_ends].append(one)
-    return [one for group in groups.values() for one in sorted(group, key=lambda each: each.damage)[:kept]]
+def _levels(saved: Numbers, savings: Savings) -> NDArray[np.int64]:
+    """(choices,): one number for how much of everything is saved, in steps."""
+    steps = np.floor(np.clip(saved / savings.need, -1, 1) * _LEVELS + _NEAR).astype(np.int64) + _LEVELS
+    places = (2 * _LEVELS + 1) ** np.arange(steps.shape[1], dtype=np.int64)
+    found: NDArray[np.int64] = steps @ places
+    return found
+
+
+def _best_of_groups(damage: Numbers, levels: NDArray[np.int64], blocked: NDArray[np.int64], kept: int) -> Places:
+    """Rows of the best few of every group, and of those the best few of every level."""
+    order = np.lexsort((damage, blocked, levels))
+    order = order[_place_in_run(levels[order], blocked[order]) < kept]
+    order = order[np.lexsort((damage[order], levels[order]))]
+    return order[_place_in_run(levels[order]) < kept * _GROUPS]
+
+
+def _place_in_run(*keys: NDArray[np.int64]) -> Places:
+    """Of every row its place among neighbours with the same keys."""
+    rows = np.arange(len(keys[0]))
+    begins = np.ones(len(rows), dtype=bool)
+    if len(rows):
+        begins[1:] = np.any([key[1:] != key[:-1] for key in keys], axis=0)
+    places: Places = rows - np.maximum.accumulate(np.where(begins, rows, 0))
+    return places

@@ -1,0 +1,246 @@
+"""Where a study lies: a PostgreSQL database that many machines reach, or a SQLite or journal file of one machine."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy
+from optuna.exceptions import StorageInternalError
+from optuna.storages import BaseStorage, JournalStorage, RDBStorage
+from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
+from sqlalchemy import URL, event, exc, make_url
+
+from surgeon.errors import did_you_mean, first_line
+
+STUDY_FILE = "study.db"
+KINDS = "postgresql://user@host/database, sqlite:///file or journal:file"
+TRIES = 20  # of opening a database that another worker is just setting up
+SECONDS_LOCKED = 60.0  # that a SQLite file may be busy before it counts as away
+ANSWER, SILENCE = 10, 30  # seconds to wait for a connection, and for a server that says nothing any more
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How often workers look at the storage, in seconds.
+
+    Attributes:
+        heartbeat: between two signs of life of a worker.
+        grace: after which others take over a trial that shows none, where they cannot see its process.
+        poll, longest_poll: before a worker without work looks again; it doubles from one to the other.
+    """
+
+    heartbeat: float = 15.0
+    grace: float = 90.0
+    poll: float = 0.05
+    longest_poll: float = 2.0
+
+
+@dataclass(frozen=True)
+class StudyStorage:
+    """An open storage.
+
+    Attributes:
+        place: its address, as messages and records show it: without a password.
+        is_server: whether it is a database of its own, which can go away and come back.
+    """
+
+    backend: BaseStorage
+    place: str
+    is_server: bool = False
+    pace: Pace = Pace()
+
+    def is_away(self, error: BaseException) -> bool:
+        """Whether an error says that the storage cannot be reached now, and nothing of what was asked of it."""
+        link: BaseException | None = error
+        while link is not None:
+            if self.is_server and isinstance(link, exc.OperationalError | exc.InterfaceError):
+                return True
+            if isinstance(link, exc.DBAPIError) and (link.connection_invalidated or _is_locked(link)):
+                return True
+            link = link.__cause__ or link.__context__
+        return False
+
+
+def open_storage(address: str | None, output: Path, pace: Pace | None = None) -> StudyStorage:
+    """Open a storage, and set it up if it is new.
+
+    Args:
+        address: as the user writes it, one of `KINDS`; None for a file in the output folder.
+
+    Raises:
+        ValueError, OSError: if there is no such storage, or it cannot be used; in one line that says what to do, and
+            no password.
+        ImportError: if the database's driver is not installed.
+    """
+    pace = pace or Pace()
+    if address is None:
+        output.mkdir(parents=True, exist_ok=True)
+        return _open_sqlite(output / STUDY_FILE, pace)
+    kind, _, rest = address.partition(":")
+    if kind == "journal":
+        return _open_journal(Path(rest), pace)
+    if kind not in ("sqlite", "postgres", "postgresql") and not kind.startswith("postgresql+"):
+        known = did_you_mean(kind, ["postgresql", "sqlite", "journal"])
+        raise ValueError(f"{without_password(address)!r} is no storage; {known} It should be {KINDS}")
+    try:
+        url = make_url(address)
+    except (exc.ArgumentError, ValueError) as error:
+        raise ValueError(f"{without_password(address)!r} is no address; it should be {KINDS}") from error
+    if kind == "sqlite":
+        if not url.database or url.database == ":memory:":
+            raise ValueError(f"{address!r} names no file; it should be sqlite:///file")
+        return _open_sqlite(Path(url.database), pace)
+    return _open_server(url, pace)
+
+
+def without_password(text: str) -> str:
+    """A text with the passwords of addresses in it put out of sight."""
+    text = re.sub(r"(://[^/@:\s]*):[^\s]*@(?=[^@\s]*)", r"\1:***@", text)
+    return re.sub(r"([?&]password=)[^&\s]*", r"\1***", text)
+
+
+def _open_sqlite(path: Path, pace: Pace) -> StudyStorage:
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {path.parent} to keep the study in; make it first")
+    if "?" in str(path):
+        raise ValueError(f"{path}: SQLite's addresses cannot have a question mark; use another folder or file")
+    url = URL.create("sqlite", database=str(path))
+    try:
+        backend = _set_up(url, {"connect_args": {"timeout": SECONDS_LOCKED}})
+    except exc.DatabaseError as error:
+        raise OSError(f"{path} cannot hold a study: {first_line(error.orig or error)}; use another file") from error
+    _take_turns(backend.engine)
+    return StudyStorage(backend, f"sqlite:///{path}", pace=pace)
+
+
+def _take_turns(engine: sqlalchemy.Engine) -> None:
+    """Let every transaction lock the file from its beginning.
+
+    By default SQLite locks it at the first change, and Python's module begins none before: two workers could both find
+    a trial waiting, and both take it.
+    """
+    engine.dispose()  # of connections that began otherwise
+    event.listen(engine, "connect", lambda connection, _: setattr(connection, "isolation_level", None))
+    event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
+
+
+def _open_server(url: URL, pace: Pace) -> StudyStorage:
+    driver = url.drivername.partition("+")[2] or "psycopg"
+    url = url.set(drivername=f"postgresql+{driver}")
+    place = without_password(url.set(drivername="postgresql").render_as_string(hide_password=True))
+    patience: dict[str, Any] = {}
+    if driver.startswith("psycopg"):  # they hand these on to libpq, which else waits a quarter of an hour
+        alive = {"keepalives_idle": SILENCE, "keepalives_interval": ANSWER, "keepalives_count": 3}
+        patience = {"connect_timeout": ANSWER, "tcp_user_timeout": 1000 * SILENCE, **alive}
+    arguments = {name: value for name, value in patience.items() if name not in url.query}
+    try:
+        backend = _set_up(url, {"connect_args": arguments, "pool_pre_ping": True})
+    except ImportError as error:
+        raise ImportError(
+            f"the driver of PostgreSQL ({driver}) is not installed; pip install 'surgeon[postgres]'"
+        ) from error
+    except (exc.SQLAlchemyError, StorageInternalError) as error:
+        raise _explained(error, url, place) from None  # what it was raised from may quote the address
+    return StudyStorage(backend, place, is_server=True, pace=pace)
+
+
+def _explained(error: BaseException, url: URL, place: str) -> OSError:
+    """What a server that refuses means, in one line."""
+    said = _said(error, url)
+    if re.search(r'database "[^"]*" does not exist', said):
+        host = f" -h {url.host}" if url.host else ""
+        return OSError(f"there is no database {url.database!r} at {place}; make it: createdb{host} {url.database}")
+    if re.search(r'role "[^"]*" does not exist', said):
+        return OSError(f"{place} knows no user {url.username!r}; make one, createuser NAME, or give another's name")
+    if "no password supplied" in said or "password authentication failed" in said:
+        wrong = "asks for a password" if "no password" in said else f"does not take the password of {url.username!r}"
+        return OSError(f"{place} {wrong}; put the right one into ~/.pgpass, or into PGPASSWORD")
+    if "permission denied" in said:
+        return OSError(f"{place} does not let {url.username!r} make tables ({said}); use a database that is theirs")
+    if "connection" in said or "timeout" in said or "host name" in said:
+        return OSError(f"no database answers at {place} ({said}); start it, or mend the address")
+    return OSError(f"{place} cannot hold a study: {said}")
+
+
+def _said(error: BaseException, url: URL) -> str:
+    """What the server or its driver said: its last words, without a password."""
+    link: BaseException | None = error
+    while link is not None and not isinstance(link, exc.DBAPIError):
+        link = link.__cause__
+    lines = str((link.orig if isinstance(link, exc.DBAPIError) else None) or error).strip().splitlines() or [""]
+    telling = [line for line in lines if "FATAL:" in line or "ERROR:" in line or "failed:" in line]
+    said = " ".join((telling or lines)[0].rpartition("failed: ")[2].split())
+    for secret in filter(None, [url.password, url.query.get("password")]):
+        said = said.replace(str(secret), "***")
+    return said
+
+
+def _set_up(url: URL, engine: dict[str, Any]) -> RDBStorage:
+    """Open a database and make its tables; several workers may be at it at once."""
+    text = url.render_as_string(hide_password=False).replace("{", "{{").replace("}", "}}")  # optuna formats it
+    for left in reversed(range(TRIES)):
+        try:
+            return RDBStorage(text, engine)
+        except (exc.IntegrityError, exc.OperationalError, exc.ProgrammingError) as error:
+            raced = isinstance(error, exc.IntegrityError) or "already exists" in str(error) or _is_locked(error)
+            if not raced or not left:
+                raise
+            time.sleep(random.uniform(0.05, 0.2))
+        except RuntimeError as error:
+            raise ValueError(f"{without_password(str(url))}: {' '.join(str(error).split())}") from error
+    raise AssertionError("the last try raises")
+
+
+def _is_locked(error: exc.DBAPIError) -> bool:
+    return "database is locked" in str(error.orig)
+
+
+def _open_journal(path: Path, pace: Pace) -> StudyStorage:
+    if not path.name or not path.parent.is_dir():
+        raise FileNotFoundError(f"journal:{path} lies in no folder that is there; make it first, or name another file")
+    if path.is_dir():
+        raise IsADirectoryError(f"journal:{path} is a folder; name a file in it")
+    try:
+        backend = JournalStorage(JournalFileBackend(str(path), lock_obj=JournalLock(path)))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no journal of a study, or is damaged: {first_line(error)}") from error
+    return StudyStorage(backend, f"journal:{path}", pace=pace)
+
+
+class JournalLock(JournalFileSymlinkLock):
+    """Lets one process of this machine at a time write to a journal.
+
+    Optuna's own locks are files, which stay when their process is killed, and hold everybody up. This one goes with its
+    process. Whoever has it next takes away the line that the dead one could not finish: the line after it would else be
+    part of it, and the journal could not be read any more.
+    """
+
+    def __init__(self, journal: Path) -> None:
+        super().__init__(str(journal))
+        self.journal, self.file = journal, -1
+
+    def acquire(self) -> bool:
+        lock = os.open(f"{self.journal}.lock", os.O_RDWR | os.O_CREAT, 0o666)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        self.file = lock
+        self._mend()
+        return True
+
+    def release(self) -> None:
+        lock, self.file = self.file, -1
+        os.close(lock)
+
+    def _mend(self) -> None:
+        with self.journal.open("r+b") as file:
+            size = file.seek(0, os.SEEK_END)
+            if size == 0 or os.pread(file.fileno(), 1, size - 1) == b"\n":
+                return
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
