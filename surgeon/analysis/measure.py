@@ -26,7 +26,7 @@ from surgeon.families import family_of
 from surgeon.memory import free_bytes, resident_bytes, show_size
 from surgeon.program import Program
 from surgeon.quality.head import OutputHead, Quality, ReferencePredictions
-from surgeon.weights import TruncatedSVD
+from surgeon.weights import FactorSource, TruncatedSVD
 
 # On a CPU 4,096 tokens of a small model were a third slower than 2 x 2,048: what a layer computes outgrows the cache.
 TOKENS_AT_ONCE = {"cpu": 2048, "cuda": 32768}
@@ -83,6 +83,7 @@ class MeasureOptions:
         blocks: into how many parts each window is cut for `Quality.blocks`.
         kept: states of earlier calls on the same windows of the same model, which are gone on from and added to; not
             for a model whose weights are streamed.
+        factors: makes the factors of matrices that programs have ranks for; by default anew in every call.
 
     Raises:
         ValueError: if no window is to be run, or no memory may be taken.
@@ -97,6 +98,7 @@ class MeasureOptions:
     first: int | None = None
     blocks: int = 0
     kept: KeptStates | None = None
+    factors: FactorSource | None = None
 
     def __post_init__(self) -> None:
         for name, number in (("at_once", self.at_once), ("first", self.first), ("memory", self.memory)):
@@ -185,7 +187,7 @@ class _ChunkRun:
         self.streamed = streamed_layers(model) is not None
         self.kept = None if self.streamed else options.kept
         self.numbers: dict[int, int] = {}
-        self.factors = TruncatedSVD(remembers=True)
+        self.factors = options.factors or TruncatedSVD(remembers=True)
         self.planned: list[Program] | None = None
         self.plan = SharedPlan((), (), {}, 0)
 

@@ -33,7 +33,8 @@ TEXTS = [
     "A0 F0 A1 F1 A2 F2 >A3 >F3",
     "A0 F0 {A1 F1 | A2 F2} A3 F3",
     "A0 F0 {A1 F1 | A2 F2 | A3 F3}",
-    "A0 F0 A1 F1",
+    "A0 F0 A1 F1@gate9,up9",
+    "A0 F0 A1 F1@gate5,up5 A2~A3 F2",
     "A3 F3",
     str(PAIRED),
     str(DENSE),
@@ -152,12 +153,26 @@ def test_races_compare_blocks_where_windows_are_few(monkeypatch: pytest.MonkeyPa
 
 def test_ties_and_better_programs_are_never_stopped() -> None:
     measured = evaluator(race=Race(alpha=0.4))
-    best = measured.measure([PROGRAMS[5]])[PROGRAMS[5]]
+    best = measured.measure([PROGRAMS[6]])[PROGRAMS[6]]
     found = measured.measure(PROGRAMS, best)
-    assert found[PROGRAMS[5]].whole
+    assert found[PROGRAMS[6]].whole
     assert all(one.whole for one in found.values() if one.divergence < best.divergence)
     dense = measured.measure([DENSE])[DENSE]
     assert measured.measure([DENSE], dense)[DENSE].whole
+
+
+def test_some_of_the_windows_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluate_module, "FIRST_TOKENS", {"cpu": 32})
+    ran: list[float] = []
+    whole = apart(PAIRED)
+    found = evaluator(ran=ran.append).measure([PAIRED], most=2)[PAIRED]
+    assert found.divergences == whole.divergences[:2]
+    assert found.divergence == pytest.approx(np.mean(whole.divergences[:2]))
+    assert found.perplexity == pytest.approx(math.exp(np.mean(whole.nll[:2])))
+    assert not found.whole
+    assert sum(ran) == pytest.approx((8 + 6) * 2 / 6)  # the original, too
+    with pytest.raises(ValueError, match="not on 0"):
+        evaluator().measure([PAIRED], most=0)
 
 
 def test_a_race_against_half_a_measurement_is_refused() -> None:
