@@ -20,6 +20,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 ATTENTION = "A"
 FEED_FORWARD = "F"
@@ -245,6 +246,7 @@ class Program:
         return _sync_points(self.nodes, ranks)
 
 
+@lru_cache(maxsize=4096)  # so that nodes of unedited layers are mostly the same objects, which are soon compared
 def layer_nodes(layer: int, steps_per_layer: int = 2) -> tuple[Node, ...]:
     """The nodes of one unedited layer."""
     attention, feed_forward = Sublayer(ATTENTION, (layer,)), Sublayer(FEED_FORWARD, (layer,))
@@ -285,10 +287,11 @@ def ranks_per_branch(fork: Fork, ranks: int) -> int:
 def _renamed(nodes: tuple[Node, ...], rename: Callable[[Sublayer], Sublayer]) -> tuple[Node, ...]:
     renamed: list[Node] = []
     for node in nodes:
-        if isinstance(node, Step):
-            renamed.append(replace(node, sublayers=tuple(map(rename, node.sublayers))))
-        else:
+        if isinstance(node, Fork):
             renamed.append(Fork(tuple(_renamed(branch, rename) for branch in node.branches)))
+            continue
+        sublayers = tuple(map(rename, node.sublayers))
+        renamed.append(node if sublayers == node.sublayers else Step(sublayers, node.late))
     return tuple(renamed)
 
 

@@ -9,9 +9,6 @@ import typer
 
 from surgeon.cli.options import CheckpointArgument, DtypeOption, RanksDeviceOption
 
-SHORTEST = 64  # tokens: texts are so long that attention over a cache can be told from the rest
-LONGEST = 512
-
 
 def calibrate(
     model: CheckpointArgument,
@@ -35,28 +32,13 @@ def calibrate(
     The file is for this machine and for models of about these shapes: what caches hold, and which part of its peak a
     product reaches, depends on them. Give it to surgeon predict as --hardware FILE.yaml. Ended early, it writes none.
     """
-    from surgeon.checkpoint.load import read_config
-    from surgeon.checkpoint.read import Checkpoint
-    from surgeon.cost.calibrate import WAYS, MachineCalibration, check_ranks, hardware_text
-    from surgeon.cost.shapes import ModelShapes
+    from surgeon.cost.calibrate import hardware_text, plan_calibration
     from surgeon.progress import progress
     from surgeon.provenance import write_text
-    from surgeon.runtime.plan.checks import make_plan
-    from surgeon.runtime.processes.ranks import choose_device
 
     counts = _counts(ranks)
-    check_ranks(counts)
     _check_output(output)
-    chosen = choose_device(device, max(counts))
-    # What a captured graph does cannot be taken apart; on GPUs the same passes are computed without one.
-    decoding = "static" if chosen == "cuda" else "auto"
-    first = make_plan(model, 1, None, device=chosen, dtype=dtype)
-    length = min(LONGEST, first.max_tokens)
-    if length < SHORTEST:
-        raise ValueError(f"{model} takes texts of {length} tokens at most, and measuring needs {SHORTEST}")
-    plans = {count: make_plan(model, count, length, device=chosen, dtype=dtype, decoding=decoding) for count in counts}
-    shapes = ModelShapes.of(Path(model).resolve().name, read_config(Checkpoint(first.folder)))
-    calibration = MachineCalibration(shapes, plans, chosen, rounds, WAYS[chosen])
+    calibration = plan_calibration(model, counts, rounds, device, dtype)
     with progress("calibrate", calibration.steps, "measurements") as advance:
         measured = calibration.measure(advance)
     write_text(output, hardware_text(output.stem, calibration, measured))

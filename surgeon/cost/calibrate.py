@@ -11,6 +11,7 @@ import platform
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -18,16 +19,22 @@ import psutil
 import torch
 import yaml
 
+from surgeon.checkpoint.load import read_config
+from surgeon.checkpoint.read import Checkpoint
 from surgeon.cost.fit import PRODUCTS, Figures, Fit, rising
 from surgeon.cost.hardware_file import parse_hardware
 from surgeon.cost.samples import Round, Typical, measure_ranks, merged, steps_of_measuring
 from surgeon.cost.shapes import ModelShapes
 from surgeon.provenance import command_line, versions
+from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.kept import is_static
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.processes.rank import threads_per_rank, usable_cores
+from surgeon.runtime.processes.ranks import choose_device
 
 DIGITS, WIDTH = 4, 120
+SHORTEST = 64  # tokens: texts are so long that attention over a cache can be told from the rest
+LONGEST = 512
 WAYS = {"cpu": ("shm", "gloo"), "cuda": ("nccl", "gloo")}
 KINDS = {"shm": "shared-memory", "gloo": "ring", "nccl": "ring"}
 
@@ -65,6 +72,33 @@ class MachineCalibration:
             ranks: measure_ranks(plan, self.device, self.ways, self.rounds, self.typical, advance)
             for ranks, plan in sorted(self.plans.items())
         }
+
+
+def plan_calibration(
+    model: str | Path, counts: Sequence[int], rounds: int, device: str = "auto", dtype: str = "auto"
+) -> MachineCalibration:
+    """What has to be measured for a hardware file at a model's shapes.
+
+    Args:
+        model: a checkpoint folder or a hub name.
+        counts: numbers of ranks, as `check_ranks` wants them.
+        device: "cpu", "cuda", or "auto".
+        dtype: as `make_plan` takes it.
+
+    Raises:
+        FileNotFoundError, ValueError: if the model cannot be run by these ranks here, or takes short texts only.
+    """
+    check_ranks(counts)
+    chosen = choose_device(device, max(counts))
+    # What a captured graph does cannot be taken apart; on GPUs the same passes are computed without one.
+    decoding = "static" if chosen == "cuda" else "auto"
+    first = make_plan(model, 1, None, device=chosen, dtype=dtype)
+    length = min(LONGEST, first.max_tokens)
+    if length < SHORTEST:
+        raise ValueError(f"{model} takes texts of {length} tokens at most, and measuring needs {SHORTEST}")
+    plans = {count: make_plan(model, count, length, device=chosen, dtype=dtype, decoding=decoding) for count in counts}
+    shapes = ModelShapes.of(Path(model).resolve().name, read_config(Checkpoint(first.folder)))
+    return MachineCalibration(shapes, plans, chosen, rounds, WAYS[chosen])
 
 
 def check_ranks(ranks: Sequence[int]) -> None:

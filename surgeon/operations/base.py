@@ -127,19 +127,26 @@ def find_stretch(program: Program, layers: range) -> Stretch:
     Raises:
         ValueError: if the range is empty, out of the program's range, or an earlier operation changed a layer of it.
     """
-    require_present(program, layers)
-    for steps_per_layer in (2, 1):
+    for steps_per_layer in (2, 1) if layers else ():
         wanted = [layer_nodes(layer, steps_per_layer) for layer in layers]
         flat = tuple(node for nodes in wanted for node in nodes)
-        if flat[0] in program.nodes:
-            start = program.nodes.index(flat[0])
-            end = start + len(flat)
-            if program.nodes[start:end] == flat:
-                return Stretch(program.nodes[:start], tuple(wanted), program.nodes[end:])
+        start = _place(flat[0], program.nodes)
+        end = start + len(flat)
+        if program.nodes[start:end] == flat:
+            return Stretch(program.nodes[:start], tuple(wanted), program.nodes[end:])
+    require_present(program, layers)
     raise ValueError(
         f"layers {show_range(layers)} overlap with what an earlier operation changed: "
         f"the program no longer runs them whole and in order; use layers that no other operation touches"
     )
+
+
+def _place(node: Node, nodes: tuple[Node, ...]) -> int:
+    """Where a node stands first; behind all of them if it is not there."""
+    same = next((place for place, other in enumerate(nodes) if other is node), None)  # which equality is slow to find
+    if same is not None:
+        return same
+    return nodes.index(node) if node in nodes else len(nodes)
 
 
 def require_present(program: Program, layers: range) -> None:

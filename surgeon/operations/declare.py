@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, TypeVar
 
 from surgeon.program import LayerShapes, Program
@@ -110,11 +111,16 @@ def apply(
     Raises:
         ValueError: if it does not fit the program, or needs shapes that are not given.
     """
-    if "shapes" not in inspect.signature(function).parameters:
+    if not _takes_shapes(function):
         return function(program, layers, **parameters)
     if shapes is None:
         raise ValueError(f"{function.__name__} depends on the shapes of the model's layers, which are not given here")
     return function(program, layers, shapes=shapes, **parameters)
+
+
+@cache  # searches apply operations thousands of times
+def _takes_shapes(function: Callable[..., Program]) -> bool:
+    return "shapes" in inspect.signature(function).parameters
 
 
 def declare(table: dict[str, Declared], declared: Mapping[str, Declared], function: Callable[..., Program]) -> None:

@@ -24,15 +24,15 @@ def ladder(program: Program, layers: range, sublayers: Half = "both") -> Program
     kinds, inside = KINDS_OF[sublayers], set(layers)
     nodes: list[Node] = []
     for node in program.nodes:
-        shares = {part for step in steps_of((node,)) for each in step.sublayers for part in each.parts}
-        late = {(kind, layer) for kind, layer in shares if kind in kinds and layer in inside}
+        here = [sublayer for step in steps_of((node,)) for sublayer in step.sublayers]
+        late = [each for each in here if each.kind in kinds and not inside.isdisjoint(each.layers)]
         if not late:
             nodes.append(node)
         elif isinstance(node, Fork):
             raise ValueError(f"layers {show_range(layers)} contain a fork, {node}; a ladder is made of steps only")
-        elif {layer for _, layer in shares} - inside:
+        elif not all(inside.issuperset(each.layers) for each in here):
             raise ValueError(f"layers {show_range(layers)} cut through {node}; take in all of its layers, or none")
-        elif late != shares:
+        elif len(late) < len(here):
             raise ValueError(f'sublayers {sublayers} cut through {node}, which reads once; use "both", or other layers')
         else:
             nodes.append(Step(node.sublayers, late=True))

@@ -99,7 +99,10 @@ def lowrank(
         raise ValueError("weights are the keys of ranks; leave one of the two out")
     else:
         chosen = _given(layers, shapes, ranks)
-    return program.renamed(lambda sublayer: _truncated(sublayer, layers, chosen))
+    inside = frozenset(layers)
+    return program.renamed(
+        lambda sublayer: sublayer if inside.isdisjoint(sublayer.layers) else _truncated(sublayer, layers, chosen)
+    )
 
 
 def rank_for(keep: float, out_features: int, in_features: int) -> int | None:
@@ -169,8 +172,6 @@ def _warn_whole(role: str, layers: range, factors: str, shapes: LayerShapes) -> 
 
 def _truncated(sublayer: Sublayer, layers: range, chosen: Mapping[int, Ranks]) -> Sublayer:
     inside = [layer for layer in sublayer.layers if layer in layers]
-    if not inside:
-        return sublayer
     if len(inside) < len(sublayer.layers):
         raise ValueError(f"layers {show_range(layers)} cut through {sublayer}; take in all of its layers, or none")
     first, *others = [

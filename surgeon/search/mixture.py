@@ -6,8 +6,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+from numpy.typing import NDArray
+
 from surgeon.program import Program
-from surgeon.recipe import AppliedOperation
+from surgeon.recipe import AppliedOperation, Expect, Recipe
 from surgeon.search.edit import Choice, Edit, as_choice
 from surgeon.search.spaces.base import Claim, Searched, Space
 
@@ -25,7 +28,10 @@ class Mixture:
 
     @cached_property
     def edits(self) -> tuple[Edit, ...]:
-        """Every edit that the model can have by itself and that changes its program, in ascending order."""
+        """Every edit that the model can have by itself and that changes its program, in ascending order.
+
+        Edits of different spaces may come to the same program, as a track of one layer and a dropped synchronisation.
+        """
         every = {edit for space in self.spaces for edit in space.edits(self.model)}
         return tuple(edit for edit in sorted(every) if self._changes(edit))
 
@@ -44,13 +50,44 @@ class Mixture:
             pass
         return program
 
+    def recipe(self, choice: Iterable[Edit], model: str, weights: str | None = None) -> Recipe:
+        """The recipe that makes a choice's program of the model, with what is to come out.
+
+        Args:
+            model: as the user names it.
+            weights: what `Checkpoint.model_hash()` says of it; None: any.
+
+        Raises:
+            ValueError: as `operations`.
+        """
+        program = self.program(choice)
+        depth = program.effective_depth(self.model.shapes.family.steps_per_layer)
+        return Recipe(model, self.operations(choice), Expect(effective_depth=depth), weights)
+
     def exclude(self, one: Edit, other: Edit) -> bool:
         """Whether two edits cannot both be chosen; an edit excludes itself."""
         return not self.claims(one).isdisjoint(self.claims(other))
 
+    @cached_property
+    def exclusions(self) -> NDArray[np.bool_]:
+        """(edits, edits), in the order of `edits`: what `exclude` says of every two."""
+        numbers: dict[Claim, int] = {}
+        claimed = [[numbers.setdefault(claim, len(numbers)) for claim in self.claims(edit)] for edit in self.edits]
+        claims = np.zeros((len(self.edits), len(numbers)), dtype=np.float32)
+        for row, columns in enumerate(claimed):
+            claims[row, columns] = 1
+        found: NDArray[np.bool_] = claims @ claims.T > 0
+        return found
+
     def claims(self, edit: Edit) -> frozenset[Claim]:
-        """What an edit wants for itself."""
+        """What an edit wants for itself.
+
+        Raises:
+            ValueError: if it is of a space that is not searched.
+        """
         if edit not in self._claims:
+            if edit.space not in self._spaces:
+                raise ValueError(f"{edit} is of none of the spaces that are searched: {', '.join(self._spaces)}")
             self._claims[edit] = self._spaces[edit.space].claims(edit)
         return self._claims[edit]
 
@@ -60,15 +97,17 @@ class Mixture:
 
     def neighbours(self, edit: Edit) -> Iterator[Edit]:
         """Edits that may stand in the place of one."""
-        known = set(self.edits)
-        return (other for other in self._spaces[edit.space].neighbours(edit, self.model) if other in known)
+        return (other for other in self._spaces[edit.space].neighbours(edit, self.model) if other in self._known)
 
     def stretches(self) -> Iterator[list[Edit]]:
-        """Unbroken stretches of every space, as far as the model can have their edits."""
-        known = set(self.edits)
-        for space in self.spaces:
-            for stretch in space.stretches(self.model):
-                yield [edit for edit in stretch if edit in known]
+        """Unbroken stretches of every space, as far as the model can have their edits, each once."""
+        every = (stretch for space in self.spaces for stretch in space.stretches(self.model))
+        there = dict.fromkeys(tuple(edit for edit in stretch if edit in self._known) for stretch in every)
+        return (list(stretch) for stretch in there if stretch)
+
+    @cached_property
+    def _known(self) -> frozenset[Edit]:
+        return frozenset(self.edits)
 
     @cached_property
     def _spaces(self) -> dict[str, Space]:
@@ -80,12 +119,15 @@ class Mixture:
 
     def _changes(self, edit: Edit) -> bool:
         try:
-            return self.program((edit,)) != self.model.dense
+            program = self.program((edit,))
+            program.sync_points(self.model.ranks)  # which a fork may not spread over
         except ValueError:
             return False
+        return program != self.model.dense
 
     def _applied(self, choice: Choice) -> Iterator[tuple[AppliedOperation, Program]]:
         """The operations, each with the program after it."""
+        self._require_compatible(choice)
         program = self.model.dense
         shapes = self.model.layer_shapes
         for space in self.spaces:
@@ -93,3 +135,13 @@ class Mixture:
             for operation in space.operations(edits, program, self.model) if edits else ():
                 program = operation.apply(program, shapes)
                 yield operation, program
+
+    def _require_compatible(self, choice: Choice) -> None:
+        taken: dict[Claim, Edit] = {}
+        for edit in choice:
+            for claim in self.claims(edit):
+                other = taken.setdefault(claim, edit)
+                if other is not edit:
+                    raise ValueError(
+                        f"{other} and {edit} do not go together: both decide {claim[0]} of layer {claim[1]}"
+                    )

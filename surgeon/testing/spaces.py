@@ -78,7 +78,7 @@ class SpaceContract:
         others = {other.place: name for name, other in SPACES.items() if name != space.name}
         assert space.place not in others, f"{others[space.place]} has this place, too: which comes first?"
         assert [*map(type, parse_spaces(space.name))] == [type(space)]
-        with pytest.raises(ValueError, match=rf"{space.name}:no-such-thing|\b{space.name}\b"):
+        with pytest.raises(ValueError, match=rf"^[^\n]*\b{space.name}\b[^\n]*$"):
             parse_spaces(f"{space.name}:no-such-thing")
 
     def test_its_edits_are_its_own(self, space: Space, model: Searched) -> None:
@@ -128,10 +128,6 @@ class SpaceContract:
         for choice in drawn_choices(mixed, 20, own):
             check_choice(mixed, choice)
 
-    def test_exclusion_is_mutual(self, mixed: Mixture) -> None:
-        for one, other in combinations(mixed.edits, 2):
-            assert mixed.exclude(one, other) == mixed.exclude(other, one)
-
     def test_neighbours_lead_back(self, alone: Mixture) -> None:
         for edit in alone.edits:
             neighbours = [*alone.neighbours(edit)]
@@ -168,12 +164,12 @@ def check_choice(mixture: Mixture, choice: Sequence[Edit], written: bool = True)
         warnings.simplefilter("error")
         try:
             program = mixture.program(choice)
+            again = through_a_recipe(mixture, choice) if written else program
         except ValueError as error:
             raise AssertionError(f"{shown}: {error}") from error
     assert program == mixture.program([*reversed(choice)]), f"{shown}: the order of a choice means nothing"
-    if written:
-        assert Program.parse(str(program)) == program
-        assert through_a_recipe(mixture, choice) == program, f"{shown}: the recipe says something else"
+    assert program == again, f"{shown}: the recipe says something else"
+    assert not written or Program.parse(str(program)) == program
 
 
 def through_a_recipe(mixture: Mixture, choice: Sequence[Edit]) -> Program:

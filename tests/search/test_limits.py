@@ -199,7 +199,7 @@ class Thinner(Space):
     def claims(self, edit: Edit) -> frozenset[Claim]:
         return claims_of_shape(edit)
 
-    def operations(self, edits: Sequence[Edit], program: Program) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
+    def operations(self, edits: Sequence[Edit], program: Program, model: Searched) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
         return (AppliedOperation("lowrank", tuple(edit.layers for edit in edits), {"keep": 0.5}),)
 
 

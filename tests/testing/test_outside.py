@@ -1,10 +1,11 @@
-"""What somebody else adds, in a file of their own: an operation, a family, a form, each under its contract."""
+"""What somebody else adds, in a file of their own: an operation, a family, a form, a space, each under its contract."""
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,13 @@ from surgeon.families.llama import LLAMA
 from surgeon.operations.base import OPERATIONS, Operation, find_stretch, operation
 from surgeon.operations.declare import HEATMAPS, VARIANTS, Heatmap, Variant
 from surgeon.program import Program
-from surgeon.testing import FamilyContract, FormContract, OperationContract, OwnSublayers
+from surgeon.recipe import AppliedOperation
+from surgeon.search.edit import Edit
+from surgeon.search.mixture import Mixture
+from surgeon.search.spaces import SPACES, Searched, Space, register
+from surgeon.search.spaces.base import Claim, claims_of_ranks, claims_of_shape
+from surgeon.testing import FamilyContract, FormContract, OperationContract, OwnSublayers, SpaceContract
+from surgeon.testing.spaces import searched
 from tests.models import disturb
 
 # -- an operation --
@@ -91,6 +98,35 @@ class TestOurFamily(FamilyContract):
         disturb(model)
         yield model
         del FAMILIES["our_llama"]
+
+
+# -- a space --
+
+
+@register
+class Merges(Space):
+    """Neighbouring layers as one; what has the average of two has no ranks of its own."""
+
+    name, summary, place = "merge", "neighbouring layers as one", 28
+
+    def edits(self, model: Searched) -> Iterator[Edit]:
+        return (Edit(first, first + 2, self.name) for first in range(model.layers - 1))
+
+    def claims(self, edit: Edit) -> frozenset[Claim]:
+        return claims_of_shape(edit).union(*(claims_of_ranks(edit, kind) for kind in "AF"))
+
+    def operations(self, edits: Sequence[Edit], program: Program, model: Searched) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
+        return tuple(AppliedOperation("merge", (edit.layers,)) for edit in edits)
+
+
+del SPACES["merge"]  # registered for these tests alone
+
+
+class TestMerges(SpaceContract):
+    @pytest.fixture
+    def space(self, monkeypatch: pytest.MonkeyPatch) -> Space:
+        monkeypatch.setitem(SPACES, "merge", Merges)
+        return Merges()
 
 
 # -- contracts that are not kept --
@@ -208,6 +244,81 @@ def test_forms_that_break_the_contract_fail_it(
         getattr(contract, test)(form, exported, *more)
 
 
+class Unclaimed(Merges):
+    """Edits that claim nothing."""
+
+    def claims(self, edit: Edit) -> frozenset[Claim]:  # noqa: ARG002
+        return frozenset()
+
+
+class WithRanks(Merges):
+    """Edits that forget that others may lower the ranks of one of the layers."""
+
+    def claims(self, edit: Edit) -> frozenset[Claim]:
+        return claims_of_shape(edit)
+
+
+class Wide(Merges):
+    """Edits of one layer that change two."""
+
+    def edits(self, model: Searched) -> Iterator[Edit]:
+        return (Edit(first, first + 1, self.name) for first in range(model.layers - 1))
+
+    def operations(self, edits: Sequence[Edit], program: Program, model: Searched) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
+        return tuple(AppliedOperation("merge", (range(edit.first, edit.stop + 1),)) for edit in edits)
+
+
+class Unwritable(Merges):
+    """Operations with a parameter that no recipe can have."""
+
+    def operations(self, edits: Sequence[Edit], program: Program, model: Searched) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
+        return tuple(AppliedOperation("pair", (edit.layers,), {"form": "side by side"}) for edit in edits)
+
+
+class OneWay(Merges):
+    """Neighbours that do not lead back."""
+
+    def neighbours(self, edit: Edit, model: Searched) -> Iterator[Edit]:
+        return (other for other in self.edits(model) if other > edit)
+
+
+class Overlapping(Merges):
+    """Stretches of edits that exclude each other."""
+
+    def stretches(self, model: Searched) -> Iterator[list[Edit]]:
+        yield [*self.edits(model)]
+
+
+@pytest.mark.parametrize(
+    ("space", "test"),
+    [
+        (Unclaimed, "test_its_edits_claim_something"),
+        (WithRanks, "test_its_edits_go_together_with_those_of_others"),
+        (Wide, "test_an_edit_changes_its_layers_alone"),
+        (Unwritable, "test_what_an_edit_makes_is_written_as_a_recipe"),
+        (OneWay, "test_neighbours_lead_back"),
+        (Overlapping, "test_stretches_are_choices"),
+    ],
+)
+def test_spaces_that_break_the_contract_fail_it(space: type[Space], test: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And `Merges`, which keeps it, passes."""
+    monkeypatch.setitem(SPACES, "merge", space)
+    (name,) = (name for name in dir(SpaceContract) if name.startswith(test))
+    model = searched()
+    run_space_test(name, Merges(), model)
+    with pytest.raises(AssertionError):
+        run_space_test(name, space(), model)
+
+
+def run_space_test(name: str, space: Space, model: Searched) -> None:
+    contract = SpaceContract()
+    test = getattr(contract, name)
+    alone = Mixture((space,), model)
+    mixed = SpaceContract.mixed.__wrapped__(contract, space, model)  # type: ignore[attr-defined]
+    fixtures = {"space": space, "model": model, "alone": alone, "mixed": mixed}
+    test(**{name: fixtures[name] for name in inspect.signature(test).parameters})
+
+
 def test_an_equation_needs_the_norm_that_the_attention_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = described(attention=replace(LLAMA.attention, norm="post_attention_layernorm"))
     monkeypatch.setitem(FAMILIES, "our_llama", wrong)
@@ -216,7 +327,10 @@ def test_an_equation_needs_the_norm_that_the_attention_reads(monkeypatch: pytest
 
 
 def test_contracts_without_a_fixture_say_what_is_missing() -> None:
-    missing = ((OperationContract, "operation"), (FamilyContract, "family_model"), (FormContract, "form"))
+    missing = (
+        *((OperationContract, "operation"), (FamilyContract, "family_model"), (FormContract, "form")),
+        (SpaceContract, "space"),
+    )
     for contract, fixture in missing:
         with pytest.raises(NotImplementedError, match=f"give a fixture `{fixture}`"):
             getattr(contract, fixture).__wrapped__(contract())

@@ -21,11 +21,11 @@ from surgeon.recipe import AppliedOperation
 from surgeon.search.edit import Edit
 
 S = TypeVar("S", bound="type[Space]")
-Claim = tuple[str, int]  # what of a layer: the order of its steps, or whether an attention reads late
+Claim = tuple[str, int]  # what of a layer: how its steps stand in the program, say, or whether its attention is late
 
-SHAPE = "shape"  # how a layer's steps stand in the program
-_LATE = {ATTENTION: "late attention", FEED_FORWARD: "late mlp"}
-_RANKS = {ATTENTION: "ranks of attention", FEED_FORWARD: "ranks of mlp"}
+SHAPE = "the steps"  # how they stand in the program
+_LATE = {ATTENTION: "the lateness of the attention", FEED_FORWARD: "the lateness of the MLP"}
+_RANKS = {ATTENTION: "the ranks of the attention", FEED_FORWARD: "the ranks of the MLP"}
 
 
 @dataclass(frozen=True)
