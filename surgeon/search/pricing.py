@@ -10,20 +10,22 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from surgeon.cost.hardware import Hardware
+from surgeon.cost.hardware_file import load_hardware
 from surgeon.cost.predict import Deployment, Workload, predict
 from surgeon.cost.shapes import ModelShapes
 from surgeon.cost.work import Forward, RankWork, Sent
+from surgeon.memory import show_size
 from surgeon.program import Fork, Node, Program, Step, Sublayer
 from surgeon.runtime.batching.blocks import BLOCK_TOKENS
 from surgeon.runtime.plan.memory import footprint
 from surgeon.runtime.plan.placement import Group, Work, assigned_branches, rank_work
 from surgeon.runtime.plan.specification import Plan
-from surgeon.search.quantities import Aspect
+from surgeon.search.quantities import HERE, Aspect
 
 _ONE = Program.parse("A0")  # what stretches are put behind, to see what they add
 
@@ -62,6 +64,21 @@ class Pricing:
         """The unedited model's costs."""
         return tuple(self._cost(aspect, self._dense_program) for aspect in self.aspects)
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What to know of the hardware, one line each: that the unedited model does not fit into its memory."""
+        found = []
+        for name, hardware in self.hardware.items():
+            room = predict(self.shapes, self._dense_program, hardware, self.workload, self._deployed(hardware)).memory
+            if not room.fits:
+                ranks = self.deployment.ranks
+                each = "one rank" if ranks == 1 else f"each of {ranks} ranks"
+                found.append(
+                    f"the unedited model needs {show_size(room.needed)} on {each}, and {name} has "
+                    f"{show_size(room.there)}: its time there is one that it would take if it did fit"
+                )
+        return tuple(found)
+
     def prices(self, program: Program) -> tuple[float, ...]:
         """A program's costs, in the order of `aspects`; infinite where the ranks cannot run it."""
         return tuple(self.price(aspect, program) for aspect in self.aspects)
@@ -96,8 +113,8 @@ class Pricing:
 
     def _seconds(self, on: str, program: Program) -> float:
         """Predicted seconds per token."""
-        hardware, deployment = self.hardware[on], self.deployment
-        deployment = replace(deployment, dtype=deployment.dtype or hardware.dtype(self.shapes.dtype))
+        hardware = self.hardware[on]
+        deployment = self._deployed(hardware)
 
         def seconds(part: Program) -> float:
             return predict(self.shapes, part, hardware, self.workload, deployment).per_token
@@ -111,6 +128,9 @@ class Pricing:
             return seconds(_ONE + part) - one
 
         return one - self._sum(f"latency@{on}", _ONE, added) + self._sum(f"latency@{on}", program, added)
+
+    def _deployed(self, hardware: Hardware) -> Deployment:
+        return replace(self.deployment, dtype=self.deployment.dtype or hardware.dtype(self.shapes.dtype))
 
     def _sum(self, what: str, program: Program, cost: Callable[[Program], float]) -> float:
         """The sum over a program's stretches of what each costs."""
@@ -169,6 +189,31 @@ class Pricing:
     @cached_property
     def _twins(self) -> dict[Node, Node]:
         return {}
+
+
+def open_pricing(
+    shapes: ModelShapes,
+    aspects: Iterable[Aspect],
+    deployment: Deployment,
+    workload: Workload,
+    here: Hardware | None = None,
+) -> Pricing:
+    """A pricing of these aspects, each of them once, with the hardware that they name.
+
+    Args:
+        here: this machine, as it was calibrated, where an aspect is of it.
+
+    Raises:
+        FileNotFoundError: if there is no such hardware file.
+        ValueError: if there is no such hardware, or as `Pricing`.
+    """
+    every = tuple(dict.fromkeys(aspects))
+    named = dict.fromkeys(aspect.on for aspect in every if aspect.on is not None)
+    hardware = {}
+    for name in named:
+        assert name != HERE or here is not None, "this machine has to be calibrated first"
+        hardware[name] = here if name == HERE and here is not None else load_hardware(name)
+    return Pricing(shapes, every, deployment, workload, hardware)
 
 
 @dataclass(eq=False)

@@ -52,7 +52,7 @@ class Proposal:
 
     Attributes:
         key: the program's text: equal programs are tried once.
-        source: where the choice comes from, one of `surgeon.search.proposals`' names.
+        source: where the choice comes from, one of `surgeon.search.proposer.SOURCES`.
         level: for which budget it was made, where a search has several: the effective depth, say.
     """
 

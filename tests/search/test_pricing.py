@@ -14,7 +14,7 @@ from surgeon.cost.shapes import ModelShapes
 from surgeon.operations.variants import variant
 from surgeon.program import Program, Sublayer
 from surgeon.runtime.comm.link import Link
-from surgeon.search.pricing import Pricing
+from surgeon.search.pricing import Pricing, open_pricing
 from surgeon.search.quantities import Aspect
 from tests.cost.examples import hardware, shapes
 from tests.cost.test_passes import counted_bytes
@@ -157,3 +157,19 @@ def test_what_ranks_cannot_run_costs_more_than_any_limit() -> None:
 def test_what_cannot_be_priced_is_said_at_once(ways: dict[str, object], load: Workload, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         Pricing(SMALL, (Aspect("latency", "hw"),), Deployment(**({"ranks": 2} | ways)), load, {"hw": hardware()})  # type: ignore[arg-type]
+
+
+def test_hardware_is_opened_by_name() -> None:
+    aspects = [Aspect("depth"), Aspect("latency", "h100-sxm"), Aspect("latency", "here"), Aspect("depth")]
+    pricing = open_pricing(SMALL, aspects, Deployment(2), LOAD, here=hardware())
+    assert pricing.aspects == tuple(aspects[:3])
+    assert pricing.hardware["h100-sxm"].name == "h100-sxm"
+    assert pricing.dense[2] == pytest.approx(predict(SMALL, DENSE, hardware(), LOAD, Deployment(2)).per_token)
+    with pytest.raises(ValueError, match="there is no hardware 'h100-sxn'; did you mean 'h100-sxm'"):
+        open_pricing(SMALL, [Aspect("latency", "h100-sxn")], Deployment(2), LOAD)
+
+
+def test_a_model_that_does_not_fit_is_told() -> None:
+    assert priced(("latency",)).notes == ()
+    (note,) = priced(("latency",), on=hardware(memory="1e4")).notes
+    assert f"on each of 2 ranks, and hw has {0.92 * 1e4 / 1024:.3g}KB" in note
