@@ -35,6 +35,18 @@ class Mixture:
         every = {edit for space in self.spaces for edit in space.edits(self.model)}
         return tuple(edit for edit in sorted(every) if self._changes(edit))
 
+    def require_edits(self) -> None:
+        """Refuse spaces that the model can have nothing of.
+
+        Raises:
+            ValueError: with the reason.
+        """
+        there = {edit.space for edit in self.edits}
+        for space in self.spaces:
+            if space.name not in there:
+                name, reason = self.model.shapes.name, space.obstacle(self.model)
+                raise ValueError(f"the space {space.name} has no edits of {name}: {reason}; leave it out")
+
     def operations(self, choice: Iterable[Edit]) -> tuple[AppliedOperation, ...]:
         """What carries out a choice, in the order of a recipe.
 

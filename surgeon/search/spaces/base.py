@@ -96,6 +96,10 @@ class Space(ABC):
             program: what spaces of lower place have made of the model.
         """
 
+    def obstacle(self, model: Searched) -> str:
+        """Why the model can have none of the edits, where it cannot: what follows on "the space has no edits"."""
+        return f"the model has {model.layers} layer{'s' * (model.layers != 1)}"
+
     def neighbours(self, edit: Edit, model: Searched) -> Iterator[Edit]:
         """Edits that may stand in the place of one: of the same layers, or of the same kind one layer further."""
         for other in self.edits(model):
@@ -171,6 +175,8 @@ def whole_number(argument: str, least: int) -> int | None:
     """The whole number that stands behind a space's colon; None if it is none, or too small."""
     return int(argument) if argument.isdecimal() and len(argument) < 10 and int(argument) >= least else None
 
+
+ONE_STEP = "attention and MLP of its layers read the same stream already"
 
 SPACES: dict[str, type[Space]] = {}
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from surgeon.program import Program
 from surgeon.recipe import AppliedOperation
 from surgeon.search.edit import Edit
-from surgeon.search.spaces.base import Claim, Searched, Space, claims_of_shape, joined, register
+from surgeon.search.spaces.base import ONE_STEP, Claim, Searched, Space, claims_of_shape, joined, register
 
 
 @register
@@ -28,3 +28,6 @@ class FusedLayers(Space):
 
     def operations(self, edits: Sequence[Edit], program: Program, model: Searched) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
         return (AppliedOperation("fuse_attention_mlp", joined(edit.layers for edit in edits)),)
+
+    def obstacle(self, model: Searched) -> str:  # noqa: ARG002
+        return ONE_STEP

@@ -73,6 +73,9 @@ class LowRanks(Space):
             found.append(AppliedOperation("lowrank", layers, {"weights": [*_ranks(model, kind, keep)], "keep": keep}))
         return tuple(found)
 
+    def obstacle(self, model: Searched) -> str:  # noqa: ARG002
+        return "two factors with such shares of its matrices' parameters save nothing"
+
     def stretches(self, model: Searched) -> Iterator[list[Edit]]:
         """One share for all, from every layer on: of attentions, of MLPs, and of both."""
         edits = [(edit, *_read(edit)) for edit in self.edits(model)]

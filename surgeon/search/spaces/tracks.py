@@ -8,22 +8,33 @@ from typing import Self
 from surgeon.program import KINDS, Program, Sublayer
 from surgeon.recipe import AppliedOperation
 from surgeon.search.edit import Edit
-from surgeon.search.spaces.base import Claim, Searched, Space, claims_of_shape, joined, register, whole_number
+from surgeon.search.spaces.base import (
+    ONE_STEP,
+    Claim,
+    Searched,
+    Space,
+    claims_of_shape,
+    joined,
+    register,
+    whole_number,
+)
 from surgeon.weights.layout import indivisible, require_sliceable
 
 
-def has_slices(model: Searched) -> bool:
-    """Whether there is a slice of every layer for each rank: ranks to share, and heads and neurons that divide."""
+def why_no_slices(model: Searched) -> str | None:
+    """Why there is no slice of every layer for each rank; None if there is."""
     if model.ranks < 2:
-        return False
+        return "it has a slice of the layers for each rank, and one rank has nothing to share; use two or more"
     family = model.shapes.family
-    try:
-        for kind in KINDS:
+    for kind in KINDS:
+        try:
             require_sliceable(family.spec(kind), family)
-    except ValueError:
-        return False
-    slices = [Sublayer(kind, (0,), (0, model.ranks)) for kind in KINDS]
-    return not any(indivisible(each, model.shapes.units(each)) for each in slices)
+        except ValueError as error:
+            return str(error)
+        reason = indivisible(Sublayer(kind, (0,), (0, model.ranks)), model.shapes.units(Sublayer(kind, (0,))))
+        if reason is not None:
+            return reason
+    return None
 
 
 @register
@@ -55,7 +66,7 @@ class Tracks(Space):
         return cls(deepest)
 
     def edits(self, model: Searched) -> Iterator[Edit]:
-        if not has_slices(model):
+        if why_no_slices(model):
             return
         for depth in self._depths(model):
             for first in range(model.layers - depth + 1):
@@ -72,9 +83,12 @@ class Tracks(Space):
             found.append(AppliedOperation("tracks", stretches, {"count": model.ranks, "depth": depth}))
         return tuple(found)
 
+    def obstacle(self, model: Searched) -> str:
+        return why_no_slices(model) or super().obstacle(model)
+
     def stretches(self, model: Searched) -> Iterator[list[Edit]]:
         """Tracks of one depth from every layer on; the last ones are as deep as the layers that are left allow."""
-        if not has_slices(model):
+        if why_no_slices(model):
             return
         depths = self._depths(model)
         for number, depth in enumerate(depths):
@@ -101,7 +115,7 @@ class Desync(Space):
     place = 11
 
     def edits(self, model: Searched) -> Iterator[Edit]:
-        if has_slices(model) and model.shapes.family.steps_per_layer > 1:
+        if why_no_slices(model) is None and model.shapes.family.steps_per_layer > 1:
             for layer in range(model.layers):
                 yield Edit(layer, layer + 1, self.name)
 
@@ -110,3 +124,6 @@ class Desync(Space):
 
     def operations(self, edits: Sequence[Edit], program: Program, model: Searched) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
         return (AppliedOperation("desync", joined(edit.layers for edit in edits), {"count": model.ranks}),)
+
+    def obstacle(self, model: Searched) -> str:
+        return why_no_slices(model) or ONE_STEP

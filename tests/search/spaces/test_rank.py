@@ -37,9 +37,9 @@ def test_one_operation_for_each_share_and_kind() -> None:
     ]
 
 
-def narrow(kv_heads: int, head_dim: int, neurons: int) -> Searched:
+def narrow(kv_heads: int, head_dim: int, neurons: int, heads: int = 4) -> Searched:
     model = searched(layers=2)
-    shapes = replace(model.shapes, kv_heads=kv_heads, head_dim=head_dim, neurons=neurons)
+    shapes = replace(model.shapes, heads=heads, kv_heads=kv_heads, head_dim=head_dim, neurons=neurons)
     return replace(model, shapes=shapes)
 
 
@@ -58,5 +58,8 @@ def test_shares_that_come_to_the_same_ranks_are_one_edit() -> None:
     """Of neurons so few that every share leaves rank 1, the largest is named; of one, there is none."""
     few = Mixture(parse_spaces("rank:0.8/0.6/0.4"), narrow(kv_heads=2, head_dim=8, neurons=2))
     assert [str(edit) for edit in few.edits if edit.first == 0 and "mlp" in edit.option] == ["rank 0:1 mlp:0.8"]
+    none = Mixture(parse_spaces("rank"), narrow(kv_heads=1, head_dim=1, neurons=1, heads=1))
+    with pytest.raises(ValueError, match="the space rank has no edits of llama: two factors .* save nothing; leave it"):
+        none.require_edits()
     one = Mixture(parse_spaces("rank:0.8/0.6/0.4"), narrow(kv_heads=2, head_dim=8, neurons=1))
     assert {edit.option for edit in one.edits} == {"attention:0.8", "attention:0.6", "attention:0.4"}

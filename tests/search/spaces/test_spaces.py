@@ -94,6 +94,29 @@ def test_tracks_need_slices(family: str, ranks: int, there: bool) -> None:
     assert bool(edits_of("desync", family, ranks=ranks)) == (there and family != "gpt_neox")
 
 
+@pytest.mark.parametrize(
+    ("space", "family", "layers", "ranks", "reason"),
+    [
+        ("tracks", "llama", 4, 1, "it has a slice of the layers for each rank, and one rank has nothing to share"),
+        ("desync", "llama", 4, 4, "the 4 heads and 2 KV heads of A0 do not divide into 4 slices"),
+        ("tracks", "gemma2", 4, 2, "sublayers of Gemma2 cannot be sliced"),
+        ("tracks", "gpt_neox", 1, 2, "the model has 1 layer;"),
+        ("desync", "gpt_neox", 4, 2, "attention and MLP of its layers read the same stream already"),
+        ("fuse", "gpt_neox", 4, 2, "attention and MLP of its layers read the same stream already"),
+        ("pair", "llama", 1, 2, "the model has 1 layer; leave it out"),
+        ("rank:0.01", "llama", 4, 2, None),
+    ],
+)
+def test_a_space_without_edits_says_why(space: str, family: str, layers: int, ranks: int, reason: str | None) -> None:
+    searching = mixture(f"{space},drop", family, layers, ranks)
+    assert any(edit.space != "drop" for edit in searching.edits) == (reason is None)
+    if reason is None:
+        searching.require_edits()
+        return
+    with pytest.raises(ValueError, match=f"the space {space} has no edits of {family}: {reason}"):
+        searching.require_edits()
+
+
 def test_tracks_have_a_slice_for_each_rank() -> None:
     searching = mixture("tracks", "gpt_neox", ranks=4)
     (operation,) = searching.operations([Edit.parse("tracks 0:2"), Edit.parse("tracks 2:4")])
