@@ -13,19 +13,22 @@ Advance = Callable[[float], None]
 
 
 @contextmanager
-def progress(what: str, total: float, unit: str, done: float = 0) -> Iterator[Advance]:
+def progress(
+    what: str, total: float, unit: str, done: float = 0, note: Callable[[], str] = lambda: ""
+) -> Iterator[Advance]:
     """Show how far some work is; yields a function to be called with each amount of it that is done.
 
     Args:
         what: the work, a few words.
         total: how much there is of it, in `unit`.
         done: how much was done earlier (a resumed run); it does not count towards the speed.
+        note: what to say beside it, as it is at the time; a few words.
     """
     if sys.stderr.isatty():
-        with _bar(what, total, done) as advance:
+        with _bar(what, total, done, note) as advance:
             yield advance
     else:
-        lines = _Lines(what, total, unit, done)
+        lines = _Lines(what, total, unit, done, note)
         yield lines.advance
         lines.end()
 
@@ -46,7 +49,7 @@ def stretch(advance: Advance, total: float) -> Iterator[Advance]:
 
 
 @contextmanager
-def _bar(what: str, total: float, done: float) -> Iterator[Advance]:
+def _bar(what: str, total: float, done: float, note: Callable[[], str]) -> Iterator[Advance]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -55,14 +58,18 @@ def _bar(what: str, total: float, done: float) -> Iterator[Advance]:
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(what, total=total)
         bar.advance(task, done)
-        yield lambda amount: bar.advance(task, amount)
+
+        def advance(amount: float) -> None:
+            bar.update(task, advance=amount, description=", ".join(filter(None, [what, note()])))
+
+        yield advance
 
 
 class _Lines:
     """A line now and then."""
 
-    def __init__(self, what: str, total: float, unit: str, done: float) -> None:
-        self.what, self.total, self.unit = what, total, unit
+    def __init__(self, what: str, total: float, unit: str, done: float, note: Callable[[], str]) -> None:
+        self.what, self.total, self.unit, self.note = what, total, unit, note
         self.first = self.done = done
         self.begun = self.shown = time.monotonic()
 
@@ -72,7 +79,8 @@ class _Lines:
         if now - self.shown >= SECONDS_BETWEEN_LINES and self.done > self.first:
             self.shown = now
             left = (now - self.begun) * (self.total - self.done) / (self.done - self.first)
-            self._print(f"{self.done / max(self.total, 1):4.0%} of {self.total:,.0f} {self.unit}, {_clock(left)} left")
+            share = f"{self.done / max(self.total, 1):4.0%} of {self.total:,.0f} {self.unit}"
+            self._print(", ".join(filter(None, [share, f"{_clock(left)} left", self.note()])))
 
     def end(self) -> None:
         self._print(f"done, {_clock(time.monotonic() - self.begun)}")

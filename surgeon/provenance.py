@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shlex
 import sys
 from collections.abc import Iterator
@@ -40,8 +41,14 @@ def provenance(model: str, model_hash: str, *, seed: int | None = None, **more: 
 
 
 def command_line() -> str:
-    """What the user typed, with the program by its name alone."""
-    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    """What the user typed, with the program by its name alone, and without passwords."""
+    return shlex.join([Path(sys.argv[0]).name, *map(without_password, sys.argv[1:])])
+
+
+def without_password(text: str) -> str:
+    """A text in which the passwords of addresses (database://user:password@host) are stars."""
+    text = re.sub(r"(://[^/@:\s]*):\S*@", r"\1:***@", text)
+    return re.sub(r"([?&]password=)[^&\s]*", r"\1***", text)
 
 
 def versions() -> dict[str, str]:

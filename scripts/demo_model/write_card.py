@@ -15,8 +15,8 @@ from surgeon.analysis.subject import Subject, open_subject
 from surgeon.demo import demo_model
 from surgeon.operations import ladder, pair, parallel, prune
 from surgeon.program import Program
-from surgeon.search.objective import divergence_on
-from surgeon.search.study import MeasuredProgram
+from surgeon.search.evaluate import Evaluator
+from surgeon.search.trial import MeasuredProgram
 
 TOKENS = 32768
 
@@ -74,7 +74,7 @@ def card(subject: Subject) -> str:
     layers = subject.model.config.num_hidden_layers
     named = changes(layers)
     dropped = [prune(named["none"], range(k, k + 1)) for k in range(layers)]
-    measured = divergence_on(subject.model, subject.windows)([*named.values(), *dropped])
+    measured = Evaluator(subject.model, subject.windows).measure([*named.values(), *dropped])
     rows = [_row(name, program, measured[program]) for name, program in named.items()]
     facts = json.loads((demo_model() / "training.json").read_text(encoding="utf-8"))
     perplexities = ", ".join(f"{measured[program].perplexity:.4g}" for program in dropped)

@@ -16,7 +16,7 @@ from surgeon.cli.scan import scan
 from surgeon.cli.search import search
 
 if TYPE_CHECKING:
-    from surgeon.search.study import MeasuredProgram
+    from surgeon.search.trial import MeasuredProgram
 
 RANKS = 2
 NEW_TOKENS = 64
@@ -47,7 +47,7 @@ def demo(
         f"which layers should run in pairs, for a depth of {depth}?",
         f"search demo --budget depth={depth} {measuring} --trials {trials} -o {_quoted(output / 'search')}",
     )
-    search("demo", f"depth={depth}", "demo", output / "search", trials=trials, tokens=tokens)
+    search("demo", "demo", output / "search", budget=f"depth={depth}", trials=trials, tokens=tokens)
     _announce("write what was found as a checkpoint", f"export {_quoted(found)} -o {_quoted(fused)} --overwrite")
     export(found, fused, overwrite=True)
     recipe = output / "ladder.yaml"
@@ -100,13 +100,13 @@ def _measure(variants: list[Contender], tokens: int) -> list[MeasuredProgram]:
     from surgeon.analysis.subject import open_subject
     from surgeon.program import Program
     from surgeon.recipe import read_recipe
-    from surgeon.search.objective import divergence_on
+    from surgeon.search.evaluate import Evaluator
 
     subject = open_subject("demo", "demo", tokens=tokens)
     config = subject.model.config
     layers = config.num_hidden_layers
     programs = [read_recipe(v.recipe).program_for(config) if v.recipe else Program.dense(layers) for v in variants]
-    measured = divergence_on(subject.model, subject.windows)(programs)
+    measured = Evaluator(subject.model, subject.windows).measure(programs)
     return [measured[program] for program in programs]
 
 

@@ -1,138 +1,206 @@
-"""`surgeon search`: the best layers to run in pairs, for a wanted depth or speed."""
+"""`surgeon search`: the best change of a model under a budget, or along one."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from surgeon.cli.grouped import grouped
-from surgeon.cli.opening import open_measured
+from surgeon.cli.opening import open_measured, warn
 from surgeon.cli.options import DataOption, MemoryOption, ModelArgument, OutputOption, TextArguments
+from surgeon.cli.search_question import HeldOutText, PredictedUse, SearchQuestion
+from surgeon.cli.search_workers import SearchWorkers
 
 if TYPE_CHECKING:
     from surgeon.analysis.subject import Subject
-    from surgeon.search.budget import Price
-    from surgeon.search.study import PairStudy
-
-
-@dataclass(frozen=True)
-class PredictedUse:
-    """What a budget of time is predicted for, in the user's words; a group of options (see grouped.py)."""
-
-    ranks: Annotated[int, typer.Option(min=1, help="For a latency or speedup: tensor-parallel ranks.")] = 2
-    batch: Annotated[int, typer.Option(min=1, help="For a latency or speedup: texts computed together.")] = 1
-    prompt: Annotated[int, typer.Option(min=1, help="For a latency or speedup: tokens of each prompt.")] = 1024
-    new: Annotated[int, typer.Option(min=2, help="For a latency or speedup: tokens added to each.")] = 512
-
-    def price(self, config: Any, model: str, hardware: str | None) -> Price:
-        """What pairs cost on a hardware; nothing where the budget needs none.
-
-        Raises:
-            FileNotFoundError, ValueError: if there is no such hardware, or the model does not fit these ranks.
-        """
-        from surgeon.cost.hardware_file import load_hardware
-        from surgeon.cost.predict import Deployment, Workload
-        from surgeon.cost.shapes import ModelShapes
-        from surgeon.search.price import predicted_price
-
-        if hardware is None:
-            return lambda _: 0.0
-        machine, shapes = load_hardware(hardware), ModelShapes.of(Path(model).name, config)
-        workload = Workload(self.batch, self.prompt, self.new)
-        return predicted_price(shapes, machine, workload, Deployment(self.ranks, machine.dtype(shapes.dtype)))
+    from surgeon.quality.data import Windows
+    from surgeon.search.evaluate import Evaluator
+    from surgeon.search.front import DepthCurve
+    from surgeon.search.question import Question
+    from surgeon.search.results import Winner
+    from surgeon.search.rounds import RoundStudy
+    from surgeon.search.terms import Terms
+    from surgeon.search.trial import Trial
+    from surgeon.search.winners import Comparison
 
 
 @grouped
 def search(
     model: ModelArgument,
-    budget: Annotated[
-        str,
-        typer.Option(
-            "--budget",
-            help="What to come down to: an effective depth, depth=12; or a time per token, latency=12ms@h100-sxm, or "
-            "times as fast as the unedited model, speedup>=1.3@h100-sxm, as surgeon predict has it on that hardware.",
-            show_default=False,
-        ),
-    ],
     data: DataOption,
     output: OutputOption,
-    trials: Annotated[int, typer.Option("--trials", help="How many choices of pairs to try in all.", min=1)] = 60,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of everything random.")] = 0,
+    trials: Annotated[int, typer.Option("--trials", help="How many programs to try in all.", min=1)] = 60,
     *,
+    asked: SearchQuestion,
     use: PredictedUse,
+    held: HeldOutText,
+    work: SearchWorkers,
     text: TextArguments,
     memory: MemoryOption = None,
 ) -> None:
-    """Search for the best layers to run in pairs (LP) under a budget of depth or predicted time.
+    """Search for the best change of a model: layers in pairs, late steps, dropped layers, low ranks, or all of these.
 
-    Tries the paper's contiguous windows first, then what single pairs suggest, then what Optuna's sampler proposes.
-    Writes recipe.yaml (for surgeon export), trials.csv, search.json and quality-against-depth.png. Interrupted, the
-    same command goes on where it was; with more --trials it adds to them.
+    Every change is measured alone first; then whole programs are proposed from that, measured, and learnt from. Writes
+    recipe.yaml (for surgeon export), trials.csv, terms.csv, search.json and pictures; without a budget, or with several
+    objectives, a recipe for each point of the front, too. The winner and the runners-up are measured again on text that
+    the search did not see. Interrupted, the same command goes on where it was; with more --trials it adds to them.
     """
     from surgeon.checkpoint.config_only import read_config_only
-    from surgeon.progress import progress
-    from surgeon.report.depth import draw_quality_against_depth
-    from surgeon.search.budget import parse_budget
-    from surgeon.search.results import write_results
+    from surgeon.search.evaluate import Evaluator
+    from surgeon.search.question import Question
 
-    wanted = parse_budget(budget)
-    config = read_config_only(model).config  # what cannot be had is said before a large model is loaded
-    num_layers = config.num_hidden_layers
-    pairs = wanted.pairs_needed(num_layers, use.price(config, model, wanted.hardware))
+    # What cannot be had is said before a large model is loaded.
+    mixture, budget = asked.of_model(Path(model).name, read_config_only(model).config, use)
     subject = open_measured(model, data, text, memory)
-    asked = {"budget": budget, "seed": seed, **({} if wanted.hardware is None else asdict(use))}
-    study = _study(subject, output, pairs, asked)
-    record = subject.provenance(**asked)
-    with progress("search", trials, "trials", len(study.finished())) as ran:
-        for _ in study.run(trials):
-            write_results(output, subject.reference, study, record)
-            ran(1)
-    write_results(output, subject.reference, study, record)
-    draw_quality_against_depth(
-        output / "quality-against-depth.png",
-        study.profile(),
-        study.finished(),
-        study.best(),
-        float(num_layers - pairs),
-        f"{subject.label}: the best {study.count} pairs, {len(study.finished())} trials",
-    )
-    _say(study, output)
+    unseen = held.windows(subject)
+    if unseen is not None:
+        warn(unseen.notes)
+    output.mkdir(parents=True, exist_ok=True)
+    evaluator = Evaluator(subject.model, subject.windows, subject.memory, output, model_hash=subject.model_hash)
+    dense = mixture.model.dense
+    question = Question(mixture, budget, asked.objectives(), evaluator.measure([dense])[dense])
+    settings = {**asdict(asked), **asdict(use)}
+    with work.at_work(output):
+        study = _study(subject, question, work, output, settings)
+        terms = _terms(study, question, evaluator)
+        found = _run(study, question, terms, evaluator, trials, output)
+    if work.is_first:
+        record = subject.provenance(**settings, trials=len(found), study=study.name, storage=study.storage.place)
+        _finish(question, found, unseen, subject, record, output)
 
 
-def _study(subject: Subject, output: Path, pairs: int, asked: dict[str, Any]) -> PairStudy:
-    """The study in a folder, new or gone on with.
-
-    Args:
-        asked: what the user has said of it, the seed among it.
-
-    Raises:
-        ValueError: if the folder holds another one.
-    """
-    from surgeon.families import family_of
+def _study(
+    subject: Subject, question: Question, work: SearchWorkers, output: Path, settings: dict[str, Any]
+) -> RoundStudy:
+    """The study in its storage, new or gone on with; ValueError if it is another one."""
     from surgeon.provenance import FORMAT
-    from surgeon.search.objective import divergence_on
-    from surgeon.search.study import PairStudy
+    from surgeon.search.rounds import RoundStudy
 
-    config = subject.model.config
-    return PairStudy(
-        output,
-        config.num_hidden_layers,
-        family_of(config).steps_per_layer,
-        pairs,
-        asked["seed"],
-        divergence_on(subject.model, subject.windows, subject.memory, output),
-        settings={"format": FORMAT, "model_hash": subject.model_hash, "data": subject.windows.digest, **asked},
+    known = {"format": FORMAT, "model_hash": subject.model_hash, "data": subject.windows.digest, **settings}
+    return RoundStudy(
+        work.open(output),
+        work.name(subject.label, known),
+        known,
+        edits=question.mixture.edits,
+        objectives={str(objective): "minimize" for objective in question.objectives},
+        values=lambda proposal, measured: question.values_of(proposal.key, measured),
+        workers=work.workers,
     )
 
 
-def _say(study: PairStudy, output: Path) -> None:
+def _terms(study: RoundStudy, question: Question, evaluator: Evaluator) -> Terms:
+    """What edits do alone, measured by one worker for all."""
+    from surgeon.progress import progress
+    from surgeon.search.terms import Terms, measure_terms, work_of_terms
+
+    mixture = question.mixture
+    programs = [mixture.program((edit,)) for edit in mixture.edits]
+
+    def compute() -> Any:
+        with progress(f"search: {len(programs)} single edits", work_of_terms(evaluator, programs), "sublayers") as ran:
+            evaluator.ran = ran
+            return measure_terms(evaluator, programs).to_json()
+
+    try:
+        return Terms.from_json(study.shared("terms", compute))
+    finally:
+        evaluator.ran = lambda _: None
+
+
+def _run(
+    study: RoundStudy, question: Question, terms: Terms, evaluator: Evaluator, trials: int, output: Path
+) -> list[Trial]:
+    """Run all trials, and keep the tables true meanwhile."""
+    from surgeon.progress import progress
+    from surgeon.search.results import write_progress
+    from surgeon.search.search import BATCH, Search
+
+    searching = Search(question, terms, evaluator, trials)
+    found = {trial.proposal.key: trial for trial in study.finished()}
+
+    def best_so_far() -> str:
+        best = min((question.cost(trial) for trial in found.values()), default=float("inf"))
+        return f"best {best:.4g}" if best < float("inf") else ""
+
+    with progress("search", trials, "trials", len(found), best_so_far) as ran:
+        for trial in study.run(searching.propose, searching.measure, BATCH):
+            found[trial.proposal.key] = trial
+            ran(1)
+    ended = sorted(found.values(), key=lambda trial: trial.number)
+    write_progress(output, question, terms, ended)
+    return ended
+
+
+def _finish(
+    question: Question,
+    trials: Sequence[Trial],
+    unseen: Windows | None,
+    subject: Subject,
+    record: dict[str, Any],
+    output: Path,
+) -> None:
+    """Choose the winner, measure it again, and write and say what was found."""
+    from surgeon.search.front import depth_curves
+    from surgeon.search.question import DEPTH
+    from surgeon.search.results import Winner, write_record, write_winner
+    from surgeon.search.winner import choose
+
+    along_depth = question.along == DEPTH
+    curves = depth_curves(trials, question.original, question.budget.pricing) if along_depth else []
+    (first, *others), why = choose(question, trials, curves)
+    comparison = None if unseen is None else _compared(question, first, others, unseen, subject, output)
+    winner = Winner(first if comparison is None else comparison.chosen.trial, why, comparison)
+    write_winner(output, question, winner, subject.reference, record)
+    write_record(output, question, winner, record)
+    _draw(question, trials, curves, subject, output)
+    _say(question, winner, curves, output)
+
+
+def _compared(
+    question: Question, first: Trial, others: Sequence[Trial], unseen: Windows, subject: Subject, output: Path
+) -> Comparison:
+    """The winner and the runners-up on held-out text."""
+    from surgeon.search.evaluate import Evaluator
+    from surgeon.search.winners import RUNNERS_UP, Measured, remeasure
+
+    evaluator = Evaluator(subject.model, unseen, subject.memory, output)
+    by: Measured = "perplexity" if str(question.objectives[0]) == "perplexity" else "divergence"
+    return remeasure(first, others[:RUNNERS_UP], question.mixture.model.dense, evaluator.measure, by)
+
+
+def _draw(
+    question: Question, trials: Sequence[Trial], curves: Sequence[DepthCurve], subject: Subject, output: Path
+) -> None:
+    from surgeon.report.front import draw_depths, draw_front
+    from surgeon.search.front import pareto_front
+    from surgeon.search.front_files import write_depths, write_front
+
+    if curves:
+        write_depths(output, curves)
+        draw_depths(output / "quality-against-depth.png", curves, f"{subject.label}: how deep it really is")
+    if len(question.objectives) > 1:
+        front = pareto_front(trials, question.objectives, question.budget.pricing)
+        write_front(output, front, question.objectives, question.mixture, subject.reference, subject.model_hash)
+        draw_front(output / "front.png", front, trials, question.objectives, question.budget.pricing, subject.label)
+
+
+def _say(question: Question, winner: Winner, curves: Sequence[DepthCurve], output: Path) -> None:
     """Print what was found, a few lines."""
-    best, original = study.best(), study.profile()[study.num_layers].perplexity
-    typer.echo(f"program     {study.program(best.pairs)}")
-    typer.echo(f"depth       {study.num_layers - study.count:g} of {study.num_layers} layers")
-    typer.echo(f"divergence  {best.measured.divergence:.4g} nats per token")
-    typer.echo(f"perplexity  {best.measured.perplexity:.4g}; the original's is {original:.4g}")
+    trial, measured = winner.trial, winner.trial.measured
+    pricing = question.budget.pricing
+    typer.echo(f"program     {trial.proposal.key}")
+    typer.echo(f"edits       {', '.join(map(str, trial.proposal.choice))}")
+    for aspect, dense in zip(pricing.aspects, pricing.dense, strict=True):
+        cost = aspect.show(question.price(aspect, trial))
+        typer.echo(f"cost        {cost}; the original's is {aspect.quantity.show(dense)}")
+    typer.echo(f"divergence  {measured.divergence:.4g} nats per token")
+    typer.echo(f"perplexity  {measured.perplexity:.4g}; the original's is {question.original.perplexity:.4g}")
+    for curve in curves:
+        typer.echo(f"depth       {curve.line()}")
+    for line in winner.comparison.lines() if winner.comparison else []:
+        typer.echo(f"held out    {line}")
     typer.echo(f"recipe      {output / 'recipe.yaml'}")

@@ -11,7 +11,8 @@ from optuna.exceptions import StorageInternalError
 from sqlalchemy.exc import SQLAlchemyError
 
 from surgeon.errors import first_line
-from surgeon.search.storage import StudyStorage, without_password
+from surgeon.provenance import without_password
+from surgeon.search.storage import StudyStorage
 
 Say = Callable[[str], None]
 Found = TypeVar("Found")

@@ -18,7 +18,7 @@ from surgeon.search.mixture import Mixture
 from surgeon.search.optimise import Damage, Numbers, Savings, best_choices
 from surgeon.search.surrogate import Surrogate
 from surgeon.search.terms import Terms
-from surgeon.search.trial import MeasuredProgram, Proposal, Trial
+from surgeon.search.trial import Proposal, Trial
 
 WINDOW = "window"  # one unbroken stretch, as papers choose it
 ADDITIVE = "additive"  # least sum of what edits do alone
@@ -27,13 +27,14 @@ REGRESSION = "regression"  # the same with terms corrected by the trials so far
 NEIGHBOUR = "neighbour"  # one of the best so far with one edit moved
 SOURCES = (WINDOW, ADDITIVE, SECOND_ORDER, REGRESSION, NEIGHBOUR)
 
-Value = Callable[[MeasuredProgram], float]
+Value = Callable[[Trial], float]
 
 _POOL = 60  # candidates of each kind for a goal
 _TOP = 3  # trials whose neighbours are looked at
 _HOPELESS = 10.0  # times the best: what is worse teaches nothing about where the best is
 # How many standard deviations below its prediction a candidate is taken for: from trusting the prediction to curiosity.
 _CURIOSITY = (0.0, 0.5, 1.0, 2.0)
+_TRUSTED = 0.3  # of a prediction: it is not off by more, or choices that break the model would look interesting
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Proposer:
     terms: Terms
     prices: Prices
     goals: tuple[Goal, ...]
-    value: Value = field(default=lambda measured: measured.divergence)
+    value: Value = field(default=lambda trial: trial.measured.divergence)
 
     def first_round(self, count: int) -> list[Proposal]:
         """Before there are trials: for each goal at most so many choices, the most promising kind first."""
@@ -83,7 +84,7 @@ class Proposer:
 
     def surrogate(self, trials: Sequence[Trial]) -> Surrogate:
         """What the trials say about the terms."""
-        known = [trial for trial in trials if self._is_known(trial.proposal.choice)]
+        known = [trial for trial in trials if self.knows(trial.proposal.choice)]
         finite = [trial for trial in known if math.isfinite(trial.measured.divergence)]
         by_level: dict[float | None, float] = {}
         for trial in finite:
@@ -141,7 +142,7 @@ class Proposer:
             fresh = [choice for choice in every if self._key(choice) not in tried]
         numbers = [self._numbers(choice) for choice in fresh]
         mean = np.array([surrogate.corrected.of(one) for one in numbers])
-        deviation = surrogate.uncertainty(numbers)
+        deviation = np.minimum(surrogate.uncertainty(numbers), _TRUSTED * np.abs(mean))
         for turn in range(count):
             curiosity = _CURIOSITY[turn % len(_CURIOSITY)]
             for place in np.argsort(mean - curiosity * deviation, kind="stable"):
@@ -193,9 +194,9 @@ class Proposer:
 
     def _near_the_best(self, goal: Goal, trials: Sequence[Trial], damage: Damage) -> list[Choice]:
         """The best trials of a goal, each with one edit moved anywhere, or a damaging one dropped."""
-        own = [t for t in trials if self._is_known(t.proposal.choice) and self.meets(t.proposal.choice, goal)]
+        own = [t for t in trials if self.knows(t.proposal.choice) and self.meets(t.proposal.choice, goal)]
         found: list[Choice] = []
-        for trial in sorted(own, key=lambda trial: self.value(trial.measured))[:_TOP]:
+        for trial in sorted(own, key=self.value)[:_TOP]:
             choice = trial.proposal.choice
             for edit in choice:
                 rest = tuple(other for other in choice if other != edit)
@@ -225,7 +226,8 @@ class Proposer:
     def _choice(self, numbers: Iterable[int]) -> Choice:
         return as_choice(self.mixture.edits[number] for number in numbers)
 
-    def _is_known(self, choice: Choice) -> bool:
+    def knows(self, choice: Choice) -> bool:
+        """Whether all edits of a choice are its own."""
         return all(edit in self._number for edit in choice)
 
     @cached_property

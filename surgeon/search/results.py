@@ -1,73 +1,130 @@
-"""The files a search leaves: recipe.yaml, trials.csv, search.json and quality-against-depth.png."""
+"""The files a search leaves: recipe.yaml, trials.csv, terms.csv and search.json; those of a front beside them."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
+from surgeon.program import Program
 from surgeon.provenance import write_json, write_table, write_text
-from surgeon.recipe import Expect, Recipe
-from surgeon.search.space import as_operation
-from surgeon.search.study import MeasuredProgram, PairStudy, Trial
+from surgeon.search.front_files import trial_recipe
+from surgeon.search.question import DEPTH, Question
+from surgeon.search.terms import Terms
+from surgeon.search.trial import MeasuredProgram, Trial
+from surgeon.search.winners import Comparison
 
-RECIPE_FILE, TRIALS_FILE, RECORD_FILE = "recipe.yaml", "trials.csv", "search.json"
-
-
-def found_recipe(model: str, model_hash: str, study: PairStudy, trial: Trial) -> Recipe:
-    """The recipe that makes a trial's program of the model, bound to the weights it was found on."""
-    operations = (as_operation(trial.pairs),) if trial.pairs else ()
-    program = study.program(trial.pairs)
-    expect = Expect(effective_depth=program.effective_depth(study.steps_per_layer), sync_points=program.sync_points(2))
-    return Recipe(model, operations, expect, model_hash)
+RECIPE_FILE, TRIALS_FILE, TERMS_FILE, RECORD_FILE = "recipe.yaml", "trials.csv", "terms.csv", "search.json"
 
 
-def write_recipe(path: Path, model: str, study: PairStudy, record: dict[str, Any]) -> None:
-    """Write the best trial so far as a recipe, with what was measured in comments."""
-    best, dense = study.best(), study.profile()[float(study.num_layers)]
-    measured = best.measured
-    low, high = measured.divergence_low, measured.divergence_high
-    lines = [
-        f"# Found by: {record['command']}",
-        f"# The best of {len(study.finished())} trials: number {best.number}, {best.source}.",
-        f"# On {measured.tokens:,} tokens:",
-        f"# divergence {measured.divergence:.4g} nats per token,",
-        *([f"# its 95% interval {low:.4g} to {high:.4g},"] if math.isfinite(high) else []),
-        f"# perplexity {measured.perplexity:.4g}; the original's is {dense.perplexity:.4g}.",
-    ]
-    write_text(path, "\n".join(lines) + "\n" + found_recipe(model, record["model_hash"], study, best).to_yaml())
+@dataclass(frozen=True)
+class Winner:
+    """The trial that a search ends with.
+
+    Attributes:
+        why: what it is the best of, in a few words.
+        comparison: with its runners-up on held-out text; None if none was held out.
+    """
+
+    trial: Trial
+    why: str
+    comparison: Comparison | None = None
 
 
-def trials_table(study: PairStudy) -> pd.DataFrame:
-    """One row per finished trial, in the order they were asked for; `layers` as a recipe has it."""
+def trials_table(question: Question, trials: Sequence[Trial]) -> pd.DataFrame:
+    """One row per trial, in the order they were asked for: its edits, its costs, its quality, its program."""
+    return pd.DataFrame([_row(question, trial) for trial in trials])
+
+
+def _row(question: Question, trial: Trial) -> dict[str, Any]:
+    measured, program = trial.measured, Program.parse(trial.proposal.key)
+    pricing = question.budget.pricing
+    costs = {str(aspect): pricing.price(aspect, program) for aspect in dict.fromkeys([DEPTH, *pricing.aspects])}
+    return {
+        "trial": trial.number,
+        "source": trial.proposal.source,
+        "level": math.nan if trial.proposal.level is None else trial.proposal.level,
+        "edits": "; ".join(map(str, trial.proposal.choice)),
+        **costs,
+        "divergence": measured.divergence,
+        "divergence_low": measured.divergence_low,
+        "divergence_high": measured.divergence_high,
+        "perplexity": measured.perplexity,
+        "tokens": measured.tokens,
+        "whole": measured.whole,
+        "within": measured.whole and question.is_met(trial),
+        **measured.more,
+        "program": trial.proposal.key,
+    }
+
+
+def terms_table(question: Question, terms: Terms) -> pd.DataFrame:
+    """One row per edit: what it does alone, what it saves, and which edit it goes with worst and best."""
+    mixture, pricing = question.mixture, question.budget.pricing
+    aspects = list(dict.fromkeys([DEPTH, *pricing.aspects]))
+    dense = [pricing.price(aspect, mixture.model.dense) for aspect in aspects]
     rows = []
-    for trial in study.finished():
-        program = study.program(trial.pairs)
+    for place, edit in enumerate(mixture.edits):
+        program = mixture.program((edit,))
+        saved = {
+            f"{aspect}_saved": own - pricing.price(aspect, program) for aspect, own in zip(aspects, dense, strict=True)
+        }
+        others = np.delete(terms.correlation[place], place)
         rows.append(
             {
-                "trial": trial.number,
-                "source": trial.source,
-                "depth": program.effective_depth(study.steps_per_layer),
-                "pairs": " ".join(f"{first}+{first + 1}" for first in trial.pairs),
-                **vars(trial.measured),
-                "program": str(program),
+                "edit": str(edit),
+                "space": edit.space,
+                "first": edit.first,
+                "last": edit.stop - 1,
+                "option": edit.option,
+                "divergence": terms.divergence[place],
+                "correlation_mean": float(others.mean()) if len(others) else math.nan,
+                **saved,
             }
         )
     return pd.DataFrame(rows)
 
 
-def write_results(folder: Path, model: str, study: PairStudy, record: dict[str, Any]) -> None:
-    """Write the recipe, the table and the provenance; each file is whole at any time."""
-    write_recipe(folder / RECIPE_FILE, model, study, record)
-    write_table(folder / TRIALS_FILE, trials_table(study), missing="")
-    best = study.best()
-    found = {"trial": best.number, "program": str(study.program(best.pairs)), **_finite(best.measured)}
-    original = _finite(study.profile()[float(study.num_layers)])
-    write_json(folder / RECORD_FILE, record | {"trials": len(study.finished()), "best": found, "original": original})
+def write_progress(folder: Path, question: Question, terms: Terms, trials: Sequence[Trial]) -> None:
+    """Write what is known while the search goes on; each file is whole at any time."""
+    write_table(folder / TRIALS_FILE, trials_table(question, trials), missing="")
+    write_table(folder / TERMS_FILE, terms_table(question, terms), missing="")
+
+
+def write_winner(folder: Path, question: Question, winner: Winner, model: str, record: Mapping[str, Any]) -> None:
+    """Write the winner as a recipe, with what was measured in comments."""
+    trial, measured, original = winner.trial, winner.trial.measured, question.original
+    low, high = measured.divergence_low, measured.divergence_high
+    lines = [
+        f"# Found by: {record['command']}",
+        f"# {winner.why}: trial {trial.number} of {record['trials']}, {trial.proposal.source}.",
+        f"# On {measured.tokens:,} tokens:",
+        f"# divergence {measured.divergence:.4g} nats per token,",
+        *([f"# its 95% interval {low:.4g} to {high:.4g},"] if math.isfinite(high) else []),
+        f"# perplexity {measured.perplexity:.4g}; the original's is {original.perplexity:.4g}.",
+        *([f"# {line}" for line in winner.comparison.lines()] if winner.comparison else []),
+    ]
+    recipe = trial_recipe(trial, question.mixture, model, str(record["model_hash"]))
+    write_text(folder / RECIPE_FILE, "\n".join(lines) + "\n" + recipe.to_yaml())
+
+
+def write_record(folder: Path, question: Question, winner: Winner, record: Mapping[str, Any]) -> None:
+    """Write the provenance, and what was found in numbers."""
+    trial = winner.trial
+    best = {"trial": trial.number, "why": winner.why, "program": trial.proposal.key, **_finite(trial.measured)}
+    found: dict[str, Any] = {"best": best, "original": _finite(question.original)}
+    if winner.comparison is not None:
+        found["held_out"] = winner.comparison.to_json()
+    write_json(folder / RECORD_FILE, {**record, **found})
 
 
 def _finite(measured: MeasuredProgram) -> dict[str, float | None]:
     """The numbers as JSON holds them."""
-    return {name: value if math.isfinite(value) else None for name, value in vars(measured).items()}
+    names = ("perplexity", "divergence", "divergence_low", "divergence_high", "tokens")
+    values = {name: getattr(measured, name) for name in names} | dict(measured.more)
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}

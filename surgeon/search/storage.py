@@ -18,9 +18,11 @@ from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from sqlalchemy import URL, event, exc, make_url
 
 from surgeon.errors import did_you_mean, first_line
+from surgeon.provenance import without_password
 
 STUDY_FILE = "study.db"
 KINDS = "postgresql://user@host/database, sqlite:///file or journal:file"
+JOURNAL_BEGINS = b'{"op_code":'
 TRIES = 20  # of opening a database that another worker is just setting up
 SECONDS_LOCKED = 60.0  # that a SQLite file may be busy before it counts as away
 ANSWER, SILENCE = 10, 30  # seconds to wait for a connection, and for a server that says nothing any more
@@ -100,12 +102,6 @@ def open_storage(address: str | None, output: Path, pace: Pace | None = None) ->
     return _open_server(url, pace)
 
 
-def without_password(text: str) -> str:
-    """A text with the passwords of addresses in it put out of sight."""
-    text = re.sub(r"(://[^/@:\s]*):[^\s]*@(?=[^@\s]*)", r"\1:***@", text)
-    return re.sub(r"([?&]password=)[^&\s]*", r"\1***", text)
-
-
 def _open_sqlite(path: Path, pace: Pace) -> StudyStorage:
     if not path.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {path.parent} to keep the study in; make it first")
@@ -155,8 +151,8 @@ def _explained(error: BaseException, url: URL, place: str) -> OSError:
     """What a server that refuses means, in one line."""
     said = _said(error, url)
     if re.search(r'database "[^"]*" does not exist', said):
-        host = f" -h {url.host}" if url.host else ""
-        return OSError(f"there is no database {url.database!r} at {place}; make it: createdb{host} {url.database}")
+        flags = "".join(f" -{f} {v}" for f, v in {"h": url.host, "p": url.port, "U": url.username}.items() if v)
+        return OSError(f"there is no database {url.database!r} at {place}; make it: createdb{flags} {url.database}")
     if re.search(r'role "[^"]*" does not exist', said):
         return OSError(f"{place} knows no user {url.username!r}; make one, createuser NAME, or give another's name")
     if "no password supplied" in said or "password authentication failed" in said:
@@ -164,8 +160,8 @@ def _explained(error: BaseException, url: URL, place: str) -> OSError:
         return OSError(f"{place} {wrong}; put the right one into ~/.pgpass, or into PGPASSWORD")
     if "permission denied" in said:
         return OSError(f"{place} does not let {url.username!r} make tables ({said}); use a database that is theirs")
-    if "connection" in said or "timeout" in said or "host name" in said:
-        return OSError(f"no database answers at {place} ({said}); start it, or mend the address")
+    if isinstance(error, exc.OperationalError):
+        return OSError(f"{place} cannot be reached ({said}); see that it runs, and that the address is right")
     return OSError(f"{place} cannot hold a study: {said}")
 
 
@@ -207,10 +203,16 @@ def _open_journal(path: Path, pace: Pace) -> StudyStorage:
         raise FileNotFoundError(f"journal:{path} lies in no folder that is there; make it first, or name another file")
     if path.is_dir():
         raise IsADirectoryError(f"journal:{path} is a folder; name a file in it")
+    first = b""
+    if path.exists():
+        with path.open("rb") as file:
+            first = file.read(len(JOURNAL_BEGINS))
+    if not JOURNAL_BEGINS.startswith(first):  # it would be mended (JournalLock), so nothing else may be taken for one
+        raise ValueError(f"{path} is no journal of a study; name another file")
     try:
         backend = JournalStorage(JournalFileBackend(str(path), lock_obj=JournalLock(path)))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is no journal of a study, or is damaged: {first_line(error)}") from error
+        raise ValueError(f"{path} is damaged: {first_line(error)}; name another file to begin anew") from error
     return StudyStorage(backend, f"journal:{path}", pace=pace)
 
 

@@ -19,9 +19,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from surgeon.analysis.sharing import share
+from surgeon.program import Program
 from surgeon.quality.head import OutputHead
+from surgeon.quality.summary import mean_divergence
+from surgeon.search.evaluate import Evaluator
 from surgeon.search.optimise import Damage, Numbers
 
+_TOKENS = 2048  # of the text, that edits are measured on alone: trials correct what a short text gets wrong
+_SAMPLE, _LEAST_SAMPLE = 512, 32  # of these, the tokens that covariances are taken over
+_SAMPLE_BYTES = 256 << 20  # of their streams, of all edits together
 _BLOCK_BYTES = 64 << 20  # of the logits of all edits
 _WORST = 1e3  # nats: a model that is broken, whatever else it is
 
@@ -46,6 +53,11 @@ class Terms:
         cross = 2 * self.correlation * np.outer(amplitude, amplitude)
         np.fill_diagonal(cross, 0.0)
         return Damage(alone, cross)
+
+    def of(self, numbers: Sequence[int]) -> Terms:
+        """Those of some of the edits."""
+        index = list(numbers)
+        return Terms(self.divergence[index], self.correlation[np.ix_(index, index)])
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values, rounded to what matters."""
@@ -90,3 +102,45 @@ def correlations(covariance: Tensor) -> Numbers:
     scale = deviation[:, None] * deviation[None, :]
     found = torch.where(scale > 0, covariance / scale, torch.zeros_like(scale)).nan_to_num()
     return found.clamp(-1, 1).numpy()
+
+
+@torch.inference_mode()
+def measure_terms(evaluator: Evaluator, programs: Sequence[Program]) -> Terms:
+    """The terms of edits, measured on the beginning of the text.
+
+    Args:
+        programs: of each edit alone.
+    """
+    ids, dense, head = evaluator.windows.ids, evaluator.dense, evaluator.head
+    windows = _windows(evaluator)
+    part = ids[windows.start : windows.stop].to(evaluator.model.device)
+    ((_, stream),) = evaluator.streams([dense], windows)
+    reference = head.reference(stream, part)
+    original = _sampled(head.predicting(stream), len(programs))
+    places: dict[Program, list[int]] = {}
+    for place, program in enumerate(programs):
+        places.setdefault(program, []).append(place)
+    divergence = np.full(len(programs), np.inf)
+    changed = [original] * len(programs)
+    for program, stream in evaluator.streams(places, windows):
+        mean = mean_divergence(head.compare(stream, reference).divergence.cpu().numpy())
+        for place in places.get(program, ()):  # the dense program's may be among them
+            divergence[place], changed[place] = mean, _sampled(head.predicting(stream), len(programs))
+    return Terms(divergence, correlations(covariances(head, original, changed)))
+
+
+def work_of_terms(evaluator: Evaluator, programs: Sequence[Program]) -> float:
+    """How many sublayers that runs, in passes over all of the text."""
+    return share(programs).total_sublayers * len(_windows(evaluator)) / len(evaluator.windows.ids)
+
+
+def _windows(evaluator: Evaluator) -> range:
+    count, window = evaluator.windows.ids.shape
+    return range(max(1, min(count, _TOKENS // window)))
+
+
+def _sampled(hidden: Tensor, programs: int) -> Tensor:
+    """Some of the tokens, evenly spread: as many as leave room for those of all programs."""
+    room = _SAMPLE_BYTES // (4 * hidden.shape[1] * max(1, programs))
+    rows = min(len(hidden), _SAMPLE, max(_LEAST_SAMPLE, room))
+    return hidden[torch.linspace(0, len(hidden) - 1, rows).long()].float()

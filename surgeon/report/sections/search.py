@@ -11,15 +11,18 @@ from surgeon.report.blocks import Block, Chart, Code, Finding, Gallery, Table
 from surgeon.report.chart import Point, Series, draw_chart, layer_axis, log_axis
 from surgeon.report.runs import Kind, Run, TableFile
 from surgeon.report.words import interval, interval_heads, listed, number, plural, with_intervals
-from surgeon.search.proposals import ADDITIVE, NEIGHBOUR, SAMPLED, WINDOW
-from surgeon.search.study import DAMAGE, PROFILE, STUDY_FILE
+from surgeon.search.proposer import ADDITIVE, NEIGHBOUR, REGRESSION, SECOND_ORDER, WINDOW
+from surgeon.search.storage import STUDY_FILE
+
+DAMAGE, PROFILE = "pair_damage", "profile"
 
 TRIALS, RECIPE = "trials.csv", "recipe.yaml"
 _SOURCES = {
     WINDOW: ("one unbroken stretch", 0),
     ADDITIVE: ("least sum of single pairs' damage", 2),
     NEIGHBOUR: ("neighbour of the best", 1),
-    SAMPLED: ("sampled", 7),
+    SECOND_ORDER: ("second order", 7),
+    REGRESSION: ("regression", 3),
 }
 _SHOWN = 10  # trials in the table
 

@@ -1,0 +1,153 @@
+"""The options of `surgeon search` that say what is asked: of which spaces, within which budget, to make what small."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from surgeon.analysis.subject import Subject
+    from surgeon.quality.data import Windows
+    from surgeon.search.limits import Limit, SearchBudget
+    from surgeon.search.mixture import Mixture
+    from surgeon.search.objectives import Objective
+
+
+@dataclass(frozen=True)
+class PredictedUse:
+    """What ranks and times are predicted for, in the user's words; a group of options (see grouped.py)."""
+
+    ranks: Annotated[
+        int, typer.Option(min=1, help="Tensor-parallel ranks, for tracks and whatever depends on them.")
+    ] = 2
+    batch: Annotated[int, typer.Option(min=1, help="For a latency or speedup: texts computed together.")] = 1
+    prompt: Annotated[int, typer.Option(min=1, help="For a latency or speedup: tokens of each prompt.")] = 1024
+    new: Annotated[int, typer.Option(min=2, help="For a latency or speedup: tokens added to each.")] = 512
+    link_delay: Annotated[
+        str | None,
+        typer.Option(
+            help="For a latency or speedup: a link on top, how long a collective takes at least, e.g. 1ms.",
+            show_default=False,
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class SearchQuestion:
+    """What is searched for, in the user's words; a group of options (see grouped.py)."""
+
+    space: Annotated[
+        str,
+        typer.Option(
+            "--space",
+            metavar="NAME[:N],...",
+            help="What may change, one or several at once: pair (LP; pair:4 groups of 2 to 4), par, ladder, drop, "
+            "order, tracks, desync, fuse, rank. docs/searching.md describes them.",
+        ),
+    ] = "pair"
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            "--budget",
+            help="What to come down to, several by commas: depth=12, syncs, params=0.8x, weight_bytes=20MB, kv_bytes, "
+            "wire_bytes, latency=12ms@h100-sxm, speedup>=1.3@h100-sxm; and the quality to keep: divergence<=0.02, "
+            "perplexity<=1.05x. Without one: how deep is this model really?",
+            show_default=False,
+        ),
+    ] = None
+    objective: Annotated[
+        str,
+        typer.Option(
+            "--objective",
+            help="What to make small: divergence, perplexity, accuracy:TASK, or a cost such as depth. Several by "
+            "commas give a Pareto front.",
+        ),
+    ] = "divergence"
+
+    def limits(self) -> tuple[Limit, ...]:
+        """Of --budget; ValueError as `parse_limits`."""
+        from surgeon.search.limits import parse_limits
+
+        return () if self.budget is None else parse_limits(self.budget)
+
+    def objectives(self) -> tuple[Objective, ...]:
+        """Of --objective; ValueError as `parse_objectives`."""
+        from surgeon.search.objectives import parse_objectives
+
+        return parse_objectives(self.objective)
+
+    def of_model(self, name: str, config: Any, use: PredictedUse) -> tuple[Mixture, SearchBudget]:
+        """What it comes to for a model, of which only the configuration has been read.
+
+        Raises:
+            FileNotFoundError, ValueError: if there is no such space, quantity or hardware, the model can have no such
+                edits, or they do not bring it to the budget.
+        """
+        from surgeon.cost.shapes import ModelShapes
+        from surgeon.search.limits import SearchBudget, aspects_of
+        from surgeon.search.mixture import Mixture
+        from surgeon.search.objectives import aspects_to_price
+        from surgeon.search.question import looked_along
+        from surgeon.search.reach import require_reachable
+        from surgeon.search.spaces import Searched, parse_spaces
+
+        shapes = ModelShapes.of(name, config)
+        spaces, limits, objectives = parse_spaces(self.space), self.limits(), self.objectives()
+        mixture = Mixture(spaces, Searched(shapes, use.ranks))
+        if not mixture.edits:
+            raise ValueError(f"--space {self.space}: there is nothing of it that {name} could have; name other spaces")
+        along = looked_along(limits, objectives)
+        aspects = (*aspects_of(limits), *aspects_to_price(objectives), *([along] if along else []))
+        budget = SearchBudget(limits, _pricing(shapes, tuple(dict.fromkeys(aspects)), use))
+        if budget.of_programs:
+            for note in budget.require_work():
+                typer.echo(f"warning: {note}", err=True)
+            require_reachable(budget, mixture)
+        return mixture, budget
+
+
+def _pricing(shapes: Any, aspects: tuple[Any, ...], use: PredictedUse) -> Any:
+    from surgeon.cost.hardware_file import load_hardware
+    from surgeon.cost.predict import Deployment, Workload
+    from surgeon.runtime.comm.link import parse_link
+    from surgeon.search.pricing import Pricing
+
+    hardware = {aspect.on: load_hardware(aspect.on) for aspect in aspects if aspect.on is not None}
+    deployment = Deployment(use.ranks, emulated=parse_link(use.link_delay, None))
+    return Pricing(shapes, aspects, deployment, Workload(use.batch, use.prompt, use.new), hardware)
+
+
+@dataclass(frozen=True)
+class HeldOutText:
+    """The text that winners are measured on again, in the user's words; a group of options (see grouped.py)."""
+
+    holdout: Annotated[
+        int | None,
+        typer.Option(
+            "--holdout",
+            min=0,
+            help="Tokens held out from the search, to measure the winner and the runners-up on again: those that "
+            "follow in the data. 0: none. Default: as many as are searched on.",
+            show_default=False,
+        ),
+    ] = None
+    holdout_data: Annotated[
+        str | None,
+        typer.Option("--holdout-data", help="Hold out this text instead, as --data takes it.", show_default=False),
+    ] = None
+
+    def windows(self, subject: Subject) -> Windows | None:
+        """The held-out text; None if none is wanted.
+
+        Raises:
+            FileNotFoundError, ValueError: as `held_out`.
+        """
+        from surgeon.quality.held_out import held_out
+        from surgeon.runtime.text import open_tokenizer
+
+        if self.holdout == 0:
+            return None
+        return held_out(open_tokenizer(Path(subject.folder)), subject.windows, self.holdout, self.holdout_data)

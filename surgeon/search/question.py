@@ -1,0 +1,119 @@
+"""What a search is asked: of which spaces, under which limits, by which objectives; and the goals that follow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from surgeon.program import Program
+from surgeon.search.goals import Focus, Goal, Prices, at_the_edge, evenly
+from surgeon.search.limits import Limit, SearchBudget
+from surgeon.search.mixture import Mixture
+from surgeon.search.objectives import Objective
+from surgeon.search.quantities import Aspect
+from surgeon.search.reach import reach
+from surgeon.search.trial import MeasuredProgram, Trial
+
+DEPTH = Aspect("depth")
+_BETWEEN_EQUALS = 1e-6  # weight of what decides between programs that cost the same
+LEVELS = 10  # of a cost that is no depth, between the unedited model's and the least that can be reached
+
+
+@dataclass(frozen=True)
+class Question:
+    """A search's question; what it costs to look it up in parts is kept.
+
+    Attributes:
+        budget: its pricing knows the costs among the objectives, and `along`, too.
+        objectives: what is to be small; of several, the best of every trade-off are looked for.
+        original: the unedited model's quality on the text.
+    """
+
+    mixture: Mixture
+    budget: SearchBudget
+    objectives: tuple[Objective, ...]
+    original: MeasuredProgram
+
+    @property
+    def along(self) -> Aspect | None:
+        """The cost whose levels are looked along; None where limits say what to come down to."""
+        return looked_along(self.budget.limits, self.objectives)
+
+    @cached_property
+    def goals(self) -> tuple[Goal, ...]:
+        """One for the budget, or one for each level, the dearest first."""
+        most = tuple(self.budget.most(limit) for limit in self.budget.of_programs)
+        if self.along is None:
+            return (Goal(most),)
+        return tuple(Goal((*most, level), level) for level in self.levels)
+
+    @cached_property
+    def levels(self) -> tuple[float, ...]:
+        """Of the cost that is looked along, below the unedited model's, the dearest first."""
+        along = self.along
+        assert along is not None
+        dense = self.budget.pricing.price(along, self.mixture.model.dense)
+        least = self.least(along)
+        if along == DEPTH:
+            return tuple(map(float, range(math.ceil(dense) - 1, math.ceil(least) - 1, -1)))
+        return tuple(dense - (dense - least) * step / LEVELS for step in range(1, LEVELS + 1)) if least < dense else ()
+
+    def least(self, cost: Aspect) -> float:
+        """The least that edits were found to bring a cost to."""
+        nothing = replace(self.budget, limits=(Limit(cost, 0.0, relative=False, text=f"{cost}=0"),))
+        return self.budget.pricing.price(cost, reach(nothing, self.mixture).program)
+
+    @property
+    def prices(self) -> Prices:
+        """What programs cost, in the order of the goals' limits."""
+        pricing, along = self.budget.pricing, self.along
+        aspects = [limit.aspect for limit in self.budget.of_programs] + ([along] if along else [])
+        return lambda program: tuple(pricing.price(aspect, program) for aspect in aspects)
+
+    @property
+    def focus(self) -> Focus:
+        """Where trials go: along a cost evenly, or where quality ends if it is limited."""
+        if self.along is None or not self.budget.of_quality:
+            return evenly
+        return at_the_edge(lambda measured: not any(self.budget.quality_shortfalls(measured, self.original)))
+
+    def cost(self, trial: Trial) -> float:
+        """What a single winner is chosen by, less is better; infinite for a trial that breaks the budget.
+
+        By the first objective; where only quality is limited, by the cost that is looked along. Of equally dear ones
+        by their divergence.
+        """
+        if not trial.measured.whole or not self.is_met(trial):
+            return math.inf
+        if self.along is None or not self.budget.of_quality:
+            return self.values(trial)[0]
+        dense = self.budget.pricing.price(self.along, self.mixture.model.dense)
+        divergence = trial.measured.divergence
+        return self.price(self.along, trial) / dense + _BETWEEN_EQUALS * divergence / (1 + divergence)
+
+    def price(self, aspect: Aspect, trial: Trial) -> float:
+        """What a trial's program costs of one quantity."""
+        return self.budget.pricing.price(aspect, Program.parse(trial.proposal.key))
+
+    def is_met(self, trial: Trial) -> bool:
+        """Whether a trial is within all limits."""
+        return self.budget.meets(Program.parse(trial.proposal.key), trial.measured, self.original)
+
+    def values(self, trial: Trial) -> tuple[float, ...]:
+        """The objectives of a trial, less is better."""
+        return self.values_of(trial.proposal.key, trial.measured)
+
+    def values_of(self, key: str, measured: MeasuredProgram) -> tuple[float, ...]:
+        """The same of a program's text and what was measured of it."""
+        program = Program.parse(key)
+        return tuple(objective.cost(program, measured, self.budget.pricing) for objective in self.objectives)
+
+
+def looked_along(limits: Sequence[Limit], objectives: Sequence[Objective]) -> Aspect | None:
+    """The cost whose levels are looked along: one that is an objective, or depth where no program is limited."""
+    costs = [objective.aspect for objective in objectives if objective.aspect is not None and objective.is_priced]
+    if costs:
+        return costs[0]
+    return None if any(not limit.aspect.quantity.measured for limit in limits) else DEPTH

@@ -1,0 +1,78 @@
+"""Which trial a search ends with: under a budget the best, along a cost the one at the knee, of a front the middle."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from surgeon.search.front import DepthCurve, pareto_front
+from surgeon.search.question import DEPTH, Question
+from surgeon.search.trial import Trial
+
+
+def choose(question: Question, trials: Sequence[Trial], curves: Sequence[DepthCurve]) -> tuple[list[Trial], str]:
+    """The winner and those that come next, the best first, with what they are the best of.
+
+    Args:
+        curves: of quality against depth, where depth is looked along.
+
+    Raises:
+        ValueError: if no trial is within the budget; it says the nearest.
+    """
+    within = [trial for trial in trials if trial.measured.whole and question.is_met(trial)]
+    if not within:
+        raise ValueError(_nearest(question, trials))
+    if question.along is None or question.budget.of_quality:
+        words = f"The best within {question.budget}" if question.budget.limits else "The best"
+        return _ranked(question, within), words
+    if len(question.objectives) > 1:
+        return _middle_of_front(question, within), "The point of the front nearest to the best of every objective"
+    return _at_the_knee(question, within, curves)
+
+
+def _ranked(question: Question, trials: Sequence[Trial]) -> list[Trial]:
+    return sorted(trials, key=lambda trial: (question.cost(trial), trial.number))
+
+
+def _at_the_knee(question: Question, trials: Sequence[Trial], curves: Sequence[DepthCurve]) -> tuple[list[Trial], str]:
+    """The best by quality among those that are as shallow as the knee of all that was found."""
+    knee = curves[-1].knee.depth if curves else None
+    along = question.along or DEPTH
+    prices = {trial.number: question.price(along, trial) for trial in trials}
+    if knee is None:
+        least = min(prices.values())
+        shallow = [trial for trial in trials if prices[trial.number] <= least]
+        return _ranked(question, shallow), f"The best at the least {along} (there is no knee)"
+    shallow = [trial for trial in trials if prices[trial.number] <= knee * (1 + 1e-9)]
+    return _ranked(question, shallow), f"The best at the knee, {along} {knee:g}"
+
+
+def _middle_of_front(question: Question, trials: Sequence[Trial]) -> list[Trial]:
+    """Points of the front by their distance to the best of every objective, each scaled to its range on the front."""
+    front = pareto_front(trials, question.objectives, question.budget.pricing)
+    costs = np.array([point.costs for point in front])
+    width = np.ptp(costs, axis=0)
+    distance = np.linalg.norm((costs - costs.min(axis=0)) / np.where(width > 0, width, 1), axis=1)
+    return [front[place].trial for place in np.argsort(distance, kind="stable")]
+
+
+def _nearest(question: Question, trials: Sequence[Trial]) -> str:
+    """What came nearest to limits of quality."""
+    budget = question.budget
+    whole = [trial for trial in trials if trial.measured.whole]
+
+    def distance(trial: Trial) -> float:
+        return sum(budget.quality_shortfalls(trial.measured, question.original))
+
+    if not whole:
+        return f"no trial was measured to its end within {budget}; run more of them (--trials)"
+    best = min(whole, key=lambda trial: (distance(trial), trial.number))
+    had = ", ".join(limit.aspect.show(getattr(best.measured, limit.aspect.name)) for limit in budget.of_quality)
+    if not math.isfinite(distance(best)):
+        had = "none that predicts anything"
+    return (
+        f"of {len(trials)} trials none is within {budget}; the nearest, trial {best.number}, has {had}; allow more, or "
+        "run more trials (--trials)"
+    )
