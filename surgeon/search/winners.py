@@ -66,7 +66,7 @@ class RunnerUp:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class HeldOutComparison:
     """The search's winner and its runners-up on held-out text.
 
     Attributes:
@@ -162,7 +162,7 @@ def finalists(
 
 def remeasure(
     winner: Trial, runners_up: Sequence[Trial], dense: Program, evaluate: Evaluate, by: Measured = "divergence"
-) -> Comparison:
+) -> HeldOutComparison:
     """Measure the winner and the runners-up, and the unedited model, on held-out text.
 
     Args:
@@ -179,7 +179,7 @@ def remeasure(
         difference = _windows(first.unseen, by) - _windows(other.unseen, by)
         low, high = interval(difference, confidence)
         others.append(RunnerUp(other, float(np.mean(difference)), low, high))
-    return Comparison(by, first, tuple(others), found[dense])
+    return HeldOutComparison(by, first, tuple(others), found[dense])
 
 
 def _windows(measured: MeasuredProgram, by: Measured) -> NDArray[np.float64]:

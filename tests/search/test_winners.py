@@ -12,7 +12,7 @@ from scipy import stats
 
 from surgeon.program import Program
 from surgeon.search.trial import MeasuredProgram, Proposal, Trial
-from surgeon.search.winners import Comparison, Evaluate, finalists, remeasure
+from surgeon.search.winners import Evaluate, HeldOutComparison, finalists, remeasure
 
 DENSE = Program.dense(4)
 TEXTS = ["A0 F0 [A1 A2] [F1 F2] A3 F3", "[A0 A1] [F0 F1] A2 F2 A3 F3", "A0 F0 A1 F1 [A2 A3] [F2 F3]"]
@@ -42,7 +42,7 @@ def on_held_out(*by_trial: Sequence[float]) -> Evaluate:
     return evaluate
 
 
-def compared(*by_trial: Sequence[float]) -> Comparison:
+def compared(*by_trial: Sequence[float]) -> HeldOutComparison:
     trials = [trial(number, 0.1 + number / 100) for number in range(len(by_trial))]
     return remeasure(trials[0], trials[1:], DENSE, on_held_out(*by_trial))
 
