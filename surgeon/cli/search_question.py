@@ -97,11 +97,10 @@ class SearchQuestion:
         shapes = ModelShapes.of(name, config)
         spaces, limits, objectives = parse_spaces(self.space), self.limits(), self.objectives()
         mixture = Mixture(spaces, Searched(shapes, use.ranks))
-        if not mixture.edits:
-            raise ValueError(f"--space {self.space}: there is nothing of it that {name} could have; name other spaces")
+        mixture.require_edits()
         along = looked_along(limits, objectives)
         aspects = (*aspects_of(limits), *aspects_to_price(objectives), *([along] if along else []))
-        budget = SearchBudget(limits, _pricing(shapes, tuple(dict.fromkeys(aspects)), use))
+        budget = SearchBudget(limits, _pricing(shapes, aspects, use))
         if budget.of_programs:
             for note in budget.require_work():
                 typer.echo(f"warning: {note}", err=True)
@@ -110,14 +109,12 @@ class SearchQuestion:
 
 
 def _pricing(shapes: Any, aspects: tuple[Any, ...], use: PredictedUse) -> Any:
-    from surgeon.cost.hardware_file import load_hardware
     from surgeon.cost.predict import Deployment, Workload
     from surgeon.runtime.comm.link import parse_link
-    from surgeon.search.pricing import Pricing
+    from surgeon.search.pricing import open_pricing
 
-    hardware = {aspect.on: load_hardware(aspect.on) for aspect in aspects if aspect.on is not None}
     deployment = Deployment(use.ranks, emulated=parse_link(use.link_delay, None))
-    return Pricing(shapes, aspects, deployment, Workload(use.batch, use.prompt, use.new), hardware)
+    return open_pricing(shapes, aspects, deployment, Workload(use.batch, use.prompt, use.new))
 
 
 @dataclass(frozen=True)
