@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,8 @@ TEXTS = [
     "A0 F0 A1 F1 A2 F2 >A3 >F3",
     "A0 F0 {A1 F1 | A2 F2} A3 F3",
     "A0 F0 {A1 F1 | A2 F2 | A3 F3}",
-    "A0 F0 A1 F1",
+    "A0 F0 A1 F1@gate9,up9",
+    "A0 F0 A1 F1@gate5,up5 A2~A3 F2",
     "A3 F3",
     str(PAIRED),
     str(DENSE),
@@ -131,20 +133,52 @@ def test_a_hopeless_program_is_stopped_with_an_estimate(monkeypatch: pytest.Monk
     assert sum(ran) == pytest.approx(6 * count / 6 + 4)  # some windows for one, all for the other, from what is kept
 
 
+def test_races_compare_blocks_where_windows_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best's blocks come from its record, and a best without them is compared window by window."""
+    monkeypatch.setattr(evaluate_module, "FIRST_TOKENS", {"cpu": 16})
+    monkeypatch.setattr("surgeon.search.race.BLOCK", 3)
+    measured = evaluator()
+    best = measured.measure([PAIRED])[PAIRED]
+    assert len(best.blocks) == 6 * 5
+    for window, mean in enumerate(best.divergences):
+        assert np.mean(best.blocks[5 * window : 5 * window + 5]) == pytest.approx(mean)
+    stopped = measured.measure([HOPELESS], MeasuredProgram.from_json(best.to_json()))[HOPELESS]
+    assert len(stopped.divergences) == 1
+    assert len(stopped.blocks) == 5
+    assert math.isnan(stopped.divergence_low)  # of one window nothing is known
+    by_window = measured.measure([HOPELESS], replace(best, blocks=()))[HOPELESS]
+    assert not by_window.whole
+    assert len(by_window.divergences) > 1
+
+
 def test_ties_and_better_programs_are_never_stopped() -> None:
     measured = evaluator(race=Race(alpha=0.4))
-    best = measured.measure([PROGRAMS[5]])[PROGRAMS[5]]
+    best = measured.measure([PROGRAMS[6]])[PROGRAMS[6]]
     found = measured.measure(PROGRAMS, best)
-    assert found[PROGRAMS[5]].whole
+    assert found[PROGRAMS[6]].whole
     assert all(one.whole for one in found.values() if one.divergence < best.divergence)
     dense = measured.measure([DENSE])[DENSE]
     assert measured.measure([DENSE], dense)[DENSE].whole
 
 
+def test_some_of_the_windows_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluate_module, "FIRST_TOKENS", {"cpu": 32})
+    ran: list[float] = []
+    whole = apart(PAIRED)
+    found = evaluator(ran=ran.append).measure([PAIRED], most=2)[PAIRED]
+    assert found.divergences == whole.divergences[:2]
+    assert found.divergence == pytest.approx(np.mean(whole.divergences[:2]))
+    assert found.perplexity == pytest.approx(math.exp(np.mean(whole.nll[:2])))
+    assert not found.whole
+    assert sum(ran) == pytest.approx((8 + 6) * 2 / 6)  # the original, too
+    with pytest.raises(ValueError, match="not on 0"):
+        evaluator().measure([PAIRED], most=0)
+
+
 def test_a_race_against_half_a_measurement_is_refused() -> None:
     measured = evaluator()
     best = measured.measure([PAIRED])[PAIRED]
-    half = MeasuredProgram(1.0, 1.0, 0.5, 2.0, 30, best.nll[:2], best.divergences[:2], whole=False)
+    half = replace(best, nll=best.nll[:2], divergences=best.divergences[:2], whole=False)
     with pytest.raises(ValueError, match="measured on all 6 windows, not on 2"):
         measured.measure([DENSE], half)
 
