@@ -36,7 +36,7 @@ from surgeon.search.trial import Proposal
 
 SECONDS_A_TRIAL = 0.5
 SECONDS_AWAY = 8.0
-PATIENCE = 300.0
+PATIENCE = 900.0
 
 
 @dataclass
@@ -176,7 +176,7 @@ def finished_of(study: optuna.Study) -> int:
 
 def search(work: Path, name: str, *arguments: str) -> Worker:
     """A `surgeon search` of the demo model, in a folder of its own."""
-    question = ["search", "demo", "--budget", "depth=12", "--data", "demo", "--tokens", "2048", "--trials", "20"]
+    question = ["search", "demo", "--budget", "depth=12", "--data", "demo", "--tokens", "1024", "--trials", "16"]
     command = [sys.executable, "-m", "surgeon.cli", *question, "-o", str(work / name), *arguments]
     messages = work / f"{name}.txt"
     with messages.open("wb") as file:
