@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import optuna
@@ -37,6 +38,7 @@ from surgeon.search.trial import Proposal
 SECONDS_A_TRIAL = 0.5
 SECONDS_AWAY = 8.0
 PATIENCE = 900.0
+STARTED: list[subprocess.Popen[bytes]] = []
 
 
 @dataclass
@@ -82,6 +84,8 @@ def main() -> int:
         if not options.quick:
             demo(server, work, check)
     finally:
+        for process in STARTED:
+            process.kill()
         server.kill()
     print(f"{check.failed} failed" if check.failed else "all held")
     return min(check.failed, 1)
@@ -180,7 +184,7 @@ def search(work: Path, name: str, *arguments: str) -> Worker:
     command = [sys.executable, "-m", "surgeon.cli", *question, "-o", str(work / name), *arguments]
     messages = work / f"{name}.txt"
     with messages.open("wb") as file:
-        return Worker(subprocess.Popen(command, stdout=file, stderr=file), work / name, messages)
+        return Worker(begin(command, file), work / name, messages)
 
 
 def judge(study: RoundStudy, alone: Sequence[tuple[int, str, float]], check: Checks) -> None:
@@ -237,7 +241,12 @@ def start(server: Server, work: Path, name: str, seconds: float = SECONDS_A_TRIA
     study = "one" if name == "one" else "four"
     command = [sys.executable, "-m", "scripts.search.made_up", server.address, study, str(seconds), str(log)]
     with messages.open("wb") as file:
-        return Worker(subprocess.Popen(command, stdout=file, stderr=file), log, messages)
+        return Worker(begin(command, file), log, messages)
+
+
+def begin(command: Sequence[str], messages: BinaryIO) -> subprocess.Popen[bytes]:
+    STARTED.append(subprocess.Popen(command, stdout=messages, stderr=messages))
+    return STARTED[-1]
 
 
 def wait_for(study: RoundStudy, finished: int) -> None:
