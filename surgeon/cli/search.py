@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from surgeon.search.rounds import RoundStudy
     from surgeon.search.terms import Terms
     from surgeon.search.trial import Trial
-    from surgeon.search.winners import Comparison
+    from surgeon.search.winners import HeldOutComparison
 
 
 @grouped
@@ -162,7 +162,7 @@ def _finish(
 
 def _compared(
     question: Question, first: Trial, others: Sequence[Trial], unseen: Windows, subject: Subject, output: Path
-) -> Comparison:
+) -> HeldOutComparison:
     """The winner and the runners-up on held-out text."""
     from surgeon.search.evaluate import Evaluator
     from surgeon.search.winners import RUNNERS_UP, Measured, remeasure
