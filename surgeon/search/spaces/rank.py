@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import ClassVar, Self
 
+from surgeon.operations.applied import AppliedOperation
 from surgeon.operations.lowrank import rank_for
 from surgeon.program import ATTENTION, FEED_FORWARD, ROLES, Program
-from surgeon.recipe import AppliedOperation
 from surgeon.search.edit import Edit
 from surgeon.search.spaces.base import (
     Claim,
