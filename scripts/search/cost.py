@@ -7,7 +7,8 @@ windows ("naive"); programs of a round together, so that what they begin with in
 from states that earlier rounds left ("kept"); stopped when hopelessly worse than the best so far ("raced"). A sublayer
 on half of the windows counts one half. The trials are those of a search's trials.csv, or else pairs that bring the
 model down to a depth: half of the trials drawn by what each pair does alone, then rounds in which single pairs of the
-best so far are moved. Numbers must agree between the ways: exactly, but for programs that were stopped.
+best so far are moved. Two trials go ahead, so that all others can be raced. Numbers must agree between the ways:
+exactly, but for programs that were stopped.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import random
 import sys
 import time
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import pandas as pd
@@ -32,6 +34,7 @@ from surgeon.search.evaluate import Evaluator
 from surgeon.search.mixture import Mixture
 from surgeon.search.trial import MeasuredProgram
 
+AHEAD = 2  # trials of the first round
 Rounds = list[list[Program]]
 Found = dict[Program, MeasuredProgram]
 
@@ -43,6 +46,7 @@ class Way:
     name: str
     sublayers: float
     seconds: float
+    processor: float
     stopped: int
 
 
@@ -70,14 +74,14 @@ class Cost:
         if together:
             evaluator.measure(self.singles)  # a search does so first, in all ways
         found: Found = {}
-        self.ran, began = 0.0, time.perf_counter()
+        self.ran, began, worked = 0.0, time.perf_counter(), time.process_time()
         for programs in self.rounds:
             best = min(found.values(), key=lambda one: one.divergence) if found and raced else None
             for batch in [programs] if together else [[program] for program in programs]:
                 found |= evaluator.measure(batch, best)
-        seconds = time.perf_counter() - began
+        seconds, processor = time.perf_counter() - began, time.process_time() - worked
         self.check(name, found)
-        return Way(name, self.ran, seconds, sum(not one.whole for one in found.values()))
+        return Way(name, self.ran, seconds, processor, sum(not one.whole for one in found.values()))
 
     def check(self, name: str, found: Found) -> None:
         self.exact = self.exact or found
@@ -90,37 +94,43 @@ class Cost:
 
 
 def rounds_of(mixture: Mixture, evaluator: Evaluator, edits: int, trials: int, together: int) -> Rounds:
-    """Half of the trials at once, then moves of the best so far, some at once."""
+    """Half of the trials in two rounds, then moves of the best so far, some at once."""
     choices = dict(list(drawn(mixture, evaluator, edits, 2 * trials, seed=0).items())[: trials // 2])
-    rounds, dice = [list(choices)], random.Random(0)
+    rounds, dice = [list(choices)[:AHEAD], list(choices)[AHEAD:]], random.Random(0)
     found = evaluator.measure(choices)
     while len(choices) < trials:
-        best = min(found, key=lambda program: found[program].divergence)
-        near = {mixture.program(choice): choice for choice in moved(mixture, choices[best], dice)}
-        fresh = [program for program in near if program not in choices][: min(together, trials - len(choices))]
+        best_first = sorted(found, key=lambda program: found[program].divergence)
+        near = (choice for program in best_first for choice in moved(mixture, choices[program], dice))
+        untried = ((mixture.program(choice), choice) for choice in near)
+        fresh = dict(islice(((p, c) for p, c in untried if p not in choices), min(together, trials - len(choices))))
         if not fresh:
             break
-        choices |= {program: near[program] for program in fresh}
+        choices |= fresh
         found |= evaluator.measure(fresh)
-        rounds.append(fresh)
+        rounds.append(list(fresh))
     return rounds
 
 
 def rounds_from(folder: Path, together: int) -> Rounds:
-    """The trials of a search, half of them in one round."""
+    """The trials of a search, half of them in two rounds."""
     programs = list(dict.fromkeys(map(Program.parse, pd.read_csv(folder / "trials.csv")["program"])))
     half = len(programs) // 2
-    return [programs[:half], *(programs[i : i + together] for i in range(half, len(programs), together))]
+    return [
+        programs[:AHEAD],
+        programs[AHEAD:half],
+        *(programs[i : i + together] for i in range(half, len(programs), together)),
+    ]
 
 
 def table_of(title: str, ways: list[Way], trials: int) -> Table:
     table = Table(title=title, title_justify="left")
-    for heading in ("way", "sublayers a trial", "of naive", "stopped", "s a trial", "of naive"):
+    for heading in ("way", "sublayers a trial", "of naive", "stopped", "s a trial", "processor s", "of naive"):
         table.add_column(heading, justify="left" if heading == "way" else "right")
     naive = ways[0]
     for way in ways:
         sublayers = f"{way.sublayers / trials:.1f}", f"{way.sublayers / naive.sublayers:.1%}"
-        seconds = f"{way.seconds / trials:.2f}", f"{way.seconds / naive.seconds:.1%}"
+        processor = f"{way.processor / trials:.2f}", f"{way.processor / naive.processor:.1%}"
+        seconds = f"{way.seconds / trials:.2f}", *processor
         table.add_row(way.name, *sublayers, str(way.stopped), *seconds)
     return table
 

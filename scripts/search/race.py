@@ -5,8 +5,8 @@
 A few hundred programs (pairs, forks, drops, late sublayers, mixtures of them) are measured on all windows. Then races
 are replayed with the windows in random orders, each program against a best so far that is drawn from the best quarter
 of its kind. A stop is false if the program has less divergence on all windows than that best; "near" counts programs
-up to 1% worse than it. Work is the share of windows that are run. Blocks are parts of windows of 64 tokens or more.
-The rule that `surgeon search` has is marked.
+up to 1% worse than it. Work is the share of windows that are run. Blocks are parts of windows of 64 tokens or more;
+"alike" has their correlation within a window taken into account, as `surgeon search` does (marked with *).
 """
 
 from __future__ import annotations
@@ -88,7 +88,10 @@ def looks(windows: int, first: int, at_once: int) -> Iterator[int]:
         yield done
 
 
-def replay(kinds: list[Kind], is_lost: Callable[[Values, Values], bool], cut: bool, orders: int) -> Count:
+Rule = Callable[[Values, Values, int], bool]  # of a program's values, the best's, and how many a window has
+
+
+def replay(kinds: list[Kind], is_lost: Rule, cut: bool, orders: int) -> Count:
     """Races of every program, in random orders of the windows."""
     dice, count = np.random.default_rng(0), Count()
     for _ in range(orders):
@@ -101,9 +104,10 @@ def replay(kinds: list[Kind], is_lost: Callable[[Values, Values], bool], cut: bo
     return count
 
 
-def _one(own: Values, best: Values, is_lost: Callable[[Values, Values], bool], count: Count, mean: Values) -> None:
+def _one(own: Values, best: Values, is_lost: Rule, count: Count, mean: Values) -> None:
     windows = len(own)
-    stop = next((n for n in looks(windows, 1, 4) if is_lost(own[:n].flatten(), best[:n].flatten())), windows)
+    ends = (n for n in looks(windows, 1, 4) if is_lost(own[:n].flatten(), best[:n].flatten(), own.shape[1]))
+    stop = next(ends, windows)
     better = bool(mean[0] < mean[1])
     count.races += 1
     count.better += better
@@ -114,19 +118,21 @@ def _one(own: Values, best: Values, is_lost: Callable[[Values, Values], bool], c
         count.near += not better and bool(mean[0] <= NEAR * mean[1])
 
 
-def rules() -> Iterator[tuple[str, bool, float, Callable[[Values, Values], bool]]]:
-    """The name of each test, whether it compares blocks, its alpha, and the rule."""
+def rules() -> Iterator[tuple[str, str, float, Rule]]:
+    """The name of each test, what it compares, its alpha, and the rule."""
     margin = Race().margin
-    for name, test in (("Student", None), ("Wilcoxon", wilcoxon), ("Bernstein", bernstein)):
-        for cut in (True, False):
-            for alpha in (0.1, 0.05, 0.02, 0.01, 0.001):
-                yield name, cut, alpha, _rule(test, alpha, margin)
+    for alpha in (0.05, 0.02, 0.01, 0.001):
+        yield "Student", "blocks, alike", alpha, Race(alpha, margin).is_lost
+    for alpha in (0.1, 0.05, 0.02, 0.01, 0.001):
+        yield "Student", "blocks", alpha, Race(alpha, margin, correlation=0).is_lost
+        yield "Student", "windows", alpha, Race(alpha, margin).is_lost
+        for name, test in (("Wilcoxon", wilcoxon), ("Bernstein", bernstein)):
+            for compared in ("blocks", "windows"):
+                yield name, compared, alpha, _rule(test, alpha, margin)
 
 
-def _rule(test: Test | None, alpha: float, margin: float) -> Callable[[Values, Values], bool]:
-    if test is None:
-        return Race(alpha, margin).is_lost
-    return lambda own, best: len(own) > 1 and test(own - best * (1 + margin) - ROUNDING, alpha)
+def _rule(test: Test, alpha: float, margin: float) -> Rule:
+    return lambda own, best, _: len(own) > 1 and test(own - best * (1 + margin) - ROUNDING, alpha)
 
 
 def measured(model: str, data: str, tokens: int, programs: int, threads: int | None) -> tuple[list[Kind], str]:
@@ -159,16 +165,16 @@ def main() -> None:
     table = Table(title=title, title_justify="left")
     for heading in ("test", "compares", "alpha", "work", "stopped", "better", "false", "near"):
         table.add_column(heading, justify="left" if heading in ("test", "compares") else "right")
-    for name, cut, alpha, rule in rules():
-        count = replay(kinds, rule, cut, given.orders)
-        ours = (name, cut, alpha) == ("Student", True, Race().alpha)
+    for name, compared, alpha, rule in sorted(rules(), key=lambda rule: rule[:2]):
+        count = replay(kinds, rule, compared != "windows", given.orders)
+        ours = (compared, alpha) == ("blocks, alike", Race().alpha)
         cells = f"{count.work / count.races:.3f}", f"{count.stopped / count.races:.1%}"
         numbers = f"{count.better:,}", f"{count.false:,}", f"{count.near:,}"
         text = f"{name} *" if ours else name
-        table.add_row(text, "blocks" if cut else "windows", f"{alpha:g}", *cells, *numbers)
+        table.add_row(text, compared, f"{alpha:g}", *cells, *numbers)
     console = Console(width=80)
     console.print(table)
-    console.print(f"{count.races:,} races; better: how many programs were better than their best; *: surgeon search")
+    console.print(f"{count.races:,} races of each; better: of programs that were better than their best so far")
 
 
 if __name__ == "__main__":

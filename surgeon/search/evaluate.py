@@ -132,10 +132,11 @@ class Evaluator:
         return streams_after(self.model, self.windows.ids, windows, self.dense, wanted, options)
 
     def _is_lost(self, parts: list[Quality], best: MeasuredProgram) -> bool:
-        own, other = _blocks(parts), best.blocks
-        if not other:  # windows are many, or the best was measured by something else
-            own, other = joined(parts)[1], best.divergences
-        return self.race.is_lost(own, np.array(other[: len(own)]))
+        if best.blocks:
+            own = _blocks(parts)
+            return self.race.is_lost(own, np.array(best.blocks[: len(own)]), self.blocks)
+        own = joined(parts)[1]  # windows are many, or the best was measured by something else
+        return self.race.is_lost(own, np.array(best.divergences[: len(own)]))
 
     def _options(
         self, plan: SharedPlan, is_done: Callable[[Program, range], bool] = lambda *_: False

@@ -13,6 +13,8 @@ import torch
 from torch.nn import functional
 
 from surgeon.analysis.sharing import share
+from surgeon.checkpoint.load import load
+from surgeon.checkpoint.streamed import load_streamed
 from surgeon.model import edit, restore
 from surgeon.program import Program
 from surgeon.quality.data import Windows
@@ -244,3 +246,16 @@ def test_states_give_way_to_a_limit_of_memory(monkeypatch: pytest.MonkeyPatch) -
     tight.measure([PAIRED])
     assert tight.kept is not None
     assert tight.kept.bytes == 0
+
+
+def test_a_model_whose_weights_are_read_as_it_goes_gives_the_same_numbers(tiny_checkpoint: Path) -> None:
+    ids = torch.randint(3, 60, (4, 16), generator=torch.Generator().manual_seed(6))
+    text = Windows(ids, "ids", "digest")
+    streamed, whole = Evaluator(load_streamed(tiny_checkpoint), text), Evaluator(load(tiny_checkpoint), text)
+    assert streamed.kept is None
+    found, plain = (each.measure(PROGRAMS[:3]) for each in (streamed, whole))
+    for program in PROGRAMS[:3]:
+        np.testing.assert_allclose(found[program].divergences, plain[program].divergences, rtol=1e-4, atol=1e-6)
+    streams = dict(streamed.streams(PROGRAMS[:2], range(2)))
+    for program, stream in whole.streams(PROGRAMS[:2], range(2)):
+        torch.testing.assert_close(streams[program], stream, rtol=1e-4, atol=1e-5)

@@ -21,6 +21,15 @@ def test_the_rule_is_a_one_sided_paired_t_test_with_a_margin() -> None:
             assert race.is_lost(own, BEST) is lost
 
 
+def test_blocks_of_a_window_count_for_less() -> None:
+    """With a correlation of 0.25, two blocks of a window have 1.25 times the variance of two independent ones."""
+    noise = np.array([0.01, -0.01, 0.02, -0.02])
+    error = noise.std(ddof=1) / 2 * 1.25**0.5
+    race = Race(0.05, margin=0, correlation=0.25)
+    for factor, lost in ((0.99, False), (1.01, True)):
+        assert race.is_lost(BEST + ROUNDING + noise + factor * 2.353 * error, BEST, blocks=2) is lost
+
+
 def test_ties_and_what_is_nearly_as_good_stay() -> None:
     race = Race(alpha=0.4)
     assert not race.is_lost(BEST, BEST)
@@ -49,7 +58,9 @@ def test_few_windows_are_cut_into_blocks() -> None:
     assert blocks_per_window(16, 40) == 1
 
 
-@pytest.mark.parametrize("wrong", [{"alpha": 0.0}, {"alpha": 0.5}, {"margin": -0.1}, {"least": 1}])
+@pytest.mark.parametrize(
+    "wrong", [{"alpha": 0.0}, {"alpha": 0.5}, {"margin": -0.1}, {"correlation": 1.5}, {"least": 1}]
+)
 def test_a_rule_that_is_none_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="alpha must lie|a race needs"):
         Race(**wrong)  # type: ignore[arg-type]
