@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from surgeon.errors import did_you_mean, shown
 from surgeon.families import family_of
 from surgeon.operations import OPERATIONS
-from surgeon.operations.base import show_range
+from surgeon.operations.applied import AppliedOperation, in_braces
 from surgeon.program import LayerShapes, Program
 from surgeon.safe_yaml import LONGEST, YamlError, read_yaml
 
@@ -47,33 +47,6 @@ class Expect(BaseModel):
 
     effective_depth: float | None = None
     sync_points: int | None = None
-
-
-@dataclass(frozen=True)
-class AppliedOperation:
-    """One entry of `operations`: which operation, on which stretches, with which parameters, written on which line."""
-
-    name: str
-    layers: tuple[range, ...]
-    parameters: dict[str, Any] = field(default_factory=dict)
-    line: int = 0
-
-    def apply(self, program: Program, shapes: LayerShapes | None = None) -> Program:
-        """The program after the operation, on each stretch in turn; `shapes` as `Operation.apply` takes them."""
-        for stretch in self.layers:
-            program = OPERATIONS[self.name].apply(program, stretch, shapes, **self.parameters)
-        return program
-
-    @property
-    def layers_text(self) -> str:
-        """The stretches as a reader knows them: 4:10, 12:14."""
-        return ", ".join(map(show_range, self.layers))
-
-    def to_yaml(self) -> str:
-        """As it stands in a recipe, on one line."""
-        ranges = [show_range(stretch) for stretch in self.layers]
-        given = {"layers": ranges[0] if len(ranges) == 1 else ranges, **self.parameters}
-        return f"{self.name}: {_flow(given)}"
 
 
 @dataclass(frozen=True)
@@ -175,13 +148,8 @@ class Recipe:
         expect = self.expect.model_dump(exclude_none=True)
         if expect:
             whole = {name: int(value) if value == int(value) else value for name, value in expect.items()}
-            lines.append(f"expect: {_flow(whole)}")
+            lines.append(f"expect: {in_braces(whole)}")
         return "\n".join(lines) + "\n"
-
-
-def _flow(mapping: dict[str, Any]) -> str:
-    """A mapping on one line; JSON values are YAML values."""
-    return "{" + ", ".join(f"{key}: {json.dumps(value)}" for key, value in mapping.items()) + "}"
 
 
 def is_recipe(name: str | Path) -> bool:

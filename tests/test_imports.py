@@ -194,6 +194,7 @@ def modules_imported_by(code: str) -> set[str]:
         "from surgeon.cli.app import main; main(['scan', '--help'])",
         "from surgeon.cli.app import main; main(['--version'])",
         "import surgeon.runtime.batching.scheduler",
+        "import surgeon.search.quantities; surgeon.search.quantities.quantities_listed()",
         "import surgeon.runtime.plan.placement, surgeon.runtime.plan.specification",
     ],
 )
@@ -201,8 +202,9 @@ def test_light_things_import_nothing_heavy(code: str) -> None:
     assert modules_imported_by(code) & HEAVY == set()
 
 
-def test_operations_are_light_enough_for_help_texts() -> None:
-    assert modules_imported_by("import surgeon.operations") & {*HEAVY, "pydantic"} == set()
+@pytest.mark.parametrize("listed", ["surgeon.operations", "surgeon.search.spaces"])
+def test_what_help_texts_list_is_light(listed: str) -> None:
+    assert modules_imported_by(f"import {listed}") & {*HEAVY, "pydantic"} == set()
 
 
 @pytest.mark.parametrize(

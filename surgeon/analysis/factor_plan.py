@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from surgeon.families import family_of
+from surgeon.operations.applied import AppliedOperation
 from surgeon.operations.lowrank import Calibration, Method
 from surgeon.program import LayerShapes, Program, Sublayer
-from surgeon.recipe import AppliedOperation, Recipe
+from surgeon.recipe import Recipe
 from surgeon.weights.decompose import ALPHA, NEEDS
 
 

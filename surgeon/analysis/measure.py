@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from surgeon.families import family_of
 from surgeon.memory import free_bytes, resident_bytes, show_size
 from surgeon.program import Program
 from surgeon.quality.head import OutputHead, Quality, ReferencePredictions
-from surgeon.weights import TruncatedSVD
+from surgeon.weights import FactorSource, TruncatedSVD
 
 # On a CPU 4,096 tokens of a small model were a third slower than 2 x 2,048: what a layer computes outgrows the cache.
 TOKENS_AT_ONCE = {"cpu": 2048, "cuda": 32768}
@@ -80,8 +80,10 @@ class MeasureOptions:
             none of these windows again (and yields it only if it is among the programs).
         memory: for a model whose weights are streamed, the limit in bytes on the memory of the whole process.
         folder: where such a model's hidden states are put that do not fit into it.
+        blocks: into how many parts each window is cut for `Quality.blocks`.
         kept: states of earlier calls on the same windows of the same model, which are gone on from and added to; not
             for a model whose weights are streamed.
+        factors: makes the factors of matrices that programs have ranks for; by default anew in every call.
 
     Raises:
         ValueError: if no window is to be run, or no memory may be taken.
@@ -94,7 +96,9 @@ class MeasureOptions:
     memory: int | None = None
     folder: Path | None = None
     first: int | None = None
+    blocks: int = 0
     kept: KeptStates | None = None
+    factors: FactorSource | None = None
 
     def __post_init__(self) -> None:
         for name, number in (("at_once", self.at_once), ("first", self.first), ("memory", self.memory)):
@@ -179,11 +183,11 @@ class _ChunkRun:
         self.model, self.dense, self.references = model, dense, options.references
         self.memory, self.folder, self.ran = options.memory, options.folder, options.ran
         self.head = OutputHead(model)
-        self.all_windows = all_windows
+        self.all_windows, self.blocks = all_windows, options.blocks
         self.streamed = streamed_layers(model) is not None
         self.kept = None if self.streamed else options.kept
         self.numbers: dict[int, int] = {}
-        self.factors = TruncatedSVD(remembers=True)
+        self.factors = options.factors or TruncatedSVD(remembers=True)
         self.planned: list[Program] | None = None
         self.plan = SharedPlan((), (), {}, 0)
 
@@ -195,7 +199,7 @@ class _ChunkRun:
         for program, stream in self.streams(chunk, windows, wanted):
             quality = self._quality(program, stream, chunk, windows)
             if program in needed:
-                yield MeasuredWindows(program, windows.start, Quality(quality.nll.cpu(), quality.divergence.cpu()))
+                yield MeasuredWindows(program, windows.start, quality.cpu())
 
     def streams(self, chunk: Tensor, windows: range, wanted: list[Program]) -> Iterator[tuple[Program, Tensor]]:
         """These programs with the stream after each, (windows, tokens, hidden), as they are reached."""
@@ -220,11 +224,12 @@ class _ChunkRun:
 
     def _quality(self, program: Program, stream: Tensor, chunk: Tensor, windows: range) -> Quality:
         if program != self.dense:
-            return self.head.compare(stream, self.references[windows])
+            return self.head.compare(stream, self.references[windows], self.blocks)
         reference = self.references[windows] = self.head.reference(stream, chunk)
         if not reference.quality.nll.isfinite().all():
             raise_not_finite(self.model, chunk)
-        return reference.quality
+        own = reference.quality
+        return replace(own, blocks=own.divergence.new_zeros(len(windows), self.blocks)) if self.blocks else own
 
 
 def windows_at_once(

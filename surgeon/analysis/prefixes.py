@@ -13,7 +13,7 @@ WWW Proxies Performance with Greedy-Dual-Size-Frequency Caching Policy").
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -113,36 +113,22 @@ class KeptStates:
         self._kept: dict[Place, _Kept] = {}
         self._order: list[tuple[float, Place]] = []  # a heap by value; entries that were used since are stale
         self._dropped = 0.0  # the value of what was dropped last
-        self._pinned: set[Place] = set()
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def shrink(self, limit: int) -> None:
-        """Keep no more than so many bytes from here on; between plans, as nothing stays pinned."""
+        """Keep no more than so many bytes from here on."""
         self.limit = max(0, limit)
-        self._pinned.clear()
         self._make_room()
-
-    def clear(self) -> None:
-        """Drop everything."""
-        self._kept.clear()
-        self._order.clear()
-        self._pinned.clear()
-        self.bytes = 0
 
     def find(self, place: Place, landed: bool) -> State | None:
         """The state kept for a place, if it is one that serves where it has to be landed, or must not be."""
         found = self._kept.get(place)
         return found.state if found is not None and (landed or found.state.pending is not None) else None
 
-    def pin(self, places: Iterable[Place]) -> None:
-        """Keep these, and no others, until they are taken."""
-        self._pinned = set(places)
-
     def take(self, place: Place) -> State:
-        """A pinned state."""
-        self._pinned.discard(place)
+        """The state of a place that has one; it stays, and counts as used once more."""
         found = self._kept[place]
         found.uses += 1
         self._rank(place, found)
@@ -165,19 +151,12 @@ class KeptStates:
         heapq.heappush(self._order, (kept.value, place))
 
     def _make_room(self) -> None:
-        waiting = []
-        while self.bytes > self.limit and self._order:
+        while self.bytes > self.limit:
             value, place = heapq.heappop(self._order)
             kept = self._kept.get(place)
-            if kept is None or kept.value != value:
-                continue
-            if place in self._pinned:
-                waiting.append((value, place))
-                continue
-            self._dropped = value
-            self._drop(place)
-        for entry in waiting:
-            heapq.heappush(self._order, entry)
+            if kept is not None and kept.value == value:
+                self._dropped = value
+                self._drop(place)
 
     def _drop(self, place: Place) -> None:
         self.bytes -= self._kept.pop(place).bytes
@@ -197,11 +176,13 @@ class PlanStates:
     def __init__(self, kept: KeptStates, plan: SharedPlan, numbers: Mapping[int, int], windows: range) -> None:
         self.kept, self.numbers, self.windows = kept, numbers, windows
         self.plan = resume(plan, numbers, self._is_kept)
-        kept.pin(self._place(task.prefix) for task in self.plan.tasks if isinstance(task, Take))
+        # They are held here until the plan comes to them, whatever is dropped meanwhile.
+        takes = [task.prefix for task in self.plan.tasks if isinstance(task, Take)]
+        self._ready = {prefix: kept.take(self._place(prefix)) for prefix in takes}
 
     def take(self, task: Take) -> State:
         """The state that a task asks for."""
-        state = self.kept.take(self._place(task.prefix))
+        state = self._ready.pop(task.prefix)
         return land(state) if task.land else state
 
     def offer(self, register: int, state: State) -> None:

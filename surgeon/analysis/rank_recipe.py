@@ -24,9 +24,10 @@ from surgeon.analysis.spectrum import Spectrum
 from surgeon.analysis.subject import Subject
 from surgeon.errors import did_you_mean
 from surgeon.memory import parse_size
+from surgeon.operations.applied import AppliedOperation
 from surgeon.operations.lowrank import Calibration
 from surgeon.provenance import command_line, write_text
-from surgeon.recipe import AppliedOperation, Recipe
+from surgeon.recipe import Recipe
 
 RECIPE = "recipe.yaml"
 

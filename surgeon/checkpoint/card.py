@@ -22,9 +22,10 @@ from surgeon.checkpoint.measured import Identity, Measured
 from surgeon.checkpoint.ranks import rank_lines
 from surgeon.checkpoint.read import DEMO, Checkpoint
 from surgeon.operations import OPERATIONS
+from surgeon.operations.applied import AppliedOperation
 from surgeon.program import Fork, Program, steps_of
 from surgeon.provenance import write_text
-from surgeon.recipe import AppliedOperation, parse_recipe
+from surgeon.recipe import parse_recipe
 
 _SEAL = re.compile(r"<!-- written by surgeon [\w.+-]+; sha256 of what stands above: ([0-9a-f]{64}) -->\n\Z")
 WIDTH = 80  # of a program's lines

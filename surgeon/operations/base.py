@@ -159,7 +159,7 @@ def require_present(program: Program, layers: range) -> None:
         raise ValueError(
             f"layers {show_range(layers)} are empty: the end comes after the first, as in 4:30 for 4 to 29"
         )
-    present = {layer for sublayer in program.sublayers() for layer in sublayer.layers}
+    present: set[int] = set().union(*(sublayer.layers for sublayer in program.sublayers()))
     last = max(present, default=-1)
     if layers[-1] > last:
         raise ValueError(

@@ -33,10 +33,17 @@ class Quality:
     Attributes:
         nll: negative log-likelihood of the text, nats.
         divergence: KL(original || changed) over the full vocabulary, nats.
+        blocks: the divergence of parts of each window in order, as many as were asked for and about as long, (windows,
+            parts); None if none were.
     """
 
     nll: Tensor
     divergence: Tensor
+    blocks: Tensor | None = None
+
+    def cpu(self) -> Quality:
+        """The same in main memory."""
+        return Quality(self.nll.cpu(), self.divergence.cpu(), None if self.blocks is None else self.blocks.cpu())
 
 
 def joined(parts: Sequence[Quality]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -118,8 +125,13 @@ class OutputHead:
         return ReferencePredictions(input_ids, kept, torch.cat(constant), Quality(mean, torch.zeros_like(mean)))
 
     @torch.inference_mode()
-    def compare(self, stream: Tensor, reference: ReferencePredictions) -> Quality:
-        """The quality of a changed program on the reference's windows; `stream` as in `reference`."""
+    def compare(self, stream: Tensor, reference: ReferencePredictions, blocks: int = 0) -> Quality:
+        """The quality of a changed program on the reference's windows.
+
+        Args:
+            stream: as in `reference`.
+            blocks: into how many parts each window is cut for `Quality.blocks`; at most one for each predicted token.
+        """
         hidden, targets = self.predicting(stream), _targets(reference.input_ids)
         nll = hidden.new_empty(len(hidden), dtype=torch.float32)
         target_logit, cross = torch.empty_like(nll), torch.empty_like(nll)
@@ -136,7 +148,8 @@ class OutputHead:
         log_normaliser = nll + target_logit
         divergence = reference.constant - cross + log_normaliser
         windows = len(reference.input_ids)
-        return Quality(_window_means(nll, windows), _window_means(divergence, windows))
+        parts = _part_means(divergence, windows, blocks) if blocks else None
+        return Quality(_window_means(nll, windows), _window_means(divergence, windows), parts)
 
     def predicting(self, stream: Tensor) -> Tensor:
         """The normed stream of the tokens that predict one, (predicted tokens, hidden)."""
@@ -169,3 +182,8 @@ def _targets(input_ids: Tensor) -> Tensor:
 
 def _window_means(per_token: Tensor, windows: int) -> Tensor:
     return per_token.view(windows, -1).double().mean(-1)
+
+
+def _part_means(per_token: Tensor, windows: int, parts: int) -> Tensor:
+    cut = per_token.view(windows, -1).double().tensor_split(parts, dim=-1)
+    return torch.stack([part.mean(-1) for part in cut], dim=-1)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,9 @@ from surgeon.quality.tasks_load import Tasks, load_tasks
 from surgeon.quality.tasks_model import Answers, TaskModel
 from surgeon.quality.tasks_results import Score, scores
 from surgeon.search.objectives import Objective
+from surgeon.search.trial import Trial
 
+FEW = 5
 METRICS = ("acc", "exact_match")  # of a task that has several, the first of these that it has
 
 
@@ -64,6 +68,29 @@ class TaskAccuracy:
             finally:
                 restore(self.model)
         return found
+
+    def of_the_best(self, trials: Sequence[Trial], count: int = FEW) -> list[Trial]:
+        """All trials, with the accuracy of those of least divergence: of so many of every level that was looked at.
+
+        The others keep none, so that by these objectives they are infinitely dear.
+        """
+        by_level: dict[float | None, list[Trial]] = defaultdict(list)
+        for trial in trials:
+            if trial.measured.whole and math.isfinite(trial.measured.divergence):
+                by_level[trial.proposal.level].append(trial)
+        best = [
+            trial
+            for group in by_level.values()
+            for trial in sorted(group, key=lambda trial: (trial.measured.divergence, trial.number))[:count]
+        ]
+        found = self.measure(dict.fromkeys(Program.parse(trial.proposal.key) for trial in best))
+        more = {trial.number: found[Program.parse(trial.proposal.key)] for trial in best}
+        return [
+            replace(trial, measured=replace(trial.measured, more={**trial.measured.more, **more[trial.number]}))
+            if trial.number in more
+            else trial
+            for trial in trials
+        ]
 
     def _accuracy(self, program: Program, name: str, tasks: Tasks) -> float:
         identity = {**self.identity, "program": str(program), "objective": name}

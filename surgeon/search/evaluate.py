@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -29,10 +30,11 @@ from surgeon.quality.data import Windows
 from surgeon.quality.head import OutputHead, Quality, joined
 from surgeon.quality.references import REFERENCE_FILE, TextReferences
 from surgeon.quality.summary import Values, estimate, estimate_beside
-from surgeon.search.race import Race
+from surgeon.search.race import Race, blocks_per_window
 from surgeon.search.trial import MeasuredProgram
+from surgeon.weights import TruncatedSVD
 
-KEPT_SHARE = 0.25  # of the memory that is free, what states of earlier trials take where no limit is given
+KEPT_SHARE = 0.125  # of the memory that is free, what states of earlier trials take where no limit is given
 _OVERHEAD = 0.8  # of the room under a limit, what they take by count: the allocator has gaps
 FIRST_TOKENS = {"cpu": 512, "cuda": 8192}  # in the first windows of a race; fewer would run no faster
 
@@ -73,6 +75,7 @@ class Evaluator:
         self.dense = program_of(model)
         self.head = OutputHead(model)
         self.race = race or Race()
+        self.blocks = blocks_per_window(len(windows.ids), windows.ids.shape[1] - 1)
         self.references = TextReferences(windows.ids, model.device)
         self.identity = {"model_hash": model_hash or "", "data": windows.digest, "dtype": str(model.dtype)}
         self.file = None if folder is None or model_hash is None else folder / REFERENCE_FILE
@@ -80,31 +83,37 @@ class Evaluator:
         self.at_once = len(windows.ids)
         self.kept_limit = kept
         self.kept = None if streamed_layers(model) is not None else KeptStates(self._free_share())
+        # What matrices are decomposed into serves every rank, and every trial.
+        self.factors = TruncatedSVD(remembers=True, room=0 if self.kept is None else self.kept.limit // 4)
 
     def measure(
-        self, programs: Iterable[Program], best: MeasuredProgram | None = None
+        self, programs: Iterable[Program], best: MeasuredProgram | None = None, most: int | None = None
     ) -> dict[Program, MeasuredProgram]:
         """The quality of programs, equal ones measured once.
 
         Args:
             best: measured on all windows; programs that are hopelessly worse are stopped (`whole` is False, then). By
                 default none is.
+            most: windows to run, from the first on (or a few more: as many as are run together); by default all. Of
+                fewer, numbers are means over those, and `whole` is False.
 
         Raises:
-            ValueError: if the best was not measured on all windows, or not on these, or if the model's own predictions
-                are not finite.
+            ValueError: if `most` is less than 1, if the best was not measured on all windows, or if the model's own
+                predictions are not finite.
             OSError: if the disk is too small for hidden states of a streamed model.
         """
+        if most is not None and most < 1:
+            raise ValueError(f"a program is measured on one window at least, not on {most}")
         wanted = list(dict.fromkeys(programs))
         leader = None if best is None else self._values_of(best)
         parts: dict[Program, list[Quality]] = defaultdict(list)
         lost: set[Program] = set()
 
         def is_done(program: Program, windows: range) -> bool:
-            if leader is not None and program not in lost and parts[program]:
-                own = joined(parts[program])[1]
-                if self.race.is_lost(own, leader[1][: windows.start]):
-                    lost.add(program)
+            if most is not None and windows.start >= most:
+                return True
+            if best is not None and program not in lost and parts[program] and self._is_lost(parts[program], best):
+                lost.add(program)
             return program in lost
 
         options = self._options(share([self.dense, *wanted]), is_done)
@@ -121,6 +130,13 @@ class Evaluator:
         wanted = list(dict.fromkeys(programs))
         options = self._options(share([self.dense, *wanted]))
         return streams_after(self.model, self.windows.ids, windows, self.dense, wanted, options)
+
+    def _is_lost(self, parts: list[Quality], best: MeasuredProgram) -> bool:
+        if best.blocks:
+            own = _blocks(parts)
+            return self.race.is_lost(own, np.array(best.blocks[: len(own)]), self.blocks)
+        own = joined(parts)[1]  # windows are many, or the best was measured by something else
+        return self.race.is_lost(own, np.array(best.divergences[: len(own)]))
 
     def _options(
         self, plan: SharedPlan, is_done: Callable[[Program, range], bool] = lambda *_: False
@@ -146,13 +162,17 @@ class Evaluator:
             self.memory,
             self.folder,
             first,
+            self.blocks,
             self.kept,
+            self.factors,
         )
 
     def _free_share(self) -> int:
         if self.kept_limit is not None:
             return self.kept_limit
         device = self.model.device
+        if self.memory is not None and device.type != "cuda":
+            return max(0, int(KEPT_SHARE * (self.memory - resident_bytes())))
         free = gpu_free_bytes(device.index or 0) if device.type == "cuda" else free_bytes()
         return int(KEPT_SHARE * free)
 
@@ -174,13 +194,9 @@ class Evaluator:
         return np.array(best.nll), np.array(best.divergences)
 
     def _summary(self, parts: list[Quality], leader: tuple[Values, Values] | None) -> MeasuredProgram:
-        nll, divergence = joined(parts)
+        (nll, divergence), blocks = joined(parts), _blocks(parts)
         whole = len(nll) == len(self.windows.ids)
-        if whole:
-            found = estimate(nll, divergence)
-        else:
-            assert leader is not None
-            found = estimate_beside(nll, divergence, *leader)
+        found = estimate(nll, divergence) if whole or leader is None else estimate_beside(nll, divergence, *leader)
         return MeasuredProgram(
             found.perplexity,
             found.divergence,
@@ -189,5 +205,12 @@ class Evaluator:
             len(nll) * (self.windows.ids.shape[1] - 1),
             tuple(nll.tolist()),
             tuple(divergence.tolist()),
+            tuple(blocks.tolist()) if self.blocks > 1 else (),
             whole,
         )
+
+
+def _blocks(parts: list[Quality]) -> Values:
+    """The divergence of the blocks of windows that were measured in parts, in order."""
+    values: Values = torch.cat([part.blocks.flatten() for part in parts if part.blocks is not None]).numpy()
+    return values

@@ -101,11 +101,12 @@ class DepthCurve:
     def line(self) -> str:
         """What it says, in one line."""
         first, knee = self.points[0].depth, self.knee
+        last = min(point.depth for point in self.points if point.divergence <= MOST_DIVERGENCE)
         if knee.depth is None:
-            return f"{self.name}: no knee between depth {first:g} and {self.points[-1].depth:g}"
+            return f"{self.name}: no knee between depth {first:g} and {last:g}"
         known = f"95% interval {knee.low:g} to {knee.high:g}" if knee.share else "no interval"
         unsure = f", in {knee.share:.0%} of the resamples" if knee.share < CONFIDENCE else ""
-        looked = f"of what was measured down to depth {self.points[-1].depth:g}"
+        looked = f"of what was measured down to depth {last:g} and {MOST_DIVERGENCE:g} nat"
         return f"{self.name}: the knee is at depth {knee.depth:g} of {first:g} ({known}{unsure}), {looked}"
 
 

@@ -9,8 +9,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from surgeon.operations.applied import AppliedOperation
 from surgeon.program import Program
-from surgeon.recipe import AppliedOperation, Expect, Recipe
+from surgeon.recipe import Expect, Recipe
 from surgeon.search.edit import Choice, Edit, as_choice
 from surgeon.search.spaces.base import Claim, Searched, Space
 

@@ -3,7 +3,8 @@
 All layers of a model are alike, and a pass is at rest between its stretches: wherever a step that is not late begins,
 every rank has landed all that was in flight, at the same time. So what ranks send, cache and take adds up over these
 stretches, and each kind of stretch is looked at once. Time adds up so only where the host does not run ahead of the
-device (in captured graphs, or where kernels are launched one by one); elsewhere whole programs are predicted.
+device (in captured graphs, or where kernels are launched one by one), and on an emulated link only where all ranks do
+the same; elsewhere whole programs are predicted.
 """
 
 from __future__ import annotations
@@ -119,8 +120,7 @@ class Pricing:
         def seconds(part: Program) -> float:
             return predict(self.shapes, part, hardware, self.workload, deployment).per_token
 
-        ahead = hardware.host.asynchronous and deployment.graphs is False
-        if ahead or deployment.emulated is not None or not deployment.connected:
+        if not self._adds_up(program, hardware):
             return self._whole(program).cost(f"whole program@{on}", seconds)
         one = self._whole(_ONE).cost(f"whole program@{on}", seconds)
 
@@ -128,6 +128,30 @@ class Pricing:
             return seconds(_ONE + part) - one
 
         return one - self._sum(f"latency@{on}", _ONE, added) + self._sum(f"latency@{on}", program, added)
+
+    def _adds_up(self, program: Program, hardware: Hardware) -> bool:
+        """Whether the time of a program is the sum of its stretches'.
+
+        On an emulated link each rank has a line of its own, and one that is early stays early: there ranks have to do
+        the same.
+        """
+        if (hardware.host.asynchronous and self.deployment.graphs is False) or not self.deployment.connected:
+            return False
+        return self.deployment.emulated is None or self._sum("uneven", program, self._uneven) == 0
+
+    def _uneven(self, part: Program) -> float:
+        """0 where all ranks do the same; else 1."""
+        plan, forward = self._plan(part), Forward(1, 1, self.shapes.positions)
+        items = RankWork(plan, self.shapes, lambda _: plan.low_rank != "replicate").items
+        done = [
+            [
+                (item.operation, item.width, len(item.group)) if isinstance(item, Sent) else item
+                for work in rank_work(part, rank, plan.ranks)
+                for item in items(work, forward)
+            ]
+            for rank in range(plan.ranks)
+        ]
+        return float(any(each != done[0] for each in done))
 
     def _deployed(self, hardware: Hardware) -> Deployment:
         return replace(self.deployment, dtype=self.deployment.dtype or hardware.dtype(self.shapes.dtype))

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from surgeon.errors import did_you_mean
 from surgeon.memory import parse_size, show_size
-from surgeon.runtime.comm.link import parse_seconds
 
 HERE = "here"  # in the place of a hardware: this machine
 _THOUSANDS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
@@ -84,6 +83,12 @@ def _times(text: str) -> float:
     return 1 / _positive(text.removesuffix("x"))
 
 
+def _seconds(text: str) -> float:
+    from surgeon.runtime.comm.link import parse_seconds  # imports torch, and help texts are made of this module
+
+    return parse_seconds(text)
+
+
 def show_seconds(seconds: float) -> str:
     """A time for people: 12.3 ms."""
     for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
@@ -113,7 +118,7 @@ QUANTITIES = {
         Quantity("weight_bytes", "bytes that these take, as the model stores them", parse_size, show_size),
         Quantity("kv_bytes", "bytes that all ranks together cache of one token", parse_size, show_size),
         Quantity("wire_bytes", "bytes that a rank sums or gathers per token", parse_size, show_size),
-        Quantity("latency", "seconds per token, predicted or measured here", parse_seconds, show_seconds, timed=True),
+        Quantity("latency", "seconds per token, predicted or measured here", _seconds, show_seconds, timed=True),
         Quantity(
             "speedup", "times the unedited model's tokens per second", _times, _show_times, timed=True, upward=True,
             divides=False,
@@ -124,6 +129,11 @@ QUANTITIES = {
         Quantity("perplexity", "on the text", _positive, "{:.4g}".format, measured=True),
     )
 }  # fmt: skip
+
+
+def quantities_listed() -> str:
+    """All of them with what they are, for help texts."""
+    return ", ".join(f"{quantity.name} ({quantity.summary})" for quantity in QUANTITIES.values())
 
 
 @dataclass(frozen=True, order=True)

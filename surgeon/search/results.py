@@ -20,7 +20,7 @@ from surgeon.search.quantities import Aspect
 from surgeon.search.question import DEPTH, Question
 from surgeon.search.terms import Terms
 from surgeon.search.trial import MeasuredProgram, Trial
-from surgeon.search.winners import Comparison
+from surgeon.search.winners import HeldOutComparison
 
 WIDTH = 80  # columns of a terminal
 RECIPE_FILE, TRIALS_FILE, TERMS_FILE, RECORD_FILE = "recipe.yaml", "trials.csv", "terms.csv", "search.json"
@@ -37,7 +37,7 @@ class Winner:
 
     trial: Trial
     why: str
-    comparison: Comparison | None = None
+    comparison: HeldOutComparison | None = None
 
 
 def trials_table(question: Question, trials: Sequence[Trial]) -> pd.DataFrame:

@@ -35,6 +35,7 @@ MOST_PARAMETERS = 40  # of a trial
 MOST_OF_A_LAYER = 9  # edits that can change it together
 STEPS = 8  # running divergences that are kept of a trial that was stopped
 SECONDS_BETWEEN_WORDS = 30.0
+SECONDS_A_TURN = 1.0
 
 Direction = Literal["minimize", "maximize"]
 Propose = Callable[[Sequence[Trial]], Sequence[Proposal]]
@@ -121,14 +122,15 @@ class RoundStudy:
     def shared(self, name: str, compute: Callable[[], Any]) -> Any:
         """A JSON value that all workers need and one of them computes, while the others wait; kept in the study."""
         key, pause = f"{TASK} {name}", _Pause(self.storage, self.say)
+        turn = _Turn(self.queue.crew(self._last_round())[0])
         with self.queue.working():
             while True:
                 trial = self.queue.read().get(key)
                 if trial is not None and trial.state in FINISHED:
                     return json.loads(trial.user_attrs[RESULT])
-                if trial is None:
+                if trial is None and turn(1):
                     self.queue.put(key, {TASK: name}, {})
-                elif taken := self.queue.take([trial], most=1):
+                elif taken := self.queue.take([trial] if trial else [], most=1):
                     result = {RESULT: json.dumps(_rounded(compute()))}
                     self.queue.tell(taken[0], TrialState.PRUNED, None, result, {})
                 elif not self.queue.bury():
@@ -139,7 +141,8 @@ class RoundStudy:
     ) -> Iterator[Trial]:
         """Work on one round until it is finished, yielding its trials as they are."""
         first, pause = len(earlier), _Pause(self.storage, self.say)
-        crew = max(self.workers, self.queue.crew(number))
+        place, crew = self.queue.crew(number)
+        turn, crew = _Turn(place), max(self.workers, crew)
         left = {proposal.key: place for place, proposal in enumerate(fresh, start=first)}
         while True:
             live = self.queue.read()
@@ -148,11 +151,12 @@ class RoundStudy:
                 yield _as_trial(live[key])
             if not left:
                 return
-            if missing := [key for key in left if key not in live]:
+            missing = [key for key in left if key not in live]
+            if missing and turn(len(missing)):
                 for key in missing:
                     self._put(fresh[left[key] - first], number, left[key])
                 continue
-            waiting = [live[key] for key in left if live[key].state == TrialState.WAITING]
+            waiting = [live[key] for key in left if key in live and live[key].state == TrialState.WAITING]
             # Ever smaller shares: the last ones to be taken then end at about the same time.
             taken = self.queue.take(waiting, most=min(together, math.ceil(len(waiting) / crew)))
             if taken:
@@ -207,6 +211,23 @@ class RoundStudy:
                     f"({stored.get(name)}, not {wanted.get(name)}); give the same settings to go on with it, or "
                     "another study (--study) or output folder to begin one"
                 )
+
+
+class _Turn:
+    """Whose it is to put what a round is still missing: each worker leaves it for a while to those before it.
+
+    If all did so at once nothing would go wrong, but most of what they put would be there already.
+    """
+
+    def __init__(self, place: int) -> None:
+        self.seconds = place * SECONDS_A_TURN
+        self.missing, self.since = -1, time.monotonic()
+
+    def __call__(self, missing: int) -> bool:
+        """Whether it is this worker's, as so many are missing."""
+        if missing != self.missing:
+            self.missing, self.since = missing, time.monotonic()
+        return time.monotonic() - self.since >= self.seconds
 
 
 class _Pause:

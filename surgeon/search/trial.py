@@ -8,6 +8,8 @@ from typing import Any
 
 from surgeon.search.edit import Choice, Edit
 
+_BY_PLACE = ("nll", "divergences", "blocks")  # of the text
+
 
 @dataclass(frozen=True)
 class MeasuredProgram:
@@ -17,6 +19,8 @@ class MeasuredProgram:
         divergence_low, divergence_high: of the divergence (nats per token), the 95% interval; NaN: not known.
         tokens: that were predicted in all.
         nll, divergences: by window, in the order of the text, of as many windows as were run.
+        blocks: the same as `divergences` by smaller parts of the windows, which races look at; nothing where windows
+            are many.
         whole: whether those were all; else it was stopped, being worse than the best, and the numbers are estimates.
         more: what else was measured of it, by name: a task's accuracy, say.
     """
@@ -28,17 +32,18 @@ class MeasuredProgram:
     tokens: int
     nll: tuple[float, ...] = ()
     divergences: tuple[float, ...] = ()
+    blocks: tuple[float, ...] = ()
     whole: bool = True
     more: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values (infinities and NaN among them)."""
-        return asdict(self) | {"nll": list(self.nll), "divergences": list(self.divergences)}
+        return asdict(self) | {name: list(getattr(self, name)) for name in _BY_PLACE}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> MeasuredProgram:
         """The inverse of `to_json`."""
-        return cls(**{**values, "nll": tuple(values["nll"]), "divergences": tuple(values["divergences"])})
+        return cls(**{**values, **{name: tuple(values[name]) for name in _BY_PLACE}})
 
 
 @dataclass(frozen=True)

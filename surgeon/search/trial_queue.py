@@ -120,13 +120,22 @@ class TrialQueue:
                 found = True
         return found
 
-    def crew(self, number: int) -> int:
-        """Say that this worker is there in a round of that number; returns how many are, as far as is known."""
-        name = f"{PRESENT}{self.me.world} {self.me.pid}"
-        backend = self.storage.backend
-        self.ask(lambda: backend.set_study_system_attr(self.study_id, name, number))
+    def crew(self, number: int) -> tuple[int, int]:
+        """Say that this worker is there in a round of that number; returns its place among all, and how many there are.
+
+        That is as far as is known: workers elsewhere that have ended count for a while.
+        """
+        own, backend = f"{PRESENT}{self.me.world} {self.me.pid}", self.storage.backend
+        self.ask(lambda: backend.set_study_system_attr(self.study_id, own, [number, self.me.to_json()]))
         known = self.ask(lambda: backend.get_study_system_attrs(self.study_id))
-        return sum(key.startswith(PRESENT) and last > number - ROUNDS_PRESENT for key, last in known.items())
+        there = sorted(
+            name
+            for name, value in known.items()
+            if name.startswith(PRESENT)
+            and value[0] > number - ROUNDS_PRESENT
+            and (name == own or not Holder.from_json(value[1]).is_gone())
+        )
+        return there.index(own), len(there)
 
     @contextmanager
     def working(self) -> Iterator[None]:

@@ -13,11 +13,11 @@ from surgeon.search.question import DEPTH, Question
 from surgeon.search.trial import Trial
 from surgeon.search.winners import Measured
 
-_NEAR = 1e-9  # in parts of a cost: what sums round
-
 
 def choose(question: Question, trials: Sequence[Trial], curves: Sequence[DepthCurve]) -> tuple[list[Trial], str]:
-    """The winner and those that come next, the best first, with what they are the best of.
+    """The winner and its runners-up, the best first, with what it is the best of.
+
+    Runners-up cost the same where a cost is looked along: of a dearer program it is no news that it is closer.
 
     Args:
         curves: of quality against depth, where depth is looked along.
@@ -30,35 +30,25 @@ def choose(question: Question, trials: Sequence[Trial], curves: Sequence[DepthCu
         raise ValueError(_nearest(question, trials))
     if question.along is None or question.budget.of_quality:
         words = f"The best within {question.budget}" if question.budget.limits else "The best"
-        first, *others = _ranked(question, within)
-        return [first, *_as_cheap(question, first, others)], words
+        return _as_dear(question, _ranked(question, within)), words
     if len(question.objectives) > 1:
-        return _middle_of_front(question, within), "The point of the front nearest to the best of every objective"
+        return [_middle_of_front(question, within)], "The point of the front nearest to the best of every objective"
     return _at_the_knee(question, within, curves)
 
 
+def _as_dear(question: Question, ranked: Sequence[Trial]) -> list[Trial]:
+    """The first trial, and those that cost the same of what is looked along."""
+    along = question.along
+    if along is None:
+        return [*ranked]
+    prices = [question.price(along, trial) for trial in ranked]
+    return [trial for trial, price in zip(ranked, prices, strict=True) if math.isclose(price, prices[0])]
+
+
 def compared_by(question: Question) -> Measured:
-    """What a winner and its runners-up are compared by on held-out text: the first objective that is measured there."""
-    names = [str(objective) for objective in question.objectives]
-    by: list[Measured] = [name for name in get_args(Measured) if name in names]
-    return min(by, key=names.index, default="divergence")
-
-
-def _as_cheap(question: Question, first: Trial, others: Sequence[Trial]) -> list[Trial]:
-    """Those that cost no more than the first of everything they are not compared by, so that they could replace it."""
-    by = compared_by(question)
-    fixed = [objective for objective in question.objectives if str(objective) != by]
-
-    def costs(trial: Trial) -> list[float]:
-        along = [question.price(question.along, trial)] if question.along is not None else []
-        return along + [objective.of(trial, question.budget.pricing) for objective in fixed]
-
-    most = [cost + _NEAR * abs(cost) for cost in costs(first)]
-    return [
-        trial
-        for trial in others
-        if trial is not first and all(cost <= limit for cost, limit in zip(costs(trial), most, strict=True))
-    ]
+    """What a winner and its runners-up are compared by on held-out text: of divergence and perplexity the first one."""
+    names = [str(objective) for objective in question.objectives if str(objective) in get_args(Measured)]
+    return "perplexity" if names[:1] == ["perplexity"] else "divergence"
 
 
 def _ranked(question: Question, trials: Sequence[Trial]) -> list[Trial]:
@@ -73,23 +63,18 @@ def _at_the_knee(question: Question, trials: Sequence[Trial], curves: Sequence[D
     if knee is None:
         least = min(prices.values())
         shallow = [trial for trial in trials if prices[trial.number] <= least]
-        return _ranked(question, shallow), f"The best at the least {along} (there is no knee)"
+        return _as_dear(question, _ranked(question, shallow)), f"The best at the least {along} (there is no knee)"
     shallow = [trial for trial in trials if prices[trial.number] <= knee * (1 + 1e-9)]
-    return _ranked(question, shallow), f"The best at the knee, {along} {knee:g}"
+    return _as_dear(question, _ranked(question, shallow)), f"The best at the knee, {along} {knee:g}"
 
 
-def _middle_of_front(question: Question, trials: Sequence[Trial]) -> list[Trial]:
-    """The point of the front of least distance to the best of every objective, each scaled to its range on the front.
-
-    With it those that could replace it, by what they are compared by.
-    """
+def _middle_of_front(question: Question, trials: Sequence[Trial]) -> Trial:
+    """The point of the front nearest to the best of every objective, each scaled to its range on the front."""
     front = pareto_front(trials, question.objectives, question.budget.pricing)
     costs = np.array([point.costs for point in front])
     width = np.ptp(costs, axis=0)
     distance = np.linalg.norm((costs - costs.min(axis=0)) / np.where(width > 0, width, 1), axis=1)
-    first, by = front[int(np.argmin(distance))].trial, compared_by(question)
-    others = sorted(trials, key=lambda trial: (getattr(trial.measured, by), trial.number))
-    return [first, *_as_cheap(question, first, others)]
+    return front[int(distance.argmin())].trial
 
 
 def _nearest(question: Question, trials: Sequence[Trial]) -> str:

@@ -66,7 +66,7 @@ class RunnerUp:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class HeldOutComparison:
     """The search's winner and its runners-up on held-out text.
 
     Attributes:
@@ -114,8 +114,9 @@ class Comparison:
         if not math.isfinite(one.low):
             told = "no interval can be told"
         else:
-            share = "" if len(self.runners_up) == 1 else f" of {len(self.runners_up)} that hold together"
-            told = f"interval {one.low:+.3g} to {one.high:+.3g}, {CONFIDENCE:.0%}{share}"
+            count = len(self.runners_up)
+            share = f"{CONFIDENCE:.0%}" if count == 1 else f"{CONFIDENCE:.0%} for all {count} intervals at once"
+            told = f"interval {one.low:+.3g} to {one.high:+.3g}, {share}"
         words = {
             "better": f"trial {first} is better than trial {other}",
             "worse": f"trial {first} is worse than trial {other}",
@@ -161,7 +162,7 @@ def finalists(
 
 def remeasure(
     winner: Trial, runners_up: Sequence[Trial], dense: Program, evaluate: Evaluate, by: Measured = "divergence"
-) -> Comparison:
+) -> HeldOutComparison:
     """Measure the winner and the runners-up, and the unedited model, on held-out text.
 
     Args:
@@ -178,7 +179,7 @@ def remeasure(
         difference = _windows(first.unseen, by) - _windows(other.unseen, by)
         low, high = interval(difference, confidence)
         others.append(RunnerUp(other, float(np.mean(difference)), low, high))
-    return Comparison(by, first, tuple(others), found[dense])
+    return HeldOutComparison(by, first, tuple(others), found[dense])
 
 
 def _windows(measured: MeasuredProgram, by: Measured) -> NDArray[np.float64]:

@@ -9,13 +9,14 @@ from typing import Any, ClassVar
 
 import pytest
 
+from surgeon.operations.applied import AppliedOperation
 from surgeon.operations.base import Operation, show_range
 from surgeon.operations.declare import VARIANTS
 from surgeon.operations.pair import pair
 from surgeon.operations.prune import prune
 from surgeon.operations.variants import variant
 from surgeon.program import LayerShapes, Program
-from surgeon.recipe import AppliedOperation, Recipe, parse_recipe
+from surgeon.recipe import Recipe, parse_recipe
 
 LAYERS = 8
 STRETCHES = (range(2, 6), range(0, 8), range(1, 3), range(3, 4), range(2, 7))

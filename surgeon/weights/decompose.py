@@ -282,10 +282,11 @@ class TruncatedSVD:
     Args:
         remembers: whether directions are kept, of the layers that were asked for last: other ranks of theirs come
             from them. The model must stay as it is.
+        room: bytes that may be taken by directions of other layers, too; those used last are kept.
     """
 
-    def __init__(self, remembers: bool = False) -> None:
-        self.remembers = remembers
+    def __init__(self, remembers: bool = False, room: int = 0) -> None:
+        self.remembers, self.room = remembers, room
         self.kept: dict[tuple[tuple[int, ...], str], Tensor] = {}
 
     def factors(self, sublayer: Sublayer, role: str, matrix: WeightMatrix) -> Factors:
@@ -308,10 +309,14 @@ class TruncatedSVD:
 
     def _directions(self, sublayer: Sublayer, role: str, whole: Tensor) -> Tensor:
         key = sublayer.layers, role
-        if key not in self.kept:
-            self.kept = {known: left for known, left in self.kept.items() if known[0] == sublayer.layers}
-            self.kept[key] = decompose(whole).left
-        return self.kept[key]
+        left = self.kept.pop(key) if key in self.kept else decompose(whole).left
+        self.kept[key] = left  # used last
+        others = [known for known in self.kept if known[0] != sublayer.layers]
+        taken = sum(self.kept[known].nbytes for known in others)
+        for known in others:
+            if taken > self.room:
+                taken -= self.kept.pop(known).nbytes
+        return left
 
 
 def fitted(matrix: Tensor, factors: Factors, moment: SecondMoment, cross: Tensor | None = None) -> Factors:

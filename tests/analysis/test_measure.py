@@ -102,7 +102,7 @@ def test_out_of_memory_halves_the_windows_and_goes_on(
     expected = [list(measure(model, chunk, dense, programs, MeasureOptions(1))) for chunk in ids.split(1)]
     compare = OutputHead.compare
 
-    def small(self: OutputHead, stream: torch.Tensor, reference: Any) -> Quality:
+    def small(self: OutputHead, stream: torch.Tensor, reference: Any, _: int = 0) -> Quality:
         """More than two windows fit for the first program only."""
         if len(stream) > 2 and seen:
             raise error

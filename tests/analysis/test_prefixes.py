@@ -87,7 +87,6 @@ def test_the_least_useful_goes_first() -> None:
     places = [Place(0, 1, prefix) for prefix in prefixes]
     for place in places[1:4]:
         kept.put(place, state(2))
-    kept.pin([places[1]])
     kept.take(places[1])  # used twice now: as good as one twice as deep
     kept.take(places[1])
     kept.put(places[4], state(2))
@@ -100,13 +99,17 @@ def test_the_least_useful_goes_first() -> None:
 
 
 def test_what_a_plan_will_take_stays_until_then() -> None:
-    kept = KeptStates(8)
-    first = kept.prefixes.number(0, Program.dense(1).nodes[0])
-    deep = kept.prefixes.number(first, Program.dense(1).nodes[1])
-    kept.put(Place(0, 1, first), state(2))
-    kept.pin([Place(0, 1, first)])
-    kept.put(Place(0, 1, deep), state(2))
-    assert kept.take(Place(0, 1, first)).stream.shape == (2,)
+    """Also when the limit falls, and when another plan runs in between."""
+    kept, program = KeptStates(1 << 30), PROGRAMS[0]
+    expected = streams([program], kept)[0][program]
+    plan = share([program, PROGRAMS[2]])
+    states = PlanStates(kept, plan, kept.prefixes.registers(plan), WINDOWS)
+    run = run_plan(states.plan, PlanMachine(tiny_model("llama", 3), IDS), kept=states)
+    kept.shrink(0)
+    found = dict(run)
+    assert kept.bytes == 0
+    assert torch.equal(found[program], expected)
+    assert torch.equal(found[PROGRAMS[2]], streams([PROGRAMS[2]], None)[0][PROGRAMS[2]])
 
 
 def test_prefixes_are_numbered_by_what_leads_to_them() -> None:

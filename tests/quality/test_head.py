@@ -51,6 +51,19 @@ def test_quality_equals_full_logits(model: Any, block: int, monkeypatch: pytest.
     assert not reference.quality.divergence.any()
 
 
+def test_blocks_are_means_over_parts_of_windows(model: Any) -> None:
+    ids = torch.randint(VOCABULARY, (3, 12))
+    original, changed = torch.randn(3, 12, HIDDEN), torch.randn(3, 12, HIDDEN)
+    head = OutputHead(model)
+    quality = head.compare(changed, head.reference(original, ids), blocks=2)
+    log_p, log_q = (logits(model, stream).log_softmax(-1) for stream in (original, changed))
+    tokens = (log_p.exp() * (log_p - log_q)).sum(-1)
+    expected = torch.stack([tokens[:, :6].mean(-1), tokens[:, 6:].mean(-1)], dim=-1)
+    assert quality.blocks is not None
+    torch.testing.assert_close(quality.blocks.float(), expected, rtol=1e-4, atol=1e-6)
+    assert head.compare(changed, head.reference(original, ids)).blocks is None
+
+
 def test_the_original_diverges_from_itself_by_rounding_only(model: Any) -> None:
     ids, stream = torch.randint(VOCABULARY, (2, 30)), torch.randn(2, 30, HIDDEN)
     head = OutputHead(model)

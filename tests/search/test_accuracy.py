@@ -13,6 +13,7 @@ from surgeon.quality.tasks import TaskSettings
 from surgeon.quality.tasks_results import Score, scores
 from surgeon.search.accuracy import TaskAccuracy, accuracy_of
 from surgeon.search.objectives import parse_objectives
+from surgeon.search.trial import MeasuredProgram, Proposal, Trial
 from tests.models import tiny_model, tiny_tokenizer
 from tests.quality.tasks_helpers import CHOICES, evaluate, write_rows
 
@@ -41,6 +42,25 @@ def test_accuracy_is_that_of_edited_models(tmp_path: Path, monkeypatch: pytest.M
     assert len(list(tmp_path.glob("answers-*.jsonl"))) == 3
     monkeypatch.setattr("surgeon.search.accuracy.TaskModel._model_call", None)  # nothing is asked again
     assert measured.measure(PROGRAMS[:1])[PROGRAMS[0]] == found[PROGRAMS[0]]
+
+
+def test_the_best_of_every_level_are_measured(tmp_path: Path) -> None:
+    tokenizer: Any = tiny_tokenizer()
+    model: Any = tiny_model("llama", 3, vocab_size=len(tokenizer))
+    path = write_rows(tmp_path / "choices.jsonl", CHOICES)
+    (objective,) = parse_objectives(f"accuracy:{path}")
+    accuracy = TaskAccuracy(model, tokenizer, [objective])
+    texts = ["A0 F0", "A1 F1", "A2 F2", "A0 F0 A1 F1", "A1 F1 A2 F2"]
+    levels, divergences, whole = [1.0, 1.0, 1.0, 2.0, 2.0], [0.3, 0.2, 0.1, 0.2, 0.1], [True, True, False, True, True]
+    trials = [
+        Trial(number, Proposal(text, "window", (), level), MeasuredProgram(9, value, 0, 1, 50, whole=end))
+        for number, (text, level, value, end) in enumerate(zip(texts, levels, divergences, whole, strict=True))
+    ]
+    found = accuracy.of_the_best(trials, count=1)
+    assert [trial.number for trial in found if trial.measured.more] == [1, 4]
+    program = Program.parse(texts[1])
+    assert found[1].measured.more == accuracy.measure([program])[program]
+    assert found[0] == trials[0]
 
 
 def test_an_edited_model_and_an_unknown_task_are_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 from torch.nn import functional
 
 from surgeon.analysis.sharing import share
+from surgeon.checkpoint.load import load
+from surgeon.checkpoint.streamed import load_streamed
 from surgeon.model import edit, restore
 from surgeon.program import Program
 from surgeon.quality.data import Windows
@@ -32,7 +35,8 @@ TEXTS = [
     "A0 F0 A1 F1 A2 F2 >A3 >F3",
     "A0 F0 {A1 F1 | A2 F2} A3 F3",
     "A0 F0 {A1 F1 | A2 F2 | A3 F3}",
-    "A0 F0 A1 F1",
+    "A0 F0 A1 F1@gate9,up9",
+    "A0 F0 A1 F1@gate5,up5 A2~A3 F2",
     "A3 F3",
     str(PAIRED),
     str(DENSE),
@@ -131,20 +135,52 @@ def test_a_hopeless_program_is_stopped_with_an_estimate(monkeypatch: pytest.Monk
     assert sum(ran) == pytest.approx(6 * count / 6 + 4)  # some windows for one, all for the other, from what is kept
 
 
+def test_races_compare_blocks_where_windows_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best's blocks come from its record, and a best without them is compared window by window."""
+    monkeypatch.setattr(evaluate_module, "FIRST_TOKENS", {"cpu": 16})
+    monkeypatch.setattr("surgeon.search.race.BLOCK", 3)
+    measured = evaluator()
+    best = measured.measure([PAIRED])[PAIRED]
+    assert len(best.blocks) == 6 * 5
+    for window, mean in enumerate(best.divergences):
+        assert np.mean(best.blocks[5 * window : 5 * window + 5]) == pytest.approx(mean)
+    stopped = measured.measure([HOPELESS], MeasuredProgram.from_json(best.to_json()))[HOPELESS]
+    assert len(stopped.divergences) == 1
+    assert len(stopped.blocks) == 5
+    assert math.isnan(stopped.divergence_low)  # of one window nothing is known
+    by_window = measured.measure([HOPELESS], replace(best, blocks=()))[HOPELESS]
+    assert not by_window.whole
+    assert len(by_window.divergences) > 1
+
+
 def test_ties_and_better_programs_are_never_stopped() -> None:
     measured = evaluator(race=Race(alpha=0.4))
-    best = measured.measure([PROGRAMS[5]])[PROGRAMS[5]]
+    best = measured.measure([PROGRAMS[6]])[PROGRAMS[6]]
     found = measured.measure(PROGRAMS, best)
-    assert found[PROGRAMS[5]].whole
+    assert found[PROGRAMS[6]].whole
     assert all(one.whole for one in found.values() if one.divergence < best.divergence)
     dense = measured.measure([DENSE])[DENSE]
     assert measured.measure([DENSE], dense)[DENSE].whole
 
 
+def test_some_of_the_windows_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluate_module, "FIRST_TOKENS", {"cpu": 32})
+    ran: list[float] = []
+    whole = apart(PAIRED)
+    found = evaluator(ran=ran.append).measure([PAIRED], most=2)[PAIRED]
+    assert found.divergences == whole.divergences[:2]
+    assert found.divergence == pytest.approx(np.mean(whole.divergences[:2]))
+    assert found.perplexity == pytest.approx(math.exp(np.mean(whole.nll[:2])))
+    assert not found.whole
+    assert sum(ran) == pytest.approx((8 + 6) * 2 / 6)  # the original, too
+    with pytest.raises(ValueError, match="not on 0"):
+        evaluator().measure([PAIRED], most=0)
+
+
 def test_a_race_against_half_a_measurement_is_refused() -> None:
     measured = evaluator()
     best = measured.measure([PAIRED])[PAIRED]
-    half = MeasuredProgram(1.0, 1.0, 0.5, 2.0, 30, best.nll[:2], best.divergences[:2], whole=False)
+    half = replace(best, nll=best.nll[:2], divergences=best.divergences[:2], whole=False)
     with pytest.raises(ValueError, match="measured on all 6 windows, not on 2"):
         measured.measure([DENSE], half)
 
@@ -210,3 +246,16 @@ def test_states_give_way_to_a_limit_of_memory(monkeypatch: pytest.MonkeyPatch) -
     tight.measure([PAIRED])
     assert tight.kept is not None
     assert tight.kept.bytes == 0
+
+
+def test_a_model_whose_weights_are_read_as_it_goes_gives_the_same_numbers(tiny_checkpoint: Path) -> None:
+    ids = torch.randint(3, 60, (4, 16), generator=torch.Generator().manual_seed(6))
+    text = Windows(ids, "ids", "digest")
+    streamed, whole = Evaluator(load_streamed(tiny_checkpoint), text), Evaluator(load(tiny_checkpoint), text)
+    assert streamed.kept is None
+    found, plain = (each.measure(PROGRAMS[:3]) for each in (streamed, whole))
+    for program in PROGRAMS[:3]:
+        np.testing.assert_allclose(found[program].divergences, plain[program].divergences, rtol=1e-4, atol=1e-6)
+    streams = dict(streamed.streams(PROGRAMS[:2], range(2)))
+    for program, stream in whole.streams(PROGRAMS[:2], range(2)):
+        torch.testing.assert_close(streams[program], stream, rtol=1e-4, atol=1e-5)

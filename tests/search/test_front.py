@@ -115,6 +115,10 @@ def test_curves_by_space_and_together() -> None:
     assert curves["pair"].points[2].high == pytest.approx(0.03 + half)
     assert curves["pair"].knee.depth == 6
     assert curves["pair"].line().startswith("pair: the knee is at depth 6 of 8 (95% interval")
+    assert curves["pair"].line().endswith("of what was measured down to depth 5 and 1 nat")
+    far = depth_curves([*TRIALS, trial(9, pairs(0, 2, 4, 6), [7.0] * 4)], ORIGINAL, PRICING, resamples=50)[0]
+    assert far.points[-1].depth == 4
+    assert far.line() == curves["pair"].line()  # what is another model altogether moves no knee
     assert curves["drop"].line() == "drop: no knee between depth 8 and 7"
 
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from surgeon.cost.predict import Deployment, Workload, predict
+from surgeon.operations.applied import AppliedOperation
 from surgeon.program import Program
-from surgeon.recipe import AppliedOperation
 from surgeon.search.edit import Edit
 from surgeon.search.limits import SearchBudget, aspects_of, parse_limits
 from surgeon.search.mixture import Mixture

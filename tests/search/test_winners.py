@@ -12,7 +12,7 @@ from scipy import stats
 
 from surgeon.program import Program
 from surgeon.search.trial import MeasuredProgram, Proposal, Trial
-from surgeon.search.winners import Comparison, Evaluate, finalists, remeasure
+from surgeon.search.winners import Evaluate, HeldOutComparison, finalists, remeasure
 
 DENSE = Program.dense(4)
 TEXTS = ["A0 F0 [A1 A2] [F1 F2] A3 F3", "[A0 A1] [F0 F1] A2 F2 A3 F3", "A0 F0 A1 F1 [A2 A3] [F2 F3]"]
@@ -42,7 +42,7 @@ def on_held_out(*by_trial: Sequence[float]) -> Evaluate:
     return evaluate
 
 
-def compared(*by_trial: Sequence[float]) -> Comparison:
+def compared(*by_trial: Sequence[float]) -> HeldOutComparison:
     trials = [trial(number, 0.1 + number / 100) for number in range(len(by_trial))]
     return remeasure(trials[0], trials[1:], DENSE, on_held_out(*by_trial))
 
@@ -99,7 +99,7 @@ def test_sentences_say_better_only_where_it_is() -> None:
     lines = found.lines()
     assert lines[0] == "trial 0: divergence 0.1 on the text of the search, 0.1075 on 100 held-out tokens (4 windows)"
     assert lines[1].startswith("trial 0 is better than trial 1 (divergence 0.11 and 0.2075): difference -0.1 nats")
-    assert "95% of 2 that hold together" in lines[1]
+    assert "95% for all 2 intervals at once" in lines[1]
     assert "better" not in lines[2]
     assert lines[2].startswith("trial 0 is not told apart from trial 2")
 

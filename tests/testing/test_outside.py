@@ -18,10 +18,10 @@ from surgeon.checkpoint.forms import FORMS, Form
 from surgeon.checkpoint.forms.plain import Plain
 from surgeon.families import FAMILIES, Family
 from surgeon.families.llama import LLAMA
+from surgeon.operations.applied import AppliedOperation
 from surgeon.operations.base import OPERATIONS, Operation, find_stretch, operation
 from surgeon.operations.declare import HEATMAPS, VARIANTS, Heatmap, Variant
 from surgeon.program import Program
-from surgeon.recipe import AppliedOperation
 from surgeon.search.edit import Edit
 from surgeon.search.mixture import Mixture
 from surgeon.search.spaces import SPACES, Searched, Space, register

@@ -257,6 +257,15 @@ def test_directions_that_are_remembered_serve_every_rank(monkeypatch: pytest.Mon
         torch.testing.assert_close(found, wanted)
     assert len(made) == 4  # q and k of layer 0, q of layer 1, which takes their place, and q of layer 0 again
     assert set(source.kept) == {((0,), "q")}
+    made.clear()
+    one = source.kept[(0,), "q"].nbytes
+    for room, decomposed in ((one, 4), (8 * one, 3)):
+        made.clear()
+        source = TruncatedSVD(remembers=True, room=room)
+        for (layer, role, rank), wanted in zip([*asked, *asked[:1]], [*expected, *expected[:1]], strict=True):
+            found = source.factors(Sublayer("A", (layer,), None, ((role, rank),)), role, matrices[layer, role])
+            torch.testing.assert_close(found, wanted)
+        assert len(made) == decomposed
 
 
 @pytest.mark.parametrize("size", SIZES)

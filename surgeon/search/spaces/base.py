@@ -12,13 +12,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
 
-from surgeon.cost.shapes import ModelShapes
 from surgeon.errors import did_you_mean
+from surgeon.operations.applied import AppliedOperation
 from surgeon.program import ATTENTION, FEED_FORWARD, KINDS, LayerShapes, Program
-from surgeon.recipe import AppliedOperation
 from surgeon.search.edit import Edit
+
+if TYPE_CHECKING:  # help texts list the spaces, and torch would take seconds
+    from surgeon.cost.shapes import ModelShapes
 
 S = TypeVar("S", bound="type[Space]")
 Claim = tuple[str, int]  # what of a layer: how its steps stand in the program, say, or whether its attention is late

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import ClassVar, Self
 
+from surgeon.operations.applied import AppliedOperation
 from surgeon.operations.base import KINDS_OF, Half
 from surgeon.program import Program
-from surgeon.recipe import AppliedOperation
 from surgeon.search.edit import Edit
 from surgeon.search.spaces.base import (
     Claim,

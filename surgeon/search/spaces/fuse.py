@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from surgeon.operations.applied import AppliedOperation
 from surgeon.program import Program
-from surgeon.recipe import AppliedOperation
 from surgeon.search.edit import Edit
 from surgeon.search.spaces.base import ONE_STEP, Claim, Searched, Space, claims_of_shape, joined, register
 

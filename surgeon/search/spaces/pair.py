@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import ClassVar, Self
 
+from surgeon.operations.applied import AppliedOperation
 from surgeon.program import Program
-from surgeon.recipe import AppliedOperation
 from surgeon.search.edit import Edit
 from surgeon.search.spaces.base import Claim, Searched, Space, claims_of_shape, joined, register, whole_number
 

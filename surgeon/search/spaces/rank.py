@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import ClassVar, Self
 
+from surgeon.operations.applied import AppliedOperation
 from surgeon.operations.lowrank import rank_for
 from surgeon.program import ATTENTION, FEED_FORWARD, ROLES, Program
-from surgeon.recipe import AppliedOperation
 from surgeon.search.edit import Edit
 from surgeon.search.spaces.base import (
     Claim,
@@ -28,8 +28,9 @@ class LowRanks(Space):
     """The matrices of a layer's attention or MLP as two factors each, with a share of their parameters: mlp:0.6.
 
     A matrix of which factors would save nothing stays whole, and an attention or MLP of which all do has no edits. The
-    factors are plain ones (truncated SVD), as scans measure them on the fly: what methods that look at a text make of
-    the same ranks (`surgeon export` of the recipe with `method: whitened`) predicts better than the search saw.
+    factors that a search measures are plain ones (truncated SVD), made on the fly as in scans, and so are those of the
+    recipe that it writes. The recipe can name another method and a text for the same ranks (`method: whitened`, as
+    `surgeon spectrum` writes it); what that changes the search has not seen.
     """
 
     name = "rank"

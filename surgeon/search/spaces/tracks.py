@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Self
 
+from surgeon.operations.applied import AppliedOperation
 from surgeon.program import KINDS, Program, Sublayer
-from surgeon.recipe import AppliedOperation
 from surgeon.search.edit import Edit
 from surgeon.search.spaces.base import (
     ONE_STEP,
@@ -18,13 +18,14 @@ from surgeon.search.spaces.base import (
     register,
     whole_number,
 )
-from surgeon.weights.layout import indivisible, require_sliceable
 
 
 def why_no_slices(model: Searched) -> str | None:
     """Why there is no slice of every layer for each rank; None if there is."""
     if model.ranks < 2:
         return "it has a slice of the layers for each rank, and one rank has nothing to share; use two or more"
+    from surgeon.weights.layout import indivisible, require_sliceable  # which imports torch
+
     family = model.shapes.family
     for kind in KINDS:
         try:

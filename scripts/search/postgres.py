@@ -1,0 +1,265 @@
+"""Four workers on a real PostgreSQL: two are killed, and the database once; nothing is lost, nothing counts twice.
+
+    python -m scripts.search.postgres --work FOLDER
+
+`scripts/search/test_postgres` prepares what this needs and runs it. One worker alone searches first, which gives what
+has to come out. Then four share a study; when some trials are finished one of them is killed, later another, then the
+database, which stays away for a while; then the two come back. What programs cost is made up there; without --quick the
+same is done to `surgeon search demo --workers 4`, and the same command joins from another folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import optuna
+import pandas as pd
+import psutil
+from optuna.trial import TrialState
+
+from scripts.search.made_up import divergence, open_study
+from scripts.search.server import PASSWORD, Server
+from surgeon.search.edit import Edit
+from surgeon.search.rounds import RoundStudy
+from surgeon.search.storage import open_storage
+from surgeon.search.trial import Proposal
+
+SECONDS_A_TRIAL = 0.5
+SECONDS_AWAY = 8.0
+PATIENCE = 900.0
+STARTED: list[subprocess.Popen[bytes]] = []
+
+
+@dataclass
+class Worker:
+    """A process of the search, and the files in which it says what it does."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+    messages: Path
+
+    @property
+    def measured(self) -> list[str]:
+        """The programs that it began to measure."""
+        return self.log.read_text().splitlines() if self.log.exists() else []
+
+
+class Checks:
+    """What holds and what does not, a line each."""
+
+    def __init__(self) -> None:
+        self.failed = 0
+
+    def __call__(self, holds: bool, what: str) -> None:
+        self.failed += not holds
+        print(f"{'ok  ' if holds else 'FAIL'}  {what}", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True, help="folder for the database and what the workers say")
+    parser.add_argument("--quick", action="store_true", help="leave out the demo model")
+    options = parser.parse_args()
+    work = options.work.resolve()
+    (work / "server").mkdir(parents=True)
+    work.chmod(0o755)  # the server's user has to get into its folder
+    os.environ["PGPASSWORD"] = PASSWORD
+    server, check = Server(work / "server"), Checks()
+    try:
+        server.make()
+        refusals(server, work, check)
+        alone = single(server, work)
+        killed(server, work, alone, check)
+        if not options.quick:
+            demo(server, work, check)
+    finally:
+        for process in STARTED:
+            process.kill()
+        server.kill()
+    print(f"{check.failed} failed" if check.failed else "all held")
+    return min(check.failed, 1)
+
+
+def single(server: Server, work: Path) -> list[tuple[int, str, float]]:
+    """What one worker finds."""
+    worker = start(server, work, "one", 0.0)
+    wait_until(lambda: worker.process.poll() is not None)
+    return rows(open_study(server.address, "one"))
+
+
+def killed(server: Server, work: Path, alone: Sequence[tuple[int, str, float]], check: Checks) -> None:
+    """Four workers, of which two are killed and come back, and a database that goes away and comes back."""
+    begun = time.monotonic()
+    workers = [start(server, work, f"worker {index}") for index in range(4)]
+    study = open_study(server.address, "four")
+    for index, finished in ((1, 6), (2, 14)):
+        wait_for(study, finished)
+        doomed = workers[index]
+        wait_until(lambda worker=doomed: bool(worker.measured))
+        held = len(study.study.get_trials(states=[TrialState.RUNNING]))
+        doomed.process.send_signal(signal.SIGKILL)
+        doomed.process.wait()
+        print(f"{time.monotonic() - begun:5.1f} s  worker {index} killed; {held} trials were running", flush=True)
+    wait_for(study, 20)
+    server.kill()
+    print(f"{time.monotonic() - begun:5.1f} s  database killed", flush=True)
+    time.sleep(SECONDS_AWAY)
+    server.start()
+    print(f"{time.monotonic() - begun:5.1f} s  database back, with {len(study.finished())} trials", flush=True)
+    back = [start(server, work, f"worker {index} again") for index in (1, 2)]
+    for worker in [workers[0], workers[3], *back]:
+        wait_until(lambda ending=worker: ending.process.poll() is not None)
+        said = worker.messages.read_text()
+        check(worker.process.returncode == 0, f"{worker.log.stem} ends well{said if worker.process.returncode else ''}")
+    print(f"{time.monotonic() - begun:5.1f} s  all ended", flush=True)
+    judge(study, alone, check)
+    stayed = "".join(worker.messages.read_text() for worker in (workers[0], workers[3]))
+    check("does not answer" in stayed and "is back after" in stayed, "workers say that the database was away, and back")
+    check("was lost with process" in stayed, "workers say whose trials were lost")
+    check(all(worker.measured for worker in back), "workers that return take up trials")
+    measured = Counter(key for worker in [*workers, *back] for key in worker.measured)
+    again = sum(measured.values()) - len(measured)
+    given_up = sum(trial.state == TrialState.FAIL for trial in study.study.get_trials())
+    check(given_up <= 12, f"{given_up} trials were given up: the killed workers', and few that two put at once")
+    check(again <= 6, f"{again} programs were measured again: at most the 3 that each of the killed had in its hands")
+
+
+def demo(server: Server, work: Path, check: Checks) -> None:
+    """The same to the command that users give."""
+    begun = time.monotonic()
+    one = search(work, "demo-one")
+    wait_until(lambda: one.process.poll() is not None)
+    four = search(work, "demo-four", "--storage", server.address, "--study", "demo", "--workers", "4")
+    storage = open_storage(server.address, work).backend
+    wait_until(lambda: "demo" in optuna.get_all_study_names(storage))
+    study = optuna.load_study(study_name="demo", storage=storage)
+    wait_until(lambda: finished_of(study) >= 3)
+    for child in psutil.Process(four.process.pid).children()[:2]:
+        child.kill()
+        print(f"{time.monotonic() - begun:5.1f} s  worker killed, with {finished_of(study)} trials", flush=True)
+    wait_until(lambda: finished_of(study) >= 8)
+    server.kill()
+    print(f"{time.monotonic() - begun:5.1f} s  database killed", flush=True)
+    time.sleep(SECONDS_AWAY)
+    server.start()
+    wait_until(lambda: four.process.poll() is not None)
+    print(f"{time.monotonic() - begun:5.1f} s  ended", flush=True)
+    said = four.messages.read_text()
+    check(
+        four.process.returncode == 0, f"surgeon search --workers 4 ends well{said if four.process.returncode else ''}"
+    )
+    check(said.count("was ended by SIGKILL; the others go on") == 2, "it says that two workers were killed")
+    check("does not answer" in said and "is back after" in said, "it says that the database was away, and back")
+    joined = search(work, "demo-joined", "--storage", server.address, "--study", "demo")
+    wait_until(lambda: joined.process.poll() is not None)
+    tables = [pd.read_csv(work / name / "trials.csv") for name in ("demo-one", "demo-four", "demo-joined")]
+    programs = [[*table["program"]] for table in tables]
+    check(sorted(programs[0]) == sorted(programs[1]), f"the same {len(programs[0])} programs as one worker's")
+    apart = np.abs(tables[0].sort_values("program")["divergence"] / tables[1].sort_values("program")["divergence"] - 1)
+    check(len(apart) == len(tables[0]) and apart.max() < 1e-5, f"divergences are at most {apart.max():.1e} apart")
+    check(tables[1].equals(tables[2]), "the same command in another folder gives the same table")
+    check(PASSWORD not in (work / "demo-four" / "search.json").read_text(), "the record has no password")
+
+
+def finished_of(study: optuna.Study) -> int:
+    """Trials of programs that are finished."""
+    states = (TrialState.COMPLETE, TrialState.PRUNED)
+    return sum("proposal" in trial.user_attrs for trial in study.get_trials(deepcopy=False, states=states))
+
+
+def search(work: Path, name: str, *arguments: str) -> Worker:
+    """A `surgeon search` of the demo model, in a folder of its own."""
+    question = ["search", "demo", "--budget", "depth=12", "--data", "demo", "--tokens", "1024", "--trials", "16"]
+    command = [sys.executable, "-m", "surgeon.cli", *question, "-o", str(work / name), *arguments]
+    messages = work / f"{name}.txt"
+    with messages.open("wb") as file:
+        return Worker(begin(command, file), work / name, messages)
+
+
+def judge(study: RoundStudy, alone: Sequence[tuple[int, str, float]], check: Checks) -> None:
+    """Whether a study holds what one worker found, and nothing else."""
+    found, stored = rows(study), study.study.get_trials()
+    check(set(found) == set(alone), f"the same {len(alone)} trials as one worker's, with the same values")
+    check(found == list(alone), "in the same order, by their own numbers")
+    check(all(value == float(f"{divergence_of(key):.9g}") for _, key, value in found), "with the values that are right")
+    live = Counter(trial.user_attrs["key"] for trial in stored if trial.state != TrialState.FAIL)
+    check(set(live.values()) == {1}, "no trial counts twice")
+    left = [trial for trial in stored if trial.state in (TrialState.RUNNING, TrialState.WAITING)]
+    check(not left, "none is left running or waiting")
+    failed = sum(trial.state == TrialState.FAIL for trial in stored)
+    print(f"      {len(stored)} trials in the database: {len(stored) - failed} count, {failed} were given up")
+
+
+def refusals(server: Server, work: Path, check: Checks) -> None:
+    """What is said of databases that cannot be used."""
+    right = server.address
+    cases = {
+        right.replace("/searches", "/nowhere"): "there is no database 'nowhere'",
+        right.replace("surgeon@", "nobody@"): "does not take the password of 'nobody'",  # PostgreSQL does not tell
+        right.replace("surgeon@", "surgeon:wrong-word@"): "does not take the password of 'surgeon'",
+        right.replace(f":{server.port}", ":9"): "Connection refused",
+        right.replace("127.0.0.1", "no.such.host.invalid"): "cannot be reached",
+    }
+    for address, wanted in cases.items():
+        said = refusal(address, work)
+        check(wanted in said and "wrong-word" not in said and "\n" not in said, f"refused: {said}")
+    del os.environ["PGPASSWORD"]
+    said = refusal(right, work)
+    os.environ["PGPASSWORD"] = PASSWORD
+    check("asks for a password; put the right one into ~/.pgpass" in said, f"refused: {said}")
+
+
+def refusal(address: str, work: Path) -> str:
+    try:
+        open_storage(address, work)
+    except (OSError, ValueError) as error:
+        return str(error)
+    return "(nothing)"
+
+
+def divergence_of(key: str) -> float:
+    return divergence(Proposal(key, "", tuple(map(Edit.parse, key.split(", ")))))
+
+
+def rows(study: RoundStudy) -> list[tuple[int, str, float]]:
+    return [(trial.number, trial.proposal.key, trial.measured.divergence) for trial in study.finished()]
+
+
+def start(server: Server, work: Path, name: str, seconds: float = SECONDS_A_TRIAL) -> Worker:
+    log, messages = work / f"{name}.log", work / f"{name}.txt"
+    study = "one" if name == "one" else "four"
+    command = [sys.executable, "-m", "scripts.search.made_up", server.address, study, str(seconds), str(log)]
+    with messages.open("wb") as file:
+        return Worker(begin(command, file), log, messages)
+
+
+def begin(command: Sequence[str], messages: BinaryIO) -> subprocess.Popen[bytes]:
+    STARTED.append(subprocess.Popen(command, stdout=messages, stderr=messages))
+    return STARTED[-1]
+
+
+def wait_for(study: RoundStudy, finished: int) -> None:
+    wait_until(lambda: len(study.finished()) >= finished)
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    ending = time.monotonic() + PATIENCE
+    while not holds():
+        if time.monotonic() > ending:
+            raise TimeoutError(f"nothing happened for {PATIENCE:.0f} s; the workers' files say what they do")
+        time.sleep(0.05)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
