@@ -114,7 +114,7 @@ class SearchedTrials:
     @cached_property
     def levels(self) -> Numbers:
         """(trials,), which level of a cost each was made for; all 0 in a search with one goal."""
-        return np.nan_to_num(self.table["level"].to_numpy(dtype=np.float64))
+        return np.asarray(np.nan_to_num(self.table["level"].to_numpy(dtype=np.float64)), dtype=np.float64)
 
     @property
     def has_levels(self) -> bool:

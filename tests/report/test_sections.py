@@ -299,7 +299,7 @@ def test_search(tmp_path: Path) -> None:
         (("better", "better"), "On held-out text trial 2 is better than any of the 2 runners-up."),
     ],
 )
-def test_a_search_is_called_better_only_where_its_interval_excludes_0(
+def test_a_search_is_ahead_only_where_its_interval_excludes_0(
     tmp_path: Path, verdicts: tuple[str, ...], said: str
 ) -> None:
     text = page_of(make_search(tmp_path / "search", held_out=held_out(verdicts))).text()
