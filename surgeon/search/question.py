@@ -101,14 +101,33 @@ class Question:
         """Whether a trial is within all limits."""
         return self.budget.meets(Program.parse(trial.proposal.key), trial.measured, self.original)
 
+    @property
+    def traded(self) -> tuple[Objective, ...]:
+        """What a front is of: the objectives, and the cost that is looked along."""
+        along = self.along
+        known = along is None or any(objective.aspect == along for objective in self.objectives)
+        return self.objectives if known else (*self.objectives, Objective(along))
+
+    def told(self, key: str, measured: MeasuredProgram) -> tuple[float, ...]:
+        """The values of `told_names` for a program's text and what was measured of it."""
+        known = told(self.objectives)
+        program = Program.parse(key)
+        return tuple(objective.cost(program, measured, self.budget.pricing) for objective in known)
+
     def values(self, trial: Trial) -> tuple[float, ...]:
         """The objectives of a trial, less is better."""
-        return self.values_of(trial.proposal.key, trial.measured)
+        return tuple(objective.of(trial, self.budget.pricing) for objective in self.objectives)
 
-    def values_of(self, key: str, measured: MeasuredProgram) -> tuple[float, ...]:
-        """The same of a program's text and what was measured of it."""
-        program = Program.parse(key)
-        return tuple(objective.cost(program, measured, self.budget.pricing) for objective in self.objectives)
+
+def told(objectives: Sequence[Objective]) -> tuple[Objective, ...]:
+    """What a study is told of every trial: the objectives but those of which only the best are measured."""
+    known = tuple(objective for objective in objectives if not objective.is_of_few)
+    return known or (Objective(Aspect("divergence")),)
+
+
+def told_names(objectives: Sequence[Objective]) -> tuple[str, ...]:
+    """Their names."""
+    return tuple(map(str, told(objectives)))
 
 
 def looked_along(limits: Sequence[Limit], objectives: Sequence[Objective]) -> Aspect | None:

@@ -13,7 +13,9 @@ from surgeon.search.trial import Trial
 
 
 def choose(question: Question, trials: Sequence[Trial], curves: Sequence[DepthCurve]) -> tuple[list[Trial], str]:
-    """The winner and those that come next, the best first, with what they are the best of.
+    """The winner and its runners-up, the best first, with what it is the best of.
+
+    Runners-up cost the same where a cost is looked along: of a dearer program it is no news that it is closer.
 
     Args:
         curves: of quality against depth, where depth is looked along.
@@ -26,10 +28,19 @@ def choose(question: Question, trials: Sequence[Trial], curves: Sequence[DepthCu
         raise ValueError(_nearest(question, trials))
     if question.along is None or question.budget.of_quality:
         words = f"The best within {question.budget}" if question.budget.limits else "The best"
-        return _ranked(question, within), words
+        return _as_dear(question, _ranked(question, within)), words
     if len(question.objectives) > 1:
-        return _middle_of_front(question, within), "The point of the front nearest to the best of every objective"
+        return [_middle_of_front(question, within)], "The point of the front nearest to the best of every objective"
     return _at_the_knee(question, within, curves)
+
+
+def _as_dear(question: Question, ranked: Sequence[Trial]) -> list[Trial]:
+    """The first trial, and those that cost the same of what is looked along."""
+    along = question.along
+    if along is None:
+        return [*ranked]
+    prices = [question.price(along, trial) for trial in ranked]
+    return [trial for trial, price in zip(ranked, prices, strict=True) if math.isclose(price, prices[0])]
 
 
 def _ranked(question: Question, trials: Sequence[Trial]) -> list[Trial]:
@@ -44,18 +55,18 @@ def _at_the_knee(question: Question, trials: Sequence[Trial], curves: Sequence[D
     if knee is None:
         least = min(prices.values())
         shallow = [trial for trial in trials if prices[trial.number] <= least]
-        return _ranked(question, shallow), f"The best at the least {along} (there is no knee)"
+        return _as_dear(question, _ranked(question, shallow)), f"The best at the least {along} (there is no knee)"
     shallow = [trial for trial in trials if prices[trial.number] <= knee * (1 + 1e-9)]
-    return _ranked(question, shallow), f"The best at the knee, {along} {knee:g}"
+    return _as_dear(question, _ranked(question, shallow)), f"The best at the knee, {along} {knee:g}"
 
 
-def _middle_of_front(question: Question, trials: Sequence[Trial]) -> list[Trial]:
-    """Points of the front by their distance to the best of every objective, each scaled to its range on the front."""
+def _middle_of_front(question: Question, trials: Sequence[Trial]) -> Trial:
+    """The point of the front nearest to the best of every objective, each scaled to its range on the front."""
     front = pareto_front(trials, question.objectives, question.budget.pricing)
     costs = np.array([point.costs for point in front])
     width = np.ptp(costs, axis=0)
     distance = np.linalg.norm((costs - costs.min(axis=0)) / np.where(width > 0, width, 1), axis=1)
-    return [front[place].trial for place in np.argsort(distance, kind="stable")]
+    return front[int(distance.argmin())].trial
 
 
 def _nearest(question: Question, trials: Sequence[Trial]) -> str:
