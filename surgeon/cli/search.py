@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from surgeon.search.terms import Terms
     from surgeon.search.trial import Trial
     from surgeon.search.winners import HeldOutComparison
+
+_WIDTH, _KEY = 80, 12  # columns of a terminal, and of what stands before a line
 
 
 @grouped
@@ -197,7 +200,7 @@ def _finish(
     comparison = None if unseen is None else _compared(question, first, others, unseen, subject, output)
     winner = Winner(first if comparison is None else comparison.chosen.trial, why, comparison)
     write_winner(output, question, winner, subject.reference, record)
-    write_record(output, question, winner, record)
+    write_record(output, question, winner, curves, record)
     _draw(question, trials, curves, subject, output)
     _say(question, winner, curves, output)
 
@@ -236,10 +239,11 @@ def _compared(
 ) -> HeldOutComparison:
     """The winner and the runners-up on held-out text."""
     from surgeon.search.evaluate import Evaluator
-    from surgeon.search.winners import RUNNERS_UP, Measured, remeasure
+    from surgeon.search.winner import compared_by
+    from surgeon.search.winners import RUNNERS_UP, remeasure
 
     evaluator = Evaluator(subject.model, unseen, subject.memory, output)
-    by: Measured = "perplexity" if str(question.objectives[0]) == "perplexity" else "divergence"
+    by = compared_by(question)
     return remeasure(first, others[:RUNNERS_UP], question.mixture.model.dense, evaluator.measure, by)
 
 
@@ -247,9 +251,15 @@ def _draw(
     question: Question, trials: Sequence[Trial], curves: Sequence[DepthCurve], subject: Subject, output: Path
 ) -> None:
     from surgeon.report.front import draw_depths, draw_front
+    from surgeon.report.search_history import draw_search
+    from surgeon.report.search_trials import SearchedTrials
     from surgeon.search.front import pareto_front
     from surgeon.search.front_files import write_depths, write_front
+    from surgeon.search.results import trials_table
+    from surgeon.search.winner import compared_by
 
+    searched = SearchedTrials(trials_table(question, trials), compared_by(question))
+    draw_search(output / "search.png", searched, question.mixture.model.layers, f"{subject.label}: the search")
     if curves:
         write_depths(output, curves)
         draw_depths(output / "quality-against-depth.png", curves, f"{subject.label}: how deep it really is")
@@ -264,15 +274,29 @@ def _say(question: Question, winner: Winner, curves: Sequence[DepthCurve], outpu
     """Print what was found, a few lines."""
     trial, measured = winner.trial, winner.trial.measured
     pricing = question.budget.pricing
-    typer.echo(f"program     {trial.proposal.key}")
-    typer.echo(f"edits       {', '.join(map(str, trial.proposal.choice))}")
+    _print("program", trial.proposal.key)
+    _print("edits", ", ".join(map(str, trial.proposal.choice)) or "none")
     for aspect, dense in zip(pricing.aspects, pricing.dense, strict=True):
         cost = aspect.show(question.price(aspect, trial))
-        typer.echo(f"cost        {cost}; the original's is {aspect.quantity.show(dense)}")
-    typer.echo(f"divergence  {measured.divergence:.4g} nats per token")
-    typer.echo(f"perplexity  {measured.perplexity:.4g}; the original's is {question.original.perplexity:.4g}")
+        _print("cost", f"{cost}; the original's is {aspect.quantity.show(dense)}")
+    _print("divergence", f"{measured.divergence:.4g} nats per token")
+    _print("perplexity", f"{measured.perplexity:.4g}; the original's is {question.original.perplexity:.4g}")
     for curve in curves:
-        typer.echo(f"depth       {curve.line()}")
+        _print("depth", curve.line())
     for line in winner.comparison.lines() if winner.comparison else []:
-        typer.echo(f"held out    {line}")
-    typer.echo(f"recipe      {output / 'recipe.yaml'}")
+        _print("held out", line)
+    typer.echo(f"{'recipe':<{_KEY}}{output / 'recipe.yaml'}")  # whole, to be copied
+
+
+def _print(key: str, text: str) -> None:
+    """A line, or where it is longer than a terminal, several, with the key before the first."""
+    typer.echo(
+        textwrap.fill(
+            text,
+            _WIDTH,
+            initial_indent=f"{key:<{_KEY}}",
+            subsequent_indent=" " * _KEY,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    )

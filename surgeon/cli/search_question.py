@@ -138,6 +138,7 @@ class SearchQuestion:
         """
         from surgeon.search.limits import SearchBudget
         from surgeon.search.pricing import open_pricing
+        from surgeon.search.question import levels_of, looked_along
         from surgeon.search.reach import require_reachable
 
         pricing = open_pricing(mixture.model.shapes, self.aspects(), use.deployment(), use.workload(), here)
@@ -146,6 +147,12 @@ class SearchQuestion:
             for note in budget.require_work():
                 typer.echo(f"warning: {note}", err=True)
             require_reachable(budget, mixture)
+        along = looked_along(budget.limits, self.objectives())
+        if along is not None and not levels_of(along, budget, mixture):
+            raise ValueError(
+                f"--space {self.space}: nothing of it lessens {along}, along which this search would look; add a space "
+                "that does, or give a --budget"
+            )
         return budget
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import get_args
 
 import numpy as np
 
 from surgeon.search.front import DepthCurve, pareto_front
 from surgeon.search.question import DEPTH, Question
 from surgeon.search.trial import Trial
+from surgeon.search.winners import Measured
 
 
 def choose(question: Question, trials: Sequence[Trial], curves: Sequence[DepthCurve]) -> tuple[list[Trial], str]:
@@ -41,6 +43,12 @@ def _as_dear(question: Question, ranked: Sequence[Trial]) -> list[Trial]:
         return [*ranked]
     prices = [question.price(along, trial) for trial in ranked]
     return [trial for trial, price in zip(ranked, prices, strict=True) if math.isclose(price, prices[0])]
+
+
+def compared_by(question: Question) -> Measured:
+    """What a winner and its runners-up are compared by on held-out text: of divergence and perplexity the first one."""
+    names = [str(objective) for objective in question.objectives if str(objective) in get_args(Measured)]
+    return "perplexity" if names[:1] == ["perplexity"] else "divergence"
 
 
 def _ranked(question: Question, trials: Sequence[Trial]) -> list[Trial]:
