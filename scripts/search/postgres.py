@@ -4,7 +4,8 @@
 
 `scripts/search/test_postgres` prepares what this needs and runs it. One worker alone searches first, which gives what
 has to come out. Then four share a study; when some trials are finished one of them is killed, later another, then the
-database, which stays away for a while; then the two come back.
+database, which stays away for a while; then the two come back. What programs cost is made up there; without --quick the
+same is done to `surgeon search demo --workers 4`, and the same command joins from another folder.
 """
 
 from __future__ import annotations
@@ -19,7 +20,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
+import numpy as np
+import optuna
+import pandas as pd
+import psutil
 from optuna.trial import TrialState
 
 from scripts.search.made_up import divergence, open_study
@@ -31,7 +37,8 @@ from surgeon.search.trial import Proposal
 
 SECONDS_A_TRIAL = 0.5
 SECONDS_AWAY = 8.0
-PATIENCE = 300.0
+PATIENCE = 900.0
+STARTED: list[subprocess.Popen[bytes]] = []
 
 
 @dataclass
@@ -62,7 +69,9 @@ class Checks:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder for the database and what the workers say")
-    work = parser.parse_args().work.resolve()
+    parser.add_argument("--quick", action="store_true", help="leave out the demo model")
+    options = parser.parse_args()
+    work = options.work.resolve()
     (work / "server").mkdir(parents=True)
     work.chmod(0o755)  # the server's user has to get into its folder
     os.environ["PGPASSWORD"] = PASSWORD
@@ -72,7 +81,11 @@ def main() -> int:
         refusals(server, work, check)
         alone = single(server, work)
         killed(server, work, alone, check)
+        if not options.quick:
+            demo(server, work, check)
     finally:
+        for process in STARTED:
+            process.kill()
         server.kill()
     print(f"{check.failed} failed" if check.failed else "all held")
     return min(check.failed, 1)
@@ -113,13 +126,67 @@ def killed(server: Server, work: Path, alone: Sequence[tuple[int, str, float]], 
     judge(study, alone, check)
     stayed = "".join(worker.messages.read_text() for worker in (workers[0], workers[3]))
     check("does not answer" in stayed and "is back after" in stayed, "workers say that the database was away, and back")
-    check("was lost with process" in stayed, "workers say whose trials were lost")
+    said = "".join(worker.messages.read_text() for worker in [*workers, *back])
+    failed = study.study.get_trials(states=[TrialState.FAIL])
+    lost = sum("worker" in trial.user_attrs for trial in failed)
+    check(said.count("was lost with process") >= lost, f"workers say whose trials were lost: {lost}")
     check(all(worker.measured for worker in back), "workers that return take up trials")
     measured = Counter(key for worker in [*workers, *back] for key in worker.measured)
     again = sum(measured.values()) - len(measured)
-    given_up = sum(trial.state == TrialState.FAIL for trial in study.study.get_trials())
-    check(given_up <= 12, f"{given_up} trials were given up: the killed workers', and few that two put at once")
+    check(len(failed) <= 12, f"{len(failed)} trials were given up: the killed workers', and few that two put at once")
     check(again <= 6, f"{again} programs were measured again: at most the 3 that each of the killed had in its hands")
+
+
+def demo(server: Server, work: Path, check: Checks) -> None:
+    """The same to the command that users give."""
+    begun = time.monotonic()
+    one = search(work, "demo-one")
+    wait_until(lambda: one.process.poll() is not None)
+    four = search(work, "demo-four", "--storage", server.address, "--study", "demo", "--workers", "4")
+    storage = open_storage(server.address, work).backend
+    wait_until(lambda: "demo" in optuna.get_all_study_names(storage))
+    study = optuna.load_study(study_name="demo", storage=storage)
+    wait_until(lambda: finished_of(study) >= 3)
+    for child in psutil.Process(four.process.pid).children()[:2]:
+        child.kill()
+        print(f"{time.monotonic() - begun:5.1f} s  worker killed, with {finished_of(study)} trials", flush=True)
+    wait_until(lambda: finished_of(study) >= 8)
+    server.kill()
+    print(f"{time.monotonic() - begun:5.1f} s  database killed", flush=True)
+    time.sleep(SECONDS_AWAY)
+    server.start()
+    wait_until(lambda: four.process.poll() is not None)
+    print(f"{time.monotonic() - begun:5.1f} s  ended", flush=True)
+    said = four.messages.read_text()
+    check(
+        four.process.returncode == 0, f"surgeon search --workers 4 ends well{said if four.process.returncode else ''}"
+    )
+    check(said.count("was ended by SIGKILL; the others go on") == 2, "it says that two workers were killed")
+    check("does not answer" in said and "is back after" in said, "it says that the database was away, and back")
+    joined = search(work, "demo-joined", "--storage", server.address, "--study", "demo")
+    wait_until(lambda: joined.process.poll() is not None)
+    tables = [pd.read_csv(work / name / "trials.csv") for name in ("demo-one", "demo-four", "demo-joined")]
+    programs = [[*table["program"]] for table in tables]
+    check(sorted(programs[0]) == sorted(programs[1]), f"the same {len(programs[0])} programs as one worker's")
+    apart = np.abs(tables[0].sort_values("program")["divergence"] / tables[1].sort_values("program")["divergence"] - 1)
+    check(len(apart) == len(tables[0]) and apart.max() < 1e-5, f"divergences are at most {apart.max():.1e} apart")
+    check(tables[1].equals(tables[2]), "the same command in another folder gives the same table")
+    check(PASSWORD not in (work / "demo-four" / "search.json").read_text(), "the record has no password")
+
+
+def finished_of(study: optuna.Study) -> int:
+    """Trials of programs that are finished."""
+    states = (TrialState.COMPLETE, TrialState.PRUNED)
+    return sum("proposal" in trial.user_attrs for trial in study.get_trials(deepcopy=False, states=states))
+
+
+def search(work: Path, name: str, *arguments: str) -> Worker:
+    """A `surgeon search` of the demo model, in a folder of its own."""
+    question = ["search", "demo", "--budget", "depth=12", "--data", "demo", "--tokens", "1024", "--trials", "16"]
+    command = [sys.executable, "-m", "surgeon.cli", *question, "-o", str(work / name), *arguments]
+    messages = work / f"{name}.txt"
+    with messages.open("wb") as file:
+        return Worker(begin(command, file), work / name, messages)
 
 
 def judge(study: RoundStudy, alone: Sequence[tuple[int, str, float]], check: Checks) -> None:
@@ -176,7 +243,12 @@ def start(server: Server, work: Path, name: str, seconds: float = SECONDS_A_TRIA
     study = "one" if name == "one" else "four"
     command = [sys.executable, "-m", "scripts.search.made_up", server.address, study, str(seconds), str(log)]
     with messages.open("wb") as file:
-        return Worker(subprocess.Popen(command, stdout=file, stderr=file), log, messages)
+        return Worker(begin(command, file), log, messages)
+
+
+def begin(command: Sequence[str], messages: BinaryIO) -> subprocess.Popen[bytes]:
+    STARTED.append(subprocess.Popen(command, stdout=messages, stderr=messages))
+    return STARTED[-1]
 
 
 def wait_for(study: RoundStudy, finished: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,15 +18,21 @@ from surgeon.cli.search_workers import SearchWorkers
 
 if TYPE_CHECKING:
     from surgeon.analysis.subject import Subject
+    from surgeon.cost.hardware import Hardware
     from surgeon.quality.data import Windows
+    from surgeon.search.accuracy import TaskAccuracy
     from surgeon.search.evaluate import Evaluator
     from surgeon.search.front import DepthCurve
+    from surgeon.search.mixture import Mixture
+    from surgeon.search.objectives import Objective
     from surgeon.search.question import Question
     from surgeon.search.results import Winner
     from surgeon.search.rounds import RoundStudy
     from surgeon.search.terms import Terms
     from surgeon.search.trial import Trial
     from surgeon.search.winners import HeldOutComparison
+
+_WIDTH, _KEY = 80, 12  # columns of a terminal, and of what stands before a line
 
 
 @grouped
@@ -50,34 +57,63 @@ def search(
     the search did not see. Interrupted, the same command goes on where it was; with more --trials it adds to them.
     """
     from surgeon.checkpoint.config_only import read_config_only
-    from surgeon.search.evaluate import Evaluator
     from surgeon.search.question import Question
 
     # What cannot be had is said before a large model is loaded.
-    mixture, budget = asked.of_model(Path(model).name, read_config_only(model).config, use)
+    mixture, objectives = asked.mixture(Path(model).name, read_config_only(model).config, use), asked.objectives()
+    budget = None if asked.is_timed_here else asked.within(mixture, use)
     subject = open_measured(model, data, text, memory)
     unseen = held.windows(subject)
     if unseen is not None:
         warn(unseen.notes)
     output.mkdir(parents=True, exist_ok=True)
-    evaluator = Evaluator(subject.model, subject.windows, subject.memory, output, model_hash=subject.model_hash)
+    evaluator, tasks = _evaluator(subject, output, work.workers), _tasks(subject, objectives, output)
     dense = mixture.model.dense
-    question = Question(mixture, budget, asked.objectives(), evaluator.measure([dense])[dense])
+    original = evaluator.measure([dense])[dense]
     settings = {**asdict(asked), **asdict(use)}
     with work.at_work(output):
-        study = _study(subject, question, work, output, settings)
+        study = _study(subject, mixture, objectives, work, output, settings)
+        budget = budget or asked.within(mixture, use, _here(study, subject, use))
+        question = Question(mixture, budget, objectives, original)
+        study.values = lambda proposal, measured: question.told(proposal.key, measured)
         terms = _terms(study, question, evaluator)
         found = _run(study, question, terms, evaluator, trials, output)
     if work.is_first:
         record = subject.provenance(**settings, trials=len(found), study=study.name, storage=study.storage.place)
-        _finish(question, found, unseen, subject, record, output)
+        _finish(question, found if tasks is None else tasks.of_the_best(found), unseen, subject, use, record, output)
+
+
+def _evaluator(subject: Subject, output: Path, workers: int) -> Evaluator:
+    """What measures programs; several workers divide the memory that what they keep may take."""
+    from surgeon.memory import free_bytes
+    from surgeon.search.evaluate import KEPT_SHARE, Evaluator
+
+    kept = None if workers == 1 else int(KEPT_SHARE * free_bytes() / workers)
+    return Evaluator(subject.model, subject.windows, subject.memory, output, model_hash=subject.model_hash, kept=kept)
+
+
+def _tasks(subject: Subject, objectives: Sequence[Objective], output: Path) -> TaskAccuracy | None:
+    """What measures the tasks among the objectives; None if there are none."""
+    from surgeon.runtime.text import open_tokenizer
+    from surgeon.search.accuracy import TaskAccuracy
+
+    if not any(objective.is_of_few for objective in objectives):
+        return None
+    identity = {"model_hash": subject.model_hash}
+    return TaskAccuracy(subject.model, open_tokenizer(subject.folder), objectives, identity, output)
 
 
 def _study(
-    subject: Subject, question: Question, work: SearchWorkers, output: Path, settings: dict[str, Any]
+    subject: Subject,
+    mixture: Mixture,
+    objectives: Sequence[Objective],
+    work: SearchWorkers,
+    output: Path,
+    settings: dict[str, Any],
 ) -> RoundStudy:
     """The study in its storage, new or gone on with; ValueError if it is another one."""
     from surgeon.provenance import FORMAT
+    from surgeon.search.question import told_names
     from surgeon.search.rounds import RoundStudy
 
     known = {"format": FORMAT, "model_hash": subject.model_hash, "data": subject.windows.digest, **settings}
@@ -85,11 +121,18 @@ def _study(
         work.open(output),
         work.name(subject.label, known),
         known,
-        edits=question.mixture.edits,
-        objectives={str(objective): "minimize" for objective in question.objectives},
-        values=lambda proposal, measured: question.values_of(proposal.key, measured),
+        edits=mixture.edits,
+        objectives=dict.fromkeys(told_names(objectives), "minimize"),
         workers=work.workers,
     )
+
+
+def _here(study: RoundStudy, subject: Subject, use: PredictedUse) -> Hardware:
+    """This machine, calibrated by one worker for all."""
+    from surgeon.cost.hardware_file import parse_hardware
+    from surgeon.search.here import calibrate_here
+
+    return parse_hardware(study.shared("here", lambda: calibrate_here(subject.folder, use.ranks)))
 
 
 def _terms(study: RoundStudy, question: Question, evaluator: Evaluator) -> Terms:
@@ -140,6 +183,7 @@ def _finish(
     trials: Sequence[Trial],
     unseen: Windows | None,
     subject: Subject,
+    use: PredictedUse,
     record: dict[str, Any],
     output: Path,
 ) -> None:
@@ -151,13 +195,43 @@ def _finish(
 
     along_depth = question.along == DEPTH
     curves = depth_curves(trials, question.original, question.budget.pricing) if along_depth else []
-    (first, *others), why = choose(question, trials, curves)
+    ranked, why = choose(question, trials, curves)
+    first, *others = _fast_enough_here(question, ranked, subject, use)
     comparison = None if unseen is None else _compared(question, first, others, unseen, subject, output)
     winner = Winner(first if comparison is None else comparison.chosen.trial, why, comparison)
     write_winner(output, question, winner, subject.reference, record)
-    write_record(output, question, winner, record)
+    write_record(output, question, winner, curves, record)
     _draw(question, trials, curves, subject, output)
     _say(question, winner, curves, output)
+
+
+def _fast_enough_here(
+    question: Question, ranked: Sequence[Trial], subject: Subject, use: PredictedUse
+) -> Sequence[Trial]:
+    """The ranking from the first trial on that is measured to keep its limits of time on this machine.
+
+    Raises:
+        ValueError: if none of the first few does.
+    """
+    from surgeon.program import Program
+    from surgeon.search.here import measured_here, missed_here
+    from surgeon.search.quantities import HERE
+    from surgeon.search.winners import RUNNERS_UP
+
+    limits, dense = question.budget.limits, question.mixture.model.dense
+    if not any(limit.aspect.on == HERE for limit in limits):
+        return ranked
+    programs = [Program.parse(trial.proposal.key) for trial in ranked[: RUNNERS_UP + 1]]
+    times = measured_here(subject.folder, dense, programs, use.ranks, use.workload())
+    for place, program in enumerate(programs):
+        missed = missed_here(limits, program, dense, times)
+        typer.echo(f"trial {ranked[place].number}: {missed or f'measured {times[program]}'}", err=True)
+        if not missed:
+            return ranked[place:]
+    raise ValueError(
+        f"none of the best {len(programs)} programs keeps {question.budget} when it is measured here; ask for less, or "
+        "leave more room to the prediction"
+    )
 
 
 def _compared(
@@ -165,10 +239,11 @@ def _compared(
 ) -> HeldOutComparison:
     """The winner and the runners-up on held-out text."""
     from surgeon.search.evaluate import Evaluator
-    from surgeon.search.winners import RUNNERS_UP, Measured, remeasure
+    from surgeon.search.winner import compared_by
+    from surgeon.search.winners import RUNNERS_UP, remeasure
 
     evaluator = Evaluator(subject.model, unseen, subject.memory, output)
-    by: Measured = "perplexity" if str(question.objectives[0]) == "perplexity" else "divergence"
+    by = compared_by(question)
     return remeasure(first, others[:RUNNERS_UP], question.mixture.model.dense, evaluator.measure, by)
 
 
@@ -176,31 +251,52 @@ def _draw(
     question: Question, trials: Sequence[Trial], curves: Sequence[DepthCurve], subject: Subject, output: Path
 ) -> None:
     from surgeon.report.front import draw_depths, draw_front
+    from surgeon.report.search_history import draw_search
+    from surgeon.report.search_trials import SearchedTrials
     from surgeon.search.front import pareto_front
     from surgeon.search.front_files import write_depths, write_front
+    from surgeon.search.results import trials_table
+    from surgeon.search.winner import compared_by
 
+    searched = SearchedTrials(trials_table(question, trials), compared_by(question))
+    draw_search(output / "search.png", searched, question.mixture.model.layers, f"{subject.label}: the search")
     if curves:
         write_depths(output, curves)
         draw_depths(output / "quality-against-depth.png", curves, f"{subject.label}: how deep it really is")
-    if len(question.objectives) > 1:
-        front = pareto_front(trials, question.objectives, question.budget.pricing)
-        write_front(output, front, question.objectives, question.mixture, subject.reference, subject.model_hash)
-        draw_front(output / "front.png", front, trials, question.objectives, question.budget.pricing, subject.label)
+    objectives, pricing = question.traded, question.budget.pricing
+    if len(objectives) > 1:
+        front = pareto_front(trials, objectives, pricing)
+        write_front(output, front, objectives, question.mixture, subject.reference, subject.model_hash)
+        draw_front(output / "front.png", front, trials, objectives, pricing, subject.label)
 
 
 def _say(question: Question, winner: Winner, curves: Sequence[DepthCurve], output: Path) -> None:
     """Print what was found, a few lines."""
     trial, measured = winner.trial, winner.trial.measured
     pricing = question.budget.pricing
-    typer.echo(f"program     {trial.proposal.key}")
-    typer.echo(f"edits       {', '.join(map(str, trial.proposal.choice))}")
+    _print("program", trial.proposal.key)
+    _print("edits", ", ".join(map(str, trial.proposal.choice)) or "none")
     for aspect, dense in zip(pricing.aspects, pricing.dense, strict=True):
         cost = aspect.show(question.price(aspect, trial))
-        typer.echo(f"cost        {cost}; the original's is {aspect.quantity.show(dense)}")
-    typer.echo(f"divergence  {measured.divergence:.4g} nats per token")
-    typer.echo(f"perplexity  {measured.perplexity:.4g}; the original's is {question.original.perplexity:.4g}")
+        _print("cost", f"{cost}; the original's is {aspect.quantity.show(dense)}")
+    _print("divergence", f"{measured.divergence:.4g} nats per token")
+    _print("perplexity", f"{measured.perplexity:.4g}; the original's is {question.original.perplexity:.4g}")
     for curve in curves:
-        typer.echo(f"depth       {curve.line()}")
+        _print("depth", curve.line())
     for line in winner.comparison.lines() if winner.comparison else []:
-        typer.echo(f"held out    {line}")
-    typer.echo(f"recipe      {output / 'recipe.yaml'}")
+        _print("held out", line)
+    typer.echo(f"{'recipe':<{_KEY}}{output / 'recipe.yaml'}")  # whole, to be copied
+
+
+def _print(key: str, text: str) -> None:
+    """A line, or where it is longer than a terminal, several, with the key before the first."""
+    typer.echo(
+        textwrap.fill(
+            text,
+            _WIDTH,
+            initial_indent=f"{key:<{_KEY}}",
+            subsequent_indent=" " * _KEY,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    )

@@ -10,10 +10,13 @@ import typer
 
 if TYPE_CHECKING:
     from surgeon.analysis.subject import Subject
+    from surgeon.cost.hardware import Hardware
+    from surgeon.cost.predict import Deployment, Workload
     from surgeon.quality.data import Windows
     from surgeon.search.limits import Limit, SearchBudget
     from surgeon.search.mixture import Mixture
     from surgeon.search.objectives import Objective
+    from surgeon.search.quantities import Aspect
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,19 @@ class PredictedUse:
             show_default=False,
         ),
     ] = None
+
+    def deployment(self) -> Deployment:
+        """The ranks and their link; ValueError if the delay is no time."""
+        from surgeon.cost.predict import Deployment
+        from surgeon.runtime.comm.link import parse_link
+
+        return Deployment(self.ranks, emulated=parse_link(self.link_delay, None))
+
+    def workload(self) -> Workload:
+        """What is asked of the model."""
+        from surgeon.cost.predict import Workload
+
+        return Workload(self.batch, self.prompt, self.new)
 
 
 @dataclass(frozen=True)
@@ -79,45 +95,65 @@ class SearchQuestion:
 
         return parse_objectives(self.objective)
 
-    def of_model(self, name: str, config: Any, use: PredictedUse) -> tuple[Mixture, SearchBudget]:
-        """What it comes to for a model, of which only the configuration has been read.
+    def mixture(self, name: str, config: Any, use: PredictedUse) -> Mixture:
+        """The spaces on a model, of which only the configuration has been read.
 
         Raises:
-            FileNotFoundError, ValueError: if there is no such space, quantity or hardware, the model can have no such
-                edits, or they do not bring it to the budget.
+            ValueError: if there is no such space, or the model can have none of its edits.
         """
         from surgeon.cost.shapes import ModelShapes
-        from surgeon.search.limits import SearchBudget, aspects_of
         from surgeon.search.mixture import Mixture
-        from surgeon.search.objectives import aspects_to_price
-        from surgeon.search.question import looked_along
-        from surgeon.search.reach import require_reachable
         from surgeon.search.spaces import Searched, parse_spaces
 
-        shapes = ModelShapes.of(name, config)
-        spaces, limits, objectives = parse_spaces(self.space), self.limits(), self.objectives()
-        mixture = Mixture(spaces, Searched(shapes, use.ranks))
-        if not mixture.edits:
-            raise ValueError(f"--space {self.space}: there is nothing of it that {name} could have; name other spaces")
+        mixture = Mixture(parse_spaces(self.space), Searched(ModelShapes.of(name, config), use.ranks))
+        mixture.require_edits()
+        return mixture
+
+    def aspects(self) -> tuple[Aspect, ...]:
+        """The costs that have to be known; ValueError as `limits` and `objectives`."""
+        from surgeon.search.limits import aspects_of
+        from surgeon.search.objectives import aspects_to_price
+        from surgeon.search.question import looked_along
+
+        limits, objectives = self.limits(), self.objectives()
         along = looked_along(limits, objectives)
-        aspects = (*aspects_of(limits), *aspects_to_price(objectives), *([along] if along else []))
-        budget = SearchBudget(limits, _pricing(shapes, tuple(dict.fromkeys(aspects)), use))
+        return (*aspects_of(limits), *aspects_to_price(objectives), *([along] if along else []))
+
+    @property
+    def is_timed_here(self) -> bool:
+        """Whether a cost is a time on this machine; ValueError as `aspects`."""
+        from surgeon.search.quantities import HERE
+
+        return any(aspect.on == HERE for aspect in self.aspects())
+
+    def within(self, mixture: Mixture, use: PredictedUse, here: Hardware | None = None) -> SearchBudget:
+        """The budget for a model.
+
+        Args:
+            here: this machine, if a cost is a time on it.
+
+        Raises:
+            FileNotFoundError, ValueError: if there is no such quantity or hardware, or the spaces do not bring the
+                model to the budget.
+        """
+        from surgeon.search.limits import SearchBudget
+        from surgeon.search.pricing import open_pricing
+        from surgeon.search.question import levels_of, looked_along
+        from surgeon.search.reach import require_reachable
+
+        pricing = open_pricing(mixture.model.shapes, self.aspects(), use.deployment(), use.workload(), here)
+        budget = SearchBudget(self.limits(), pricing)
         if budget.of_programs:
             for note in budget.require_work():
                 typer.echo(f"warning: {note}", err=True)
             require_reachable(budget, mixture)
-        return mixture, budget
-
-
-def _pricing(shapes: Any, aspects: tuple[Any, ...], use: PredictedUse) -> Any:
-    from surgeon.cost.hardware_file import load_hardware
-    from surgeon.cost.predict import Deployment, Workload
-    from surgeon.runtime.comm.link import parse_link
-    from surgeon.search.pricing import Pricing
-
-    hardware = {aspect.on: load_hardware(aspect.on) for aspect in aspects if aspect.on is not None}
-    deployment = Deployment(use.ranks, emulated=parse_link(use.link_delay, None))
-    return Pricing(shapes, aspects, deployment, Workload(use.batch, use.prompt, use.new), hardware)
+        along = looked_along(budget.limits, self.objectives())
+        if along is not None and not levels_of(along, budget, mixture):
+            raise ValueError(
+                f"--space {self.space}: nothing of it lessens {along}, along which this search would look; add a space "
+                "that does, or give a --budget"
+            )
+        return budget
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ class SearchWorkers:
             "--storage",
             envvar=STORAGE_VARIABLE,
             help="Where the study lies: postgresql://user@host/database for workers on many machines, sqlite:///file "
-            "or journal:file for those of one. Default: study.db in the output folder.",
+            "or journal:file for those of one. Default: a journal, study.log, in the output folder.",
             show_default=False,
         ),
     ] = None

@@ -14,7 +14,7 @@ from surgeon.report.svg import element
 from surgeon.report.words import tick as tick_text
 
 WIDTH, HEIGHT = 480.0, 300.0  # of a chart, in its own units, about a pixel each
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52.0, 10.0, 10.0, 40.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 60.0, 10.0, 10.0, 40.0
 STYLES = 8  # classes s0 to s7 for kinds of things, q0 to q7 for more and more of one thing
 _MARKS = (
     "M-3 0a3 3 0 1 0 6 0a3 3 0 1 0 -6 0z",

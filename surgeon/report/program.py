@@ -45,6 +45,14 @@ def draw_program(program: Program, num_layers: int, steps_per_layer: int, title:
     Returns:
         The path.
     """
+    figure = program_figure(program, num_layers, steps_per_layer, title)
+    with whole_file(path) as partial:
+        figure.savefig(partial, format="png")
+    return path
+
+
+def program_figure(program: Program, num_layers: int, steps_per_layer: int, title: str = "") -> Figure:
+    """The picture, on axes whose units are steps; arguments as in `draw_program`."""
     items = list(outline(program, num_layers, steps_per_layer))
     rows = _rows(items)
     heights = [(_height(row, above=True), _height(row, above=False)) for row in rows]
@@ -63,9 +71,7 @@ def draw_program(program: Program, num_layers: int, steps_per_layer: int, title:
         _draw_row(axes, row, y, first=number == 0, last=number == len(rows) - 1)
         y -= down
     _legend(axes, rows, y - 0.1)
-    with whole_file(path) as partial:
-        figure.savefig(partial, format="png")
-    return path
+    return figure
 
 
 def _rows(items: Sequence[Item]) -> list[list[Item]]:

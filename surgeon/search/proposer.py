@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from surgeon.program import Program
 from surgeon.search.edit import Choice, Edit, as_choice
@@ -161,7 +160,7 @@ class Proposer:
         more = {} if kept is None else {"kept": kept}
         for tighter in (1.0, 1.1, 1.25, 1.5):  # what edits save together need not be the sum of what they save alone
             savings = Savings(self._savings[:, limited], tighter * need[limited])
-            found = best_choices(damage, savings, self._excluded, count, **more)
+            found = best_choices(damage, savings, self.mixture.exclusions, count, **more)
             fitting = dict.fromkeys(self._trimmed(self._choice(numbers), goal, damage) for numbers in found)
             if meeting := [choice for choice in fitting if self.meets(choice, goal)]:
                 return meeting
@@ -208,7 +207,7 @@ class Proposer:
     def _free(self, choice: Choice) -> Iterator[Edit]:
         """Edits that go with all of a choice."""
         numbers = self._numbers(choice)
-        free = ~self._excluded[numbers].any(axis=0)
+        free = ~self.mixture.exclusions[numbers].any(axis=0)
         return (self.mixture.edits[number] for number in np.flatnonzero(free))
 
     def _by_damage(self, choices: Iterable[Choice], damage: Damage) -> list[Choice]:
@@ -233,11 +232,6 @@ class Proposer:
     @cached_property
     def _number(self) -> dict[Edit, int]:
         return {edit: number for number, edit in enumerate(self.mixture.edits)}
-
-    @cached_property
-    def _excluded(self) -> NDArray[np.bool_]:
-        edits = self.mixture.edits
-        return np.array([[self.mixture.exclude(one, other) for other in edits] for one in edits], dtype=bool)
 
     @cached_property
     def _dense(self) -> tuple[float, ...]:

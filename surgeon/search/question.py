@@ -52,18 +52,8 @@ class Question:
     @cached_property
     def levels(self) -> tuple[float, ...]:
         """Of the cost that is looked along, below the unedited model's, the dearest first."""
-        along = self.along
-        assert along is not None
-        dense = self.budget.pricing.price(along, self.mixture.model.dense)
-        least = self.least(along)
-        if along == DEPTH:
-            return tuple(map(float, range(math.ceil(dense) - 1, math.ceil(least) - 1, -1)))
-        return tuple(dense - (dense - least) * step / LEVELS for step in range(1, LEVELS + 1)) if least < dense else ()
-
-    def least(self, cost: Aspect) -> float:
-        """The least that edits were found to bring a cost to."""
-        nothing = replace(self.budget, limits=(Limit(cost, 0.0, relative=False, text=f"{cost}=0"),))
-        return self.budget.pricing.price(cost, reach(nothing, self.mixture).program)
+        assert self.along is not None
+        return levels_of(self.along, self.budget, self.mixture)
 
     @property
     def prices(self) -> Prices:
@@ -101,14 +91,46 @@ class Question:
         """Whether a trial is within all limits."""
         return self.budget.meets(Program.parse(trial.proposal.key), trial.measured, self.original)
 
+    @property
+    def traded(self) -> tuple[Objective, ...]:
+        """What a front is of: the objectives, and the cost that is looked along."""
+        along = self.along
+        known = along is None or any(objective.aspect == along for objective in self.objectives)
+        return self.objectives if known else (*self.objectives, Objective(along))
+
+    def told(self, key: str, measured: MeasuredProgram) -> tuple[float, ...]:
+        """The values of `told_names` for a program's text and what was measured of it."""
+        known = told(self.objectives)
+        program = Program.parse(key)
+        return tuple(objective.cost(program, measured, self.budget.pricing) for objective in known)
+
     def values(self, trial: Trial) -> tuple[float, ...]:
         """The objectives of a trial, less is better."""
-        return self.values_of(trial.proposal.key, trial.measured)
+        return tuple(objective.of(trial, self.budget.pricing) for objective in self.objectives)
 
-    def values_of(self, key: str, measured: MeasuredProgram) -> tuple[float, ...]:
-        """The same of a program's text and what was measured of it."""
-        program = Program.parse(key)
-        return tuple(objective.cost(program, measured, self.budget.pricing) for objective in self.objectives)
+
+def told(objectives: Sequence[Objective]) -> tuple[Objective, ...]:
+    """What a study is told of every trial: the objectives but those of which only the best are measured."""
+    known = tuple(objective for objective in objectives if not objective.is_of_few)
+    return known or (Objective(Aspect("divergence")),)
+
+
+def told_names(objectives: Sequence[Objective]) -> tuple[str, ...]:
+    """Their names."""
+    return tuple(map(str, told(objectives)))
+
+
+def levels_of(cost: Aspect, budget: SearchBudget, mixture: Mixture) -> tuple[float, ...]:
+    """Of a cost, between the unedited model's and the least that edits were found to bring it to, the dearest first.
+
+    There are none where the edits do not lessen it: late steps keep the depth, say.
+    """
+    nothing = replace(budget, limits=(Limit(cost, 0.0, relative=False, text=f"{cost}=0"),))
+    dense = budget.pricing.price(cost, mixture.model.dense)
+    least = budget.pricing.price(cost, reach(nothing, mixture).program)
+    if cost == DEPTH:
+        return tuple(map(float, range(math.ceil(dense) - 1, math.ceil(least) - 1, -1)))
+    return tuple(dense - (dense - least) * step / LEVELS for step in range(1, LEVELS + 1)) if least < dense else ()
 
 
 def looked_along(limits: Sequence[Limit], objectives: Sequence[Objective]) -> Aspect | None:

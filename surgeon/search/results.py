@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +14,15 @@ import pandas as pd
 
 from surgeon.program import Program
 from surgeon.provenance import write_json, write_table, write_text
+from surgeon.search.front import DepthCurve
 from surgeon.search.front_files import trial_recipe
+from surgeon.search.quantities import Aspect
 from surgeon.search.question import DEPTH, Question
 from surgeon.search.terms import Terms
 from surgeon.search.trial import MeasuredProgram, Trial
 from surgeon.search.winners import HeldOutComparison
 
+WIDTH = 80  # columns of a terminal
 RECIPE_FILE, TRIALS_FILE, TERMS_FILE, RECORD_FILE = "recipe.yaml", "trials.csv", "terms.csv", "search.json"
 
 
@@ -44,7 +48,10 @@ def trials_table(question: Question, trials: Sequence[Trial]) -> pd.DataFrame:
 def _row(question: Question, trial: Trial) -> dict[str, Any]:
     measured, program = trial.measured, Program.parse(trial.proposal.key)
     pricing = question.budget.pricing
-    costs = {str(aspect): pricing.price(aspect, program) for aspect in dict.fromkeys([DEPTH, *pricing.aspects])}
+    costs = {
+        str(aspect): _natural(aspect, pricing.price(aspect, program))
+        for aspect in dict.fromkeys([DEPTH, *pricing.aspects])
+    }
     return {
         "trial": trial.number,
         "source": trial.proposal.source,
@@ -63,8 +70,13 @@ def _row(question: Question, trial: Trial) -> dict[str, Any]:
     }
 
 
+def _natural(aspect: Aspect, cost: float) -> float:
+    """The number as people know it: a speedup is kept as its inverse."""
+    return 1 / cost if aspect.quantity.upward and cost else cost
+
+
 def terms_table(question: Question, terms: Terms) -> pd.DataFrame:
-    """One row per edit: what it does alone, what it saves, and which edit it goes with worst and best."""
+    """One row per edit: what it does alone, what it saves (of a speedup, in parts of the time), how it correlates."""
     mixture, pricing = question.mixture, question.budget.pricing
     aspects = list(dict.fromkeys([DEPTH, *pricing.aspects]))
     dense = [pricing.price(aspect, mixture.model.dense) for aspect in aspects]
@@ -101,25 +113,36 @@ def write_winner(folder: Path, question: Question, winner: Winner, model: str, r
     trial, measured, original = winner.trial, winner.trial.measured, question.original
     low, high = measured.divergence_low, measured.divergence_high
     lines = [
-        f"# Found by: {record['command']}",
-        f"# {winner.why}: trial {trial.number} of {record['trials']}, {trial.proposal.source}.",
-        f"# On {measured.tokens:,} tokens:",
-        f"# divergence {measured.divergence:.4g} nats per token,",
-        *([f"# its 95% interval {low:.4g} to {high:.4g},"] if math.isfinite(high) else []),
-        f"# perplexity {measured.perplexity:.4g}; the original's is {original.perplexity:.4g}.",
-        *([f"# {line}" for line in winner.comparison.lines()] if winner.comparison else []),
+        f"Found by: {record['command']}",
+        f"{winner.why}: trial {trial.number} of {record['trials']}, {trial.proposal.source}.",
+        f"On {measured.tokens:,} tokens:",
+        f"divergence {measured.divergence:.4g} nats per token,",
+        *([f"its 95% interval {low:.4g} to {high:.4g},"] if math.isfinite(high) else []),
+        f"perplexity {measured.perplexity:.4g}; the original's is {original.perplexity:.4g}.",
+        *(["On text that the search did not see:", *winner.comparison.lines()] if winner.comparison else []),
     ]
     recipe = trial_recipe(trial, question.mixture, model, str(record["model_hash"]))
-    write_text(folder / RECIPE_FILE, "\n".join(lines) + "\n" + recipe.to_yaml())
+    write_text(folder / RECIPE_FILE, "\n".join(map(_comment, lines)) + "\n" + recipe.to_yaml())
 
 
-def write_record(folder: Path, question: Question, winner: Winner, record: Mapping[str, Any]) -> None:
+def _comment(text: str) -> str:
+    """Lines of YAML's comments that fit a terminal; a command can still be copied, word by word."""
+    return textwrap.fill(
+        text, WIDTH, initial_indent="# ", subsequent_indent="#   ", break_long_words=False, break_on_hyphens=False
+    )
+
+
+def write_record(
+    folder: Path, question: Question, winner: Winner, curves: Sequence[DepthCurve], record: Mapping[str, Any]
+) -> None:
     """Write the provenance, and what was found in numbers."""
     trial = winner.trial
     best = {"trial": trial.number, "why": winner.why, "program": trial.proposal.key, **_finite(trial.measured)}
     found: dict[str, Any] = {"best": best, "original": _finite(question.original)}
     if winner.comparison is not None:
         found["held_out"] = winner.comparison.to_json()
+    if curves:
+        found["knees"] = [curve.line() for curve in curves]
     write_json(folder / RECORD_FILE, {**record, **found})
 
 

@@ -1,7 +1,7 @@
 """A search: rounds of proposals, measured, until there were enough trials.
 
-Under limits that say what programs have to come down to there is one proposer, of all spaces together. Looked along a
-cost, each space by itself has one as well, so that it can be said what each of them and what the mixture gives.
+All spaces together have a proposer, and each space by itself has one as well: what one space can do alone is easier to
+foretell than a mixture, a search of several never does worse than one of them, and it can be said what each gives.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ class Search:
 
     @cached_property
     def strands(self) -> dict[str, Proposer]:
-        """Proposers by the name of their space, and of all spaces together."""
+        """Proposers of all spaces together, first, and of each that can reach a goal, by name."""
         mixture = self.question.mixture
-        parts = {MIXTURE if len(mixture.spaces) > 1 else mixture.spaces[0].name: mixture}
-        if len(mixture.spaces) > 1 and self.question.along is not None:
-            parts |= {space.name: replace(mixture, spaces=(space,)) for space in mixture.spaces}
-        return {name: self._proposer(part) for name, part in parts.items()}
+        if len(mixture.spaces) == 1:
+            return {mixture.spaces[0].name: self._proposer(mixture)}
+        alone = {space.name: self._proposer(replace(mixture, spaces=(space,))) for space in mixture.spaces}
+        able = {name: proposer for name, proposer in alone.items() if proposer.first_round(1)}
+        return {MIXTURE: self._proposer(mixture), **able}
 
     def propose(self, earlier: Sequence[Trial]) -> list[Proposal]:
         """The next round, given all trials of the earlier ones."""
@@ -55,9 +56,11 @@ class Search:
             return []
         if not earlier:
             return self._first_round()[:left]
-        share = -(-min(BATCH, left) // len(self.strands))
+        batch, others = min(BATCH, left), len(self.strands) - 1
         found: dict[str, Proposal] = {}
-        for proposer in self.strands.values():
+        for name, proposer in self.strands.items():
+            # Half of the trials are the mixture's.
+            share = max(1, batch // 2 // others) if name != MIXTURE and others else batch - batch // 2 * bool(others)
             trials = [trial for trial in earlier if proposer.knows(trial.proposal.choice)]
             made = proposer.next_round(trials, self.question.focus(proposer.goals, trials, share))
             if not made:  # these goals are tried out; others may not be
@@ -97,13 +100,13 @@ class Search:
         """
         if [str(objective) for objective in self.question.objectives if not objective.is_priced] != ["divergence"]:
             return None
-        kind = self._space_of(proposal.choice)
+        kind = MIXTURE if self.question.along is None else self._space_of(proposal.choice)
         same = [
             trial
             for trial in earlier
             if trial.measured.whole
             and trial.proposal.level == proposal.level
-            and (kind == MIXTURE or kind not in self.strands or kind == self._space_of(trial.proposal.choice))
+            and kind in (MIXTURE, self._space_of(trial.proposal.choice))
         ]
         return min(same, key=lambda trial: (trial.measured.divergence, trial.number), default=None)
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import get_args
 
 import numpy as np
 
 from surgeon.search.front import DepthCurve, pareto_front
 from surgeon.search.question import DEPTH, Question
 from surgeon.search.trial import Trial
+from surgeon.search.winners import Measured
 
 
 def choose(question: Question, trials: Sequence[Trial], curves: Sequence[DepthCurve]) -> tuple[list[Trial], str]:
-    """The winner and those that come next, the best first, with what they are the best of.
+    """The winner and its runners-up, the best first, with what it is the best of.
+
+    Runners-up cost the same where a cost is looked along: of a dearer program it is no news that it is closer.
 
     Args:
         curves: of quality against depth, where depth is looked along.
@@ -26,10 +30,25 @@ def choose(question: Question, trials: Sequence[Trial], curves: Sequence[DepthCu
         raise ValueError(_nearest(question, trials))
     if question.along is None or question.budget.of_quality:
         words = f"The best within {question.budget}" if question.budget.limits else "The best"
-        return _ranked(question, within), words
+        return _as_dear(question, _ranked(question, within)), words
     if len(question.objectives) > 1:
-        return _middle_of_front(question, within), "The point of the front nearest to the best of every objective"
+        return [_middle_of_front(question, within)], "The point of the front nearest to the best of every objective"
     return _at_the_knee(question, within, curves)
+
+
+def _as_dear(question: Question, ranked: Sequence[Trial]) -> list[Trial]:
+    """The first trial, and those that cost the same of what is looked along."""
+    along = question.along
+    if along is None:
+        return [*ranked]
+    prices = [question.price(along, trial) for trial in ranked]
+    return [trial for trial, price in zip(ranked, prices, strict=True) if math.isclose(price, prices[0])]
+
+
+def compared_by(question: Question) -> Measured:
+    """What a winner and its runners-up are compared by on held-out text: of divergence and perplexity the first one."""
+    names = [str(objective) for objective in question.objectives if str(objective) in get_args(Measured)]
+    return "perplexity" if names[:1] == ["perplexity"] else "divergence"
 
 
 def _ranked(question: Question, trials: Sequence[Trial]) -> list[Trial]:
@@ -44,18 +63,18 @@ def _at_the_knee(question: Question, trials: Sequence[Trial], curves: Sequence[D
     if knee is None:
         least = min(prices.values())
         shallow = [trial for trial in trials if prices[trial.number] <= least]
-        return _ranked(question, shallow), f"The best at the least {along} (there is no knee)"
+        return _as_dear(question, _ranked(question, shallow)), f"The best at the least {along} (there is no knee)"
     shallow = [trial for trial in trials if prices[trial.number] <= knee * (1 + 1e-9)]
-    return _ranked(question, shallow), f"The best at the knee, {along} {knee:g}"
+    return _as_dear(question, _ranked(question, shallow)), f"The best at the knee, {along} {knee:g}"
 
 
-def _middle_of_front(question: Question, trials: Sequence[Trial]) -> list[Trial]:
-    """Points of the front by their distance to the best of every objective, each scaled to its range on the front."""
+def _middle_of_front(question: Question, trials: Sequence[Trial]) -> Trial:
+    """The point of the front nearest to the best of every objective, each scaled to its range on the front."""
     front = pareto_front(trials, question.objectives, question.budget.pricing)
     costs = np.array([point.costs for point in front])
     width = np.ptp(costs, axis=0)
     distance = np.linalg.norm((costs - costs.min(axis=0)) / np.where(width > 0, width, 1), axis=1)
-    return [front[place].trial for place in np.argsort(distance, kind="stable")]
+    return front[int(distance.argmin())].trial
 
 
 def _nearest(question: Question, trials: Sequence[Trial]) -> str:

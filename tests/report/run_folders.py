@@ -195,18 +195,68 @@ def make_spectrum(folder: Path, num_layers: int = 6, **more: Any) -> Path:
 
 def make_search(folder: Path, recipe: str = "surgeon: 1\nmodel: tiny\n", **more: Any) -> Path:
     folder.mkdir()
+    found = [("window", 1, 0.05), ("additive", 2, 0.04), ("neighbour", 3, 0.03), ("sampled", 0, 3.0)]
     trials = [
-        {"trial": number, "source": source, "depth": 5.0, "pairs": pairs, "perplexity": 10 + divergence * 10,
-         "divergence": divergence, "divergence_low": divergence * 0.9, "divergence_high": divergence * 1.1,
-         "tokens": 4000, "program": "A0 F0"}
-        for number, (source, pairs, divergence) in enumerate(
-            [("window", "1+2", 0.05), ("additive", "2+3", 0.04), ("neighbour", "3+4", 0.03), ("sampled", "0+1", 3.0)]
-        )
+        {"trial": number, "source": source, "level": "", "edits": f"pair {first}:{first + 2}", "depth": 5.0,
+         **quality_of(divergence), "whole": source != "sampled", "within": source != "sampled",
+         "program": paired(first)}
+        for number, (source, first, divergence) in enumerate(found)
     ]  # fmt: skip
     write_csv(folder / "trials.csv", trials)
+    terms = [
+        {"edit": f"pair {k}:{k + 2}", "space": "pair", "first": k, "last": k + 1, "option": "",
+         "divergence": 0.01 * (k + 1)}
+        for k in range(5)
+    ]  # fmt: skip
+    write_csv(folder / "terms.csv", terms)
     (folder / "recipe.yaml").write_text(recipe)
-    (folder / "search.json").write_text(json.dumps(record(**more)))
+    own = {
+        "objective": "divergence",
+        "budget": "depth=5",
+        "num_layers": 6,
+        "steps_per_layer": 2,
+        "best": {"trial": 2, "why": "The best within depth=5", "program": paired(3), **quality_of(0.03)},
+        "original": quality_of(0.0),
+        "held_out": held_out(),
+    }
+    (folder / "search.json").write_text(json.dumps(record(**(own | more))))
     return folder
+
+
+def quality_of(divergence: float) -> Cell:
+    ends = {"divergence_low": divergence * 0.9, "divergence_high": divergence * 1.1}
+    return {"divergence": divergence, **ends, "perplexity": 10 + divergence * 10, "tokens": 4000}
+
+
+def paired(first: int) -> str:
+    """Six layers, two of which are a pair."""
+    layers = [f"A{k} F{k}" for k in range(6)]
+    layers[first : first + 2] = [f"[A{first} A{first + 1}] [F{first} F{first + 1}]"]
+    return " ".join(layers)
+
+
+def held_out(verdicts: tuple[str, ...] = ("not told apart", "better"), winner: int = 2) -> Cell:
+    """What a search's record says of held-out text: of trial 2, and of trials 1 and 0 beside it."""
+    ends = {"not told apart": (-0.02, 0.01), "better": (-0.03, -0.01), "worse": (0.01, 0.02)}
+    finalists = [
+        {"trial": trial, "program": paired(first), "seen": quality_of(seen), "unseen": quality_of(seen + 0.02)}
+        for trial, first, seen in ((2, 3, 0.03), (1, 2, 0.04), (0, 1, 0.05))
+    ]
+    others = [
+        {"difference": sum(ends[verdict]) / 2, "low": ends[verdict][0], "high": ends[verdict][1], "verdict": verdict}
+        for verdict in verdicts
+    ]
+    last = f"HELD-OUT TEXT OVERTURNS THE SEARCH: trial {winner} is the winner, not trial 2"
+    return {
+        "by": "divergence",
+        "confidence_of_all_intervals": 0.95,
+        "original": quality_of(0.0),
+        "searched": finalists[0],
+        "runners_up": [other | finalist for other, finalist in zip(others, finalists[1:], strict=True)],
+        "winner": winner,
+        "overturned": winner != 2,
+        "sentences": ["trial 2: numbers", *([last] if winner != 2 else [])],
+    }
 
 
 def make_checkpoint(folder: Path, **source: Any) -> Path:

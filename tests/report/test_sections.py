@@ -16,6 +16,7 @@ from tests.report.run_folders import (
     ALL,
     BASE,
     Cell,
+    held_out,
     make_evaluation,
     make_prediction,
     make_scan,
@@ -272,9 +273,84 @@ def test_search(tmp_path: Path) -> None:
     recipe = "surgeon: 1\nmodel: tiny\noperations:\n  - pair: {layers: 3:5}\n"
     page = page_of(make_search(tmp_path / "search", recipe))
     text = page.text()
-    assert "Of 4 trials at a depth of 5, the best runs 3+4 as LP pairs: divergence 0.03000" in text
-    assert "The best unbroken stretch of as many pairs has a divergence of 0.05000." in text
+    assert "Of 4 trials the winner is trial 2 (the best within depth=5), at depth 5: pair 3:5." in text
+    assert "0.03000 (95%: 0.02700 to 0.03300) on the text of the search and 0.05000" in text
+    assert "where its perplexity is 10.50 and the original's 10.00." in text
+    assert "On held-out text trial 2 is better than 1 of 2 runners-up, and not told apart from 1." in text
+    assert "OVERTURNS" not in text
     assert " ".join(recipe.split()) in page.text("pre")
+    assert "4 trials, 1 of them stopped early." in text
+    assert "trial 3, depth 5, divergence 3 (estimate, stopped early): pair 0:2" in page.html
+    shares = map_named(page, "Which layers the good trials change")
+    assert shares["rows"] == ["pair"]
+    assert shares["fields"][0]["values"] == [0, 0, 0, 1, 1, 0]  # of the best one
+    assert shares["fields"][1]["values"] == [0.25, 0.5, 0.5, 0.5, 0.25, 0]  # of all four
+    drawn = page.html[page.html.index("The winner, trial 2") :]
+    for step in ("A3", "A4", "F3", "F4"):
+        assert f">{step}</tspan>" in drawn
+    assert "layers 0-2" in drawn
+    assert ">A0<" not in drawn, "what is as it was is one box"
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "said"),
+    [
+        (("not told apart", "not told apart"), "On held-out text trial 2 is not told apart from any of the 2 runners"),
+        (("better", "better"), "On held-out text trial 2 is better than any of the 2 runners-up."),
+    ],
+)
+def test_a_search_is_ahead_only_where_its_interval_excludes_0(
+    tmp_path: Path, verdicts: tuple[str, ...], said: str
+) -> None:
+    text = page_of(make_search(tmp_path / "search", held_out=held_out(verdicts))).text()
+    assert said in text
+    shown = text.replace("whether scattered edits do better", "").partition("search.json")[0]
+    assert ("better" in shown) == ("better" in verdicts)
+
+
+def test_a_search_that_held_out_text_overturned(tmp_path: Path) -> None:
+    text = page_of(make_search(tmp_path / "search", held_out=held_out(("worse", "not told apart"), 1))).text()
+    assert text.count("HELD-OUT TEXT OVERTURNS THE SEARCH: trial 1 is the winner, not trial 2.") == 2
+    assert "and 0.06000" in text, "the number on held-out text is the winner's"
+
+
+def test_a_search_without_held_out_text_or_terms(tmp_path: Path) -> None:
+    folder = make_search(tmp_path / "search", held_out=None)
+    (folder / "terms.csv").unlink()
+    text = page_of(folder).text()
+    assert "on the text of the search, its perplexity 10.30 and the original's 10.00." in text
+    assert "held out" not in text
+    assert "Each edit alone" not in text
+
+
+def test_a_search_of_an_earlier_version(tmp_path: Path) -> None:
+    folder = make_search(tmp_path / "search")
+    old = [{k: row[k] for k in ("trial", "source", "depth", "perplexity", "divergence")} | {"pairs": "1+2"}
+           for row in read_csv(folder / "trials.csv")]  # fmt: skip
+    write_csv(folder / "trials.csv", old)
+    text = page_of(folder).text()
+    assert "This search was made by an earlier version of surgeon" in text
+    assert "the winner is" not in text
+
+
+def test_a_front_and_a_curve_of_depths(tmp_path: Path) -> None:
+    folder = make_search(tmp_path / "search", knees=["pair: the knee is at depth 4 of 6"])
+    rows = read_csv(folder / "trials.csv")
+    write_csv(folder / "trials.csv", [{**row, "latency@cpu-2": f"{2 - 0.1 * k}"} for k, row in enumerate(rows)])
+    point = {"divergence": 0.03, "latency@cpu-2": 1.8, "trial": 2, "depth": 5, "edits": "pair 3:5", "program": "A0"}
+    write_csv(folder / "front.csv", [{"point": 1, **point}])
+    ends = {"divergence_low": 0.02, "divergence_high": 0.04}
+    depths: list[Cell] = [
+        {"space": "pair", "depth": 6, "divergence": 0, "divergence_low": 0, "divergence_high": 0, "knee": False,
+         "trial": "", "edits": ""},
+        {"space": "pair", "depth": 5, "divergence": 0.03, **ends, "knee": True, "trial": 2, "edits": "pair 3:5"},
+    ]  # fmt: skip
+    write_csv(folder / "depths.csv", depths)
+    page = page_of(folder)
+    assert "pair: the knee is at depth 4 of 6." in page.text()
+    assert "The front: 1 program" in page.text()
+    assert "point 1: latency@cpu-2 1.800, divergence 0.03000, trial 2: pair 3:5" in page.html
+    assert "knee: pair, depth 5: divergence 0.03000 (95%: 0.02000 to 0.04000); pair 3:5" in page.html
 
 
 def test_evaluations_side_by_side(tmp_path: Path) -> None:

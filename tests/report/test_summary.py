@@ -116,7 +116,7 @@ def test_what_was_not_scanned_is_said_and_nothing_else_of_it(tmp_path: Path) -> 
     assert (
         "Not scanned, so nothing is said about it: Shuffle, Merge, Parallel, 2-Parallel, 3-Parallel, LP pairs" in text
     )
-    assert "No search: whether scattered pairs do better" in text
+    assert "No search: whether scattered edits do better" in text
     assert "as LP pairs" not in text.replace("LP pairs, Ladder", "")
     only_parallel = page_of(make_scan(tmp_path / "other", ("2-parallel",), 6)).text("model-1")
     assert "LP pairs themselves were not scanned" in only_parallel

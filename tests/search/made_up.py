@@ -38,7 +38,7 @@ def damage(proposal: Proposal) -> float:
 
 
 def measured(value: float, whole: bool = True) -> MeasuredProgram:
-    return MeasuredProgram(10 + value, value, 0.0, 1.0, 100, (2.0, 2.5), (value, value), whole)
+    return MeasuredProgram(10 + value, value, 0.0, 1.0, 100, (2.0, 2.5), (value, value), whole=whole)
 
 
 def measure(proposals: Sequence[Proposal], _: Sequence[Trial]) -> list[MeasuredProgram]:

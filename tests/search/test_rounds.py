@@ -29,7 +29,7 @@ from surgeon.search.trial import MeasuredProgram, Proposal, Trial
 from tests import warm
 from tests.search.made_up import EDITS, LAYERS, QUICK, SIZES, damage, measure, measured, propose, rows, study
 
-ADDRESSES = {"sqlite": "", "journal": "journal:{}/study.log"}
+ADDRESSES = {"sqlite": "sqlite:///{}/study.db", "journal": "journal:{}/study.log"}
 WORKER = "import sys; from tests.search.made_up import work; work(*sys.argv[1:3], float(sys.argv[3]), sys.argv[4])"
 
 
@@ -326,7 +326,7 @@ def test_a_locked_file_is_waited_for_and_a_deleted_study_is_said(
 ) -> None:
     monkeypatch.setattr("surgeon.search.storage.SECONDS_LOCKED", 0.05)
     said: list[str] = []
-    made = study("", tmp_path, say=said.append)
+    made = study(f"sqlite:///{tmp_path}/study.db", tmp_path, say=said.append)
     other = sqlite3.connect(tmp_path / "study.db", isolation_level=None, check_same_thread=False)
     other.execute("BEGIN IMMEDIATE")
     threading.Timer(1.0, lambda: other.execute("ROLLBACK")).start()

@@ -1,0 +1,180 @@
+"""A whole search with a made-up measure: rounds, goals, spaces alone and mixed, and who wins."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from surgeon.cost.predict import Deployment
+from surgeon.cost.shapes import ModelShapes
+from surgeon.program import Program
+from surgeon.search.edit import Edit
+from surgeon.search.front import depth_curves
+from surgeon.search.limits import SearchBudget, aspects_of, parse_limits
+from surgeon.search.mixture import Mixture
+from surgeon.search.objectives import aspects_to_price, parse_objectives
+from surgeon.search.pricing import Pricing
+from surgeon.search.question import Question, looked_along
+from surgeon.search.search import BATCH, MIXTURE, Search
+from surgeon.search.spaces import Searched, parse_spaces
+from surgeon.search.terms import Terms
+from surgeon.search.trial import MeasuredProgram, Trial
+from surgeon.search.winner import choose
+from tests.models import tiny_model
+
+LAYERS, WINDOWS = 10, 4
+
+
+def damage(choice: Sequence[Edit]) -> float:
+    """Every edit costs something of its own, later layers less; two side by side cost more than their sum."""
+    alone = sum(
+        0.02 * (LAYERS - edit.first) * len(edit.layers) / (3 if edit.space == "ladder" else 1) for edit in choice
+    )
+    return alone + sum(0.03 for one, other in pairwise(sorted(choice)) if other.first == one.stop)
+
+
+class MadeUpEvaluator:
+    """Knows the damage of every choice by its program's text; remembers whom programs were raced against."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, float] = {}
+        self.raced: list[float | None] = []
+
+    def measure(
+        self, programs: Sequence[Program], best: MeasuredProgram | None = None
+    ) -> Mapping[Program, MeasuredProgram]:
+        self.raced.append(None if best is None else best.divergence)
+        return {program: self.measured(self.known[str(program)]) for program in programs}
+
+    def measured(self, value: float) -> MeasuredProgram:
+        windows = tuple(value * (1 + 0.1 * (number - 1.5)) for number in range(WINDOWS))
+        return MeasuredProgram(math.exp(2 + value), value, value, value, 100, tuple(2 + w for w in windows), windows)
+
+
+def search(spaces: str, budget: str | None, objectives: str = "divergence", trials: int = 30) -> tuple[Search, Any]:
+    shapes = ModelShapes.of("tiny", tiny_model("llama", num_layers=LAYERS).config)
+    mixture = Mixture(parse_spaces(spaces), Searched(shapes))
+    limits = () if budget is None else parse_limits(budget)
+    aims = parse_objectives(objectives)
+    along = looked_along(limits, aims)
+    aspects = (*aspects_of(limits), *aspects_to_price(aims), *([along] if along else []))
+    evaluator = MadeUpEvaluator()
+    pricing = Pricing(shapes, tuple(dict.fromkeys(aspects)), Deployment(2))
+    question = Question(mixture, SearchBudget(limits, pricing), aims, evaluator.measured(0.0))
+    alone = np.array([damage([edit]) for edit in mixture.edits])
+    made: Any = evaluator
+    return Search(question, Terms(alone, np.eye(len(alone))), made, trials), evaluator
+
+
+def run(searching: Search, evaluator: MadeUpEvaluator) -> list[Trial]:
+    trials: list[Trial] = []
+    while proposals := searching.propose(trials):
+        evaluator.known |= {proposal.key: damage(proposal.choice) for proposal in proposals}
+        measured = searching.measure(proposals, list(trials))
+        trials += [Trial(len(trials) + n, p, m) for n, (p, m) in enumerate(zip(proposals, measured, strict=True))]
+    return trials
+
+
+def test_under_a_budget_all_trials_keep_it_and_are_raced_against_the_best() -> None:
+    searching, evaluator = search("pair", "depth=7")
+    trials = run(searching, evaluator)
+    assert len(trials) == 30
+    assert all(searching.question.is_met(trial) for trial in trials)
+    assert evaluator.raced[0] is None, "the first ones run through"
+    assert all(rival is not None for rival in evaluator.raced[1:])
+    assert evaluator.raced[1:] == sorted(evaluator.raced[1:], reverse=True), "by the best so far, which only improves"
+    ranked, why = choose(searching.question, trials, [])
+    assert ranked[0].measured.divergence == min(trial.measured.divergence for trial in trials)
+    assert why == "The best within depth=7"
+
+
+def test_a_mixture_is_searched_beside_its_spaces_alone() -> None:
+    searching, evaluator = search("pair,drop:layers", "depth=7", trials=40)
+    trials = run(searching, evaluator)
+    assert list(searching.strands) == [MIXTURE, "drop", "pair"]
+    alone = {
+        name: [t for t in trials if {edit.space for edit in t.proposal.choice} == {name}] for name in ("drop", "pair")
+    }
+    assert all(alone.values())
+    best = min(trials, key=lambda trial: trial.measured.divergence)
+    for name in ("drop", "pair"):
+        single, own = search(name, "depth=7", trials=40)
+        assert best.measured.divergence <= min(t.measured.divergence for t in run(single, own))
+
+
+def test_a_space_that_cannot_reach_a_budget_is_searched_in_the_mixture_only() -> None:
+    searching, evaluator = search("pair,ladder", "depth=7", trials=12)
+    assert list(searching.strands) == [MIXTURE, "pair"], "a ladder is as deep as the model"
+    assert len(run(searching, evaluator)) == 12
+
+
+def test_without_a_budget_every_depth_is_looked_at() -> None:
+    searching, evaluator = search("pair", None, trials=40)
+    trials = run(searching, evaluator)
+    levels = [goal.level for goal in searching.question.goals]
+    assert levels == [9, 8, 7, 6, 5]
+    assert {trial.proposal.level for trial in trials} == set(levels)
+    curves = depth_curves(trials, searching.question.original, searching.question.budget.pricing)
+    assert [point.depth for point in curves[0].points] == [10, *levels]
+    ranked, why = choose(searching.question, trials, curves)
+    assert searching.question.along is not None
+    price = searching.question.price(searching.question.along, ranked[0])
+    knee = curves[0].knee.depth
+    assert why == (
+        "The best at the least depth (there is no knee)" if knee is None else f"The best at the knee, depth {knee:g}"
+    )
+    assert price == (min(levels) if knee is None else knee)
+
+
+def test_quality_alone_is_kept_at_the_least_depth() -> None:
+    searching, evaluator = search("pair", "divergence<=0.2", trials=40)
+    trials = run(searching, evaluator)
+    ranked, _ = choose(searching.question, trials, [])
+    every = [t for t in trials if t.measured.divergence <= 0.2]
+    depth = {t.number: Program.parse(t.proposal.key).effective_depth() for t in trials}
+    assert depth[ranked[0].number] == min(depth[t.number] for t in every)
+    assert ranked[0].measured.divergence <= 0.2
+    equals = [t for t in every if depth[t.number] == depth[ranked[0].number]]
+    assert ranked[0].measured.divergence == min(t.measured.divergence for t in equals)
+    below = [t for t in trials if depth[t.number] < depth[ranked[0].number]]
+    assert below, "and shallower ones were tried"
+
+
+def test_quality_that_nothing_has_says_the_nearest() -> None:
+    searching, evaluator = search("pair", "divergence<=0.001", trials=10)
+    trials = run(searching, evaluator)
+    least = min(trial.measured.divergence for trial in trials)
+    with pytest.raises(ValueError, match=rf"of 10 trials none is within .*; the nearest, .* divergence {least:.3g}"):
+        choose(searching.question, trials, [])
+
+
+def test_two_objectives_give_the_middle_of_their_front() -> None:
+    searching, evaluator = search("pair", None, "divergence,depth", trials=30)
+    trials = run(searching, evaluator)
+    ranked, why = choose(searching.question, trials, [])
+    assert "nearest to the best of every objective" in why
+    values = [searching.question.values(trial) for trial in trials]
+    first = searching.question.values(ranked[0])
+    assert not any(all(a <= b for a, b in zip(one, first, strict=True)) and one != first for one in values)
+
+
+def test_what_is_measured_by_other_objectives_is_not_raced() -> None:
+    searching, evaluator = search("pair", "depth=8", "perplexity", trials=12)
+    run(searching, evaluator)
+    assert set(evaluator.raced) == {None}
+
+
+def test_more_trials_go_on_from_what_is_known() -> None:
+    searching, evaluator = search("pair", "depth=7", trials=11)
+    first = run(searching, evaluator)
+    assert len(first) == 11
+    assert len(searching.propose(first[:3])) == BATCH
+    more, _ = search("pair", "depth=7", trials=20)
+    again = more.propose(first)
+    assert len(again) == BATCH
+    assert not {proposal.key for proposal in again} & {trial.proposal.key for trial in first}
