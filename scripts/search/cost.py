@@ -124,7 +124,7 @@ def rounds_from(folder: Path, together: int) -> Rounds:
 
 def table_of(title: str, ways: list[Way], trials: int) -> Table:
     table = Table(title=title, title_justify="left")
-    for heading in ("way", "sublayers a trial", "of naive", "stopped", "s a trial", "processor s", "of naive"):
+    for heading in ("way", "sublayers", "of naive", "stopped", "seconds", "on CPU", "of naive"):
         table.add_column(heading, justify="left" if heading == "way" else "right")
     naive = ways[0]
     for way in ways:
@@ -159,13 +159,13 @@ def main() -> None:
     ways = [
         cost.way("naive", together=False, kept=0, raced=False),
         cost.way("shared", together=True, kept=0, raced=False),
-        cost.way("shared, kept", together=True, kept=None, raced=False),
-        cost.way("shared, kept, raced", together=True, kept=None, raced=True),
+        cost.way("+ kept", together=True, kept=None, raced=False),
+        cost.way("+ raced", together=True, kept=None, raced=True),
     ]
     text = subject.windows
     title = (
         f"{given.model}: {cost.trials} trials in {len(rounds)} rounds, {len(text.ids)} windows of "
-        f"{text.ids.shape[1]} tokens"
+        f"{text.ids.shape[1]} tokens; a trial costs"
     )
     Console(width=80).print(table_of(title, ways, cost.trials))
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from surgeon.search.question import Question
     from surgeon.search.results import Winner
     from surgeon.search.rounds import RoundStudy
+    from surgeon.search.storage import StudyStorage
     from surgeon.search.terms import Terms
     from surgeon.search.trial import Trial
     from surgeon.search.winners import HeldOutComparison
@@ -63,17 +64,17 @@ def search(
     # What cannot be had is said before a large model is loaded.
     mixture, objectives = asked.mixture(Path(model).name, read_config_only(model).config, use), asked.objectives()
     budget = None if asked.is_timed_here else asked.within(mixture, use)
+    storage = work.open(output)
     subject = open_measured(model, data, text, memory)
     unseen = held.windows(subject)
     if unseen is not None:
         warn(unseen.notes)
-    output.mkdir(parents=True, exist_ok=True)
     evaluator, tasks = _evaluator(subject, output, work.workers), _tasks(subject, objectives, output)
     dense = mixture.model.dense
     original = evaluator.measure([dense])[dense]
     settings = {**asdict(asked), **asdict(use)}
     with work.at_work(output):
-        study = _study(subject, mixture, objectives, work, output, settings)
+        study = _study(subject, mixture, objectives, work, storage, settings)
         budget = budget or asked.within(mixture, use, _here(study, subject, use))
         question = Question(mixture, budget, objectives, original)
         study.values = lambda proposal, measured: question.told(proposal.key, measured)
@@ -109,7 +110,7 @@ def _study(
     mixture: Mixture,
     objectives: Sequence[Objective],
     work: SearchWorkers,
-    output: Path,
+    storage: StudyStorage,
     settings: dict[str, Any],
 ) -> RoundStudy:
     """The study in its storage, new or gone on with; ValueError if it is another one."""
@@ -119,7 +120,7 @@ def _study(
 
     known = {"format": FORMAT, "model_hash": subject.model_hash, "data": subject.windows.digest, **settings}
     return RoundStudy(
-        work.open(output),
+        storage,
         work.name(subject.label, known),
         known,
         edits=mixture.edits,

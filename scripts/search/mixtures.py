@@ -1,0 +1,111 @@
+"""What several spaces together win over the best of them alone, at the same predicted speed on a slow link.
+
+    python scripts/search/mixtures.py demo
+    python scripts/search/mixtures.py MODEL --space pair,ladder,fuse,drop --speedups 1.2 1.4 --link-delay 1ms
+
+For every speedup over the unedited model (two ranks of the hardware, a collective takes 1 ms at least): the least
+divergence that a search of each space finds, and of all together, with as many trials; behind it how much lower that
+is than the best single one's, and the edits that have it. All searches share what is known of single edits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from surgeon.analysis.subject import open_subject
+from surgeon.cost.predict import Deployment, Workload
+from surgeon.cost.shapes import ModelShapes
+from surgeon.runtime.comm.link import parse_link
+from surgeon.search.evaluate import Evaluator
+from surgeon.search.limits import SearchBudget, parse_limits
+from surgeon.search.mixture import Mixture
+from surgeon.search.objectives import parse_objectives
+from surgeon.search.pricing import Pricing, open_pricing
+from surgeon.search.quantities import Aspect
+from surgeon.search.question import Question
+from surgeon.search.search import Search
+from surgeon.search.spaces import Searched, parse_spaces
+from surgeon.search.terms import Terms, measure_terms
+from surgeon.search.trial import MeasuredProgram, Trial
+
+
+@dataclass(frozen=True)
+class Known:
+    """What all searches share."""
+
+    mixture: Mixture
+    terms: Terms
+    evaluator: Evaluator
+    original: MeasuredProgram
+    pricing: Pricing
+
+    def search(self, spaces: str, budget: str, trials: int) -> Trial | None:
+        """The best trial of a search of some of the spaces; None if they cannot keep the budget."""
+        mixture = Mixture(parse_spaces(spaces), self.mixture.model)
+        numbers = {edit: number for number, edit in enumerate(self.mixture.edits)}
+        terms = self.terms.of([numbers[edit] for edit in mixture.edits])
+        limits = SearchBudget(parse_limits(budget), self.pricing)
+        question = Question(mixture, limits, parse_objectives("divergence"), self.original)
+        searching, found = Search(question, terms, self.evaluator, trials), list[Trial]()
+        while proposals := searching.propose(found):
+            measured = searching.measure(proposals, list(found))
+            pairs = zip(proposals, measured, strict=True)
+            found += [Trial(number, *pair) for number, pair in enumerate(pairs, start=len(found))]
+        return min(found, key=question.cost, default=None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--data", default="demo")
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--space", default="pair,ladder,fuse")
+    parser.add_argument("--speedups", type=float, nargs="+", default=[1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7])
+    parser.add_argument("--hardware", default="cpu-2")
+    parser.add_argument("--link-delay", default="1ms")
+    parser.add_argument("--trials", type=int, default=60)
+    given = parser.parse_args()
+    known, spaces = _known(given), given.space.split(",")
+    print(
+        f"{'speedup':>7}" + "".join(f"{space[:9]:>10}" for space in spaces) + f"{'together':>10}{'lower by':>9}  edits"
+    )
+    won = []
+    for speedup in given.speedups:
+        budget = f"speedup>={speedup}@{given.hardware}"
+        alone = [_divergence(known.search(space, budget, given.trials)) for space in spaces]
+        together = known.search(given.space, budget, given.trials)
+        won.append(1 - _divergence(together) / min(alone))
+        print(_row(speedup, alone, together, won[-1]), flush=True)
+    print(f"at least 15% lower in {sum(gain >= 0.15 for gain in won)} of {len(won)}, never worse: "
+          f"{all(gain >= -1e-6 for gain in won if not math.isnan(gain))}")  # fmt: skip
+
+
+def _known(given: argparse.Namespace) -> Known:
+    subject = open_subject(given.model, given.data, given.tokens)
+    shapes = ModelShapes.of(subject.label, subject.model.config)
+    mixture = Mixture(parse_spaces(given.space), Searched(shapes))
+    evaluator = Evaluator(subject.model, subject.windows)
+    terms = measure_terms(evaluator, [mixture.program((edit,)) for edit in mixture.edits])
+    dense = mixture.model.dense
+    deployment = Deployment(2, emulated=parse_link(given.link_delay, None))
+    pricing = open_pricing(shapes, [Aspect("speedup", given.hardware)], deployment, Workload(1, 128, 128))
+    return Known(mixture, terms, evaluator, evaluator.measure([dense])[dense], pricing)
+
+
+def _divergence(trial: Trial | None) -> float:
+    return math.inf if trial is None else trial.measured.divergence
+
+
+def _row(speedup: float, alone: Sequence[float], together: Trial | None, won: float) -> str:
+    cells = "".join(
+        f"{'-':>10}" if math.isinf(value) else f"{value:>10.4f}" for value in (*alone, _divergence(together))
+    )
+    edits = "" if together is None else ", ".join(map(str, together.proposal.choice))
+    return f"{speedup:>7g}{cells}{won:>9.1%}  {edits}"
+
+
+if __name__ == "__main__":
+    main()
