@@ -57,8 +57,8 @@ def _draw_history(axes: Axes, trials: SearchedTrials) -> None:
     name = "best so far, mean of all levels" if trials.has_levels else "best so far"
     axes.plot(places, trials.best_so_far, color="#222222", lw=1.3, drawstyle="steps-post", label=name, zorder=1)
     axes.set_yscale("log")
-    if end > least:
-        axes.set_ylim(least / (end / least) ** 0.06, end * (end / least) ** 0.06)
+    room = max(end / least, 2.0) ** 0.06
+    axes.set_ylim(least / room, end * room)
     _label_values(axes)
     beyond = int((trials.relative > end).sum())
     if beyond:
