@@ -133,7 +133,7 @@ def test_text_too_short_to_hold_some_out(
     short.write_text(tiny_text.read_text()[:1500])
     assert search(tiny_checkpoint, short, tmp_path / "search", "--tokens", "100000") == 1
     assert "--holdout 0" in capsys.readouterr().err
-    assert not (tmp_path / "search").exists()
+    assert not (tmp_path / "search" / "trials.csv").exists()
     assert search(tiny_checkpoint, short, tmp_path / "search", "--tokens", "100000", "--holdout", "0") == 0
     assert search(tiny_checkpoint, tiny_text, tmp_path / "other", "--holdout", "64") == 1
     assert "use --holdout 128 or more" in capsys.readouterr().err

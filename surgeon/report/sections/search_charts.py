@@ -159,7 +159,7 @@ def _ways(own: pd.DataFrame) -> pd.Series[str]:
     words = own["option"].fillna("").astype(str)
     if lengths.nunique() > 1:
         words = words.where(words == "", words + ", ") + lengths.map(lambda length: plural(length, "layer"))
-    return words.where(words != "", "edit")
+    return words.where(words != "", "whole")
 
 
 def _alone(row: pd.Series[float]) -> Point:
