@@ -17,7 +17,8 @@ def held_out(
     Args:
         tokenizer: the one that the searched windows were made with.
         searched: the first windows of their data.
-        tokens: how many are wanted, by default as many as were searched on; where there are fewer, a note says so.
+        tokens: how many are wanted, by default as many as were searched on and at least two windows; where there are
+            fewer, a note says so.
         other: text to use in the place of what follows, as `load_windows` takes it.
         between: tokens, whole windows, that follow the searched ones and have been used for something else.
 
@@ -26,7 +27,7 @@ def held_out(
         ValueError: if there are not two windows of it, or it holds windows that were searched on.
     """
     window = searched.ids.shape[1]
-    wanted = searched.ids.numel() if tokens is None else tokens
+    wanted = max(searched.ids.numel(), LEAST * window) if tokens is None else tokens
     if wanted < LEAST * window:
         raise ValueError(
             f"held-out text of {wanted} tokens is less than {LEAST} windows of {window}, without which there is no "

@@ -107,6 +107,11 @@ def test_the_winner_is_measured_again_on_text_that_follows(
     assert "held out" not in capsys.readouterr().out
 
 
+def test_a_search_on_one_window_holds_two_out(tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path) -> None:
+    assert search(tiny_checkpoint, tiny_text, tmp_path, "--tokens", "64") == 0
+    assert json.loads((tmp_path / "search.json").read_text())["held_out"]["searched"]["unseen"]["tokens"] == 2 * 63
+
+
 def test_other_text_held_out_is_measured_as_surgeon_eval_does(
     tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
