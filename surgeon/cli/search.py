@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from surgeon.search.winners import HeldOutComparison
 
 _WIDTH, _KEY = 80, 12  # columns of a terminal, and of what stands before a line
+_FIXED = "\N{NO-BREAK SPACE}"
 
 
 @grouped
@@ -166,17 +167,28 @@ def _run(
     searching = Search(question, terms, evaluator, trials)
     found = {trial.proposal.key: trial for trial in study.finished()}
 
-    def best_so_far() -> str:
-        best = min((question.cost(trial) for trial in found.values()), default=float("inf"))
-        return f"best {best:.4g}" if best < float("inf") else ""
-
-    with progress("search", trials, "trials", len(found), best_so_far) as ran:
+    with progress("search", trials, "trials", len(found), lambda: _best_so_far(question, found.values())) as ran:
         for trial in study.run(searching.propose, searching.measure, BATCH):
             found[trial.proposal.key] = trial
             ran(1)
     ended = sorted(found.values(), key=lambda trial: trial.number)
     write_progress(output, question, terms, ended)
     return ended
+
+
+def _best_so_far(question: Question, trials: Iterable[Trial]) -> str:
+    """The best trial in a few words, or where there is no single one, how many are on the front."""
+    from surgeon.search.front import pareto_front
+
+    if question.along is not None and not question.budget.of_quality:
+        whole = [trial for trial in trials if trial.measured.whole]
+        return f"{len(pareto_front(whole, question.traded, question.budget.pricing))} on the front"
+    best = min(trials, key=lambda trial: (question.cost(trial), trial.number), default=None)
+    if best is None or question.cost(best) == float("inf"):
+        return ""
+    if question.along is not None:
+        return f"best {question.along.show(question.price(question.along, best))}"
+    return f"best {question.cost(best):.4g}"
 
 
 def _finish(
@@ -199,7 +211,8 @@ def _finish(
     ranked, why = choose(question, trials, curves)
     first, *others = _fast_enough_here(question, ranked, subject, use)
     comparison = None if unseen is None else _compared(question, first, others, unseen, subject, output)
-    winner = Winner(first if comparison is None else comparison.chosen.trial, why, comparison)
+    text = None if unseen is None else (unseen.source, unseen.digest)
+    winner = Winner(first if comparison is None else comparison.chosen.trial, why, comparison, text)
     write_winner(output, question, winner, subject.reference, record)
     write_record(output, question, winner, curves, record)
     _draw(question, trials, curves, subject, output)
@@ -276,7 +289,8 @@ def _say(question: Question, winner: Winner, curves: Sequence[DepthCurve], outpu
     trial, measured = winner.trial, winner.trial.measured
     pricing = question.budget.pricing
     _print("program", trial.proposal.key)
-    _print("edits", ", ".join(map(str, trial.proposal.choice)) or "none")
+    edits = (str(edit).replace(" ", _FIXED) for edit in trial.proposal.choice)
+    _print("edits", ", ".join(edits) or "none")
     for aspect, dense in zip(pricing.aspects, pricing.dense, strict=True):
         cost = aspect.show(question.price(aspect, trial))
         _print("cost", f"{cost}; the original's is {aspect.quantity.show(dense)}")
@@ -291,13 +305,12 @@ def _say(question: Question, winner: Winner, curves: Sequence[DepthCurve], outpu
 
 def _print(key: str, text: str) -> None:
     """A line, or where it is longer than a terminal, several, with the key before the first."""
-    typer.echo(
-        textwrap.fill(
-            text,
-            _WIDTH,
-            initial_indent=f"{key:<{_KEY}}",
-            subsequent_indent=" " * _KEY,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
+    lines = textwrap.fill(
+        text,
+        _WIDTH,
+        initial_indent=f"{key:<{_KEY}}",
+        subsequent_indent=" " * _KEY,
+        break_long_words=False,
+        break_on_hyphens=False,
     )
+    typer.echo(lines.replace(_FIXED, " "))

@@ -45,7 +45,7 @@ def figure_svg(figure: Figure, title: str) -> Markup:
     parts += [(patch.get_zorder(), _patch(patch, at)) for patch in axes.patches]
     parts += [(text.get_zorder(), _text(text, at)) for text in axes.texts if text.get_text()]
     drawn = [part for _, part in sorted(parts, key=lambda part: part[0])]
-    view = f"0 0 {width:.0f} {height:.0f}"
+    view = f"0 0 {width:.2f} {height:.2f}"
     return element("svg", *drawn, viewBox=view, class_="drawn", role="img", aria_label=title)
 
 

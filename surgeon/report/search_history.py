@@ -29,7 +29,7 @@ def draw_search(path: Path, trials: SearchedTrials, layers: int, title: str) -> 
     """
     spaces = trials.spaces()
     strips = 0.75 + _STRIP * max(1, len(spaces))
-    figure = Figure(figsize=(9.0, 4.2 + strips), layout="constrained")
+    figure = Figure(figsize=(9.0, 4.8 + strips), layout="constrained")
     above, below = figure.subplots(2, 1, height_ratios=[4.2, strips])
     _draw_history(above, trials)
     _draw_layers(below, trials, spaces, layers)
@@ -44,20 +44,21 @@ def _draw_history(axes: Axes, trials: SearchedTrials) -> None:
     least = float(shown.min()) if len(shown) else 1.0
     end = min(_ABOVE * least, float(shown.max()) if len(shown) else 1.0)
     for number, source in enumerate(dict.fromkeys([*SOURCES.values(), *trials.sources])):
-        for whole in (True, False):
-            rows = np.flatnonzero((sources == source) & (trials.whole == whole))
-            rows = rows[trials.relative[rows] <= end]
-            colour = COLOURS[number % len(COLOURS)]
-            face: dict[str, Any] = {"color": colour} if whole else {"facecolors": "none", "edgecolors": colour}
-            label = source if whole else f"{source}, stopped early: an estimate"
-            if len(rows):
-                marker = MARKERS[number % len(MARKERS)]
-                axes.scatter(places[rows], trials.relative[rows], s=24, marker=marker, label=label, **face)
+        own = (sources == source) & (trials.relative <= end)
+        drawn: dict[str, Any] = {"s": 24, "marker": MARKERS[number % len(MARKERS)]}
+        colour = COLOURS[number % len(COLOURS)]
+        if (sources == source).any():
+            axes.scatter(places[own & trials.whole], trials.relative[own & trials.whole], color=colour, label=source,
+                         **drawn)  # fmt: skip
+        hollow = own & ~trials.whole
+        axes.scatter(places[hollow], trials.relative[hollow], facecolors="none", edgecolors=colour, **drawn)
+    if not trials.whole.all():
+        axes.scatter([], [], s=24, facecolors="none", edgecolors="#666666", label="hollow: stopped early, an estimate")
     name = "best so far, mean of all levels" if trials.has_levels else "best so far"
     axes.plot(places, trials.best_so_far, color="#222222", lw=1.3, drawstyle="steps-post", label=name, zorder=1)
     axes.set_yscale("log")
-    if end > least:
-        axes.set_ylim(least / (end / least) ** 0.06, end * (end / least) ** 0.06)
+    room = max(end / least, 2.0) ** 0.06
+    axes.set_ylim(least / room, end * room)
     _label_values(axes)
     beyond = int((trials.relative > end).sum())
     if beyond:
@@ -66,7 +67,8 @@ def _draw_history(axes: Axes, trials: SearchedTrials) -> None:
     unit = f"{trials.by}, times the best of its level" if trials.has_levels else _UNITS[trials.by]
     axes.set(xlabel="trials, in the order they were asked for", ylabel=unit)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    axes.set_xlim(0.3, len(trials) + 0.7)
+    axes.figure.legend(frameon=False, fontsize=8, loc="outside lower center", ncols=3)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=8)
@@ -76,7 +78,7 @@ def _label_values(axes: Axes) -> None:
     """A few round numbers, also within one decade."""
     low, high = axes.get_ylim()
     if high / low < 20:
-        axes.set_yticks(MaxNLocator(5).tick_values(low, high)[1:-1])
+        axes.set_yticks([tick for tick in MaxNLocator(5).tick_values(low, high) if low <= tick <= high])
         axes.yaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.set_ylim(low, high)

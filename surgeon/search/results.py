@@ -33,11 +33,13 @@ class Winner:
     Attributes:
         why: what it is the best of, in a few words.
         comparison: with its runners-up on held-out text; None if none was held out.
+        text: the held-out text's source, and the hash of its windows.
     """
 
     trial: Trial
     why: str
     comparison: HeldOutComparison | None = None
+    text: tuple[str, str] | None = None
 
 
 def trials_table(question: Question, trials: Sequence[Trial]) -> pd.DataFrame:
@@ -140,7 +142,8 @@ def write_record(
     best = {"trial": trial.number, "why": winner.why, "program": trial.proposal.key, **_finite(trial.measured)}
     found: dict[str, Any] = {"best": best, "original": _finite(question.original)}
     if winner.comparison is not None:
-        found["held_out"] = winner.comparison.to_json()
+        source, digest = winner.text or (None, None)
+        found["held_out"] = {"data": source, "data_hash": digest, **winner.comparison.to_json()}
     if curves:
         found["knees"] = [curve.line() for curve in curves]
     write_json(folder / RECORD_FILE, {**record, **found})

@@ -267,6 +267,29 @@ def test_a_search_brings_the_original_along(copied: Path, identity: Identity, wr
     assert (result.dataset_type, result.metric_value) == ("wikitext", 9.5)
 
 
+def test_a_search_gives_its_numbers_on_text_that_it_did_not_see(
+    copied: Path, identity: Identity, write: Callable[..., Path]
+) -> None:
+    """Those of the winner that held-out text left, with the original's on the same text."""
+    seen = {"perplexity": 9.5, "divergence": 0.5, "divergence_low": 0.4, "divergence_high": 0.6, "tokens": 500}
+    unseen = {"perplexity": 12.5, "divergence": 0.75, "divergence_low": 0.7, "divergence_high": 0.8, "tokens": 300}
+    program = PROGRAMS["fused"]
+    others = [{"trial": 1, "program": program, "seen": seen, "unseen": unseen, "verdict": "worse"}]
+    held = {
+        "data": "wiki.txt", "data_hash": "e", "original": unseen | {"perplexity": 12, "divergence": 0}, "winner": 1,
+        "searched": {"trial": 3, "program": "A0", "seen": seen, "unseen": seen}, "runners_up": others,
+    }  # fmt: skip
+    record = {"model_hash": identity.source_hash, "data": "wikitext:wikitext-2-raw-v1", "data_hash": "d"}
+    best = {"trial": 1, "program": program, **seen}
+    path = write("search.json", **record, best=best, original=seen | {"perplexity": 9}, held_out=held)
+    write_card(copied, "mine", read_measured([path], replace(identity, model_hash=None)))
+    on = "(wiki.txt, 300 tokens that the search did not see)"
+    rows = quality_rows(copied)
+    assert rows[f"perplexity {on}"] == ["12.5", "12"]
+    assert rows[f"divergence from the original, nats per token {on}"] == ["0.75 (0.7 to 0.8)", ""]
+    assert not any("500 tokens" in name for name in rows)
+
+
 def test_speed(copied: Path, identity: Identity, write: Callable[..., Path]) -> None:
     cost = {"program": "fused", "compression": "int8", "divergence": 6e-5, "predicted": 1024}
     runs = [timed("fused", "A0 F0 A1 F1", [30, 60, 20]), timed("{A0|F0}", "{A0 | F0}", [20, 20, 20], "/x/other")]

@@ -31,7 +31,7 @@ def test_the_whole_way(tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
     assert ladder[2] == "16"
     table = captured.out.partition("The demo model on two ranks")[2].partition("Pictures")[0]
     assert max(map(len, table.splitlines())) <= 80
-    for picture in ("scan/heatmap-prune.png", "search/quality-against-depth.png"):
+    for picture in ("scan/heatmap-prune.png", "search/search.png"):
         assert (output / picture).exists()
         assert str(output / picture) in captured.out
     assert read_recipe(output / "search" / "recipe.yaml").program(16).effective_depth() == 12

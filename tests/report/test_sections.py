@@ -347,7 +347,7 @@ def test_a_front_and_a_curve_of_depths(tmp_path: Path) -> None:
     ]  # fmt: skip
     write_csv(folder / "depths.csv", depths)
     page = page_of(folder)
-    assert "pair: the knee is at depth 4 of 6." in page.text()
+    assert "By pair: the knee is at depth 4 of 6." in page.text()
     assert "The front: 1 program" in page.text()
     assert "point 1: latency@cpu-2 1.800, divergence 0.03000, trial 2: pair 3:5" in page.html
     assert "knee: pair, depth 5: divergence 0.03000 (95%: 0.02000 to 0.04000); pair 3:5" in page.html

@@ -43,10 +43,9 @@ def _show(run: Run) -> Iterator[Block]:
     if DEPTHS in run.tables:
         charts.append(against_depth(run.tables[DEPTHS]))
     if FRONT in run.tables:
-        charts += front_charts(run.tables[FRONT], trials)
+        shown = {"depth"} if DEPTHS in run.tables else set()
+        charts += front_charts(run.tables[FRONT], trials, without=shown)
     yield Gallery(charts)
-    for knee in run.record.get("knees") or []:
-        yield Paragraph(f"{knee}.")
     yield from _winner(run)
     if held:
         yield _on_held_out_text(held)
@@ -102,13 +101,15 @@ def _on_held_out_text(held: dict[str, Any]) -> Table:
     marked = frozenset((row, 5) for row, one in enumerate(others, 1) if one["verdict"] != "not told apart")
     together = f" The {len(others)} intervals hold together with 95%." if len(others) > 1 else ""
     won = f"trial {held['winner']} is the winner"
+    original = f"The unedited model's perplexity on this text is {_value(held['original'], 'perplexity')}"
     note = (
         f"Differences are of trial {first['trial']} less the other, window by window, in nats per token.{together} "
-        f"Where one holds 0, the two are not told apart; {won}. The unedited model's perplexity on this text is "
-        f"{_value(held['original'], 'perplexity')}."
+        f"Where one holds 0, the two are not told apart; {won}. {original}."
     )
     head = ["trial", by, f"{by}, held out", "95% interval", "difference", "which says"]
     caption = f"The best trials on {int(first['unseen']['tokens']):,} tokens that the search did not see"
+    if not others:
+        return Table(caption, head[:4], [rows[0][:4]], f"{original}.")
     return Table(caption, head, rows, note, left=frozenset({5}), marked=marked)
 
 
@@ -203,8 +204,9 @@ def _findings(run: Run) -> Iterator[Finding]:
     yield Finding("Search", " ".join(filter(None, texts)), figure, label)
     if held and held["overturned"]:
         yield Finding("The search is overturned", held["sentences"][-1] + ".")
-    for knee in run.record.get("knees") or []:
-        yield Finding("How deep it really is", f"{knee}.")
+    knees = run.record.get("knees") or []
+    if knees:
+        yield Finding("How deep it really is", f"By {'; '.join(knees)}.")
 
 
 def _what_won(run: Run, trials: SearchedTrials, best: dict[str, Any], held: dict[str, Any] | None) -> str:

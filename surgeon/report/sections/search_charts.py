@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 import pandas as pd
@@ -84,26 +84,23 @@ def _depth_tip(space: str, row: pd.Series[float]) -> str:
     return f"{space}, depth {row['depth']:g}: divergence {value}; {row['edits'] or 'no edits'}"
 
 
-def front_charts(front: pd.DataFrame, trials: SearchedTrials) -> Iterator[Chart]:
-    """The first objective against each of the others: the front, and the other trials."""
+def front_charts(front: pd.DataFrame, trials: SearchedTrials, without: Collection[str] = ()) -> Iterator[Chart]:
+    """The first objective against each of the others but some: the front, and the other trials."""
     names = objectives_of(front)
-    if not {names[0]} <= set(trials.table):
-        return
-    for name in (name for name in names[1:] if name in trials.table):
+    known = {names[0]} <= set(trials.table)
+    for name in (name for name in names[1:] if name not in without):
         points = [
             Point(row[name], row[names[0]], f"point {row['point']:g}: {name} {number(row[name])}, {_front_tip(row)}")
             for _, row in front.sort_values(name).iterrows()
         ]
-        table = trials.table[trials.whole]
+        table = trials.table[trials.whole & known & (name in trials.table)]  # a task's accuracy is of the best only
         others = [
             Point(x, y, f"trial {int(number_)}")
-            for number_, x, y in zip(table["trial"], table[name], table[names[0]], strict=True)
+            for number_, x, y in (zip(table["trial"], table[name], table[names[0]], strict=True) if len(table) else ())
         ]
         ys, xs = [point.y for point in points], [point.x for point in [*points, *others] if math.isfinite(point.x)]
-        series = [
-            Series(f"trials ({len(others)})", others, _STOPPED, line=False),
-            Series(f"front ({len(points)})", points, 0, line=len(names) == 2),
-        ]
+        series = [Series(f"trials ({len(others)})", others, _STOPPED, line=False)] if others else []
+        series.append(Series(f"front ({len(points)})", points, 0, line=len(names) == 2))
         title = f"The front: {names[0]} against {name}"
         least = min((y for y in ys if y > 0), default=1.0)
         y = (
@@ -162,7 +159,7 @@ def _ways(own: pd.DataFrame) -> pd.Series[str]:
     words = own["option"].fillna("").astype(str)
     if lengths.nunique() > 1:
         words = words.where(words == "", words + ", ") + lengths.map(lambda length: plural(length, "layer"))
-    return words.where(words != "", "edit")
+    return words.where(words != "", "whole")
 
 
 def _alone(row: pd.Series[float]) -> Point:
