@@ -24,6 +24,7 @@ Places = NDArray[np.intp]
 
 KEPT = 16  # partial choices of a group
 _GROUPS = 16  # times as many of all groups that have saved as much
+_MOST = 2048  # partial choices in all, shared out evenly among what they have saved
 _LEVELS = 24  # of savings, between none and enough, that tell groups apart
 _HOPELESS = 2.0  # times the damage of a choice that is enough: an edit that does more by itself is in no good one
 _NEAR = 1e-9
@@ -156,7 +157,8 @@ def _best_of_groups(damage: Numbers, levels: NDArray[np.int64], blocked: NDArray
     order = np.lexsort((damage, blocked, levels))
     order = order[_place_in_run(levels[order], blocked[order]) < kept]
     order = order[np.lexsort((damage[order], levels[order]))]
-    return order[_place_in_run(levels[order]) < kept * _GROUPS]
+    room = max(_MOST, 4 * kept) // len(np.unique(levels))
+    return order[_place_in_run(levels[order]) < min(kept * _GROUPS, max(1, room))]
 
 
 def _place_in_run(*keys: NDArray[np.int64]) -> Places:
