@@ -96,11 +96,11 @@ def _evaluator(subject: Subject, output: Path, workers: int) -> Evaluator:
 
 def _tasks(subject: Subject, objectives: Sequence[Objective], output: Path) -> TaskAccuracy | None:
     """What measures the tasks among the objectives; None if there are none."""
-    from surgeon.runtime.text import open_tokenizer
-    from surgeon.search.accuracy import TaskAccuracy
-
     if not any(objective.is_of_few for objective in objectives):
         return None
+    from surgeon.runtime.text import open_tokenizer  # lm-eval takes seconds to import
+    from surgeon.search.accuracy import TaskAccuracy
+
     identity = {"model_hash": subject.model_hash}
     return TaskAccuracy(subject.model, open_tokenizer(subject.folder), objectives, identity, output)
 
@@ -236,7 +236,8 @@ def _fast_enough_here(
     if not any(limit.aspect.on == HERE for limit in limits):
         return ranked
     programs = [Program.parse(trial.proposal.key) for trial in ranked[: RUNNERS_UP + 1]]
-    times = measured_here(subject.folder, dense, programs, use.ranks, use.workload())
+    workload = use.workload(question.mixture.model.shapes.positions)
+    times = measured_here(subject.folder, dense, programs, use.ranks, workload)
     for place, program in enumerate(programs):
         missed = missed_here(limits, program, dense, times)
         typer.echo(f"trial {ranked[place].number}: {missed or f'measured {times[program]}'}", err=True)
@@ -299,6 +300,8 @@ def _say(question: Question, winner: Winner, curves: Sequence[DepthCurve], outpu
     for curve in curves:
         _print("depth", curve.line())
     for line in winner.comparison.lines() if winner.comparison else []:
+        _print("held out", line)
+    for line in winner.missed_unseen(question.budget):
         _print("held out", line)
     typer.echo(f"{'recipe':<{_KEY}}{output / 'recipe.yaml'}")  # whole, to be copied
 

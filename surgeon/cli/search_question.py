@@ -27,8 +27,22 @@ class PredictedUse:
         int, typer.Option(min=1, help="Tensor-parallel ranks, for tracks and whatever depends on them.")
     ] = 2
     batch: Annotated[int, typer.Option(min=1, help="For a latency or speedup: texts computed together.")] = 1
-    prompt: Annotated[int, typer.Option(min=1, help="For a latency or speedup: tokens of each prompt.")] = 1024
-    new: Annotated[int, typer.Option(min=2, help="For a latency or speedup: tokens added to each.")] = 512
+    prompt: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="For a latency or speedup: tokens of each prompt. Default: 1024, or half of the model's positions.",
+            show_default=False,
+        ),
+    ] = None
+    new: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            help="For a latency or speedup: tokens added to each. Default: 512, or a quarter of the model's positions.",
+            show_default=False,
+        ),
+    ] = None
     link_delay: Annotated[
         str | None,
         typer.Option(
@@ -44,11 +58,12 @@ class PredictedUse:
 
         return Deployment(self.ranks, emulated=parse_link(self.link_delay, None))
 
-    def workload(self) -> Workload:
-        """What is asked of the model."""
+    def workload(self, positions: int) -> Workload:
+        """What is asked of a model of so many positions."""
         from surgeon.cost.predict import Workload
 
-        return Workload(self.batch, self.prompt, self.new)
+        prompt, new = self.prompt or min(1024, positions // 2), self.new or max(2, min(512, positions // 4))
+        return Workload(self.batch, prompt, new)
 
 
 @dataclass(frozen=True)
@@ -141,7 +156,9 @@ class SearchQuestion:
         from surgeon.search.question import levels_of, looked_along
         from surgeon.search.reach import require_reachable
 
-        pricing = open_pricing(mixture.model.shapes, self.aspects(), use.deployment(), use.workload(), here)
+        shapes = mixture.model.shapes
+        workload = use.workload(shapes.positions)
+        pricing = open_pricing(shapes, self.aspects(), use.deployment(), workload, here)
         budget = SearchBudget(self.limits(), pricing)
         if budget.of_programs:
             for note in budget.require_work():

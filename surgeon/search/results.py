@@ -16,6 +16,7 @@ from surgeon.program import Program
 from surgeon.provenance import write_json, write_table, write_text
 from surgeon.search.front import DepthCurve
 from surgeon.search.front_files import trial_recipe
+from surgeon.search.limits import SearchBudget
 from surgeon.search.quantities import Aspect
 from surgeon.search.question import DEPTH, Question
 from surgeon.search.terms import Terms
@@ -40,6 +41,18 @@ class Winner:
     why: str
     comparison: HeldOutComparison | None = None
     text: tuple[str, str] | None = None
+
+    def missed_unseen(self, budget: SearchBudget) -> list[str]:
+        """Limits of quality that the winner keeps on the text of the search, but not on held-out text, in sentences."""
+        if self.comparison is None:
+            return []
+        unseen, original = self.comparison.chosen.unseen, self.comparison.original
+        shortfalls = zip(budget.of_quality, budget.quality_shortfalls(unseen, original), strict=True)
+        return [
+            f"{limit} is not kept on held-out text: {limit.aspect.show(getattr(unseen, limit.aspect.name))}"
+            for limit, short in shortfalls
+            if short
+        ]
 
 
 def trials_table(question: Question, trials: Sequence[Trial]) -> pd.DataFrame:
@@ -143,7 +156,13 @@ def write_record(
     found: dict[str, Any] = {"best": best, "original": _finite(question.original)}
     if winner.comparison is not None:
         source, digest = winner.text or (None, None)
-        found["held_out"] = {"data": source, "data_hash": digest, **winner.comparison.to_json()}
+        missed = winner.missed_unseen(question.budget)
+        found["held_out"] = {
+            "data": source,
+            "data_hash": digest,
+            **winner.comparison.to_json(),
+            "limits_missed": missed,
+        }
     if curves:
         found["knees"] = [curve.line() for curve in curves]
     write_json(folder / RECORD_FILE, {**record, **found})

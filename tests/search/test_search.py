@@ -20,11 +20,13 @@ from surgeon.search.mixture import Mixture
 from surgeon.search.objectives import aspects_to_price, parse_objectives
 from surgeon.search.pricing import Pricing
 from surgeon.search.question import Question, looked_along
+from surgeon.search.results import Winner
 from surgeon.search.search import BATCH, MIXTURE, Search
 from surgeon.search.spaces import Searched, parse_spaces
 from surgeon.search.terms import Terms
 from surgeon.search.trial import MeasuredProgram, Trial
 from surgeon.search.winner import choose
+from surgeon.search.winners import Finalist, HeldOutComparison
 from tests.models import tiny_model
 
 LAYERS, WINDOWS = 10, 4
@@ -178,3 +180,14 @@ def test_more_trials_go_on_from_what_is_known() -> None:
     again = more.propose(first)
     assert len(again) == BATCH
     assert not {proposal.key for proposal in again} & {trial.proposal.key for trial in first}
+
+
+def test_a_limit_of_quality_that_held_out_text_does_not_keep_is_named() -> None:
+    searching, evaluator = search("pair", "divergence<=0.2", trials=20)
+    ranked, why = choose(searching.question, run(searching, evaluator), [])
+    seen = ranked[0].measured
+    for unseen, said in ((0.19, []), (0.31, ["divergence<=0.2 is not kept on held-out text: divergence 0.31 nats"])):
+        assert seen.divergence <= 0.2
+        finalist = Finalist(ranked[0], evaluator.measured(unseen))
+        comparison = HeldOutComparison("divergence", finalist, (), evaluator.measured(0.0))
+        assert Winner(ranked[0], why, comparison).missed_unseen(searching.question.budget) == said
