@@ -29,6 +29,9 @@ SOURCES = (WINDOW, ADDITIVE, SECOND_ORDER, REGRESSION, NEIGHBOUR)
 Value = Callable[[Trial], float]
 
 _POOL = 60  # candidates of each kind for a goal
+_COMPLETED = 12  # of the best choices, where what edits save together is less than the sum
+_ADDED = 8  # edits at most that such a choice is given more
+_LEAST_HARM = 1e-9
 _TOP = 3  # trials whose neighbours are looked at
 _HOPELESS = 10.0  # times the best: what is worse teaches nothing about where the best is
 # How many standard deviations below its prediction a candidate is taken for: from trusting the prediction to curiosity.
@@ -160,11 +163,34 @@ class Proposer:
         more = {} if kept is None else {"kept": kept}
         for tighter in (1.0, 1.1, 1.25, 1.5):  # what edits save together need not be the sum of what they save alone
             savings = Savings(self._savings[:, limited], tighter * need[limited])
-            found = best_choices(damage, savings, self.mixture.exclusions, count, **more)
-            fitting = dict.fromkeys(self._trimmed(self._choice(numbers), goal, damage) for numbers in found)
-            if meeting := [choice for choice in fitting if self.meets(choice, goal)]:
-                return meeting
+            found = [self._choice(one) for one in best_choices(damage, savings, self.mixture.exclusions, count, **more)]
+            whole = found[:_COMPLETED] + [choice for choice in found[_COMPLETED:] if self.meets(choice, goal)]
+            completed = [self._completed(choice, goal, damage) for choice in whole]
+            fitting = dict.fromkeys(self._trimmed(choice, goal, damage) for choice in completed if choice is not None)
+            if fitting:
+                return self._by_damage(fitting, damage)
         return []
+
+    def _completed(self, choice: Choice, goal: Goal, damage: Damage) -> Choice | None:
+        """The choice with the edits that save what it lacks at the least damage; None if none do."""
+        need = np.array(self._dense) - np.array(goal.most)
+        scale = np.where(need > 0, need, np.abs(goal.most))
+        for _ in range(_ADDED + 1):
+            prices = self.price(choice)
+            if prices is None or not np.isfinite(prices).all():
+                return None
+            if goal.is_met(prices):
+                return choice
+            short = np.maximum((np.array(prices) - goal.most) / scale, 0.0)
+            numbers = self._numbers(choice)
+            free = ~self.mixture.exclusions[numbers].any(axis=0)
+            gain = np.where(free, np.clip(self._savings / scale, 0.0, short).sum(axis=1), 0.0)
+            harm = np.maximum(damage.alone + damage.cross[:, numbers].sum(axis=1), _LEAST_HARM)
+            best = int(np.argmax(gain / harm))
+            if gain[best] <= 0:
+                return None
+            choice = as_choice((*choice, self.mixture.edits[best]))
+        return None
 
     def _trimmed(self, choice: Choice, goal: Goal, damage: Damage) -> Choice:
         """The choice without edits that the goal does not need, the most damaging ones given up first."""
