@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
@@ -177,8 +178,11 @@ def serve(connection: socket.socket) -> None:
         reader, writer = os.pipe()
         middle = os.fork()
         if middle == 0:
+            between = os.getpid()
             child = os.fork()  # an orphan as soon as the process in the middle has ended
             if child == 0:
+                while os.getppid() == between:  # or it could still see who will not be its parent
+                    time.sleep(0.001)
                 for descriptor in (connection.detach(), reader, writer):
                     os.close(descriptor)
                 become(request, descriptors)
