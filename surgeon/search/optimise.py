@@ -93,8 +93,9 @@ def best_choices(
 ) -> list[tuple[int, ...]]:
     """The `count` choices of least predicted damage that save enough, the least first; fewer if there are fewer.
 
-    Edits that save nothing are in none of them. With `kept` 1 and no cross terms the first one is exact, where not too
-    many edits exclude later ones at a time.
+    Edits that save nothing are in none of them, nor is one after those before it have saved enough, nor one that alone
+    does twice the damage of a whole choice. With `kept` 1 and no cross terms the first one is exact, where not too many
+    edits exclude later ones at a time.
 
     Args:
         excluded: (n, n), which edits exclude each other; edits are in the order of their layers.
