@@ -9,24 +9,12 @@ import pandas as pd
 
 from surgeon.program import Program
 from surgeon.provenance import write_table, write_text
-from surgeon.recipe import Expect, Recipe
 from surgeon.search.front import DepthCurve, FrontPoint
 from surgeon.search.mixture import Mixture
 from surgeon.search.objectives import Objective
 from surgeon.search.trial import Trial
 
 FRONT_FILE, FRONT_FOLDER, DEPTHS_FILE = "front.csv", "front", "depths.csv"
-
-
-def trial_recipe(trial: Trial, mixture: Mixture, model: str, model_hash: str) -> Recipe:
-    """The recipe that makes a trial's program of the model, bound to the weights it was found on."""
-    program = Program.parse(trial.proposal.key)
-    per_layer = mixture.model.shapes.family.steps_per_layer
-    try:
-        expect = Expect(effective_depth=program.effective_depth(per_layer), sync_points=program.sync_points(2))
-    except ValueError:  # what two ranks cannot run
-        expect = Expect(effective_depth=program.effective_depth(per_layer))
-    return Recipe(model, mixture.operations(trial.proposal.choice), expect, model_hash)
 
 
 def write_front(
@@ -50,7 +38,7 @@ def write_front(
         values = {str(one): one.natural(cost) for one, cost in zip(objectives, point.costs, strict=True)}
         said = [f"# Point {number} of {len(front)} of a Pareto front: trial {point.trial.number}."]
         said += [f"# {one} {value:.5g}" for one, value in values.items()]
-        text = trial_recipe(point.trial, mixture, model, model_hash).to_yaml()
+        text = mixture.recipe(point.trial.proposal.choice, model, model_hash).to_yaml()
         write_text(recipes / name, "\n".join(said) + "\n" + text)
         written.add(name)
         rows.append({"point": number, **values, **_row(point.trial, mixture), "recipe": f"{FRONT_FOLDER}/{name}"})

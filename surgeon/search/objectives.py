@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from surgeon.errors import did_you_mean
@@ -104,8 +104,3 @@ def _objective(text: str) -> Objective:
 def aspects_to_price(objectives: Iterable[Objective]) -> tuple[Aspect, ...]:
     """What a `Pricing` has to know for these objectives."""
     return tuple(one.aspect for one in objectives if one.aspect is not None and one.is_priced)
-
-
-def scalar(objective: Objective, pricing: Pricing) -> Callable[[Trial], float]:
-    """The cost of trials by one objective, for `finalists`."""
-    return lambda trial: objective.of(trial, pricing)

@@ -56,12 +56,11 @@ class Proposer:
 
     def first_round(self, count: int) -> list[Proposal]:
         """Before there are trials: for each goal at most so many choices, the most promising kind first."""
-        plain = Damage(self.terms.damage.alone, np.zeros_like(self.terms.correlation))
         surrogate = Surrogate.fit(self.terms.damage, [], [])
         found: dict[str, Proposal] = {}
         for goal in self.goals:
             kinds = [
-                self._made(ADDITIVE, self._optima(plain, goal, 1), goal),
+                self._made(ADDITIVE, self._additive[goal], goal),
                 self._made(WINDOW, self._by_damage(self._windows(goal), surrogate.corrected), goal),
                 self._made(SECOND_ORDER, self._optima(surrogate.corrected, goal, _POOL), goal),
             ]
@@ -98,14 +97,6 @@ class Proposer:
             [self._numbers(trial.proposal.choice) for trial in useful],
             [trial.measured.divergence for trial in useful],
         )
-
-    def predicted(self, goal: Goal, surrogate: Surrogate) -> tuple[float, float] | None:
-        """The least damage that is predicted for a goal, and how far that may be off; None if nothing meets it."""
-        best = self._optima(surrogate.corrected, goal, 1)
-        for choice in best:
-            numbers = self._numbers(choice)
-            return surrogate.corrected.of(numbers), float(surrogate.uncertainty([numbers])[0])
-        return None
 
     def price(self, choice: Choice) -> tuple[float, ...] | None:
         """What a choice costs; None if its edits do not go together."""
@@ -254,6 +245,17 @@ class Proposer:
     def knows(self, choice: Choice) -> bool:
         """Whether all edits of a choice are its own."""
         return all(edit in self._number for edit in choice)
+
+    @property
+    def can_meet(self) -> bool:
+        """Whether choices are known that meet one of the goals."""
+        return any(self._additive[goal] or self._windows(goal) for goal in self.goals)
+
+    @cached_property
+    def _additive(self) -> dict[Goal, list[Choice]]:
+        """By goal the choice of the least sum of what edits do alone, if there is one."""
+        plain = Damage(self.terms.damage.alone, np.zeros_like(self.terms.correlation))
+        return {goal: self._optima(plain, goal, 1) for goal in self.goals}
 
     @cached_property
     def _number(self) -> dict[Edit, int]:

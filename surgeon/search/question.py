@@ -23,7 +23,7 @@ LEVELS = 10  # of a cost that is no depth, between the unedited model's and the 
 
 @dataclass(frozen=True)
 class Question:
-    """A search's question; what it costs to look it up in parts is kept.
+    """A search's question, and what follows from it: goals, what trials cost, and which of them win.
 
     Attributes:
         budget: its pricing knows the costs among the objectives, and `along`, too.

@@ -15,7 +15,6 @@ import pandas as pd
 from surgeon.program import Program
 from surgeon.provenance import write_json, write_table, write_text
 from surgeon.search.front import DepthCurve
-from surgeon.search.front_files import trial_recipe
 from surgeon.search.limits import SearchBudget
 from surgeon.search.quantities import Aspect
 from surgeon.search.question import DEPTH, Question
@@ -136,7 +135,7 @@ def write_winner(folder: Path, question: Question, winner: Winner, model: str, r
         f"perplexity {measured.perplexity:.4g}; the original's is {original.perplexity:.4g}.",
         *(["On text that the search did not see:", *winner.comparison.lines()] if winner.comparison else []),
     ]
-    recipe = trial_recipe(trial, question.mixture, model, str(record["model_hash"]))
+    recipe = question.mixture.recipe(trial.proposal.choice, model, str(record["model_hash"]))
     write_text(folder / RECIPE_FILE, "\n".join(map(_comment, lines)) + "\n" + recipe.to_yaml())
 
 

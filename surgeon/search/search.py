@@ -46,7 +46,7 @@ class Search:
         if len(mixture.spaces) == 1:
             return {mixture.spaces[0].name: self._proposer(mixture)}
         alone = {space.name: self._proposer(replace(mixture, spaces=(space,))) for space in mixture.spaces}
-        able = {name: proposer for name, proposer in alone.items() if proposer.first_round(1)}
+        able = {name: proposer for name, proposer in alone.items() if proposer.can_meet}
         return {MIXTURE: self._proposer(mixture), **able}
 
     def propose(self, earlier: Sequence[Trial]) -> list[Proposal]:

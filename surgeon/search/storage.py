@@ -20,7 +20,6 @@ from sqlalchemy import URL, event, exc, make_url
 from surgeon.errors import did_you_mean, first_line
 from surgeon.provenance import without_password
 
-STUDY_FILE = "study.db"  # of earlier versions
 JOURNAL_FILE = "study.log"
 KINDS = "postgresql://user@host/database, sqlite:///file or journal:file"
 JOURNAL_BEGINS = b'{"op_code":'

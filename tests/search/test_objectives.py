@@ -9,7 +9,7 @@ import pytest
 
 from surgeon.cost.predict import Deployment, Workload
 from surgeon.program import Program
-from surgeon.search.objectives import Objective, aspects_to_price, parse_objectives, scalar
+from surgeon.search.objectives import Objective, aspects_to_price, parse_objectives
 from surgeon.search.pricing import Pricing
 from surgeon.search.quantities import Aspect
 from surgeon.search.trial import MeasuredProgram, Proposal, Trial
@@ -49,7 +49,7 @@ def test_what_is_not_known_is_never_best() -> None:
     (divergence,) = parse_objectives("divergence")
     assert divergence.cost(PROGRAM, replace(MEASURED, divergence=math.nan), pricing("depth")) == math.inf
     trial = Trial(3, Proposal(str(PROGRAM), "window", ()), MEASURED)
-    assert scalar(divergence, pricing("depth"))(trial) == 0.03
+    assert divergence.of(trial, pricing("depth")) == 0.03
 
 
 @pytest.mark.parametrize(

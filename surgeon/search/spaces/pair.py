@@ -12,7 +12,7 @@ from surgeon.search.spaces.base import Claim, Searched, Space, claims_of_shape, 
 
 
 class LayerGroups(Space):
-    """LayerGroups of 2 to `largest` neighbouring layers, in one form.
+    """Groups of 2 to `largest` neighbouring layers, in one form.
 
     Attributes:
         form: of the operation `pair`.
@@ -54,7 +54,7 @@ class LayerGroups(Space):
 
 @register
 class Pairs(LayerGroups):
-    """LayerGroups as Layer Parallelism runs them."""
+    """Groups as Layer Parallelism runs them."""
 
     name = "pair"
     summary = "neighbouring layers run together as LP steps, two by two (pair:4: in groups of 2 to 4)"
@@ -64,7 +64,7 @@ class Pairs(LayerGroups):
 
 @register
 class ParallelGroups(LayerGroups):
-    """LayerGroups whose layers have streams of their own."""
+    """Groups whose layers have streams of their own."""
 
     name = "par"
     summary = "neighbouring layers run side by side, each with a stream of its own (par:4: groups of 2 to 4)"
