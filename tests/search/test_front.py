@@ -13,7 +13,7 @@ from surgeon.cost.predict import Deployment, Workload
 from surgeon.recipe import read_recipe
 from surgeon.search.edit import Edit
 from surgeon.search.front import bootstrapped_knee, depth_curves, knee_of, lower_envelope, non_dominated, pareto_front
-from surgeon.search.front_files import trial_recipe, write_depths, write_front
+from surgeon.search.front_files import write_depths, write_front
 from surgeon.search.mixture import Mixture
 from surgeon.search.objectives import aspects_to_price, parse_objectives
 from surgeon.search.pricing import Pricing
@@ -151,4 +151,5 @@ def test_a_recipe_that_two_ranks_cannot_run_says_no_synchronisations() -> None:
     mixture = Mixture(parse_spaces("par:3"), Searched(EIGHT))
     choice = (Edit(0, 3, "par"),)
     group = Trial(0, Proposal(str(mixture.program(choice)), "window", choice), ORIGINAL)
-    assert trial_recipe(group, mixture, "m", "0" * 64).expect.effective_depth == 6
+    expect = mixture.recipe(choice, "m", "0" * 64).expect
+    assert (expect.effective_depth, expect.sync_points) == (6, None)
