@@ -18,7 +18,7 @@ GROUPS = [
     ["program", "errors", "progress", "memory", "provenance", "journal", "safe_yaml", "threads", "demo"],
     ["families"],
     ["execute", "weights", "model", "operations", "recipe"],
-    ["analysis", "quality", "heal", "checkpoint", "runtime", "cost"],
+    ["analysis", "quality", "checkpoint", "train", "runtime", "cost"],
     ["search", "bench", "vllm_plugin"],
     ["report", "server"],
     ["testing"],

@@ -1,0 +1,1 @@
+"""Training edited models: healing what an edit lost, on transformers' Trainer and accelerate."""
