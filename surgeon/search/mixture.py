@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -75,9 +74,8 @@ class Mixture:
             ValueError: as `operations`.
         """
         program = self.program(choice)
-        expect = Expect(effective_depth=program.effective_depth(self.model.shapes.family.steps_per_layer))
-        with suppress(ValueError):  # what two ranks cannot run
-            expect.sync_points = program.sync_points(2)
+        depth = program.effective_depth(self.model.shapes.family.steps_per_layer)
+        expect = Expect(effective_depth=depth, sync_points=program.sync_points(2))
         return Recipe(model, self.operations(choice), expect, weights)
 
     def exclude(self, one: Edit, other: Edit) -> bool:

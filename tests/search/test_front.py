@@ -147,9 +147,7 @@ def test_the_table_of_depths(tmp_path: Path) -> None:
     assert own["edits"].fillna("").tolist()[1:3] == ["pair 4:6", "pair 2:4; pair 4:6"]
 
 
-def test_a_recipe_that_two_ranks_cannot_run_says_no_synchronisations() -> None:
+def test_a_recipe_says_what_it_comes_to() -> None:
     mixture = Mixture(parse_spaces("par:3"), Searched(EIGHT))
-    choice = (Edit(0, 3, "par"),)
-    group = Trial(0, Proposal(str(mixture.program(choice)), "window", choice), ORIGINAL)
-    expect = mixture.recipe(choice, "m", "0" * 64).expect
-    assert (expect.effective_depth, expect.sync_points) == (6, None)
+    expect = mixture.recipe((Edit(0, 3, "par"),), "m", "0" * 64).expect
+    assert (expect.effective_depth, expect.sync_points) == (6, 11)  # two a layer that is alone, one for the group
