@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "surgeon"
 GROUPS = [
     ["program", "errors", "progress", "memory", "provenance", "journal", "safe_yaml", "threads", "demo"],
     ["families"],
-    ["execute", "weights", "model", "operations", "recipe"],
+    ["execute", "weights", "edited_layers", "model", "operations", "recipe"],
     ["analysis", "quality", "checkpoint", "train", "runtime", "cost"],
     ["search", "bench", "vllm_plugin"],
     ["report", "server"],

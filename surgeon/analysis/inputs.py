@@ -19,9 +19,9 @@ from surgeon.analysis.factor_plan import Target
 from surgeon.analysis.machine import PlanMachine
 from surgeon.analysis.measure import windows_in_a_walk
 from surgeon.analysis.walk import not_finite, walks
+from surgeon.edited_layers import ModelMachine
 from surgeon.execute import State, advance, land
 from surgeon.families import Family, family_of
-from surgeon.model import ModelMachine
 from surgeon.program import WRITING, Node, Program, Sublayer
 from surgeon.weights import FactorSource
 from surgeon.weights.whitening import SecondMoment

@@ -14,9 +14,10 @@ from surgeon.analysis.prefixes import PlanStates
 from surgeon.analysis.sharing import Extend, Join, Reach, RunStep, SharedPlan, Take, sublayers_in
 from surgeon.analysis.states import Held, States
 from surgeon.checkpoint.streamed import StreamedLayers, streamed_layers
+from surgeon.edited_layers import EditedLayers, ModelMachine
 from surgeon.execute import Partial, State, advance, fork_output, land
 from surgeon.families import family_of
-from surgeon.model import EditedLayers, ModelMachine, decoder_inputs, decoder_layers
+from surgeon.model import decoder_inputs, decoder_layers
 from surgeon.program import Fork, Program, Sublayer
 from surgeon.weights import FactorSource, ModelWeights
 

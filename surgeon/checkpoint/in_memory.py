@@ -25,9 +25,10 @@ from surgeon.checkpoint.prove import Proof
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.staging import check_target, scratch
 from surgeon.checkpoint.tokenizer import keep_tokenizer_class
+from surgeon.edited_layers import EditedLayers
 from surgeon.families import family_of
 from surgeon.families.fused import FUSED
-from surgeon.model import EditedLayers, decoder_layers, decoder_parent, program_of
+from surgeon.model import decoder_layers, decoder_parent, program_of
 from surgeon.program import ATTENTION, FEED_FORWARD, KINDS, ROLES, WRITING, Program, Sublayer
 from surgeon.provenance import write_json
 from surgeon.weights import (

@@ -30,8 +30,9 @@ from surgeon.checkpoint.forms import Form, PlannedTensor
 from surgeon.checkpoint.load import read_config
 from surgeon.checkpoint.on_demand import StoredNames, WeightsOnDemand, build_empty, match_names
 from surgeon.checkpoint.read import Checkpoint, Stored
+from surgeon.edited_layers import EditedLayers
 from surgeon.families import family_of
-from surgeon.model import EditedLayers, edit
+from surgeon.model import edit
 from surgeon.program import Program, Sublayer
 from surgeon.progress import Advance
 from surgeon.weights import FactorSource, ModelWeights, make_room_for_factors
