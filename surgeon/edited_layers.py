@@ -24,6 +24,7 @@ from surgeon.weights import (
     ModuleStore,
     NamedTensors,
     derive_sublayer,
+    share_undivided,
     stored_tensors,
 )
 
@@ -63,11 +64,21 @@ class EditedLayers(nn.Module):
         for sublayer in dict.fromkeys(program.sublayers()) if self.keeps_derived else ():
             if self.is_derived(sublayer):
                 self.add_module(str(sublayer), self.derive(sublayer))
+        self._share_undivided()
         attention_layers = [sublayer.layers[0] for sublayer in program.sublayers() if sublayer.kind == ATTENTION]
         self.has_attention = bool(attention_layers)
         self.slot_layers = attention_layers or [0]
         self.config_before: dict[str, Any] = {}
         self._take_state_of(layers)
+
+    def _share_undivided(self) -> None:
+        """Slices of one sublayer that are stored as one have the same norms, whatever trains them."""
+        slices: dict[Sublayer, list[nn.Module]] = {}
+        for sublayer in dict.fromkeys(self.program.sublayers()) if self.keeps_derived else ():
+            if sublayer.piece is not None:
+                slices.setdefault(first_slice(sublayer), []).append(self.owner(sublayer))
+        for first, modules in slices.items():
+            share_undivided(modules, self.family.spec(first.kind))
 
     def _take_state_of(self, layers: nn.ModuleList) -> None:
         """Train or evaluate, and recompute or not, as the layers did: PyTorch makes every new module a training one."""
@@ -97,7 +108,8 @@ class EditedLayers(nn.Module):
                 store = NamedTensors({f"{inside}{name.removeprefix(stored)}": own[name] for name in own})
                 weights = ModelWeights(store, self.family, self.family.head_dim(self.config))
                 values = stored_tensors(replace(sublayer, layers=(0,)), weights)
-                state_dict |= {f"{prefix}{sublayer}.{path}": value for path, value in values.items()}
+                held = {path for path, _ in self.owner(sublayer).named_parameters()}
+                state_dict |= {f"{prefix}{sublayer}.{path}": values[path] for path in values if path in held}
         for index in range(len(groups.groups)):
             for name in [name for name in state_dict if name.startswith(f"{prefix}{len(self.original[0]) + index}.")]:
                 del state_dict[name]
@@ -197,6 +209,12 @@ class EditedLayers(nn.Module):
                 self.stream_tap(before.stream, state.stream)
         end: Tensor = self.stream_tap(state.stream, land(state).stream)
         return end
+
+
+def first_slice(sublayer: Sublayer) -> Sublayer:
+    """The first one of the slices that a slice is one of."""
+    assert sublayer.piece is not None
+    return replace(sublayer, piece=(0, sublayer.piece[1]))
 
 
 class StreamTap(nn.Module):

@@ -38,7 +38,6 @@ from surgeon.weights import (
     NamedTensors,
     Store,
     Tensors,
-    holds_output_bias,
     module_with,
     packed,
 )
@@ -164,8 +163,10 @@ def _layer_of(group: Group, edited: EditedLayers, state: dict[str, Tensor] | Non
         spec, owner = edited.family.spec(kind), edited.layer(group.layers[0])
         count = group.count if kind in group.used else None
         pieces = [None] if count is None else [(index, count) for index in range(count)]
-        parts = [_values_of(group.sublayer(kind, piece), edited, state) for piece in pieces]
-        tensors = packed(_joined(parts, f"{kind}{group.layers[0]}"), spec, weights.width(kind))
+        sublayers = [group.sublayer(kind, piece) for piece in pieces]
+        parts = [_values_of(sublayer, edited, state) for sublayer in sublayers]
+        live = [part for part, sublayer in zip(parts, sublayers, strict=True) if _lives(sublayer, edited)]
+        tensors = packed(_joined(parts, live, f"{kind}{group.layers[0]}"), spec, weights.width(kind))
         for name, module in module_with(tensors, owner, spec, weights.head_dim).named_children():
             made.add_module(name, module)
     return made
@@ -173,7 +174,7 @@ def _layer_of(group: Group, edited: EditedLayers, state: dict[str, Tensor] | Non
 
 def _values_of(sublayer: Sublayer, edited: EditedLayers, state: dict[str, Tensor] | None) -> Tensors:
     """A sublayer's tensors by role, from the module that was derived for it, or as they would be derived."""
-    if str(sublayer) not in edited._modules:
+    if not _lives(sublayer, edited):
         return edited.weights().by_role(sublayer)
     inside, own = f"{edited.family.layers}.0.", f"{edited.family.layers}.{sublayer}."
     store: Store = ModuleStore(edited.get_submodule(str(sublayer)), inside)
@@ -181,28 +182,32 @@ def _values_of(sublayer: Sublayer, edited: EditedLayers, state: dict[str, Tensor
         found = {name: tensor for name, tensor in state.items() if name.startswith(own)}
         store = NamedTensors({inside + name.removeprefix(own): tensor for name, tensor in found.items()})
     weights = ModelWeights(store, edited.family, edited.family.head_dim(edited.config))
-    tensors = weights.by_role(Sublayer(sublayer.kind, (0,), ranks=sublayer.ranks))
-    if not holds_output_bias(sublayer):
-        for bias in (f"{role}.bias" for role in WRITING):
-            if bias in tensors and tensors.pop(bias).any():
-                raise ValueError(
-                    f"{sublayer} was trained to add a bias of its own, which only the first slice of a sublayer can "
-                    "store; keep the biases of other slices at 0"
-                )
-    return tensors
+    return weights.by_role(Sublayer(sublayer.kind, (0,), ranks=sublayer.ranks))
 
 
-def _joined(parts: list[Tensors], name: str) -> Tensors:
-    """The tensors of a whole sublayer, of those of its slices."""
+def _lives(sublayer: Sublayer, edited: EditedLayers) -> bool:
+    """Whether there is a module of it, whose weights may be others than those it was derived from."""
+    return str(sublayer) in edited._modules
+
+
+def _joined(parts: list[Tensors], live: list[Tensors], name: str) -> Tensors:
+    """The tensors of a whole sublayer, of those of its slices.
+
+    Args:
+        live: of the slices that the program has; where there are some, what is not divided is as they have it.
+    """
     whole = dict(parts[0])
     for key in whole if len(parts) > 1 else ():
         dim = _divided_dim(key)
         if dim is not None:
             whole[key] = torch.cat([part[key] for part in parts], dim)
-        elif not all(torch.equal(part[key], whole[key]) for part in parts if key in part):
+            continue
+        first, *others = [part[key] for part in live if key in part] or [whole[key]]
+        whole[key] = first
+        if not all(torch.equal(first, other) for other in others):
             raise ValueError(
-                f"the slices of {name} were trained to {_shared(key)} of their own, and a checkpoint has one for all "
-                "of them"
+                f"the slices of {name} have {_shared(key)} of their own, and a checkpoint has one for all of them; "
+                "replace no parameter of one slice alone"
             )
     return whole
 

@@ -5,7 +5,14 @@ names become paths, modules become roles. The rules of packing, slicing and aver
 """
 
 from surgeon.weights.decompose import TruncatedSVD
-from surgeon.weights.derive import derive_sublayer, module_with, packed, stored_tensors
+from surgeon.weights.derive import (
+    derive_sublayer,
+    is_whole_in_slices,
+    module_with,
+    packed,
+    share_undivided,
+    stored_tensors,
+)
 from surgeon.weights.factors import Factored, Factorised, Factors, FactorSource
 from surgeon.weights.groups import Group, Groups
 from surgeon.weights.layout import (
@@ -43,12 +50,14 @@ __all__ = [
     "derive_sublayer",
     "holds_output_bias",
     "indivisible",
+    "is_whole_in_slices",
     "make_room_for_factors",
     "mean",
     "module_with",
     "norm_paths",
     "packed",
     "require_sliceable",
+    "share_undivided",
     "stored_tensors",
     "unit_bounds",
     "unit_features",

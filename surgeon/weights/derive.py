@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import replace
 from operator import attrgetter
 
@@ -11,8 +12,15 @@ from torch import Tensor, nn
 
 from surgeon.families import Projection, SublayerSpec
 from surgeon.program import Sublayer
-from surgeon.weights.layout import indivisible, modules_of, own_path, require_sliceable, unit_features
-from surgeon.weights.modules import replaced_modules
+from surgeon.weights.layout import (
+    holds_output_bias,
+    indivisible,
+    modules_of,
+    own_path,
+    require_sliceable,
+    unit_features,
+)
+from surgeon.weights.modules import FactoredLinear, replaced_modules
 from surgeon.weights.store import Tensors
 from surgeon.weights.view import ModelWeights, norm_paths
 
@@ -35,6 +43,8 @@ def derive_sublayer(sublayer: Sublayer, owner: nn.Module, weights: ModelWeights)
         if reason is not None:
             raise ValueError(f"{reason}; use a number of slices that divides them")
     shell = module_with(stored_tensors(sublayer, weights), owner, spec, weights.head_dim)
+    if not holds_output_bias(sublayer):
+        _fix_output_biases(shell, spec)
     if sublayer.piece is not None:
         for path in spec.counts:
             parent, _, name = f"{spec.modules[0]}.{path}".rpartition(".")
@@ -42,6 +52,46 @@ def derive_sublayer(sublayer: Sublayer, owner: nn.Module, weights: ModelWeights)
             if hasattr(counting, name):  # a module that is taken apart counts nothing
                 setattr(counting, name, getattr(counting, name) // sublayer.piece[1])
     return shell
+
+
+def share_undivided(slices: Sequence[nn.Module], spec: SublayerSpec) -> None:
+    """Make slices of one sublayer have one parameter between them wherever each of them has the whole of it.
+
+    So they still have the same norm, and the same factor that is not divided, after training: what is stored of them
+    is one sublayer.
+
+    Args:
+        slices: as `derive_sublayer` makes them.
+    """
+    first, *others = slices
+    for path, parameter in first.named_parameters():
+        if is_whole_in_slices(path, spec):
+            module, _, name = path.rpartition(".")
+            for other in others:
+                setattr(other.get_submodule(module), name, parameter)
+
+
+def is_whole_in_slices(path: str, spec: SublayerSpec) -> bool:
+    """Whether every slice of a sublayer has the whole of the parameter at a path from its layer.
+
+    Of norms it has, and of one factor in two: the one that is on the stream's side of its matrix.
+    """
+    if path.startswith(tuple(f"{norm}." for norm in norm_paths(spec).values())):
+        return True
+    return any(
+        path == f"{own_path(one, spec)}.{'first' if one.reads_stream else 'second'}.weight" for one in spec.projections
+    )
+
+
+def _fix_output_biases(shell: nn.Module, spec: SublayerSpec) -> None:
+    """Make the biases that are added to the stream numbers that training leaves as they are: another slice has them."""
+    for path in (own_path(one, spec) for one in spec.projections if not one.reads_stream):
+        module = shell.get_submodule(path)
+        linear = module.second if isinstance(module, FactoredLinear) else module
+        bias = linear._parameters.get("bias")
+        if bias is not None:
+            del linear.bias
+            linear.register_buffer("bias", bias.detach(), persistent=False)
 
 
 def module_with(tensors: Tensors, owner: nn.Module, spec: SublayerSpec, head_dim: int) -> nn.Module:
