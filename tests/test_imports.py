@@ -194,7 +194,7 @@ def modules_imported_by(code: str) -> set[str]:
         "from surgeon.cli.app import main; main(['scan', '--help'])",
         "from surgeon.cli.app import main; main(['--version'])",
         "import surgeon.runtime.batching.scheduler",
-        "import surgeon.search.quantities; surgeon.search.quantities.quantities_listed()",
+        "import surgeon.search.quantities; surgeon.search.quantities.aspect_of('depth', None, 'depth')",
         "import surgeon.runtime.plan.placement, surgeon.runtime.plan.specification",
     ],
 )

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from surgeon.program import Program
-from surgeon.search.goals import Goal
 from surgeon.search.pricing import Pricing
 from surgeon.search.quantities import Aspect, aspect_of
 from surgeon.search.trial import MeasuredProgram
@@ -123,11 +122,6 @@ class SearchBudget:
     def of_quality(self) -> tuple[Limit, ...]:
         """Limits on what is measured."""
         return tuple(limit for limit in self.limits if limit.aspect.quantity.measured)
-
-    def goal(self, level: float | None = None) -> Goal:
-        """The limits as a goal for `pricing.prices`; what is priced and not limited may cost anything."""
-        most = {limit.aspect: self.most(limit) for limit in self.of_programs}
-        return Goal(tuple(most.get(aspect, math.inf) for aspect in self.pricing.aspects), level)
 
     def most(self, limit: Limit) -> float:
         """The cost that one of `of_programs` allows."""

@@ -22,7 +22,6 @@ class Quantity:
     """Something that has a number for every program.
 
     Attributes:
-        summary: what it is, a few words.
         read: its cost in a user's text; ValueError with what would do.
         show: a cost for people.
         measured: whether it takes running the program; else it follows from the program alone.
@@ -32,7 +31,6 @@ class Quantity:
     """
 
     name: str
-    summary: str
     read: Callable[[str], float]
     show: Callable[[float], str]
     measured: bool = False
@@ -84,7 +82,7 @@ def _times(text: str) -> float:
 
 
 def _seconds(text: str) -> float:
-    from surgeon.runtime.comm.link import parse_seconds  # imports torch, and help texts are made of this module
+    from surgeon.runtime.comm.link import parse_seconds  # imports torch, which commands do without until they run
 
     return parse_seconds(text)
 
@@ -112,28 +110,20 @@ def _show_times(cost: float) -> str:
 QUANTITIES = {
     quantity.name: quantity
     for quantity in (
-        Quantity("depth", "steps one after the other, in layers of the model", _layers, "{:g}".format),
-        Quantity("syncs", "synchronisations of one forward pass on the ranks", _whole, _show_number),
-        Quantity("params", "parameters of the layers' matrices, each counted once", _parameters, _show_number),
-        Quantity("weight_bytes", "bytes that these take, as the model stores them", parse_size, show_size),
-        Quantity("kv_bytes", "bytes that all ranks together cache of one token", parse_size, show_size),
-        Quantity("wire_bytes", "bytes that a rank sums or gathers per token", parse_size, show_size),
-        Quantity("latency", "seconds per token, predicted or measured here", _seconds, show_seconds, timed=True),
-        Quantity(
-            "speedup", "times the unedited model's tokens per second", _times, _show_times, timed=True, upward=True,
-            divides=False,
-        ),
-        Quantity(
-            "divergence", "from the unedited model, nats per token", _positive, _show_nats, measured=True, divides=False
-        ),
-        Quantity("perplexity", "on the text", _positive, "{:.4g}".format, measured=True),
+        Quantity("depth", _layers, "{:g}".format),  # steps one after the other, in layers of the model
+        Quantity("syncs", _whole, _show_number),  # synchronisations of one forward pass on the ranks
+        Quantity("params", _parameters, _show_number),  # of the layers' matrices, each counted once
+        Quantity("weight_bytes", parse_size, show_size),  # that these take, as the model stores them
+        Quantity("kv_bytes", parse_size, show_size),  # that all ranks together cache of one token
+        Quantity("wire_bytes", parse_size, show_size),  # that a rank sums or gathers per token
+        Quantity("latency", _seconds, show_seconds, timed=True),  # seconds per token, predicted or measured here
+        # Times the unedited model's tokens per second.
+        Quantity("speedup", _times, _show_times, timed=True, upward=True, divides=False),
+        # From the unedited model, nats per token.
+        Quantity("divergence", _positive, _show_nats, measured=True, divides=False),
+        Quantity("perplexity", _positive, "{:.4g}".format, measured=True),  # on the text
     )
-}  # fmt: skip
-
-
-def quantities_listed() -> str:
-    """All of them with what they are, for help texts."""
-    return ", ".join(f"{quantity.name} ({quantity.summary})" for quantity in QUANTITIES.values())
+}
 
 
 @dataclass(frozen=True, order=True)
