@@ -201,10 +201,10 @@ def _finish(
     output: Path,
 ) -> None:
     """Choose the winner, measure it again, and write and say what was found."""
+    from surgeon.search.choosing import choose
     from surgeon.search.front import depth_curves
     from surgeon.search.question import DEPTH
     from surgeon.search.results import Winner, write_record, write_winner
-    from surgeon.search.winner import choose
 
     along_depth = question.along == DEPTH
     curves = depth_curves(trials, question.original, question.budget.pricing) if along_depth else []
@@ -253,8 +253,8 @@ def _compared(
     question: Question, first: Trial, others: Sequence[Trial], unseen: Windows, subject: Subject, output: Path
 ) -> HeldOutComparison:
     """The winner and the runners-up on held-out text."""
+    from surgeon.search.choosing import compared_by
     from surgeon.search.evaluate import Evaluator
-    from surgeon.search.winner import compared_by
     from surgeon.search.winners import RUNNERS_UP, remeasure
 
     evaluator = Evaluator(subject.model, unseen, subject.memory, output)
@@ -268,10 +268,10 @@ def _draw(
     from surgeon.report.front import draw_depths, draw_front
     from surgeon.report.search_history import draw_search
     from surgeon.report.search_trials import SearchedTrials
+    from surgeon.search.choosing import compared_by
     from surgeon.search.front import pareto_front
     from surgeon.search.front_files import write_depths, write_front
     from surgeon.search.results import trials_table
-    from surgeon.search.winner import compared_by
 
     searched = SearchedTrials(trials_table(question, trials), compared_by(question))
     draw_search(output / "search.png", searched, question.mixture.model.layers, f"{subject.label}: the search")

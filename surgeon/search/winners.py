@@ -142,24 +142,6 @@ class HeldOutComparison:
         }
 
 
-def finalists(
-    trials: Sequence[Trial], cost: Callable[[Trial], float], count: int = RUNNERS_UP
-) -> tuple[Trial, list[Trial]]:
-    """The trial of least cost, and the next ones, all of different programs that were measured on all of the text.
-
-    Raises:
-        ValueError: if there is none.
-    """
-    whole = [trial for trial in trials if trial.measured.whole and math.isfinite(cost(trial))]
-    best: dict[str, Trial] = {}
-    for trial in sorted(whole, key=lambda trial: (cost(trial), trial.number)):
-        best.setdefault(trial.proposal.key, trial)
-    if not best:
-        raise ValueError("no trial was measured to its end, so that there is no winner; run more of them")
-    winner, *others = best.values()
-    return winner, others[:count]
-
-
 def remeasure(
     winner: Trial, runners_up: Sequence[Trial], dense: Program, evaluate: Evaluate, by: Measured = "divergence"
 ) -> HeldOutComparison:

@@ -2,84 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
-from typing import Any
-
-import numpy as np
-import pytest
-
-from surgeon.cost.predict import Deployment
-from surgeon.cost.shapes import ModelShapes
 from surgeon.program import Program
-from surgeon.search.edit import Edit
+from surgeon.search.choosing import choose
 from surgeon.search.front import depth_curves
-from surgeon.search.limits import SearchBudget, aspects_of, parse_limits
-from surgeon.search.mixture import Mixture
-from surgeon.search.objectives import aspects_to_price, parse_objectives
-from surgeon.search.pricing import Pricing
-from surgeon.search.question import Question, looked_along
 from surgeon.search.results import Winner
-from surgeon.search.search import BATCH, MIXTURE, Search
-from surgeon.search.spaces import Searched, parse_spaces
-from surgeon.search.terms import Terms
-from surgeon.search.trial import MeasuredProgram, Trial
-from surgeon.search.winner import choose
+from surgeon.search.search import BATCH, MIXTURE
 from surgeon.search.winners import Finalist, HeldOutComparison
-from tests.models import tiny_model
-
-LAYERS, WINDOWS = 10, 4
-
-
-def damage(choice: Sequence[Edit]) -> float:
-    """Every edit costs something of its own, later layers less; two side by side cost more than their sum."""
-    alone = sum(
-        0.02 * (LAYERS - edit.first) * len(edit.layers) / (3 if edit.space == "ladder" else 1) for edit in choice
-    )
-    return alone + sum(0.03 for one, other in pairwise(sorted(choice)) if other.first == one.stop)
-
-
-class MadeUpEvaluator:
-    """Knows the damage of every choice by its program's text; remembers whom programs were raced against."""
-
-    def __init__(self) -> None:
-        self.known: dict[str, float] = {}
-        self.raced: list[float | None] = []
-
-    def measure(
-        self, programs: Sequence[Program], best: MeasuredProgram | None = None
-    ) -> Mapping[Program, MeasuredProgram]:
-        self.raced.append(None if best is None else best.divergence)
-        return {program: self.measured(self.known[str(program)]) for program in programs}
-
-    def measured(self, value: float) -> MeasuredProgram:
-        windows = tuple(value * (1 + 0.1 * (number - 1.5)) for number in range(WINDOWS))
-        return MeasuredProgram(math.exp(2 + value), value, value, value, 100, tuple(2 + w for w in windows), windows)
-
-
-def search(spaces: str, budget: str | None, objectives: str = "divergence", trials: int = 30) -> tuple[Search, Any]:
-    shapes = ModelShapes.of("tiny", tiny_model("llama", num_layers=LAYERS).config)
-    mixture = Mixture(parse_spaces(spaces), Searched(shapes))
-    limits = () if budget is None else parse_limits(budget)
-    aims = parse_objectives(objectives)
-    along = looked_along(limits, aims)
-    aspects = (*aspects_of(limits), *aspects_to_price(aims), *([along] if along else []))
-    evaluator = MadeUpEvaluator()
-    pricing = Pricing(shapes, tuple(dict.fromkeys(aspects)), Deployment(2))
-    question = Question(mixture, SearchBudget(limits, pricing), aims, evaluator.measured(0.0))
-    alone = np.array([damage([edit]) for edit in mixture.edits])
-    made: Any = evaluator
-    return Search(question, Terms(alone, np.eye(len(alone))), made, trials), evaluator
-
-
-def run(searching: Search, evaluator: MadeUpEvaluator) -> list[Trial]:
-    trials: list[Trial] = []
-    while proposals := searching.propose(trials):
-        evaluator.known |= {proposal.key: damage(proposal.choice) for proposal in proposals}
-        measured = searching.measure(proposals, list(trials))
-        trials += [Trial(len(trials) + n, p, m) for n, (p, m) in enumerate(zip(proposals, measured, strict=True))]
-    return trials
+from tests.search.made_up_search import run, search
 
 
 def test_under_a_budget_all_trials_keep_it_and_are_raced_against_the_best() -> None:
@@ -145,24 +74,6 @@ def test_quality_alone_is_kept_at_the_least_depth() -> None:
     assert ranked[0].measured.divergence == min(t.measured.divergence for t in equals)
     below = [t for t in trials if depth[t.number] < depth[ranked[0].number]]
     assert below, "and shallower ones were tried"
-
-
-def test_quality_that_nothing_has_says_the_nearest() -> None:
-    searching, evaluator = search("pair", "divergence<=0.001", trials=10)
-    trials = run(searching, evaluator)
-    least = min(trial.measured.divergence for trial in trials)
-    with pytest.raises(ValueError, match=rf"of 10 trials none is within .*; the nearest, .* divergence {least:.3g}"):
-        choose(searching.question, trials, [])
-
-
-def test_two_objectives_give_the_middle_of_their_front() -> None:
-    searching, evaluator = search("pair", None, "divergence,depth", trials=30)
-    trials = run(searching, evaluator)
-    ranked, why = choose(searching.question, trials, [])
-    assert "nearest to the best of every objective" in why
-    values = [searching.question.values(trial) for trial in trials]
-    first = searching.question.values(ranked[0])
-    assert not any(all(a <= b for a, b in zip(one, first, strict=True)) and one != first for one in values)
 
 
 def test_what_is_measured_by_other_objectives_is_not_raced() -> None:

@@ -12,7 +12,7 @@ from scipy import stats
 
 from surgeon.program import Program
 from surgeon.search.trial import MeasuredProgram, Proposal, Trial
-from surgeon.search.winners import Evaluate, HeldOutComparison, finalists, remeasure
+from surgeon.search.winners import Evaluate, HeldOutComparison, remeasure
 
 DENSE = Program.dense(4)
 TEXTS = ["A0 F0 [A1 A2] [F1 F2] A3 F3", "[A0 A1] [F0 F1] A2 F2 A3 F3", "A0 F0 A1 F1 [A2 A3] [F2 F3]"]
@@ -131,12 +131,3 @@ def test_a_record_is_plain_json() -> None:
     assert read["overturned"] is False
     assert read["runners_up"][0]["low"] is None
     assert read["runners_up"][0]["seen"]["divergence"] == 0.11
-
-
-def test_finalists_are_whole_and_different() -> None:
-    trials = [trial(0, 0.3), trial(1, 0.2), trial(2, 0.1, whole=False), trial(3, 0.2, TEXTS[1]), trial(4, 0.5, "A0 F0")]
-    winner, others = finalists(trials, lambda each: each.measured.divergence)
-    assert winner.number == 1
-    assert [each.number for each in others] == [0, 4]
-    with pytest.raises(ValueError, match="no trial was measured to its end"):
-        finalists(trials[2:3], lambda each: each.measured.divergence)

@@ -30,19 +30,19 @@ def choose(question: Question, trials: Sequence[Trial], curves: Sequence[DepthCu
         raise ValueError(_nearest(question, trials))
     if question.along is None or question.budget.of_quality:
         words = f"The best within {question.budget}" if question.budget.limits else "The best"
-        return _as_dear(question, _ranked(question, within)), words
+        return _as_dear(question, ranked(question, within)), words
     if len(question.objectives) > 1:
         return [_middle_of_front(question, within)], "The point of the front nearest to the best of every objective"
     return _at_the_knee(question, within, curves)
 
 
-def _as_dear(question: Question, ranked: Sequence[Trial]) -> list[Trial]:
+def _as_dear(question: Question, best: Sequence[Trial]) -> list[Trial]:
     """The first trial, and those that cost the same of what is looked along."""
     along = question.along
     if along is None:
-        return [*ranked]
-    prices = [question.price(along, trial) for trial in ranked]
-    return [trial for trial, price in zip(ranked, prices, strict=True) if math.isclose(price, prices[0])]
+        return [*best]
+    prices = [question.price(along, trial) for trial in best]
+    return [trial for trial, price in zip(best, prices, strict=True) if math.isclose(price, prices[0])]
 
 
 def compared_by(question: Question) -> Measured:
@@ -51,8 +51,23 @@ def compared_by(question: Question) -> Measured:
     return "perplexity" if names[:1] == ["perplexity"] else "divergence"
 
 
-def _ranked(question: Question, trials: Sequence[Trial]) -> list[Trial]:
-    return sorted(trials, key=lambda trial: (question.cost(trial), trial.number))
+def ranked(question: Question, trials: Sequence[Trial]) -> list[Trial]:
+    """Trials by what a winner is chosen by, the best first, one of each program; without those of no finite cost.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    finite = [trial for trial in trials if math.isfinite(question.cost(trial))]
+    if not finite:
+        names = ", ".join(map(str, question.objectives))
+        raise ValueError(
+            f"of {len(trials)} trials within the budget none has a finite {names}; run more of them (--trials), or "
+            "look at another objective"
+        )
+    best: dict[str, Trial] = {}
+    for trial in sorted(finite, key=lambda trial: (question.cost(trial), trial.number)):
+        best.setdefault(trial.proposal.key, trial)
+    return [*best.values()]
 
 
 def _at_the_knee(question: Question, trials: Sequence[Trial], curves: Sequence[DepthCurve]) -> tuple[list[Trial], str]:
@@ -63,9 +78,9 @@ def _at_the_knee(question: Question, trials: Sequence[Trial], curves: Sequence[D
     if knee is None:
         least = min(prices.values())
         shallow = [trial for trial in trials if prices[trial.number] <= least]
-        return _as_dear(question, _ranked(question, shallow)), f"The best at the least {along} (there is no knee)"
+        return _as_dear(question, ranked(question, shallow)), f"The best at the least {along} (there is no knee)"
     shallow = [trial for trial in trials if prices[trial.number] <= knee * (1 + 1e-9)]
-    return _as_dear(question, _ranked(question, shallow)), f"The best at the knee, {along} {knee:g}"
+    return _as_dear(question, ranked(question, shallow)), f"The best at the knee, {along} {knee:g}"
 
 
 def _middle_of_front(question: Question, trials: Sequence[Trial]) -> Trial:
