@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from surgeon.cli.opening import warn
+
 if TYPE_CHECKING:
     from surgeon.analysis.subject import Subject
     from surgeon.cost.hardware import Hardware
@@ -159,10 +161,10 @@ class SearchQuestion:
         shapes = mixture.model.shapes
         workload = use.workload(shapes.positions)
         pricing = open_pricing(shapes, self.aspects(), use.deployment(), workload, here)
+        warn(pricing.notes)
         budget = SearchBudget(self.limits(), pricing)
         if budget.of_programs:
-            for note in budget.require_work():
-                typer.echo(f"warning: {note}", err=True)
+            warn(budget.require_work())
             require_reachable(budget, mixture)
         along = looked_along(budget.limits, self.objectives())
         if along is not None and not levels_of(along, budget, mixture):

@@ -17,7 +17,7 @@ from surgeon.checkpoint.config_only import read_config_only
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.cli.app import main
 from surgeon.cli.options import DATA_HELP
-from surgeon.cost.hardware_file import load_hardware
+from surgeon.cost.hardware_file import MACHINES, load_hardware
 from surgeon.cost.predict import Deployment, Workload, predict
 from surgeon.cost.shapes import ModelShapes
 from surgeon.program import Program
@@ -225,6 +225,20 @@ def test_a_budget_of_predicted_time(
     capsys.readouterr()
     assert search(tiny_checkpoint, tiny_text, tmp_path / "more", *budget, "--budget", "speedup>=90@cpu-2") == 1
     assert "out of reach" in capsys.readouterr().err
+
+
+def test_a_hardware_that_is_too_small_for_the_model_is_warned_of(
+    tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tiny_checkpoint / "model.safetensors").unlink()  # it is said before the model is loaded
+    small = tmp_path / "small.yaml"
+    small.write_text((MACHINES / "cpu-2.yaml").read_text().replace("memory: 16e9", "memory: 16e3"))
+    asked = ("--budget", f"speedup>=1.01@{small}", "--prompt", "16", "--new", "8")
+    assert search(tiny_checkpoint, tiny_text, tmp_path / "search", *asked) == 1
+    first, last = capsys.readouterr().err.splitlines()
+    assert first.startswith("warning: the unedited model needs ")
+    assert f"{small} has " in first
+    assert last.startswith("error: ")
 
 
 def test_a_quality_that_cannot_be_kept(
