@@ -127,12 +127,13 @@ class SearchQuestion:
         return mixture
 
     def aspects(self) -> tuple[Aspect, ...]:
-        """The costs that have to be known; ValueError as `limits` and `objectives`."""
+        """The costs that have to be known; ValueError as `limits`, `objectives` and `require_quality`."""
         from surgeon.search.limits import aspects_of
         from surgeon.search.objectives import aspects_to_price
-        from surgeon.search.question import looked_along
+        from surgeon.search.question import looked_along, require_quality
 
         limits, objectives = self.limits(), self.objectives()
+        require_quality(limits, objectives)
         along = looked_along(limits, objectives)
         return (*aspects_of(limits), *aspects_to_price(objectives), *([along] if along else []))
 

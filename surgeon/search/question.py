@@ -29,12 +29,18 @@ class Question:
         budget: its pricing knows the costs among the objectives, and `along`, too.
         objectives: what is to be small; of several, the best of every trade-off are looked for.
         original: the unedited model's quality on the text.
+
+    Raises:
+        ValueError: as `require_quality`.
     """
 
     mixture: Mixture
     budget: SearchBudget
     objectives: tuple[Objective, ...]
     original: MeasuredProgram
+
+    def __post_init__(self) -> None:
+        require_quality(self.budget.limits, self.objectives)
 
     @property
     def along(self) -> Aspect | None:
@@ -107,6 +113,20 @@ class Question:
     def values(self, trial: Trial) -> tuple[float, ...]:
         """The objectives of a trial, less is better."""
         return tuple(objective.of(trial, self.budget.pricing) for objective in self.objectives)
+
+
+def require_quality(limits: Sequence[Limit], objectives: Sequence[Objective]) -> None:
+    """Refuse a question to which the answer is what edits can destroy most.
+
+    Raises:
+        ValueError: if neither an objective nor a limit is of quality; it says how one is asked for.
+    """
+    if all(one.is_priced for one in objectives) and not any(limit.aspect.quantity.measured for limit in limits):
+        names = ",".join(map(str, objectives))
+        raise ValueError(
+            f"objective {names} asks for no quality, and a model that is destroyed has least of it; limit what may be "
+            f"lost, as in --budget 'divergence<=0.02', or look for a front with --objective divergence,{names}"
+        )
 
 
 def told(objectives: Sequence[Objective]) -> tuple[Objective, ...]:

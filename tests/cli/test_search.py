@@ -270,6 +270,7 @@ def test_a_quality_that_cannot_be_kept(
         (("--objective", "divregence"), "did you mean 'divergence'?"),
         (("--objective", "divergence,divergence"), "names divergence twice"),
         (("--objective", "accuracy"), "say on which, as in accuracy:piqa"),
+        (("--objective", "params"), "objective params asks for no quality"),
     ],
 )
 def test_what_makes_no_sense_is_said_before_a_model_is_loaded(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from surgeon.program import Program
 from surgeon.search.choosing import choose
 from surgeon.search.front import depth_curves
@@ -102,3 +104,15 @@ def test_a_limit_of_quality_that_held_out_text_does_not_keep_is_named() -> None:
         finalist = Finalist(ranked[0], evaluator.measured(unseen))
         comparison = HeldOutComparison("divergence", finalist, (), evaluator.measured(0.0))
         assert Winner(ranked[0], why, comparison).missed_unseen(searching.question.budget) == said
+
+
+def test_a_question_without_quality_is_refused() -> None:
+    for budget in (None, "depth=7"):
+        with pytest.raises(ValueError, match="--objective divergence,depth,params"):
+            search("pair", budget, "depth,params")
+    for limit, objectives in (
+        ("divergence<=0.2", "depth"),
+        ("perplexity<=1.2x", "depth"),
+        (None, "params,perplexity"),
+    ):
+        search("pair", limit, objectives)
