@@ -7,7 +7,7 @@ from pathlib import Path
 
 from surgeon.demo.corpus import library_text
 
-__all__ = ["demo_data", "demo_model"]
+__all__ = ["demo_data", "demo_model", "demo_training_data"]
 
 MODEL_FOLDER = Path(__file__).parent / "model"
 
@@ -35,4 +35,17 @@ def demo_data() -> list[str]:
     Raises:
         FileNotFoundError: if this Python ships no standard-library sources.
     """
-    return sorted(library_text(held_out=True), key=lambda text: hashlib.sha256(text.encode()).digest())
+    return _mixed(library_text(held_out=True))
+
+
+def demo_training_data() -> list[str]:
+    """Text of the kind the demo model was trained on: all other source files of the standard library.
+
+    Raises:
+        FileNotFoundError: if this Python ships no standard-library sources.
+    """
+    return _mixed(library_text(held_out=False))
+
+
+def _mixed(texts: list[str]) -> list[str]:
+    return sorted(texts, key=lambda text: hashlib.sha256(text.encode()).digest())

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgeon.quality.sources import DEMO, Text, documents
+from surgeon.quality.sources import DEMO, DEMO_TRAINING, Text, documents
 
 __all__ = ["DEFAULT_TOKENS", "DEFAULT_WINDOW", "DEMO", "Windows", "load_windows", "window_for"]
 
@@ -50,6 +50,7 @@ def load_windows(
     tokens: int = DEFAULT_TOKENS,
     separator: str | None = None,
     after: int = 0,
+    at_most: bool = False,
 ) -> Windows:
     """The first `tokens` tokens of some text, or those behind its first `after` tokens, cut into windows.
 
@@ -61,11 +62,12 @@ def load_windows(
         tokenizer: a `transformers` tokenizer.
         data: a UTF-8 text file; a .jsonl, .json (one object a line) or .parquet file, as file or file:column (by
             default the column text, or else the only one of strings); "demo" for held-out source files of the Python
-            standard library; or the name of a dataset for `datasets`, as name[:config[:split[:column]]]. Text and JSON
-            files may be compressed (.gz).
+            standard library, "demo:train" for the others, which the demo model was trained on; or the name of a
+            dataset for `datasets`, as name[:config[:split[:column]]]. Text and JSON files may be compressed (.gz).
         window: tokens in a window.
         tokens: tokens in all, cut down to whole windows.
         after: tokens that are left out before these, whole windows.
+        at_most: less text than that is nothing to speak of.
 
     Raises:
         FileNotFoundError: if there is no such file or dataset.
@@ -76,7 +78,7 @@ def load_windows(
     if separator == "":
         raise ValueError("the separator is empty; give the text between documents, such as --separator '<|endoftext|>'")
     wanted = after + tokens // window * window
-    apart = separator is not None or data == DEMO
+    apart = separator is not None or data in (DEMO, DEMO_TRAINING)
     begin, end = _document_marks(tokenizer, data) if apart else ([], [])
     ids: list[int] = []
     for document in documents(data, separator):
@@ -84,6 +86,7 @@ def load_windows(
         if len(ids) >= wanted:
             break
     ids, notes = _cut(ids, data, window, after, wanted)
+    notes = [] if at_most else notes
     if not apart:
         notes += _read_as_text(tokenizer.decode(ids), data)
     tensor = torch.tensor(ids, dtype=torch.long).view(-1, window)

@@ -20,6 +20,7 @@ from surgeon.errors import first_line, shown
 from surgeon.quality.offline import without_retries
 
 DEMO = "demo"
+DEMO_TRAINING = "demo:train"
 JSON_LINES = (".jsonl", ".json", ".ndjson")
 PARQUET = ".parquet"
 TEXT_COLUMN = "text"
@@ -62,10 +63,10 @@ def documents(data: str, separator: str | None) -> Iterator[Text]:
         ValueError: if it is no text, or a row of it is damaged, naming file and line.
     """
     path, column = _file_and_column(data)
-    if data == DEMO and path is None:
-        from surgeon.demo import demo_data
+    if data in (DEMO, DEMO_TRAINING) and path is None:
+        from surgeon.demo import demo_data, demo_training_data
 
-        texts: Iterable[str] = demo_data()
+        texts: Iterable[str] = demo_data() if data == DEMO else demo_training_data()
         return _apart(texts, separator) if separator is not None else map(_whole, texts)
     if path is not None and not is_table(path):
         return _text_file(path, column, separator)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -60,18 +61,19 @@ def logits_of(model: PreTrainedModel) -> Logits:
 
 
 @torch.inference_mode()
-def text_quality(model: Logits, ids: Tensor, original: Logits | None = None) -> TextQuality:
+def text_quality(model: Logits, ids: Tensor, original: Logits | None = None, shown: bool = True) -> TextQuality:
     """Measure a model on windows of text, one window at a time.
 
     Args:
         ids: (windows, tokens); every token but a window's first is predicted.
         original: what the divergence is from, a model with the same vocabulary.
+        shown: whether its progress is shown.
 
     Raises:
         ValueError: if the vocabularies differ, or the model's predictions are not finite.
     """
     parts = []
-    with progress("text", len(ids), "windows") as advance:
+    with progress("text", len(ids), "windows") if shown else nullcontext(_untold) as advance:
         for window in ids.split(1):
             parts.append(_window(model, window, original))
             advance(1)
@@ -85,6 +87,10 @@ def text_quality(model: Logits, ids: Tensor, original: Logits | None = None) -> 
         return TextQuality(*found, None, None, tokens)
     divergence = np.array([float(part.divergence) for part in parts])
     return TextQuality(*found, mean_divergence(divergence), known_interval(divergence), tokens)
+
+
+def _untold(_: float) -> None:
+    """Where progress is not shown."""
 
 
 def _window(model: Logits, window: Tensor, original: Logits | None) -> Quality:

@@ -1,0 +1,162 @@
+"""From settings to transformers' TrainingArguments, and what a user adds to them."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterable
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import HfArgumentParser, TrainingArguments
+
+from surgeon.errors import did_you_mean, first_line
+from surgeon.train.settings import HealSettings
+
+# What the run itself decides; each with what a user gives in its place.
+_DECIDED = {
+    "output_dir": "-o",
+    "max_steps": "--steps",
+    "num_train_epochs": "--epochs",
+    "per_device_train_batch_size": "--batch and --micro-batch",
+    "gradient_accumulation_steps": "--batch and --micro-batch",
+    "learning_rate": "--learning-rate",
+    "lr_scheduler_type": "--schedule",
+    "warmup_steps": "--warmup",
+    "seed": "--seed",
+    "data_seed": "--seed",
+    "eval_strategy": "--evaluate-every",
+    "eval_steps": "--evaluate-every",
+    "save_strategy": "--save-every",
+    "save_steps": "--save-every",
+    "load_best_model_at_end": "--patience",
+    "metric_for_best_model": "--patience",
+    "use_cpu": "--device",
+    "resume_from_checkpoint": "the same command again, which goes on where it was",
+    "auto_find_batch_size": "nothing: the micro-batch is halved where memory is short",
+    "push_to_hub": "nothing: the checkpoint is written to -o",
+    "remove_unused_columns": "nothing: every column is needed",
+    "train_sampling_strategy": "nothing: the order follows from --seed",
+}
+
+
+class _Parser(HfArgumentParser):
+    """The parser of transformers' own scripts, whose complaints are exceptions."""
+
+    def error(self, message: str) -> Any:
+        raise ValueError(message)
+
+
+@cache
+def _names() -> tuple[str, ...]:
+    return tuple(each.name for each in fields(TrainingArguments) if each.init)
+
+
+def parse_trainer_arguments(texts: Iterable[str]) -> dict[str, Any]:
+    """Arguments of TrainingArguments from texts like "gradient_checkpointing=true".
+
+    Raises:
+        ValueError: if one has no "=", is unknown, is what the run decides itself, or its value cannot be read.
+    """
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        name = name.strip().lstrip("-").replace("-", "_")
+        if not equals:
+            raise ValueError(f"--trainer-arg {text!r} has no value; write it as NAME=VALUE")
+        if name not in _names():
+            raise ValueError(f"--trainer-arg {name}: TrainingArguments has no such one; {did_you_mean(name, _names())}")
+        if name in _DECIDED:
+            raise ValueError(f"--trainer-arg {name} is decided by the run; use {_DECIDED[name]}")
+        found[name] = _read(name, value.strip())
+    return found
+
+
+def _read(name: str, value: str) -> Any:
+    """A value as TrainingArguments takes it, by the type that the argument has."""
+    kind: Any = TrainingArguments
+    parser = _Parser(kind, allow_abbrev=False)
+    try:
+        given: Namespace = parser.parse_args(["--output_dir", ".", f"--{name}", value])
+    except ValueError as error:
+        raise ValueError(f"--trainer-arg {name}={value} cannot be read ({first_line(error)})") from error
+    return getattr(given, name)
+
+
+def training_arguments(
+    settings: HealSettings, folder: Path, steps: int, micro_batch: int, device: str = "cpu"
+) -> TrainingArguments:
+    """The arguments of a run.
+
+    Args:
+        folder: for its checkpoints.
+        steps: of the optimiser.
+        micro_batch: windows per forward pass of one process.
+        device: "cpu" or "cuda".
+
+    Raises:
+        ValueError: if processes and micro-batches do not divide the batch, or an argument is not accepted.
+    """
+    given: dict[str, Any] = {
+        "logging_steps": 10,
+        "save_total_limit": 2,
+        "max_grad_norm": 1.0,
+        "report_to": [],
+        "logging_nan_inf_filter": False,  # what is not finite ends the run
+        "weight_decay": 0.0,
+        **settings.arguments,
+    }
+    decided: dict[str, Any] = {
+        "output_dir": str(folder),
+        "max_steps": steps,
+        "per_device_train_batch_size": micro_batch,
+        "learning_rate": settings.rate,
+        "lr_scheduler_type": settings.schedule,
+        "warmup_steps": settings.warmup,
+        "seed": settings.seed,
+        "eval_strategy": "steps",
+        "eval_steps": settings.evaluate_every,
+        "save_strategy": "steps",
+        "save_steps": settings.save_every,
+        "metric_for_best_model": "eval_loss",
+        "greater_is_better": False,
+        "disable_tqdm": True,
+        "use_cpu": device == "cpu",
+        "remove_unused_columns": False,
+        "label_names": ["labels"],
+        "dataloader_drop_last": True,
+        "dataloader_pin_memory": device != "cpu",
+    }
+    if settings.patience is not None:
+        decided |= {"load_best_model_at_end": True, "save_steps": settings.evaluate_every}
+    try:
+        arguments = TrainingArguments(**given | decided)
+    except (ImportError, TypeError) as error:
+        raise ValueError(f"transformers does not take these arguments ({first_line(error)})") from error
+    together = micro_batch * arguments.world_size
+    if settings.batch % together:
+        raise ValueError(
+            f"{arguments.world_size} processes of {micro_batch} windows each do not divide a batch of "
+            f"{settings.batch}; change --batch or --micro-batch"
+        )
+    arguments.gradient_accumulation_steps = settings.batch // together
+    return arguments
+
+
+def share_of_batch(settings: HealSettings, processes: int) -> int:
+    """How many windows of a batch one process has, or the micro-batch if that is asked for.
+
+    Raises:
+        ValueError: if the processes do not divide the batch.
+    """
+    if settings.batch % processes:
+        raise ValueError(f"{processes} processes cannot share a batch of {settings.batch} windows; change --batch")
+    share = settings.batch // processes
+    return share if settings.micro_batch is None else min(share, settings.micro_batch)
+
+
+def has_cuda(device: str) -> bool:
+    """Whether a device asked for is a GPU that is there."""
+    return device != "cpu" and torch.cuda.is_available()

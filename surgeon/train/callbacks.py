@@ -1,0 +1,78 @@
+"""What is told of a run while it goes on: progress, tables, TensorBoard."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from surgeon.progress import Advance
+from surgeon.train.run_log import RunLog
+from surgeon.train.trainer import HealTrainer
+
+
+class Recorder(TrainerCallback):
+    """Writes the tables of a run, and moves its progress bar.
+
+    Attributes:
+        trainer: whose run it is; set once there is one.
+        advance: moves the progress bar; set once there is one.
+        told: what the progress bar says beside the time left.
+    """
+
+    trainer: HealTrainer
+    advance: Advance
+
+    def __init__(self, log: RunLog | None, tokens_per_step: int) -> None:
+        self.log, self.tokens = log, tokens_per_step
+        self.told: dict[str, float] = {}
+        self._begun = time.monotonic()
+        self._before = 0.0 if log is None else log.seconds
+
+    @property
+    def seconds(self) -> float:
+        """Of the run so far, with those of earlier processes."""
+        return self._before + time.monotonic() - self._begun
+
+    def note(self) -> str:
+        """The latest numbers, a few words."""
+        return ", ".join(f"{name} {value:.4g}" for name, value in self.told.items())
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self._begun = time.monotonic()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        del args, kwargs
+        self.advance(1)
+        if control.should_save or state.global_step >= state.max_steps:
+            control.should_log = True  # so that a run that goes on from here has the same rows
+        return control
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        del args, control, kwargs
+        if logs is None or "loss" not in logs:
+            return
+        self.told["loss"] = logs["loss"]
+        if self.log is not None:
+            place = {"step": state.global_step, "tokens": state.global_step * self.tokens, "seconds": self.seconds}
+            self.log.training(place | logs)
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        del args, control, kwargs
+        quality = self.trainer.latest
+        assert quality is not None
+        self.told["perplexity"] = quality.perplexity
+        if quality.divergence is not None:
+            self.told["divergence"] = quality.divergence
+        if self.log is not None:
+            self.log.held_out(state.global_step, self.seconds, quality)

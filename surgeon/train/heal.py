@@ -1,0 +1,179 @@
+"""Healing: an edited model is trained until it does again what the original did, or until the steps are spent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel
+from torch import nn
+from transformers import EarlyStoppingCallback, PreTrainedModel, TrainerCallback, TrainingArguments
+from transformers.integrations.integration_utils import TensorBoardCallback
+
+from surgeon.edited_layers import EditedLayers
+from surgeon.families import family_of
+from surgeon.model import decoder_layers
+from surgeon.program import Program
+from surgeon.progress import progress
+from surgeon.quality.text import TextQuality
+from surgeon.train.arguments import share_of_batch, training_arguments
+from surgeon.train.callbacks import Recorder
+from surgeon.train.held_out import HeldOutQuality
+from surgeon.train.resume import open_run, step_of
+from surgeon.train.run_log import RunLog
+from surgeon.train.scope import add_adapters, choose_parameters
+from surgeon.train.settings import HealSettings
+from surgeon.train.texts import HealTexts
+from surgeon.train.trainer import HealTrainer, meta_copy
+
+
+@dataclass(frozen=True)
+class Healed:
+    """What a run came to.
+
+    Attributes:
+        model: edited, trained; with its adapters, where there are any (`merged` has them in its matrices).
+        steps: that were made; fewer than asked for where it ended early.
+        tokens: of training text, counted as often as they were seen.
+        seconds: that it took, measurements included.
+        original, edited, healed: quality on the held-out text; the original's is None where it is not known.
+    """
+
+    model: Any
+    steps: int
+    tokens: int
+    seconds: float
+    original: TextQuality | None
+    edited: TextQuality
+    healed: TextQuality
+
+    def merged(self) -> PreTrainedModel:
+        """The model with its adapters merged into its matrices; they are gone from it then."""
+        found: PreTrainedModel = self.model.merge_and_unload() if isinstance(self.model, PeftModel) else self.model
+        return found
+
+
+def heal(
+    student: PreTrainedModel,
+    texts: HealTexts,
+    settings: HealSettings,
+    folder: Path,
+    original: PreTrainedModel | None = None,
+    identity: dict[str, Any] | None = None,
+    device: str = "cpu",
+) -> Healed | None:
+    """Train an edited model; a run that was killed goes on where it was.
+
+    Args:
+        student: edited (`surgeon.edit`; with the dense program if it is unedited), with numbers of at least 32 bits.
+            It is trained in place.
+        folder: for checkpoints, tables and TensorBoard's files.
+        original: what divergence is from, and what is distilled; None where it is not known.
+        identity: what the student follows from, as JSON values: another one's run in the folder is not gone on with.
+        device: "cpu" or "cuda".
+
+    Returns:
+        What came of it; None in every process but the first, where there are several.
+
+    Raises:
+        ValueError: if settings, text and model do not fit, or the folder has another run.
+        OSError: if the folder cannot be written.
+    """
+    steps = settings.steps_on(len(texts.training.ids))
+    arguments = _arguments(settings, folder, steps, device)
+    held_out = HeldOutQuality(texts.held_out, original)
+    known = {
+        **(identity or {}),
+        "settings": settings.to_json(),
+        "data": texts.training.digest,
+        "held_out": texts.held_out.digest,
+    }
+    checkpoint = open_run(folder, known)
+    model = prepared(student, settings)
+    edited = None if checkpoint is None else RunLog(folder, step_of(checkpoint)).first_quality()
+    with _run(model, texts, settings, arguments, held_out, checkpoint) as (trainer, recorder):
+        if edited is None:
+            edited = held_out.measure(model)
+            if recorder.log is not None:
+                recorder.log.held_out(0, 0.0, edited)
+        empty = meta_copy(model) if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled else None
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        healed = held_out.measure(trainer.model_wrapped)
+    trained = _gathered(trainer, model, empty)
+    if trained is None:
+        return None
+    made = trainer.state.global_step
+    tokens = made * settings.batch * texts.training.ids.shape[1]
+    return Healed(trained, made, tokens, recorder.seconds, held_out.original, edited, healed)
+
+
+def prepared(student: PreTrainedModel, settings: HealSettings) -> Any:
+    """The model with what is trained of it, or with adapters.
+
+    Raises:
+        ValueError: if nothing is in scope.
+    """
+    layers = decoder_layers(student)
+    assert isinstance(layers, EditedLayers)
+    dense = Program.dense(len(layers.original[0]), family_of(student.config).steps_per_layer)
+    if settings.lora is not None:
+        return add_adapters(student, settings.scope, dense, settings.lora)
+    choose_parameters(student, settings.scope, dense)
+    return student
+
+
+def _arguments(settings: HealSettings, folder: Path, steps: int, device: str) -> TrainingArguments:
+    from accelerate import PartialState
+
+    processes = PartialState(cpu=device == "cpu").num_processes
+    return training_arguments(settings, folder, steps, share_of_batch(settings, processes), device)
+
+
+@contextmanager
+def _run(
+    model: Any,
+    texts: HealTexts,
+    settings: HealSettings,
+    arguments: TrainingArguments,
+    held_out: HeldOutQuality,
+    checkpoint: Path | None,
+) -> Iterator[tuple[HealTrainer, Recorder]]:
+    """A Trainer with everything that watches it."""
+    folder, windows = Path(str(arguments.output_dir)), texts.training.ids
+    done = 0 if checkpoint is None else step_of(checkpoint)
+    log = RunLog(folder, done if checkpoint else None) if arguments.should_save else None
+    recorder = Recorder(log, settings.batch * windows.shape[1])
+    callbacks: list[TrainerCallback] = [recorder]
+    if log is not None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        callbacks.append(TensorBoardCallback(SummaryWriter(str(folder / "tensorboard"), purge_step=done)))
+    if settings.patience is not None:
+        callbacks.append(EarlyStoppingCallback(settings.patience))
+    trainer = HealTrainer(model, arguments, windows, held_out, settings.batch, callbacks=callbacks)
+    recorder.trainer = trainer
+    with progress("healing", arguments.max_steps, "steps", done, recorder.note) as advance:
+        recorder.advance = advance
+        yield trainer, recorder
+
+
+def _gathered(trainer: HealTrainer, model: nn.Module, empty: nn.Module | None) -> nn.Module | None:
+    """The trained model in one piece, in the first process; None in the others.
+
+    Args:
+        empty: of a model whose parameters are shared out among processes, the same modules without numbers.
+    """
+    if empty is None:
+        return model if trainer.args.should_save else None
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    if not trainer.args.should_save:
+        return None
+    missing = empty.load_state_dict(state, strict=False, assign=True).missing_keys
+    whole: Any = empty
+    whole = whole.get_base_model() if isinstance(whole, PeftModel) else whole
+    whole.tie_weights()
+    assert not any(parameter.is_meta for parameter in empty.parameters()), missing
+    return empty

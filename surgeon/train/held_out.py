@@ -1,0 +1,69 @@
+"""Quality on held-out text while a model is trained: perplexity, and divergence from the original."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from surgeon.families import family_of
+from surgeon.quality.data import Windows
+from surgeon.quality.head import OutputHead
+from surgeon.quality.text import Logits, TextQuality, text_quality
+
+
+class HeldOutQuality:
+    """Windows of text with what the original predicts on them, kept as its normed stream and its output head.
+
+    The original itself need not stay in memory: its logits are the head on the stream.
+
+    Attributes:
+        original: the original's own quality; None without one.
+    """
+
+    def __init__(self, windows: Windows, original: PreTrainedModel | None) -> None:
+        self.ids = windows.ids
+        self._streams: dict[bytes, Tensor] = {}
+        self._head: OutputHead | None = None
+        self.original: TextQuality | None = None
+        if original is not None:
+            self._keep(original)
+            self.original = text_quality(self._logits, self.ids, shown=False)
+
+    def measure(self, model: nn.Module) -> TextQuality:
+        """The quality of a model as it is, without dropout."""
+        modes = {module: module.training for module in model.modules()}
+        model.eval()
+        try:
+            return text_quality(_logits_of(model), self.ids, None if self._head is None else self._logits, shown=False)
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+
+    @torch.inference_mode()
+    def _keep(self, original: PreTrainedModel) -> None:
+        self._head, found = OutputHead(original), list[Tensor]()
+        norm = original.get_submodule(family_of(original.config).final_norm)
+        hook = norm.register_forward_hook(lambda _module, _inputs, output: found.append(output))
+        try:
+            for window in self.ids.split(1):
+                original.base_model(input_ids=window.to(original.device), use_cache=False)
+                self._streams[window.numpy().tobytes()] = found.pop().cpu()
+        finally:
+            hook.remove()
+
+    def _logits(self, window: Tensor) -> Tensor:
+        """The original's, (1, tokens, vocabulary), on one of the windows, (1, tokens)."""
+        assert self._head is not None
+        stream = self._streams[window.numpy().tobytes()].to(self._head.weight.device)
+        return self._head.logits(stream[0])[None]
+
+
+def _logits_of(model: nn.Module) -> Logits:
+    device = next(model.parameters()).device
+
+    def logits(ids: Tensor) -> Tensor:
+        found: Tensor = model(input_ids=ids.to(device), use_cache=False).logits
+        return found
+
+    return logits

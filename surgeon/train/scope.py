@@ -1,0 +1,103 @@
+"""Which parameters are trained: those of edited sublayers, all, or the norms'; or adapters on their matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from difflib import SequenceMatcher
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from surgeon.edited_layers import EditedLayers
+from surgeon.model import decoder_layers
+from surgeon.program import Program, Sublayer, steps_of
+
+
+def edited_sublayers(program: Program, dense: Program) -> frozenset[Sublayer]:
+    """The sublayers of a program that do not run where and as the unedited model runs them.
+
+    Where layers were only taken out, those are the ones of the layers before and after the gap: their input has
+    changed the most.
+    """
+    nodes, found = program.nodes, set[Sublayer]()
+    for tag, _, _, begin, end in SequenceMatcher(None, dense.nodes, nodes, autojunk=False).get_opcodes():
+        if tag == "equal":
+            continue
+        if begin < end:
+            found |= {one for step in steps_of(nodes[begin:end]) for one in step.sublayers}
+        else:
+            beside = {one.layers for step in steps_of(nodes[max(0, begin - 1) : begin + 1]) for one in step.sublayers}
+            found |= {one for one in program.sublayers() if one.layers in beside}
+    return frozenset(found)
+
+
+def choose_parameters(model: PreTrainedModel, scope: str, dense: Program) -> None:
+    """Let a model's parameters be trained, or not.
+
+    Args:
+        model: edited.
+        scope: "edited", "all" or "norms".
+        dense: what the unedited model runs.
+
+    Raises:
+        ValueError: if nothing is in scope.
+    """
+    chosen = {id(parameter) for module in _modules(model, scope, dense) for parameter in module.parameters()}
+    if not chosen:
+        raise ValueError(
+            "--train edited: this model's program is the unedited one, so that no sublayer is edited; use --train all, "
+            "or give the recipe of the edit"
+        )
+    for parameter in model.parameters():
+        parameter.requires_grad_(id(parameter) in chosen)
+
+
+def add_adapters(model: PreTrainedModel, scope: str, dense: Program, rank: int) -> Any:
+    """The model with LoRA adapters (Hu et al. 2021, arXiv 2106.09685) on every matrix in scope; only they are trained.
+
+    Args:
+        rank: of the adapters; their output is scaled by 2, as is usual (alpha = 2 rank).
+
+    Returns:
+        A `peft.PeftModel`.
+
+    Raises:
+        ValueError: if no matrix is in scope.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    inside = {id(linear) for module in _modules(model, scope, dense) for linear in _linears(module)}
+    head = model.get_output_embeddings()
+    names = [name for name, module in model.named_modules() if id(module) in inside and module is not head]
+    if not names:
+        raise ValueError("there is no matrix for adapters; use --train all, or leave --lora out")
+    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names, task_type="CAUSAL_LM"))
+
+
+def _linears(module: nn.Module) -> Iterator[nn.Module]:
+    return (each for each in module.modules() if isinstance(each, nn.Linear | Conv1D))
+
+
+def _modules(model: PreTrainedModel, scope: str, dense: Program) -> Iterator[nn.Module]:
+    """The modules whose parameters are in scope."""
+    layers = decoder_layers(model)
+    assert isinstance(layers, EditedLayers)
+    if scope == "all":
+        yield model
+    elif scope == "edited":
+        for sublayer in edited_sublayers(layers.program, dense):
+            yield from sublayer_modules(layers, sublayer)
+    else:
+        yield model.get_submodule(layers.family.final_norm)
+        for sublayer in dict.fromkeys(layers.program.sublayers()):
+            spec, owner = layers.family.spec(sublayer.kind), layers.owner(sublayer)
+            norms = (spec.norm, spec.post_norm, *spec.head_norms)
+            yield from (owner.get_submodule(path) for path in norms if path is not None)
+
+
+def sublayer_modules(layers: EditedLayers, sublayer: Sublayer) -> Iterator[nn.Module]:
+    """The modules that compute one sublayer: its norm, and those called on the normed stream."""
+    spec, owner = layers.family.spec(sublayer.kind), layers.owner(sublayer)
+    return (owner.get_submodule(path) for path in (spec.norm, *spec.modules))

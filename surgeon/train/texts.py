@@ -1,0 +1,109 @@
+"""The text that a model is trained on, and the text it is judged by meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Sampler
+
+from surgeon.quality.data import Windows, digest_of, load_windows
+
+HELD_OUT_TOKENS = 16384
+
+
+@dataclass(frozen=True)
+class HealTexts:
+    """Both texts, in windows of one size."""
+
+    training: Windows
+    held_out: Windows
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know of them, one line each."""
+        return self.training.notes + self.held_out.notes
+
+
+def load_heal_texts(
+    tokenizer: Any,
+    data: str,
+    window: int,
+    tokens: int,
+    held_out: str | None = None,
+    held_out_tokens: int = HELD_OUT_TOKENS,
+    separator: str | None = None,
+) -> HealTexts:
+    """Training text and held-out text.
+
+    Args:
+        data, separator: as `load_windows` takes them.
+        tokens: of training text, at most; what there is, if there is less.
+        held_out: data to measure on; by default the last `held_out_tokens` of the training text, which then are not
+            trained on.
+
+    Raises:
+        FileNotFoundError: if there is no such text.
+        ValueError: if it cannot be used, is too short, or both texts are the same.
+    """
+    if held_out is not None:
+        training = load_windows(tokenizer, data, window, max(tokens, window), separator, at_most=True)
+        measured = load_windows(tokenizer, held_out, window, held_out_tokens, separator)
+        if {row.tobytes() for row in training.ids.numpy()} & {row.tobytes() for row in measured.ids.numpy()}:
+            raise ValueError(
+                f"windows of the held-out text {held_out} are in the training text {data}, too; a model is not judged "
+                "by what it was trained on: give another text with --eval-data, or leave it out"
+            )
+        return HealTexts(training, measured)
+    apart = max(1, held_out_tokens // window)
+    both = load_windows(tokenizer, data, window, max(tokens, window) + apart * window, separator, at_most=True)
+    if len(both.ids) <= apart:
+        raise ValueError(
+            f"{data} has {len(both.ids)} windows of {window} tokens, and the last {apart} are held out to measure on: "
+            "nothing is left to train on; give more text, a smaller --eval-tokens, or another text with --eval-data"
+        )
+    return HealTexts(_part(both, slice(None, -apart)), replace(_part(both, slice(-apart, None)), notes=()))
+
+
+def _part(windows: Windows, rows: slice) -> Windows:
+    ids = windows.ids[rows].clone()
+    return replace(windows, ids=ids, digest=digest_of(ids))
+
+
+class TrainingWindows(Dataset[dict[str, Tensor]]):
+    """Windows as the Trainer takes them: tokens, themselves as labels, and which window it is."""
+
+    def __init__(self, ids: Tensor) -> None:
+        self.ids = ids
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        ids = self.ids[index]
+        return {"input_ids": ids, "labels": ids, "index": torch.tensor(index)}
+
+
+class RunOrder(Sampler[int]):
+    """Which window comes when, over a whole run: every epoch in an order of its own, which follows from the seed.
+
+    As one list for all epochs it makes a run the same whatever the number of processes and the size of micro-batches,
+    and wherever it is interrupted.
+    """
+
+    def __init__(self, windows: int, steps: int, batch: int, seed: int) -> None:
+        self.windows, self.count, self.seed = windows, steps * batch, seed
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[int]:
+        left, epoch = self.count, 0
+        while left > 0:
+            generator = torch.Generator().manual_seed((self.seed << 20) + epoch)
+            order = torch.randperm(self.windows, generator=generator)[:left].tolist()
+            yield from order
+            left, epoch = left - len(order), epoch + 1

@@ -1,0 +1,111 @@
+"""transformers' Trainer on an edited model: its loss, the order of its windows, and what it measures meanwhile."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import Dataset
+from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+from surgeon.quality.text import TextQuality
+from surgeon.train.held_out import HeldOutQuality
+from surgeon.train.texts import RunOrder, TrainingWindows
+
+
+class LossParts(Protocol):
+    """What a model is trained towards beside the text, or in its place."""
+
+    def loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The mean loss of a micro-batch under "loss", in nats per predicted token, and its parts by their names."""
+
+
+class HealTrainer(Trainer):
+    """A Trainer whose loss is the text's or a distillation's, and whose evaluation is that of `HeldOutQuality`.
+
+    Attributes:
+        latest: what was measured last on held-out text.
+    """
+
+    latest: TextQuality | None = None
+
+    def __init__(
+        self,
+        model: PreTrainedModel | nn.Module,
+        arguments: TrainingArguments,
+        windows: Tensor,
+        held_out: HeldOutQuality,
+        batch: int,
+        towards: LossParts | None = None,
+        callbacks: Sequence[TrainerCallback] = (),
+    ) -> None:
+        data = TrainingWindows(windows)
+        self.order = RunOrder(len(windows), arguments.max_steps, batch, arguments.seed)
+        self.held_out, self.towards = held_out, towards
+        self._parts: dict[str, Tensor] = {}
+        self._counted = 0
+        super().__init__(model, arguments, train_dataset=data, eval_dataset=data, callbacks=list(callbacks))
+        self.remove_callback(PrinterCallback)
+        self.model_accepts_loss_kwargs = False  # every micro-batch's loss is a mean over as many tokens
+
+    def _get_train_sampler(self, train_dataset: Dataset[Any] | None = None) -> RunOrder:
+        del train_dataset
+        return self.order
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """The mean loss of a micro-batch, in nats per predicted token."""
+        del num_items_in_batch
+        if self.towards is None:
+            loss, outputs = text_loss(model, inputs["input_ids"])
+        else:
+            parts = self.towards.loss(model, inputs)
+            loss, outputs = parts.pop("loss"), {}
+            for name, part in parts.items():
+                self._parts[name] = self._parts.get(name, 0) + part.detach()
+            self._counted += 1
+        return (loss, outputs) if return_outputs else loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs and self._counted:
+            gathered = {name: self.accelerator.reduce(part, "mean") for name, part in self._parts.items()}
+            logs |= {name: float(part) / self._counted for name, part in gathered.items()}
+            self._parts, self._counted = {}, 0
+        super().log(logs, start_time)
+
+    def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+        """Measure on held-out text; every process does all of it, as sharded models need."""
+        self.latest = self.held_out.measure(self.model_wrapped)
+        metrics = {"eval_loss": math.log(self.latest.perplexity), "eval_perplexity": self.latest.perplexity}
+        if self.latest.divergence is not None:
+            metrics["eval_divergence"] = self.latest.divergence
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+
+def text_loss(model: nn.Module, ids: Tensor) -> tuple[Tensor, Mapping[str, Any]]:
+    """The mean negative log-likelihood per predicted token of windows, (windows, tokens), and the model's output."""
+    output = model(input_ids=ids, use_cache=False)
+    logits = output.logits[:, :-1].flatten(0, 1)
+    return functional.cross_entropy(logits.float(), ids[:, 1:].flatten().to(logits.device)), output
+
+
+def meta_copy(model: nn.Module) -> nn.Module:
+    """The same modules without numbers, to take in a state dict that was gathered from sharded ones."""
+    empty = {
+        id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+        for parameter in model.parameters()
+    }
+    copied: nn.Module = copy.deepcopy(model, dict[int, Any](empty))
+    return copied
