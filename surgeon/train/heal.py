@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,19 +15,21 @@ from transformers.integrations.integration_utils import TensorBoardCallback
 
 from surgeon.edited_layers import EditedLayers
 from surgeon.families import family_of
-from surgeon.model import decoder_layers
+from surgeon.model import decoder_layers, program_of
 from surgeon.program import Program
 from surgeon.progress import progress
 from surgeon.quality.text import TextQuality
 from surgeon.train.arguments import share_of_batch, training_arguments
 from surgeon.train.callbacks import Recorder
+from surgeon.train.distill import Distiller
 from surgeon.train.held_out import HeldOutQuality
+from surgeon.train.kept_logits import KeptIdentity, keep_logits
 from surgeon.train.resume import open_run, step_of
 from surgeon.train.run_log import RunLog
 from surgeon.train.scope import add_adapters, choose_parameters
 from surgeon.train.settings import HealSettings
 from surgeon.train.texts import HealTexts
-from surgeon.train.trainer import HealTrainer, meta_copy
+from surgeon.train.trainer import HealTrainer, LossParts, meta_copy
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,8 @@ def heal(
     texts: HealTexts,
     settings: HealSettings,
     folder: Path,
-    original: PreTrainedModel | None = None,
+    original: Callable[[], PreTrainedModel] | None = None,
+    program: Program | None = None,
     identity: dict[str, Any] | None = None,
     device: str = "cpu",
 ) -> Healed | None:
@@ -71,8 +74,11 @@ def heal(
         student: edited (`surgeon.edit`; with the dense program if it is unedited), with numbers of at least 32 bits.
             It is trained in place.
         folder: for checkpoints, tables and TensorBoard's files.
-        original: what divergence is from, and what is distilled; None where it is not known.
+        original: loads what divergence is from, and what is distilled; None where it is not known. It is held only as
+            long as it is needed.
+        program: the student's, in the numbers of the original's layers; by default the one that it runs.
         identity: what the student follows from, as JSON values: another one's run in the folder is not gone on with.
+            Under "original" is the hash of the original.
         device: "cpu" or "cuda".
 
     Returns:
@@ -84,7 +90,6 @@ def heal(
     """
     steps = settings.steps_on(len(texts.training.ids))
     arguments = _arguments(settings, folder, steps, device)
-    held_out = HeldOutQuality(texts.held_out, original)
     known = {
         **(identity or {}),
         "settings": settings.to_json(),
@@ -92,9 +97,10 @@ def heal(
         "held_out": texts.held_out.digest,
     }
     checkpoint = open_run(folder, known)
+    held_out, towards = _teaching(original, program or program_of(student), texts, settings, folder, known)
     model = prepared(student, settings)
     edited = None if checkpoint is None else RunLog(folder, step_of(checkpoint)).first_quality()
-    with _run(model, texts, settings, arguments, held_out, checkpoint) as (trainer, recorder):
+    with _run(model, texts, settings, arguments, held_out, towards, checkpoint) as (trainer, recorder):
         if edited is None:
             edited = held_out.measure(model)
             if recorder.log is not None:
@@ -125,6 +131,34 @@ def prepared(student: PreTrainedModel, settings: HealSettings) -> Any:
     return student
 
 
+def _teaching(
+    load_original: Callable[[], PreTrainedModel] | None,
+    program: Program,
+    texts: HealTexts,
+    settings: HealSettings,
+    folder: Path,
+    known: dict[str, Any],
+) -> tuple[HeldOutQuality, Distiller | None]:
+    """What the original has to say: on held-out text, and of the training text where it is distilled."""
+    wanted = settings.distillation
+    if load_original is None:
+        if wanted is not None:
+            raise ValueError("there is no original to distil from; name it with --teacher")
+        return HeldOutQuality(texts.held_out, None), None
+    original = load_original()
+    held_out = HeldOutQuality(texts.held_out, original)
+    if wanted is None:
+        return held_out, None
+    if wanted.kept is None:
+        return held_out, Distiller(wanted, program, original)
+    ids = texts.training.ids
+    computed = str(original.dtype).removeprefix("torch.")
+    windows, window = ids.shape
+    digest = texts.training.digest
+    same = KeptIdentity(str(known.get("original")), computed, digest, windows, window, wanted.kept, wanted.temperature)
+    return held_out, Distiller(wanted, program, keep_logits(original, ids, folder / "teacher", same))
+
+
 def _arguments(settings: HealSettings, folder: Path, steps: int, device: str) -> TrainingArguments:
     from accelerate import PartialState
 
@@ -139,6 +173,7 @@ def _run(
     settings: HealSettings,
     arguments: TrainingArguments,
     held_out: HeldOutQuality,
+    towards: LossParts | None,
     checkpoint: Path | None,
 ) -> Iterator[tuple[HealTrainer, Recorder]]:
     """A Trainer with everything that watches it."""
@@ -153,7 +188,7 @@ def _run(
         callbacks.append(TensorBoardCallback(SummaryWriter(str(folder / "tensorboard"), purge_step=done)))
     if settings.patience is not None:
         callbacks.append(EarlyStoppingCallback(settings.patience))
-    trainer = HealTrainer(model, arguments, windows, held_out, settings.batch, callbacks=callbacks)
+    trainer = HealTrainer(model, arguments, windows, held_out, settings.batch, towards, callbacks)
     recorder.trainer = trainer
     with progress("healing", arguments.max_steps, "steps", done, recorder.note) as advance:
         recorder.advance = advance

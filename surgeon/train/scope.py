@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from difflib import SequenceMatcher
 from typing import Any
@@ -69,8 +70,11 @@ def add_adapters(model: PreTrainedModel, scope: str, dense: Program, rank: int) 
     from peft import LoraConfig, get_peft_model
 
     inside = {id(linear) for module in _modules(model, scope, dense) for linear in _linears(module)}
-    head = model.get_output_embeddings()
-    names = [name for name, module in model.named_modules() if id(module) in inside and module is not head]
+    linears = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+    # What slices share has one adapter at most, and none is simple: several would be merged into one matrix.
+    held = Counter(id(module.weight) for _, module in linears)
+    left = {id(model.get_output_embeddings().weight)} | {weight for weight, times in held.items() if times > 1}
+    names = [name for name, module in linears if id(module) in inside and id(module.weight) not in left]
     if not names:
         raise ValueError("there is no matrix for adapters; use --train all, or leave --lora out")
     return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names, task_type="CAUSAL_LM"))

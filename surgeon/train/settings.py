@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from surgeon.errors import did_you_mean
+from surgeon.train.distill import Distillation
 
 SCOPES = ("edited", "all", "norms")
 DEFAULT_STEPS = 1000
@@ -21,6 +22,7 @@ class HealSettings:
     Attributes:
         scope: which parameters are trained: those of the "edited" sublayers, "all", or "norms".
         lora: the rank of adapters that are trained in place of the matrices in scope; None trains the matrices.
+        distillation: what is learned from the original; None learns the text alone.
         steps: of the optimiser; None for as many as `epochs` takes.
         epochs: how often the text is gone through; where `steps` is given, it rules.
         batch: windows per step, over all processes and micro-batches.
@@ -36,6 +38,7 @@ class HealSettings:
 
     scope: str = "edited"
     lora: int | None = None
+    distillation: Distillation | None = None
     steps: int | None = None
     epochs: float | None = None
     batch: int = 8
@@ -93,9 +96,10 @@ class HealSettings:
 
     @property
     def method(self) -> str:
-        """What is trained, for people."""
+        """What is trained, and towards what, for people."""
         what = {"edited": "edited sublayers", "all": "all weights", "norms": "norms"}[self.scope]
-        return what if self.lora is None else f"adapters of rank {self.lora} on {what}"
+        trained = what if self.lora is None else f"adapters of rank {self.lora} on {what}"
+        return trained if self.distillation is None else f"{trained}, distilled from the original"
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""

@@ -14,6 +14,7 @@ from torch.nn import functional
 from surgeon.model import edit
 from surgeon.quality.data import Windows, digest_of
 from surgeon.quality.text import logits_of, text_quality
+from surgeon.train.distill import Distillation
 from surgeon.train.heal import Healed, heal
 from surgeon.train.held_out import HeldOutQuality
 from surgeon.train.settings import HealSettings
@@ -31,9 +32,9 @@ def windows(count: int, seed: int, tokens: int = 12) -> Windows:
 TEXTS = HealTexts(windows(10, 1), windows(3, 2))
 
 
-def healed(folder: Path, settings: HealSettings, program: str = PAIRED, **options: Any) -> Healed:
-    student = edit(tiny_model("llama", 3, **options), program)
-    found = heal(student, TEXTS, settings, folder, tiny_model("llama", 3, **options))
+def healed(folder: Path, settings: HealSettings, texts: HealTexts = TEXTS, **options: Any) -> Healed:
+    student = edit(tiny_model("llama", 3, **options), PAIRED)
+    found = heal(student, texts, settings, folder, lambda: tiny_model("llama", 3, **options))
     assert found is not None
     return found
 
@@ -124,3 +125,23 @@ def test_held_out_quality_is_that_of_the_whole_model() -> None:
     assert found.perplexity == pytest.approx(expected.perplexity)
     assert other.training
     assert HeldOutQuality(TEXTS.held_out, None).measure(other).divergence is None
+
+
+@pytest.mark.parametrize("distillation", [Distillation(), Distillation(kept=20), Distillation(hidden=0.5, text=0.1)])
+def test_distillation_brings_the_original_back(distillation: Distillation, tmp_path: Path) -> None:
+    settings = HealSettings(
+        scope="all", distillation=distillation, steps=30, batch=8, learning_rate=5e-3, evaluate_every=30, save_every=30
+    )
+    found = healed(tmp_path, settings, HealTexts(windows(64, 1), TEXTS.held_out), dropout=0.0)
+    assert found.healed.divergence is not None
+    assert found.edited.divergence is not None
+    assert found.healed.divergence < 0.8 * found.edited.divergence
+    table = pd.read_csv(tmp_path / "training.csv")
+    parts = [part for part in ("logits", "hidden", "text") if part in distillation.parts]
+    weighed = sum(getattr(distillation, part) * table[part] for part in parts)
+    assert table["loss"].tolist() == pytest.approx(weighed.tolist(), rel=1e-5)
+
+
+def test_there_must_be_somebody_to_learn_from(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no original to distil from"):
+        heal(edit(tiny_model("llama", 3), PAIRED), TEXTS, HealSettings(distillation=Distillation()), tmp_path)
