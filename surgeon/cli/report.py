@@ -12,7 +12,7 @@ def report(
     runs: Annotated[
         list[Path],
         typer.Argument(
-            help="Folders that scan, similarity, sensitivity, spectrum, search, export, eval or predict wrote.",
+            help="Folders that scan, similarity, sensitivity, spectrum, search, heal, export, eval or predict wrote.",
             metavar="RUN",
             show_default=False,
         ),

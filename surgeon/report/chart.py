@@ -47,6 +47,7 @@ class Series:
         style: number of its colour, dash and mark.
         ordered: one of several that are more and more of the same; colours run from dark to bright.
         line, marks: what is drawn.
+        band: intervals are an area along the line instead of a whisker at every point.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Series:
     ordered: bool = False
     line: bool = True
     marks: bool = True
+    band: bool = False
 
     @property
     def css(self) -> str:
@@ -206,11 +208,14 @@ def _grid_lines(
 
 def _draw_series(one: Series, at: Callable[[float], float], up: Callable[[float], float], top: float) -> list[Markup]:
     points = [point for point in one.points if not math.isnan(point.y)]
-    parts = []
-    for point in points:
-        if math.isfinite(point.low) and math.isfinite(point.high):
-            x = at(point.x)
-            parts.append(element("line", x1=x, x2=x, y1=up(point.low), y2=up(point.high), class_=f"whisker {one.css}"))
+    known = [point for point in points if math.isfinite(point.low) and math.isfinite(point.high)]
+    ends = [(at(point.x), up(point.low), up(point.high)) for point in known]
+    if one.band and ends:
+        edge = [(x, high) for x, _, high in ends] + [(x, low) for x, low, _ in reversed(ends)]
+        path = "".join(f"{'L' if i else 'M'}{x:.1f} {y:.1f}" for i, (x, y) in enumerate(edge))
+        parts = [element("path", d=f"{path}z", class_=f"band {one.css}")]
+    else:
+        parts = [element("line", x1=x, x2=x, y1=low, y2=high, class_=f"whisker {one.css}") for x, low, high in ends]
     if one.line:
         path = "".join(f"{'L' if i else 'M'}{at(p.x):.1f} {up(p.y):.1f}" for i, p in enumerate(points))
         parts.append(element("path", d=path, class_=f"line {one.css}"))

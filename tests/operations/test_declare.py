@@ -23,7 +23,8 @@ from surgeon.recipe import parse_recipe
 from surgeon.report.curves import draw_curves
 from surgeon.report.heatmap import title_of
 from surgeon.report.tolerance import changed_layers, group_size
-from tests.report.run_folders import make_scan, page_of
+from tests.report.read_page import page_of
+from tests.report.run_folders import make_scan
 
 PACKAGE = Path(surgeon.operations.__file__).parent
 

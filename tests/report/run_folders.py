@@ -1,20 +1,17 @@
-"""Folders as surgeon's commands write them, made up, and a reader of the page that knows nothing of how it is made."""
+"""Folders as surgeon's commands write them, made up."""
 
 from __future__ import annotations
 
 import csv
 import itertools
 import json
-import re
-from collections.abc import Callable, Iterator
-from html.parser import HTMLParser
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from surgeon.provenance import FORMAT
-from surgeon.report.page import render
 
-VOID = {"meta", "br", "link", "img", "input", "hr"}
 BASE = 10.0
 ALL = (
     "shuffle",
@@ -303,70 +300,6 @@ def make_evaluation(folder: Path, accuracy: float = 0.25, **more: Any) -> Path:
     return folder
 
 
-class Page(HTMLParser):
-    """What a browser would find in a page.
-
-    Attributes:
-        tags: every element's name and attributes, in order.
-        data: the JSON blocks, by id.
-        errors: elements that are closed in another order than they were opened.
-    """
-
-    def __init__(self, html: str) -> None:
-        super().__init__(convert_charrefs=True)
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.data: dict[str, Any] = {}
-        self.errors: list[str] = []
-        self._open: list[tuple[str, dict[str, str | None]]] = []
-        self._texts: list[tuple[tuple[str, ...], str]] = []
-        self._json = ""
-        self.html = html
-        self.feed(html)
-        self.close()
-        if self._open:
-            self.errors.append(f"not closed: {self._open}")
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self._open.append((tag, dict(attrs)))
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        if not self._open or self._open[-1][0] != tag:
-            self.errors.append(f"</{tag}> at {self.getpos()}, open: {self._open[-3:]}")
-            return
-        _, attributes = self._open.pop()
-        if tag == "script" and attributes.get("type") == "application/json":
-            self.data[str(attributes["id"])] = json.loads(self._json)
-            self._json = ""
-
-    def handle_data(self, data: str) -> None:
-        names = tuple(name for name, _ in self._open)
-        if names and names[-1] == "script":
-            self._json += data if self._open[-1][1].get("type") == "application/json" else ""
-        elif names and names[-1] != "style":
-            inside = tuple(str(attributes["id"]) for _, attributes in self._open if attributes.get("id"))
-            self._texts.append((inside + names, data))
-
-    def text(self, inside: str = "") -> str:
-        """Everything that is read, of the whole page or of an element by its id or name; spaces are single."""
-        parts = (data for names, data in self._texts if not inside or inside in names)
-        return " ".join("".join(parts).split()).replace("\N{WORD JOINER}", "")
-
-    def ids(self) -> list[str]:
-        return [str(attributes["id"]) for _, attributes in self.tags if attributes.get("id")]
-
-    def maps(self) -> Iterator[tuple[dict[str, Any], str]]:
-        """The data of every map, with the id of its block."""
-        return ((cells, name) for name, cells in self.data.items())
-
-    def count(self, tag: str) -> int:
-        return sum(name == tag for name, _ in self.tags)
-
-
 def make_prediction(folder: Path, **more: Any) -> Path:
     """Two programs on two numbers of ranks with two batches; tracks cannot be on one, and one batch is too large."""
     folder.mkdir()
@@ -391,10 +324,52 @@ def make_prediction(folder: Path, **more: Any) -> Path:
     return folder
 
 
-def page_of(*folders: Path) -> Page:
-    page = Page(render(folders))
-    assert page.errors == []
-    return page
+def state(perplexity: float, divergence: float | None) -> Cell:
+    """What `TextQuality.to_json` gives, with intervals of a tenth up and down."""
+    ends = None if divergence is None else [0.9 * divergence, 1.1 * divergence]
+    return {
+        "perplexity": perplexity,
+        "perplexity_interval": [0.9 * perplexity, 1.1 * perplexity],
+        "divergence": divergence,
+        "divergence_interval": ends,
+        "tokens": 4000,
+    }
+
+
+def make_healing(folder: Path, ends: tuple[float, float] = (0.4, 0.1), steps: int = 40, **more: Any) -> Path:
+    """Training that brings the divergence from the first to the second of `ends`; perplexity is 10 times e to it."""
+    folder.mkdir()
+    every, (first, last) = 4, ends
+    held_out = []
+    for step in range(0, steps + 1, every):
+        divergence = last + (first - last) * (1 - step / steps) ** 3
+        values = {"perplexity": BASE * math.exp(divergence), "divergence": divergence}
+        row: Cell = {"step": step, "seconds": 3.0 * step}
+        for name, value in values.items():
+            row |= {name: value, f"{name}_low": 0.9 * value, f"{name}_high": 1.1 * value}
+        held_out.append(row)
+    write_csv(folder / "held_out.csv", held_out)
+    training = [
+        {"step": step, "tokens": 512 * step, "seconds": 3.0 * step, "loss": 2.5 - step / steps + 0.1 * (step % 3),
+         "learning_rate": 1e-4 * (1 - step / steps)}
+        for step in range(1, steps + 1)
+    ]  # fmt: skip
+    write_csv(folder / "training.csv", training)
+    own = {
+        "original": state(BASE, None),
+        "edited": state(BASE * math.exp(first), first),
+        "healed": state(BASE * math.exp(last), last),
+        "program": paired(3),
+        "recipe": "surgeon: 1\nmodel: tiny\n",
+        "settings": {"train": "edited", "learning_rate": 1e-4, "lora": None, "warmup_steps": 0, "distill": ["logits"]},
+        "held_out": "demo",
+        "held_out_hash": "e" * 64,
+        "steps": steps,
+        "tokens": 512 * steps,
+        "seconds": 3.0 * steps,
+    }
+    (folder / "heal.json").write_text(json.dumps(record(**(own | more))))
+    return folder
 
 
 def everything(folder: Path, **more: Any) -> list[Path]:
@@ -405,13 +380,8 @@ def everything(folder: Path, **more: Any) -> list[Path]:
         make_sensitivity(folder / "sensitivity", **more),
         make_spectrum(folder / "spectrum", **more),
         make_search(folder / "search", **more),
+        make_healing(folder / "fused.heal", **more),
         make_checkpoint(folder / "fused"),
         make_evaluation(folder / "tasks", **more),
         make_prediction(folder / "predicted", **more),
     ]
-
-
-def map_named(page: Page, title: str) -> dict[str, Any]:
-    """The data of the map under a title, by the order in which maps and their captions stand in the page."""
-    captions = re.findall(r'<figure class="map[^"]*">\s*<figcaption><b>(.*?)</b>', page.html)
-    return list(page.data.values())[captions.index(title)]

@@ -12,6 +12,7 @@ import pytest
 
 from surgeon.report.page import render, write_page
 from surgeon.report.sections import KINDS
+from tests.report.read_page import page_of
 from tests.report.run_folders import (
     ALL,
     BASE,
@@ -21,7 +22,6 @@ from tests.report.run_folders import (
     make_evaluation,
     make_scan,
     make_search,
-    page_of,
     read_csv,
     record,
     write_csv,

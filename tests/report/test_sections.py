@@ -12,6 +12,7 @@ from matplotlib.colors import to_hex
 
 from surgeon.program import Program
 from surgeon.report.page import render
+from tests.report.read_page import map_named, page_of
 from tests.report.run_folders import (
     ALL,
     BASE,
@@ -24,8 +25,6 @@ from tests.report.run_folders import (
     make_sensitivity,
     make_similarity,
     make_spectrum,
-    map_named,
-    page_of,
     read_csv,
     write_csv,
 )

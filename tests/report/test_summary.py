@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 from surgeon.report.page import render
-from tests.report.run_folders import BASE, Cell, make_scan, map_named, page_of, read_csv
+from tests.report.read_page import map_named, page_of
+from tests.report.run_folders import BASE, Cell, make_scan, read_csv
 
 
 def plain(rows: list[dict[str, str]]) -> list[tuple[str, int, int, float]]:

@@ -3,6 +3,7 @@
 from surgeon.report.runs import Kind
 from surgeon.report.sections.checkpoint import CHECKPOINT
 from surgeon.report.sections.evaluation import EVALUATION
+from surgeon.report.sections.heal import HEALING
 from surgeon.report.sections.predict import PREDICTION
 from surgeon.report.sections.scan import SCAN
 from surgeon.report.sections.search import SEARCH
@@ -11,4 +12,4 @@ from surgeon.report.sections.similarity import SIMILARITY
 from surgeon.report.sections.spectrum import SPECTRUM
 
 # In the order of the page.
-KINDS: tuple[Kind, ...] = (SCAN, SIMILARITY, SENSITIVITY, SPECTRUM, SEARCH, CHECKPOINT, EVALUATION, PREDICTION)
+KINDS: tuple[Kind, ...] = (SCAN, SIMILARITY, SENSITIVITY, SPECTRUM, SEARCH, HEALING, CHECKPOINT, EVALUATION, PREDICTION)

@@ -1,0 +1,138 @@
+"""Curves of healing: the loss while it trains, and the model on held-out text, one run or several in a picture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import pandas as pd
+
+from surgeon.report.blocks import Chart
+from surgeon.report.chart import Axis, Point, Series, draw_chart, log_axis, value_axis
+from surgeon.report.words import TIMES, interval, number
+
+PARTS = {"logits": "logits' part", "hidden": "hidden states' part", "text": "text's part"}  # of a distillation's loss
+UNITS = {"divergence": "divergence (nats per token)", "perplexity": "perplexity"}
+_MOST_BANDS = 3  # curves whose intervals can be told apart as areas
+_MEANS = 50  # points of the smoothed loss; with fewer rows it is drawn as it is
+_WIDE = 20.0  # from this ratio on an axis is logarithmic
+_ROW_STYLE = 7
+
+
+@dataclass(frozen=True)
+class HeldOutCurve:
+    """One run's numbers on held-out text while it trained.
+
+    Attributes:
+        table: as in `held_out.csv`.
+        original: the unedited model's perplexity on the same text.
+        tokens_per_step: trained on; NaN where the record does not say it.
+    """
+
+    name: str
+    table: pd.DataFrame
+    original: float
+    tokens_per_step: float
+
+
+def loss_chart(training: pd.DataFrame) -> Chart:
+    """The training loss at every step that was written down, smoothed where there are many, and its parts."""
+    series, values = [], []
+    parts = {"loss": "loss"} | {name: words for name, words in PARTS.items() if training.get(name) is not None}
+    few = len(training) <= _MEANS
+    if not few:
+        rows = _points(training, "loss", "loss")
+        series.append(Series("loss, each row", rows, _ROW_STYLE, line=False))
+        values += [point.y for point in rows]
+    for place, (name, words) in enumerate(parts.items()):
+        if len(parts) == 2 and place:
+            continue  # the only part is the loss itself
+        drawn = _points(training if few else _means(training, name), name, words)
+        values += [point.y for point in drawn]
+        series.append(Series(words if few else f"{words}, mean of {_span(training)} rows", drawn, place, marks=few))
+    title = "Loss while it trained"
+    svg = draw_chart(series, _steps(training["step"]), _wide_or_log(values, "loss"), title)
+    return Chart(svg, title, "", [one.key() for one in series] if len(series) > 1 else [])
+
+
+def rate_chart(training: pd.DataFrame) -> Chart:
+    """The learning rate."""
+    points = _points(training, "learning_rate", "learning rate")
+    highest = max((p.y for p in points if math.isfinite(p.y)), default=0.0)
+    power = math.floor(math.log10(highest)) if highest > 0 else 0
+    scaled = [replace(point, y=point.y * 10.0**-power) for point in points]  # so that numbers on the axis are short
+    title = "Learning rate"
+    unit = f"learning rate ({TIMES} 1e{power})" if power else "learning rate"
+    y = value_axis([point.y for point in scaled], unit, zero=True)
+    svg = draw_chart([Series(title, scaled, 0, marks=len(points) <= _MEANS)], _steps(training["step"]), y, title)
+    return Chart(svg, title, "")
+
+
+def held_out_charts(curves: Sequence[HeldOutCurve], together: str = "") -> Iterator[Chart]:
+    """Perplexity and divergence on held-out text, a line for each run.
+
+    Args:
+        together: ends the titles of charts of several runs.
+    """
+    per_step = {curve.tokens_per_step for curve in curves}
+    by_tokens = len(per_step) > 1 and all(math.isfinite(tokens) for tokens in per_step)
+    for name in ("perplexity", "divergence"):
+        series = [
+            Series(curve.name, _measured(curve, name, by_tokens), place, band=len(curves) <= _MOST_BANDS)
+            for place, curve in enumerate(curves)
+        ]
+        originals = {curve.original for curve in curves}
+        rule = originals.pop() if name == "perplexity" and len(originals) == 1 else None
+        ends = [end for one in series for p in one.points for end in (p.y, p.low, p.high)]
+        steps = pd.concat([curve.table["step"] * (curve.tokens_per_step if by_tokens else 1) for curve in curves])
+        x = _steps(steps, "tokens trained on" if by_tokens else "step")
+        title = f"{name.capitalize()} on held-out text{together}"
+        dashed = "" if rule is None else f" Dashed: the original's {name}, {number(rule)}."
+        caption = f"Step 0 is the edited model before training; {_drawn(series)} are 95% intervals.{dashed}"
+        svg = draw_chart(series, x, _wide_or_log([*ends, *filter(None, [rule])], UNITS[name]), title, rule)
+        yield Chart(svg, title, caption, [one.key() for one in series] if len(series) > 1 else [])
+
+
+def _drawn(series: Sequence[Series]) -> str:
+    return "areas" if series[0].band else "bars"
+
+
+def _measured(curve: HeldOutCurve, name: str, by_tokens: bool) -> list[Point]:
+    points, apart = [], curve.tokens_per_step if by_tokens else 1.0
+    for _, row in curve.table.iterrows():
+        low, high = (row.get(f"{name}_{end}", math.nan) for end in ("low", "high"))
+        known = interval(low, high)
+        value = f"{number(row[name])}{f' (95%: {known})' if known else ''}"
+        tip = f"{curve.name}, step {row['step']:g}: {name} {value}"
+        points.append(Point(row["step"] * apart, row[name], tip, low, high))
+    return points
+
+
+def _points(training: pd.DataFrame, column: str, words: str) -> list[Point]:
+    rows = zip(training["step"], training[column], strict=True)
+    return [Point(step, value, f"step {step:g}: {words} {number(value)}") for step, value in rows]
+
+
+def _span(training: pd.DataFrame) -> int:
+    return math.ceil(len(training) / _MEANS)
+
+
+def _means(training: pd.DataFrame, column: str) -> pd.DataFrame:
+    """Means of neighbouring rows, at the last one's step."""
+    parts = pd.Series(range(len(training)), index=training.index) // _span(training)
+    return training.groupby(parts).agg({"step": "last", column: "mean"})
+
+
+def _steps(steps: pd.Series[float], title: str = "step") -> Axis:
+    last = float(steps.max())
+    if not 0 <= last < math.inf:
+        raise ValueError(f"a step of {last} is none")
+    return value_axis([0.0, max(1.0, last)], title, zero=True)
+
+
+def _wide_or_log(values: Sequence[float], title: str) -> Axis:
+    finite = [value for value in values if math.isfinite(value)]
+    if finite and min(finite) > 0 and max(finite) > _WIDE * min(finite):
+        return log_axis(finite, title)
+    return value_axis(finite, title, zero=title == UNITS["divergence"])
