@@ -126,6 +126,34 @@ class Space(ABC):
                 yield stretch
 
 
+class SizedSpace(Space):
+    """A space of edits of several sizes; a whole number behind the colon says the largest (`pair:4`).
+
+    Attributes:
+        largest: the most layers of an edit.
+        usual: the same where no number is given.
+        least: a number that makes sense.
+        example: for messages.
+        asked: what the number says, in a few words, for messages.
+    """
+
+    usual: ClassVar[int] = 2
+    least: ClassVar[int] = 2
+    example: ClassVar[int] = 4
+    asked: ClassVar[str]
+
+    def __init__(self, largest: int | None = None) -> None:
+        self.largest = self.usual if largest is None else largest
+
+    @classmethod
+    def of(cls, argument: str) -> Self:
+        if not argument:
+            return cls()
+        if not argument.isdecimal() or len(argument) > 9 or int(argument) < cls.least:
+            raise ValueError(f"{cls.name}:{argument} should say {cls.asked}, as in {cls.name}:{cls.example}")
+        return cls(int(argument))
+
+
 def _way(edit: Edit) -> tuple[str, int]:
     return edit.option, edit.stop - edit.first
 
@@ -171,11 +199,6 @@ def from_every_layer(edits: Iterable[Edit]) -> Iterator[list[Edit]]:
     ordered = sorted(edits)
     for start in sorted({edit.first for edit in ordered}):
         yield [edit for edit in ordered if edit.first >= start]
-
-
-def whole_number(argument: str, least: int) -> int | None:
-    """The whole number that stands behind a space's colon; None if it is none, or too small."""
-    return int(argument) if argument.isdecimal() and len(argument) < 10 and int(argument) >= least else None
 
 
 ONE_STEP = "attention and MLP of its layers read the same stream already"

@@ -3,38 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from surgeon.operations.applied import AppliedOperation
 from surgeon.program import Program
 from surgeon.search.edit import Edit
-from surgeon.search.spaces.base import Claim, Searched, Space, claims_of_shape, register, whole_number
+from surgeon.search.spaces.base import Claim, Searched, SizedSpace, claims_of_shape, register
 
 
 @register
-class Orders(Space):
+class Orders(SizedSpace):
     """Two neighbouring layers that change places; of up to `largest`, reversals and rotations, too."""
 
     name = "order"
     summary = "neighbouring layers that change places (order:4: up to 4 layers reversed or rotated)"
     place = 25
+    asked = "how many layers are moved at most, 2 or more"
     orders: ClassVar[dict[str, Callable[[range], list[int]]]] = {
         "reversed": lambda layers: [*reversed(layers)],
         "first-to-last": lambda layers: [*layers[1:], layers[0]],
         "last-to-first": lambda layers: [layers[-1], *layers[:-1]],
     }
-
-    def __init__(self, largest: int = 2) -> None:
-        self.largest = largest
-
-    @classmethod
-    def of(cls, argument: str) -> Self:
-        if not argument:
-            return cls()
-        largest = whole_number(argument, least=2)
-        if largest is None:
-            raise ValueError(f"order:{argument} should say how many layers are moved at most, 2 or more, as in order:4")
-        return cls(largest)
 
     def edits(self, model: Searched) -> Iterator[Edit]:
         for size in range(2, min(self.largest, model.layers) + 1):

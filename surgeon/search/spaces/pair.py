@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from surgeon.operations.applied import AppliedOperation
 from surgeon.program import Program
 from surgeon.search.edit import Edit
-from surgeon.search.spaces.base import Claim, Searched, Space, claims_of_shape, joined, register, whole_number
+from surgeon.search.spaces.base import Claim, Searched, SizedSpace, claims_of_shape, joined, register
 
 
-class LayerGroups(Space):
+class LayerGroups(SizedSpace):
     """Groups of 2 to `largest` neighbouring layers, in one form.
 
     Attributes:
@@ -19,20 +19,7 @@ class LayerGroups(Space):
     """
 
     form: ClassVar[str]
-
-    def __init__(self, largest: int = 2) -> None:
-        self.largest = largest
-
-    @classmethod
-    def of(cls, argument: str) -> Self:
-        if not argument:
-            return cls()
-        largest = whole_number(argument, least=2)
-        if largest is None:
-            raise ValueError(
-                f"{cls.name}:{argument} should say how many layers a group has at most, 2 or more, as in {cls.name}:4"
-            )
-        return cls(largest)
+    asked = "how many layers a group has at most, 2 or more"
 
     def edits(self, model: Searched) -> Iterator[Edit]:
         for size in range(2, min(self.largest, model.layers) + 1):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Self
 
 from surgeon.operations.applied import AppliedOperation
 from surgeon.program import KINDS, Program, Sublayer
@@ -12,11 +11,11 @@ from surgeon.search.spaces.base import (
     ONE_STEP,
     Claim,
     Searched,
+    SizedSpace,
     Space,
     claims_of_shape,
     joined,
     register,
-    whole_number,
 )
 
 
@@ -39,32 +38,20 @@ def why_no_slices(model: Searched) -> str | None:
 
 
 @register
-class Tracks(Space):
+class Tracks(SizedSpace):
     """Parallel Track's stretches: between two meetings, every rank runs its slice of some layers alone.
 
     Where a layer is one step, slices meet after each layer as it is, so that tracks begin at two.
 
     Attributes:
-        deepest: the most layers between two meetings; the others are the powers of two below it.
+        largest: the most layers between two meetings; the others are the powers of two below it.
     """
 
     name = "tracks"
     summary = "slices of layers, one for each rank, that meet after 1, 2 or 4 layers (tracks:8: after up to 8)"
     place = 10
-
-    def __init__(self, deepest: int = 4) -> None:
-        self.deepest = deepest
-
-    @classmethod
-    def of(cls, argument: str) -> Self:
-        if not argument:
-            return cls()
-        deepest = whole_number(argument, least=1)
-        if deepest is None:
-            raise ValueError(
-                f"tracks:{argument} should say how many layers the tracks run at most before they meet, as in tracks:8"
-            )
-        return cls(deepest)
+    usual, least, example = 4, 1, 8
+    asked = "how many layers the tracks run at most before they meet"
 
     def edits(self, model: Searched) -> Iterator[Edit]:
         if why_no_slices(model):
@@ -102,9 +89,9 @@ class Tracks(Space):
                 yield stretch
 
     def _depths(self, model: Searched) -> list[int]:
-        powers = [1 << exponent for exponent in range(self.deepest.bit_length())]
+        powers = [1 << exponent for exponent in range(self.largest.bit_length())]
         least = 1 if model.shapes.family.steps_per_layer > 1 else 2
-        return [depth for depth in sorted({*powers, self.deepest}) if least <= depth <= min(self.deepest, model.layers)]
+        return [depth for depth in sorted({*powers, self.largest}) if least <= depth <= min(self.largest, model.layers)]
 
 
 @register
