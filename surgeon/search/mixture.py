@@ -109,10 +109,6 @@ class Mixture:
         """Whether an edit can be added to a choice."""
         return not any(self.exclude(edit, other) for other in choice)
 
-    def neighbours(self, edit: Edit) -> Iterator[Edit]:
-        """Edits that may stand in the place of one."""
-        return (other for other in self._spaces[edit.space].neighbours(edit, self.model) if other in self._known)
-
     def stretches(self) -> Iterator[list[Edit]]:
         """Unbroken stretches of every space, as far as the model can have their edits, each once."""
         every = (stretch for space in self.spaces for stretch in space.stretches(self.model))

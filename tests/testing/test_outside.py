@@ -275,13 +275,6 @@ class Unwritable(Merges):
         return tuple(AppliedOperation("pair", (edit.layers,), {"form": "side by side"}) for edit in edits)
 
 
-class OneWay(Merges):
-    """Neighbours that do not lead back."""
-
-    def neighbours(self, edit: Edit, model: Searched) -> Iterator[Edit]:
-        return (other for other in self.edits(model) if other > edit)
-
-
 class Overlapping(Merges):
     """Stretches of edits that exclude each other."""
 
@@ -296,7 +289,6 @@ class Overlapping(Merges):
         (WithRanks, "test_its_edits_go_together_with_those_of_others"),
         (Wide, "test_an_edit_changes_its_layers_alone"),
         (Unwritable, "test_what_an_edit_makes_is_written_as_a_recipe"),
-        (OneWay, "test_neighbours_lead_back"),
         (Overlapping, "test_stretches_are_choices"),
     ],
 )

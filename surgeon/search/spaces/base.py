@@ -102,14 +102,6 @@ class Space(ABC):
         """Why the model can have none of the edits, where it cannot: what follows on "the space has no edits"."""
         return f"the model has {model.layers} layer{'s' * (model.layers != 1)}"
 
-    def neighbours(self, edit: Edit, model: Searched) -> Iterator[Edit]:
-        """Edits that may stand in the place of one: of the same layers, or of the same kind one layer further."""
-        for other in self.edits(model):
-            same = (other.first, other.stop) == (edit.first, edit.stop)
-            shifted = other.option == edit.option and abs(other.first - edit.first) <= 1
-            if other != edit and (same or shifted):
-                yield other
-
     def stretches(self, model: Searched) -> Iterator[list[Edit]]:
         """Unbroken stretches, as papers choose them: edits side by side, from every layer on, as far as there are.
 

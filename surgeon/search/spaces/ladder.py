@@ -76,16 +76,6 @@ class Ladder(Space):
             found += [AppliedOperation("ladder", layers_joined(layers), {"sublayers": half})] if layers else []
         return tuple(found)
 
-    def neighbours(self, edit: Edit, model: Searched) -> Iterator[Edit]:
-        """Of a range, those one layer longer, shorter or further; else as always."""
-        if self.what != "ranges":
-            yield from super().neighbours(edit, model)
-            return
-        for before, behind in ((-1, -1), (-1, 0), (0, -1), (0, 1), (1, 0), (1, 1)):
-            first, stop = edit.first + before, edit.stop + behind
-            if 0 <= first < stop <= model.layers:
-                yield Edit(first, stop, self.name)
-
     def stretches(self, model: Searched) -> Iterator[list[Edit]]:
         """Layers one by one, from every layer on; attentions alone, MLPs alone, and both."""
         edits = [edit for edit in self.edits(model) if len(edit.layers) == 1]

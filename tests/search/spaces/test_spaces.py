@@ -1,4 +1,4 @@
-"""What each space's edits are, what it takes behind a colon, and the stretches and neighbours that it names."""
+"""What each space's edits are, what it takes behind a colon, and the stretches that it names."""
 
 from __future__ import annotations
 
@@ -190,16 +190,3 @@ def test_stretches_of_ranks_have_one_share() -> None:
     assert everything[1::2] in found
     assert everything[2:] in found
     assert len(found) == 3 * 3 * 3  # shares, kinds, first layers
-
-
-def test_neighbours_are_near() -> None:
-    def near(spaces: str, edit: str) -> set[str]:
-        return set(shown(mixture(spaces, layers=6).neighbours(Edit.parse(edit))))
-
-    assert near("pair", "pair 2:4") == {"pair 1:3", "pair 3:5"}
-    assert near("drop", "drop 0:1 mlp") == {"drop 0:1", "drop 0:1 attention", "drop 1:2 mlp"}
-    assert near("ladder:ranges", "ladder 1:3") == {
-        *("ladder 0:2", "ladder 0:3", "ladder 1:2", "ladder 1:4", "ladder 2:3", "ladder 2:4"),
-    }
-    ranks = {f"rank 2:3 {kind}:{keep}" for kind in ("attention", "mlp") for keep in (0.8, 0.6, 0.4)}
-    assert near("rank", "rank 2:3 mlp:0.6") == ranks - {"rank 2:3 mlp:0.6"} | {"rank 1:2 mlp:0.6", "rank 3:4 mlp:0.6"}
