@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 from surgeon.program import Program
 from surgeon.quality.summary import CONFIDENCE, interval
 from surgeon.search.objectives import Objective
+from surgeon.search.optimise import Numbers
 from surgeon.search.pricing import Pricing
 from surgeon.search.trial import MeasuredProgram, Trial
-
-Numbers = NDArray[np.float64]
 
 RESAMPLES = 2000
 SENSITIVITY = 1.0  # S of Kneedle
