@@ -1,21 +1,23 @@
 """A model's logits held against those of a teacher, and against the text, in little memory.
 
-The gradient of both is known in closed form, so that it is computed with the loss, some tokens at a time: beside the
-logits themselves there is one more tensor of their size, their gradient, where plain PyTorch keeps half a dozen.
+The gradient of both is known in closed form, so that it is computed with the loss, some tokens at a time, and put where
+the teacher's logits were: no other tensor of the logits' size is made, where plain PyTorch makes five.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from surgeon.quality.head import BLOCK_BYTES, LEAST_ROWS
+from surgeon.quality.head import BLOCK_BYTES
 
+LEAST_ROWS = 8  # of a block
 IGNORED = -100  # the label of a token that is not predicted, as PyTorch has it
 
 
@@ -25,16 +27,15 @@ class TeacherTarget(Protocol):
     def room(self, logits: Tensor) -> Tensor:
         """A tensor like these logits whose values are of no use any more, once their rows were compared."""
 
-    def compare(self, rows: slice, scaled: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    def compare(self, rows: slice, log_q: Tensor) -> tuple[Tensor, Tensor]:
         """The divergence of a student from the teacher, token by token.
 
         Args:
             rows: which of the tokens.
-            scaled: (rows, vocabulary), the student's logits divided by the temperature, float32.
-            log_q: (rows, vocabulary), their log-softmax.
+            log_q: (rows, vocabulary), the log-softmax of the student's logits divided by the temperature, float32.
 
         Returns:
-            The divergence in nats, (rows,), and its gradient for `scaled`, (rows, vocabulary).
+            The divergence in nats, (rows,), and its gradient for the divided logits, (rows, vocabulary).
         """
 
 
@@ -53,13 +54,13 @@ class FullLogits:
         alike = self.logits.dtype == logits.dtype and self.logits.device == logits.device
         return self.logits if alike and self.logits.is_contiguous() else torch.empty_like(logits)
 
-    def compare(self, rows: slice, scaled: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-        if self.logits.shape[1] != scaled.shape[1]:
+    def compare(self, rows: slice, log_q: Tensor) -> tuple[Tensor, Tensor]:
+        if self.logits.shape[1] != log_q.shape[1]:
             raise ValueError(
                 f"the teacher has a vocabulary of {self.logits.shape[1]:,} tokens and the student one of "
-                f"{scaled.shape[1]:,}; distil from a model with the same vocabulary"
+                f"{log_q.shape[1]:,}; distil from a model with the same vocabulary"
             )
-        log_p = functional.log_softmax(self.logits[rows].to(scaled.device).float() / self.temperature, dim=-1)
+        log_p = functional.log_softmax(self.logits[rows].to(log_q.device).float() / self.temperature, dim=-1)
         p = log_p.exp()
         divergence = (p * log_p.sub_(log_q)).sum(-1)
         return divergence, log_q.exp().sub_(p)
@@ -99,8 +100,8 @@ class TopLogits:
     def room(self, logits: Tensor) -> Tensor:
         return torch.empty_like(logits)
 
-    def compare(self, rows: slice, scaled: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-        ids, log_p, rest = (each[rows].to(scaled.device) for each in (self.ids.long(), self.log_p, self.rest))
+    def compare(self, rows: slice, log_q: Tensor) -> tuple[Tensor, Tensor]:
+        ids, log_p, rest = (each[rows].to(log_q.device) for each in (self.ids.long(), self.log_p, self.rest))
         p, others = log_p.exp(), _without(log_q, ids)
         # Where nothing is left for the others, their share is 0, and its logarithm no number to reckon with.
         log_q_rest = torch.where(rest.isneginf(), 0, others.logsumexp(-1))
@@ -153,18 +154,20 @@ class LogitsTask:
     def block(self, rows: slice, student: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Divergence (times T^2) and negative log-likelihood of some tokens, summed, and the gradient of the loss."""
         wanted = self.labels[rows] != IGNORED
-        gradient = torch.zeros_like(student)
-        divergence = nll = student.new_zeros(len(student))
+        softened = functional.log_softmax(student if self.temperature == 1 else student / self.temperature, dim=-1)
+        divergence = nll = student.new_zeros(())
+        slopes = []
         if self.target is not None:
-            scaled = student / self.temperature
-            divergence, slope = self.target.compare(rows, scaled, functional.log_softmax(scaled, dim=-1))
-            divergence = divergence * self.temperature**2
-            gradient += slope.mul_(self.logits * self.temperature)
+            by_token, slope = self.target.compare(rows, softened)
+            divergence = torch.where(wanted, by_token, 0).sum() * self.temperature**2
+            slopes.append(slope.mul_((wanted * (self.logits * self.temperature))[:, None]))
         if self.text:
-            nll, slope = _towards_text(student, torch.where(wanted, self.labels[rows], 0))
-            gradient += slope.mul_(self.text)
-        gradient.mul_(wanted[:, None])
-        return torch.where(wanted, divergence, 0).sum(), torch.where(wanted, nll, 0).sum(), gradient
+            log_q = softened if self.temperature == 1 else functional.log_softmax(student, dim=-1)
+            labels = torch.where(wanted, self.labels[rows], 0)[:, None]
+            nll = -torch.where(wanted, log_q.gather(-1, labels)[:, 0], 0).sum()
+            slope = log_q.exp_().scatter_add_(-1, labels, log_q.new_full(labels.shape, -1))
+            slopes.append(slope.mul_((wanted * self.text)[:, None]))
+        return divergence, nll, reduce(Tensor.add_, slopes)
 
 
 class _KnownGradient(torch.autograd.Function):
@@ -172,9 +175,9 @@ class _KnownGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, student: Tensor, task: LogitsTask) -> tuple[Tensor, Tensor, Tensor]:
-        parts = []
+        parts = [student.new_zeros(2, dtype=torch.float32)]
         room = task.room(student) if ctx.needs_input_grad[0] else None
-        for rows in blocks(student):
+        for rows in blocks(student) if task.target is not None or task.text else ():
             divergence, nll, gradient = task.block(rows, student[rows].float())
             parts.append(torch.stack([divergence, nll]))
             if room is not None:
@@ -197,13 +200,6 @@ def blocks(logits: Tensor) -> Iterator[slice]:
     limit = BLOCK_BYTES.get(logits.device.type, BLOCK_BYTES["cpu"])
     rows = max(LEAST_ROWS, limit // (4 * logits.shape[1]))
     return (slice(start, start + rows) for start in range(0, len(logits), rows))
-
-
-def _towards_text(student: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The negative log-likelihood of labels, (tokens,), and its gradient."""
-    log_q = functional.log_softmax(student, dim=-1)
-    nll = -log_q.gather(-1, labels[:, None])[:, 0]
-    return nll, log_q.exp_().scatter_add_(-1, labels[:, None], -torch.ones_like(nll)[:, None])
 
 
 def _without(log_p: Tensor, ids: Tensor) -> Tensor:
