@@ -14,6 +14,7 @@ from typing import Any
 
 from surgeon.checkpoint.card_tables import measured_parts
 from surgeon.checkpoint.card_text import bullet, code, joined, link, paragraph, plural, table
+from surgeon.checkpoint.card_training import trained_how, training_section
 from surgeon.checkpoint.card_usage import usage
 from surgeon.checkpoint.describe import Description, describe
 from surgeon.checkpoint.inherit import CARD_FILE, Inherited
@@ -51,7 +52,8 @@ def identity_of(found: Description, checkpoint: Checkpoint) -> Identity:
     program = stored_program(checkpoint) or Program.dense(found.config.num_hidden_layers, steps)
     source_hash = found.report["source"].get("model_hash")
     dense = Program.dense(found.num_layers, steps)
-    return Identity(found.name, checkpoint.model_hash(), program, source_hash, found.program, dense)
+    trained = found.training is not None
+    return Identity(found.name, checkpoint.model_hash(), program, source_hash, found.program, dense, trained)
 
 
 def write_card(folder: Path, name: str, measured: Measured | None = None) -> Inherited:
@@ -137,6 +139,7 @@ def _body(found: Description, folder: Path, name: str, inherited: Inherited, mea
     """The text, part by part, each ended by a line's end."""
     yield f"# {name}\n"
     yield from _what_was_done(found, name)
+    yield from training_section(found.training, name)
     yield from measured_parts(measured, name)
     yield from usage(found, folder, name)
     yield from _proof(found)
@@ -150,7 +153,7 @@ def _what_was_done(found: Description, name: str) -> Iterator[str]:
     syncs = [str(each.sync_points(2)) for each in (program, dense)]
     yield paragraph(
         f"This is {_base(found.model)} ({found.family.name}, {plural(found.num_layers, 'layer')}) after surgery with "
-        f"surgeon {report.get('surgeon', '')}, without further training."
+        f"surgeon {report.get('surgeon', '')}, {trained_how(found.training)}."
     )
     before = report.get("source", {}).get("parameters")
     after = "" if found.weights is None else f"{found.weights.parameters:,}"
@@ -205,10 +208,16 @@ def _proof(found: Description) -> Iterator[str]:
     if not isinstance(proof, dict):
         return
     yield "## Proof\n"
+    beside, holds = "original", "So what is measured of the original under this program holds for these files."
+    if found.training is not None:
+        beside = "trained model"
+        holds = (
+            "Their program is that of the recipe, step by step. Their weights are no longer the original's, so what is "
+            "measured of the original under this program does not hold for them."
+        )
     yield paragraph(
         f"Before these files got their name they were loaded and run on {proof['tokens']} random tokens, beside the "
-        f"original under the same program. {_differ(proof)} So what is measured of the original under this program "
-        "holds for these files."
+        f"{beside} under the same program. {_differ(proof)} {holds}"
     )
     known = report["source"].get("model_hash")
     named = f"The original has the SHA-256 `{known}` (over its configuration and its weight files). " if known else ""

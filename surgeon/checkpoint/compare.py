@@ -185,6 +185,7 @@ def _facts_of(one: Description) -> dict[str, Any]:
         "in layers": one.program.parameters(one.family.layer_shapes(one.config)),
         "model": None if one.recipe is None else one.recipe.model,
         "made for": _made_for(one),
+        "trained": None if one.report is None else one.trained or "not after the edit",
     }
     return {name: value for name, value in facts.items() if value is not None}
 
@@ -199,8 +200,10 @@ def _made_for(one: Description) -> str | None:
 
 def _keys(one: Description, checkpoint: Checkpoint) -> dict[Key, str]:
     """The stored name of every tensor."""
-    if one.report is None:  # nothing says that its layers come from other ones
-        sources: list[tuple[int, ...]] = [(layer,) for layer in range(int(one.config.num_hidden_layers))]
+    if one.sources is not None:
+        sources = one.sources
+    elif one.report is None:  # nothing says that its layers come from other ones
+        sources = [(layer,) for layer in range(int(one.config.num_hidden_layers))]
     else:
         assert one.form is not None
         sources = one.form.sources(one.program, one.family, one.num_layers)

@@ -12,6 +12,7 @@ from transformers import AutoConfig
 from surgeon.checkpoint.forms import Form, form_of
 from surgeon.checkpoint.load import read_config, stored_program
 from surgeon.checkpoint.read import DEMO, Checkpoint, locate, read_json
+from surgeon.checkpoint.training import lacking
 from surgeon.errors import shown
 from surgeon.families import Family, family_of
 from surgeon.program import Program
@@ -49,6 +50,8 @@ class Description:
         weights: what the files hold; None for a recipe.
         report: surgeon.json, if the checkpoint has one.
         recipe: if that is what is described.
+        sources: for each layer of the checkpoint, the unedited model's layers that it comes from, where surgeon.json
+            says so; else they follow from the program and the form.
     """
 
     name: str
@@ -61,6 +64,20 @@ class Description:
     weights: Weights | None = None
     report: dict[str, Any] | None = None
     recipe: Recipe | None = None
+    sources: list[tuple[int, ...]] | None = None
+
+    @property
+    def training(self) -> dict[str, Any] | None:
+        """What surgeon.json says of the training that followed the edit; None where there was none."""
+        return (self.report or {}).get("trained")
+
+    @property
+    def trained(self) -> str | None:
+        """That training in a few words; None where there was none."""
+        said = self.training
+        if said is None:
+            return None
+        return f"{said['steps']:,} steps on {said['tokens']:,} tokens of {said['data']}, {said['method']}"
 
 
 def describe(what: str | Path) -> Description:
@@ -103,16 +120,18 @@ def _describe_checkpoint(path: Path, name: str | Path) -> Description:
     config = read_config(checkpoint)
     family = family_of(config)
     report, held = _report_of(checkpoint), stored_program(checkpoint)
-    layers = int(config.num_hidden_layers)
+    layers, form, sources = int(config.num_hidden_layers), form_of(checkpoint), None
     model, program = None, Program.dense(layers, family.steps_per_layer)
     if report is not None:
         model, layers, program = report["source"]["model"], report["source"]["num_layers"], report["program"]
         program = Program.parse(program)
+        stored = report.get("stored_layers")
+        sources = None if stored is None else list(map(tuple, stored))
     elif held is not None:
         program = held
     return Description(
         name=path.resolve().name if path.is_dir() else str(name),
-        form=form_of(checkpoint),
+        form=form,
         model=model,
         config=config,
         family=family,
@@ -120,6 +139,7 @@ def _describe_checkpoint(path: Path, name: str | Path) -> Description:
         num_layers=layers,
         weights=Weights.of(checkpoint),
         report=report,
+        sources=sources,
     )
 
 
@@ -141,7 +161,21 @@ def _report_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
         raise ValueError(f"{path} is not what surgeon export writes: it lacks the program or its source")
     if isinstance(proof, dict) and not _is_proof(proof):
         raise ValueError(f"{path} is not what surgeon export writes: its proof is {shown(proof, 200)}; export again")
+    if (trained := report.get("trained")) is not None and not _is_training(trained):
+        raise ValueError(f"{path} is not what surgeon export writes: it has trained: {shown(trained, 200)}")
+    if (stored := report.get("stored_layers")) is not None and not _are_layers(stored, layers):
+        raise ValueError(f"{path} is not what surgeon export writes: it has stored_layers: {shown(stored, 200)}")
     return report
+
+
+def _is_training(trained: Any) -> bool:
+    return isinstance(trained, dict) and lacking(trained) is None
+
+
+def _are_layers(stored: Any, num_layers: int) -> bool:
+    """Whether it is a list of lists of the original's layers."""
+    lists = isinstance(stored, list) and all(isinstance(one, list) for one in stored)
+    return lists and all(type(layer) is int and 0 <= layer < num_layers for one in stored for layer in one)
 
 
 def _is_proof(proof: dict[str, Any]) -> bool:

@@ -25,6 +25,7 @@ from surgeon.checkpoint.prove import Proof, original_model, prove, reference_of,
 from surgeon.checkpoint.read import Checkpoint, check_inside, locate
 from surgeon.checkpoint.staging import check_space, check_target, is_full, scratch, show_bytes, staged
 from surgeon.checkpoint.tokenizer import keep_tokenizer_class
+from surgeon.checkpoint.training import Training, layers_by_recipe, layers_of_the_original
 from surgeon.checkpoint.verify import Background, FileRecord, ReadBack
 from surgeon.checkpoint.write import shard_limit, split_into_shards, write_weights
 from surgeon.errors import did_you_mean
@@ -202,6 +203,7 @@ def write_export(
     advance: Advance = lambda _: None,
     measured: Measured | None = None,
     alive: Callable[[Tensor], Tensor] | None = None,
+    training: Training | None = None,
 ) -> Proof:
     """Write the checkpoint, prove it, and give it its name.
 
@@ -211,9 +213,11 @@ def write_export(
         advance: told of every amount of bytes gone through, in all `plan.passes` times `plan.weight_bytes`.
         measured: for the model card.
         alive: logits (batch, tokens, vocabulary) of a model in memory that the original was written from, on tokens.
+        training: of that model, whose original is another one then; its recipe counts.
 
     Raises:
-        NotProven: if what was written does not compute what the program does.
+        NotProven: if what was written does not compute what the program does, or it is not that of the recipe that
+            the model was trained with.
         FileExistsError: if the target is in the way.
         OSError: if the disk is full or cannot be written. Whatever is raised, what was under the target's name before
             is there as it was, and nothing else.
@@ -222,8 +226,9 @@ def write_export(
     check_apart(source.folder, target)
     check_target(target, overwrite)
     check_space(target.parent, plan.needed_bytes)
+    told = _told_of(plan, recipe) if training is None else _told_of_training(plan, training)
     with _one_core_left(), _factors_once(plan, target):
-        return _write_and_prove(plan, target, overwrite, recipe, advance, measured, alive)
+        return _write_and_prove(plan, target, overwrite, told, advance, measured, alive)
 
 
 @contextmanager
@@ -255,15 +260,15 @@ def _write_and_prove(
     plan: ExportPlan,
     target: Path,
     overwrite: bool,
-    recipe: str | None,
+    told: dict[str, Any],
     advance: Advance,
     measured: Measured | None,
     alive: Callable[[Tensor], Tensor] | None,
 ) -> Proof:
     source, size = plan.original.checkpoint, plan.weight_bytes
     hashing = Background(source.model_hash)  # reads all files once more, beside everything else
-    with stretch(advance, size) as told:
-        reference = reference_of(source, plan.original.config, plan.program, told, plan.factors)
+    with stretch(advance, size) as read:
+        reference = reference_of(source, plan.original.config, plan.program, read, plan.factors)
     if alive is not None:
         require_alike(reference, alive, {source.dtype(name) for name in source.names()})
     try:
@@ -272,11 +277,12 @@ def _write_and_prove(
             read_back = ReadBack()
             shards = split_into_shards(plan.tensors, shard_limit(source))
             records = write_weights(partial, shards, advance, read_back.add)
-            with stretch(advance, (plan.passes - 2) * size) as told:
-                proof = prove(reference, partial, plan.layout.form, plan.tensors, told)
+            with stretch(advance, (plan.passes - 2) * size) as read:
+                proof = prove(reference, partial, plan.layout.form, plan.tensors, read)
             read_back.finish()
             hashing.result()
-            write_json(partial / REPORT_FILE, _report(plan, proof, recipe, _with_others(partial, records)))
+            report = {"surgeon": surgeon.__version__, "source": source_record(plan.original)} | told
+            write_json(partial / REPORT_FILE, report | _proven(proof, _with_others(partial, records)))
             inherited = write_card(partial, target.absolute().name, measured)
         for note in inherited.notes:
             warnings.warn(f"the base model's card: {note}", stacklevel=2)
@@ -342,24 +348,50 @@ def _write_companions(partial: Path, plan: ExportPlan) -> None:
         keep_tokenizer_class(partial, plan.original.config)
 
 
-def _report(plan: ExportPlan, proof: Proof, recipe: str | None, files: dict[str, FileRecord]) -> dict[str, Any]:
-    """surgeon.json: what was done, from what, and how it was proven."""
-    original = plan.original
+def _told_of(plan: ExportPlan, recipe: str | None) -> dict[str, Any]:
+    """What surgeon.json says of what was done."""
+    return _done(plan, plan.program) | {"recipe": recipe}
+
+
+def _told_of_training(plan: ExportPlan, training: Training) -> dict[str, Any]:
+    """The same of a trained model: its recipe's program, over the layers of the original that it once was.
+
+    Raises:
+        NotProven: if the model runs another program.
+    """
+    whose = layers_by_recipe(training.recipe_program, plan.program)
+    return _done(plan, training.recipe_program) | {
+        "recipe": training.recipe,
+        "source": training.source,
+        "trained": training.training,
+        "stored_layers": layers_of_the_original(plan.layout, whose),
+    }
+
+
+def _done(plan: ExportPlan, program: Program) -> dict[str, Any]:
     return {
-        "surgeon": surgeon.__version__,
         "form": plan.layout.form.name,
         "reason": plan.layout.reason,
-        "program": str(plan.program),
-        "effective_depth": plan.program.effective_depth(original.family.steps_per_layer),
-        "sync_points_on_two_ranks": plan.program.sync_points(2),
-        "recipe": recipe,
-        "source": {
-            "model": original.public_name,
-            "num_layers": original.config.num_hidden_layers,
-            "parameters": Weights.of(original.checkpoint).parameters,
-            "model_hash": original.checkpoint.model_hash(),
-            "card": inherit(original.checkpoint.folder).to_json(),
-        },
+        "program": str(program),
+        "effective_depth": program.effective_depth(plan.original.family.steps_per_layer),
+        "sync_points_on_two_ranks": program.sync_points(2),
+    }
+
+
+def source_record(original: Original) -> dict[str, Any]:
+    """What surgeon.json says of the original; its files are read for their hash, once."""
+    return {
+        "model": original.public_name,
+        "num_layers": original.config.num_hidden_layers,
+        "parameters": Weights.of(original.checkpoint).parameters,
+        "model_hash": original.checkpoint.model_hash(),
+        "card": inherit(original.checkpoint.folder).to_json(),
+    }
+
+
+def _proven(proof: Proof, files: dict[str, FileRecord]) -> dict[str, Any]:
+    """How it was proven, and what was written."""
+    return {
         "proof": asdict(proof),
         "files": {name: asdict(record) for name, record in files.items()},
         "versions": versions(),

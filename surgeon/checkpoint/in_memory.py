@@ -25,6 +25,7 @@ from surgeon.checkpoint.prove import Proof
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.staging import check_target, scratch
 from surgeon.checkpoint.tokenizer import keep_tokenizer_class
+from surgeon.checkpoint.training import Training
 from surgeon.edited_layers import EditedLayers
 from surgeon.families import family_of
 from surgeon.families.fused import FUSED
@@ -66,6 +67,7 @@ def export(
     dtype: str | None = None,
     tokenizer: Any = None,
     overwrite: bool = False,
+    training: Training | None = None,
 ) -> Proof:
     """Write what a model in memory is now as a checkpoint, in the most portable form that is exact, with its proof.
 
@@ -79,9 +81,11 @@ def export(
         dtype: of the written weights, "float32", "float16" or "bfloat16"; by default each tensor keeps its own.
         tokenizer: written beside the weights; by default the files beside the weights that the model was loaded from.
         overwrite: replace an existing checkpoint.
+        training: what the model went through since its edit, where that is to be known of the checkpoint: its original
+            is named as the source then, and its program is proven to be the recipe's.
 
     Raises:
-        NotProven: if what was written does not compute what the model does.
+        NotProven: if what was written does not compute what the model does, or its program is not the recipe's.
         ValueError: if the architecture is not supported, adapters are not merged, or the form cannot hold the program.
         FileExistsError: if the target is in the way.
         OSError: if the disk is full or cannot be written; whatever is raised, the target is as it was.
@@ -98,7 +102,7 @@ def export(
         name = model.name_or_path if model.name_or_path and Path(model.name_or_path).exists() else "a model in memory"
         original = replace(Original.open(source), name=name)
         plan = plan_export(original, stored.program, form, dtype)
-        return write_export(plan, target, overwrite, alive=lambda tokens: logits_of(model, tokens))
+        return write_export(plan, target, overwrite, alive=lambda tokens: logits_of(model, tokens), training=training)
 
 
 def save_edited(model: PreTrainedModel, save_directory: str | Path, **options: Any) -> None:

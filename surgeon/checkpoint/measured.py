@@ -37,6 +37,7 @@ class Identity:
         source_hash: of the model that it was made of; None if surgeon.json, of an earlier version, does not say it.
         source_program: the program that was exported, over the source's layers.
         dense: the source's unedited program.
+        trained: whether its weights were trained after the edit, so that nothing measured of the source's holds.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Identity:
     source_hash: str | None
     source_program: Program
     dense: Program
+    trained: bool = False
 
     def is_edited(self, path: Path, model_hash: str, program: Program) -> bool:
         """Whether it is of the checkpoint, and not of its source as it was.
@@ -52,10 +54,17 @@ class Identity:
         Raises:
             MeasuredElsewhere: if it is of neither, saying what it is of.
         """
-        if (model_hash, program) in ((self.model_hash, self.program), (self.source_hash, self.source_program)):
+        if (model_hash, program) == (self.model_hash, self.program):
             return True
         if (model_hash, program) == (self.source_hash, self.dense):
-            return False
+            return self.source_program == self.dense and not self.trained
+        if (model_hash, program) == (self.source_hash, self.source_program):
+            if not self.trained:
+                return True
+            raise MeasuredElsewhere(
+                f"{path} was measured on the source of {self.name} under its program, and {self.name} was trained "
+                "since; measure it itself"
+            )
         if model_hash in (self.model_hash, self.source_hash):
             raise MeasuredElsewhere(
                 f"{path} was measured under another program than that of {self.name}: {_cut(program)}"

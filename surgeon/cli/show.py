@@ -94,8 +94,10 @@ def facts(found: Description) -> Iterator[tuple[str, str]]:
             yield "weights", found.recipe.weights
     yield "program", outline_text(program, found.num_layers, steps)
     yield from (("ranks", line) for line in rank_lines(program))
+    if found.trained is not None:
+        yield "trained", found.trained
     if found.report is not None and isinstance(proof := found.report.get("proof"), dict):
-        yield "proof", _proof(proof)
+        yield "proof", _proof(proof, "the program's" if found.trained is None else "those of the trained weights")
 
 
 def _model(found: Description) -> str:
@@ -120,9 +122,9 @@ def _left(found: Description, dense: Program) -> str | None:
     return f"{left:,} of {before:,} in the layers' matrices ({left / before:.1%})"
 
 
-def _proof(proof: dict[str, Any]) -> str:
+def _proof(proof: dict[str, Any], whose: str) -> str:
     tokens, exact = proof["tokens"], proof["exact"]
-    text = f"on {tokens} random tokens its logits differ from the program's by {exact:.1g} of their scale"
+    text = f"on {tokens} random tokens its logits differ from {whose} by {exact:.1g} of their scale"
     rounded = proof["dtype"] != "float32"  # float32 stands for all that was not rounded
     return text + (f", {proof['written']:.1g} as stored in {proof['dtype']}" if rounded else "")
 
@@ -134,4 +136,5 @@ def what_it_is(found: Description) -> str:
     if found.report is None:
         inside = found.form is not None and found.form.shipped is not None
         return f"a checkpoint in {found.form} form" if inside else "a checkpoint"
-    return f"{found.model} in {found.form} form, by surgeon {found.report.get('surgeon', '?')}"
+    healed = "" if found.trained is None else ", trained since"
+    return f"{found.model} in {found.form} form, by surgeon {found.report.get('surgeon', '?')}{healed}"

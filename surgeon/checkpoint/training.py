@@ -1,0 +1,157 @@
+"""What a checkpoint keeps of a training that followed surgery, and whether its program is the one that was trained.
+
+Training changes every weight that it reaches, so that nothing measured of the original holds any more. What can still
+be proven is the program: what is stored runs what the recipe says, with the layers under other numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from surgeon.checkpoint.forms import Layout
+from surgeon.checkpoint.measured import public
+from surgeon.checkpoint.prove import NotProven
+from surgeon.errors import shown
+from surgeon.program import Fork, Node, Program, Sublayer
+
+_ENTRIES: dict[str, type] = {"method": str, "data": str, "data_hash": str, "steps": int, "tokens": int}
+_SOURCE = {"model": str, "num_layers": int, "parameters": int, "model_hash": str}
+STAGES = ("original", "edited", "healed")  # of which `training` may have the quality on held-out text
+
+
+@dataclass(frozen=True)
+class Training:
+    """What `surgeon.export` is told of a model that was trained after its edit.
+
+    Attributes:
+        recipe: the recipe's text, to be kept; None where there was none.
+        recipe_program: the program over the layers of the original.
+        source: of the original, as surgeon.json has it (`source_record` of surgeon.checkpoint.export): its model,
+            num_layers, parameters, model_hash and card.
+        training: JSON values. `method`, `data` and `data_hash` are texts, `steps` and `tokens` numbers; `original`,
+            `edited` and `healed`, where they are there, are qualities (`TextQuality.to_json`) on the text `held_out`
+            (with `held_out_hash`). Whatever else there is (settings, versions) is kept. Of texts that are files on
+            this machine only their names are.
+
+    Raises:
+        ValueError: if an entry that cards show is missing, or is something else.
+    """
+
+    recipe: str | None
+    recipe_program: Program
+    source: dict[str, Any]
+    training: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        for what, reason in (("training", lacking(self.training)), ("source", lacking(self.source, _SOURCE))):
+            if reason is not None:
+                raise ValueError(f"the record of the {what} needs {reason}")
+        # Nothing that is published says where a file lay on this machine.
+        texts = {name: public(self.training[name]) for name in ("data", "held_out") if name in self.training}
+        object.__setattr__(self, "training", _finite(self.training | texts))
+
+
+def lacking(entries: dict[str, Any], known: dict[str, type] = _ENTRIES) -> str | None:
+    """What a record lacks that cards show; None if it is whole. By default of a training's."""
+    for name, kind in known.items():
+        if type(entries.get(name)) is not kind:
+            return f"{name}, {'a text' if kind is str else 'a whole number'}, and has {shown(entries.get(name))}"
+    stages = (name for name in STAGES if entries.get(name) is not None)
+    return next((f"{name} with its perplexity" for name in stages if not _is_quality(entries[name])), None)
+
+
+def _is_quality(value: Any) -> bool:
+    """Whether it is what `TextQuality.to_json` gives."""
+    if not isinstance(value, dict) or type(value.get("tokens")) is not int:
+        return False
+    numbers = [value.get("perplexity"), value.get("divergence")]
+    pairs = [value.get("perplexity_interval"), value.get("divergence_interval")]
+    numbers += [end for pair in pairs if pair is not None for end in (pair if _is_pair(pair) else [pair])]
+    return all(number is None or type(number) in (int, float) for number in numbers)
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2
+
+
+def _finite(value: Any) -> Any:
+    """The same JSON value with None for numbers that are none, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _finite(inside) for key, inside in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inside) for inside in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+Whose = dict[tuple[str, int], tuple[int, ...]]  # by kind and number of a stored layer: the original's layers
+
+
+def layers_by_recipe(recipe: Program, stored: Program) -> Whose:
+    """Of which of the original's layers each stored sublayer is, if a stored program is the recipe's.
+
+    They are the same if one is the other with its layers under other numbers: the same steps and forks, of the same
+    slices and ranks, one stored sublayer wherever the recipe has one. The order within a step does not count.
+
+    Args:
+        recipe: over the original's layers.
+        stored: over the layers that are stored, one for each sublayer.
+
+    Raises:
+        NotProven: naming the first step that differs.
+    """
+    whose: Whose = {}
+    places: dict[tuple[Any, ...], int] = {}
+    for asked, found in _side_by_side(recipe.nodes, stored.nodes):
+        (place,), pieces = found.layers, found.piece and found.piece[1]
+        known = places.setdefault((asked.kind, asked.layers, pieces, asked.ranks), place)
+        if known != place or whose.setdefault((found.kind, place), asked.layers) != asked.layers:
+            raise NotProven(
+                f"the model does not run the recipe's program: where that has {asked}, it has {found}, which stands "
+                "for another sublayer elsewhere"
+            )
+    return whose
+
+
+def _side_by_side(recipe: Sequence[Node], stored: Sequence[Node]) -> Iterator[tuple[Sublayer, Sublayer]]:
+    """The sublayers of two programs that stand in the same place."""
+    if len(recipe) != len(stored):
+        raise NotProven(
+            f"the model does not run the recipe's program: it has {len(stored)} steps or forks where that has "
+            f"{len(recipe)}"
+        )
+    for asked, found in zip(recipe, stored, strict=True):
+        if isinstance(asked, Fork) or isinstance(found, Fork):
+            if not isinstance(asked, Fork) or not isinstance(found, Fork) or len(asked.branches) != len(found.branches):
+                raise _differ(asked, found)
+            for branches in zip(asked.branches, found.branches, strict=True):
+                yield from _side_by_side(*branches)
+            continue
+        first, second = (sorted(step.sublayers, key=_shape) for step in (asked, found))
+        if asked.late != found.late or list(map(_shape, first)) != list(map(_shape, second)):
+            raise _differ(asked, found)
+        yield from zip(first, second, strict=True)
+
+
+def _shape(sublayer: Sublayer) -> tuple[Any, ...]:
+    """What a sublayer is, whatever its layer."""
+    return sublayer.kind, sublayer.piece or (0, 1), sublayer.ranks
+
+
+def _differ(asked: Node, found: Node) -> NotProven:
+    return NotProven(f"the model does not run the recipe's program: where that has {asked}, it has {found}")
+
+
+def layers_of_the_original(layout: Layout, whose: Whose) -> list[list[int]]:
+    """For each layer of a checkpoint, the original's layers that it is made of.
+
+    Args:
+        layout: over the layers that the model has in memory.
+    """
+    found = []
+    for layer in layout.layers:
+        pairs = [(sublayer.kind, place) for sublayer in layer.sublayers for place in sublayer.layers]
+        found.append(list(dict.fromkeys(of for pair in pairs for of in whose.get(pair, ()))))
+    return found
