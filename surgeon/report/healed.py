@@ -30,7 +30,11 @@ class WithInterval:
 
 @dataclass(frozen=True)
 class OnHeldOut:
-    """A model on held-out text: as it was, as edited, or as healed; of the original the divergence is 0."""
+    """A model on held-out text: as it was, as edited, or as healed.
+
+    Attributes:
+        divergence: from the original, whose own is 0; NaN where the original is not known.
+    """
 
     perplexity: WithInterval
     divergence: WithInterval
@@ -41,7 +45,7 @@ class OnHeldOut:
         """From what `TextQuality.to_json` wrote.
 
         Raises:
-            ValueError: if a perplexity is not above 0, or there is no divergence where there should be one.
+            ValueError: if a perplexity is not above 0.
         """
         perplexity = _measured(stored, "perplexity")
         divergence = WithInterval(0.0, 0.0, 0.0) if original else _measured(stored, "divergence")
@@ -53,7 +57,7 @@ class OnHeldOut:
 def _measured(stored: dict[str, Any], name: str) -> WithInterval:
     ends = stored.get(f"{name}_interval") or NO_INTERVAL
     low, high = (float(end) for end in ends)
-    return WithInterval(float(stored[name]), low, high)
+    return WithInterval(math.nan if stored[name] is None else float(stored[name]), low, high)
 
 
 @dataclass(frozen=True)
@@ -84,28 +88,27 @@ NOTHING = Regained(math.nan, math.nan, math.nan, certain=False)
 
 @dataclass(frozen=True)
 class Healing:
-    """One run: the three models on the same held-out text."""
+    """One run: the three models on the same held-out text; the original is None where it is not known."""
 
-    original: OnHeldOut
+    original: OnHeldOut | None
     edited: OnHeldOut
     healed: OnHeldOut
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> Healing:
         """From `heal.json`; errors as in `OnHeldOut.of`."""
-        return cls(
-            OnHeldOut.of(record["original"], original=True),
-            OnHeldOut.of(record["edited"]),
-            OnHeldOut.of(record["healed"]),
-        )
+        original = None if record["original"] is None else OnHeldOut.of(record["original"], original=True)
+        return cls(original, OnHeldOut.of(record["edited"]), OnHeldOut.of(record["healed"]))
 
     @property
-    def of_perplexity(self) -> Regained:
-        """Of log-perplexity, (edited - healed) / (edited - original).
+    def of_perplexity(self) -> Regained | None:
+        """Of log-perplexity, (edited - healed) / (edited - original); None where the original is not known.
 
         The intervals are of each model by itself over the same windows, and so much wider than that of a difference;
         no range of the share follows from them.
         """
+        if self.original is None:
+            return None
         original, edited, healed = (s.perplexity for s in (self.original, self.edited, self.healed))
         lost = _log(edited.value) - _log(original.value)
         if not (math.isfinite(lost) and lost > 0):
@@ -114,9 +117,11 @@ class Healing:
         return Regained(share, *NO_INTERVAL, certain=edited.has_interval and not edited.overlaps(original))
 
     @property
-    def of_divergence(self) -> Regained:
+    def of_divergence(self) -> Regained | None:
         """Of divergence, (edited - healed) / edited: that of the original from itself is 0."""
         edited, healed = self.edited.divergence, self.healed.divergence
+        if math.isnan(edited.value):
+            return None
         if not (math.isfinite(edited.value) and edited.value > 0):
             return NOTHING
         certain = edited.has_interval and edited.low > 0

@@ -64,17 +64,22 @@ def test_a_share_is_told_with_care(entries: dict[str, Any], said: str, tmp_path:
 
 def test_shares_by_hand() -> None:
     healing = Healing.of({"original": state(10, None), "edited": state(40, 0.8), "healed": state(20, 0.6)})
-    assert healing.of_perplexity.share == pytest.approx(0.5)  # a factor of 2 of a factor of 4
-    assert healing.of_perplexity.certain
-    divergence = healing.of_divergence
+    perplexity, divergence = healing.of_perplexity, healing.of_divergence
+    assert perplexity is not None
+    assert divergence is not None
+    assert perplexity.share == pytest.approx(0.5)  # a factor of 2 of a factor of 4
+    assert perplexity.certain
     assert divergence.share == pytest.approx(0.25)
     assert (divergence.low, divergence.high) == pytest.approx((1 - 0.66 / 0.72, 1 - 0.54 / 0.88))
     bare = {"divergence_interval": None, "perplexity_interval": None}
     unknown = Healing.of({"original": state(10, None) | bare, "edited": state(40, 0.8) | bare, "healed": state(20, 1)})
-    assert not unknown.of_perplexity.certain
-    assert not unknown.of_divergence.certain
-    assert math.isnan(unknown.of_divergence.low)
-    assert unknown.of_divergence.share == pytest.approx(-0.25)
+    perplexity, divergence = unknown.of_perplexity, unknown.of_divergence
+    assert perplexity is not None
+    assert divergence is not None
+    assert not perplexity.certain
+    assert not divergence.certain
+    assert math.isnan(divergence.low)
+    assert divergence.share == pytest.approx(-0.25)
 
 
 def test_the_curves_hold_the_tables_numbers(tmp_path: Path) -> None:
@@ -102,11 +107,12 @@ def test_the_curves_hold_the_tables_numbers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("steps", "smoothed"), [(40, False), (120, True)])
 def test_the_loss_is_smoothed_where_there_are_many_rows(steps: int, smoothed: bool, tmp_path: Path) -> None:
     folder = make_healing(tmp_path / "pairs.heal", steps=steps)
-    rows = [{**row, "logits": 1.0, "hidden": 0.5} for row in read_csv(folder / "training.csv")]
+    rows = [{**row, "logits": 1.0, "hidden": 0.5, "text": ""} for row in read_csv(folder / "training.csv")]
     write_csv(folder / "training.csv", rows)
     page = page_of(folder)
     assert ("loss, mean of 3 rows" in page.text()) == smoothed
     assert "hidden states' part" in page.text()
+    assert "text's part" not in page.text(), "an empty column is none"
     losses = [float(value) for value in re.findall(r"<title>step \d+: loss ([\d.]+)", page.html)]
     wanted = [float(row["loss"]) for row in rows]
     if smoothed:
@@ -188,7 +194,28 @@ def test_damaged_files_are_named(name: str, damage: Any, message: str, tmp_path:
         render([path.parent])
 
 
-def test_a_run_that_was_killed_is_no_run(tmp_path: Path) -> None:
+def test_without_the_original(tmp_path: Path) -> None:
+    alone = {name: state(ppl, None) for name, ppl in (("edited", 14.0), ("healed", 11.0))}
+    folders = [make_healing(tmp_path / f"{name}.heal", **alone, original=None) for name in ("one", "two")]
+    for folder in folders:
+        none = {f"divergence{end}": "nan" for end in ("", "_low", "_high")}
+        write_csv(folder / "held_out.csv", [{**row, **none} for row in read_csv(folder / "held_out.csv")])
+    page = page_of(*folders)
+    assert "perplexity from 14.00 to 11.00: what was lost is not known without the original." in page.text()
+    assert "The original is not known" in page.text()
+    assert "Divergence on held-out text" not in page.html
+    assert "Dashed" not in page.html
+    assert "<td data-marked" not in page.html.partition("All healings side by side")[0]
+
+
+def test_a_run_that_has_not_ended(tmp_path: Path) -> None:
+    folder = make_healing(tmp_path / "pairs.heal")
+    (folder / "heal.json").write_text(json.dumps({"identity": {"original": "a" * 64}}))
+    with pytest.raises(ValueError, match=r"heal.json is of a run that has not ended; give the same surgeon heal"):
+        render([folder])
+
+
+def test_a_run_without_its_files(tmp_path: Path) -> None:
     folder = make_healing(tmp_path / "pairs.heal")
     (folder / "training.csv").unlink()
     with pytest.raises(FileNotFoundError, match=r"has heal.json but no training.csv; run surgeon heal to its end"):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from surgeon.report.blocks import Block, Code, Finding, Gallery, Paragraph, Table
-from surgeon.report.healed import Healing, OnHeldOut, Regained
+from surgeon.report.healed import Healing, OnHeldOut, Regained, WithInterval
 from surgeon.report.runs import Kind, Run, TableFile
 from surgeon.report.sections.heal_charts import HeldOutCurve, held_out_charts, loss_chart, rate_chart
 from surgeon.report.words import NO_VALUE, interval, listed, number, plural
@@ -28,8 +28,17 @@ _UNTOLD_NOTE = (
 )
 
 
+def _healing(run: Run) -> Healing:
+    if "identity" in run.record and "healed" not in run.record:
+        raise ValueError(
+            f"{run.file} is of a run that has not ended; give the same surgeon heal command again, which goes on where "
+            "it was"
+        )
+    return Healing.of(run.record)
+
+
 def _show(run: Run) -> Iterator[Block]:
-    record, healing = run.record, Healing.of(run.record)
+    record, healing = run.record, _healing(run)
     yield Paragraph(_what(record))
     yield _states(healing)
     charts = list(held_out_charts([_curve(run)]))
@@ -66,15 +75,15 @@ def _time(seconds: float) -> str:
 def _states(healing: Healing) -> Table:
     """Original, edited and healed, one below the other."""
     back = _share(healing.of_perplexity), _share(healing.of_divergence)
-    rows = [
-        ["original", *_cells(healing.original, divergence=False)],
-        ["edited", *_cells(healing.edited)],
-        ["healed", *_cells(healing.healed, *back)],
-    ]
-    return Table("Before and after", ["", *_HEAD], rows, _note(back), marked=frozenset({(2, 3), (2, 6)}))
+    rows = [["original", *_cells(healing.original, divergence=False)]] if healing.original else []
+    rows += [["edited", *_cells(healing.edited)], ["healed", *_cells(healing.healed, *back)]]
+    marked = frozenset((len(rows) - 1, column) for column, share in zip((3, 6), back, strict=True) if share)
+    return Table("Before and after", ["", *_HEAD], rows, _note(back), marked=marked)
 
 
 def _note(shares: Sequence[str]) -> str:
+    if not any(shares):
+        return "The original is not known, and so not what was lost."
     return _NOTE + (_UNTOLD_NOTE if any(_UNTOLD in share for share in shares) else "")
 
 
@@ -84,8 +93,10 @@ def _cells(state: OnHeldOut, regained: str = "", of_divergence: str = "", diverg
     return cells + ([number(d.value), interval(d.low, d.high), of_divergence] if divergence else [])
 
 
-def _share(regained: Regained) -> str:
+def _share(regained: Regained | None) -> str:
     """A share in words: 62% (55% to 70%), with a mark where the loss itself may be none."""
+    if regained is None:
+        return ""
     if not regained.is_known:
         return "nothing lost" if math.isnan(regained.share) else NO_VALUE
     text = _percent(regained.share) + ("" if regained.certain else f" {_UNTOLD}")
@@ -117,7 +128,9 @@ def _setting(value: Any) -> str:
 def _curve(run: Run) -> HeldOutCurve:
     steps = float(run.record["steps"])
     per_step = float(run.record["tokens"]) / steps if steps > 0 else math.nan
-    return HeldOutCurve(run.name, run.tables[HELD_OUT], Healing.of(run.record).original.perplexity.value, per_step)
+    original = _healing(run).original
+    perplexity = None if original is None else original.perplexity.value
+    return HeldOutCurve(run.name, run.tables[HELD_OUT], perplexity, per_step)
 
 
 def _together(runs: Sequence[Run]) -> list[Block]:
@@ -125,19 +138,19 @@ def _together(runs: Sequence[Run]) -> list[Block]:
     if len(runs) < 2:
         return []
     same_text = len({run.record.get("held_out_hash") for run in runs}) == 1
-    original = Healing.of(runs[0].record).original
-    rows: list[list[str]] = [["original", "", *_cells(original, divergence=False)]] if same_text else []
+    original = _healing(runs[0]).original if same_text else None
+    rows = [["original", "", *_cells(original, divergence=False)]] if original else []
     marked: list[tuple[int, int]] = []
     edits = _by_edit(runs)
     for of_one_edit in edits:
         which = f", for {listed(run.name for run in of_one_edit)}" if len(edits) > 1 else ""
-        rows.append([f"edited{which}", "", *_cells(Healing.of(of_one_edit[0].record).edited)])
+        rows.append([f"edited{which}", "", *_cells(_healing(of_one_edit[0]).edited)])
         for run in of_one_edit:
-            healing = Healing.of(run.record)
+            healing = _healing(run)
             back = _share(healing.of_perplexity), _share(healing.of_divergence)
             marked += [(len(rows), 4), (len(rows), 7)]
             rows.append([run.name, f"{int(run.record['tokens']):,}", *_cells(healing.healed, *back)])
-    note = _note([cell for row in rows for cell in row])
+    note = _note([row[place] for row in rows for place in (4, 7) if len(row) > place])
     note += "" if same_text else " The runs were measured on different texts: only shares can be compared."
     table = Table("All healings side by side", ["", "tokens", *_HEAD], rows, note, marked=frozenset(marked))
     return [table, Gallery(list(held_out_charts([_curve(run) for run in runs], ", all healings")))]
@@ -153,23 +166,32 @@ def _by_edit(runs: Sequence[Run]) -> list[list[Run]]:
 
 
 def _findings(run: Run) -> Iterator[Finding]:
-    record, healing = run.record, Healing.of(run.record)
-    original, edited, healed = (s.perplexity.value for s in (healing.original, healing.edited, healing.healed))
+    record, healing = run.record, _healing(run)
     steps, time = plural(int(record["steps"]), "step"), _time(float(record["seconds"]))
     text = (
-        f"{steps} of training ({int(record['tokens']):,} tokens, {time}) brought the edited model's perplexity from "
-        f"{number(edited)} to {number(healed)}, the original's being {number(original)}, and its divergence from "
-        f"{number(healing.edited.divergence.value)} to {number(healing.healed.divergence.value)}: {_verdict(healing)}."
-    ) + _went_too_far(run)
+        f"{steps} of training ({int(record['tokens']):,} tokens, {time}) brought the edited model's perplexity "
+        f"{_from_to(healing.edited.perplexity, healing.healed.perplexity)}"
+    )
+    if healing.original:
+        text += f", the original's being {number(healing.original.perplexity.value)}"
+    if healing.of_divergence:
+        text += f", and its divergence {_from_to(healing.edited.divergence, healing.healed.divergence)}"
+    text += f": {_verdict(healing)}.{_went_too_far(run)}"
     back = healing.of_divergence
-    figure = _percent(back.share) if back.is_known and back.certain else ""
+    figure = _percent(back.share) if back and back.is_known and back.certain else ""
     yield Finding("Healed", text, figure, "of the edit's divergence regained by healing" if figure else "")
+
+
+def _from_to(before: WithInterval, after: WithInterval) -> str:
+    return f"from {number(before.value)} to {number(after.value)}"
 
 
 def _verdict(healing: Healing) -> str:
     """What that is of what was lost."""
     shares = {"log-perplexity": healing.of_perplexity, "divergence": healing.of_divergence}
-    known = {name: one for name, one in shares.items() if one.is_known}
+    if all(one is None for one in shares.values()):
+        return "what was lost is not known without the original"
+    known = {name: one for name, one in shares.items() if one and one.is_known}
     if not known:
         return "nothing was lost of which a share could be told"
     parts = [_in_words(name, one) for name, one in known.items()]
@@ -189,6 +211,8 @@ def _in_words(name: str, regained: Regained) -> str:
 def _went_too_far(run: Run) -> str:
     """What to say where it was better before the end."""
     table = run.tables[HELD_OUT]
+    if table["divergence"].isna().any():
+        return ""
     best, last = table.iloc[int(table["divergence"].argmin())], table.iloc[-1]
     if not (best["step"] < last["step"] and best["divergence"] < _EARLIER * last["divergence"]):
         return ""

@@ -26,20 +26,21 @@ class HeldOutCurve:
 
     Attributes:
         table: as in `held_out.csv`.
-        original: the unedited model's perplexity on the same text.
+        original: the unedited model's perplexity on the same text; None where it is not known.
         tokens_per_step: trained on; NaN where the record does not say it.
     """
 
     name: str
     table: pd.DataFrame
-    original: float
+    original: float | None
     tokens_per_step: float
 
 
 def loss_chart(training: pd.DataFrame) -> Chart:
     """The training loss at every step that was written down, smoothed where there are many, and its parts."""
     series, values = [], []
-    parts = {"loss": "loss"} | {name: words for name, words in PARTS.items() if training.get(name) is not None}
+    written = training.dropna(axis="columns", how="all")
+    parts = {"loss": "loss"} | {name: words for name, words in PARTS.items() if name in written}
     few = len(training) <= _MEANS
     if not few:
         rows = _points(training, "loss", "loss")
@@ -77,7 +78,8 @@ def held_out_charts(curves: Sequence[HeldOutCurve], together: str = "") -> Itera
     """
     per_step = {curve.tokens_per_step for curve in curves}
     by_tokens = len(per_step) > 1 and all(math.isfinite(tokens) for tokens in per_step)
-    for name in ("perplexity", "divergence"):
+    known = pd.concat([curve.table["divergence"] for curve in curves]).notna().any()
+    for name in ("perplexity", "divergence") if known else ("perplexity",):
         series = [
             Series(curve.name, _measured(curve, name, by_tokens), place, band=len(curves) <= _MOST_BANDS)
             for place, curve in enumerate(curves)
