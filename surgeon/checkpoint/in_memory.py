@@ -96,7 +96,7 @@ def export(
         raise ValueError(f"unknown dtype {dtype!r}; use {', '.join(DTYPES)}")
     with scratch(target) as source:
         stored = stored_layers_of(model)
-        with _as_stored(model, stored):
+        with as_stored(model, stored):
             type(model).save_pretrained(model, source)
         _copy_companions(model, source, tokenizer)
         name = model.name_or_path if model.name_or_path and Path(model.name_or_path).exists() else "a model in memory"
@@ -125,7 +125,7 @@ def save_edited(model: PreTrainedModel, save_directory: str | Path, **options: A
         raise ValueError("a fused model that was edited again cannot be saved; edit and export the original model")
     if options.get("state_dict") is not None:
         options["state_dict"] = _renamed(options["state_dict"], model, stored)
-    with _as_stored(model, stored):
+    with as_stored(model, stored):
         # Under their own names: those that stock checkpoints have are translated for stock classes only.
         type(model).save_pretrained(model, folder, **(options | {"save_original_format": False}))
     if not options.get("is_main_process", True):
@@ -231,7 +231,7 @@ def _shared(key: str) -> str:
 
 
 @contextmanager
-def _as_stored(model: PreTrainedModel, stored: LayersInMemory) -> Iterator[None]:
+def as_stored(model: PreTrainedModel, stored: LayersInMemory) -> Iterator[None]:
     """While inside, the model is a stock one with the layers that are to be stored, in its configuration too."""
     family = family_of(model.config)
     edited = isinstance(decoder_layers(model), EditedLayers)

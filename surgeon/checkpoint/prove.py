@@ -122,7 +122,7 @@ def reference_of(
     """
     model, names = original_model(checkpoint, config)
     size = sum(parameter.numel() for parameter in model.parameters())
-    tokens = _random_tokens(model.config, LENGTH if size < LARGE else LARGE_LENGTH)
+    tokens = random_tokens(model.config, LENGTH if size < LARGE else LARGE_LENGTH)
     stored = {name: Stored(checkpoint, of) for name, of in names.by_parameter.items()}
     edit(model, program, _DerivedWhenRun, factors)
     reference = Reference(tokens, _logits(model, tokens, stored, _told(checkpoint, stored, advance)))
@@ -186,7 +186,8 @@ class _DerivedWhenRun(EditedLayers):
         return self.derive(sublayer) if self.is_derived(sublayer) else super().owner(sublayer)
 
 
-def _random_tokens(config: Any, length: int) -> Tensor:
+def random_tokens(config: Any, length: int = LENGTH) -> Tensor:
+    """Tokens to prove something on, (batch, tokens), always the same of a vocabulary."""
     tokens = torch.randint(config.vocab_size, (BATCH, length), generator=torch.Generator().manual_seed(0))
     return tokens[:, : getattr(config, "max_position_embeddings", length)]
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from surgeon.progress import progress
 from surgeon.quality.head import Quality
-from surgeon.quality.summary import known_interval, mean_divergence, perplexity, perplexity_interval
+from surgeon.quality.summary import Values, known_interval, mean_divergence, perplexity, perplexity_interval
 
 Logits = Callable[[Tensor], Tensor]  # token ids, (windows, tokens), to logits, (windows, tokens, vocabulary)
 
@@ -60,9 +60,21 @@ def logits_of(model: PreTrainedModel) -> Logits:
     return logits
 
 
-@torch.inference_mode()
 def text_quality(model: Logits, ids: Tensor, original: Logits | None = None, shown: bool = True) -> TextQuality:
-    """Measure a model on windows of text, one window at a time.
+    """Measure a model on windows of text, one window at a time; arguments and errors as `text_values`."""
+    nll, divergence = text_values(model, ids, original, shown)
+    tokens = ids.shape[0] * (ids.shape[1] - 1)
+    found = perplexity(nll), perplexity_interval(nll)
+    if divergence is None:
+        return TextQuality(*found, None, None, tokens)
+    return TextQuality(*found, mean_divergence(divergence), known_interval(divergence), tokens)
+
+
+@torch.inference_mode()
+def text_values(
+    model: Logits, ids: Tensor, original: Logits | None = None, shown: bool = True
+) -> tuple[Values, Values | None]:
+    """The negative log-likelihood of each window, and the divergence, (windows,) each, means over its tokens in nats.
 
     Args:
         ids: (windows, tokens); every token but a window's first is predicted.
@@ -81,12 +93,7 @@ def text_quality(model: Logits, ids: Tensor, original: Logits | None = None, sho
     if not np.isfinite(nll).all():
         where = int(np.flatnonzero(~np.isfinite(nll))[0])
         raise ValueError(f"the model's predictions are not finite in window {where}; are its weights damaged?")
-    tokens = ids.shape[0] * (ids.shape[1] - 1)
-    found = perplexity(nll), perplexity_interval(nll)
-    if original is None:
-        return TextQuality(*found, None, None, tokens)
-    divergence = np.array([float(part.divergence) for part in parts])
-    return TextQuality(*found, mean_divergence(divergence), known_interval(divergence), tokens)
+    return nll, None if original is None else np.array([float(part.divergence) for part in parts])
 
 
 def _untold(_: float) -> None:

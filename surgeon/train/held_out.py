@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -9,7 +12,8 @@ from transformers import PreTrainedModel
 from surgeon.families import family_of
 from surgeon.quality.data import Windows
 from surgeon.quality.head import OutputHead
-from surgeon.quality.text import Logits, TextQuality, text_quality
+from surgeon.quality.summary import Values
+from surgeon.quality.text import Logits, TextQuality, text_quality, text_values
 
 
 class HeldOutQuality:
@@ -32,13 +36,17 @@ class HeldOutQuality:
 
     def measure(self, model: nn.Module) -> TextQuality:
         """The quality of a model as it is, without dropout."""
-        modes = {module: module.training for module in model.modules()}
-        model.eval()
-        try:
-            return text_quality(_logits_of(model), self.ids, None if self._head is None else self._logits, shown=False)
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
+        with _evaluated(model):
+            return text_quality(_logits_of(model), self.ids, self._reference, shown=False)
+
+    def values(self, model: nn.Module) -> tuple[Values, Values | None]:
+        """The same window by window, as `text_values` gives it."""
+        with _evaluated(model):
+            return text_values(_logits_of(model), self.ids, self._reference, shown=False)
+
+    @property
+    def _reference(self) -> Logits | None:
+        return None if self._head is None else self._logits
 
     @torch.inference_mode()
     def _keep(self, original: PreTrainedModel) -> None:
@@ -57,6 +65,18 @@ class HeldOutQuality:
         assert self._head is not None
         stream = self._streams[window.numpy().tobytes()].to(self._head.weight.device)
         return self._head.logits(stream[0])[None]
+
+
+@contextmanager
+def _evaluated(model: nn.Module) -> Iterator[None]:
+    """A model in evaluation mode; each of its modules is in its own again afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
 
 
 def _logits_of(model: nn.Module) -> Logits:

@@ -9,7 +9,7 @@ from torch.nn import functional
 import surgeon
 from surgeon.analysis.measure import MeasureOptions, measure
 from surgeon.program import Program
-from surgeon.quality.text import logits_of, text_quality
+from surgeon.quality.text import logits_of, text_quality, text_values
 from tests.models import VOCABULARY, tiny_model
 
 IDS = torch.randint(VOCABULARY, (3, 9), generator=torch.Generator().manual_seed(0))
@@ -39,6 +39,9 @@ def test_numbers_equal_a_scans_and_plain_ones(family: str) -> None:
     low, high = found.perplexity_interval
     assert low < found.perplexity < high
     assert found.tokens == 24
+    nll, divergence = text_values(logits_of(edited), IDS, logits_of(original))
+    assert nll == pytest.approx(by_scan.quality.nll.numpy(), rel=1e-5)
+    assert divergence == pytest.approx(by_scan.quality.divergence.numpy(), rel=1e-4)
 
 
 def test_without_an_original_there_is_no_divergence() -> None:
