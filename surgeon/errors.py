@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import errno
+from collections.abc import Iterable, Iterator
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -33,3 +34,27 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
+
+
+# Writers written in Rust and C++ (safetensors, sqlite, torch.save) report a full disk as errors of their own, in words.
+_FULL_DISK = ("No space left on device", "os error 28", "disk is full", "Disk quota exceeded")
+_TORCH_WRITER = "inline_container"  # the C++ file of torch.save, which only says that less was written than should be
+
+
+def is_full_disk(error: BaseException) -> bool:
+    """Whether an error, or one that it comes from, says that a disk, or a user's share of it, is full."""
+    return any(
+        (isinstance(link, OSError) and link.errno in (errno.ENOSPC, errno.EDQUOT))
+        or any(words in str(link) for words in _FULL_DISK)
+        or (isinstance(link, RuntimeError) and _TORCH_WRITER in str(link) and "unexpected pos" in str(link))
+        for link in _chain(error)
+    )
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, and what it was raised from."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        yield error
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__

@@ -8,15 +8,12 @@ is 2, as it is for diff(1).
 
 from __future__ import annotations
 
-import errno
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from surgeon.errors import is_out_of_memory
+from surgeon.errors import is_full_disk, is_out_of_memory
 
 MENDABLE, USAGE, INTERNAL, INTERRUPTED, CLOSED_PIPE = 1, 2, 70, 130, 141
 
-_FULL_DISK_WORDS = ("No space left on device", "os error 28", "disk is full", "Disk quota exceeded")
 _ANSWERING = ("diff",)  # commands of which 1 is an answer
 
 # Of commands that keep what they have found as they go.
@@ -59,7 +56,7 @@ def explain(error: BaseException, output: str | None = None, command: str = "") 
         command: its name, as it may have exit codes of its own.
     """
     mendable = USAGE if command in _ANSWERING else MENDABLE
-    if _is_full_disk(error):
+    if is_full_disk(error):
         place = getattr(error, "filename", None) or output or "the output"
         return Failure(f"error: no space left for {place}; free some space and run the same command again", mendable)
     if is_out_of_memory(error):
@@ -90,21 +87,3 @@ def _text(error: BaseException) -> str:
     if any(line.startswith("Traceback ") for line in lines):  # of another process: its last line is the error
         lines = lines[-1:]
     return " ".join(" ".join(lines).split()) or type(error).__name__
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, and what it was raised from."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        yield error
-        seen.add(id(error))
-        error = error.__cause__ or error.__context__
-
-
-def _is_full_disk(error: BaseException) -> bool:
-    # Writers written in Rust and C++ (safetensors, sqlite) report a full disk as errors of their own, in words.
-    return any(
-        (isinstance(link, OSError) and link.errno in (errno.ENOSPC, errno.EDQUOT))
-        or any(words in str(link) for words in _FULL_DISK_WORDS)
-        for link in _chain(error)
-    )

@@ -5,7 +5,13 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    EarlyStoppingCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from surgeon.progress import Advance
 from surgeon.train.run_log import RunLog
@@ -17,15 +23,15 @@ class Recorder(TrainerCallback):
 
     Attributes:
         trainer: whose run it is; set once there is one.
-        advance: moves the progress bar; set once there is one.
+        advance: moves the progress bar; set once there is one, in the first process.
         told: what the progress bar says beside the time left.
     """
 
     trainer: HealTrainer
-    advance: Advance
 
     def __init__(self, log: RunLog | None, tokens_per_step: int) -> None:
         self.log, self.tokens = log, tokens_per_step
+        self.advance: Advance = _silently
         self.told: dict[str, float] = {}
         self._begun = time.monotonic()
         self._before = 0.0 if log is None else log.seconds
@@ -76,3 +82,21 @@ class Recorder(TrainerCallback):
             self.told["divergence"] = quality.divergence
         if self.log is not None:
             self.log.held_out(state.global_step, self.seconds, quality)
+
+
+class EarlyEnd(EarlyStoppingCallback):
+    """Early stopping that a run which goes on takes up where it was; also where it was at its end."""
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        super().on_train_begin(args, state, control, **kwargs)  # type: ignore[no-untyped-call]
+        states: Any = state.stateful_callbacks
+        kept = states[type(self).__name__]["attributes"]
+        self.early_stopping_patience_counter = kept["early_stopping_patience_counter"]
+        if self.early_stopping_patience_counter >= self.early_stopping_patience:
+            control.should_training_stop = True
+
+
+def _silently(_: float) -> None:
+    """Where no progress is shown."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft import PeftModel
 from torch import nn
-from transformers import EarlyStoppingCallback, PreTrainedModel, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 from transformers.integrations.integration_utils import TensorBoardCallback
 
 from surgeon.edited_layers import EditedLayers
@@ -20,11 +21,12 @@ from surgeon.program import Program
 from surgeon.progress import progress
 from surgeon.quality.text import TextQuality
 from surgeon.train.arguments import share_of_batch, training_arguments
-from surgeon.train.callbacks import Recorder
+from surgeon.train.callbacks import EarlyEnd, Recorder
+from surgeon.train.checkpoints import step_of
 from surgeon.train.distill import Distiller
 from surgeon.train.held_out import HeldOutQuality
 from surgeon.train.kept_logits import KeptIdentity, keep_logits
-from surgeon.train.resume import open_run, step_of
+from surgeon.train.resume import alone, open_run
 from surgeon.train.run_log import RunLog
 from surgeon.train.scope import add_adapters, choose_parameters
 from surgeon.train.settings import HealSettings
@@ -86,8 +88,22 @@ def heal(
 
     Raises:
         ValueError: if settings, text and model do not fit, or the folder has another run.
-        OSError: if the folder cannot be written.
+        OSError: if the folder cannot be written, is another run's at the moment, or the disk is too full.
     """
+    with alone(folder, device):
+        return _heal(student, texts, settings, folder, original, program, identity, device)
+
+
+def _heal(
+    student: PreTrainedModel,
+    texts: HealTexts,
+    settings: HealSettings,
+    folder: Path,
+    original: Callable[[], PreTrainedModel] | None,
+    program: Program | None,
+    identity: dict[str, Any] | None,
+    device: str,
+) -> Healed | None:
     steps = settings.steps_on(len(texts.training.ids))
     arguments = _arguments(settings, folder, steps, device)
     known = {
@@ -126,6 +142,7 @@ def prepared(student: PreTrainedModel, settings: HealSettings) -> Any:
     assert isinstance(layers, EditedLayers)
     dense = Program.dense(len(layers.original[0]), family_of(student.config).steps_per_layer)
     if settings.lora is not None:
+        torch.manual_seed(settings.seed)  # adapters begin with random numbers
         return add_adapters(student, settings.scope, dense, settings.lora)
     choose_parameters(student, settings.scope, dense)
     return student
@@ -187,10 +204,11 @@ def _run(
 
         callbacks.append(TensorBoardCallback(SummaryWriter(str(folder / "tensorboard"), purge_step=done)))
     if settings.patience is not None:
-        callbacks.append(EarlyStoppingCallback(settings.patience))
+        callbacks.append(EarlyEnd(settings.patience))
     trainer = HealTrainer(model, arguments, windows, held_out, settings.batch, towards, callbacks)
     recorder.trainer = trainer
-    with progress("healing", arguments.max_steps, "steps", done, recorder.note) as advance:
+    told = progress("healing", arguments.max_steps, "steps", done, recorder.note)
+    with told if log is not None else nullcontext(recorder.advance) as advance:
         recorder.advance = advance
         yield trainer, recorder
 

@@ -10,7 +10,9 @@ from typing import Any
 
 from surgeon.provenance import whole_file
 from surgeon.quality.text import TextQuality
+from surgeon.train.resume import add_to_record, read_record
 
+_EDITED = "edited"  # in the record
 TRAINING_FILE, HELD_OUT_FILE = "training.csv", "held_out.csv"
 TRAINING = ("step", "tokens", "seconds", "loss", "learning_rate", "logits", "hidden", "text")
 HELD_OUT = (
@@ -28,6 +30,7 @@ class RunLog:
     """
 
     def __init__(self, folder: Path, step: int | None = None) -> None:
+        self._folder = folder
         self._files = {name: folder / name for name in (TRAINING_FILE, HELD_OUT_FILE)}
         for (name, path), columns in zip(self._files.items(), (TRAINING, HELD_OUT), strict=True):
             kept = [] if step is None else [row for row in read_rows(path) if int(row["step"]) <= step]
@@ -40,13 +43,20 @@ class RunLog:
         _append(self._files[TRAINING_FILE], TRAINING, row)
 
     def held_out(self, step: int, seconds: float, quality: TextQuality) -> None:
-        """Add a row on held-out text."""
+        """Add a row on held-out text; of the first one, every digit is kept in the run's record."""
         _append(self._files[HELD_OUT_FILE], HELD_OUT, {"step": step, "seconds": seconds} | flat(quality))
+        if step == 0:
+            add_to_record(self._folder, {_EDITED: quality.to_json()})
 
     def first_quality(self) -> TextQuality | None:
         """What was measured before the first step, if it was."""
-        rows = read_rows(self._files[HELD_OUT_FILE])
-        return _quality(rows[0]) if rows and int(rows[0]["step"]) == 0 else None
+        kept = read_record(self._folder).get(_EDITED) if read_rows(self._files[HELD_OUT_FILE]) else None
+        if kept is None:
+            return None
+        numbers: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in kept.items()
+        }
+        return TextQuality(**numbers)
 
     @staticmethod
     def _write(path: Path, columns: tuple[str, ...], rows: list[dict[str, str]]) -> None:
@@ -85,14 +95,3 @@ def _append(path: Path, columns: tuple[str, ...], row: Mapping[str, Any]) -> Non
         csv.DictWriter(file, columns, lineterminator="\n").writerow(
             {name: f"{row[name]:.9g}" for name in columns if name in row}
         )
-
-
-def _quality(row: Mapping[str, str]) -> TextQuality:
-    numbers = {name: float(row[name]) for name in HELD_OUT[2:]}
-
-    def interval(name: str) -> tuple[float, float] | None:
-        ends = numbers[f"{name}_low"], numbers[f"{name}_high"]
-        return None if any(map(math.isnan, ends)) else ends
-
-    divergence = None if math.isnan(numbers["divergence"]) else numbers["divergence"]
-    return TextQuality(numbers["perplexity"], interval("perplexity"), divergence, interval("divergence"), 0)

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset
-from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, PrinterCallback, TrainerCallback, TrainingArguments
 
 from surgeon.quality.text import TextQuality
 from surgeon.train.held_out import HeldOutQuality
+from surgeon.train.steps import SteppingTrainer
 from surgeon.train.texts import RunOrder, TrainingWindows
 
 
@@ -25,7 +26,7 @@ class LossParts(Protocol):
         """The mean loss of a micro-batch under "loss", in nats per predicted token, and its parts by their names."""
 
 
-class HealTrainer(Trainer):
+class HealTrainer(SteppingTrainer):
     """A Trainer whose loss is the text's or a distillation's, and whose evaluation is that of `HeldOutQuality`.
 
     Attributes:
@@ -46,7 +47,7 @@ class HealTrainer(Trainer):
     ) -> None:
         data = TrainingWindows(windows)
         self.order = RunOrder(len(windows), arguments.max_steps, batch, arguments.seed)
-        self.held_out, self.towards = held_out, towards
+        self.batch, self.held_out, self.towards = batch, held_out, towards
         self._parts: dict[str, Tensor] = {}
         self._counted = 0
         super().__init__(model, arguments, train_dataset=data, eval_dataset=data, callbacks=list(callbacks))
@@ -76,6 +77,12 @@ class HealTrainer(Trainer):
             self._counted += 1
         return (loss, outputs) if return_outputs else loss
 
+    def told(self) -> tuple[dict[str, Tensor], int]:
+        return dict(self._parts), self._counted
+
+    def tell_again(self, told: tuple[dict[str, Tensor], int]) -> None:
+        self._parts, self._counted = told
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs and self._counted:
             gathered = {name: self.accelerator.reduce(part, "mean") for name, part in self._parts.items()}
@@ -85,7 +92,12 @@ class HealTrainer(Trainer):
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
         """Measure on held-out text; every process does all of it, as sharded models need."""
-        self.latest = self.held_out.measure(self.model_wrapped)
+        try:
+            self.latest = self.held_out.measure(self.model_wrapped)
+        except ValueError as error:
+            raise ValueError(
+                f"held-out text after step {self.state.global_step}: {error} {self.last_good()}"
+            ) from error
         metrics = {"eval_loss": math.log(self.latest.perplexity), "eval_perplexity": self.latest.perplexity}
         if self.latest.divergence is not None:
             metrics["eval_divergence"] = self.latest.divergence
