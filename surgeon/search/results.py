@@ -20,7 +20,7 @@ from surgeon.search.quantities import Aspect
 from surgeon.search.question import DEPTH, Question
 from surgeon.search.terms import Terms
 from surgeon.search.trial import MeasuredProgram, Trial
-from surgeon.search.winners import HeldOutComparison
+from surgeon.search.winners import HeldOutComparison, quality_json
 
 WIDTH = 80  # columns of a terminal
 RECIPE_FILE, TRIALS_FILE, TERMS_FILE, RECORD_FILE = "recipe.yaml", "trials.csv", "terms.csv", "search.json"
@@ -169,6 +169,5 @@ def write_record(
 
 def _finite(measured: MeasuredProgram) -> dict[str, float | None]:
     """The numbers as JSON holds them."""
-    names = ("perplexity", "divergence", "divergence_low", "divergence_high", "tokens")
-    values = {name: getattr(measured, name) for name in names} | dict(measured.more)
-    return {name: value if math.isfinite(value) else None for name, value in values.items()}
+    more = {name: value if math.isfinite(value) else None for name, value in measured.more.items()}
+    return {**quality_json(measured), **more}

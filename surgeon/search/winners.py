@@ -84,7 +84,7 @@ class HeldOutComparison:
     def chosen(self) -> Finalist:
         """The winner: that of the search, unless runners-up are better on held-out text; then the best of those."""
         ahead = [one.finalist for one in self.runners_up if one.verdict == "worse"]
-        return min(ahead, key=lambda one: _number(one.unseen, self.by), default=self.searched)
+        return min(ahead, key=lambda one: quality_by(one.unseen, self.by), default=self.searched)
 
     @property
     def overturned(self) -> bool:
@@ -96,8 +96,8 @@ class HeldOutComparison:
         windows = len(self.searched.unseen.divergences)
         first = self.searched
         both = (
-            f"trial {first.trial.number}: {self.by} {_number(first.seen, self.by):.4g} on the text of the search, "
-            f"{_number(first.unseen, self.by):.4g} on {first.unseen.tokens:,} held-out tokens ({windows} windows)"
+            f"trial {first.trial.number}: {self.by} {quality_by(first.seen, self.by):.4g} on the text of the search, "
+            f"{quality_by(first.unseen, self.by):.4g} on {first.unseen.tokens:,} held-out tokens ({windows} windows)"
         )
         found = [both]
         found += [self._sentence(one) for one in self.runners_up]
@@ -108,28 +108,35 @@ class HeldOutComparison:
             )
         return found
 
-    def _sentence(self, one: RunnerUp) -> str:
+    def verdict_on(self, one: RunnerUp) -> str:
+        """What the winner is, compared with a runner-up, in words."""
         first, other = self.searched.trial.number, one.finalist.trial.number
-        numbers = f"{_number(one.finalist.seen, self.by):.4g} and {_number(one.finalist.unseen, self.by):.4g}"
+        return {
+            "better": f"trial {first} is better than trial {other}",
+            "worse": f"trial {first} is worse than trial {other}",
+            "not told apart": f"trial {first} is not told apart from trial {other}",
+        }[one.verdict]
+
+    def difference_from(self, one: RunnerUp) -> str:
+        """By how much the winner differs from a runner-up, with the interval, in words."""
         if not math.isfinite(one.low):
             told = "no interval can be told"
         else:
             count = len(self.runners_up)
             share = f"{CONFIDENCE:.0%}" if count == 1 else f"{CONFIDENCE:.0%} for all {count} intervals at once"
             told = f"interval {one.low:+.3g} to {one.high:+.3g}, {share}"
-        words = {
-            "better": f"trial {first} is better than trial {other}",
-            "worse": f"trial {first} is worse than trial {other}",
-            "not told apart": f"trial {first} is not told apart from trial {other}",
-        }[one.verdict]
-        return f"{words} ({self.by} {numbers}): difference {one.difference:+.3g} {_UNITS[self.by]} ({told})"
+        return f"difference {one.difference:+.3g} {_UNITS[self.by]} ({told})"
+
+    def _sentence(self, one: RunnerUp) -> str:
+        numbers = f"{quality_by(one.finalist.seen, self.by):.4g} and {quality_by(one.finalist.unseen, self.by):.4g}"
+        return f"{self.verdict_on(one)} ({self.by} {numbers}): {self.difference_from(one)}"
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values; what is not finite is None."""
         return {
             "by": self.by,
             "confidence_of_all_intervals": CONFIDENCE,
-            "original": _finite(_numbers(self.original)),
+            "original": quality_json(self.original),
             "searched": _finalist(self.searched),
             "runners_up": [
                 _finite({"difference": one.difference, "low": one.low, "high": one.high})
@@ -153,15 +160,25 @@ def remeasure(
     """
     programs = {trial.number: Program.parse(trial.proposal.key) for trial in (winner, *runners_up)}
     found = evaluate([dense, *programs.values()])
-    first = Finalist(winner, found[programs[winner.number]])
-    confidence = 1 - (1 - CONFIDENCE) / max(1, len(runners_up))
-    others = []
-    for trial in runners_up:
-        other = Finalist(trial, found[programs[trial.number]])
+    first, *others = (Finalist(trial, found[programs[trial.number]]) for trial in (winner, *runners_up))
+    return compare(first, others, found[dense], by)
+
+
+def compare(
+    first: Finalist, others: Sequence[Finalist], original: MeasuredProgram, by: Measured = "divergence"
+) -> HeldOutComparison:
+    """Compare a winner with others, window by window of the same held-out text.
+
+    Args:
+        original: the unedited model on that text.
+    """
+    confidence = 1 - (1 - CONFIDENCE) / max(1, len(others))
+    runners_up = []
+    for other in others:
         difference = _windows(first.unseen, by) - _windows(other.unseen, by)
         low, high = interval(difference, confidence)
-        others.append(RunnerUp(other, float(np.mean(difference)), low, high))
-    return HeldOutComparison(by, first, tuple(others), found[dense])
+        runners_up.append(RunnerUp(other, float(np.mean(difference)), low, high))
+    return HeldOutComparison(by, first, tuple(runners_up), original)
 
 
 def _windows(measured: MeasuredProgram, by: Measured) -> NDArray[np.float64]:
@@ -169,21 +186,23 @@ def _windows(measured: MeasuredProgram, by: Measured) -> NDArray[np.float64]:
     return np.array(measured.divergences if by == "divergence" else measured.nll)
 
 
-def _number(measured: MeasuredProgram, by: Measured) -> float:
+def quality_by(measured: MeasuredProgram, by: Measured) -> float:
+    """The number that programs are compared by."""
     return measured.divergence if by == "divergence" else measured.perplexity
 
 
-def _numbers(measured: MeasuredProgram) -> dict[str, float]:
+def quality_json(measured: MeasuredProgram) -> dict[str, float | None]:
+    """A quality's numbers as JSON values; what is not finite is None."""
     names = ("perplexity", "divergence", "divergence_low", "divergence_high", "tokens")
-    return {name: getattr(measured, name) for name in names}
+    return _finite({name: getattr(measured, name) for name in names})
 
 
 def _finalist(one: Finalist) -> dict[str, Any]:
     return {
         "trial": one.trial.number,
         "program": one.trial.proposal.key,
-        "seen": _finite(_numbers(one.seen)),
-        "unseen": _finite(_numbers(one.unseen)),
+        "seen": quality_json(one.seen),
+        "unseen": quality_json(one.unseen),
     }
 
 
