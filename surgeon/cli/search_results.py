@@ -54,7 +54,7 @@ def finish(
 def _fast_enough_here(
     question: Question, ranked: Sequence[Trial], subject: Subject, use: PredictedUse
 ) -> Sequence[Trial]:
-    """The ranking from the first trial on that is measured to keep its limits of time on this machine.
+    """The ranking; where time on this machine is limited, of the first few those that are measured to keep the limits.
 
     Raises:
         ValueError: if none of the first few does.
@@ -70,15 +70,17 @@ def _fast_enough_here(
     programs = [Program.parse(trial.proposal.key) for trial in ranked[: RUNNERS_UP + 1]]
     workload = use.workload(question.mixture.model.shapes.positions)
     times = measured_here(subject.folder, dense, programs, use.ranks, workload)
-    for place, program in enumerate(programs):
+    fast = []
+    for trial, program in zip(ranked, programs, strict=False):
         missed = missed_here(limits, program, dense, times)
-        typer.echo(f"trial {ranked[place].number}: {missed or f'measured {times[program]}'}", err=True)
-        if not missed:
-            return ranked[place:]
-    raise ValueError(
-        f"none of the best {len(programs)} programs keeps {question.budget} when it is measured here; ask for less, or "
-        "leave more room to the prediction"
-    )
+        typer.echo(f"trial {trial.number}: {missed or f'measured {times[program]}'}", err=True)
+        fast += [] if missed else [trial]
+    if not fast:
+        raise ValueError(
+            f"none of the best {len(programs)} programs keeps {question.budget} when it is measured here; ask for "
+            "less, or leave more room to the prediction"
+        )
+    return fast
 
 
 def _compared(
