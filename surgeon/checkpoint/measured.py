@@ -229,7 +229,8 @@ def _search(file: Path, record: dict[str, Any], identity: Identity) -> Iterator[
     if held is not None:
         # The best of many trials is best in part by luck on the text that it was chosen on: only other text is fair.
         finalists = {one["trial"]: one for one in (held["searched"], *held["runners_up"])}
-        best, original = finalists[held["winner"]]["unseen"], held["original"]
+        chosen = record.get("healing", held)["winner"]
+        best, original = finalists[chosen]["unseen"], held["original"]
         text, seen = {"data": held["data"], "data_hash": held["data_hash"]}, " that the search did not see"
     for values, edited in ((best, True), (original, False)):
         ends = {name: (values[f"{name}_low"], values[f"{name}_high"]) for name in (DIVERGENCE,)}

@@ -12,6 +12,7 @@ import typer
 from surgeon.cli.grouped import grouped
 from surgeon.cli.opening import open_measured, warn
 from surgeon.cli.options import DataOption, MemoryOption, ModelArgument, OutputOption, TextArguments
+from surgeon.cli.search_healing import SearchHealing
 from surgeon.cli.search_question import HeldOutText, PredictedUse, SearchQuestion
 from surgeon.cli.search_results import finish
 from surgeon.cli.search_workers import SearchWorkers
@@ -40,6 +41,7 @@ def search(
     asked: SearchQuestion,
     use: PredictedUse,
     held: HeldOutText,
+    healing: SearchHealing,
     work: SearchWorkers,
     text: TextArguments,
     memory: MemoryOption = None,
@@ -49,12 +51,15 @@ def search(
     Every change is measured alone first; then whole programs are proposed from that, measured, and learnt from. Writes
     recipe.yaml (for surgeon export), trials.csv, terms.csv, search.json and pictures; without a budget, or with several
     objectives, a recipe for each point of the front, too. The winner and the runners-up are measured again on text that
-    the search did not see. Interrupted, the same command goes on where it was; with more --trials it adds to them.
+    the search did not see, and with --heal once more when they are healed. Interrupted, the same command goes on where
+    it was; with more --trials it adds to them.
     """
     from surgeon.checkpoint.config_only import read_config_only
+    from surgeon.search.choosing import compared_by
     from surgeon.search.question import Question
 
     # What cannot be had is said before a large model is loaded.
+    healing.require_sense(held.holdout)
     mixture, objectives = asked.mixture(Path(model).name, read_config_only(model).config, use), asked.objectives()
     budget = None if asked.is_timed_here else asked.within(mixture, use)
     storage = work.open(output)
@@ -62,6 +67,7 @@ def search(
     unseen = held.windows(subject)
     if unseen is not None:
         warn(unseen.notes)
+    healer = healing.healer(subject, unseen, compared_by(objectives), output)
     evaluator, tasks = _evaluator(subject, output, work.workers), _tasks(subject, objectives, output)
     dense = mixture.model.dense
     original = evaluator.measure([dense])[dense]
@@ -75,7 +81,8 @@ def search(
         found = _run(study, question, terms, evaluator, trials, output)
     if work.is_first:
         record = subject.provenance(**settings, trials=len(found), study=study.name, storage=study.storage.place)
-        finish(question, found if tasks is None else tasks.of_the_best(found), unseen, subject, use, record, output)
+        known = found if tasks is None else tasks.of_the_best(found)
+        finish(question, known, unseen, subject, use, record, output, healer)
 
 
 def _evaluator(subject: Subject, output: Path, workers: int) -> Evaluator:

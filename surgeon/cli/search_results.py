@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
+
+from surgeon.cli.search_healing import healed
 
 if TYPE_CHECKING:
     from surgeon.analysis.subject import Subject
     from surgeon.cli.search_question import PredictedUse
     from surgeon.quality.data import Windows
     from surgeon.search.front import DepthCurve
+    from surgeon.search.healer import CandidateHealer
     from surgeon.search.question import Question
     from surgeon.search.results import Winner
     from surgeon.search.trial import Trial
@@ -31,8 +35,14 @@ def finish(
     use: PredictedUse,
     record: dict[str, Any],
     output: Path,
+    healer: CandidateHealer | None = None,
 ) -> None:
-    """Choose the winner, measure it again, and write and say what was found."""
+    """Choose the winner, measure it again, and write and say what was found.
+
+    Args:
+        unseen: the held-out text, if there is one.
+        healer: of the winner and the runners-up, before the last choice among them; None to choose as they are.
+    """
     from surgeon.search.choosing import choose
     from surgeon.search.front import depth_curves
     from surgeon.search.question import DEPTH
@@ -44,7 +54,10 @@ def finish(
     first, *others = _fast_enough_here(question, ranked, subject, use)
     comparison = None if unseen is None else _compared(question, first, others, unseen, subject, output)
     text = None if unseen is None else (unseen.source, unseen.digest)
-    winner = Winner(first if comparison is None else comparison.chosen.trial, why, comparison, text)
+    after = None if comparison is None or healer is None else healed(healer, comparison, output)
+    winner = Winner(first, why) if comparison is None else Winner(comparison.chosen.trial, why, comparison, text)
+    if after is not None and healer is not None:
+        winner = replace(winner, trial=after.chosen, healing=after, healed_by=healer.record)
     write_winner(output, question, winner, subject.reference, record)
     write_record(output, question, winner, curves, record)
     _draw(question, trials, curves, subject, output)
@@ -92,7 +105,7 @@ def _compared(
     from surgeon.search.winners import RUNNERS_UP, remeasure
 
     evaluator = Evaluator(subject.model, unseen, subject.memory, output)
-    by = compared_by(question)
+    by = compared_by(question.objectives)
     return remeasure(first, others[:RUNNERS_UP], question.mixture.model.dense, evaluator.measure, by)
 
 
@@ -107,7 +120,7 @@ def _draw(
     from surgeon.search.front_files import write_depths, write_front
     from surgeon.search.results import trials_table
 
-    searched = SearchedTrials(trials_table(question, trials), compared_by(question))
+    searched = SearchedTrials(trials_table(question, trials), compared_by(question.objectives))
     draw_search(output / "search.png", searched, question.mixture.model.layers, f"{subject.label}: the search")
     if curves:
         write_depths(output, curves)
@@ -135,6 +148,8 @@ def _say(question: Question, winner: Winner, curves: Sequence[DepthCurve], outpu
         _print("depth", curve.line())
     for line in winner.comparison.lines() if winner.comparison else []:
         _print("held out", line)
+    for line in [*winner.healing.table(), *winner.healing.lines()] if winner.healing else []:
+        _print("healing", line)
     for line in winner.missed_unseen(question.budget):
         _print("held out", line)
     typer.echo(f"{'recipe':<{_KEY}}{output / 'recipe.yaml'}")  # whole, to be copied

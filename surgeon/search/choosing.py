@@ -9,6 +9,7 @@ from typing import get_args
 import numpy as np
 
 from surgeon.search.front import DepthCurve, pareto_front
+from surgeon.search.objectives import Objective
 from surgeon.search.question import DEPTH, Question
 from surgeon.search.trial import Trial
 from surgeon.search.winners import Measured
@@ -45,9 +46,9 @@ def _as_dear(question: Question, best: Sequence[Trial]) -> list[Trial]:
     return [trial for trial, price in zip(best, prices, strict=True) if math.isclose(price, prices[0])]
 
 
-def compared_by(question: Question) -> Measured:
+def compared_by(objectives: Sequence[Objective]) -> Measured:
     """What a winner and its runners-up are compared by on held-out text: of divergence and perplexity the first one."""
-    names = [str(objective) for objective in question.objectives if str(objective) in get_args(Measured)]
+    names = [str(objective) for objective in objectives if str(objective) in get_args(Measured)]
     return "perplexity" if names[:1] == ["perplexity"] else "divergence"
 
 

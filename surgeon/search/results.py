@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ import pandas as pd
 from surgeon.program import Program
 from surgeon.provenance import write_json, write_table, write_text
 from surgeon.search.front import DepthCurve
-from surgeon.search.limits import SearchBudget
+from surgeon.search.healing import HealedComparison
+from surgeon.search.limits import Limit, SearchBudget
 from surgeon.search.quantities import Aspect
 from surgeon.search.question import DEPTH, Question
 from surgeon.search.terms import Terms
@@ -34,24 +35,36 @@ class Winner:
         why: what it is the best of, in a few words.
         comparison: with its runners-up on held-out text; None if none was held out.
         text: the held-out text's source, and the hash of its windows.
+        healing: of both; None if none was healed.
+        healed_by: what healed them, as JSON values.
     """
 
     trial: Trial
     why: str
     comparison: HeldOutComparison | None = None
     text: tuple[str, str] | None = None
+    healing: HealedComparison | None = None
+    healed_by: Mapping[str, Any] = field(default_factory=dict)
 
     def missed_unseen(self, budget: SearchBudget) -> list[str]:
         """Limits of quality that the winner keeps on the text of the search, but not on held-out text, in sentences."""
         if self.comparison is None:
             return []
-        unseen, original = self.comparison.chosen.unseen, self.comparison.original
-        shortfalls = zip(budget.of_quality, budget.quality_shortfalls(unseen, original), strict=True)
+        known = {"": self.comparison, " once it is healed": self.healing.after if self.healing else None}
         return [
-            f"{limit} is not kept on held-out text: {limit.aspect.show(getattr(unseen, limit.aspect.name))}"
-            for limit, short in shortfalls
+            f"{limit} is not kept on held-out text{when}: {limit.aspect.show(getattr(unseen, limit.aspect.name))}"
+            for when, comparison in known.items()
+            if comparison is not None
+            for unseen in [comparison.unseen_of(self.trial)]
+            for limit, short in _shortfalls(budget, unseen, comparison.original)
             if short
         ]
+
+
+def _shortfalls(
+    budget: SearchBudget, measured: MeasuredProgram, original: MeasuredProgram
+) -> Iterator[tuple[Limit, float]]:
+    return zip(budget.of_quality, budget.quality_shortfalls(measured, original), strict=True)
 
 
 def trials_table(question: Question, trials: Sequence[Trial]) -> pd.DataFrame:
@@ -134,6 +147,7 @@ def write_winner(folder: Path, question: Question, winner: Winner, model: str, r
         *([f"its 95% interval {low:.4g} to {high:.4g},"] if math.isfinite(high) else []),
         f"perplexity {measured.perplexity:.4g}; the original's is {original.perplexity:.4g}.",
         *(["On text that the search did not see:", *winner.comparison.lines()] if winner.comparison else []),
+        *(["On the same text, healed:", *winner.healing.table(), *winner.healing.lines()] if winner.healing else []),
     ]
     recipe = question.mixture.recipe(trial.proposal.choice, model, str(record["model_hash"]))
     write_text(folder / RECIPE_FILE, "\n".join(map(_comment, lines)) + "\n" + recipe.to_yaml())
@@ -162,6 +176,8 @@ def write_record(
             **winner.comparison.to_json(),
             "limits_missed": missed,
         }
+    if winner.healing is not None:
+        found["healing"] = dict(winner.healed_by) | winner.healing.to_json()
     if curves:
         found["knees"] = [curve.line() for curve in curves]
     write_json(folder / RECORD_FILE, {**record, **found})

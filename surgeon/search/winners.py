@@ -91,6 +91,15 @@ class HeldOutComparison:
         """Whether held-out text has made another one the winner."""
         return self.chosen is not self.searched
 
+    @property
+    def finalists(self) -> tuple[Finalist, ...]:
+        """All of them, the search's winner first."""
+        return (self.searched, *(one.finalist for one in self.runners_up))
+
+    def unseen_of(self, trial: Trial) -> MeasuredProgram:
+        """What one of the trials was measured to be on held-out text."""
+        return next(one.unseen for one in self.finalists if one.trial.number == trial.number)
+
     def lines(self) -> list[str]:
         """What was found, in sentences; the word better only where the interval excludes 0."""
         windows = len(self.searched.unseen.divergences)

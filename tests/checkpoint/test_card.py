@@ -288,6 +288,11 @@ def test_a_search_gives_its_numbers_on_text_that_it_did_not_see(
     assert rows[f"perplexity {on}"] == ["12.5", "12"]
     assert rows[f"divergence from the original, nats per token {on}"] == ["0.75 (0.7 to 0.8)", ""]
     assert not any("500 tokens" in name for name in rows)
+    # Where healing has changed the choice, those of the winner then, as it was before.
+    overturned = held | {"winner": 3, "searched": held["searched"] | {"unseen": seen | {"tokens": 300}}}
+    path = write("search.json", **record, best=best, original=seen, held_out=overturned, healing={"winner": 1})
+    write_card(copied, "mine", read_measured([path], replace(identity, model_hash=None)))
+    assert quality_rows(copied)[f"perplexity {on}"] == ["12.5", "12"]
 
 
 def test_speed(copied: Path, identity: Identity, write: Callable[..., Path]) -> None:

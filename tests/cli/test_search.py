@@ -20,9 +20,11 @@ from surgeon.cli.options import DATA_HELP
 from surgeon.cost.hardware_file import MACHINES, load_hardware
 from surgeon.cost.predict import Deployment, Workload, predict
 from surgeon.cost.shapes import ModelShapes
+from surgeon.model import program_of
 from surgeon.program import Program
 from surgeon.recipe import read_recipe
 from surgeon.search.evaluate import Evaluator
+from surgeon.train.heal import heal
 from tests.models import save_checkpoint
 from tests.stored import configure
 
@@ -129,6 +131,83 @@ def test_other_text_held_out_is_measured_as_surgeon_eval_does(
     capsys.readouterr()
     assert search(tiny_checkpoint, tiny_text, tmp_path / "same", "--holdout-data", str(tiny_text)) == 1
     assert "are among those that the search saw" in capsys.readouterr().err
+
+
+def test_candidates_are_healed_before_the_choice(
+    tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    """Interrupted while the second one is healed, the same command heals those that are missing."""
+    other, output = tmp_path / "other.txt", tmp_path / "search"
+    other.write_text(tiny_text.read_text()[::-1])
+    healing = ("--heal", "3", "--heal-batch", "2", "--heal-data", str(other), "--holdout", "128")
+    healed: list[str] = []
+
+    def interrupted(student: Any, *args: Any, **kwargs: Any) -> Any:
+        healed.append(str(program_of(student)))
+        if len(healed) == 2:
+            raise KeyboardInterrupt
+        return heal(student, *args, **kwargs)
+
+    monkeypatch.setattr("surgeon.search.healer.heal", interrupted)
+    assert search(tiny_checkpoint, tiny_text, output, *healing) == 130
+    assert not (output / "recipe.yaml").exists()
+    assert search(tiny_checkpoint, tiny_text, output, *healing) == 0
+    assert len(healed) == 4, "three candidates, and one of them was begun twice"
+    assert healed[1] == healed[2]
+    read = capsys.readouterr()
+    assert "healing candidate 3 of 3" in read.err
+    table = [line[12:].split() for line in read.out.splitlines() if line.startswith("healing ")]
+    record = json.loads((output / "search.json").read_text())
+    found = record["healing"]
+    assert [row[0] for row in table[1:4]] == [str(one["trial"]) for one in found["candidates"]]
+    assert {one["program"] for one in found["candidates"]} == set(healed)
+    held = {one["trial"]: one for one in [record["held_out"]["searched"], *record["held_out"]["runners_up"]]}
+    for one in found["candidates"]:
+        assert one["before"] == held[one["trial"]]["unseen"]
+        assert one["after"]["divergence"] != one["before"]["divergence"]
+        assert one["tokens"] == 3 * 2 * 64
+    assert record["best"]["trial"] == found["winner"]
+    assert found["changed"] == (found["winner"] != found["winner_before"])
+    assert (found["data"], found["steps"]) == (str(other), 3)
+    recipe = (output / "recipe.yaml").read_text()
+    assert "# On the same text, healed:\n# trial  divergence" in recipe
+    assert "healing does not change the choice" in recipe or "HEALING CHANGES THE CHOICE" in recipe
+    assert read_recipe(output / "recipe.yaml").program(4) == Program.parse(record["best"]["program"])
+    assert main(["report", str(output), "-o", str(tmp_path / "page.html")]) == 0
+    assert "The best trials before and after healing" in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--heal", "3"), "--heal 3 needs text to heal on, apart from --data; give it with --heal-data"),
+        (("--heal-data", "other.txt"), "--heal-data without --heal heals nothing"),
+        (("--heal", "3", "--heal-data", "other.txt", "--holdout", "0"), "--holdout 0 holds none out; leave it out"),
+    ],
+)
+def test_healing_that_makes_no_sense_is_refused_before_a_model_is_loaded(
+    tiny_checkpoint: Path,
+    tiny_text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: tuple[str, ...],
+    said: str,
+) -> None:
+    (tiny_checkpoint / "model.safetensors").unlink()
+    assert search(tiny_checkpoint, tiny_text, tmp_path / "search", *options) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_text_to_heal_on_is_apart_and_long_enough(
+    tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output, short = tmp_path / "search", tmp_path / "short.txt"
+    assert search(tiny_checkpoint, tiny_text, output, "--heal", "3", "--heal-data", str(tiny_text)) == 1
+    assert "heal on other text" in capsys.readouterr().err
+    short.write_text(tiny_text.read_text()[:250][::-1])
+    assert search(tiny_checkpoint, tiny_text, output, "--heal", "3", "--heal-data", str(short)) == 1
+    assert "fewer than one batch of 8; give more text, or lower --heal-batch" in capsys.readouterr().err
+    assert not (output / "trials.csv").exists()
 
 
 def test_text_too_short_to_hold_some_out(

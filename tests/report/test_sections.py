@@ -25,6 +25,7 @@ from tests.report.run_folders import (
     make_sensitivity,
     make_similarity,
     make_spectrum,
+    quality_of,
     read_csv,
     write_csv,
 )
@@ -311,6 +312,21 @@ def test_a_search_that_held_out_text_overturned(tmp_path: Path) -> None:
     text = page_of(make_search(tmp_path / "search", held_out=held_out(("worse", "not told apart"), 1))).text()
     assert text.count("HELD-OUT TEXT OVERTURNS THE SEARCH: trial 1 is the winner, not trial 2.") == 2
     assert "and 0.06000" in text, "the number on held-out text is the winner's"
+
+
+def test_a_search_that_healed_its_candidates(tmp_path: Path) -> None:
+    candidates = [
+        {"trial": trial, "before": quality_of(seen + 0.02), "after": quality_of(after)}
+        for trial, seen, after in ((2, 0.03, 0.021), (1, 0.04, 0.011), (0, 0.05, 0.031))
+    ]
+    last = "HEALING CHANGES THE CHOICE: trial 1 is the winner"
+    healing = {"candidates": candidates, "winner": 1, "changed": True, "sentences": ["healed for 9 steps", last]}
+    text = page_of(make_search(tmp_path / "search", healing=healing)).text()
+    assert text.count(f"{last}.") == 2
+    assert "healed for 9 steps. HEALING" in text
+    assert "and 0.06000" in text, "the winner's number before any healing"
+    for value in ("0.02100", "0.01100", "0.03100"):
+        assert value in text
 
 
 def test_a_search_without_held_out_text_or_terms(tmp_path: Path) -> None:

@@ -49,6 +49,8 @@ def _show(run: Run) -> Iterator[Block]:
     yield from _winner(run)
     if held:
         yield _on_held_out_text(held)
+    if run.record.get("healing"):
+        yield _healed(run.record["healing"])
     yield _best_trials(trials) if FRONT not in run.tables else _front_table(run.tables[FRONT], trials)
     if any(trials.choices):
         yield layers_touched(trials, _layers(run, trials))
@@ -111,6 +113,16 @@ def _on_held_out_text(held: dict[str, Any]) -> Table:
     if not others:
         return Table(caption, head[:4], [rows[0][:4]], f"{original}.")
     return Table(caption, head, rows, note, left=frozenset({5}), marked=marked)
+
+
+def _healed(healing: dict[str, Any]) -> Table:
+    """The candidates before and after they were trained briefly."""
+    shown = [(by, when) for by in ("divergence", "perplexity") for when in ("before", "after")]
+    rows = [[str(one["trial"]), *(_value(one[when], by) for by, when in shown)] for one in healing["candidates"]]
+    head = ["trial", "divergence", "healed", "perplexity", "healed"]
+    marked = frozenset((row, 0) for row, one in enumerate(healing["candidates"]) if one["trial"] == healing["winner"])
+    note = ". ".join(healing["sentences"]) + ". Numbers are of held-out text; the winner's are marked."
+    return Table("The best trials before and after healing", head, rows, note, marked=marked)
 
 
 _VERDICTS = {"better": "better", "worse": "worse", "not told apart": "not told apart from it"}
@@ -198,12 +210,14 @@ def _findings(run: Run) -> Iterator[Finding]:
     texts = [_what_won(run, trials, best, held)]
     figure, label = _value(best, "perplexity"), f"perplexity of the best of {plural(len(trials), 'trial')}"
     if held:
-        winner = _finalist(held)
+        winner = _finalist(run, held)
         figure, label = _value(winner["unseen"], "perplexity"), "perplexity of the search's winner, held-out text"
         texts.append(_told_apart(held))
     yield Finding("Search", " ".join(filter(None, texts)), figure, label)
     if held and held["overturned"]:
         yield Finding("The search is overturned", held["sentences"][-1] + ".")
+    if run.record.get("healing"):
+        yield Finding("Healing", run.record["healing"]["sentences"][-1] + ".")
     knees = run.record.get("knees") or []
     if knees:
         yield Finding("How deep it really is", f"By {'; '.join(knees)}.")
@@ -222,7 +236,7 @@ def _what_won(run: Run, trials: SearchedTrials, best: dict[str, Any], held: dict
         f"{f' (95%: {known})' if known else ''} on the text of the search"
     )
     if held:
-        unseen = _finalist(held)["unseen"]
+        unseen = _finalist(run, held)["unseen"]
         known = interval(unseen.get("divergence_low"), unseen.get("divergence_high"))
         said += f" and {_value(unseen, 'divergence')}{f' (95%: {known})' if known else ''} on held-out text"
         return f"{said}, where its perplexity is {_value(unseen, 'perplexity')}{_against(held['original'])}."
@@ -241,11 +255,10 @@ def _shortened(edits: Sequence[str], most: int = 12) -> str:
     return ", ".join(edits[:most]) + (f" and {len(edits) - most} more" if len(edits) > most else "")
 
 
-def _finalist(held: dict[str, Any]) -> dict[str, Any]:
-    """The winner on held-out text."""
-    found: dict[str, Any] = next(
-        one for one in [held["searched"], *held["runners_up"]] if one["trial"] == held["winner"]
-    )
+def _finalist(run: Run, held: dict[str, Any]) -> dict[str, Any]:
+    """The winner on held-out text, as it is before any healing."""
+    chosen = run.record.get("healing", held)["winner"]
+    found: dict[str, Any] = next(one for one in [held["searched"], *held["runners_up"]] if one["trial"] == chosen)
     return found
 
 
