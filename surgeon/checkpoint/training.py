@@ -93,7 +93,8 @@ def layers_by_recipe(recipe: Program, stored: Program) -> Whose:
     """Of which of the original's layers each stored sublayer is, if a stored program is the recipe's.
 
     They are the same if one is the other with its layers under other numbers: the same steps and forks, of the same
-    slices and ranks, one stored sublayer wherever the recipe has one. The order within a step does not count.
+    slices and ranks, and no stored sublayer for two of the recipe's. A sublayer that the recipe has twice may be stored
+    twice, as forms of whole layers do, and the order within a step does not count.
 
     Args:
         recipe: over the original's layers.
@@ -106,7 +107,7 @@ def layers_by_recipe(recipe: Program, stored: Program) -> Whose:
     places: dict[tuple[Any, ...], int] = {}
     for asked, found in _side_by_side(recipe.nodes, stored.nodes):
         (place,), pieces = found.layers, found.piece and found.piece[1]
-        known = places.setdefault((asked.kind, asked.layers, pieces, asked.ranks), place)
+        known = place if pieces is None else places.setdefault((asked.kind, asked.layers, pieces, asked.ranks), place)
         if known != place or whose.setdefault((found.kind, place), asked.layers) != asked.layers:
             raise NotProven(
                 f"the model does not run the recipe's program: where that has {asked}, it has {found}, which stands "

@@ -17,6 +17,10 @@ def _attention_scale(config: Any) -> float | None:
     return None if config.scale_attn_weights else 1.0
 
 
+def _unfused(fused: Any) -> dict[str, Any]:
+    return {"scale_attn_weights": fused.attention_scaling != 1.0 or fused.head_dim == 1}
+
+
 GPT2 = Family(
     name="GPT-2",
     model_type="gpt2",
@@ -59,4 +63,5 @@ GPT2 = Family(
     attention_scale=_attention_scale,
     arguments=("past_key_values", "attention_mask", "encoder_hidden_states"),
     unsupported=_unsupported,
+    unfused=_unfused,
 )

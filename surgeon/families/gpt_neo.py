@@ -14,6 +14,11 @@ def _attention_scale(_: Any) -> float:
     return 1.0
 
 
+def _unfused(fused: Any) -> dict[str, Any]:
+    kinds = ["local" if kind == "sliding_attention" else "global" for kind in fused.layer_types]
+    return {"attention_types": [[[kind], 1] for kind in kinds]}
+
+
 GPT_NEO = Family(
     name="GPT-Neo",
     model_type="gpt_neo",
@@ -57,4 +62,5 @@ GPT_NEO = Family(
     attention_scale=_attention_scale,
     returns_tuple=True,
     follow=_follow,
+    unfused=_unfused,
 )

@@ -11,6 +11,10 @@ def _variant(family: Family, config: Any) -> Family:
     return replace(family, steps_per_layer=1 if config.use_parallel_residual else 2)
 
 
+def _unfused(fused: Any) -> dict[str, Any]:
+    return {"use_parallel_residual": fused.parallel_residual, "attention_bias": fused.qkv_bias or fused.o_bias}
+
+
 GPT_NEOX = Family(
     name="GPT-NeoX",
     model_type="gpt_neox",
@@ -49,4 +53,5 @@ GPT_NEOX = Family(
     embedding_dropout="hidden_dropout",
     steps_per_layer=1,
     variant=_variant,
+    unfused=_unfused,
 )

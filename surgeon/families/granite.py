@@ -27,6 +27,11 @@ def _logit_scale(config: Any) -> float | None:
     return None if config.logits_scaling == 1 else 1 / config.logits_scaling
 
 
+def _unfused(fused: Any) -> dict[str, Any]:
+    factors = {"attention_multiplier": fused.attention_scaling, "logits_scaling": 1 / fused.logit_scale}
+    return LLAMA.unfused(fused) | factors
+
+
 GRANITE = replace(
     LLAMA,
     name="Granite",
@@ -36,4 +41,5 @@ GRANITE = replace(
     output_scale=Factor("residual_multiplier"),
     logit_scale=_logit_scale,
     unsupported=_unsupported,
+    unfused=_unfused,
 )

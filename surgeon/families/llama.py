@@ -1,6 +1,14 @@
 """Llama 1, 2, 3: RMS norms, rotary positions, grouped KV heads, gated MLP."""
 
+from typing import Any
+
 from surgeon.families.base import Family, Projection, SublayerSpec
+
+
+def _unfused(fused: Any) -> dict[str, Any]:
+    biases = {"attention_bias": fused.qkv_bias or fused.o_bias, "mlp_bias": fused.up_bias or fused.down_bias}
+    return biases | {"use_sliding_window": fused.sliding_window is not None}
+
 
 LLAMA = Family(
     name="Llama",
@@ -34,4 +42,5 @@ LLAMA = Family(
     intermediate="intermediate_size",
     gated=True,
     rotary=True,
+    unfused=_unfused,
 )

@@ -21,6 +21,11 @@ def _unfusable(config: Any) -> str | None:
     return None
 
 
+def _unfused(fused: Any) -> dict[str, Any]:
+    biases = fused.qkv_bias or fused.o_bias or fused.up_bias or fused.down_bias
+    return {"enable_bias": biases, "word_embed_proj_dim": fused.hidden_size}
+
+
 OPT = Family(
     name="OPT",
     model_type="opt",
@@ -59,4 +64,5 @@ OPT = Family(
     dropout="dropout",
     unsupported=_unsupported,
     unfusable=_unfusable,
+    unfused=_unfused,
 )

@@ -150,7 +150,7 @@ def test_a_card_is_written_again(healed: Path) -> None:
         ("A0 {F0 | F1}", "A0 [F0 F1]", r"where that has {F0 \| F1}, it has"),
         ("A0/2:0 F0", "A0/2:1 F0", "where that has A0/2:0, it has A0/2:1"),
         ("A0@q5 F0", "A0@q6 F0", "where that has A0@q5, it has A0@q6"),
-        ("A0 F0 A0", "A0 F0 A1", "where that has A0, it has A1, which stands for another"),
+        ("[A0/2:0 A0/2:1]", "[A0/2:0 A1/2:1]", "where that has A0/2:1, it has A1/2:1, which stands for another"),
         ("A0 F0 A1", "A0 F0 A0", "where that has A1, it has A0, which stands for another"),
     ],
 )
@@ -160,9 +160,9 @@ def test_another_program_than_the_recipes_is_refused(recipe: str, stored: str, d
 
 
 def test_the_recipes_program_under_other_numbers() -> None:
-    recipe = Program.parse("A2 F2 [A5~A6 A4 F4] {A1/2:0 | A1/2:1} A1/4:1 A2")
-    stored = Program.parse("A0 F0 [A1 F1 A7] {A2/2:0 | A2/2:1} A3/4:1 A0")
-    attentions = {0: (2,), 1: (5, 6), 7: (4,), 2: (1,), 3: (1,)}
+    recipe = Program.parse("A2 F2 [A5~A6 A4 F4] {A1/2:0 | A1/2:1} A1/4:1 A2 A2")
+    stored = Program.parse("A0 F0 [A1 F1 A7] {A2/2:0 | A2/2:1} A3/4:1 A0 A8")
+    attentions = {0: (2,), 1: (5, 6), 7: (4,), 2: (1,), 3: (1,), 8: (2,)}  # one of them is stored twice
     expected = {("A", place): layers for place, layers in attentions.items()} | {("F", 0): (2,), ("F", 1): (4,)}
     assert layers_by_recipe(recipe, stored) == expected
 
