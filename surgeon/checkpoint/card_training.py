@@ -17,10 +17,16 @@ def trained_how(training: dict[str, Any] | None) -> str:
     """The end of the card's first sentence."""
     if training is None:
         return "without further training"
-    return (
-        f"then trained further (healed): {plural(training['steps'], 'step')}, {plural(training['tokens'], 'token')} of "
-        f"{training['data']} (SHA-256 `{training['data_hash']}`), {training['method']}"
-    )
+    said = _how(training)
+    while "earlier" in training:
+        training = training["earlier"]
+        said = f"{_how(training)}; then again: {said}"
+    return f"then trained further (healed): {said}"
+
+
+def _how(training: dict[str, Any]) -> str:
+    tokens = f"{plural(training['tokens'], 'token')} of {training['data']}"
+    return f"{plural(training['steps'], 'step')}, {tokens} (SHA-256 `{training['data_hash']}`), {training['method']}"
 
 
 def training_section(training: dict[str, Any] | None, name: str) -> Iterator[str]:

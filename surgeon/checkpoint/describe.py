@@ -77,7 +77,8 @@ class Description:
         said = self.training
         if said is None:
             return None
-        return f"{said['steps']:,} steps on {said['tokens']:,} tokens of {said['data']}, {said['method']}"
+        again = "" if "earlier" not in said else "; not for the first time"
+        return f"{said['steps']:,} steps on {said['tokens']:,} tokens of {said['data']}, {said['method']}{again}"
 
 
 def describe(what: str | Path) -> Description:

@@ -33,8 +33,8 @@ class Training:
             num_layers, parameters, model_hash and card.
         training: JSON values. `method`, `data` and `data_hash` are texts, `steps` and `tokens` numbers; `original`,
             `edited` and `healed`, where they are there, are qualities (`TextQuality.to_json`) on the text `held_out`
-            (with `held_out_hash`). Whatever else there is (settings, versions) is kept. Of texts that are files on
-            this machine only their names are.
+            (with `held_out_hash`); `earlier` is such a record of the training before this one. Whatever else there is
+            (settings, versions) is kept. Of texts that are files on this machine only their names are.
 
     Raises:
         ValueError: if an entry that cards show is missing, or is something else.
@@ -59,6 +59,8 @@ def lacking(entries: dict[str, Any], known: dict[str, type] = _ENTRIES) -> str |
     for name, kind in known.items():
         if type(entries.get(name)) is not kind:
             return f"{name}, {'a text' if kind is str else 'a whole number'}, and has {shown(entries.get(name))}"
+    if "earlier" in entries and (not isinstance(entries["earlier"], dict) or lacking(entries["earlier"]) is not None):
+        return "earlier to be the record of another training"
     stages = (name for name in STAGES if entries.get(name) is not None)
     return next((f"{name} with its perplexity" for name in stages if not _is_quality(entries[name])), None)
 

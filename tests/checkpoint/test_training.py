@@ -12,6 +12,7 @@ import torch
 
 import surgeon
 from surgeon.checkpoint.card import identity_of, open_edited, write_card
+from surgeon.checkpoint.card_training import trained_how
 from surgeon.checkpoint.compare import Compared
 from surgeon.checkpoint.describe import describe
 from surgeon.checkpoint.export import Original, source_record
@@ -106,6 +107,15 @@ def test_the_card_says_that_it_was_trained(healed: Path) -> None:
     assert "does not hold for them" in text
     assert "So what is measured of the original" not in text
     assert "`tracks: {" in text  # the recipe's operation
+
+
+def test_a_second_training_is_told_behind_the_first(source: Path) -> None:
+    first = training_on(source).training
+    said = trained_how(training_on(source, earlier=first | {"steps": 7, "method": "the norms"}).training)
+    assert said.startswith("then trained further (healed): 7 steps, 1,638,400 tokens of corpus.txt")
+    assert "the norms; then again: 400 steps, 1,638,400 tokens" in said
+    with pytest.raises(ValueError, match="the training needs earlier to be the record of another training"):
+        training_on(source, earlier={"steps": 7})
 
 
 def test_measurements_of_the_original_under_the_program_are_refused(healed: Path, source: Path) -> None:

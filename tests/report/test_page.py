@@ -97,6 +97,15 @@ def test_an_exported_checkpoint_belongs_to_its_model(tmp_path: Path) -> None:
     assert sum(a.get("class") == "chapter" for _, a in elsewhere.tags) == 2
 
 
+def test_an_exported_checkpoint_says_that_it_was_trained(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "healed")
+    assert "trained after the edit" not in render([folder])
+    report = json.loads((folder / "surgeon.json").read_text())
+    report["trained"] = {"steps": 400, "tokens": 12800, "data": "demo:1", "method": "the norms"}
+    (folder / "surgeon.json").write_text(json.dumps(report))
+    assert "400 steps on 12,800 tokens of demo:1, the norms" in render([folder])
+
+
 def test_results_of_lm_eval_itself(tmp_path: Path) -> None:
     folder = make_evaluation(tmp_path / "tasks")
     path = next(folder.glob("results*.json"))

@@ -18,12 +18,19 @@ def _show(run: Run) -> Iterator[Block]:
     rows = [
         ["effective depth", f"{depth:g} of {layers} layers" if isinstance(depth, int | float) and layers else ""],
         ["synchronisations on two ranks", str(record.get("sync_points_on_two_ranks", ""))],
+        ["trained after the edit", _training(record.get("trained"))],
         *_proof(record.get("proof", {})),
     ]
     yield Table("What was written", ["", ""], [row for row in rows if row[1]], left=frozenset({1}))
     yield Code("Program", str(record.get("program", "")))
     if record.get("recipe"):
         yield Code("Recipe", str(record["recipe"]))
+
+
+def _training(said: Any) -> str:
+    if not isinstance(said, dict) or not all(isinstance(said.get(name), int) for name in ("steps", "tokens")):
+        return ""
+    return f"{plural(said['steps'], 'step')} on {said['tokens']:,} tokens of {said.get('data')}, {said.get('method')}"
 
 
 def _proof(proof: dict[str, Any]) -> list[list[str]]:
