@@ -67,6 +67,11 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return run(PROJECT / "notebooks" / "anatomy.ipynb", tmp_path_factory.mktemp("notebook"))
 
 
+@pytest.fixture(scope="module")
+def healed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return run(PROJECT / "notebooks" / "heal.ipynb", tmp_path_factory.mktemp("notebook"))
+
+
 def flat(values: Any, name: str = "") -> dict[str, Any]:
     """Nested numbers by the path to them."""
     if isinstance(values, dict):
@@ -157,6 +162,51 @@ def test_what_its_words_say(executed: Any) -> None:
     assert max(lost) < divergence["without layer 7"] / 5  # the predictions hardly move
     outputs = [output for cell in executed.cells for output in cell.get("outputs", ())]
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 3
+
+
+@pytest.mark.long
+def test_healing_starts_from_plain_transformers(healed: Any) -> None:
+    """Perplexity and divergence of the edit, before anything is trained, from full logits."""
+    import torch
+    from torch.nn import functional
+
+    import surgeon
+    from surgeon.analysis.subject import open_subject
+
+    numbers = numbers_of(healed)
+    subject = open_subject("demo", "demo", tokens=2048, window=128)
+    assert numbers["data"] == subject.windows.digest
+    ids, model = subject.windows.ids, subject.model
+    fours = [[" ".join(f"{kind}{k}" for k in range(first, first + 4)) for kind in "AF"] for first in (2, 6, 10)]
+    program = " ".join(["A0 F0 A1 F1", *(f"[{a}] [{f}]" for a, f in fours), "A14 F14 A15 F15"])
+    with torch.no_grad():
+        original = functional.log_softmax(model(input_ids=ids, use_cache=False).logits[:, :-1], -1)
+        surgeon.edit(model, program)
+        edited = functional.log_softmax(model(input_ids=ids, use_cache=False).logits[:, :-1], -1)
+    for name, found in (("original", original), ("edited", edited)):
+        nll = functional.nll_loss(found.flatten(0, 1), ids[:, 1:].flatten()).item()
+        divergence = (original.exp() * (original - found)).sum(-1).mean().item()
+        assert numbers["perplexity"][name] == pytest.approx(math.exp(nll), rel=1e-3)
+        assert numbers["divergence"][name] == pytest.approx(divergence, rel=1e-3, abs=1e-6)
+
+
+def test_healing_gives_back_what_its_words_say(healed: Any) -> None:
+    numbers = numbers_of(healed)
+    perplexity, divergence, curve = numbers["perplexity"], numbers["divergence"], numbers["curve"]
+    assert perplexity["original"] < perplexity["healed"] < perplexity["edited"]
+    assert divergence["healed"] < 0.8 * divergence["edited"]
+    assert curve == sorted(curve, reverse=True)  # falls all the way
+    assert curve[0] == pytest.approx(divergence["edited"])
+    assert curve[-1] == pytest.approx(divergence["healed"])
+    assert numbers["of the checkpoint"] == pytest.approx(perplexity["healed"], rel=1e-4)
+    for part in numbers["parts"].values():
+        assert sum(part[-3:]) < 0.95 * sum(part[:3])
+    stored = numbers_of(nbformat.read(PROJECT / "notebooks" / "heal.ipynb", as_version=4))
+    if stored["data"] == numbers["data"] and stored["training"] == numbers["training"]:
+        for name, value in flat(stored["divergence"]).items():  # other processors train to slightly other weights
+            assert flat(divergence)[name] == pytest.approx(value, rel=0.05, abs=1e-6)
+    outputs = [output for cell in healed.cells for output in cell.get("outputs", ())]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 1
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
