@@ -6,10 +6,13 @@ import math
 import re
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 from peft import PeftModel
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import Trainer
@@ -17,7 +20,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from surgeon.checkpoint.staging import check_space, show_bytes
 from surgeon.checkpoint.verify import sync
-from surgeon.errors import is_full_disk
+from surgeon.errors import first_line, is_full_disk
 
 WEIGHTS_FILE = "model.safetensors"  # as the Trainer reads it again
 STATE_FILE = TRAINER_STATE_NAME  # the last one that is written
@@ -166,6 +169,18 @@ class CheckpointingTrainer(Trainer):
             state = state_dict if state_dict is not None else dict(trained_parameters(model))
             save_file(_stored(state), folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        with _reading(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with _reading(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with _reading(checkpoint):
+            super()._load_rng_state(checkpoint)
+
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Refuse a checkpoint that is not of what is trained."""
         if self.is_fsdp_enabled:
@@ -173,10 +188,7 @@ class CheckpointingTrainer(Trainer):
         trained = {name for name, _ in trained_parameters(self.model)}
         odd = sorted(trained & set(load_result.missing_keys)) + list(load_result.unexpected_keys)
         if odd:
-            raise ValueError(
-                f"the checkpoints in {self._folder} are not of what is trained now ({odd[0]}); remove that folder to "
-                "begin again"
-            )
+            raise ValueError(f"the checkpoint is not of what is trained now: {odd[0]}")
 
     def _init_training_state(self, *arguments: Any, **options: Any) -> Any:
         found = super()._init_training_state(*arguments, **options)
@@ -184,7 +196,21 @@ class CheckpointingTrainer(Trainer):
         best = self.state.best_model_checkpoint
         if best is not None and not Path(best).is_dir():
             raise ValueError(f"{best} has the best weights so far, and is gone; remove {self._folder} to begin again")
+        if self.args.should_save and self._folder.is_dir():
+            self._rotate()  # a run that was killed may not have come to it
         return found
+
+
+@contextmanager
+def _reading(checkpoint: str | None) -> Iterator[None]:
+    """Say which checkpoint cannot be read. Its pickles are never loaded but with `weights_only`, which refuses code."""
+    try:
+        yield
+    except (OSError, EOFError, KeyError, RuntimeError, ValueError, UnpicklingError, SafetensorError) as error:
+        raise ValueError(
+            f"{checkpoint} cannot be read ({first_line(error)}); remove it, and the same command goes on from the one "
+            "before it"
+        ) from error
 
 
 def trained_parameters(model: Any) -> Iterator[tuple[str, nn.Parameter]]:

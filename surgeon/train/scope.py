@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from difflib import SequenceMatcher
@@ -77,7 +78,16 @@ def add_adapters(model: PreTrainedModel, scope: str, dense: Program, rank: int) 
     names = [name for name, module in linears if id(module) in inside and id(module.weight) not in left]
     if not names:
         raise ValueError("there is no matrix for adapters; use --train all, or leave --lora out")
-    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names, task_type="CAUSAL_LM"))
+    transposed = any(isinstance(model.get_submodule(name), Conv1D) for name in names)
+    config = LoraConfig(
+        r=rank, lora_alpha=2 * rank, target_modules=names, fan_in_fan_out=transposed, task_type="CAUSAL_LM"
+    )
+    with warnings.catch_warnings():
+        # peft asks transformers in words that the latter is about to lose.
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        # Of a model with both kinds of matrix, peft sees for itself which is which.
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to", UserWarning)
+        return get_peft_model(model, config)
 
 
 def _linears(module: nn.Module) -> Iterator[nn.Module]:
