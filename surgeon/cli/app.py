@@ -23,6 +23,7 @@ from surgeon.cli.evaluate import evaluate
 from surgeon.cli.export import export
 from surgeon.cli.failures import CLOSED_PIPE, INTERRUPTED, explain, explain_interruption
 from surgeon.cli.generate import generate
+from surgeon.cli.heal import heal
 from surgeon.cli.predict import predict
 from surgeon.cli.report import report
 from surgeon.cli.scan import scan
@@ -41,6 +42,7 @@ COMMANDS = (
     (sensitivity, "Bound and measure the error of running layers in pairs."),
     (spectrum, "Find singular values, and what lower ranks of each matrix do."),
     (search, "Find the best layers to run in pairs, for a wanted depth."),
+    (heal, "Train an edited model back, on text or towards the original."),
     (export, "Write the changed model as a checkpoint."),
     (show, "Say what a checkpoint or a recipe is; draw its program."),
     (diff, "Say in what two checkpoints or recipes differ."),

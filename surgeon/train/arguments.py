@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
+from accelerate import PartialState
 from transformers import HfArgumentParser, TrainingArguments
 
+from surgeon.checkpoint.read import read_json
 from surgeon.errors import did_you_mean, first_line
+from surgeon.quality.tasks_subject import choose_device
 from surgeon.train.settings import HealSettings
 
 # What the run itself decides; each with what a user gives in its place.
@@ -82,11 +85,16 @@ def _read(name: str, value: str) -> Any:
         given: Namespace = parser.parse_args(["--output_dir", ".", f"--{name}", value])
     except ValueError as error:
         raise ValueError(f"--trainer-arg {name}={value} cannot be read ({first_line(error)})") from error
-    return getattr(given, name)
+    return {"true": True, "false": False}.get(value.lower(), getattr(given, name))
 
 
 def training_arguments(
-    settings: HealSettings, folder: Path, steps: int, micro_batch: int, device: str = "cpu"
+    settings: HealSettings,
+    folder: Path,
+    steps: int,
+    micro_batch: int,
+    device: str = "cpu",
+    called: Sequence[str] = (),
 ) -> TrainingArguments:
     """The arguments of a run.
 
@@ -95,6 +103,8 @@ def training_arguments(
         steps: of the optimiser.
         micro_batch: windows per forward pass of one process.
         device: "cpu" or "cuda".
+        called: names of the classes of modules that a program calls. Where parameters are shared out among processes
+            (FSDP), these are gathered one by one; a whole layer, as is usual, is never called in an edited model.
 
     Raises:
         ValueError: if processes and micro-batches do not divide the batch, or an argument is not accepted.
@@ -132,6 +142,8 @@ def training_arguments(
     if settings.patience is not None:
         decided |= {"load_best_model_at_end": True, "save_steps": settings.evaluate_every}
     try:
+        if given.get("fsdp"):
+            given["fsdp_config"] = _sharding(given.get("fsdp_config"), called)
         arguments = TrainingArguments(**given | decided)
     except (ImportError, TypeError) as error:
         raise ValueError(f"transformers does not take these arguments ({first_line(error)})") from error
@@ -143,6 +155,17 @@ def training_arguments(
         )
     arguments.gradient_accumulation_steps = settings.batch // together
     return arguments
+
+
+def _sharding(given: Any, called: Sequence[str]) -> dict[str, Any]:
+    """FSDP's configuration, with what is gathered together where the user has not said it."""
+    if isinstance(given, str):
+        given = json.loads(given) if given.startswith("{") else read_json(Path(given))
+    config: dict[str, Any] = dict(given or {})
+    keys = {key.removeprefix("fsdp_") for key in config}
+    if not keys & {"transformer_layer_cls_to_wrap", "min_num_params"}:
+        config["transformer_layer_cls_to_wrap"] = list(called)
+    return config
 
 
 def share_of_batch(settings: HealSettings, processes: int) -> int:
@@ -157,6 +180,14 @@ def share_of_batch(settings: HealSettings, processes: int) -> int:
     return share if settings.micro_batch is None else min(share, settings.micro_batch)
 
 
-def has_cuda(device: str) -> bool:
-    """Whether a device asked for is a GPU that is there."""
-    return device != "cpu" and torch.cuda.is_available()
+def join_processes(device: str) -> tuple[PartialState, str]:
+    """The processes of a run, one or those that accelerate or torchrun have started, and what they compute on.
+
+    Args:
+        device: "cpu", "cuda", or "auto" for the latter where there is one.
+
+    Raises:
+        ValueError: if there is no such device.
+    """
+    where = choose_device(device)
+    return PartialState(cpu=where == "cpu"), where

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from peft import PeftModel
-from torch import nn
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 from transformers.integrations.integration_utils import TensorBoardCallback
 
@@ -20,7 +21,7 @@ from surgeon.model import decoder_layers, program_of
 from surgeon.program import Program
 from surgeon.progress import progress
 from surgeon.quality.text import TextQuality
-from surgeon.train.arguments import share_of_batch, training_arguments
+from surgeon.train.arguments import join_processes, share_of_batch, training_arguments
 from surgeon.train.callbacks import EarlyEnd, Recorder
 from surgeon.train.checkpoints import step_of
 from surgeon.train.distill import Distiller
@@ -28,10 +29,10 @@ from surgeon.train.held_out import HeldOutQuality
 from surgeon.train.kept_logits import KeptIdentity, keep_logits
 from surgeon.train.resume import alone, open_run
 from surgeon.train.run_log import RunLog
-from surgeon.train.scope import add_adapters, choose_parameters
+from surgeon.train.scope import add_adapters, called_classes, choose_parameters
 from surgeon.train.settings import HealSettings
 from surgeon.train.texts import HealTexts
-from surgeon.train.trainer import HealTrainer, LossParts, meta_copy
+from surgeon.train.trainer import HealTrainer, LossParts
 
 
 @dataclass(frozen=True)
@@ -105,31 +106,43 @@ def _heal(
     device: str,
 ) -> Healed | None:
     steps = settings.steps_on(len(texts.training.ids))
-    arguments = _arguments(settings, folder, steps, device)
+    arguments = _arguments(student, settings, folder, steps, device)
     known = {
         **(identity or {}),
         "settings": settings.to_json(),
         "data": texts.training.digest,
         "held_out": texts.held_out.digest,
     }
-    checkpoint = open_run(folder, known)
+    checkpoint = _agreed(lambda: open_run(folder, known))
     held_out, towards = _teaching(original, program or program_of(student), texts, settings, folder, known)
     model = prepared(student, settings)
-    edited = None if checkpoint is None else RunLog(folder, step_of(checkpoint)).first_quality()
     with _run(model, texts, settings, arguments, held_out, towards, checkpoint) as (trainer, recorder):
-        if edited is None:
-            edited = held_out.measure(model)
-            if recorder.log is not None:
-                recorder.log.held_out(0, 0.0, edited)
-        empty = meta_copy(model) if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled else None
+        edited = None if recorder.log is None else _first_quality(recorder.log, model, held_out)
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         healed = held_out.measure(trainer.model_wrapped)
-    trained = _gathered(trainer, model, empty)
-    if trained is None:
+    trained = trainer.whole_model()
+    if trained is None or edited is None:
         return None
     made = trainer.state.global_step
     tokens = made * settings.batch * texts.training.ids.shape[1]
     return Healed(trained, made, tokens, recorder.seconds, held_out.original, edited, healed)
+
+
+def _agreed(open_folder: Callable[[], Path | None]) -> Path | None:
+    """Where the run goes on, as the first process of several finds it."""
+    state = PartialState()
+    found = [open_folder() if state.is_main_process else None]
+    broadcast_object_list(found, from_process=0)
+    return found[0]
+
+
+def _first_quality(log: RunLog, model: Any, held_out: HeldOutQuality) -> TextQuality:
+    """What the edited model was before the first step; measured if it was not yet."""
+    found = log.first_quality()
+    if found is None:
+        found = held_out.measure(model)
+        log.held_out(0, 0.0, found)
+    return found
 
 
 def prepared(student: PreTrainedModel, settings: HealSettings) -> Any:
@@ -138,6 +151,8 @@ def prepared(student: PreTrainedModel, settings: HealSettings) -> Any:
     Raises:
         ValueError: if nothing is in scope.
     """
+    for parameter in student.parameters():  # factors may be transposed, which cannot be shared out among processes
+        parameter.data = parameter.data.contiguous()
     layers = decoder_layers(student)
     assert isinstance(layers, EditedLayers)
     dense = Program.dense(len(layers.original[0]), family_of(student.config).steps_per_layer)
@@ -176,11 +191,12 @@ def _teaching(
     return held_out, Distiller(wanted, program, keep_logits(original, ids, folder / "teacher", same))
 
 
-def _arguments(settings: HealSettings, folder: Path, steps: int, device: str) -> TrainingArguments:
-    from accelerate import PartialState
-
-    processes = PartialState(cpu=device == "cpu").num_processes
-    return training_arguments(settings, folder, steps, share_of_batch(settings, processes), device)
+def _arguments(
+    student: PreTrainedModel, settings: HealSettings, folder: Path, steps: int, device: str
+) -> TrainingArguments:
+    processes, _ = join_processes(device)
+    share = share_of_batch(settings, processes.num_processes)
+    return training_arguments(settings, folder, steps, share, device, called_classes(student))
 
 
 @contextmanager
@@ -211,22 +227,3 @@ def _run(
     with told if log is not None else nullcontext(recorder.advance) as advance:
         recorder.advance = advance
         yield trainer, recorder
-
-
-def _gathered(trainer: HealTrainer, model: nn.Module, empty: nn.Module | None) -> nn.Module | None:
-    """The trained model in one piece, in the first process; None in the others.
-
-    Args:
-        empty: of a model whose parameters are shared out among processes, the same modules without numbers.
-    """
-    if empty is None:
-        return model if trainer.args.should_save else None
-    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
-    if not trainer.args.should_save:
-        return None
-    missing = empty.load_state_dict(state, strict=False, assign=True).missing_keys
-    whole: Any = empty
-    whole = whole.get_base_model() if isinstance(whole, PeftModel) else whole
-    whole.tie_weights()
-    assert not any(parameter.is_meta for parameter in empty.parameters()), missing
-    return empty

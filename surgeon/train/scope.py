@@ -111,6 +111,18 @@ def _modules(model: PreTrainedModel, scope: str, dense: Program) -> Iterator[nn.
             yield from (owner.get_submodule(path) for path in norms if path is not None)
 
 
+def called_classes(model: PreTrainedModel) -> list[str]:
+    """The names of the classes of modules with parameters that a model's program calls, but for norms."""
+    layers = decoder_layers(model)
+    assert isinstance(layers, EditedLayers)
+    called = (
+        layers.owner(sublayer).get_submodule(path)
+        for sublayer in layers.program.sublayers()
+        for path in layers.family.spec(sublayer.kind).modules
+    )
+    return sorted({type(module).__name__ for module in called if any(True for _ in module.parameters())})
+
+
 def sublayer_modules(layers: EditedLayers, sublayer: Sublayer) -> Iterator[nn.Module]:
     """The modules that compute one sublayer: its norm, and those called on the normed stream."""
     spec, owner = layers.family.spec(sublayer.kind), layers.owner(sublayer)

@@ -22,6 +22,13 @@ class HealTexts:
     training: Windows
     held_out: Windows
 
+    def line(self) -> str:
+        """How much there is of them, for people."""
+        training, held_out = (
+            f"{each.ids.numel():,} tokens of {each.source}" for each in (self.training, self.held_out)
+        )
+        return f"trained on {training}, measured on {held_out}, in windows of {self.training.ids.shape[1]}"
+
     @property
     def notes(self) -> tuple[str, ...]:
         """What the user should know of them, one line each."""

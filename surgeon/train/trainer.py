@@ -8,6 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from peft import PeftModel
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset
@@ -31,6 +34,7 @@ class HealTrainer(SteppingTrainer):
 
     Attributes:
         latest: what was measured last on held-out text.
+        empty: where parameters are shared out among processes, the model without numbers, to be filled with all.
     """
 
     latest: TextQuality | None = None
@@ -50,9 +54,38 @@ class HealTrainer(SteppingTrainer):
         self.batch, self.held_out, self.towards = batch, held_out, towards
         self._parts: dict[str, Tensor] = {}
         self._counted = 0
+        self.empty: nn.Module | None = None
         super().__init__(model, arguments, train_dataset=data, eval_dataset=data, callbacks=list(callbacks))
         self.remove_callback(PrinterCallback)
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            self.empty = meta_copy(model)
         self.model_accepts_loss_kwargs = False  # every micro-batch's loss is a mean over as many tokens
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        wanted, state = self.args.fsdp_plugin_args, self.accelerator.state
+        if wanted is not None and state.distributed_type == DistributedType.MULTI_CPU:
+            # On CPUs accelerate would train replicas, without a word.
+            state.fsdp_plugin = FullyShardedDataParallelPlugin(**wanted)
+            state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
+            self.is_fsdp_enabled = True
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if self.empty is None or not state_dict:
+            super()._save(output_dir, state_dict)
+            return
+        sharded, self.model = self.model, filled(self.empty, state_dict)
+        try:
+            super()._save(output_dir)
+        finally:
+            self.model = sharded
+
+    def whole_model(self) -> Any:
+        """The model in one piece, in the first process; None in the others."""
+        if self.empty is None:
+            return self.model if self.args.should_save else None
+        state = self.accelerator.get_state_dict(self.model_wrapped)
+        return filled(self.empty, state) if self.args.should_save else None
 
     def _get_train_sampler(self, train_dataset: Dataset[Any] | None = None) -> RunOrder:
         del train_dataset
@@ -121,3 +154,12 @@ def meta_copy(model: nn.Module) -> nn.Module:
     }
     copied: nn.Module = copy.deepcopy(model, dict[int, Any](empty))
     return copied
+
+
+def filled(empty: nn.Module, state: dict[str, Any]) -> nn.Module:
+    """A copy without numbers, with those of a whole state dict."""
+    missing = empty.load_state_dict(state, strict=False, assign=True).missing_keys
+    whole: Any = empty.get_base_model() if isinstance(empty, PeftModel) else empty
+    whole.tie_weights()
+    assert not any(parameter.is_meta for parameter in empty.parameters()), missing
+    return empty

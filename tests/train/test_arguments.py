@@ -17,12 +17,12 @@ def test_values_have_the_types_of_the_arguments() -> None:
             "--adam-epsilon=1e-6",
             "save_total_limit=5",
             "optim=adafactor",
-            "fsdp=full_shard",
+            "fsdp=true",
         ]
     )
     assert found["gradient_checkpointing"] is True
     assert (found["adam_epsilon"], found["save_total_limit"], found["optim"]) == (1e-6, 5, "adafactor")
-    assert found["fsdp"] == "full_shard"
+    assert found["fsdp"] is True
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,305 @@
+"""`surgeon heal`: train an edited model back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from surgeon.cli.grouped import grouped
+from surgeon.cli.opening import warn
+from surgeon.cli.options import DATA_HELP, ProgramOption, SeparatorOption, WindowOption
+
+if TYPE_CHECKING:
+    from surgeon.checkpoint.prove import Proof
+    from surgeon.train.distill import Distillation
+    from surgeon.train.settings import HealSettings
+    from surgeon.train.subject import HealSubject
+    from surgeon.train.texts import HealTexts
+
+ALL_TOKENS = 1 << 50  # more than any text has
+
+
+@dataclass(frozen=True)
+class HealTextArguments:
+    """What is trained and measured on; a group of options (see grouped.py)."""
+
+    data: Annotated[
+        str,
+        typer.Option(
+            "--data", help="Text to train on; as --eval-data, or demo:train (what demo leaves out).", show_default=False
+        ),
+    ]
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Training tokens, from the start of the data. Default: what the steps need.", show_default=False
+        ),
+    ] = None
+    eval_data: Annotated[
+        str | None,
+        typer.Option(
+            "--eval-data", help=DATA_HELP + " Default: the end of --data, which is not trained on.", show_default=False
+        ),
+    ] = None
+    eval_tokens: Annotated[int, typer.Option(help="Tokens to measure on.")] = 16384
+    window: WindowOption = None
+    separator: SeparatorOption = None
+
+
+@dataclass(frozen=True)
+class MethodArguments:
+    """What is trained, and towards what; a group of options (see grouped.py)."""
+
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            help="A paper's hyperparameters, which other options change: lp (Layer Parallelism, table 2) or ladder "
+            "(Ladder Residual, table 4).",
+            show_default=False,
+        ),
+    ] = None
+    train: Annotated[
+        Literal["edited", "all", "norms"] | None,
+        typer.Option(
+            help="edited: the sublayers that the edit touches; all: every weight; norms: norms only. Default: edited.",
+            show_default=False,
+        ),
+    ] = None
+    lora: Annotated[
+        int | None,
+        typer.Option(metavar="RANK", help="Train adapters of this rank on the matrices (peft).", show_default=False),
+    ] = None
+    keep_adapter: Annotated[
+        bool,
+        typer.Option("--keep-adapter", help="Write DIR/base and DIR/adapter in place of a merged checkpoint."),
+    ] = False
+    distill: Annotated[
+        Literal["logits", "hidden", "both"] | None,
+        typer.Option(
+            help="Learn from the original: its predictions (logits), its stream wherever the program's has a "
+            "counterpart (hidden), or both. Default: from the text alone.",
+            show_default=False,
+        ),
+    ] = None
+    temperature: Annotated[float, typer.Option(help="Of the distilled predictions.")] = 1.0
+    text_weight: Annotated[float, typer.Option(help="Weight of the text's own loss beside a distillation's.")] = 0.0
+    teacher_top: Annotated[
+        int | None,
+        typer.Option(
+            metavar="K",
+            help="Keep the original's K highest predictions of each token on disk once, so that it need not stay in "
+            "memory.",
+            show_default=False,
+        ),
+    ] = None
+    teacher: Annotated[
+        str | None,
+        typer.Option(
+            help="The original, where it is not the model that the recipe or program is for.", show_default=False
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class ScheduleArguments:
+    """For how long, how fast; a group of options (see grouped.py)."""
+
+    steps: Annotated[int | None, typer.Option(help="Of the optimiser. Default: 1000.", show_default=False)] = None
+    epochs: Annotated[
+        float | None, typer.Option(help="Passes over the text, in place of --steps.", show_default=False)
+    ] = None
+    batch: Annotated[
+        int | None, typer.Option(help="Windows per step, over all processes. Default: 8.", show_default=False)
+    ] = None
+    micro_batch: Annotated[
+        int | None,
+        typer.Option(help="Windows per forward pass of a process. Default: all of its share.", show_default=False),
+    ] = None
+    learning_rate: Annotated[
+        float | None,
+        typer.Option(help="At its highest. Default: 1e-4, or 1e-3 with --lora.", show_default=False),
+    ] = None
+    schedule: Annotated[
+        str | None, typer.Option(help="linear, cosine, constant, ... Default: linear.", show_default=False)
+    ] = None
+    warmup: Annotated[
+        int | None, typer.Option(help="Steps in which the learning rate rises. Default: 0.", show_default=False)
+    ] = None
+    seed: Annotated[int, typer.Option(help="Of the order of the text, dropout and adapters.")] = 0
+    evaluate_every: Annotated[int, typer.Option(help="Steps between measurements on held-out text.")] = 100
+    save_every: Annotated[int, typer.Option(help="Steps between checkpoints of the run.")] = 100
+    patience: Annotated[
+        int | None,
+        typer.Option(
+            help="End after so many measurements without a better one, with the best one's weights.", show_default=False
+        ),
+    ] = None
+    trainer_arg: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--trainer-arg",
+            metavar="NAME=VALUE",
+            help="Any argument of transformers' TrainingArguments, e.g. gradient_checkpointing=true, bf16=true, "
+            "fsdp=full_shard, deepspeed=FILE; may be repeated.",
+            show_default=False,
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class WrittenArguments:
+    """How the result is written; a group of options (see grouped.py)."""
+
+    form: Annotated[Literal["auto", "plain", "fused", "program"], typer.Option(help="As of surgeon export.")] = "auto"
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(help="Of the written weights. Default: the original's.", show_default=False),
+    ] = None
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing checkpoint.")] = False
+
+
+@grouped
+def heal(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL|RECIPE|DIR",
+            help="What to heal: a recipe (.yaml), a checkpoint that surgeon has edited, or a model with --program.",
+            show_default=False,
+        ),
+    ],
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output", "-o", help="Folder of the healed checkpoint; its run lies in FOLDER.heal.", show_default=False
+        ),
+    ],
+    *,
+    text: HealTextArguments,
+    method: MethodArguments,
+    program: ProgramOption = None,
+    schedule: ScheduleArguments,
+    written: WrittenArguments,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where there is one.")] = "auto",
+) -> None:
+    """Train an edited model until it does again what the original did.
+
+    On transformers' Trainer; under accelerate launch or torchrun in several processes. Killed, the same command goes on
+    where it was. The result is a checkpoint as surgeon export writes it, proven to run the same program.
+    """
+    from surgeon.checkpoint.adapters import export_with_adapter
+    from surgeon.checkpoint.staging import check_target
+    from surgeon.train.arguments import join_processes
+    from surgeon.train.heal import heal as train
+    from surgeon.train.resume import finish_run, heal_folder
+    from surgeon.train.subject import open_heal_subject
+    from surgeon.train.write import check_adapter, record_of, write_healed
+
+    settings = _settings(method, schedule)
+    check_target(output, written.overwrite)
+    processes, where = join_processes(device)
+    folder = heal_folder(output)
+    subject = open_heal_subject(model, program, method.teacher)
+    texts = _texts(subject, text, settings)
+    with processes.main_process_first():
+        subject = subject.with_factors(folder / "factors")
+    student = subject.student()
+    if method.keep_adapter:
+        check_adapter(student, settings)
+    say = _say if processes.is_main_process else _silent
+    say(f"{settings.method}; {texts.line()}")
+    warn(texts.notes if processes.is_main_process else ())
+    original, identity = subject.loads_original, subject.identity()
+    found = train(student, texts, settings, folder, original, subject.program, identity, device=where)
+    if found is None:
+        return
+    for name, quality in (("original", found.original), ("edited", found.edited), ("healed", found.healed)):
+        say("" if quality is None else f"{name:<9} {quality.line()}")
+    record = record_of(subject, texts, settings, found)
+    if method.keep_adapter:
+        export_with_adapter(found.model, output)
+    else:
+        proof = write_healed(found, subject, record, output, written.form, written.dtype, written.overwrite)
+        say(_proof_line(proof))
+    finish_run(folder, record)
+    print(output)
+
+
+def _proof_line(proof: Proof) -> str:
+    """What was proven, in a sentence."""
+    exact = f"{proof.exact:.1g} of their scale in float32"
+    rounded = "" if proof.dtype == "float32" else f", and by {proof.written:.1g} once rounded to {proof.dtype}"
+    return (
+        f"proof: the program is the recipe's; on {proof.tokens} random tokens the logits differ from the trained "
+        f"model's by {exact}{rounded}."
+    )
+
+
+def _say(line: str) -> None:
+    if line:
+        typer.echo(line, err=True)
+
+
+def _silent(_: str) -> None:
+    """What the other processes have to say."""
+
+
+def _settings(method: MethodArguments, schedule: ScheduleArguments) -> HealSettings:
+    """The run's settings: the preset's, and over them what the user gives; printed where there is a preset."""
+    from surgeon.train.arguments import parse_trainer_arguments
+    from surgeon.train.presets import preset
+    from surgeon.train.settings import HealSettings
+
+    given: dict[str, Any] = {
+        name: getattr(schedule, name)
+        for name in ("steps", "epochs", "batch", "micro_batch", "learning_rate", "schedule", "warmup", "patience")
+    }
+    given |= {"scope": method.train, "lora": method.lora, "distillation": _distillation(method)}
+    given = {name: value for name, value in given.items() if value is not None}
+    given |= {name: getattr(schedule, name) for name in ("seed", "evaluate_every", "save_every")}
+    given["arguments"] = parse_trainer_arguments(schedule.trainer_arg or [])
+    if method.preset is None:
+        return HealSettings(**given)
+    chosen = preset(method.preset)
+    settings = HealSettings(**chosen.values | given)
+    values = ", ".join(f"{name} {getattr(settings, name)}" for name in chosen.values)
+    typer.echo(f"preset {method.preset} ({chosen.source}): {values}", err=True)
+    return settings
+
+
+def _distillation(method: MethodArguments) -> Distillation | None:
+    """What is learned from the original."""
+    from surgeon.train.distill import Distillation
+
+    if method.distill is None:
+        _refuse_without(method)
+        return None
+    logits, hidden = {"logits": (1.0, 0.0), "hidden": (0.0, 1.0), "both": (1.0, 1.0)}[method.distill]
+    return Distillation(logits, hidden, method.text_weight, method.temperature, method.teacher_top)
+
+
+def _refuse_without(method: MethodArguments) -> None:
+    """Refuse what says how to distil where nothing is distilled."""
+    given = {
+        "--temperature": method.temperature != 1.0,
+        "--text-weight": method.text_weight != 0.0,
+        "--teacher-top": method.teacher_top is not None,
+    }
+    for name in (name for name, is_given in given.items() if is_given):
+        raise ValueError(f"{name} says how to distil, and nothing is distilled; add --distill logits, or drop it")
+
+
+def _texts(subject: HealSubject, text: HealTextArguments, settings: HealSettings) -> HealTexts:
+    """Both texts; of the training text as much as the steps go through."""
+    from surgeon.quality.data import window_for
+    from surgeon.train.texts import load_heal_texts
+
+    window = window_for(subject.edited.config, text.window)
+    needed = None if settings.epochs is not None and settings.steps is None else settings.steps_on(settings.batch)
+    tokens = text.tokens or (ALL_TOKENS if needed is None else needed * settings.batch * window)
+    return load_heal_texts(
+        subject.edited.tokenizer, text.data, window, tokens, text.eval_data, text.eval_tokens, text.separator
+    )

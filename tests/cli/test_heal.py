@@ -1,0 +1,162 @@
+"""`surgeon heal` as users call it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+import surgeon
+from surgeon.checkpoint.verify import verify
+from surgeon.model import program_of
+from tests.cli.conftest import Run
+
+RECIPE = """\
+surgeon: 1
+model: {model}
+operations:
+  - {operation}
+"""
+QUICK = (
+    "--window",
+    16,
+    "--eval-tokens",
+    64,
+    "--batch",
+    2,
+    "--steps",
+    3,
+    "--evaluate-every",
+    2,
+    "--learning-rate",
+    0.01,
+)
+
+
+@pytest.fixture
+def long_text(tmp_path: Path) -> Path:
+    path = tmp_path / "long.txt"
+    path.write_text(" ".join(f"{number} sheep and {number * 7 % 31} dogs" for number in range(150)))
+    return path
+
+
+@pytest.fixture
+def heal(surgeon_says: Run, tiny_checkpoint: Path, long_text: Path, tmp_path: Path) -> Any:
+    """Heals a recipe of one operation, or whatever is given, into the folder "healed"."""
+
+    def run(operation: str | Path, *arguments: object, output: str = "healed") -> tuple[int, str, str]:
+        what: Any = operation
+        if isinstance(operation, str):
+            what = tmp_path / "recipe.yaml"
+            what.write_text(RECIPE.format(model=tiny_checkpoint, operation=operation))
+        return surgeon_says("heal", what, "--data", long_text, *QUICK, "-o", tmp_path / output, *arguments)
+
+    return run
+
+
+def test_a_recipe_is_healed_and_written(heal: Any, surgeon_says: Run, tmp_path: Path, tiny_checkpoint: Path) -> None:
+    code, out, err = heal('pair: {layers: "1:3"}')
+    assert (code, out.strip()) == (0, str(tmp_path / "healed"))
+    assert "edited sublayers; trained on 96 tokens" in err
+    assert [line.split()[0] for line in err.splitlines() if "perplexity" in line and "tokens" in line] == [
+        "original",
+        "edited",
+        "healed",
+    ]
+    assert "proof: the program is the recipe's" in err
+    folder, run = tmp_path / "healed", tmp_path / "healed.heal"
+    report = json.loads((folder / "surgeon.json").read_text())
+    assert (report["form"], report["source"]["model"]) == ("fused", "tiny-llama")
+    assert report["program"] == "A0 F0 [A1 A2] [F1 F2] A3 F3"
+    assert report["trained"]["steps"] == 3
+    assert report["trained"]["data"] == "long.txt"
+    assert str(tmp_path) not in (folder / "surgeon.json").read_text()
+    assert verify(folder, folder / "surgeon.json") > 3
+    record = json.loads((run / "heal.json").read_text())
+    assert record["healed"] == report["trained"]["healed"]
+    assert not list(run.glob("checkpoint-*"))
+    ids = torch.arange(2, 60)[None]
+    edited = surgeon.edit(surgeon.load(tiny_checkpoint), report["program"])
+    assert not torch.allclose(surgeon.load(folder)(input_ids=ids).logits, edited(input_ids=ids).logits, atol=1e-3)
+    assert surgeon_says("show", folder)[0] == 0
+    assert heal('pair: {layers: "1:3"}')[2].startswith("error: ")  # it is there already
+
+
+def test_the_whole_of_it_by_options(heal: Any, tmp_path: Path) -> None:
+    arguments = ("--train", "all", "--distill", "both", "--temperature", 2, "--text-weight", 0.1, "--seed", 3)
+    more = ("--schedule", "cosine", "--warmup", 1, "--micro-batch", 1, "--trainer-arg", "gradient_checkpointing=true")
+    code, _, err = heal('ladder: {layers: "2:4"}', *arguments, *more, "--form", "program", "--dtype", "bfloat16")
+    assert code == 0, err
+    assert "all weights, distilled from the original" in err
+    settings = json.loads((tmp_path / "healed.heal" / "heal.json").read_text())["settings"]
+    assert settings["distillation"] == {"logits": 1, "hidden": 1, "text": 0.1, "temperature": 2, "kept": None}
+    assert (settings["seed"], settings["warmup"], settings["schedule"]) == (3, 1, "cosine")
+    assert str(program_of(surgeon.load(tmp_path / "healed"))).startswith("A0 F0 A1 F1 ")
+
+
+def test_an_edited_checkpoint_is_healed_again(heal: Any, tmp_path: Path, tiny_checkpoint: Path) -> None:
+    assert heal('tracks: {layers: "0:4", depth: 2, count: 2}', "--teacher-top", 9, "--distill", "logits")[0] == 0
+    code, _, err = heal(tmp_path / "healed", "--teacher", tiny_checkpoint, output="again")
+    assert code == 0, err
+    first, again = (json.loads((tmp_path / name / "surgeon.json").read_text()) for name in ("healed", "again"))
+    assert again["program"] == first["program"]
+    assert again["source"] == first["source"]
+    assert again["trained"]["edited"]["perplexity"] == pytest.approx(first["trained"]["healed"]["perplexity"], rel=1e-4)
+
+
+def test_a_fused_checkpoint_trains_as_pairs(heal: Any, tmp_path: Path) -> None:
+    assert heal('pair: {layers: "1:3"}', "--lora", 2)[0] == 0
+    code, _, err = heal(tmp_path / "healed", output="again")
+    assert code == 0, err
+    assert "original" not in err  # it is not known where it lies
+    report = json.loads((tmp_path / "again" / "surgeon.json").read_text())
+    assert (report["form"], report["program"]) == ("fused", "A0 F0 [A1 A2] [F1 F2] A3 F3")
+
+
+def test_an_adapter_is_kept_apart(heal: Any, tmp_path: Path) -> None:
+    code, _, err = heal('pair: {layers: "1:3"}', "--lora", 2, "--keep-adapter")
+    assert code == 0, err
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "healed" / "base", trust_remote_code=True)
+    adapted = PeftModel.from_pretrained(base, tmp_path / "healed" / "adapter").eval()
+    assert heal('pair: {layers: "1:3"}', "--lora", 2, output="merged")[0] == 0
+    ids = torch.arange(2, 60)[None]
+    merged = surgeon.load(tmp_path / "merged")(input_ids=ids).logits
+    assert torch.allclose(adapted(input_ids=ids).logits, merged, atol=1e-4)
+
+
+def test_presets_are_said(heal: Any) -> None:
+    code, _, err = heal('pair: {layers: "1:3"}', "--preset", "lp")
+    assert code == 0, err
+    assert "preset lp (Layer Parallelism, section 4.3 and table 2): scope edited, batch 2, learning_rate 0.01" in err
+
+
+@pytest.mark.parametrize(
+    ("operation", "arguments", "message"),
+    [
+        ('pair: {layers: "1:3"}', ("--preset", "pl"), "unknown preset 'pl'; known: lp, ladder"),
+        ('pair: {layers: "1:3"}', ("--temperature", 2), "--temperature says how to distil"),
+        ('pair: {layers: "1:3"}', ("--keep-adapter",), "there is none; add --lora RANK"),
+        ('tracks: {layers: "0:4", depth: 2, count: 2}', ("--lora", 2, "--keep-adapter"), "leave --keep-adapter out"),
+        ('pair: {layers: "1:3"}', ("--trainer-arg", "bf17=true"), "did you mean 'bf16'"),
+        ('pair: {layers: "1:3"}', ("--batch", 500), "fewer than one batch of 500"),
+        ('pair: {layers: "1:3"}', ("--distill", "hidden", "--teacher-top", 5), "need the original in memory"),
+        ('pair: {layers: "1:3"}', ("--schedule", "linaer"), "linaer"),
+    ],
+)
+def test_what_does_not_fit_is_refused(operation: str, arguments: Any, message: str, heal: Any, tmp_path: Path) -> None:
+    code, out, err = heal(operation, *arguments)
+    assert (code, out) == (1, "")
+    assert message in " ".join(err.split())
+    assert err.splitlines()[-1].startswith("error: ")
+    assert not (tmp_path / "healed").exists()
+
+
+def test_an_unedited_model_needs_an_edit(heal: Any, tiny_checkpoint: Path) -> None:
+    said = heal(tiny_checkpoint)
+    assert said[0] == 1
+    assert "no sublayer is edited; use --train all" in said[2]

@@ -1,0 +1,34 @@
+"""One process of a healing run, for tests that start several: FOLDER FSDP PROGRAM LORA HIDDEN."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from surgeon.model import edit
+from surgeon.train.distill import Distillation
+from surgeon.train.heal import heal
+from surgeon.train.settings import HealSettings
+from tests.models import tiny_model
+from tests.train.test_heal import TEXTS
+
+
+def main(folder: str, sharded: str, program: str, lora: str, hidden: str) -> None:
+    """Heal a tiny model, and write what comes of it: the norm of every parameter, by name."""
+    torch.set_num_threads(1)
+    settings = HealSettings(
+        steps=4, batch=4, learning_rate=1e-2, evaluate_every=2, save_every=2, lora=int(lora) or None,
+        distillation=Distillation(hidden=float(hidden)), arguments={"fsdp": True} if sharded == "fsdp" else {},
+    )  # fmt: skip
+    student = edit(tiny_model("llama", 3, dropout=0.0), program)
+    found = heal(student, TEXTS, settings, Path(folder), lambda: tiny_model("llama", 3, dropout=0.0))
+    if found is not None:
+        norms = {name: float(parameter.detach().norm()) for name, parameter in found.merged().named_parameters()}
+        (Path(folder) / "norms.json").write_text(json.dumps(norms))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
