@@ -143,7 +143,7 @@ class ScheduleArguments:
             "--trainer-arg",
             metavar="NAME=VALUE",
             help="Any argument of transformers' TrainingArguments, e.g. gradient_checkpointing=true, bf16=true, "
-            "fsdp=full_shard, deepspeed=FILE; may be repeated.",
+            "fsdp=true, deepspeed=FILE; may be repeated.",
             show_default=False,
         ),
     ] = None
