@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from surgeon.checkpoint.card_text import plural
 from surgeon.checkpoint.forms import Form, form_of
 from surgeon.checkpoint.load import read_config, stored_program
 from surgeon.checkpoint.read import DEMO, Checkpoint, locate, read_json
@@ -78,7 +79,8 @@ class Description:
         if said is None:
             return None
         again = "" if "earlier" not in said else "; not for the first time"
-        return f"{said['steps']:,} steps on {said['tokens']:,} tokens of {said['data']}, {said['method']}{again}"
+        steps, tokens = plural(said["steps"], "step"), plural(said["tokens"], "token")
+        return f"{steps} on {tokens} of {said['data']}, {said['method']}{again}"
 
 
 def describe(what: str | Path) -> Description:

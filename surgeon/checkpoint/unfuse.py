@@ -71,7 +71,8 @@ def unfused(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> PreTrai
     if fused.base_model_type not in FAMILIES:
         raise ValueError(_advice(checkpoint.where, f"its architecture {fused.base_model_type!r} is not known here"))
     weights = ModelWeights(checkpoint, family_of(fused), int(fused.head_dim))
-    parts = [_parts_of(index, fused, weights) for index in range(int(fused.num_hidden_layers))]
+    said = fused.to_dict()  # its attributes are those of single layers where these differ
+    parts = [_parts_of(index, said, weights) for index in range(int(fused.num_hidden_layers))]
     program = _program_of(parts, 1 if fused.parallel_residual else 2)
     _check_report(checkpoint, program)
     config = unfused_config(checkpoint, fused, [part.layers for part in parts], program)
@@ -85,18 +86,17 @@ def _advice(where: str, reason: str) -> str:
     return f"{where} cannot be taken apart ({reason}); use the recipe and the original that it was made of"
 
 
-def _parts_of(index: int, fused: Any, weights: ModelWeights) -> Parts:
+def _parts_of(index: int, said: dict[str, Any], weights: ModelWeights) -> Parts:
     """What lies side by side in a layer; its widths say so.
 
     Raises:
         ValueError: if that is no whole number of layers.
     """
-    base = {"heads": fused.num_attention_heads, "kv_heads": fused.num_key_value_heads}
-    base["neurons"] = fused.intermediate_size
+    names = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "neurons": "intermediate_size"}
     counts = []
     for kind in KINDS:
         units = weights.units(Sublayer(kind, (index,)))
-        found = {count / base[unit] for unit, count in units.items()}
+        found = {count / said[names[unit]] for unit, count in units.items()}
         if len(found) > 1 or not min(found).is_integer():
             sizes = " and ".join(f"{count} {unit.replace('kv_', 'KV ')}" for unit, count in units.items())
             raise ValueError(_advice(weights.store.where, f"layer {index} has {sizes}, which are slices of layers"))

@@ -37,12 +37,13 @@ def unfused_config(checkpoint: Checkpoint, fused: Any, layers: list[int], progra
     layout = FORMS["fused"].lay_out(program, family_of(config), config)
     shapes = {name: checkpoint.shape(name) for name in checkpoint.names()}
     again = fused_config(family_of(config), config, layout, shapes)
+    said = fused.to_dict()
     for key, value in again.items():
-        if not _agree(value, getattr(fused, key, checkpoint.config.get(key)), checkpoint.config.get(key)):
+        stored = checkpoint.config.get(key)
+        if not _agree(value, said.get(key), stored):
             raise ValueError(
                 f"{checkpoint.folder} cannot be taken apart ({family.name} would have {key}: {value} in the fused "
-                f"form, and config.json has {checkpoint.config.get(key)}); use the recipe and the original that it was "
-                "made of"
+                f"form, and config.json has {stored}); use the recipe and the original that it was made of"
             )
     return config
 
