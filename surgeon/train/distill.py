@@ -142,7 +142,7 @@ class Distiller:
             without it, and without a gradient.
 
         Raises:
-            ValueError: if the student runs no program, or another one, or has another vocabulary.
+            ValueError: if the student runs no program, or another one, or has another vocabulary or size of the stream.
         """
         input_ids = batch["input_ids"]
         labels = functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)  # what each token is to predict
@@ -188,7 +188,15 @@ def relative_error(student: Tensor, teacher: Tensor, predicted: Tensor) -> Tenso
     Args:
         student, teacher: (windows, tokens, hidden).
         predicted: (windows, tokens), which tokens count.
+
+    Raises:
+        ValueError: if the streams have another size.
     """
+    if student.shape != teacher.shape:
+        raise ValueError(
+            f"the teacher's stream has {teacher.shape[-1]} numbers for a token and the student's {student.shape[-1]}; "
+            "distil the logits only, or from the model that the program is of"
+        )
     wanted = teacher.to(student.device).float()
     error = (student.float() - wanted).square().sum(-1)
     size = wanted.square().sum(-1).clamp_min(torch.finfo(torch.float32).tiny)

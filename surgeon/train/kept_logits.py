@@ -144,7 +144,8 @@ def keep_logits(
     if any(not _is_whole(_path(folder, windows), identity) for windows in identity.files):
         with _alone(folder):
             missing = [windows for windows in identity.files if not _is_whole(_path(folder, windows), identity)]
-            _make(teacher, ids, folder, identity, missing, at_once)
+            if missing:  # or another process has made them meanwhile
+                _make(teacher, ids, folder, identity, missing, at_once)
     return KeptLogits(folder, identity)
 
 

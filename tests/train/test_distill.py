@@ -309,6 +309,24 @@ def test_models_that_do_not_fit() -> None:
         distiller.loss(student, batch_of())
 
 
+def test_a_larger_teacher_has_logits_only() -> None:
+    student, _ = pair_of()
+    larger = tiny_model("llama", 5, hidden_size=64)
+    found = Distiller(Distillation(), surgeon.program_of(student), larger).loss(student, batch_of())
+    assert_close(found, plainly_logits(student, larger))
+    with pytest.raises(ValueError, match="stream has 64 numbers for a token and the student's 32; distil the logits"):
+        Distiller(BOTH, surgeon.program_of(student), larger).loss(student, batch_of())
+
+
+def plainly_logits(student: Any, teacher: Any) -> dict[str, Tensor]:
+    ids = batch_of()["input_ids"]
+    both = (
+        functional.log_softmax(model(input_ids=ids).logits[:, :-1], -1).flatten(0, 1) for model in (student, teacher)
+    )
+    found = functional.kl_div(*both, log_target=True, reduction="batchmean")
+    return {"loss": found, "logits": found.detach()}
+
+
 def test_streams_that_do_not_come_are_noticed() -> None:
     student, _ = pair_of()
     hooks = student.model.layers.stream_tap._forward_hooks
