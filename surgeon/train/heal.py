@@ -15,9 +15,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 from transformers.integrations.integration_utils import TensorBoardCallback
 
-from surgeon.edited_layers import EditedLayers
-from surgeon.families import family_of
-from surgeon.model import decoder_layers, program_of
+from surgeon.model import program_of
 from surgeon.program import Program
 from surgeon.progress import progress
 from surgeon.quality.text import TextQuality
@@ -114,8 +112,9 @@ def _heal(
         "held_out": texts.held_out.digest,
     }
     checkpoint = _agreed(lambda: open_run(folder, known))
-    held_out, towards = _teaching(original, program or program_of(student), texts, settings, folder, known)
-    model = prepared(student, settings)
+    program = program or program_of(student)
+    held_out, towards = _teaching(original, program, texts, settings, folder, known)
+    model = prepared(student, settings, program)
     with _run(model, texts, settings, arguments, held_out, towards, checkpoint) as (trainer, recorder):
         edited = None if recorder.log is None else _first_quality(recorder.log, model, held_out)
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
@@ -145,7 +144,7 @@ def _first_quality(log: RunLog, model: Any, held_out: HeldOutQuality) -> TextQua
     return found
 
 
-def prepared(student: PreTrainedModel, settings: HealSettings) -> Any:
+def prepared(student: PreTrainedModel, settings: HealSettings, program: Program) -> Any:
     """The model with what is trained of it, or with adapters.
 
     Raises:
@@ -153,13 +152,10 @@ def prepared(student: PreTrainedModel, settings: HealSettings) -> Any:
     """
     for parameter in student.parameters():  # factors may be transposed, which cannot be shared out among processes
         parameter.data = parameter.data.contiguous()
-    layers = decoder_layers(student)
-    assert isinstance(layers, EditedLayers)
-    dense = Program.dense(len(layers.original[0]), family_of(student.config).steps_per_layer)
     if settings.lora is not None:
         torch.manual_seed(settings.seed)  # adapters begin with random numbers
-        return add_adapters(student, settings.scope, dense, settings.lora)
-    choose_parameters(student, settings.scope, dense)
+        return add_adapters(student, settings.scope, program, settings.lora)
+    choose_parameters(student, settings.scope, program)
     return student
 
 

@@ -35,28 +35,45 @@ def edited_sublayers(program: Program, dense: Program) -> frozenset[Sublayer]:
     return frozenset(found)
 
 
-def choose_parameters(model: PreTrainedModel, scope: str, dense: Program) -> None:
+def edited_in(model: PreTrainedModel, program: Program) -> frozenset[Sublayer]:
+    """The sublayers of an edited model that its edit has touched.
+
+    Args:
+        program: the model's, in the numbers of the original's layers: what of it is stored may have others.
+
+    Raises:
+        ValueError: if the model runs another one, or an unedited one.
+    """
+    layers = decoder_layers(model)
+    assert isinstance(layers, EditedLayers)
+    own = list(layers.program.sublayers())
+    count = max(len(layers.original[0]), *(1 + layer for one in program.sublayers() for layer in one.layers))
+    touched = edited_sublayers(program, Program.dense(count, layers.family.steps_per_layer))
+    if not touched:
+        raise ValueError(
+            "--train edited: this model's program is the unedited one, so that no sublayer is edited; use --train all, "
+            "or give the recipe of the edit"
+        )
+    return frozenset(mine for mine, place in zip(own, program.sublayers(), strict=True) if place in touched)
+
+
+def choose_parameters(model: PreTrainedModel, scope: str, program: Program) -> None:
     """Let a model's parameters be trained, or not.
 
     Args:
         model: edited.
         scope: "edited", "all" or "norms".
-        dense: what the unedited model runs.
+        program: as `edited_in` takes it.
 
     Raises:
         ValueError: if nothing is in scope.
     """
-    chosen = {id(parameter) for module in _modules(model, scope, dense) for parameter in module.parameters()}
-    if not chosen:
-        raise ValueError(
-            "--train edited: this model's program is the unedited one, so that no sublayer is edited; use --train all, "
-            "or give the recipe of the edit"
-        )
+    chosen = {id(parameter) for module in _modules(model, scope, program) for parameter in module.parameters()}
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in chosen)
 
 
-def add_adapters(model: PreTrainedModel, scope: str, dense: Program, rank: int) -> Any:
+def add_adapters(model: PreTrainedModel, scope: str, program: Program, rank: int) -> Any:
     """The model with LoRA adapters (Hu et al. 2021, arXiv 2106.09685) on every matrix in scope; only they are trained.
 
     Args:
@@ -70,7 +87,7 @@ def add_adapters(model: PreTrainedModel, scope: str, dense: Program, rank: int) 
     """
     from peft import LoraConfig, get_peft_model
 
-    inside = {id(linear) for module in _modules(model, scope, dense) for linear in _linears(module)}
+    inside = {id(linear) for module in _modules(model, scope, program) for linear in _linears(module)}
     linears = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
     # What slices share has one adapter at most, and none is simple: several would be merged into one matrix.
     held = Counter(id(module.weight) for _, module in linears)
@@ -94,14 +111,14 @@ def _linears(module: nn.Module) -> Iterator[nn.Module]:
     return (each for each in module.modules() if isinstance(each, nn.Linear | Conv1D))
 
 
-def _modules(model: PreTrainedModel, scope: str, dense: Program) -> Iterator[nn.Module]:
+def _modules(model: PreTrainedModel, scope: str, program: Program) -> Iterator[nn.Module]:
     """The modules whose parameters are in scope."""
     layers = decoder_layers(model)
     assert isinstance(layers, EditedLayers)
     if scope == "all":
         yield model
     elif scope == "edited":
-        for sublayer in edited_sublayers(layers.program, dense):
+        for sublayer in edited_in(model, program):
             yield from sublayer_modules(layers, sublayer)
     else:
         yield model.get_submodule(layers.family.final_norm)

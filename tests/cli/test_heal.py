@@ -160,3 +160,11 @@ def test_an_unedited_model_needs_an_edit(heal: Any, tiny_checkpoint: Path) -> No
     said = heal(tiny_checkpoint)
     assert said[0] == 1
     assert "no sublayer is edited; use --train all" in said[2]
+
+
+def test_a_pruned_checkpoint_is_healed_where_it_was_cut(heal: Any, tmp_path: Path) -> None:
+    assert heal('prune: {layers: "1:2"}')[0] == 0
+    assert json.loads((tmp_path / "healed" / "surgeon.json").read_text())["form"] == "plain"
+    code, _, err = heal(tmp_path / "healed", output="again")
+    assert code == 0, err
+    assert json.loads((tmp_path / "again" / "surgeon.json").read_text())["program"] == "A0 F0 A2 F2 A3 F3"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from surgeon.model import edit
+from surgeon.model import edit, program_of
 from surgeon.program import Program
 from surgeon.train.scope import add_adapters, choose_parameters, edited_sublayers
 from tests.models import tiny_model
@@ -41,11 +41,11 @@ def trained_names(model: Any) -> set[str]:
 def test_parameters_in_scope(family: str) -> None:
     model = edit(tiny_model(family, 4), "A0 F0 [A1 A2] [F1 F2] A3 F3")
     every = {name for name, _ in model.named_parameters()}
-    choose_parameters(model, "all", DENSE)
+    choose_parameters(model, "all", program_of(model))
     assert trained_names(model) == every
-    choose_parameters(model, "edited", DENSE)
+    choose_parameters(model, "edited", program_of(model))
     assert trained_names(model) == {name for name in every if ".1." in name or ".2." in name}
-    choose_parameters(model, "norms", DENSE)
+    choose_parameters(model, "norms", program_of(model))
     norms = {name for name in every if "norm" in name or "ln_" in name}
     assert trained_names(model) == norms
     assert norms
@@ -60,7 +60,7 @@ def test_nothing_is_edited_in_an_unedited_model() -> None:
 def test_adapters_lie_on_every_matrix_of_the_edit(family: str) -> None:
     model = edit(tiny_model(family, 4), "A0 F0 [A1 A2] [F1 F2] A3~A0@k3 F3")
     torch.manual_seed(0)
-    adapted = add_adapters(model, "edited", DENSE, 2)
+    adapted = add_adapters(model, "edited", program_of(model), 2)
     names = trained_names(adapted)
     assert names
     assert all(".lora_" in name for name in names)
@@ -75,6 +75,13 @@ def test_adapters_lie_on_every_matrix_of_the_edit(family: str) -> None:
 
 
 def test_adapters_everywhere_leave_the_head_alone() -> None:
-    adapted = add_adapters(edit(tiny_model("llama", 2), "A0 F0 >A1 >F1"), "all", Program.dense(2), 2)
+    adapted = add_adapters(edit(tiny_model("llama", 2), "A0 F0 >A1 >F1"), "all", Program.parse("A0 F0 >A1 >F1"), 2)
     assert not any("lm_head" in name for name in trained_names(adapted))
     assert len(trained_names(adapted)) == 2 * 2 * 7
+
+
+def test_what_was_edited_before_it_was_stored() -> None:
+    """A pruned checkpoint runs all its layers, in numbers of its own; its recipe says where the gap was."""
+    model = edit(tiny_model("llama", 3), Program.dense(3))
+    choose_parameters(model, "edited", Program.parse("A0 F0 A2 F2 A3 F3"))
+    assert {name.split(".")[2] for name in trained_names(model)} == {"0", "1"}
