@@ -135,7 +135,8 @@ class CandidateHealer:
         place = self.folder / hashlib.sha256(f"{self.key} {program}".encode()).hexdigest()[:16]
         student = edit(load(self.source).float(), program)
         identity = {"original": self.model_hash, "program": str(program)}
-        found = heal(student, self.texts, self.settings, place, lambda: self.original, identity=identity)
+        device = self.original.device.type
+        found = heal(student, self.texts, self.settings, place, lambda: self.original, identity=identity, device=device)
         assert found is not None, "a search heals in one process"
         measured = self._measured(found.model)
         healed = HealedProgram(measured, found.tokens, found.seconds)
