@@ -14,7 +14,9 @@ from surgeon.analysis.recipe_factors import make_recipe_factors
 from surgeon.checkpoint.describe import REPORT_FILE
 from surgeon.checkpoint.forms import form_of
 from surgeon.checkpoint.forms.fused import FUSED
+from surgeon.checkpoint.in_memory import stored_layers_of
 from surgeon.checkpoint.read import DEMO, read_json
+from surgeon.checkpoint.training import layers_by_recipe
 from surgeon.checkpoint.unfuse import unfused
 from surgeon.edited_layers import EditedLayers
 from surgeon.model import decoder_layers, edit, program_of
@@ -66,13 +68,19 @@ class HealSubject:
         return replace(self, edited=edited, published=made.published(recipe))
 
     def student(self) -> PreTrainedModel:
-        """The edited model, on the CPU, its weights in 32 bits."""
+        """The edited model, on the CPU, its weights in 32 bits.
+
+        Raises:
+            NotProven: if it does not run the program that it is said to run.
+            ValueError: if a fused checkpoint's layers cannot be told apart any more.
+        """
         if form_of(self.edited.checkpoint) is FUSED and self.edited.program is None:
             model = unfused(self.edited.checkpoint)
         else:
             model = self.edited.load("cpu")
         if not isinstance(decoder_layers(model), EditedLayers):
             edit(model, program_of(model))
+        layers_by_recipe(self.program, stored_layers_of(model).program)  # before it is trained
         model.float()
         return model
 
@@ -116,6 +124,10 @@ def open_heal_subject(name: str, program: str | None = None, teacher: str | None
         return HealSubject(edited, unedited if teacher is None else _original(teacher, edited))
     path = edited.checkpoint.folder / REPORT_FILE
     report = read_json(path) if path.is_file() else None
+    if report is None and form_of(edited.checkpoint).shipped is not None:
+        raise ValueError(
+            f"{name} is edited, and has no {REPORT_FILE} that says of what; heal the recipe, or the model with --program"
+        )
     if teacher is None and report is not None and _is_found_by_name(report["source"]["model"]):
         return HealSubject(edited, _made_from(report, edited), report)
     return HealSubject(edited, None if teacher is None else _original(teacher, edited), report)

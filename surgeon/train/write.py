@@ -85,6 +85,8 @@ def write_healed(
         OSError, ValueError: as `surgeon.export`.
     """
     kept = {name: value for name, value in record.items() if name not in ("command", "model", "recipe", "program")}
+    if subject.report is not None and "trained" in subject.report:
+        kept["earlier"] = subject.report["trained"]
     training = Training(_published(subject), subject.program, _source_of(subject), kept)
     stored = dtype or _stored_dtype(subject)
     return export(found.merged(), output, form=form, dtype=stored, overwrite=overwrite, training=training)

@@ -168,3 +168,12 @@ def test_a_pruned_checkpoint_is_healed_where_it_was_cut(heal: Any, tmp_path: Pat
     code, _, err = heal(tmp_path / "healed", output="again")
     assert code == 0, err
     assert json.loads((tmp_path / "again" / "surgeon.json").read_text())["program"] == "A0 F0 A2 F2 A3 F3"
+
+
+def test_an_edited_checkpoint_without_a_record_is_refused(heal: Any, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    surgeon.edit(surgeon.load(tiny_checkpoint), "A0 F0 >A1 >F1").save_pretrained(tmp_path / "saved")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "saved" / name).write_bytes((tiny_checkpoint / name).read_bytes())
+    code, _, err = heal(tmp_path / "saved")
+    assert code == 1
+    assert "has no surgeon.json that says of what; heal the recipe" in err

@@ -26,7 +26,8 @@ def main(folder: str, sharded: str, program: str, lora: str, hidden: str) -> Non
     student = edit(tiny_model("llama", 3, dropout=0.0), program)
     found = heal(student, TEXTS, settings, Path(folder), lambda: tiny_model("llama", 3, dropout=0.0))
     if found is not None:
-        norms = {name: float(parameter.detach().norm()) for name, parameter in found.merged().named_parameters()}
+        every = found.merged().named_parameters(remove_duplicate=False)  # what slices share under each of its names
+        norms = {name: float(parameter.detach().norm()) for name, parameter in every}
         (Path(folder) / "norms.json").write_text(json.dumps(norms))
 
 
