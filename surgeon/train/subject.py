@@ -126,7 +126,7 @@ def open_heal_subject(name: str, program: str | None = None, teacher: str | None
     report = read_json(path) if path.is_file() else None
     if report is None and form_of(edited.checkpoint).shipped is not None:
         raise ValueError(
-            f"{name} is edited, and has no {REPORT_FILE} that says of what; heal the recipe, or the model with --program"
+            f"{name} is edited, and has no {REPORT_FILE} that says of what; heal the recipe, or the model and --program"
         )
     if teacher is None and report is not None and _is_found_by_name(report["source"]["model"]):
         return HealSubject(edited, _made_from(report, edited), report)
