@@ -42,8 +42,9 @@ class Recorder(TrainerCallback):
         return self._before + time.monotonic() - self._begun
 
     def note(self) -> str:
-        """The latest numbers, a few words."""
-        return ", ".join(f"{name} {value:.4g}" for name, value in self.told.items())
+        """The latest numbers, in as many words as stand beside a bar on a narrow terminal."""
+        names = ("loss", "divergence" if "divergence" in self.told else "perplexity")
+        return ", ".join(f"{name} {self.told[name]:.4g}" for name in names if name in self.told)
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self._begun = time.monotonic()
