@@ -91,12 +91,19 @@ def _newest(folder: Path) -> Path | None:
 def _require_same(record: Path, before: Any, now: dict[str, Any]) -> None:
     if before == now:
         return
-    before = before if isinstance(before, dict) else {}
-    name = next(name for name in [*now, *before] if now.get(name) != before.get(name))
+    name, was, is_now = _difference("identity", before, now)
     raise ValueError(
-        f"{record} is of another run: its {name.replace('_', ' ')} was {shown(before.get(name))}, and now it is "
-        f"{shown(now.get(name))}; choose another -o, or remove {record.parent}"
+        f"{record} is of another run: its {name.replace('_', ' ')} was {shown(was)}, and now it is {shown(is_now)}; "
+        f"choose another -o, or remove {record.parent}"
     )
+
+
+def _difference(name: str, before: Any, now: Any) -> tuple[str, Any, Any]:
+    """The innermost value that differs: its name, what it was, and what it is now."""
+    if not (isinstance(before, dict) and isinstance(now, dict)):
+        return name, before, now
+    inner = next(key for key in [*now, *before] if now.get(key) != before.get(key))
+    return _difference(inner, before.get(inner), now.get(inner))
 
 
 def read_record(folder: Path) -> dict[str, Any]:

@@ -111,7 +111,7 @@ def test_patience_ends_a_run_with_the_best_weights(tmp_path: Path) -> None:
 def test_another_run_is_not_gone_on_with(tmp_path: Path) -> None:
     settings = HealSettings(steps=1, batch=4)
     healed(tmp_path, settings)
-    with pytest.raises(ValueError, match="of another run: its settings was"):
+    with pytest.raises(ValueError, match="of another run: its steps was 1, and now it is 2; choose"):
         healed(tmp_path, HealSettings(steps=2, batch=4))
 
 
