@@ -114,6 +114,7 @@ def _heal(
     checkpoint = _agreed(lambda: open_run(folder, known))
     program = program or program_of(student)
     held_out, towards = _teaching(original, program, texts, settings, folder, known)
+    caches = student.config.use_cache
     model = prepared(student, settings, program)
     with _run(model, texts, settings, arguments, held_out, towards, checkpoint) as (trainer, recorder):
         edited = None if recorder.log is None else _first_quality(recorder.log, model, held_out)
@@ -122,6 +123,8 @@ def _heal(
     trained = trainer.whole_model()
     if trained is None or edited is None:
         return None
+    whole: Any = trained.get_base_model() if isinstance(trained, PeftModel) else trained
+    whole.config.use_cache = caches  # which the Trainer has turned off
     made = trainer.state.global_step
     tokens = made * settings.batch * texts.training.ids.shape[1]
     return Healed(trained, made, tokens, recorder.seconds, held_out.original, edited, healed)

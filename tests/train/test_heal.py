@@ -64,6 +64,7 @@ def test_what_a_run_says_of_itself(tmp_path: Path) -> None:
     found = healed(tmp_path, HealSettings(steps=5, batch=4, learning_rate=1e-2, evaluate_every=2, save_every=2))
     ids, original = TEXTS.held_out.ids, logits_of(tiny_model("llama", 3))
     assert found.original == text_quality(original, ids)
+    assert found.model.config.to_dict() == edit(tiny_model("llama", 3), PAIRED).config.to_dict()
     assert found.edited == text_quality(logits_of(edit(tiny_model("llama", 3), PAIRED)), ids, original)
     after = text_quality(logits_of(found.model.eval()), ids, original)
     assert found.healed.divergence == pytest.approx(after.divergence, rel=1e-6)
