@@ -25,6 +25,7 @@ from surgeon.errors import first_line, is_full_disk
 WEIGHTS_FILE = "model.safetensors"  # as the Trainer reads it again
 STATE_FILE = TRAINER_STATE_NAME  # the last one that is written
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_OTHERS_ENDED = ("Connection reset by peer", "Connection closed by peer")
 _SAVING, _REMOVING = ".saving", ".removing"
 _STATES_OF_ADAM = 2  # numbers that it keeps for each one that is trained
 
@@ -71,12 +72,17 @@ class CheckpointingTrainer(Trainer):
         """As Trainer's.
 
         Raises:
-            OSError: if the disk has no room for the run's checkpoints.
+            OSError: if the disk has no room for the run's checkpoints, or another process of the run has ended.
             ValueError: if those that are there are of something else.
         """
         if self.args.should_save:
             self.require_room()
-        return super().train(resume_from_checkpoint, *others, **options)
+        try:
+            return super().train(resume_from_checkpoint, *others, **options)
+        except RuntimeError as error:
+            if self.args.world_size == 1 or not any(words in str(error) for words in _OTHERS_ENDED):
+                raise
+            raise OSError("another process of this run has ended; the reason is what it says") from error
 
     def require_room(self) -> None:
         """Refuse a run whose checkpoints the disk cannot hold.

@@ -100,7 +100,7 @@ class SteppingTrainer(CheckpointingTrainer):
     def _shrink(self, windows: int, said: str) -> None:
         """Go on with smaller micro-batches: of at most half as many windows, so that they divide those of a step."""
         step, size = self.state.global_step + 1, min(self.micro_batch, windows)
-        spent = f"out of memory at step {step} with {_windows(size)} of {self.args.world_size} processes ({said})"
+        spent = f"out of memory at step {step} with {_windows(size)} at a time in a process ({said})"
         if size == 1:
             raise ValueError(
                 f"out of memory at step {step} with one window at a time ({said}); use a smaller --window, "
