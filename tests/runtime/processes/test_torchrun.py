@@ -13,7 +13,6 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -52,14 +51,14 @@ def start() -> Iterator[Start]:
     port, started = free_port(), list[subprocess.Popen[str]]()
 
     def start_one(
-        rank: int, *arguments: object, cwd: Path = REPOSITORY, fresh: bool = False, **more: str
+        rank: int, *arguments: object, cwd: Path = REPOSITORY, later: float = 0.0, **more: str
     ) -> subprocess.Popen[str]:
         own = PLACE | {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": port}
         environment = os.environ | {"PYTHONPATH": str(REPOSITORY)} | own | more
-        command = [*COMMAND, *map(str, arguments)]
+        *python, code = COMMAND
+        command = [*python, f"import time; time.sleep({later}); {code}", *map(str, arguments)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        popen: Any = subprocess.Popen if fresh else warm.Popen
-        started.append(popen(command, cwd=cwd, env=environment, text=True, **pipes))
+        started.append(warm.Popen(command, cwd=cwd, env=environment, text=True, **pipes))
         return started[-1]
 
     yield start_one
@@ -167,8 +166,8 @@ def test_a_machine_without_the_checkpoint(start: Start, tiny_checkpoint: Path, t
 
 def test_rank_0_that_never_starts_its_ranks_ends_the_others(start: Start, tiny_checkpoint: Path) -> None:
     arguments = ["generate", tiny_checkpoint, "--prompt", PROMPT, "--program", "A0 F9"]
-    # A rank 0 that has to import everything first gives the other one time to meet it.
-    other, first = start(1, *arguments), start(0, *arguments, fresh=True)
+    # A rank 0 that begins later gives the other one time to meet it.
+    other, first = start(1, *arguments), start(0, *arguments, later=1.0)
     assert ended(first) == (1, "", "error: F9 is out of range: the model's layers are 0 to 3\n")
     code, _, err = ended(other)
     assert code == 1, (code, err)
