@@ -45,7 +45,7 @@ CASES = [
 ]
 ON_RANKS = [
     *((ranks, *case) for ranks in (1, 2) for case in CASES),
-    *((4, *case) for case in (("llama", "LP"), ("llama", "fork"), ("gemma2", "LP"), ("gpt_neo", "ladder"))),
+    *((4, *case) for case in (("llama", "fork"), ("gemma2", "LP"))),
 ]
 NEW = 14
 GENERATOR = torch.Generator().manual_seed(11)

@@ -37,7 +37,11 @@ PROGRAM_OF = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# On four ranks a family of every kind: separate and packed matrices, two steps a layer and one.
+CASES = [*((2, family) for family in FAMILIES), *((4, family) for family in ("llama", "phi3", "gpt2", "gpt_neox"))]
+
+
+@pytest.mark.parametrize(("several", "family"), CASES, indirect=["several"])
 def test_every_way_gives_the_same_numbers(family: str, several: Several, tmp_path: Path) -> None:
     model = tiny_model(family, 3, num_key_value_heads=4) if family == "llama" else tiny_model(family, 3)
     expected = plain_logits(model, PROGRAM_OF[family])

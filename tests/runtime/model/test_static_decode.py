@@ -361,7 +361,10 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
         yield started
 
 
-@pytest.mark.parametrize("program", [program for program in PROGRAMS if program != "a layer twice"])
+ON_RANKS = [(ranks, program) for ranks in (1, 2) for program in ("ladder over LP", "fork", "tracks")]
+
+
+@pytest.mark.parametrize(("ranks", "program"), [(1, "dense"), *ON_RANKS], indirect=["ranks"])
 def test_on_ranks(program: str, ranks: Ranks, checkpoints: dict[str, Path]) -> None:
     """Tokens of mixed requests, with shared prefixes and preemption, and what their passes sent."""
     plan = make_plan(checkpoints["llama"], len(ranks.pids), 100, PROGRAMS[program])
