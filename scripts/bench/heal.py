@@ -52,7 +52,7 @@ from surgeon.train.settings import HealSettings
 from surgeon.train.texts import HealTexts, load_heal_texts
 
 LAYERS, ALL_TEXT = 16, 1_000_000  # tokens: more than a run goes through
-RATES = {"lora": 3e-3, "full": 5e-4, "distilled": 5e-4, "control": 5e-4}
+RATES = {"lora": 1e-3, "full": 1e-4, "distilled": 3e-4, "control": 1e-4}  # the best of --sweep on lp-9
 RANK = 16
 CHOSEN_ON = 4096  # tokens of training text that stretches are chosen by
 MEASUREMENTS = 3  # on held-out text, while a run goes on
