@@ -119,10 +119,10 @@ def _heal(
     with _run(model, texts, settings, arguments, held_out, towards, checkpoint) as (trainer, recorder):
         edited = None if recorder.log is None else _first_quality(recorder.log, model, held_out)
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-        healed = held_out.measure(trainer.model_wrapped)
-    trained = trainer.whole_model()
+        trained = trainer.whole_model()
     if trained is None or edited is None:
         return None
+    healed = held_out.measure(trained)
     whole: Any = trained.get_base_model() if isinstance(trained, PeftModel) else trained
     whole.config.use_cache = caches  # which the Trainer has turned off
     made = trainer.state.global_step

@@ -83,7 +83,9 @@ class HealTrainer(SteppingTrainer):
     def whole_model(self) -> Any:
         """The model in one piece, in the first process; None in the others."""
         if self.empty is None:
-            return self.model if self.args.should_save else None
+            # Without what mixed precision has put around its forward pass.
+            plain = self.accelerator.unwrap_model(self.model_wrapped, keep_fp32_wrapper=False, keep_torch_compile=False)
+            return plain if self.args.should_save else None
         state = self.accelerator.get_state_dict(self.model_wrapped)
         return filled(self.empty, state) if self.args.should_save else None
 

@@ -146,3 +146,13 @@ def test_distillation_brings_the_original_back(distillation: Distillation, tmp_p
 def test_there_must_be_somebody_to_learn_from(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no original to distil from"):
         heal(edit(tiny_model("llama", 3), PAIRED), TEXTS, HealSettings(distillation=Distillation()), tmp_path)
+
+
+def test_mixed_precision_ends_with_the_training(tmp_path: Path) -> None:
+    settings = HealSettings(steps=2, batch=4, evaluate_every=2, save_every=2, arguments={"bf16": True})
+    found = healed(tmp_path, settings, dropout=0.0)
+    other = edit(tiny_model("llama", 3, dropout=0.0), PAIRED)
+    other.load_state_dict(found.model.state_dict())
+    ids = TEXTS.held_out.ids
+    assert torch.equal(found.model.eval()(input_ids=ids).logits, other(input_ids=ids).logits)
+    assert found.model.dtype == torch.float32
