@@ -19,13 +19,13 @@ KILLED = "import sys; from tests.train.killed import main; main(*sys.argv[1:])"
 
 def test_a_run_killed_anywhere_ends_as_one_that_is_not(tmp_path: Path) -> None:
     """Weights bit for bit, tables, files: all weights, adapters, early stop, with dropout, files torn."""
-    process = Popen([sys.executable, "-c", KILLED, tmp_path, "3", "1"], stdout=subprocess.PIPE, cwd=Path.cwd())
+    process = Popen([sys.executable, "-c", KILLED, tmp_path, "2", "1"], stdout=subprocess.PIPE, cwd=Path.cwd())
     found = [json.loads(line) for line in process.communicate(timeout=120)[0].splitlines()]
     assert [each["name"] for each in found] == ["all", "adapters", "patience"]
     assert not any(each["different"] for each in found)
     assert all(each["ended"][-1] == 0 for each in found)
-    assert sum(each["ended"].count(-9) for each in found) >= 6
-    assert sum(each["begun"] for each in found) >= 5  # processes that went on from a checkpoint
+    assert sum(each["ended"].count(-9) for each in found) >= 4
+    assert sum(each["begun"] for each in found) >= 3  # processes that went on from a checkpoint
 
 
 def test_two_runs_at_once_are_refused(tmp_path: Path) -> None:
