@@ -104,6 +104,19 @@ def test_the_curves_hold_the_tables_numbers(tmp_path: Path) -> None:
     assert "Dashed: the original&#39;s perplexity, 10.00." in html
 
 
+def test_intervals_that_would_hide_the_curve_are_told_not_drawn(tmp_path: Path) -> None:
+    folder = make_healing(tmp_path / "pairs.heal")
+    wide = {"perplexity_low": "2", "perplexity_high": "60"}
+    write_csv(folder / "held_out.csv", [row | wide for row in read_csv(folder / "held_out.csv")])
+    html = render([folder])
+    chart = re.search(r'aria-label="Perplexity on held-out text".*?</svg>', html, re.DOTALL)
+    assert chart is not None
+    assert 'class="band' not in chart[0]
+    assert "perplexity 14.92 (95%: 2.000 to 60.00)" in chart[0]
+    assert "95% intervals are far wider than the picture. Dashed" in html
+    assert html.count('class="band') == 1, "those of the divergence are drawn"
+
+
 @pytest.mark.parametrize(("steps", "smoothed"), [(40, False), (120, True)])
 def test_the_loss_is_smoothed_where_there_are_many_rows(steps: int, smoothed: bool, tmp_path: Path) -> None:
     folder = make_healing(tmp_path / "pairs.heal", steps=steps)

@@ -16,6 +16,7 @@ PARTS = {"logits": "logits' part", "hidden": "hidden states' part", "text": "tex
 UNITS = {"divergence": "divergence (nats per token)", "perplexity": "perplexity"}
 _MOST_BANDS = 3  # curves whose intervals can be told apart as areas
 _MEANS = 50  # points of the smoothed loss; with fewer rows it is drawn as it is
+_FLAT = 5.0  # times the height of the curves: intervals beyond would make lines of them
 _WIDE = 20.0  # from this ratio on an axis is logarithmic
 _ROW_STYLE = 7
 
@@ -86,14 +87,30 @@ def held_out_charts(curves: Sequence[HeldOutCurve], together: str = "") -> Itera
         ]
         originals = {curve.original for curve in curves}
         rule = originals.pop() if name == "perplexity" and len(originals) == 1 else None
-        ends = [end for one in series for p in one.points for end in (p.y, p.low, p.high)]
+        curve_values = [*(point.y for one in series for point in one.points), *filter(None, [rule])]
+        ends = [end for one in series for point in one.points for end in (point.low, point.high)]
+        too_wide = _span_of([*curve_values, *ends]) > _FLAT * _span_of(curve_values) > 0
+        if too_wide:
+            series = [replace(one, points=[_bare(point) for point in one.points]) for one in series]
         steps = pd.concat([curve.table["step"] * (curve.tokens_per_step if by_tokens else 1) for curve in curves])
         x = _steps(steps, "tokens trained on" if by_tokens else "step")
         title = f"{name.capitalize()} on held-out text{together}"
         dashed = "" if rule is None else f" Dashed: the original's {name}, {number(rule)}."
-        caption = f"Step 0 is the edited model before training; {_drawn(series)} are 95% intervals.{dashed}"
-        svg = draw_chart(series, x, _wide_or_log([*ends, *filter(None, [rule])], UNITS[name]), title, rule)
+        shown = "95% intervals are far wider than the picture" if too_wide else f"{_drawn(series)} are 95% intervals"
+        caption = f"Step 0 is the edited model before training; {shown}.{dashed}"
+        axis = _wide_or_log(curve_values if too_wide else [*curve_values, *ends], UNITS[name])
+        svg = draw_chart(series, x, axis, title, rule)
         yield Chart(svg, title, caption, [one.key() for one in series] if len(series) > 1 else [])
+
+
+def _span_of(values: Sequence[float]) -> float:
+    finite = [value for value in values if math.isfinite(value)]
+    return max(finite) - min(finite) if finite else 0.0
+
+
+def _bare(point: Point) -> Point:
+    """Without its interval, which is read by pointing at it."""
+    return replace(point, low=math.nan, high=math.nan)
 
 
 def _drawn(series: Sequence[Series]) -> str:
