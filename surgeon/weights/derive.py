@@ -194,4 +194,7 @@ def _copy_with(owner: nn.Module, path: str, tensors: Tensors, replaced: dict[str
                 "sliced nor factorised; merge adapters into the model first"
             )
     copied: nn.Module = remove_hook_from_module(copy.deepcopy(module, memo=memo), recurse=True)
+    for linear in copied.modules():
+        if isinstance(linear, nn.Linear):  # of a slice, whose sizes adapters read
+            linear.out_features, linear.in_features = linear.weight.shape
     return copied

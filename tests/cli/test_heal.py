@@ -118,6 +118,10 @@ def test_a_fused_checkpoint_trains_as_pairs(heal: Any, tmp_path: Path) -> None:
     assert (report["form"], report["program"]) == ("fused", "A0 F0 [A1 A2] [F1 F2] A3 F3")
 
 
+def test_adapters_of_slices_are_merged(heal: Any) -> None:
+    assert heal('tracks: {layers: "0:4", depth: 2, count: 2}', "--lora", 2)[0] == 0
+
+
 def test_an_adapter_is_kept_apart(heal: Any, tmp_path: Path) -> None:
     code, _, err = heal('pair: {layers: "1:3"}', "--lora", 2, "--keep-adapter")
     assert code == 0, err
