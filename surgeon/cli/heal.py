@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from surgeon.train.texts import HealTexts
 
 ALL_TOKENS = 1 << 50  # more than any text has
+HIDDEN_WEIGHT = 10.0  # of the streams beside the logits: in three of three edits it left a lower divergence than 1
 
 
 @dataclass(frozen=True)
@@ -277,7 +278,7 @@ def _distillation(method: MethodArguments) -> Distillation | None:
     if method.distill is None:
         _refuse_without(method)
         return None
-    logits, hidden = {"logits": (1.0, 0.0), "hidden": (0.0, 1.0), "both": (1.0, 1.0)}[method.distill]
+    logits, hidden = {"logits": (1.0, 0.0), "hidden": (0.0, 1.0), "both": (1.0, HIDDEN_WEIGHT)}[method.distill]
     return Distillation(logits, hidden, method.text_weight, method.temperature, method.teacher_top)
 
 
