@@ -25,7 +25,7 @@ from surgeon.train.checkpoints import step_of
 from surgeon.train.distill import Distiller
 from surgeon.train.held_out import HeldOutQuality
 from surgeon.train.kept_logits import KeptIdentity, keep_logits
-from surgeon.train.resume import alone, open_run
+from surgeon.train.resume import TEACHER_FOLDER, alone, open_run
 from surgeon.train.run_log import RunLog
 from surgeon.train.scope import add_adapters, called_classes, choose_parameters
 from surgeon.train.settings import HealSettings
@@ -187,7 +187,7 @@ def _teaching(
     windows, window = ids.shape
     digest = texts.training.digest
     same = KeptIdentity(str(known.get("original")), computed, digest, windows, window, wanted.kept, wanted.temperature)
-    return held_out, Distiller(wanted, program, keep_logits(original, ids, folder / "teacher", same))
+    return held_out, Distiller(wanted, program, keep_logits(original, ids, folder / TEACHER_FOLDER, same))
 
 
 def _arguments(

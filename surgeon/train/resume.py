@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from surgeon.provenance import write_json
 from surgeon.train.checkpoints import STATE_FILE, checkpoints_of, remove_checkpoint, remove_partial
 
 RECORD_FILE = "heal.json"
+TEACHER_FOLDER = "teacher"
 
 
 def heal_folder(output: Path) -> Path:
@@ -117,7 +119,7 @@ def add_to_record(folder: Path, record: dict[str, Any]) -> None:
 
 
 def finish_run(folder: Path, record: dict[str, Any]) -> None:
-    """Complete the record of a run whose result is written, and remove its checkpoints; tables stay.
+    """Complete the record of a run whose result is written, and remove its checkpoints and kept logits; tables stay.
 
     Where it was killed in between, it may be called again.
 
@@ -130,4 +132,6 @@ def finish_run(folder: Path, record: dict[str, Any]) -> None:
     add_to_record(folder, record)
     for checkpoint in checkpoints_of(folder).values():
         remove_checkpoint(checkpoint)
+    if (folder / TEACHER_FOLDER).is_dir():
+        shutil.rmtree(folder / TEACHER_FOLDER)
     remove_partial(folder)

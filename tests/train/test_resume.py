@@ -54,6 +54,7 @@ def test_what_was_half_written_or_half_removed_goes(tmp_path: Path) -> None:
 
 def test_a_finished_run_keeps_its_record_and_its_tables(tmp_path: Path) -> None:
     found = run(tmp_path)
+    (tmp_path / "teacher").mkdir()
     finish_run(tmp_path, {"steps": found.steps, "healed": found.healed.to_json()})
     finish_run(tmp_path, {"steps": found.steps})
     said = record(tmp_path)
