@@ -11,7 +11,7 @@ what it gains is what the text is worth, not healing.
 
 The stretches of pairs and the layers left out are those with the least divergence on training text, of their length.
 Killed, the same command goes on where it was. --minutes is a limit for each row: when it is reached, no further run of
-it begins. FOLDER/ROW/METHOD-SEED.heal is a folder that `surgeon report` takes. --sweep runs the methods at several
+it begins. FOLDER/ROW/METHOD-SEED.run is a folder that `surgeon report` takes. --sweep runs the methods at several
 learning rates, judged by training text that no run learns from; --table prints the tables of what is there.
 """
 
@@ -46,10 +46,10 @@ from surgeon.quality.summary import Values
 from surgeon.quality.text import logits_of, text_quality, text_values
 from surgeon.recipe import Recipe, parse_recipe
 from surgeon.runtime.text import open_tokenizer
-from surgeon.train.distill import Distillation
-from surgeon.train.heal import heal
-from surgeon.train.settings import HealSettings
-from surgeon.train.texts import HealTexts, load_heal_texts
+from surgeon.train.distill.distiller import Distillation
+from surgeon.train.run import train
+from surgeon.train.settings import TrainSettings
+from surgeon.train.texts import TrainTexts, load_train_texts
 
 LAYERS, ALL_TEXT = 16, 1_000_000  # tokens: more than a run goes through
 RATES = {"lora": 1e-3, "full": 1e-4, "distilled": 3e-4, "control": 1e-4}  # the best of --sweep on lp-9
@@ -99,11 +99,11 @@ class Run:
     @property
     def name(self) -> str:
         """Of its folder."""
-        return f"{self.method}-{self.seed}.heal"
+        return f"{self.method}-{self.seed}.run"
 
-    def settings(self, steps: int, batch: int) -> HealSettings:
+    def settings(self, steps: int, batch: int) -> TrainSettings:
         """What it does."""
-        return HealSettings(
+        return TrainSettings(
             scope="all" if self.method == CONTROL else "edited",
             lora=RANK if self.method == "lora" else None,
             distillation=Distillation() if self.method == "distilled" else None,
@@ -130,16 +130,16 @@ class Bench:
         self.edited: dict[str, list[Values]] = {}
 
     @cached_property
-    def texts(self) -> HealTexts:
+    def texts(self) -> TrainTexts:
         """The beginning of the training text, and held-out text."""
         tokens, window = self.arguments.eval_tokens, self.arguments.window
-        return load_heal_texts(self.tokenizer, DEMO_TRAINING, window, ALL_TEXT, DEMO, tokens)
+        return load_train_texts(self.tokenizer, DEMO_TRAINING, window, ALL_TEXT, DEMO, tokens)
 
     @cached_property
-    def sweep_texts(self) -> HealTexts:
+    def sweep_texts(self) -> TrainTexts:
         """The same with the end of the training text to judge learning rates by."""
         tokens, window = self.arguments.eval_tokens, self.arguments.window
-        return load_heal_texts(self.tokenizer, DEMO_TRAINING, window, ALL_TEXT, None, tokens)
+        return load_train_texts(self.tokenizer, DEMO_TRAINING, window, ALL_TEXT, None, tokens)
 
     def recipe(self, row: str) -> Recipe:
         """Of a row's edits the one with the least divergence on training text."""
@@ -158,7 +158,7 @@ class Bench:
         """The original in a copy, edited."""
         return edit(copy.deepcopy(self.original), program)
 
-    def run(self, run: Run, recipe: Recipe | None, folder: Path, texts: HealTexts) -> None:
+    def run(self, run: Run, recipe: Recipe | None, folder: Path, texts: TrainTexts) -> None:
         """Train, and write what came of it; nothing if that is there."""
         if is_whole(folder):
             return
@@ -168,7 +168,7 @@ class Bench:
         student = self.student(program)
         values = self._edited_values(student, str(program)) if texts is self.texts else []
         identity = {"original": self.model_hash, "program": str(program), "row": run.row, "method": run.method}
-        healed = heal(student, texts, settings, folder, lambda: copy.deepcopy(self.original), program, identity)
+        healed = train(student, texts, settings, folder, lambda: copy.deepcopy(self.original), program, identity)
         assert healed is not None
         assert healed.original is not None
         if values:
@@ -192,8 +192,8 @@ class Bench:
             tokens=healed.tokens,
             seconds=healed.seconds,
             original=healed.original.to_json(),
-            edited=healed.edited.to_json(),
-            healed=healed.healed.to_json(),
+            edited=healed.before.to_json(),
+            healed=healed.after.to_json(),
         )
         write_json(folder / RECORD, record)
         for checkpoint in folder.glob("checkpoint-*"):
@@ -235,7 +235,7 @@ def sweep(bench: Bench, row: str, tried: Sequence[tuple[str, float]]) -> None:
     """Methods at learning rates, judged by training text that no run learns from."""
     recipe = bench.recipe(row)
     for method, rate in tried:
-        folder = bench.arguments.output / "sweep" / row / f"{method}-{rate:g}.heal"
+        folder = bench.arguments.output / "sweep" / row / f"{method}-{rate:g}.run"
         bench.run(Run(row, method, 0, rate), recipe, folder, bench.sweep_texts)
 
 

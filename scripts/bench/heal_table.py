@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from surgeon.quality.summary import interval
 
-RECORD, WINDOWS = "heal.json", "windows.csv"
+RECORD, WINDOWS = "run.json", "windows.csv"
 DRAWN = 4000  # samples of windows for the intervals of shares
 Numbers = NDArray[np.float64]
 
@@ -84,7 +84,7 @@ class Runs:
 def read_runs(folder: Path) -> Iterator[Runs]:
     """Of every edit and method, in the order in which they were made."""
     found: dict[tuple[str, str], list[Path]] = {}
-    whole = [path.parent for path in folder.glob(f"*/*.heal/{RECORD}") if is_whole(path.parent)]
+    whole = [path.parent for path in folder.glob(f"*/*.run/{RECORD}") if is_whole(path.parent)]
     for run in sorted(whole, key=lambda run: (run / RECORD).stat().st_mtime):
         found.setdefault((run.parent.name, run.name.rpartition("-")[0]), []).append(run)
     for (row, method), runs in found.items():
@@ -171,7 +171,7 @@ def _ends(difference: Numbers) -> str:
 
 def _show_sweep(folder: Path) -> None:
     """Perplexity and divergence at every learning rate, on training text that was not learned from."""
-    found = sorted(folder.glob(f"*/*.heal/{RECORD}"))
+    found = sorted(folder.glob(f"*/*.run/{RECORD}"))
     if not found:
         return
     print("\n| edit | method | rate | steps | perplexity | divergence |\n|---|---|--:|--:|--:|--:|")

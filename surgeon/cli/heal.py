@@ -14,10 +14,10 @@ from surgeon.cli.options import DATA_HELP, ProgramOption, SeparatorOption, Windo
 
 if TYPE_CHECKING:
     from surgeon.checkpoint.prove import Proof
-    from surgeon.train.distill import Distillation
-    from surgeon.train.settings import HealSettings
-    from surgeon.train.subject import HealSubject
-    from surgeon.train.texts import HealTexts
+    from surgeon.train.distill.distiller import Distillation
+    from surgeon.train.heal.subject import HealSubject
+    from surgeon.train.settings import TrainSettings
+    from surgeon.train.texts import TrainTexts
 
 ALL_TOKENS = 1 << 50  # more than any text has
 HIDDEN_WEIGHT = 10.0  # of the streams beside the logits: in three of three edits it left a lower divergence than 1
@@ -175,7 +175,7 @@ def heal(
     output: Annotated[
         Path,
         typer.Option(
-            "--output", "-o", help="Folder of the healed checkpoint; its run lies in FOLDER.heal.", show_default=False
+            "--output", "-o", help="Folder of the healed checkpoint; its run lies in FOLDER.run.", show_default=False
         ),
     ],
     *,
@@ -194,15 +194,15 @@ def heal(
     from surgeon.checkpoint.adapters import export_with_adapter
     from surgeon.checkpoint.staging import check_target
     from surgeon.train.arguments import join_processes
-    from surgeon.train.heal import heal as train
-    from surgeon.train.resume import finish_run, heal_folder
-    from surgeon.train.subject import open_heal_subject
-    from surgeon.train.write import check_adapter, record_of, write_healed
+    from surgeon.train.heal.subject import open_heal_subject
+    from surgeon.train.heal.write import check_adapter, record_of, write_healed
+    from surgeon.train.resume import finish_run, run_folder
+    from surgeon.train.run import train
 
     settings = _settings(method, schedule)
     check_target(output, written.overwrite)
     processes, where = join_processes(device)
-    folder = heal_folder(output)
+    folder = run_folder(output)
     subject = open_heal_subject(model, program, method.teacher)
     texts = _texts(subject, text, settings)
     with processes.main_process_first():
@@ -217,7 +217,7 @@ def heal(
     found = train(student, texts, settings, folder, original, subject.program, identity, device=where)
     if found is None:
         return
-    for name, quality in (("original", found.original), ("edited", found.edited), ("healed", found.healed)):
+    for name, quality in (("original", found.original), ("edited", found.before), ("healed", found.after)):
         say("" if quality is None else f"{name:<9} {quality.line()}")
     record = record_of(subject, texts, settings, found)
     if method.keep_adapter:
@@ -248,11 +248,11 @@ def _silent(_: str) -> None:
     """What the other processes have to say."""
 
 
-def _settings(method: MethodArguments, schedule: ScheduleArguments) -> HealSettings:
+def _settings(method: MethodArguments, schedule: ScheduleArguments) -> TrainSettings:
     """The run's settings: the preset's, and over them what the user gives; printed where there is a preset."""
     from surgeon.train.arguments import parse_trainer_arguments
     from surgeon.train.presets import preset
-    from surgeon.train.settings import HealSettings
+    from surgeon.train.settings import TrainSettings
 
     given: dict[str, Any] = {
         name: getattr(schedule, name)
@@ -263,9 +263,9 @@ def _settings(method: MethodArguments, schedule: ScheduleArguments) -> HealSetti
     given |= {name: getattr(schedule, name) for name in ("seed", "evaluate_every", "save_every")}
     given["arguments"] = parse_trainer_arguments(schedule.trainer_arg or [])
     if method.preset is None:
-        return HealSettings(**given)
+        return TrainSettings(**given)
     chosen = preset(method.preset)
-    settings = HealSettings(**chosen.values | given)
+    settings = TrainSettings(**chosen.values | given)
     values = ", ".join(f"{name} {getattr(settings, name)}" for name in chosen.values)
     typer.echo(f"preset {method.preset} ({chosen.source}): {values}", err=True)
     return settings
@@ -273,7 +273,7 @@ def _settings(method: MethodArguments, schedule: ScheduleArguments) -> HealSetti
 
 def _distillation(method: MethodArguments) -> Distillation | None:
     """What is learned from the original."""
-    from surgeon.train.distill import Distillation
+    from surgeon.train.distill.distiller import Distillation
 
     if method.distill is None:
         _refuse_without(method)
@@ -293,14 +293,14 @@ def _refuse_without(method: MethodArguments) -> None:
         raise ValueError(f"{name} says how to distil, and nothing is distilled; add --distill logits, or drop it")
 
 
-def _texts(subject: HealSubject, text: HealTextArguments, settings: HealSettings) -> HealTexts:
+def _texts(subject: HealSubject, text: HealTextArguments, settings: TrainSettings) -> TrainTexts:
     """Both texts; of the training text as much as the steps go through."""
     from surgeon.quality.data import window_for
-    from surgeon.train.texts import load_heal_texts
+    from surgeon.train.texts import load_train_texts
 
     window = window_for(subject.edited.config, text.window)
     needed = None if settings.epochs is not None and settings.steps is None else settings.steps_on(settings.batch)
     tokens = text.tokens or (ALL_TOKENS if needed is None else needed * settings.batch * window)
-    return load_heal_texts(
+    return load_train_texts(
         subject.edited.tokenizer, text.data, window, tokens, text.eval_data, text.eval_tokens, text.separator
     )

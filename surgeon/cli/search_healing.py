@@ -78,7 +78,7 @@ class SearchHealing:
         from surgeon.quality.data import load_windows
         from surgeon.runtime.text import open_tokenizer
         from surgeon.search.healer import CandidateHealer, brief_settings, require_apart
-        from surgeon.train.texts import HealTexts
+        from surgeon.train.texts import TrainTexts
 
         if self.heal is None or self.heal_data is None or unseen is None:
             return None
@@ -93,7 +93,7 @@ class SearchHealing:
         warn(text.notes)
         require_apart(text, searched, unseen)
         settings = brief_settings(self.heal, self.heal_batch, by)
-        texts = HealTexts(text, unseen)
+        texts = TrainTexts(text, unseen)
         folder = output / "healing"
         return CandidateHealer(subject.folder, subject.model_hash, subject.model, texts, settings, folder)
 

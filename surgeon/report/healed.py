@@ -96,7 +96,7 @@ class Healing:
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> Healing:
-        """From `heal.json`; errors as in `OnHeldOut.of`."""
+        """From `run.json`; errors as in `OnHeldOut.of`."""
         original = None if record["original"] is None else OnHeldOut.of(record["original"], original=True)
         return cls(original, OnHeldOut.of(record["edited"]), OnHeldOut.of(record["healed"]))
 

@@ -24,14 +24,14 @@ from surgeon.quality.summary import estimate
 from surgeon.search.healing import HealedProgram
 from surgeon.search.trial import MeasuredProgram
 from surgeon.search.winners import Measured
-from surgeon.train.distill import Distillation
-from surgeon.train.heal import heal
+from surgeon.train.distill.distiller import Distillation
 from surgeon.train.held_out import HeldOutQuality
-from surgeon.train.settings import HealSettings
-from surgeon.train.texts import HealTexts
+from surgeon.train.run import train
+from surgeon.train.settings import TrainSettings
+from surgeon.train.texts import TrainTexts
 
 
-def brief_settings(steps: int, batch: int, by: Measured) -> HealSettings:
+def brief_settings(steps: int, batch: int, by: Measured) -> TrainSettings:
     """How candidates are healed: towards what they are compared by, the original's predictions or the text.
 
     Raises:
@@ -39,7 +39,7 @@ def brief_settings(steps: int, batch: int, by: Measured) -> HealSettings:
     """
     learned = Distillation() if by == "divergence" else None
     # What is measured before and after is enough.
-    return HealSettings(steps=steps, batch=batch, distillation=learned, evaluate_every=steps + 1)
+    return TrainSettings(steps=steps, batch=batch, distillation=learned, evaluate_every=steps + 1)
 
 
 def require_apart(training: Windows, *others: Windows) -> None:
@@ -80,8 +80,8 @@ class CandidateHealer:
     source: Path
     model_hash: str
     original: PreTrainedModel
-    texts: HealTexts
-    settings: HealSettings
+    texts: TrainTexts
+    settings: TrainSettings
     folder: Path
 
     def __post_init__(self) -> None:
@@ -130,13 +130,15 @@ class CandidateHealer:
         """Heal a program and measure it on held-out text.
 
         Raises:
-            ValueError, OSError: as `surgeon.train.heal.heal`.
+            ValueError, OSError: as `surgeon.train.run.train`.
         """
         place = self.folder / hashlib.sha256(f"{self.key} {program}".encode()).hexdigest()[:16]
         student = edit(load(self.source).float(), program)
         identity = {"original": self.model_hash, "program": str(program)}
         device = self.original.device.type
-        found = heal(student, self.texts, self.settings, place, lambda: self.original, identity=identity, device=device)
+        found = train(
+            student, self.texts, self.settings, place, lambda: self.original, identity=identity, device=device
+        )
         assert found is not None, "a search heals in one process"
         measured = self._measured(found.model)
         healed = HealedProgram(measured, found.tokens, found.seconds)

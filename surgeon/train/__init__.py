@@ -1,1 +1,1 @@
-"""Training edited models: healing what an edit lost, on transformers' Trainer and accelerate."""
+"""Training models on text, on transformers' Trainer and accelerate: healing what an edit lost, and from scratch."""

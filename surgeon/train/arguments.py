@@ -16,7 +16,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from surgeon.checkpoint.read import read_json
 from surgeon.errors import did_you_mean, first_line
 from surgeon.quality.tasks_subject import choose_device
-from surgeon.train.settings import HealSettings
+from surgeon.train.settings import TrainSettings
 
 # What the run itself decides; each with what a user gives in its place.
 _DECIDED = {
@@ -89,7 +89,7 @@ def _read(name: str, value: str) -> Any:
 
 
 def training_arguments(
-    settings: HealSettings,
+    settings: TrainSettings,
     folder: Path,
     steps: int,
     micro_batch: int,
@@ -168,7 +168,7 @@ def _sharding(given: Any, called: Sequence[str]) -> dict[str, Any]:
     return config
 
 
-def share_of_batch(settings: HealSettings, processes: int) -> int:
+def share_of_batch(settings: TrainSettings, processes: int) -> int:
     """How many windows of a batch one process has, or the micro-batch if that is asked for.
 
     Raises:

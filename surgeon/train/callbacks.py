@@ -15,7 +15,7 @@ from transformers import (
 
 from surgeon.progress import Advance
 from surgeon.train.run_log import RunLog
-from surgeon.train.trainer import HealTrainer
+from surgeon.train.trainer import ModelTrainer
 
 
 class Recorder(TrainerCallback):
@@ -27,7 +27,7 @@ class Recorder(TrainerCallback):
         told: what the progress bar says beside the time left.
     """
 
-    trainer: HealTrainer
+    trainer: ModelTrainer
 
     def __init__(self, log: RunLog | None, tokens_per_step: int) -> None:
         self.log, self.tokens = log, tokens_per_step

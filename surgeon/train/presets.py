@@ -10,7 +10,7 @@ from surgeon.errors import did_you_mean
 
 @dataclass(frozen=True)
 class PaperPreset:
-    """What a paper trained with, as values of `HealSettings`.
+    """What a paper trained with, as values of `TrainSettings`.
 
     Attributes:
         source: where it says so.

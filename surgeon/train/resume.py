@@ -18,13 +18,13 @@ from surgeon.errors import shown
 from surgeon.provenance import write_json
 from surgeon.train.checkpoints import STATE_FILE, checkpoints_of, remove_checkpoint, remove_partial
 
-RECORD_FILE = "heal.json"
+RECORD_FILE = "run.json"
 TEACHER_FOLDER = "teacher"
 
 
-def heal_folder(output: Path) -> Path:
+def run_folder(output: Path) -> Path:
     """The folder of the run that writes a checkpoint: beside it."""
-    return output.with_name(f"{output.name}.heal")
+    return output.with_name(f"{output.name}.run")
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""How a model is healed: what is trained, towards what, for how long."""
+"""How a model is trained: what of it, towards what, for how long."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from surgeon.errors import did_you_mean
-from surgeon.train.distill import Distillation
+from surgeon.train.distill.distiller import Distillation
 
 SCOPES = ("edited", "all", "norms")
 DEFAULT_STEPS = 1000
@@ -16,8 +16,8 @@ LEARNING_RATE, LORA_LEARNING_RATE = 1e-4, 1e-3
 
 
 @dataclass(frozen=True)
-class HealSettings:
-    """What a healing run does; it checks itself.
+class TrainSettings:
+    """What a training run does; it checks itself.
 
     Attributes:
         scope: which parameters are trained: those of the "edited" sublayers, "all", or "norms".

@@ -16,7 +16,7 @@ HELD_OUT_TOKENS = 16384
 
 
 @dataclass(frozen=True)
-class HealTexts:
+class TrainTexts:
     """Both texts, in windows of one size."""
 
     training: Windows
@@ -35,7 +35,7 @@ class HealTexts:
         return self.training.notes + self.held_out.notes
 
 
-def load_heal_texts(
+def load_train_texts(
     tokenizer: Any,
     data: str,
     window: int,
@@ -43,7 +43,7 @@ def load_heal_texts(
     held_out: str | None = None,
     held_out_tokens: int = HELD_OUT_TOKENS,
     separator: str | None = None,
-) -> HealTexts:
+) -> TrainTexts:
     """Training text and held-out text.
 
     Args:
@@ -64,7 +64,7 @@ def load_heal_texts(
                 f"windows of the held-out text {held_out} are in the training text {data}, too; a model is not judged "
                 "by what it was trained on: give another text with --eval-data, or leave it out"
             )
-        return HealTexts(training, measured)
+        return TrainTexts(training, measured)
     apart = max(1, held_out_tokens // window)
     both = load_windows(tokenizer, data, window, max(tokens, window) + apart * window, separator, at_most=True)
     if len(both.ids) <= apart:
@@ -72,7 +72,7 @@ def load_heal_texts(
             f"{data} has {len(both.ids)} windows of {window} tokens, and the last {apart} are held out to measure on: "
             "nothing is left to train on; give more text, a smaller --eval-tokens, or another text with --eval-data"
         )
-    return HealTexts(_part(both, slice(None, -apart)), replace(_part(both, slice(-apart, None)), notes=()))
+    return TrainTexts(_part(both, slice(None, -apart)), replace(_part(both, slice(-apart, None)), notes=()))
 
 
 def _part(windows: Windows, rows: slice) -> Windows:

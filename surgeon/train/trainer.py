@@ -1,4 +1,4 @@
-"""transformers' Trainer on an edited model: its loss, the order of its windows, and what it measures meanwhile."""
+"""transformers' Trainer on a model with a program: its loss, its order of windows, what it measures meanwhile."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LossParts(Protocol):
         """The mean loss of a micro-batch under "loss", in nats per predicted token, and its parts by their names."""
 
 
-class HealTrainer(SteppingTrainer):
+class ModelTrainer(SteppingTrainer):
     """A Trainer whose loss is the text's or a distillation's, and whose evaluation is that of `HeldOutQuality`.
 
     Attributes:

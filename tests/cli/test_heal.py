@@ -69,7 +69,7 @@ def test_a_recipe_is_healed_and_written(heal: Any, surgeon_says: Run, tmp_path: 
         "healed",
     ]
     assert "proof: the program is the recipe's" in err
-    folder, run = tmp_path / "healed", tmp_path / "healed.heal"
+    folder, run = tmp_path / "healed", tmp_path / "healed.run"
     report = json.loads((folder / "surgeon.json").read_text())
     assert (report["form"], report["source"]["model"]) == ("fused", "tiny-llama")
     assert report["program"] == "A0 F0 [A1 A2] [F1 F2] A3 F3"
@@ -77,7 +77,7 @@ def test_a_recipe_is_healed_and_written(heal: Any, surgeon_says: Run, tmp_path: 
     assert report["trained"]["data"] == "long.txt"
     assert str(tmp_path) not in (folder / "surgeon.json").read_text()
     assert verify(folder, folder / "surgeon.json") > 3
-    record = json.loads((run / "heal.json").read_text())
+    record = json.loads((run / "run.json").read_text())
     assert record["healed"] == report["trained"]["healed"]
     assert not list(run.glob("checkpoint-*"))
     ids = torch.arange(2, 60)[None]
@@ -93,7 +93,7 @@ def test_the_whole_of_it_by_options(heal: Any, tmp_path: Path) -> None:
     code, _, err = heal('ladder: {layers: "2:4"}', *arguments, *more, "--form", "program", "--dtype", "bfloat16")
     assert code == 0, err
     assert "all weights, distilled from the original" in err
-    settings = json.loads((tmp_path / "healed.heal" / "heal.json").read_text())["settings"]
+    settings = json.loads((tmp_path / "healed.run" / "run.json").read_text())["settings"]
     assert settings["distillation"] == {"logits": 1, "hidden": 10, "text": 0.1, "temperature": 2, "kept": None}
     assert (settings["seed"], settings["warmup"], settings["schedule"]) == (3, 1, "cosine")
     assert str(program_of(surgeon.load(tmp_path / "healed"))).startswith("A0 F0 A1 F1 ")

@@ -24,7 +24,7 @@ from surgeon.model import program_of
 from surgeon.program import Program
 from surgeon.recipe import read_recipe
 from surgeon.search.evaluate import Evaluator
-from surgeon.train.heal import heal
+from surgeon.train.run import train
 from tests.models import save_checkpoint
 from tests.stored import configure
 
@@ -146,9 +146,9 @@ def test_candidates_are_healed_before_the_choice(
         healed.append(str(program_of(student)))
         if len(healed) == 2:
             raise KeyboardInterrupt
-        return heal(student, *args, **kwargs)
+        return train(student, *args, **kwargs)
 
-    monkeypatch.setattr("surgeon.search.healer.heal", interrupted)
+    monkeypatch.setattr("surgeon.search.healer.train", interrupted)
     assert search(tiny_checkpoint, tiny_text, output, *healing) == 130
     assert not (output / "recipe.yaml").exists()
     assert search(tiny_checkpoint, tiny_text, output, *healing) == 0

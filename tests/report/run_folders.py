@@ -368,7 +368,7 @@ def make_healing(folder: Path, ends: tuple[float, float] = (0.4, 0.1), steps: in
         "tokens": 512 * steps,
         "seconds": 3.0 * steps,
     }
-    (folder / "heal.json").write_text(json.dumps(record(**(own | more))))
+    (folder / "run.json").write_text(json.dumps(record(**(own | more))))
     return folder
 
 
@@ -380,7 +380,7 @@ def everything(folder: Path, **more: Any) -> list[Path]:
         make_sensitivity(folder / "sensitivity", **more),
         make_spectrum(folder / "spectrum", **more),
         make_search(folder / "search", **more),
-        make_healing(folder / "fused.heal", **more),
+        make_healing(folder / "fused.run", **more),
         make_checkpoint(folder / "fused"),
         make_evaluation(folder / "tasks", **more),
         make_prediction(folder / "predicted", **more),

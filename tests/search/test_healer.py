@@ -16,9 +16,9 @@ from surgeon.program import Program
 from surgeon.quality.data import Windows, digest_of
 from surgeon.search.evaluate import Evaluator
 from surgeon.search.healer import CandidateHealer, brief_settings, require_apart
-from surgeon.train.distill import Distillation
-from surgeon.train.heal import heal
-from surgeon.train.texts import HealTexts
+from surgeon.train.distill.distiller import Distillation
+from surgeon.train.run import train
+from surgeon.train.texts import TrainTexts
 from tests.models import save_checkpoint
 
 PAIRED = Program.parse("A0 F0 [A1 A2] [F1 F2]")
@@ -29,10 +29,10 @@ def windows(count: int, seed: int) -> Windows:
     return Windows(ids, f"text {seed}", digest_of(ids))
 
 
-TEXTS = HealTexts(windows(12, 1), windows(3, 2))
+TEXTS = TrainTexts(windows(12, 1), windows(3, 2))
 
 
-def healer(folder: Path, steps: int = 4, texts: HealTexts = TEXTS) -> CandidateHealer:
+def healer(folder: Path, steps: int = 4, texts: TrainTexts = TEXTS) -> CandidateHealer:
     model = save_checkpoint(folder / "model", num_layers=3)
     settings = replace(brief_settings(steps, 2, "divergence"), learning_rate=3e-3)
     return CandidateHealer(model, Checkpoint(model).model_hash(), load(model), texts, settings, folder / "healing")
@@ -43,13 +43,13 @@ def test_a_healed_candidate_is_that_of_a_run_of_its_own(tmp_path: Path) -> None:
     before = {name: tensor.clone() for name, tensor in own.original.state_dict().items()}
     found = own(PAIRED)
     student = edit(load(own.source), PAIRED)
-    run = heal(student, TEXTS, own.settings, tmp_path / "other", lambda: load(own.source))
+    run = train(student, TEXTS, own.settings, tmp_path / "other", lambda: load(own.source))
     assert run is not None
-    assert found.measured.divergence == pytest.approx(run.healed.divergence, rel=1e-6)
-    assert found.measured.perplexity == pytest.approx(run.healed.perplexity, rel=1e-6)
+    assert found.measured.divergence == pytest.approx(run.after.divergence, rel=1e-6)
+    assert found.measured.perplexity == pytest.approx(run.after.perplexity, rel=1e-6)
     assert (found.measured.tokens, found.tokens) == (3 * 11, 4 * 2 * 12)
     unhealed = Evaluator(own.original, TEXTS.held_out).measure([PAIRED])[PAIRED]
-    assert unhealed.divergence == pytest.approx(run.edited.divergence, rel=1e-4)
+    assert unhealed.divergence == pytest.approx(run.before.divergence, rel=1e-4)
     assert found.measured.divergence < unhealed.divergence
     assert found.measured.divergence == pytest.approx(sum(found.measured.divergences) / 3)
     assert program_of(own.original) == Program.dense(3)
@@ -62,8 +62,8 @@ def test_what_healing_depends_on_tells_keys_apart(tmp_path: Path) -> None:
     others = [
         replace(own, settings=brief_settings(5, 2, "divergence")),
         replace(own, settings=brief_settings(4, 2, "perplexity")),
-        replace(own, texts=HealTexts(windows(12, 3), TEXTS.held_out)),
-        replace(own, texts=HealTexts(TEXTS.training, windows(3, 4))),
+        replace(own, texts=TrainTexts(windows(12, 3), TEXTS.held_out)),
+        replace(own, texts=TrainTexts(TEXTS.training, windows(3, 4))),
         replace(own, model_hash="another"),
     ]
     assert len({own.key, *(other.key for other in others)}) == 6

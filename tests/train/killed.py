@@ -21,9 +21,9 @@ import torch.utils.tensorboard  # as a run does
 from surgeon.model import edit
 from surgeon.quality.data import Windows, digest_of
 from surgeon.train import checkpoints, run_log
-from surgeon.train.heal import heal
-from surgeon.train.settings import HealSettings
-from surgeon.train.texts import HealTexts
+from surgeon.train.run import train
+from surgeon.train.settings import TrainSettings
+from surgeon.train.texts import TrainTexts
 from tests.models import tiny_model
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -78,11 +78,11 @@ def run(folder: Path, name: str, fatal: int | None) -> None:
     training, held_out = (Windows(part, "random", digest_of(part)) for part in (ids[:10], ids[10:]))
     student = edit(tiny_model("llama", 2, dropout=0.2), "[A0 A1] [F0 F1]")
     torch.manual_seed(os.getpid())  # nothing may follow from where random numbers happen to be
-    found = heal(student, HealTexts(training, held_out), HealSettings(batch=2, **SETTINGS[name]), folder)
+    found = train(student, TrainTexts(training, held_out), TrainSettings(batch=2, **SETTINGS[name]), folder)
     assert found is not None
     state = found.model.state_dict()
     numbers = hashlib.sha256(b"".join(key.encode() + state[key].numpy().tobytes() for key in sorted(state)))
-    said = [found.steps, found.edited.to_json(), found.healed.to_json()]
+    said = [found.steps, found.before.to_json(), found.after.to_json()]
     result = {"weights": numbers.hexdigest(), "said": said, "moments": moments.count}
     folder.with_suffix(".json").write_text(json.dumps(result))
 

@@ -9,22 +9,22 @@ from pathlib import Path
 import torch
 
 from surgeon.model import edit
-from surgeon.train.distill import Distillation
-from surgeon.train.heal import heal
-from surgeon.train.settings import HealSettings
+from surgeon.train.distill.distiller import Distillation
+from surgeon.train.run import train
+from surgeon.train.settings import TrainSettings
 from tests.models import tiny_model
-from tests.train.test_heal import TEXTS
+from tests.train.test_run import TEXTS
 
 
 def main(folder: str, sharded: str, program: str, lora: str, hidden: str) -> None:
     """Heal a tiny model, and write what comes of it: the norm of every parameter, by name."""
     torch.set_num_threads(1)
-    settings = HealSettings(
+    settings = TrainSettings(
         steps=4, batch=4, learning_rate=1e-2, evaluate_every=2, save_every=2, lora=int(lora) or None,
         distillation=Distillation(hidden=float(hidden)), arguments={"fsdp": True} if sharded == "fsdp" else {},
     )  # fmt: skip
     student = edit(tiny_model("llama", 3, dropout=0.0), program)
-    found = heal(student, TEXTS, settings, Path(folder), lambda: tiny_model("llama", 3, dropout=0.0))
+    found = train(student, TEXTS, settings, Path(folder), lambda: tiny_model("llama", 3, dropout=0.0))
     if found is not None:
         every = found.merged().named_parameters(remove_duplicate=False)  # what slices share under each of its names
         norms = {name: float(parameter.detach().norm()) for name, parameter in every}

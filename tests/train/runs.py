@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 from surgeon.model import edit
 from surgeon.quality.data import Windows, digest_of
-from surgeon.train.heal import Healed, heal
-from surgeon.train.settings import HealSettings
-from surgeon.train.texts import HealTexts
+from surgeon.train.run import Trained, train
+from surgeon.train.settings import TrainSettings
+from surgeon.train.texts import TrainTexts
 from tests.models import tiny_model
 
 PAIRED = "[A0 A1] [F0 F1]"
@@ -28,7 +28,7 @@ def windows(count: int, seed: int, tokens: int = 8) -> Windows:
     return Windows(ids, "random", digest_of(ids))
 
 
-TEXTS = HealTexts(windows(10, 1), windows(3, 2))
+TEXTS = TrainTexts(windows(10, 1), windows(3, 2))
 
 
 def student(dropout: float = 0.0, family: str = "llama", program: str = PAIRED) -> PreTrainedModel:
@@ -36,15 +36,15 @@ def student(dropout: float = 0.0, family: str = "llama", program: str = PAIRED) 
     return edit(tiny_model(family, 2, dropout=dropout), program)
 
 
-def run(folder: Path, model: PreTrainedModel | None = None, **settings: Any) -> Healed:
+def run(folder: Path, model: PreTrainedModel | None = None, **settings: Any) -> Trained:
     """A short run on all weights, unless the settings say otherwise."""
     given = {"scope": "all", "steps": 4, "batch": 4, "learning_rate": 1e-2, "evaluate_every": 2, "save_every": 1}
-    found = heal(model or student(), TEXTS, HealSettings(**given | settings), folder)
+    found = train(model or student(), TEXTS, TrainSettings(**given | settings), folder)
     assert found is not None
     return found
 
 
-def weights(found: Healed) -> dict[str, Tensor]:
+def weights(found: Trained) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in found.model.state_dict().items()}
 
 
@@ -59,7 +59,7 @@ def tables(folder: Path) -> dict[str, Any]:
 
 
 def record(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "heal.json").read_text())
+    found: dict[str, Any] = json.loads((folder / "run.json").read_text())
     return found
 
 

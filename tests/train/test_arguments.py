@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from surgeon.train.arguments import parse_trainer_arguments, share_of_batch, training_arguments
-from surgeon.train.settings import HealSettings
+from surgeon.train.settings import TrainSettings
 
 
 def test_values_have_the_types_of_the_arguments() -> None:
@@ -40,7 +40,7 @@ def test_what_is_no_argument_is_refused(text: str, message: str) -> None:
 
 
 def test_settings_become_arguments(tmp_path: Path) -> None:
-    settings = HealSettings(
+    settings = TrainSettings(
         batch=12, micro_batch=4, learning_rate=3e-4, schedule="cosine", warmup=5, seed=7, patience=2, evaluate_every=20,
         arguments={"adam_beta2": 0.95, "weight_decay": 0.1},
     )  # fmt: skip
@@ -56,11 +56,11 @@ def test_settings_become_arguments(tmp_path: Path) -> None:
 
 
 def test_processes_share_a_batch(tmp_path: Path) -> None:
-    assert share_of_batch(HealSettings(batch=8), 2) == 4
-    assert share_of_batch(HealSettings(batch=8, micro_batch=2), 2) == 2
+    assert share_of_batch(TrainSettings(batch=8), 2) == 4
+    assert share_of_batch(TrainSettings(batch=8, micro_batch=2), 2) == 2
     with pytest.raises(ValueError, match="3 processes cannot share a batch of 8"):
-        share_of_batch(HealSettings(batch=8), 3)
+        share_of_batch(TrainSettings(batch=8), 3)
     with pytest.raises(ValueError, match="do not divide a batch of 8"):
-        training_arguments(HealSettings(batch=8), tmp_path, 1, 3)
+        training_arguments(TrainSettings(batch=8), tmp_path, 1, 3)
     with pytest.raises(ValueError, match="deepspeed"):
-        training_arguments(HealSettings(arguments={"deepspeed": "missing.json"}), tmp_path, 1, 8)
+        training_arguments(TrainSettings(arguments={"deepspeed": "missing.json"}), tmp_path, 1, 8)

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from surgeon.train.callbacks import Recorder
-from surgeon.train.settings import HealSettings
+from surgeon.train.run import train
+from surgeon.train.settings import TrainSettings
 from tests.models import tiny_model
-from tests.train.runs import TEXTS, heal, run, student
+from tests.train.runs import TEXTS, run, student
 
 
 def test_progress_says_the_latest_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,6 +25,6 @@ def test_progress_says_the_latest_numbers(tmp_path: Path, monkeypatch: pytest.Mo
     run(tmp_path / "text", steps=3)
     assert [note.split()[::2] for note in said] == [[], ["loss"], ["loss", "perplexity"]]
     said.clear()
-    settings = HealSettings(scope="all", steps=2, batch=4, evaluate_every=1, save_every=1)
-    heal(student(), TEXTS, settings, tmp_path / "original", lambda: tiny_model("llama", 2))
+    settings = TrainSettings(scope="all", steps=2, batch=4, evaluate_every=1, save_every=1)
+    train(student(), TEXTS, settings, tmp_path / "original", lambda: tiny_model("llama", 2))
     assert [note.split()[::2] for note in said] == [[], ["loss", "divergence"]]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from surgeon.train.resume import alone, finish_run, heal_folder, open_run
+from surgeon.train.resume import alone, finish_run, open_run, run_folder
 from tests.train.runs import record, run, same, student, tables, weights
 from tests.warm import Popen
 
@@ -29,8 +29,8 @@ def test_a_run_killed_anywhere_ends_as_one_that_is_not(tmp_path: Path) -> None:
 
 
 def test_two_runs_at_once_are_refused(tmp_path: Path) -> None:
-    folder = heal_folder(tmp_path / "healed")
-    with alone(folder, "cpu"), pytest.raises(OSError, match=r"another run is writing to .*healed\.heal; wait for it"):
+    folder = run_folder(tmp_path / "healed")
+    with alone(folder, "cpu"), pytest.raises(OSError, match=r"another run is writing to .*healed\.run; wait for it"):
         run(folder)
     run(folder, steps=1)
 
@@ -44,7 +44,7 @@ def test_what_was_half_written_or_half_removed_goes(tmp_path: Path) -> None:
         (tmp_path / name).write_text("{}")
     assert open_run(tmp_path, identity) == tmp_path / "checkpoint-4"
     assert {path.name for path in tmp_path.iterdir()} == {
-        "heal.json",
+        "run.json",
         "checkpoint-4",
         "checkpoint-12",
         "teacher",
@@ -55,15 +55,15 @@ def test_what_was_half_written_or_half_removed_goes(tmp_path: Path) -> None:
 def test_a_finished_run_keeps_its_record_and_its_tables(tmp_path: Path) -> None:
     found = run(tmp_path)
     (tmp_path / "teacher").mkdir()
-    finish_run(tmp_path, {"steps": found.steps, "healed": found.healed.to_json()})
+    finish_run(tmp_path, {"steps": found.steps, "healed": found.after.to_json()})
     finish_run(tmp_path, {"steps": found.steps})
     said = record(tmp_path)
     assert said["steps"] == 4
-    assert said["healed"]["perplexity"] == found.healed.perplexity
-    assert said["edited"] == json.loads(json.dumps(found.edited.to_json()))
+    assert said["healed"]["perplexity"] == found.after.perplexity
+    assert said["edited"] == json.loads(json.dumps(found.before.to_json()))
     assert said["identity"]["settings"]["batch"] == 4
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"heal.json", "training.csv", "held_out.csv", "tensorboard"}
+    assert names == {"run.json", "training.csv", "held_out.csv", "tensorboard"}
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from surgeon.train.presets import PRESETS, preset
-from surgeon.train.settings import HealSettings
+from surgeon.train.settings import TrainSettings
 
 
 @pytest.mark.parametrize(
@@ -27,25 +27,25 @@ from surgeon.train.settings import HealSettings
 )
 def test_what_makes_no_sense_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        HealSettings(**given)
+        TrainSettings(**given)
 
 
 def test_steps() -> None:
-    assert HealSettings(steps=7, epochs=3.0).steps_on(100) == 7
-    assert HealSettings(epochs=2.0, batch=8).steps_on(100) == 25
-    assert HealSettings().steps_on(8) == 1000
+    assert TrainSettings(steps=7, epochs=3.0).steps_on(100) == 7
+    assert TrainSettings(epochs=2.0, batch=8).steps_on(100) == 25
+    assert TrainSettings().steps_on(8) == 1000
     with pytest.raises(ValueError, match="7 windows, fewer than one batch of 8"):
-        HealSettings().steps_on(7)
+        TrainSettings().steps_on(7)
 
 
 def test_adapters_learn_faster() -> None:
-    assert HealSettings().rate < HealSettings(lora=4).rate
-    assert HealSettings(lora=4, learning_rate=3e-4).rate == 3e-4
-    assert HealSettings(lora=4).method == "adapters of rank 4 on edited sublayers"
+    assert TrainSettings().rate < TrainSettings(lora=4).rate
+    assert TrainSettings(lora=4, learning_rate=3e-4).rate == 3e-4
+    assert TrainSettings(lora=4).method == "adapters of rank 4 on edited sublayers"
 
 
 def test_presets_are_the_papers() -> None:
-    lp, ladder = (HealSettings(**preset(name).values) for name in PRESETS)
+    lp, ladder = (TrainSettings(**preset(name).values) for name in PRESETS)
     assert (lp.scope, lp.batch, lp.rate, lp.schedule, lp.steps) == ("edited", 32, 1e-4, "linear", 4096)
     assert (ladder.batch, ladder.rate, ladder.warmup, ladder.schedule, ladder.epochs) == (32, 5e-6, 200, "cosine", 2)
     with pytest.raises(ValueError, match="did you mean 'ladder'"):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from surgeon.train.texts import RunOrder, TrainingWindows, load_heal_texts
+from surgeon.train.texts import RunOrder, TrainingWindows, load_train_texts
 from tests.models import tiny_tokenizer
 
 
@@ -19,29 +19,29 @@ def text(tmp_path: Path) -> str:
 
 
 def test_the_end_is_held_out(text: str) -> None:
-    found = load_heal_texts(tiny_tokenizer(), text, 8, 1 << 20, held_out_tokens=30)
-    whole = load_heal_texts(tiny_tokenizer(), text, 8, 1 << 20, held_out_tokens=8)
+    found = load_train_texts(tiny_tokenizer(), text, 8, 1 << 20, held_out_tokens=30)
+    whole = load_train_texts(tiny_tokenizer(), text, 8, 1 << 20, held_out_tokens=8)
     assert len(found.held_out.ids) == 3
     joined = torch.cat([found.training.ids, found.held_out.ids])
     assert torch.equal(joined, torch.cat([whole.training.ids, whole.held_out.ids]))
     assert found.training.digest != whole.training.digest
     assert found.notes == ()
-    few = load_heal_texts(tiny_tokenizer(), text, 8, 40, held_out_tokens=30)
+    few = load_train_texts(tiny_tokenizer(), text, 8, 40, held_out_tokens=30)
     assert torch.equal(few.training.ids, found.training.ids[:5])
     assert torch.equal(few.held_out.ids, found.training.ids[5:8])
 
 
 def test_too_little_text(text: str) -> None:
     with pytest.raises(ValueError, match="nothing is left to train on; give more text"):
-        load_heal_texts(tiny_tokenizer(), text, 8, 1 << 20, held_out_tokens=1 << 20)
+        load_train_texts(tiny_tokenizer(), text, 8, 1 << 20, held_out_tokens=1 << 20)
 
 
 def test_nobody_is_judged_by_what_was_trained_on(text: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="in the training text .*, too"):
-        load_heal_texts(tiny_tokenizer(), text, 8, 1 << 20, text, 16)
+        load_train_texts(tiny_tokenizer(), text, 8, 1 << 20, text, 16)
     other = tmp_path / "other.txt"
     other.write_text(" ".join(str(number) for number in range(5000, 5100)))
-    found = load_heal_texts(tiny_tokenizer(), text, 8, 1 << 20, str(other), 16)
+    found = load_train_texts(tiny_tokenizer(), text, 8, 1 << 20, str(other), 16)
     assert found.held_out.ids.shape == (2, 8)
 
 

@@ -179,7 +179,7 @@ def _findings(run: Run) -> Iterator[Finding]:
     text += f": {_verdict(healing)}.{_went_too_far(run)}"
     back = healing.of_divergence
     figure = _percent(back.share) if back and back.is_known and back.certain else ""
-    yield Finding("Healed", text, figure, "of the edit's divergence regained by healing" if figure else "")
+    yield Finding("Trained", text, figure, "of the edit's divergence regained by healing" if figure else "")
 
 
 def _from_to(before: WithInterval, after: WithInterval) -> str:
@@ -226,7 +226,8 @@ _INTERVALS = tuple(f"{name}_{end}" for name in ("perplexity", "divergence") for 
 HEALING = Kind(
     name="heal",
     title="Healing",
-    record="heal.json",
+    record="run.json",
+    is_ours=lambda record: record.get("identity", {}).get("task", "heal") == "heal",
     show=lambda run: list(_show(run)),
     tables=(
         TableFile(TRAINING, ("step", "tokens", "seconds", "loss", "learning_rate"), may_be_empty=True),

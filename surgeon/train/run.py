@@ -1,4 +1,4 @@
-"""Healing: an edited model is trained until it does again what the original did, or until the steps are spent."""
+"""A model in memory is trained on text: to heal it after an edit, or from scratch."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from surgeon.quality.text import TextQuality
 from surgeon.train.arguments import join_processes, share_of_batch, training_arguments
 from surgeon.train.callbacks import EarlyEnd, Recorder
 from surgeon.train.checkpoints import step_of
-from surgeon.train.distill import Distiller
+from surgeon.train.distill.distiller import Distiller
+from surgeon.train.distill.kept_logits import KeptIdentity, keep_logits
 from surgeon.train.held_out import HeldOutQuality
-from surgeon.train.kept_logits import KeptIdentity, keep_logits
 from surgeon.train.resume import TEACHER_FOLDER, alone, open_run
 from surgeon.train.run_log import RunLog
 from surgeon.train.scope import add_adapters, called_classes, choose_parameters
-from surgeon.train.settings import HealSettings
-from surgeon.train.texts import HealTexts
-from surgeon.train.trainer import HealTrainer, LossParts
+from surgeon.train.settings import TrainSettings
+from surgeon.train.texts import TrainTexts
+from surgeon.train.trainer import LossParts, ModelTrainer
 
 
 @dataclass(frozen=True)
-class Healed:
+class Trained:
     """What a run came to.
 
     Attributes:
@@ -42,7 +42,8 @@ class Healed:
         steps: that were made; fewer than asked for where it ended early.
         tokens: of training text, counted as often as they were seen.
         seconds: that it took, measurements included.
-        original, edited, healed: quality on the held-out text; the original's is None where it is not known.
+        original, before, after: quality on the held-out text, of the original (None where there is none), and of the
+            model before and after its training.
     """
 
     model: Any
@@ -50,8 +51,8 @@ class Healed:
     tokens: int
     seconds: float
     original: TextQuality | None
-    edited: TextQuality
-    healed: TextQuality
+    before: TextQuality
+    after: TextQuality
 
     def merged(self) -> PreTrainedModel:
         """The model with its adapters merged into its matrices; they are gone from it then."""
@@ -59,26 +60,26 @@ class Healed:
         return found
 
 
-def heal(
-    student: PreTrainedModel,
-    texts: HealTexts,
-    settings: HealSettings,
+def train(
+    model: PreTrainedModel,
+    texts: TrainTexts,
+    settings: TrainSettings,
     folder: Path,
     original: Callable[[], PreTrainedModel] | None = None,
     program: Program | None = None,
     identity: dict[str, Any] | None = None,
     device: str = "cpu",
-) -> Healed | None:
-    """Train an edited model; a run that was killed goes on where it was.
+) -> Trained | None:
+    """Train a model; a run that was killed goes on where it was.
 
     Args:
-        student: edited (`surgeon.edit`; with the dense program if it is unedited), with numbers of at least 32 bits.
+        model: edited (`surgeon.edit`; with the dense program if it is unedited), with numbers of at least 32 bits.
             It is trained in place.
         folder: for checkpoints, tables and TensorBoard's files.
         original: loads what divergence is from, and what is distilled; None where it is not known. It is held only as
             long as it is needed.
-        program: the student's, in the numbers of the original's layers; by default the one that it runs.
-        identity: what the student follows from, as JSON values: another one's run in the folder is not gone on with.
+        program: the model's, in the numbers of the original's layers; by default the one that it runs.
+        identity: what the model follows from, as JSON values: another one's run in the folder is not gone on with.
             Under "original" is the hash of the original.
         device: "cpu" or "cuda".
 
@@ -90,21 +91,21 @@ def heal(
         OSError: if the folder cannot be written, is another run's at the moment, or the disk is too full.
     """
     with alone(folder, device):
-        return _heal(student, texts, settings, folder, original, program, identity, device)
+        return _train(model, texts, settings, folder, original, program, identity, device)
 
 
-def _heal(
-    student: PreTrainedModel,
-    texts: HealTexts,
-    settings: HealSettings,
+def _train(
+    model: PreTrainedModel,
+    texts: TrainTexts,
+    settings: TrainSettings,
     folder: Path,
     original: Callable[[], PreTrainedModel] | None,
     program: Program | None,
     identity: dict[str, Any] | None,
     device: str,
-) -> Healed | None:
+) -> Trained | None:
     steps = settings.steps_on(len(texts.training.ids))
-    arguments = _arguments(student, settings, folder, steps, device)
+    arguments = _arguments(model, settings, folder, steps, device)
     known = {
         **(identity or {}),
         "settings": settings.to_json(),
@@ -112,22 +113,22 @@ def _heal(
         "held_out": texts.held_out.digest,
     }
     checkpoint = _agreed(lambda: open_run(folder, known))
-    program = program or program_of(student)
+    program = program or program_of(model)
     held_out, towards = _teaching(original, program, texts, settings, folder, known)
-    caches = student.config.use_cache
-    model = prepared(student, settings, program)
+    caches = model.config.use_cache
+    model = prepared(model, settings, program)
     with _run(model, texts, settings, arguments, held_out, towards, checkpoint) as (trainer, recorder):
-        edited = None if recorder.log is None else _first_quality(recorder.log, model, held_out)
+        before = None if recorder.log is None else _first_quality(recorder.log, model, held_out)
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         trained = trainer.whole_model()
-    if trained is None or edited is None:
+    if trained is None or before is None:
         return None
-    healed = held_out.measure(trained)
+    after = held_out.measure(trained)
     whole: Any = trained.get_base_model() if isinstance(trained, PeftModel) else trained
     whole.config.use_cache = caches  # which the Trainer has turned off
     made = trainer.state.global_step
     tokens = made * settings.batch * texts.training.ids.shape[1]
-    return Healed(trained, made, tokens, recorder.seconds, held_out.original, edited, healed)
+    return Trained(trained, made, tokens, recorder.seconds, held_out.original, before, after)
 
 
 def _agreed(open_folder: Callable[[], Path | None]) -> Path | None:
@@ -147,26 +148,26 @@ def _first_quality(log: RunLog, model: Any, held_out: HeldOutQuality) -> TextQua
     return found
 
 
-def prepared(student: PreTrainedModel, settings: HealSettings, program: Program) -> Any:
+def prepared(model: PreTrainedModel, settings: TrainSettings, program: Program) -> Any:
     """The model with what is trained of it, or with adapters.
 
     Raises:
         ValueError: if nothing is in scope.
     """
-    for parameter in student.parameters():  # factors may be transposed, which cannot be shared out among processes
+    for parameter in model.parameters():  # factors may be transposed, which cannot be shared out among processes
         parameter.data = parameter.data.contiguous()
     if settings.lora is not None:
         torch.manual_seed(settings.seed)  # adapters begin with random numbers
-        return add_adapters(student, settings.scope, program, settings.lora)
-    choose_parameters(student, settings.scope, program)
-    return student
+        return add_adapters(model, settings.scope, program, settings.lora)
+    choose_parameters(model, settings.scope, program)
+    return model
 
 
 def _teaching(
     load_original: Callable[[], PreTrainedModel] | None,
     program: Program,
-    texts: HealTexts,
-    settings: HealSettings,
+    texts: TrainTexts,
+    settings: TrainSettings,
     folder: Path,
     known: dict[str, Any],
 ) -> tuple[HeldOutQuality, Distiller | None]:
@@ -191,23 +192,23 @@ def _teaching(
 
 
 def _arguments(
-    student: PreTrainedModel, settings: HealSettings, folder: Path, steps: int, device: str
+    model: PreTrainedModel, settings: TrainSettings, folder: Path, steps: int, device: str
 ) -> TrainingArguments:
     processes, _ = join_processes(device)
     share = share_of_batch(settings, processes.num_processes)
-    return training_arguments(settings, folder, steps, share, device, called_classes(student))
+    return training_arguments(settings, folder, steps, share, device, called_classes(model))
 
 
 @contextmanager
 def _run(
     model: Any,
-    texts: HealTexts,
-    settings: HealSettings,
+    texts: TrainTexts,
+    settings: TrainSettings,
     arguments: TrainingArguments,
     held_out: HeldOutQuality,
     towards: LossParts | None,
     checkpoint: Path | None,
-) -> Iterator[tuple[HealTrainer, Recorder]]:
+) -> Iterator[tuple[ModelTrainer, Recorder]]:
     """A Trainer with everything that watches it."""
     folder, windows = Path(str(arguments.output_dir)), texts.training.ids
     done = 0 if checkpoint is None else step_of(checkpoint)
@@ -220,7 +221,7 @@ def _run(
         callbacks.append(TensorBoardCallback(SummaryWriter(str(folder / "tensorboard"), purge_step=done)))
     if settings.patience is not None:
         callbacks.append(EarlyEnd(settings.patience))
-    trainer = HealTrainer(model, arguments, windows, held_out, settings.batch, towards, callbacks)
+    trainer = ModelTrainer(model, arguments, windows, held_out, settings.batch, towards, callbacks)
     recorder.trainer = trainer
     told = progress("healing", arguments.max_steps, "steps", done, recorder.note)
     with told if log is not None else nullcontext(recorder.advance) as advance:

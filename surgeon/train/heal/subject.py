@@ -93,6 +93,7 @@ class HealSubject:
     def identity(self) -> dict[str, Any]:
         """What the edited model follows from, as JSON values."""
         return {
+            "task": "heal",
             "model": self.edited.checkpoint.model_hash(),
             "program": self.edited.runs,
             "original": None if self.original is None else self.original.checkpoint.model_hash(),

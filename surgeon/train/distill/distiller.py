@@ -25,9 +25,9 @@ from surgeon.edited_layers import EditedLayers
 from surgeon.families import family_of
 from surgeon.model import decoder_layers, edit, program_of
 from surgeon.program import Program
-from surgeon.train.counterparts import Counterpart, counterparts
-from surgeon.train.kept_logits import KeptLogits
-from surgeon.train.logits_loss import IGNORED, FullLogits, LogitsTask, TeacherTarget
+from surgeon.train.distill.counterparts import Counterpart, counterparts
+from surgeon.train.distill.kept_logits import KeptLogits
+from surgeon.train.distill.logits_loss import IGNORED, FullLogits, LogitsTask, TeacherTarget
 
 PARTS = ("logits", "hidden", "text")
 

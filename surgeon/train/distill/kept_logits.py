@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from surgeon.progress import progress
 from surgeon.provenance import FORMAT, whole_file
-from surgeon.train.logits_loss import TopLogits, blocks
+from surgeon.train.distill.logits_loss import TopLogits, blocks
 
 _FILE_BYTES = 16 << 20  # no more is lost in a kill
 _MOST_WINDOWS = 128  # in a file

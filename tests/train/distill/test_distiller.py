@@ -16,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 import surgeon
 from surgeon.families import family_of
 from surgeon.program import Program
-from surgeon.train.counterparts import counterparts
-from surgeon.train.distill import Distillation, Distiller, watched_streams
-from surgeon.train.kept_logits import KeptIdentity, keep_logits
+from surgeon.train.distill.counterparts import counterparts
+from surgeon.train.distill.distiller import Distillation, Distiller, watched_streams
+from surgeon.train.distill.kept_logits import KeptIdentity, keep_logits
 from tests.models import VOCABULARY, tiny_model
 
 PAIRS = "A0 F0 [A1 A2] [F1 F2] A3 F3"

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgeon.train import kept_logits
-from surgeon.train.kept_logits import KeptIdentity, KeptLogits, keep_logits
+from surgeon.train.distill import kept_logits
+from surgeon.train.distill.kept_logits import KeptIdentity, KeptLogits, keep_logits
 from tests import models, warm
 
 WINDOWS, WINDOW, KEPT, TEMPERATURE = 7, 12, 5, 1.5
@@ -26,8 +26,8 @@ IDENTITY = KeptIdentity("0" * 64, "float32", "d" * 64, WINDOWS, WINDOW, KEPT, TE
 MAKE = """
 import os, signal, sys
 from pathlib import Path
-from surgeon.train import kept_logits
-from tests.train import test_kept_logits as this
+from surgeon.train.distill import kept_logits
+from tests.train.distill import test_kept_logits as this
 
 folder, killed_at = Path(sys.argv[1]), int(sys.argv[2])
 kept_logits._MOST_WINDOWS = 3

@@ -14,11 +14,11 @@ from torch.nn import functional
 from surgeon.model import edit
 from surgeon.quality.data import Windows, digest_of
 from surgeon.quality.text import logits_of, text_quality
-from surgeon.train.distill import Distillation
-from surgeon.train.heal import Healed, heal
+from surgeon.train.distill.distiller import Distillation
 from surgeon.train.held_out import HeldOutQuality
-from surgeon.train.settings import HealSettings
-from surgeon.train.texts import HealTexts, RunOrder
+from surgeon.train.run import Trained, train
+from surgeon.train.settings import TrainSettings
+from surgeon.train.texts import RunOrder, TrainTexts
 from tests.models import tiny_model
 
 PAIRED = "A0 F0 [A1 A2] [F1 F2]"
@@ -29,19 +29,19 @@ def windows(count: int, seed: int, tokens: int = 12) -> Windows:
     return Windows(ids, "random", digest_of(ids))
 
 
-TEXTS = HealTexts(windows(10, 1), windows(3, 2))
+TEXTS = TrainTexts(windows(10, 1), windows(3, 2))
 
 
-def healed(folder: Path, settings: HealSettings, texts: HealTexts = TEXTS, **options: Any) -> Healed:
+def healed(folder: Path, settings: TrainSettings, texts: TrainTexts = TEXTS, **options: Any) -> Trained:
     student = edit(tiny_model("llama", 3, **options), PAIRED)
-    found = heal(student, texts, settings, folder, lambda: tiny_model("llama", 3, **options))
+    found = train(student, texts, settings, folder, lambda: tiny_model("llama", 3, **options))
     assert found is not None
     return found
 
 
 def test_training_is_plain_adamw(tmp_path: Path) -> None:
     """Against a loop of one's own: same windows, same loss, same optimiser, same schedule."""
-    settings = HealSettings(steps=4, batch=4, micro_batch=2, learning_rate=1e-2, evaluate_every=2, save_every=3)
+    settings = TrainSettings(steps=4, batch=4, micro_batch=2, learning_rate=1e-2, evaluate_every=2, save_every=3)
     found = healed(tmp_path, settings, dropout=0.0)
     other = edit(tiny_model("llama", 3, dropout=0.0), PAIRED)
     trained = [p for name, p in other.named_parameters() if ".1." in name or ".2." in name]
@@ -61,33 +61,33 @@ def test_training_is_plain_adamw(tmp_path: Path) -> None:
 
 
 def test_what_a_run_says_of_itself(tmp_path: Path) -> None:
-    found = healed(tmp_path, HealSettings(steps=5, batch=4, learning_rate=1e-2, evaluate_every=2, save_every=2))
+    found = healed(tmp_path, TrainSettings(steps=5, batch=4, learning_rate=1e-2, evaluate_every=2, save_every=2))
     ids, original = TEXTS.held_out.ids, logits_of(tiny_model("llama", 3))
     assert found.original == text_quality(original, ids)
     assert found.model.config.to_dict() == edit(tiny_model("llama", 3), PAIRED).config.to_dict()
-    assert found.edited == text_quality(logits_of(edit(tiny_model("llama", 3), PAIRED)), ids, original)
+    assert found.before == text_quality(logits_of(edit(tiny_model("llama", 3), PAIRED)), ids, original)
     after = text_quality(logits_of(found.model.eval()), ids, original)
-    assert found.healed.divergence == pytest.approx(after.divergence, rel=1e-6)
+    assert found.after.divergence == pytest.approx(after.divergence, rel=1e-6)
     assert (found.steps, found.tokens) == (5, 5 * 4 * 12)
     training, held_out = (pd.read_csv(tmp_path / name) for name in ("training.csv", "held_out.csv"))
     assert training["step"].tolist() == [2, 4, 5]
     assert training["tokens"].tolist() == [96, 192, 240]
     assert held_out["step"].tolist() == [0, 2, 4, 5]
-    assert held_out["divergence"].iloc[0] == pytest.approx(found.edited.divergence)
-    assert held_out["perplexity"].iloc[-1] == pytest.approx(found.healed.perplexity)
-    assert json.loads((tmp_path / "heal.json").read_text())["identity"]["data"] == TEXTS.training.digest
+    assert held_out["divergence"].iloc[0] == pytest.approx(found.before.divergence)
+    assert held_out["perplexity"].iloc[-1] == pytest.approx(found.after.perplexity)
+    assert json.loads((tmp_path / "run.json").read_text())["identity"]["data"] == TEXTS.training.digest
     assert list((tmp_path / "tensorboard").iterdir())
 
 
 def test_it_learns_the_text_by_heart(tmp_path: Path) -> None:
-    settings = HealSettings(scope="all", steps=30, batch=5, learning_rate=2e-2, evaluate_every=30, save_every=30)
+    settings = TrainSettings(scope="all", steps=30, batch=5, learning_rate=2e-2, evaluate_every=30, save_every=30)
     healed(tmp_path, settings, dropout=0.0)
     losses = pd.read_csv(tmp_path / "training.csv")["loss"]
     assert losses.iloc[-1] < 0.7 * losses.iloc[0]
 
 
 def test_adapters_are_merged(tmp_path: Path) -> None:
-    settings = HealSettings(lora=2, steps=3, batch=4, learning_rate=5e-2, evaluate_every=3, save_every=3)
+    settings = TrainSettings(lora=2, steps=3, batch=4, learning_rate=5e-2, evaluate_every=3, save_every=3)
     found = healed(tmp_path, settings, dropout=0.0)
     ids = TEXTS.held_out.ids
     adapted = found.model.eval()(input_ids=ids).logits
@@ -100,20 +100,20 @@ def test_adapters_are_merged(tmp_path: Path) -> None:
 
 
 def test_patience_ends_a_run_with_the_best_weights(tmp_path: Path) -> None:
-    settings = HealSettings(
+    settings = TrainSettings(
         scope="all", steps=40, batch=4, learning_rate=0.3, schedule="constant", evaluate_every=2, patience=2
     )
     found = healed(tmp_path, settings, dropout=0.0)
     assert found.steps < 40
     table = pd.read_csv(tmp_path / "held_out.csv")
-    assert found.healed.perplexity == pytest.approx(table["perplexity"].iloc[1:].min(), rel=1e-5)
+    assert found.after.perplexity == pytest.approx(table["perplexity"].iloc[1:].min(), rel=1e-5)
 
 
 def test_another_run_is_not_gone_on_with(tmp_path: Path) -> None:
-    settings = HealSettings(steps=1, batch=4)
+    settings = TrainSettings(steps=1, batch=4)
     healed(tmp_path, settings)
     with pytest.raises(ValueError, match="of another run: its steps was 1, and now it is 2; choose"):
-        healed(tmp_path, HealSettings(steps=2, batch=4))
+        healed(tmp_path, TrainSettings(steps=2, batch=4))
 
 
 def test_held_out_quality_is_that_of_the_whole_model() -> None:
@@ -130,13 +130,13 @@ def test_held_out_quality_is_that_of_the_whole_model() -> None:
 
 @pytest.mark.parametrize("distillation", [Distillation(), Distillation(kept=20), Distillation(hidden=0.5, text=0.1)])
 def test_distillation_brings_the_original_back(distillation: Distillation, tmp_path: Path) -> None:
-    settings = HealSettings(
+    settings = TrainSettings(
         scope="all", distillation=distillation, steps=30, batch=8, learning_rate=5e-3, evaluate_every=30, save_every=30
     )
-    found = healed(tmp_path, settings, HealTexts(windows(64, 1), TEXTS.held_out), dropout=0.0)
-    assert found.healed.divergence is not None
-    assert found.edited.divergence is not None
-    assert found.healed.divergence < 0.8 * found.edited.divergence
+    found = healed(tmp_path, settings, TrainTexts(windows(64, 1), TEXTS.held_out), dropout=0.0)
+    assert found.after.divergence is not None
+    assert found.before.divergence is not None
+    assert found.after.divergence < 0.8 * found.before.divergence
     table = pd.read_csv(tmp_path / "training.csv")
     parts = [part for part in ("logits", "hidden", "text") if part in distillation.parts]
     weighed = sum(getattr(distillation, part) * table[part] for part in parts)
@@ -145,11 +145,11 @@ def test_distillation_brings_the_original_back(distillation: Distillation, tmp_p
 
 def test_there_must_be_somebody_to_learn_from(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no original to distil from"):
-        heal(edit(tiny_model("llama", 3), PAIRED), TEXTS, HealSettings(distillation=Distillation()), tmp_path)
+        train(edit(tiny_model("llama", 3), PAIRED), TEXTS, TrainSettings(distillation=Distillation()), tmp_path)
 
 
 def test_mixed_precision_ends_with_the_training(tmp_path: Path) -> None:
-    settings = HealSettings(steps=2, batch=4, evaluate_every=2, save_every=2, arguments={"bf16": True})
+    settings = TrainSettings(steps=2, batch=4, evaluate_every=2, save_every=2, arguments={"bf16": True})
     found = healed(tmp_path, settings, dropout=0.0)
     other = edit(tiny_model("llama", 3, dropout=0.0), PAIRED)
     other.load_state_dict(found.model.state_dict())

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from surgeon.train import logits_loss
-from surgeon.train.logits_loss import IGNORED, FullLogits, LogitsTask, TopLogits
+from surgeon.train.distill import logits_loss
+from surgeon.train.distill.logits_loss import IGNORED, FullLogits, LogitsTask, TopLogits
 
 TOKENS, VOCABULARY = 23, 31
 

@@ -17,15 +17,15 @@ from surgeon.families import family_of
 from surgeon.model import decoder_layers
 from surgeon.provenance import provenance
 from surgeon.quality.text import TextQuality
-from surgeon.train.heal import Healed
-from surgeon.train.settings import HealSettings
-from surgeon.train.subject import HealSubject
-from surgeon.train.texts import HealTexts
+from surgeon.train.heal.subject import HealSubject
+from surgeon.train.run import Trained
+from surgeon.train.settings import TrainSettings
+from surgeon.train.texts import TrainTexts
 from surgeon.weights import Names
 
 
-def record_of(subject: HealSubject, texts: HealTexts, settings: HealSettings, found: Healed) -> dict[str, Any]:
-    """What is to be known of a run, as JSON values: heal.json, and the checkpoint's own record."""
+def record_of(subject: HealSubject, texts: TrainTexts, settings: TrainSettings, found: Trained) -> dict[str, Any]:
+    """What is to be known of a run, as JSON values: run.json, and the checkpoint's own record."""
     checkpoint = subject.edited.checkpoint if subject.original is None else subject.original.checkpoint
     return provenance(
         subject.edited.model,
@@ -43,11 +43,13 @@ def record_of(subject: HealSubject, texts: HealTexts, settings: HealSettings, fo
         steps=found.steps,
         tokens=found.tokens,
         seconds=found.seconds,
-        **{name: _json(getattr(found, name)) for name in ("original", "edited", "healed")},
+        original=_json(found.original),
+        edited=_json(found.before),
+        healed=_json(found.after),
     )
 
 
-def check_adapter(student: PreTrainedModel, settings: HealSettings) -> None:
+def check_adapter(student: PreTrainedModel, settings: TrainSettings) -> None:
     """Refuse, before it is trained, what could not be written as a base and an adapter.
 
     Raises:
@@ -66,7 +68,7 @@ def check_adapter(student: PreTrainedModel, settings: HealSettings) -> None:
 
 
 def write_healed(
-    found: Healed,
+    found: Trained,
     subject: HealSubject,
     record: dict[str, Any],
     output: Path,

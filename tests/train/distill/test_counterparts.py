@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from surgeon.families import FAMILIES
 from surgeon.operations import ladder, pair, prune, tracks
 from surgeon.program import Fork, Program
-from surgeon.train.counterparts import Counterpart, counterparts
+from surgeon.train.distill.counterparts import Counterpart, counterparts
 from tests.drawn import programs
 
 LAYERS = 6

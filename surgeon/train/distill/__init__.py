@@ -1,0 +1,1 @@
+"""Distillation: training towards an original, its predictions and its streams."""
