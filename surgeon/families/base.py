@@ -147,6 +147,7 @@ class Family:
         window_layers: the config attribute that says which layers have the window; all of them where there is none.
         layer_counts: entries of config.json that say how many layers there are, by numbers or by lists with numbers.
         layer_lists: config attributes with one item per layer that says something of its attention.
+        heads_fill_stream: whether all heads together are as wide as the stream; others have a head_dim of their own.
         embedding_scale: what embeddings are multiplied by.
         attention_scale: what products of queries and keys are multiplied by; by default 1 / sqrt(head_dim).
         output_scale: what is multiplied with the output of every sublayer before it is added (Granite).
@@ -160,6 +161,7 @@ class Family:
             What the architecture's configuration does not have is left out.
         follow: config entries that describe layers in another way than one list item per layer, rewritten so that
             layer i is described as layer `sources[i]` was.
+        follow_width: config entries that say the stream's width once more, for a stream of another width.
         unsupported: says why a config of this family cannot be operated on, or returns None.
         unfusable: says why its layers cannot be stored side by side in one, or returns None.
     """
@@ -196,6 +198,7 @@ class Family:
     window_layers: str | None = None
     layer_counts: tuple[str, ...] = ("num_hidden_layers",)
     layer_lists: tuple[str, ...] = ("layer_types",)
+    heads_fill_stream: bool = False
     embedding_scale: Scale = _no_factor
     attention_scale: Scale = _no_factor
     output_scale: Scale = _no_factor
@@ -206,6 +209,7 @@ class Family:
     variant: Callable[[Family, Any], Family] = _unvaried
     unfused: Callable[[Any], dict[str, Any]] = _nothing_else
     follow: Callable[[Any, Sequence[int]], dict[str, Any]] = _nothing_else
+    follow_width: Callable[[Any, int], dict[str, Any]] = _nothing_else
     unsupported: Callable[[Any], str | None] = _no_obstacle
     unfusable: Callable[[Any], str | None] = _no_obstacle
 

@@ -61,6 +61,7 @@ GPT2 = Family(
     attention_dropout="attn_pdrop",
     embedding_dropout="embd_pdrop",
     attention_scale=_attention_scale,
+    heads_fill_stream=True,
     arguments=("past_key_values", "attention_mask", "encoder_hidden_states"),
     unsupported=_unsupported,
     unfused=_unfused,

@@ -60,6 +60,7 @@ GPT_NEO = Family(
     layer_counts=("num_hidden_layers", "num_layers", "attention_types"),
     layer_lists=("layer_types", "attention_layers"),
     attention_scale=_attention_scale,
+    heads_fill_stream=True,
     returns_tuple=True,
     follow=_follow,
     unfused=_unfused,

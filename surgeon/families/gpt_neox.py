@@ -51,6 +51,7 @@ GPT_NEOX = Family(
     stored_head="embed_out",
     dropout="hidden_dropout",
     embedding_dropout="hidden_dropout",
+    heads_fill_stream=True,
     steps_per_layer=1,
     variant=_variant,
     unfused=_unfused,

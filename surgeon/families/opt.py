@@ -21,6 +21,10 @@ def _unfusable(config: Any) -> str | None:
     return None
 
 
+def _follow_width(config: Any, width: int) -> dict[str, Any]:
+    return {"word_embed_proj_dim": width} if config.word_embed_proj_dim == config.hidden_size else {}
+
+
 def _unfused(fused: Any) -> dict[str, Any]:
     biases = fused.qkv_bias or fused.o_bias or fused.up_bias or fused.down_bias
     return {"enable_bias": biases, "word_embed_proj_dim": fused.hidden_size}
@@ -62,6 +66,8 @@ OPT = Family(
     position_offset=2,
     positions_from_mask=True,
     dropout="dropout",
+    heads_fill_stream=True,
+    follow_width=_follow_width,
     unsupported=_unsupported,
     unfusable=_unfusable,
     unfused=_unfused,

@@ -1,0 +1,1 @@
+"""Models from scratch: what they are built of, and how they are written."""
