@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +60,21 @@ class Trained:
         return found
 
 
+@dataclass(frozen=True)
+class TrainingTask:
+    """What a model is trained towards, and judged by.
+
+    Attributes:
+        held_out: measures it meanwhile.
+        towards: has its loss; None for the text's.
+        callbacks: are called by the Trainer, after those of the run itself.
+    """
+
+    held_out: HeldOutQuality
+    towards: LossParts | None = None
+    callbacks: Sequence[TrainerCallback] = ()
+
+
 def train(
     model: PreTrainedModel,
     texts: TrainTexts,
@@ -69,6 +84,7 @@ def train(
     program: Program | None = None,
     identity: dict[str, Any] | None = None,
     device: str = "cpu",
+    task: TrainingTask | None = None,
 ) -> Trained | None:
     """Train a model; a run that was killed goes on where it was.
 
@@ -82,6 +98,7 @@ def train(
         identity: what the model follows from, as JSON values: another one's run in the folder is not gone on with.
             Under "original" is the hash of the original.
         device: "cpu" or "cuda".
+        task: what the model is trained towards and judged by, where that is another thing than the text alone.
 
     Returns:
         What came of it; None in every process but the first, where there are several.
@@ -91,7 +108,7 @@ def train(
         OSError: if the folder cannot be written, is another run's at the moment, or the disk is too full.
     """
     with alone(folder, device):
-        return _train(model, texts, settings, folder, original, program, identity, device)
+        return _train(model, texts, settings, folder, original, program, identity, device, task)
 
 
 def _train(
@@ -103,6 +120,7 @@ def _train(
     program: Program | None,
     identity: dict[str, Any] | None,
     device: str,
+    task: TrainingTask | None,
 ) -> Trained | None:
     steps = settings.steps_on(len(texts.training.ids))
     arguments = _arguments(model, settings, folder, steps, device)
@@ -114,21 +132,23 @@ def _train(
     }
     checkpoint = _agreed(lambda: open_run(folder, known))
     program = program or program_of(model)
-    held_out, towards = _teaching(original, program, texts, settings, folder, known)
+    if task is not None and settings.distillation is not None:
+        raise ValueError("a model with a task of its own is not distilled as well; leave the distillation out")
+    task = task or TrainingTask(*_teaching(original, program, texts, settings, folder, known))
     caches = model.config.use_cache
     model = prepared(model, settings, program)
-    with _run(model, texts, settings, arguments, held_out, towards, checkpoint) as (trainer, recorder):
-        before = None if recorder.log is None else _first_quality(recorder.log, model, held_out)
+    with _run(model, texts, settings, arguments, task, checkpoint) as (trainer, recorder):
+        before = None if recorder.log is None else _first_quality(recorder.log, model, task.held_out)
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         trained = trainer.whole_model()
     if trained is None or before is None:
         return None
-    after = held_out.measure(trained)
+    after = task.held_out.measure(trained, trainer.state.global_step)
     whole: Any = trained.get_base_model() if isinstance(trained, PeftModel) else trained
     whole.config.use_cache = caches  # which the Trainer has turned off
     made = trainer.state.global_step
     tokens = made * settings.batch * texts.training.ids.shape[1]
-    return Trained(trained, made, tokens, recorder.seconds, held_out.original, before, after)
+    return Trained(trained, made, tokens, recorder.seconds, task.held_out.original, before, after)
 
 
 def _agreed(open_folder: Callable[[], Path | None]) -> Path | None:
@@ -143,7 +163,7 @@ def _first_quality(log: RunLog, model: Any, held_out: HeldOutQuality) -> TextQua
     """What the edited model was before the first step; measured if it was not yet."""
     found = log.first_quality()
     if found is None:
-        found = held_out.measure(model)
+        found = held_out.measure(model, 0)
         log.held_out(0, 0.0, found)
     return found
 
@@ -205,8 +225,7 @@ def _run(
     texts: TrainTexts,
     settings: TrainSettings,
     arguments: TrainingArguments,
-    held_out: HeldOutQuality,
-    towards: LossParts | None,
+    task: TrainingTask,
     checkpoint: Path | None,
 ) -> Iterator[tuple[ModelTrainer, Recorder]]:
     """A Trainer with everything that watches it."""
@@ -221,7 +240,8 @@ def _run(
         callbacks.append(TensorBoardCallback(SummaryWriter(str(folder / "tensorboard"), purge_step=done)))
     if settings.patience is not None:
         callbacks.append(EarlyEnd(settings.patience))
-    trainer = ModelTrainer(model, arguments, windows, held_out, settings.batch, towards, callbacks)
+    callbacks += task.callbacks
+    trainer = ModelTrainer(model, arguments, windows, task.held_out, settings.batch, task.towards, callbacks)
     recorder.trainer = trainer
     told = progress("healing", arguments.max_steps, "steps", done, recorder.note)
     with told if log is not None else nullcontext(recorder.advance) as advance:

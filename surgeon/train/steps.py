@@ -79,6 +79,8 @@ class SteppingTrainer(CheckpointingTrainer):
 
     def _accumulate(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         windows = len(inputs["input_ids"])
+        first = self.state.global_step * self.batch + self.args.process_index * windows
+        inputs = inputs | {"place": torch.arange(first, first + windows)}
         starts = range(0, windows, self.micro_batch)
         self.current_gradient_accumulation_steps = len(starts)
         total = torch.zeros((), device=self.args.device)

@@ -26,7 +26,12 @@ class LossParts(Protocol):
     """What a model is trained towards beside the text, or in its place."""
 
     def loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The mean loss of a micro-batch under "loss", in nats per predicted token, and its parts by their names."""
+        """The mean loss of a micro-batch under "loss", in nats per predicted token, and its parts by their names.
+
+        Args:
+            inputs: (windows, tokens) `input_ids` and `labels`; and, (windows,), `index`, which training windows they
+                are, and `place`, at which places of the run's order they stand: step s has those from s * batch on.
+        """
 
 
 class ModelTrainer(SteppingTrainer):
@@ -128,7 +133,7 @@ class ModelTrainer(SteppingTrainer):
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
         """Measure on held-out text; every process does all of it, as sharded models need."""
         try:
-            self.latest = self.held_out.measure(self.model_wrapped)
+            self.latest = self.held_out.measure(self.model_wrapped, self.state.global_step)
         except ValueError as error:
             raise ValueError(
                 f"held-out text after step {self.state.global_step}: {error} {self.last_good()}"
