@@ -33,6 +33,14 @@ def logits_in_chunks(rank: Rank, plan: Plan, chunks: list[Tensor]) -> tuple[Tens
     return torch.cat(found, 1), counts, prefill.vocabulary
 
 
+def held(rank: Rank, plan: Plan) -> tuple[set[int], int, int]:
+    """The stored layers that a rank has weights of, how many attentions it caches, and the numbers of a cached token."""
+    engine = RankEngine(plan, rank.collectives, rank.device)
+    layers = {layer for sublayer, _ in engine.sublayers for layer in sublayer.layers}
+    cache = engine.new_cache(1)
+    return layers, len(engine.attentions()), cache.nbytes // cache.tokens // cache.stored.element_size()
+
+
 def chunked_logits(engine: RankEngine, chunks: list[Tensor]) -> Iterator[Tensor]:
     """Logits (texts, tokens, vocabulary) of some texts of one length, by chunk."""
     texts, start = len(chunks[0]), 0
