@@ -34,7 +34,7 @@ def logits_in_chunks(rank: Rank, plan: Plan, chunks: list[Tensor]) -> tuple[Tens
 
 
 def held(rank: Rank, plan: Plan) -> tuple[set[int], int, int]:
-    """The stored layers that a rank has weights of, how many attentions it caches, and the numbers of a cached token."""
+    """The stored layers that a rank has weights of, the attentions that it caches, and their numbers per token."""
     engine = RankEngine(plan, rank.collectives, rank.device)
     layers = {layer for sublayer, _ in engine.sublayers for layer in sublayer.layers}
     cache = engine.new_cache(1)
