@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -33,6 +34,7 @@ FORMAT = 1
 KEYS = ("surgeon", "model", "weights", "operations", "expect")
 _LAYERS = re.compile(r"\s*(\d{1,9})\s*:\s*(\d{1,9})\s*")
 _WEIGHTS = re.compile(r"sha256:([0-9a-f]{64})")
+Checked = TypeVar("Checked", bound=BaseModel)
 
 
 class Expect(BaseModel):
@@ -164,15 +166,27 @@ def read_recipe(path: Path) -> Recipe:
         FileNotFoundError: if there is none.
         ValueError: if it is not a valid recipe, naming the line.
     """
+    return parse_recipe(read_document(path, "recipe"), str(path))
+
+
+def read_document(path: Path, kind: str) -> str:
+    """The text of a file in YAML that a user wrote.
+
+    Args:
+        kind: what it is, for error messages: "recipe", "configuration".
+
+    Raises:
+        FileNotFoundError: if there is none.
+        ValueError: if it is too large, or not UTF-8.
+    """
     if not path.is_file():
-        raise FileNotFoundError(f"there is no recipe {path}")
+        raise FileNotFoundError(f"there is no {kind} {path}")
     if path.stat().st_size > 4 * LONGEST:  # bytes that a character takes at most
-        raise ValueError(f"{path} has {path.stat().st_size:,} bytes, which is too much for a recipe; check the name")
+        raise ValueError(f"{path} has {path.stat().st_size:,} bytes, which is too much for a {kind}; check the name")
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not a text file in UTF-8: {error}") from error
-    return parse_recipe(text, str(path))
 
 
 def parse_recipe(text: str, source: str = "recipe") -> Recipe:
@@ -181,7 +195,18 @@ def parse_recipe(text: str, source: str = "recipe") -> Recipe:
     Raises:
         ValueError: if it is not a valid recipe, naming the line.
     """
-    return _Reader(text, source).recipe()
+    return _RecipeReader(text, source).recipe()
+
+
+def operations_in(text: str) -> tuple[AppliedOperation, ...]:
+    """The operations that a document lists, whatever else it says: a recipe, or the configuration of a model.
+
+    Raises:
+        ValueError: if it is none, or they are not as in a recipe.
+    """
+    reader = DocumentReader(text, "document")
+    found = reader.document.get("operations", []) if isinstance(reader.document, dict) else None
+    return reader.operations(found)
 
 
 def parse_range(text: Any) -> range:
@@ -198,8 +223,25 @@ def parse_range(text: Any) -> range:
     return range(int(match[1]), int(match[2]))
 
 
-class _Reader:
-    """Reads one recipe, keeping the line of every key."""
+def line_of(path: tuple[Any, ...], lines: Mapping[tuple[Any, ...], int]) -> int:
+    """The line of what a path leads to, or of the innermost thing on the way there that stands in the document."""
+    return next((lines[path[:end]] for end in range(len(path), 0, -1) if path[:end] in lines), 1)
+
+
+class DocumentReader:
+    """Reads a document with keys of surgeon's, of which `operations` is one, keeping the line of every key.
+
+    Attributes:
+        kind: what it is, for error messages.
+        keys, needed: those that may be there, and those that must; `surgeon`, the format, is one of both.
+
+    Raises:
+        ValueError: as every method: naming source, line, value, and what would be right.
+    """
+
+    kind = "document"
+    keys: tuple[str, ...] = ("surgeon", "operations")
+    needed: tuple[str, ...] = ("surgeon",)
 
     def __init__(self, text: str, source: str) -> None:
         self.source = source
@@ -212,42 +254,32 @@ class _Reader:
     def error(self, line: int, message: str) -> ValueError:
         return ValueError(f"{self.source}:{line}: {message}")
 
-    def recipe(self) -> Recipe:
+    def top(self) -> dict[str, Any]:
+        """The document's keys and values, once it is known that these are the right keys, and of which format."""
         document = self.document
         if not isinstance(document, dict):
-            raise self.error(1, "a recipe is a mapping with the keys surgeon, model and operations")
-        for key in document:
-            if key not in KEYS:
-                raise self.error(self.lines.get((key,), 1), f"unknown key {shown(key)}; {did_you_mean(str(key), KEYS)}")
-        for key in ("surgeon", "model", "operations"):
+            needed = f"{', '.join(self.needed[:-1])} and {self.needed[-1]}"
+            raise self.error(1, f"a {self.kind} is a mapping with the keys {needed}")
+        self.require_known(document, self.keys, ())
+        for key in self.needed:
             if key not in document:
                 raise self.error(1, f"the key {key!r} is missing")
-        form, model = document["surgeon"], document["model"]
+        form = document["surgeon"]
         if type(form) is not int or form != FORMAT:
-            raise self.error(self.lines["surgeon",], f"recipe format {shown(form)} is not known; write surgeon: 1")
-        if not isinstance(model, str) or not model.strip() or not model.isprintable():
-            raise self.error(self.lines["model",], f"model must be a folder or a hub name, not {shown(model)}")
-        return Recipe(
-            model=model,
-            operations=self._operations(document["operations"]),
-            expect=self._expect(document.get("expect")),
-            weights=self._weights(document["weights"]) if "weights" in document else None,
-            source=self.source,
-            expect_line=self.lines.get(("expect",), 0),
-            weights_line=self.lines.get(("weights",), 0),
-        )
-
-    def _weights(self, given: Any) -> str:
-        match = _WEIGHTS.fullmatch(given) if isinstance(given, str) else None
-        if match is None:
             raise self.error(
-                self.lines["weights",],
-                f"weights must be sha256: and 64 digits of 0-9 and a-f, not {shown(given)}; copy them from a search's "
-                "recipe or a checkpoint's surgeon.json, or remove the line",
+                self.lines["surgeon",], f"{self.kind} format {shown(form)} is not known; write surgeon: {FORMAT}"
             )
-        return match[1]
+        return document
 
-    def _operations(self, entries: Any) -> tuple[AppliedOperation, ...]:
+    def require_known(self, given: dict[Any, Any], known: Iterable[str], path: tuple[Any, ...]) -> None:
+        """Refuse a key that is not known; `path` leads to the mapping that is given."""
+        for key in given:
+            if key not in known:
+                line = self.lines.get((*path, key), 1)
+                raise self.error(line, f"unknown key {shown(key)}; {did_you_mean(str(key), known)}")
+
+    def operations(self, entries: Any) -> tuple[AppliedOperation, ...]:
+        """What the key `operations` says."""
         if not isinstance(entries, list):
             raise self.error(
                 self.lines["operations",], 'operations must be a list, each entry as in - pair: {layers: "4:30"}'
@@ -280,29 +312,56 @@ class _Reader:
         except ValueError as error:
             raise self.error(self.lines[*path, name, "layers"], f"{name}: {error}") from error
         parameters = {key: value for key, value in given.items() if key != "layers"}
-        self._validate(model, parameters, (*path, name))
+        self.validate(model, parameters, (*path, name))
         return AppliedOperation(name, stretches, parameters, line)
+
+    def validate(self, model: type[Checked], given: dict[str, Any], path: tuple[Any, ...]) -> Checked:
+        """What a mapping says, as the model that it is checked by; `path` leads to it."""
+        try:
+            return model.model_validate(given)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = line_of((*path, *first["loc"]), self.lines)
+            name = ": ".join([*map(str, path[-1:]), ".".join(map(str, first["loc"]))])
+            raise self.error(where, f"{name}: {first['msg']}, not {shown(first['input'])}") from error
+
+
+class _RecipeReader(DocumentReader):
+    """Reads one recipe."""
+
+    kind = "recipe"
+    keys = KEYS
+    needed = ("surgeon", "model", "operations")
+
+    def recipe(self) -> Recipe:
+        document = self.top()
+        model = document["model"]
+        if not isinstance(model, str) or not model.strip() or not model.isprintable():
+            raise self.error(self.lines["model",], f"model must be a folder or a hub name, not {shown(model)}")
+        return Recipe(
+            model=model,
+            operations=self.operations(document["operations"]),
+            expect=self._expect(document.get("expect")),
+            weights=self._weights(document["weights"]) if "weights" in document else None,
+            source=self.source,
+            expect_line=self.lines.get(("expect",), 0),
+            weights_line=self.lines.get(("weights",), 0),
+        )
+
+    def _weights(self, given: Any) -> str:
+        match = _WEIGHTS.fullmatch(given) if isinstance(given, str) else None
+        if match is None:
+            raise self.error(
+                self.lines["weights",],
+                f"weights must be sha256: and 64 digits of 0-9 and a-f, not {shown(given)}; copy them from a search's "
+                "recipe or a checkpoint's surgeon.json, or remove the line",
+            )
+        return match[1]
 
     def _expect(self, given: Any) -> Expect:
         if given is None:
             return Expect()
         if not isinstance(given, dict):
             raise self.error(self.lines["expect",], "expect must be a mapping, as in expect: {effective_depth: 19}")
-        for key in given:
-            if key not in Expect.model_fields:
-                raise self.error(
-                    self.lines["expect", key],
-                    f"unknown key {shown(key)}; {did_you_mean(str(key), Expect.model_fields)}",
-                )
-        expect = self._validate(Expect, given, ("expect",))
-        assert isinstance(expect, Expect)
-        return expect
-
-    def _validate(self, model: type[BaseModel], given: dict[str, Any], path: tuple[Any, ...]) -> BaseModel:
-        try:
-            return model.model_validate(given)
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = self.lines.get((*path, *first["loc"]), self.lines[path])
-            name = ".".join(map(str, first["loc"]))
-            raise self.error(where, f"{path[-1]}: {name}: {first['msg']}, not {shown(first['input'])}") from error
+        self.require_known(given, Expect.model_fields, ("expect",))
+        return self.validate(Expect, given, ("expect",))

@@ -26,7 +26,7 @@ from surgeon.operations import OPERATIONS
 from surgeon.operations.applied import AppliedOperation
 from surgeon.program import Fork, Program, steps_of
 from surgeon.provenance import write_text
-from surgeon.recipe import parse_recipe
+from surgeon.recipe import operations_in
 
 _SEAL = re.compile(r"<!-- written by surgeon [\w.+-]+; sha256 of what stands above: ([0-9a-f]{64}) -->\n\Z")
 WIDTH = 80  # of a program's lines
@@ -151,10 +151,7 @@ def _what_was_done(found: Description, name: str) -> Iterator[str]:
     steps, program = found.family.steps_per_layer, found.program
     dense = Program.dense(found.num_layers, steps)
     syncs = [str(each.sync_points(2)) for each in (program, dense)]
-    yield paragraph(
-        f"This is {_base(found.model)} ({found.family.name}, {plural(found.num_layers, 'layer')}) after surgery with "
-        f"surgeon {report.get('surgeon', '')}, {trained_how(found.training)}."
-    )
+    yield paragraph(_what_it_is(found))
     before = report.get("source", {}).get("parameters")
     after = "" if found.weights is None else f"{found.weights.parameters:,}"
     rows = [
@@ -162,13 +159,14 @@ def _what_was_done(found: Description, name: str) -> Iterator[str]:
         ["synchronisations per pass on two tensor-parallel ranks", *syncs],
         ["parameters", after, f"{before:,}" if isinstance(before, int) else ""],
     ]
-    yield table(["", name, "unedited"], rows)
-    yield "## What was done\n"
-    operations = _operations(report.get("recipe"))
+    yield table(["", name, "its layers in turn" if found.from_scratch else "unedited"], rows)
+    yield "## Its program\n" if found.from_scratch else "## What was done\n"
+    operations = _operations(report.get("recipe") or (found.training or {}).get("configuration"))
     if operations:
         yield "".join(bullet(f"`{one.to_yaml()}`: {OPERATIONS[one.name].summary}") for one in operations)
     ranges = "; a range such as `4:30` is layers 4 to 29" if operations else ""
-    yield paragraph(f"Layers count from 0{ranges}. The model's program, over the layers of the unedited model:")
+    of_whom = "its layers as they were begun" if found.from_scratch else "the layers of the unedited model"
+    yield paragraph(f"Layers count from 0{ranges}. The model's program, over {of_whom}:")
     yield code("\n".join(joined(map(str, program.nodes), WIDTH)))
     yield paragraph(_legend(program))
     if ranks := rank_lines(program):
@@ -176,10 +174,19 @@ def _what_was_done(found: Description, name: str) -> Iterator[str]:
         yield "".join(map(bullet, ranks))
 
 
-def _operations(recipe: Any) -> tuple[AppliedOperation, ...]:
-    """The recipe's operations, if there is a recipe that can be read."""
+def _what_it_is(found: Description) -> str:
+    """The first sentence."""
+    by, layers = f"surgeon {(found.report or {}).get('surgeon', '')}", plural(found.num_layers, "layer")
+    how = trained_how(found.training, found.from_scratch)
+    if found.from_scratch:
+        return f"This is a {found.family.name} of {layers}, made with {by} and {how}. There is no original behind it."
+    return f"This is {_base(found.model)} ({found.family.name}, {layers}) after surgery with {by}, {how}."
+
+
+def _operations(text: Any) -> tuple[AppliedOperation, ...]:
+    """The operations of a recipe or a configuration, if there is one that can be read."""
     try:
-        return parse_recipe(recipe).operations if isinstance(recipe, str) else ()
+        return operations_in(text) if isinstance(text, str) else ()
     except ValueError:
         return ()
 
@@ -215,6 +222,8 @@ def _proof(found: Description) -> Iterator[str]:
             "Their program is that of the recipe, step by step. Their weights are no longer the original's, so what is "
             "measured of the original under this program does not hold for them."
         )
+    if found.from_scratch:
+        holds = "Their program is the one that was trained, step by step."
     yield paragraph(
         f"Before these files got their name they were loaded and run on {proof['tokens']} random tokens, beside the "
         f"{beside} under the same program. {_differ(proof)} {holds}"
@@ -233,6 +242,12 @@ def _differ(proof: dict[str, Any]) -> str:
 
 def _licence(found: Description, folder: Path, inherited: Inherited) -> Iterator[str]:
     yield "## Licence\n"
+    if found.from_scratch:
+        yield paragraph(
+            "It was trained from random weights, so no other model's licence holds for it. Under which terms it may be "
+            "used, and what follows from those of the text that it was trained on, is for whoever publishes it to say."
+        )
+        return
     files = sorted(path.name for pattern in ("LICENSE*", "NOTICE*") for path in folder.glob(pattern))
     named = inherited.metadata.get("license")
     named_files = ", ".join(f"`{file}`" for file in files)

@@ -1,4 +1,4 @@
-"""What a model card says of the training that followed surgery."""
+"""What a model card says of a model's training, after surgery or from scratch."""
 
 from __future__ import annotations
 
@@ -10,18 +10,30 @@ from surgeon.checkpoint.measured import DIVERGENCE, PERPLEXITY
 from surgeon.checkpoint.training import STAGES
 
 METRICS = {PERPLEXITY: PERPLEXITY, DIVERGENCE: "divergence from the original, nats per token"}
-COLUMNS = {"healed": "{name}", "edited": "before training", "original": "unedited"}
+COLUMNS = {
+    "healed": "{name}",
+    "trained": "{name}",
+    "edited": "before training",
+    "untrained": "with random weights",
+    "original": "unedited",
+}
 
 
-def trained_how(training: dict[str, Any] | None) -> str:
-    """The end of the card's first sentence."""
+def trained_how(training: dict[str, Any] | None, from_scratch: bool = False) -> str:
+    """The end of the card's first sentence.
+
+    Args:
+        from_scratch: the first of the trainings began with random weights.
+    """
     if training is None:
         return "without further training"
-    said = _how(training)
+    said = [_how(training)]
     while "earlier" in training:
         training = training["earlier"]
-        said = f"{_how(training)}; then again: {said}"
-    return f"then trained further (healed): {said}"
+        said.insert(0, _how(training))
+    parts = [f"trained from scratch: {said.pop(0)}"] if from_scratch else []
+    parts += [f"then trained further (healed): {'; then again: '.join(said)}"] if said else []
+    return "; ".join(parts)
 
 
 def _how(training: dict[str, Any]) -> str:

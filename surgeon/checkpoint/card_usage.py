@@ -27,7 +27,7 @@ def usage(found: Description, folder: Path, name: str) -> Iterator[str]:
         yield paragraph(f"It is in surgeon's {form} form: {reason}.")
     has_tokenizer = any(any(folder.glob(pattern)) for pattern in _TOKENIZERS)
     if not has_tokenizer:
-        yield paragraph("There is no tokenizer in this folder, as there was none beside the base model.")
+        yield paragraph("There is no tokenizer in this folder, as there was none beside the model that it was made of.")
     yield paragraph(f"`{name}` stands for the path of this folder, or for its name on the hub.")
     yield "### transformers\n"
     yield from _transformers(form, folder, name, has_tokenizer)

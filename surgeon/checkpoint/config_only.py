@@ -10,6 +10,7 @@ from transformers import CONFIG_MAPPING
 from surgeon.checkpoint.describe import REPORT_FILE
 from surgeon.checkpoint.read import DEMO, read_json
 from surgeon.checkpoint.remote_code import FAMILY_KEY
+from surgeon.checkpoint.training import is_no_source
 from surgeon.demo import demo_model
 from surgeon.errors import shown
 from surgeon.families import family_named, family_of
@@ -69,6 +70,11 @@ def _of_source(path: Path) -> ConfigOnly:
         )
     report = read_json(record)
     source, program = report.get("source"), report.get("program")
+    if isinstance(source, dict) and is_no_source(source):
+        raise ValueError(
+            f"{path} is of a checkpoint in the fused form that was trained from scratch, so that there is no model "
+            "that it was made of; give the config.json of a model with its layers, with --program"
+        )
     model = source.get("model") if isinstance(source, dict) else None
     if not isinstance(model, str) or not isinstance(program, str):
         raise ValueError(f"{record} is not what surgeon export writes: it lacks the program or its source; {advice}")

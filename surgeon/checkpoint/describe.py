@@ -13,7 +13,7 @@ from surgeon.checkpoint.card_text import plural
 from surgeon.checkpoint.forms import Form, form_of
 from surgeon.checkpoint.load import read_config, stored_program
 from surgeon.checkpoint.read import DEMO, Checkpoint, locate, read_json
-from surgeon.checkpoint.training import lacking
+from surgeon.checkpoint.training import is_no_source, lacking
 from surgeon.errors import shown
 from surgeon.families import Family, family_of
 from surgeon.program import Program
@@ -44,7 +44,7 @@ class Description:
     Attributes:
         name: of the checkpoint's folder, or of the recipe.
         form: None for a recipe.
-        model: the unedited model's name, where it is known.
+        model: the unedited model's name, where it is known, and there was one.
         config: of the checkpoint (for a recipe, of its model), as `transformers` reads it.
         program: over the layers of the unedited model.
         num_layers: of the unedited model.
@@ -69,8 +69,13 @@ class Description:
 
     @property
     def training(self) -> dict[str, Any] | None:
-        """What surgeon.json says of the training that followed the edit; None where there was none."""
+        """What surgeon.json says of the model's (last) training; None where there was none."""
         return (self.report or {}).get("trained")
+
+    @property
+    def from_scratch(self) -> bool:
+        """Whether it was trained from random weights, so that there is no unedited model."""
+        return self.report is not None and is_no_source(self.report["source"])
 
     @property
     def trained(self) -> str | None:
@@ -157,7 +162,7 @@ def _report_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
     if not (
         isinstance(report.get("program"), str)
         and isinstance(source, dict)
-        and isinstance(source.get("model"), str)
+        and (isinstance(source.get("model"), str) or (is_no_source(source) and "trained" in report))
         and type(layers) is int
         and 1 <= layers <= MOST_LAYERS
     ):

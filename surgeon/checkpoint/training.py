@@ -1,7 +1,8 @@
-"""What a checkpoint keeps of a training that followed surgery, and whether its program is the one that was trained.
+"""What a checkpoint keeps of its training, after surgery or from scratch, and whether its program is the one trained.
 
-Training changes every weight that it reaches, so that nothing measured of the original holds any more. What can still
-be proven is the program: what is stored runs what the recipe says, with the layers under other numbers.
+Training changes every weight that it reaches, so that nothing measured of the original holds any more; a model from
+scratch never had one. What can still be proven is the program: what is stored runs what the recipe, or the
+configuration of a model from scratch, says, with the layers under other numbers.
 """
 
 from __future__ import annotations
@@ -18,23 +19,26 @@ from surgeon.errors import shown
 from surgeon.program import Fork, Node, Program, Sublayer
 
 _ENTRIES: dict[str, type] = {"method": str, "data": str, "data_hash": str, "steps": int, "tokens": int}
-_SOURCE = {"model": str, "num_layers": int, "parameters": int, "model_hash": str}
-STAGES = ("original", "edited", "healed")  # of which `training` may have the quality on held-out text
+_SOURCE: dict[str, type] = {"model": str, "num_layers": int, "parameters": int, "model_hash": str}
+_NO_SOURCE: dict[str, type] = {"num_layers": int}
+# Of which `training` may have the quality on held-out text; of a model from scratch the last two.
+STAGES = ("original", "edited", "healed", "untrained", "trained")
 
 
 @dataclass(frozen=True)
 class Training:
-    """What `surgeon.export` is told of a model that was trained after its edit.
+    """What `surgeon.export` is told of a model that was trained, after its edit or from scratch.
 
     Attributes:
         recipe: the recipe's text, to be kept; None where there was none.
-        recipe_program: the program over the layers of the original.
+        recipe_program: the program over the layers of the original; of a model from scratch, over those that it was
+            begun with.
         source: of the original, as surgeon.json has it (`source_record` of surgeon.checkpoint.export): its model,
-            num_layers, parameters, model_hash and card.
-        training: JSON values. `method`, `data` and `data_hash` are texts, `steps` and `tokens` numbers; `original`,
-            `edited` and `healed`, where they are there, are qualities (`TextQuality.to_json`) on the text `held_out`
-            (with `held_out_hash`); `earlier` is such a record of the training before this one. Whatever else there is
-            (settings, versions) is kept. Of texts that are files on this machine only their names are.
+            num_layers, parameters, model_hash and card. Where there was no original, `no_source`.
+        training: JSON values. `method`, `data` and `data_hash` are texts, `steps` and `tokens` numbers; the STAGES
+            that are there are qualities (`TextQuality.to_json`) on the text `held_out` (with `held_out_hash`);
+            `earlier` is such a record of the training before this one. Whatever else there is (settings, versions) is
+            kept. Of texts that are files on this machine only their names are.
 
     Raises:
         ValueError: if an entry that cards show is missing, or is something else.
@@ -46,12 +50,27 @@ class Training:
     training: dict[str, Any]
 
     def __post_init__(self) -> None:
-        for what, reason in (("training", lacking(self.training)), ("source", lacking(self.source, _SOURCE))):
+        of_source = lacking(self.source, _NO_SOURCE if is_no_source(self.source) else _SOURCE)
+        for what, reason in (("training", lacking(self.training)), ("source", of_source)):
             if reason is not None:
                 raise ValueError(f"the record of the {what} needs {reason}")
         # Nothing that is published says where a file lay on this machine.
         texts = {name: public(self.training[name]) for name in ("data", "held_out") if name in self.training}
         object.__setattr__(self, "training", _finite(self.training | texts))
+
+
+def no_source(num_layers: int) -> dict[str, Any]:
+    """What surgeon.json has in place of the original of a model from scratch.
+
+    Args:
+        num_layers: that the model's program counts.
+    """
+    return {"model": None, "num_layers": num_layers}
+
+
+def is_no_source(source: dict[str, Any]) -> bool:
+    """Whether it says that there was no original: the model was trained from scratch."""
+    return source.get("model", "") is None
 
 
 def lacking(entries: dict[str, Any], known: dict[str, type] = _ENTRIES) -> str | None:

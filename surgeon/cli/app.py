@@ -33,6 +33,7 @@ from surgeon.cli.serve import serve
 from surgeon.cli.show import show
 from surgeon.cli.similarity import similarity
 from surgeon.cli.spectrum import spectrum
+from surgeon.cli.train import train
 from surgeon.threads import wait_asleep
 
 # In the order in which they are used. These modules are light: what a command needs, it imports when it runs.
@@ -43,6 +44,7 @@ COMMANDS = (
     (spectrum, "Find singular values, and what lower ranks of each matrix do."),
     (search, "Find the best layers to run in pairs, for a wanted depth."),
     (heal, "Train an edited model back, on text or towards the original."),
+    (train, "Train a model of any program from scratch."),
     (export, "Write the changed model as a checkpoint."),
     (show, "Say what a checkpoint or a recipe is; draw its program."),
     (diff, "Say in what two checkpoints or recipes differ."),

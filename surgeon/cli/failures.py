@@ -26,6 +26,7 @@ _INTERRUPTED = {
     "spectrum": _GOES_ON,
     "search": _GOES_ON,
     "heal": _GOES_ON,
+    "train": _GOES_ON,
     "export": f"no checkpoint was written, and factors that were made are kept; {_GOES_ON}",
     "show": _KEEPS_NOTHING,
     "diff": "nothing was found out",

@@ -224,17 +224,17 @@ def heal(
         export_with_adapter(found.model, output)
     else:
         proof = write_healed(found, subject, record, output, written.form, written.dtype, written.overwrite)
-        say(_proof_line(proof))
+        say(proof_line(proof, "the recipe's"))
     finish_run(folder, record)
     print(output)
 
 
-def _proof_line(proof: Proof) -> str:
-    """What was proven, in a sentence."""
+def proof_line(proof: Proof, whose: str) -> str:
+    """What was proven, in a sentence; `whose` the program is."""
     exact = f"{proof.exact:.1g} of their scale in float32"
     rounded = "" if proof.dtype == "float32" else f", and by {proof.written:.1g} once rounded to {proof.dtype}"
     return (
-        f"proof: the program is the recipe's; on {proof.tokens} random tokens the logits differ from the trained "
+        f"proof: the program is {whose}; on {proof.tokens} random tokens the logits differ from the trained "
         f"model's by {exact}{rounded}."
     )
 

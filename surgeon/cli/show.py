@@ -84,7 +84,8 @@ def facts(found: Description) -> Iterator[tuple[str, str]]:
     yield "name", f"{found.name}, {what_it_is(found)}"
     yield "model", _model(found)
     yield "depth", f"{program.effective_depth(steps):g} of {found.num_layers} layers one after the other"
-    yield "syncs", f"{program.sync_points(2)} per forward pass on two ranks (unedited: {dense.sync_points(2)})"
+    unedited = "layers in turn" if found.from_scratch else "unedited"
+    yield "syncs", f"{program.sync_points(2)} per forward pass on two ranks ({unedited}: {dense.sync_points(2)})"
     if (left := _left(found, dense)) is not None:
         yield "parameters", left
     if found.recipe is not None:
@@ -136,5 +137,7 @@ def what_it_is(found: Description) -> str:
     if found.report is None:
         inside = found.form is not None and found.form.shipped is not None
         return f"a checkpoint in {found.form} form" if inside else "a checkpoint"
+    if found.from_scratch:
+        return f"trained from scratch, in {found.form} form, by surgeon {found.report.get('surgeon', '?')}"
     healed = "" if found.trained is None else ", trained since"
     return f"{found.model} in {found.form} form, by surgeon {found.report.get('surgeon', '?')}{healed}"

@@ -69,12 +69,26 @@ def parse_trainer_arguments(texts: Iterable[str]) -> dict[str, Any]:
         name = name.strip().lstrip("-").replace("-", "_")
         if not equals:
             raise ValueError(f"--trainer-arg {text!r} has no value; write it as NAME=VALUE")
-        if name not in _names():
-            raise ValueError(f"--trainer-arg {name}: TrainingArguments has no such one; {did_you_mean(name, _names())}")
         if name in _DECIDED:
             raise ValueError(f"--trainer-arg {name} is decided by the run; use {_DECIDED[name]}")
-        found[name] = _read(name, value.strip())
+        try:
+            found[name] = read_trainer_argument(name, value.strip())
+        except ValueError as error:
+            raise ValueError(f"--trainer-arg {error}") from error
     return found
+
+
+def read_trainer_argument(name: str, value: str) -> Any:
+    """The value of one of TrainingArguments' arguments from its text.
+
+    Raises:
+        ValueError: if there is no such argument, the run decides it itself, or the value cannot be read.
+    """
+    if name not in _names():
+        raise ValueError(f"{name}: TrainingArguments has no such one; {did_you_mean(name, _names())}")
+    if name in _DECIDED:
+        raise ValueError(f"{name} is decided by the run")
+    return _read(name, value)
 
 
 def _read(name: str, value: str) -> Any:
@@ -84,7 +98,7 @@ def _read(name: str, value: str) -> Any:
     try:
         given: Namespace = parser.parse_args(["--output_dir", ".", f"--{name}", value])
     except ValueError as error:
-        raise ValueError(f"--trainer-arg {name}={value} cannot be read ({first_line(error)})") from error
+        raise ValueError(f"{name}={value} cannot be read ({first_line(error)})") from error
     return {"true": True, "false": False}.get(value.lower(), getattr(given, name))
 
 

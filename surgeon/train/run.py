@@ -160,7 +160,7 @@ def _agreed(open_folder: Callable[[], Path | None]) -> Path | None:
 
 
 def _first_quality(log: RunLog, model: Any, held_out: HeldOutQuality) -> TextQuality:
-    """What the edited model was before the first step; measured if it was not yet."""
+    """What the model was before the first step; measured if it was not yet."""
     found = log.first_quality()
     if found is None:
         found = held_out.measure(model, 0)
@@ -243,7 +243,7 @@ def _run(
     callbacks += task.callbacks
     trainer = ModelTrainer(model, arguments, windows, task.held_out, settings.batch, task.towards, callbacks)
     recorder.trainer = trainer
-    told = progress("healing", arguments.max_steps, "steps", done, recorder.note)
+    told = progress("training", arguments.max_steps, "steps", done, recorder.note)
     with told if log is not None else nullcontext(recorder.advance) as advance:
         recorder.advance = advance
         yield trainer, recorder

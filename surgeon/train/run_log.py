@@ -12,7 +12,7 @@ from surgeon.provenance import whole_file
 from surgeon.quality.text import TextQuality
 from surgeon.train.resume import add_to_record, read_record
 
-_EDITED = "edited"  # in the record
+_BEFORE = "before"  # its training: in the record
 TRAINING_FILE, HELD_OUT_FILE = "training.csv", "held_out.csv"
 TRAINING = ("step", "tokens", "seconds", "loss", "learning_rate", "logits", "hidden", "text")
 HELD_OUT = (
@@ -46,11 +46,11 @@ class RunLog:
         """Add a row on held-out text; of the first one, every digit is kept in the run's record."""
         _append(self._files[HELD_OUT_FILE], HELD_OUT, {"step": step, "seconds": seconds} | flat(quality))
         if step == 0:
-            add_to_record(self._folder, {_EDITED: quality.to_json()})
+            add_to_record(self._folder, {_BEFORE: quality.to_json()})
 
     def first_quality(self) -> TextQuality | None:
         """What was measured before the first step, if it was."""
-        kept = read_record(self._folder).get(_EDITED) if read_rows(self._files[HELD_OUT_FILE]) else None
+        kept = read_record(self._folder).get(_BEFORE) if read_rows(self._files[HELD_OUT_FILE]) else None
         if kept is None:
             return None
         numbers: dict[str, Any] = {

@@ -87,8 +87,8 @@ class TrainSettings:
         """
         if windows < self.batch:
             raise ValueError(
-                f"the training text has {windows} windows, fewer than one batch of {self.batch}; give more --data, or "
-                "a smaller --batch or --window"
+                f"the training text has {windows} windows, fewer than one batch of {self.batch}; give more text, or a "
+                "smaller batch or window"
             )
         if self.steps is not None:
             return self.steps

@@ -60,7 +60,7 @@ def test_a_finished_run_keeps_its_record_and_its_tables(tmp_path: Path) -> None:
     said = record(tmp_path)
     assert said["steps"] == 4
     assert said["healed"]["perplexity"] == found.after.perplexity
-    assert said["edited"] == json.loads(json.dumps(found.before.to_json()))
+    assert said["before"] == json.loads(json.dumps(found.before.to_json()))
     assert said["identity"]["settings"]["batch"] == 4
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"run.json", "training.csv", "held_out.csv", "tensorboard"}

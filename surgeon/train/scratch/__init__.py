@@ -1,1 +1,1 @@
-"""Models from scratch: what they are built of, and how they are written."""
+"""Models of any program from scratch: their configurations, how they are built, and how they are written."""

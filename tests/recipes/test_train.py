@@ -1,0 +1,34 @@
+"""recipes/train/: every configuration parses, and describes a model that can be built, as large as the plain one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import surgeon
+from surgeon.train.scratch.build import blueprint
+from surgeon.train.scratch.config import read_config_file
+from surgeon.train.scratch.tracks import count_parameters
+
+FOLDER = Path(__file__).resolve().parents[2] / "recipes" / "train"
+SYNCS = {"dense": 16, "attention-mlp": 8, "ladder": 16, "desync": 8, "tracks-2": 2, "tracks-4": 2}  # on two ranks
+
+
+def test_all_are_known() -> None:
+    assert {path.stem for path in FOLDER.glob("*.yaml")} == set(SYNCS)
+
+
+@pytest.mark.parametrize("name", SYNCS)
+def test_it_describes_a_model(name: str) -> None:
+    plain, found = (blueprint(read_config_file(FOLDER / f"{each}.yaml")) for each in ("dense", name))
+    assert found.program.sync_points(2) == SYNCS[name]
+    assert found.config.settings == plain.config.settings
+    assert found.config.data == plain.config.data
+    sizes = [count_parameters(each.architecture).layers for each in (plain, found)]
+    assert sizes[1] == pytest.approx(sizes[0], rel=0.01)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(found.architecture)
+    assert surgeon.program_of(surgeon.edit(model, found.program)) == found.program
