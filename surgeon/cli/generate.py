@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from surgeon.cli.grouped import grouped
-from surgeon.cli.options import CheckpointArgument, RunArguments
+from surgeon.cli.options import CheckpointArgument, DraftArguments, RunArguments
 from surgeon.cli.prompts import read_prompts
 
 if TYPE_CHECKING:
@@ -109,12 +109,13 @@ def generate(
         typer.Option(
             "--json",
             help="Write a line of JSON for each prompt: prompt, text, finish_reason (stop or length), and tokens, the "
-            "ids of the new ones.",
+            "ids of the new ones; with --draft also how many were drafted and accepted, and tokens_per_second.",
         ),
     ] = False,
     max_batch: Annotated[
         int, typer.Option(min=1, help="Texts that are computed together; others follow as these end.")
     ] = 32,
+    drafting: DraftArguments,
     run: RunArguments,
 ) -> None:
     """Continue texts on one or more ranks; what they write goes to stdout, figures to stderr.
@@ -133,6 +134,7 @@ def generate(
     _warn_of_ignored(sampling)
     _warn_of_unapplied(defaults, sampling)
     sending = run.sending()
+    drafts = drafting.options()
     texts = read_prompts(prompt or [], prompts)
     ranks = run.ranks(sending)
     with early_ranks(ranks) as started:
@@ -151,10 +153,11 @@ def generate(
             max_batch=min(max_batch, len(tokens)),
             max_tokens=max(map(len, tokens)) + sampling.max_new_tokens,
             max_waiting=len(tokens),
+            **drafts,
         )
         with Service(model, options, tokenizer, started) as service:
             streams = [service.submit(ids, sampling) for ids in tokens]
-            usages = _write_all([*texts.values()], streams, as_json)
+            usages = _write_all([*texts.values()], streams, as_json, bool(drafts))
             place = f"{options.ranks.device}, {options.ranks.collectives}{sending.words}"
             figures = service.figures()
         print(describe_generation(service.plan, figures, usages, place, sending.compression), file=sys.stderr)
@@ -191,7 +194,7 @@ def _encode(encoder: Encoder, prompt: str, most: int, place: str | None) -> list
         raise (error if place is None else ValueError(f"{place}: {error}")) from None
 
 
-def _write_all(prompts: list[str], streams: list[Stream], as_json: bool) -> list[Usage]:
+def _write_all(prompts: list[str], streams: list[Stream], as_json: bool, drafting: bool) -> list[Usage]:
     """Write what comes for each prompt, in their order; returns how many tokens each took."""
     if len(prompts) == 1 and not as_json:
         return [_write_as_it_comes(streams[0])]
@@ -199,7 +202,8 @@ def _write_all(prompts: list[str], streams: list[Stream], as_json: bool) -> list
     for number, (prompt, stream) in enumerate(zip(prompts, streams, strict=True), start=1):
         events = list(stream)
         heading = f"==> {number} of {len(prompts)}: {_beginning(prompt)} <==\n"
-        _write(_json_line(prompt, events) if as_json else f"{chr(10) if usages else ''}{heading}{_text_of(events)}\n")
+        line = _json_line(prompt, events, drafting)
+        _write(line if as_json else f"{chr(10) if usages else ''}{heading}{_text_of(events)}\n")
         usages.append(events[-1].usage)
     return usages
 
@@ -215,13 +219,17 @@ def _text_of(events: list[Event]) -> str:
     return "".join(event.text for event in events)
 
 
-def _json_line(prompt: str, events: list[Event]) -> str:
+def _json_line(prompt: str, events: list[Event], drafting: bool) -> str:
     record: dict[str, Any] = {
         "prompt": prompt,
         "text": _text_of(events),
         "finish_reason": events[-1].finish_reason,
         "tokens": [token for event in events for token in event.tokens],
     }
+    if drafting:
+        usage = events[-1].usage
+        rate = round((usage.new - 1) / usage.seconds, 2) if usage.seconds else None  # None: nothing after the first
+        record |= {"drafted": usage.drafted, "accepted": usage.accepted, "tokens_per_second": rate}
     return json.dumps(record) + "\n"
 
 

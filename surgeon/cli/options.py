@@ -235,6 +235,36 @@ class RunArguments:
         return ServiceOptions(ranks, self.program, **(ways | more))
 
 
+@dataclass(frozen=True)
+class DraftArguments:
+    """What drafts tokens that the model verifies, in the user's words; a group of options (see grouped.py)."""
+
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[coda]",
+            help="Have tokens drafted by the first rack of a checkpoint with codas (surgeon heal --racks writes them), "
+            "and verified several at a time by the whole model: the same greedy tokens, and the same distribution of "
+            "drawn ones, which a seed draws differently then.",
+            show_default=False,
+        ),
+    ] = None
+    draft_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="How many tokens to draft at a time, with --draft. Default: 3.", show_default=False),
+    ] = None
+
+    def options(self) -> dict[str, Any]:
+        """The same as fields of `ServiceOptions`.
+
+        Raises:
+            ValueError: if there are to be tokens of no draft.
+        """
+        if self.draft is None and self.draft_tokens is not None:
+            raise ValueError("--draft-tokens says how many tokens to draft; say with what, too: --draft coda")
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
 def parse_batches(text: str) -> list[int]:
     """The batch sizes of --batch, each once.
 

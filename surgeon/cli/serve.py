@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from surgeon.cli.grouped import grouped
-from surgeon.cli.options import CheckpointArgument, RunArguments
+from surgeon.cli.options import CheckpointArgument, DraftArguments, RunArguments
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -97,6 +97,7 @@ def serve(
     *,
     address: AddressArguments,
     capacity: CapacityArguments,
+    drafting: DraftArguments,
     run: RunArguments,
 ) -> None:
     """Serve a model with OpenAI's API, on one or more ranks, until SIGTERM or Ctrl-C.
@@ -119,7 +120,7 @@ def serve(
     from surgeon.server.state import ServerState
     from surgeon.server.texts import Texts
 
-    options = run.service(run.ranks(run.sending()), **capacity.limits())
+    options = run.service(run.ranks(run.sending()), **capacity.limits(), **drafting.options())
     tokenizer, defaults = open_tokenizer(model), read_defaults(model)
     if complaint := defaults.complaint():
         warnings.warn(f"{complaint}; requests have to say so themselves", stacklevel=1)

@@ -28,22 +28,48 @@ def describe_generation(
     first, cached = figures[0], sum(usage.cached for usage in usages)
     shared = f" ({cached} more were shared)" if cached else ""
     texts = "" if len(usages) == 1 else f" of {len(usages)} texts"
-    rate = f"{_rate(first.decode)} tokens/s" if first.decode.passes else "nothing after the first token"
-    unit = "token" if len(usages) == 1 else "pass"
-    layers = _PerPass(figures, lambda phase: phase.layers)
-    vocabulary = _PerPass(figures, lambda phase: phase.vocabulary)
-    expected = program.sync_points(plan.ranks)
-    agrees = "as the program has" if layers.calls == expected else f"but the program has {expected}!"
-    packed = f" of {compression} integers" if compression and layers.counts.all_gathers else ""
+    seconds = first.decode.seconds + first.drafting.seconds
+    rate = f"{first.decode.new / seconds:.1f} tokens/s" if first.decode.passes else "nothing after the first token"
     lines = [
         f"ranks    {plan.ranks} ({place}, {plan.dtype})",
         f"program  effective depth {depth:g} of {plan.layers} layers",
         f"prefill  {first.prefill.tokens} tokens{shared} at {_rate(first.prefill)} tokens/s",
         f"decode   {sum(usage.new for usage in usages)} tokens{texts} at {rate}",
+    ]
+    lines += _collectives(program, plan, figures, len(usages), compression) if plan.coda is None else []
+    lines += _drafts(figures, usages) if plan.coda is not None else []
+    return "\n".join(lines)
+
+
+def _collectives(
+    program: Program, plan: Plan, figures: Sequence[Figures], texts: int, compression: Compression | None
+) -> list[str]:
+    """Those of a pass, beside the program's own count."""
+    unit = "token" if texts == 1 else "pass"
+    layers = _PerPass(figures, lambda phase: phase.layers)
+    vocabulary = _PerPass(figures, lambda phase: phase.vocabulary)
+    expected = program.sync_points(plan.ranks)
+    agrees = "as the program has" if layers.calls == expected else f"but the program has {expected}!"
+    packed = f" of {compression} integers" if compression and layers.counts.all_gathers else ""
+    return [
         f"sync     {layers.words}{packed} per {unit}, {agrees}; {layers.bytes} bytes per token and rank",
         f"vocab    {vocabulary.words} per {unit}; {vocabulary.bytes} bytes per token and rank",
     ]
-    return "\n".join(lines)
+
+
+def _drafts(figures: Sequence[Figures], usages: Sequence[Usage]) -> list[str]:
+    """How many drafted tokens were right, and what a token takes then."""
+    drafted, accepted = sum(usage.drafted for usage in usages), sum(usage.accepted for usage in usages)
+    first = figures[0]
+    if not drafted:
+        return ["drafts   none: the texts were too short"]
+    phases = first.drafting, first.decode
+    calls = sum(_calls(phase.layers) + _calls(phase.vocabulary) for phase in phases) / max(1, first.decode.new)
+    passes = f"{first.drafting.passes} passes of the first rack and its coda beside {first.decode.passes} of the model"
+    return [
+        f"drafts   {accepted} of {drafted} tokens accepted ({accepted / drafted:.0%}), {passes}",
+        f"sync     {calls:.1f} collectives per token, those of the vocabulary among them",
+    ]
 
 
 def _rate(phase: Phase) -> str:

@@ -25,11 +25,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from surgeon.errors import did_you_mean
 from surgeon.runtime.batching.blocks import BLOCK_TOKENS
 from surgeon.runtime.batching.request import QueueFull, Request, Sampling, Stats
 from surgeon.runtime.batching.scheduler import Limits, Output, check_length
 from surgeon.runtime.model.engine import Figures
 from surgeon.runtime.plan.checks import make_plan
+from surgeon.runtime.plan.codas import with_coda
 from surgeon.runtime.plan.memory import choose_cache
 from surgeon.runtime.processes.ranks import RankFailed, RankOptions, Ranks
 from surgeon.runtime.processes.torchrun import ranks_of_this_machine
@@ -40,6 +42,8 @@ from surgeon.runtime.stream import Listener, OpenRequest, Stream
 __all__ = ["Listener", "Service", "ServiceOptions", "Stream"]
 
 PASS_TOKENS = 512  # of prompts, that are computed in one pass
+DRAFTS = ("coda",)
+DRAFT_TOKENS = 3  # that are drafted at a time, if nobody says
 
 
 @dataclass(frozen=True)
@@ -60,9 +64,14 @@ class ServiceOptions:
         decoding: how passes that add one token to each text are computed, as `Plan.decoding`.
         low_rank: how ranks share matrices that are two factors, as `Plan.low_rank`.
         kv: what is cached of attentions whose k and v are two factors each, as `Plan.kv`.
+        draft: "coda" for tokens that the checkpoint's first rack and its coda draft, and the whole model verifies; None
+            for none. Greedy tokens stay the same (as far as rounding does not decide), and what is drawn keeps its
+            distribution.
+        draft_tokens: how many at a time.
 
     Raises:
-        ValueError: if the ranks are not connected, or a number is too small.
+        ValueError: if the ranks are not connected, a number is too small, or there are no such drafts or not of another
+            program.
     """
 
     ranks: RankOptions = field(default_factory=RankOptions)
@@ -77,14 +86,24 @@ class ServiceOptions:
     decoding: str = "auto"
     low_rank: str = "auto"
     kv: str = "auto"
+    draft: str | None = None
+    draft_tokens: int = DRAFT_TOKENS
 
     def __post_init__(self) -> None:
+        if self.draft is not None:
+            if self.draft not in DRAFTS:
+                raise ValueError(f"there are no drafts {self.draft!r}; {did_you_mean(self.draft, DRAFTS)}")
+            if self.program is not None:
+                raise ValueError(
+                    "codas draft for the checkpoint's own program; leave the other program or the drafts out"
+                )
         if self.ranks.collectives == "none":
             raise ValueError(
                 "collectives none leave the ranks unconnected, and their text would be wrong; use auto (surgeon bench "
                 "measures with none)"
             )
-        for name, least in (("max_batch", 1), ("max_waiting", 0), ("max_tokens", 2), ("blocks", 1)):
+        least_of = {"max_batch": 1, "max_waiting": 0, "max_tokens": 2, "blocks": 1, "draft_tokens": 1}
+        for name, least in least_of.items():
             number = getattr(self, name)
             if number is not None and number < least:
                 raise ValueError(f"{name} must be at least {least}, not {number}")
@@ -134,12 +153,15 @@ class Service:
         ranks, device, program = options.ranks.ranks, options.ranks.device, options.program
         ways = options.dtype, options.decoding, options.low_rank, options.kv
         plan = make_plan(model, ranks, options.max_tokens, program, device, *ways)
+        if options.draft is not None:
+            plan = with_coda(plan)
         self.plan, self.blocks = choose_cache(
             plan, device, options.max_batch, options.blocks, options.memory, ranks_of_this_machine(ranks)
         )
         self.max_tokens = min(self.plan.max_tokens, self.blocks * BLOCK_TOKENS)
         pass_tokens = max(PASS_TOKENS, options.max_batch)
-        limits = Limits(options.max_batch, self.max_tokens, options.max_waiting, pass_tokens, self.plan.ends)
+        drafts = 0 if options.draft is None else options.draft_tokens
+        limits = Limits(options.max_batch, self.max_tokens, options.max_waiting, pass_tokens, self.plan.ends, drafts)
         self.failure: Exception | None = None
         self._tokenizer = tokenizer
         self._open: dict[int, OpenRequest] = {}

@@ -100,7 +100,8 @@ class OpenRequest:
         self._text = None if tokenizer is None else Continuation(tokenizer, request.prompt)
         self._stops = StopTexts(request.sampling.stop)
         self._new = 0
-        self._cached = 0
+        self._first = self._newest = 0.0  # when tokens came
+        self._latest: Output | None = None
 
     def event(self, output: Output) -> Event | UndefinedLogits:
         """What the client is told of something that came from the ranks."""
@@ -111,8 +112,11 @@ class OpenRequest:
                 f"the model's logits are not finite (NaN or infinity), so that nothing follows ({so_far}); are its "
                 "weights damaged, or too large for the dtype?"
             )
-        self._new += token is not None
-        self._cached = output.cached
+        self._latest = output
+        if token is not None:
+            self._new += 1
+            self._newest = time.monotonic()
+            self._first = self._first or self._newest
         text = self._shown(token, reason is not None)
         return Event(
             request=self._request.id,
@@ -138,4 +142,7 @@ class OpenRequest:
         return shown + self._stops.rest() if last else shown
 
     def _usage(self) -> Usage:
-        return Usage(len(self._request.prompt), self._cached, self._new)
+        prompt, latest, seconds = len(self._request.prompt), self._latest, self._newest - self._first
+        if latest is None:
+            return Usage(prompt, 0, self._new)
+        return Usage(prompt, latest.cached, self._new, latest.drafted, latest.accepted, seconds)

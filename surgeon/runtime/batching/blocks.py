@@ -46,6 +46,14 @@ class BlockTable:
         self.known = 0
         self.last_known = _ROOT
 
+    def cut(self, length: int) -> list[int]:
+        """Take off the blocks behind the first so many, which must not be shared ones; returns them."""
+        assert self.known <= length, f"{length} blocks are to stay and {self.known} can be shared"
+        kept, taken = self.blocks[:length], self.blocks[length:]
+        self.blocks, self.runs = [], []
+        self.extend(kept)
+        return taken
+
     def extend(self, blocks: Sequence[int]) -> None:
         """Add blocks behind the last one."""
         for block in blocks:
@@ -185,6 +193,13 @@ class BlockPool:
                 self._users[block] = 1
             table.extend(taken)
             new -= len(taken)
+
+    def shrink(self, table: BlockTable, length: int) -> None:
+        """Give back what a table has behind its first so many blocks: room for tokens that did not come."""
+        for block in reversed(table.cut(length) if length < len(table.blocks) else []):
+            self._users[block] = 0
+            self._gaps.give(block)
+            self.releases += 1
 
     def _begin(self, new: int) -> list[int]:
         """Up to so many blocks in the widest gap; in its middle if a sequence before it may want to grow."""

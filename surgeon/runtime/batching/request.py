@@ -122,6 +122,9 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
+Choice = tuple[int, TokenLogprob | None]  # a token, or UNDEFINED, and what is reported about it
+
+
 @dataclass(frozen=True)
 class Usage:
     """Tokens so far.
@@ -130,11 +133,17 @@ class Usage:
         prompt: how many the prompt has.
         cached: of these, how many needed no computing because an earlier request began with the same ones.
         new: how many were added, an end token among them.
+        drafted: how many were drafted, where the service drafts.
+        accepted: of these, how many are among the new ones.
+        seconds: from the first new token to the newest.
     """
 
     prompt: int
     cached: int
     new: int
+    drafted: int = 0
+    accepted: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -185,6 +194,8 @@ class Stats:
         all_reduces: on rank 0, like the next two, those of the vocabulary included.
         all_gathers: as above.
         bytes: of their operands.
+        drafted: tokens that were drafted.
+        accepted: of these, how many were added.
     """
 
     running: int = 0
@@ -200,3 +211,5 @@ class Stats:
     all_reduces: int = 0
     all_gathers: int = 0
     bytes: int = 0
+    drafted: int = 0
+    accepted: int = 0

@@ -2,7 +2,7 @@
 
 Only rank 0 has a scheduler; the other ranks are sent the rows of each pass. A pass takes, in this order,
 
-1. one token of every sequence that is being continued, the oldest first;
+1. one token of every sequence that is being continued, the oldest first, and behind it those that were drafted;
 2. the next chunk of every prompt that has been begun, as far as the budget of tokens goes;
 3. the first chunk of waiting requests, first come, first served: nobody is let past one that does not fit yet.
 
@@ -13,6 +13,10 @@ limit. When a sequence needs a block and none is free, the youngest running one 
 blocks, goes to the front of the queue, and is computed again later from prompt and output so far. What it gave back
 can be shared until it is overwritten, its own return included, so this often costs little. The oldest sequence is
 never preempted by others and no request is accepted that could not run alone, so all of them end.
+
+Drafted tokens (`Limits.draft_tokens`) get blocks where there are free ones, and nobody is preempted for them. Those
+that turn out wrong are forgotten: what the cache holds of them is overwritten by the tokens that come in their place,
+and blocks that only they needed are given back.
 
 A request that asks how likely its prompt is shares no blocks until that is known: what they hold are keys and values,
 not predictions.
@@ -27,10 +31,11 @@ import time
 from collections import deque
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Literal, NamedTuple
 
 from surgeon.runtime.batching.blocks import BlockPool, BlockTable
-from surgeon.runtime.batching.request import UNDEFINED, FinishReason, QueueFull, Request, TokenLogprob
+from surgeon.runtime.batching.request import UNDEFINED, Choice, FinishReason, QueueFull, Request, TokenLogprob
 from surgeon.runtime.batching.sequence import ScheduledChunk, Sequence
 
 Ending = FinishReason | Literal["undefined"]  # the latter: the model's logits are not finite
@@ -45,6 +50,8 @@ class Output(NamedTuple):
         cached: tokens of the prompt that were not computed.
         admitted: when the request was first let in, by the machine's monotonic clock; None if it never was.
         prompt_logprobs: of the next tokens of the prompt.
+        drafted: tokens that were drafted for it so far.
+        accepted: of these, how many are among its new tokens.
     """
 
     request: int
@@ -54,6 +61,8 @@ class Output(NamedTuple):
     cached: int
     admitted: float | None
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    drafted: int = 0
+    accepted: int = 0
 
 
 @dataclass(frozen=True)
@@ -66,6 +75,7 @@ class Limits:
         max_waiting: how many requests may be open beyond `max_batch`.
         pass_tokens: tokens of one pass.
         ends: token ids that end a text.
+        draft_tokens: how many tokens are drafted at a time for a sequence that is being continued.
     """
 
     max_batch: int
@@ -73,9 +83,11 @@ class Limits:
     max_waiting: int = 64
     pass_tokens: int = 512
     ends: tuple[int, ...] = ()
+    draft_tokens: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("max_batch", 1), ("max_tokens", 2), ("max_waiting", 0), ("pass_tokens", self.max_batch)):
+        at_least = {"max_batch": 1, "max_tokens": 2, "max_waiting": 0, "pass_tokens": self.max_batch, "draft_tokens": 0}
+        for name, least in at_least.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
 
@@ -89,6 +101,8 @@ class Tally:
     new_tokens: int = 0
     finished: int = 0
     preempted: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
 
 class Scheduler:
@@ -135,8 +149,8 @@ class Scheduler:
 
     def plan(self) -> list[ScheduledChunk]:
         """The chunks of the next pass; empty only if no request is open."""
-        chunks = self._continued()
-        budget = self.limits.pass_tokens - len(chunks)
+        chunks = self._drafting(self._continued())
+        budget = self.limits.pass_tokens - sum(chunk.tokens + chunk.drafts for chunk in chunks)
         for sequence in self.running:
             if budget and (left := len(sequence.tokens) - sequence.computed) > 1:
                 chunks.append(ScheduledChunk(sequence, min(left, budget)))
@@ -158,6 +172,26 @@ class Scheduler:
                 break  # it was the youngest
             chunks.append(ScheduledChunk(sequence, 1))
         return chunks
+
+    def _drafting(self, chunks: list[ScheduledChunk]) -> list[ScheduledChunk]:
+        """Continuations with as many drafts as there is room for; those with the most come first."""
+        if not self.limits.draft_tokens or not chunks:
+            return chunks
+        most = min(self.limits.draft_tokens, self.limits.pass_tokens // len(chunks) - 1)
+        drafting = [ScheduledChunk(each.sequence, 1, self._room_for_drafts(each.sequence, most)) for each in chunks]
+        return sorted(drafting, key=lambda chunk: -chunk.drafts)
+
+    def _room_for_drafts(self, sequence: Sequence, most: int) -> int:
+        """How many tokens are drafted for a sequence, which has blocks for them then.
+
+        The token behind the last one drafted comes with them, and the very last of a sequence is not computed.
+        """
+        size, length, table = self.pool.block_tokens, len(sequence.tokens), sequence.table
+        wanted = max(0, min(most, sequence.last - length - 1)) if sequence.drafting else 0
+        lacking = self.pool.blocks_for(length + wanted) - len(table.blocks)
+        if lacking > 0:
+            self.pool.grow(table, min(lacking, self.pool.free))
+        return min(wanted, len(table.blocks) * size - length)
 
     def _make_room(self, sequence: Sequence) -> bool:
         """Give a running sequence one more block; False if it had to be preempted itself."""
@@ -201,15 +235,16 @@ class Scheduler:
     def advance(
         self,
         chunks: Several[ScheduledChunk],
-        chosen: Several[tuple[int, TokenLogprob | None]],
+        chosen: Several[Several[Choice]],
         scores: Several[Several[TokenLogprob]] = (),
     ) -> list[Output]:
         """Note that a pass has been computed.
 
         Args:
             chunks: of the pass, as planned.
-            chosen: the next token of every chunk that wants one, in their order, and how likely it was; UNDEFINED
-                ends the request.
+            chosen: the next tokens of every chunk that wants one, in their order, and how likely they were: drafts that
+                were accepted, and one more. UNDEFINED ends the request, and behind drafts, which may be to blame, its
+                drafting.
             scores: of every chunk with targets, how likely these are; so does NaN.
         """
         outputs: list[Output] = []
@@ -217,8 +252,11 @@ class Scheduler:
         for chunk in chunks:
             sequence, wanted, completes = chunk.sequence, chunk.wanted, chunk.completes
             prompt = tuple(next(scored)) if chunk.targets is not None else ()
-            token, logprob = next(found) if wanted else (None, None)
-            if token == UNDEFINED or any(math.isnan(one.logprob) for one in prompt):
+            choices = list(next(found)) if wanted else []
+            if chunk.drafts:
+                outputs += self._take_over(chunk, choices)
+                continue
+            if any(token == UNDEFINED for token, _ in choices) or any(math.isnan(one.logprob) for one in prompt):
                 outputs.append(self._give_up(sequence))
                 continue
             sequence.computed += chunk.tokens
@@ -227,8 +265,9 @@ class Scheduler:
                 assert sequence.unscored is not None
                 further = sequence.unscored + len(prompt)
                 sequence.unscored = further if further < len(sequence.request.prompt) else None
-            if token is not None:
-                outputs.append(self._append(sequence, token, logprob, prompt))
+            if choices:
+                (choice,) = choices
+                outputs.append(self._append(sequence, choice, prompt))
             elif completes:  # and nothing is to be added
                 self.running.remove(sequence)
                 outputs.append(self._finish(sequence, "length", prompt_logprobs=prompt))
@@ -242,9 +281,28 @@ class Scheduler:
         self.pool.forget(sequence.table)
         return self._finish(sequence, "undefined")
 
-    def _append(
-        self, sequence: Sequence, token: int, logprob: TokenLogprob | None, prompt: tuple[TokenLogprob, ...]
-    ) -> Output:
+    def _take_over(self, chunk: ScheduledChunk, choices: list[Choice]) -> list[Output]:
+        """Add accepted drafts and the token behind them, up to the one that ends the request."""
+        sequence = chunk.sequence
+        defined = list(takewhile(lambda choice: choice[0] != UNDEFINED, choices))
+        sequence.drafting = len(defined) == len(choices)
+        sequence.drafted += chunk.drafts
+        self.tally.drafted += chunk.drafts
+        outputs: list[Output] = []
+        for place, choice in enumerate(defined, start=1):
+            accepted = place < len(choices)
+            sequence.computed += 1  # the token before this one
+            sequence.accepted += accepted
+            self.tally.accepted += accepted
+            self.pool.learn(sequence.table, sequence.tokens, sequence.computed)
+            outputs.append(self._append(sequence, choice, ()))
+            if outputs[-1].finish_reason is not None:
+                return outputs
+        self.pool.shrink(sequence.table, self.pool.blocks_for(len(sequence.tokens)))
+        return outputs
+
+    def _append(self, sequence: Sequence, choice: Choice, prompt: tuple[TokenLogprob, ...]) -> Output:
+        token, logprob = choice
         sequence.tokens.append(token)
         self.tally.new_tokens += 1
         reason: Ending | None = None
@@ -277,7 +335,8 @@ def _output(
     logprob: TokenLogprob | None = None,
     prompt_logprobs: tuple[TokenLogprob, ...] = (),
 ) -> Output:
-    return Output(sequence.request.id, token, logprob, reason, sequence.cached, sequence.admitted, prompt_logprobs)
+    came = sequence.cached, sequence.admitted, prompt_logprobs
+    return Output(sequence.request.id, token, logprob, reason, *came, sequence.drafted, sequence.accepted)
 
 
 def check_length(request: Request, room: int) -> None:

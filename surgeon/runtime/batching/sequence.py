@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
@@ -39,8 +40,10 @@ class Row(NamedTuple):
         start: how many of the sequence's tokens are in the cache.
         tokens: the next ones.
         runs: the sequence's blocks, with room for these tokens.
-        wanted: of the last token.
+        wanted: of the last token; of every token where they were drafted.
         targets: of the others, and of the last one too while the prompt goes on behind it; None if nobody asks.
+        drafted: whether its tokens have been through the first rack already, one in each of the passes that drafted
+            those behind the first of them; such rows come first in a pass, and those with the most tokens first.
     """
 
     start: int
@@ -48,6 +51,7 @@ class Row(NamedTuple):
     runs: list[BlockRun]
     wanted: Wanted
     targets: Targets | None = None
+    drafted: bool = False
 
 
 @dataclass(eq=False)
@@ -63,6 +67,9 @@ class Sequence:
         cached: tokens of the prompt that were not computed when it was first let in.
         admitted: when that was.
         unscored: the first token of the prompt whose log-probability is asked for and not known; None if there is none.
+        drafting: whether tokens may be drafted for it; no more once there were logits that are not finite.
+        drafted: tokens that were drafted for it.
+        accepted: of these, how many it has taken over.
     """
 
     request: Request
@@ -74,6 +81,9 @@ class Sequence:
     table: BlockTable = field(default_factory=BlockTable)
     cached: int = 0
     admitted: float | None = None
+    drafting: bool = True
+    drafted: int = 0
+    accepted: int = 0
 
     @classmethod
     def of(cls, request: Request) -> Sequence:
@@ -91,10 +101,15 @@ class Sequence:
 
 
 class ScheduledChunk(NamedTuple):
-    """What a pass computes of a sequence: its next `tokens` tokens."""
+    """What a pass computes of a sequence: its next `tokens` tokens.
+
+    Attributes:
+        drafts: how many tokens are drafted behind them first, and computed with them; there are blocks for all.
+    """
 
     sequence: Sequence
     tokens: int
+    drafts: int = 0
 
     @property
     def completes(self) -> bool:
@@ -116,8 +131,23 @@ class ScheduledChunk(NamedTuple):
             return None
         return Targets(begin - 1 - sequence.computed, list(tokens), top)
 
-    def row(self) -> Row:
-        """What the ranks compute."""
+    def row(self, drafts: Several[int] = ()) -> Row:
+        """What the ranks compute.
+
+        Args:
+            drafts: the tokens that were drafted.
+        """
         sequence, first = self.sequence, self.sequence.computed
         tokens = sequence.tokens[first : first + self.tokens]
-        return Row(first, tokens, sequence.table.runs, self.wanted, self.targets)
+        return Row(first, [*tokens, *drafts], sequence.table.runs, self.wanted, self.targets, bool(drafts))
+
+    def drafting_row(self, drafts: Several[int]) -> Row:
+        """What the ranks compute to draft one more token, or to have the last one drafted go through the first rack.
+
+        Args:
+            drafts: the tokens drafted so far.
+        """
+        sequence = self.sequence
+        newest = drafts[-1] if drafts else sequence.tokens[-1]
+        wanted = sequence.wanted if len(drafts) < self.drafts else Wanted.NOTHING
+        return Row(sequence.computed + len(drafts), [newest], sequence.table.runs, wanted)

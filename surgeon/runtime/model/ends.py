@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -28,6 +30,13 @@ def read(
     return source.tensor(path, rows).to(torch_dtype(plan)).to(device)
 
 
+def final_norm(source: ModelWeights, plan: Plan, device: torch.device) -> Norm:
+    """The norm before the head."""
+    path = plan.family.final_norm
+    paths = [one for part in ("weight", "bias") if (one := f"{path}.{part}") in source]
+    return Norm({one: read(source, plan, device, one) for one in paths}, path, plan)
+
+
 class Ends:
     """What becomes of embedded tokens before the program, and of the stream behind it.
 
@@ -45,9 +54,7 @@ class Ends:
         if family.position_embedding is not None:
             path = f"{family.position_embedding}.weight"
             self.positions = read(source, plan, device, path)[family.position_offset :]
-        paths = [path for part in ("weight", "bias") if (path := f"{family.final_norm}.{part}") in source]
-        tensors = {path: read(source, plan, device, path) for path in paths}
-        self.final_norm = Norm(tensors, family.final_norm, plan)
+        self.final_norm = final_norm(source, plan, device)
 
     def scaled(self, embedded: Tensor) -> Tensor:
         """Rows of the embedding, (tokens, hidden), as the model has them."""
@@ -97,6 +104,15 @@ class Vocabulary:
         self.head = head.t() if plan.tied else transposed(head)
         bias = f"{family.head}.bias"
         self._bias = read(source, plan, device, bias, bounds) if bias in source else None
+
+    def with_head(self, source: ModelWeights, plan: Plan, device: torch.device) -> Vocabulary:
+        """The same rows, with the head that other weights have, or the embedding for one where they have none."""
+        other, head, bias = copy(self), f"{plan.family.head}.weight", f"{plan.family.head}.bias"
+        bounds = self.first, self.first + len(self.embedding)
+        own = source.names.own(head) in source.store
+        other.head = transposed(read(source, plan, device, head, bounds)) if own else self.embedding.t()
+        other._bias = read(source, plan, device, bias, bounds) if bias in source else None
+        return other
 
     def embed(self, tokens: Tensor, counts: Counts) -> Tensor:
         """The embeddings of tokens (tokens,), whole on every rank: (tokens, hidden)."""

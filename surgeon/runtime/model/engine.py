@@ -8,7 +8,8 @@ and sent to the others (worker.py).
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from surgeon.runtime.batching.blocks import BLOCK_TOKENS, blocks_for
 from surgeon.runtime.batching.request import UNDEFINED, TokenLogprob, UndefinedLogits
 from surgeon.runtime.batching.sequence import Row, Wanted
 from surgeon.runtime.comm.collectives import Collectives
+from surgeon.runtime.model.coda import RankCoda
 from surgeon.runtime.model.ends import Ends, Index, Vocabulary
 from surgeon.runtime.model.layers import Angles, Attend, Pass, rotation
 from surgeon.runtime.model.paged_cache import PagedCache, PagedLayout, angles_at
@@ -32,18 +34,20 @@ from surgeon.weights import ModelWeights
 
 @dataclass
 class Figures:
-    """What passes have cost: those with tokens of prompts, and those that add one token to each sequence."""
+    """What passes have cost: those with tokens of prompts, those that continue sequences, and those that draft."""
 
     prefill: Phase = field(default_factory=Phase)
     decode: Phase = field(default_factory=Phase)
+    drafting: Phase = field(default_factory=Phase)
 
 
 class Results(NamedTuple):
     """What a pass brings; the same on every rank.
 
     Attributes:
-        best: the most likely next token of every row that wants it; UNDEFINED where the logits are not finite.
-        logits: (rows, vocabulary), of those that want logits; None if none does.
+        best: the most likely next token of every row that wants it, or, of drafted rows, the one behind each of their
+            tokens; UNDEFINED where the logits are not finite.
+        logits: (rows, vocabulary), of those that want logits, as above; None if none does.
         scores: of every row with targets, how likely each of them is; NaN where the logits are not finite.
     """
 
@@ -61,6 +65,7 @@ class RankEngine(RankProgram):
     Attributes:
         figures: what all passes so far have cost; may be replaced.
         all_angles: rotary angles of every position, where there are such and passes of fixed shapes.
+        coda: that drafts tokens, if any.
     """
 
     def __init__(self, plan: Plan, collectives: Collectives, device: torch.device) -> None:
@@ -73,6 +78,9 @@ class RankEngine(RankProgram):
         self.load(source)
         self.vocabulary = Vocabulary(source, plan, collectives, device)
         self.ends = Ends(source, plan, device)
+        self.coda: RankCoda | None = None
+        if plan.coda is not None:
+            self.coda = RankCoda(plan.coda, len(self.attentions()), self.vocabulary, collectives, device)
         # Static passes may be recorded with the address of theirs, which therefore never grow.
         self.all_angles = self._turn(plan.max_tokens) if self._static is not None else None
         self._angles = self.all_angles or self._turn(0)
@@ -98,7 +106,11 @@ class RankEngine(RankProgram):
         """
         spare = 0 if self._static is None else self._static.spare_blocks
         like = self.vocabulary.embedding
-        cache = PagedCache(self.kv_heads(), blocks + spare, self.plan.head_dim, like, self.rebuilds())
+        heads, rebuilds = self.kv_heads(), self.rebuilds()
+        if self.coda is not None:
+            rebuilds |= {len(heads) + slot: rebuild for slot, rebuild in self.coda.layers.rebuilds().items()}
+            heads += self.coda.layers.kv_heads()
+        cache = PagedCache(heads, blocks + spare, self.plan.head_dim, like, rebuilds)
         together, most_blocks = read_at_once(self.plan, self._static is not None, texts)
         cache.buffers.reserve(together * min(blocks, most_blocks) * BLOCK_TOKENS)
         return cache
@@ -118,24 +130,44 @@ class RankEngine(RankProgram):
     @torch.inference_mode()
     def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
         """One forward pass, which extends the cache."""
+        decodes = all(row.start and (row.drafted or len(row.tokens) == 1) for row in rows)
+        with self._counted(self.figures.decode if decodes else self.figures.prefill, rows):
+            if self._static is not None and self._static.fits(rows):
+                return self._static_step(self._static, rows, cache)
+            return self._dynamic_step(rows, cache)
+
+    @torch.inference_mode()
+    def draft(self, rows: Sequence[Row], cache: PagedCache) -> Results:
+        """One pass through rack 0 and its coda, which extends the cache by one token of each of some texts.
+
+        Rows are those of texts in an order that stays the same until the `step` that verifies what was drafted, and
+        those that are done with drafting come last. What rack 0 gives is kept for that step.
+        """
+        coda = self.coda
+        assert coda is not None, "tokens are drafted with a coda, and this engine has none"
+        with self._counted(self.figures.drafting, rows):
+            tokens, layout, shared = self._laid_out(rows, cache)
+            stream = self.stream_after(self._embedded(tokens, layout.positions), shared, end=coda.nodes)
+            coda.keep(stream)
+            stream = coda.stream_after(stream, shared, self.counts)
+            return Results(*self._next(stream, layout, rows, coda.logits), [])
+
+    @contextmanager
+    def _counted(self, phase: Phase, rows: Sequence[Row]) -> Iterator[None]:
+        """Add what a pass costs to a phase."""
         began, begun = self._since or time.perf_counter(), self.passes
-        decodes = all(row.start and len(row.tokens) == 1 for row in rows)
-        self.counts = self.figures.decode if decodes else self.figures.prefill
-        if self._static is not None and self._static.fits(rows):
-            results = self._static_step(self._static, rows, cache)
-        else:
-            results = self._dynamic_step(rows, cache)
+        self.counts = phase
+        yield
         self._since = time.perf_counter()
-        self.counts.seconds += self._since - began
-        self.counts.passes += 1
+        phase.seconds += self._since - began
+        phase.passes += 1
         self.passes = begun + 1
-        self.counts.tokens += sum(len(row.tokens) for row in rows)
-        return results
+        phase.tokens += sum(len(row.tokens) for row in rows)
 
     def _dynamic_step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
         """A pass of whatever shape the rows have."""
         layout, stream = self._forward(rows, cache)
-        return Results(*self._next(stream, layout, [row.wanted for row in rows]), self._scores(stream, rows))
+        return Results(*self._next(stream, layout, rows, self._own_logits), self._scores(stream, rows))
 
     def _static_step(self, static: StaticDecode, rows: Sequence[Row], cache: PagedCache) -> Results:
         """A decode pass of one of a few shapes."""
@@ -180,23 +212,43 @@ class RankEngine(RankProgram):
 
     def _forward(self, rows: Sequence[Row], cache: PagedCache) -> tuple[PagedLayout, Tensor]:
         """Where the rows' tokens are, and the stream after the program, (tokens, hidden)."""
+        tokens, layout, shared = self._laid_out(rows, cache)
+        if self.coda is None:
+            return layout, self.stream_after(self._embedded(tokens, layout.positions), shared)
+        drafted, fresh = [row for row in rows if row.drafted], [row for row in rows if not row.drafted]
+        streams = [self.coda.take(drafted)] if drafted else []
+        if fresh:
+            inside = self._laid_out(fresh, cache) if drafted else (tokens, layout, shared)
+            streams.append(self._through_rack(*inside, self.coda))
+        stream = streams[0] if len(streams) == 1 else torch.cat(streams)
+        return layout, self.stream_after(stream, shared, self.coda.nodes)
+
+    def _through_rack(self, tokens: Tensor, layout: PagedLayout, shared: Pass, coda: RankCoda) -> Tensor:
+        """The stream after rack 0, (tokens, hidden); the coda caches what it needs of it."""
+        stream = self.stream_after(self._embedded(tokens, layout.positions), shared, end=coda.nodes)
+        coda.stream_after(stream, shared, self.counts)
+        return stream
+
+    def _laid_out(self, rows: Sequence[Row], cache: PagedCache) -> tuple[Tensor, PagedLayout, Pass]:
+        """The rows' tokens, (tokens,), where they are, and what their attentions share."""
         tokens = torch.tensor([token for row in rows for token in row.tokens], dtype=torch.long, device=self.device)
         longest = max(row.start + len(row.tokens) for row in rows)
         if self._angles is not None and longest > len(self._angles[0]):
             self._angles = self._turn(2 * longest)
         layout = PagedLayout(rows, cache, self._angles)
         turned = angles_at(self._angles, layout.positions)
-        return layout, self._run(tokens, layout.positions, Pass(layout.attend, turned))
+        return tokens, layout, Pass(layout.attend, turned)
 
-    def _run(self, tokens: Tensor, positions: Index, shared: Pass) -> Tensor:
-        """The stream after the program, (tokens, hidden), of tokens (tokens,)."""
+    def _embedded(self, tokens: Tensor, positions: Index) -> Tensor:
+        """The stream before the program, (tokens, hidden), of tokens (tokens,)."""
         embedded = self.ends.scaled(self.vocabulary.embed(tokens, self.counts.vocabulary))
-        return self.stream_after(self.ends.placed(embedded, positions), shared)
+        return self.ends.placed(embedded, positions)
 
     def next_logits(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """This rank's logits, (texts, rows), of one token (texts,) of each of some texts; nothing waits for a GPU."""
         turned = angles_at(self.all_angles, positions)
-        return self._own_logits(self._run(tokens, positions, Pass(attend, turned)))
+        stream = self.stream_after(self._embedded(tokens, positions), Pass(attend, turned))
+        return self._own_logits(stream)
 
     def _turn(self, tokens: int) -> Angles | None:
         """Rotary angles of the first so many positions."""
@@ -218,13 +270,20 @@ class RankEngine(RankProgram):
             start += len(row.tokens)
         return found
 
-    def _next(self, stream: Tensor, layout: PagedLayout, wanted: list[Wanted]) -> tuple[list[int], Tensor | None]:
-        """What the rows want of their last tokens; only these go through the head."""
-        last = [at for at, want in zip(layout.last, wanted, strict=True) if want]
-        if not last:
+    def _next(
+        self, stream: Tensor, layout: PagedLayout, rows: Sequence[Row], head: Callable[[Tensor], Tensor]
+    ) -> tuple[list[int], Tensor | None]:
+        """What the rows want of their last tokens, or of all; only these go through the head."""
+        places: list[int] = []
+        wanted: list[Wanted] = []
+        for last, row in zip(layout.last, rows, strict=True):
+            if row.wanted:
+                count = len(row.tokens) if row.drafted else 1
+                places += range(last + 1 - count, last + 1)
+                wanted += [row.wanted] * count
+        if not places:
             return [], None
-        own = self._own_logits(stream if len(last) == len(stream) else stream[last])
-        wanted = [want for want in wanted if want]
+        own = head(stream if len(places) == len(stream) else stream[places])
         best = [at for at, want in enumerate(wanted) if want == Wanted.BEST]
         if len(best) == len(wanted):
             return self.best_tokens(own).tolist(), None

@@ -33,6 +33,7 @@ class Phase:
 
     Attributes:
         tokens: that went through them.
+        new: tokens that they brought, on rank 0.
         layers: collectives of the program's steps and forks.
         vocabulary: collectives of the embedding and the output head.
     """
@@ -40,6 +41,7 @@ class Phase:
     seconds: float = 0.0
     passes: int = 0
     tokens: int = 0
+    new: int = 0
     layers: Counts = field(default_factory=Counts)
     vocabulary: Counts = field(default_factory=Counts)
 
@@ -69,6 +71,7 @@ class RankProgram:
         self.sublayers: dict[PartKey, Attention | FeedForward] = {}
         self.norms: dict[Sublayer, Norm] = {}
         self.outputs: dict[Step, StepOutputs] = {}  # of steps that this rank has slices of
+        self._works = {0: 0}
         self._ways: dict[tuple[object, ...], bool] = {}  # whether first factors of one shape are shared out
 
     def load(self, source: ModelWeights) -> None:
@@ -179,16 +182,27 @@ class RankProgram:
         parts = [part for work in self.work for part in work.parts if part.slot is not None]
         return sorted(parts, key=lambda part: part.slot or 0)
 
-    def run(self, state: State, shared: Pass) -> State:
-        """The state after the program; what its last node left pending may be on its way still."""
-        machine = self.machine(shared, self.collectives.group, iter(self.work))
-        for node in self.program.nodes:
+    def run(self, state: State, shared: Pass, first: int = 0, end: int | None = None) -> State:
+        """The state after the program; what its last node left pending may be on its way still.
+
+        Args:
+            first, end: of the nodes that are run, all by default; the first may be no late step.
+        """
+        work = iter(self.work[self._work_before(first) :])
+        machine = self.machine(shared, self.collectives.group, work)
+        for node in self.program.nodes[first:end]:
             state = advance(state, node, machine)
         return state
 
-    def stream_after(self, stream: Tensor, shared: Pass) -> Tensor:
-        """The stream after the program, (tokens, hidden)."""
-        return land(self.run(State(stream), shared)).stream
+    def _work_before(self, node: int) -> int:
+        """How much of this rank's work comes before a node of the program."""
+        if node not in self._works:
+            self._works[node] = len(rank_work(Program(self.program.nodes[:node]), self.rank, self.plan.ranks))
+        return self._works[node]
+
+    def stream_after(self, stream: Tensor, shared: Pass, first: int = 0, end: int | None = None) -> Tensor:
+        """The stream after the program, or some of its nodes, (tokens, hidden)."""
+        return land(self.run(State(stream), shared, first, end)).stream
 
     def machine(self, shared: Pass, group: Group, work: Iterator[Work]) -> RankMachine:
         """What runs steps on a group of ranks."""

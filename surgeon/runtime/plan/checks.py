@@ -119,12 +119,12 @@ def _gather(folder: Path, config: Any, source: ModelWeights, max_tokens: int, **
         ends=_end_tokens(folder, config),
         attention_scale=family.attention_scale(config),
         attention_softcap=_softcap(config, family.attention_softcap),
-        windows=_windows(config, family, layers),
+        windows=windows_of(config, family, layers),
         embedding_scale=family.embedding_scale(config),
         output_scale=family.output_scale(config),
         logit_scale=family.logit_scale(config),
         logit_softcap=_softcap(config, family.softcap),
-        rotary_layers=_rotary_layers(config, family, layers),
+        rotary_layers=rotary_layers_of(config, family, layers),
         described=family if family.model_type == FUSED.model_type else None,
         **asked,
     )
@@ -269,7 +269,7 @@ def _unchanged(config: Any) -> int | None:
     return first
 
 
-def _windows(config: Any, family: Family, layers: int) -> tuple[int | None, ...]:
+def windows_of(config: Any, family: Family, layers: int) -> tuple[int | None, ...]:
     """How many tokens each layer's attention looks at; nothing if all of them look at everything.
 
     Raises:
@@ -292,7 +292,7 @@ def _windows(config: Any, family: Family, layers: int) -> tuple[int | None, ...]
     return windows if any(windows) else ()
 
 
-def _rotary_layers(config: Any, family: Family, layers: int) -> tuple[bool, ...]:
+def rotary_layers_of(config: Any, family: Family, layers: int) -> tuple[bool, ...]:
     """Which layers' attentions have rotary positions; nothing if they are all alike.
 
     Raises:

@@ -51,8 +51,11 @@ def _factor_ranks(sublayer: Sublayer) -> tuple[int, int] | None:
 
 
 def is_static(plan: Plan, device: str) -> bool:
-    """Whether passes that add one token to each text have fixed shapes on such a device, "cpu" or "cuda"."""
-    return plan.decoding in ("static", "captured") or (plan.decoding == "auto" and device == "cuda")
+    """Whether passes that add one token to each text have fixed shapes on such a device, "cpu" or "cuda".
+
+    Where tokens are drafted they do not: how many a pass verifies changes.
+    """
+    return plan.decoding in ("static", "captured") or (plan.decoding == "auto" and device == "cuda" and not plan.coda)
 
 
 def power_of_two(least: int) -> int:

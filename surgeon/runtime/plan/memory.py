@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.tensor_file import TensorFile
 from surgeon.families.base import Family, Unit
 from surgeon.memory import free_bytes, gpu_free_bytes, show_size
 from surgeon.program import Program, Sublayer
@@ -65,9 +66,28 @@ def footprint(plan: Plan, source: Sizes | None = None) -> Footprint:
         source: of the sizes; by default the plan's checkpoint.
     """
     source = source or ModelWeights(Checkpoint(plan.folder), plan.family, plan.head_dim)
+    rows = _vocabulary_rows(plan, 1 if plan.tied else 2) + source.position_rows
+    whole = _program_footprint(plan, source, rows)
+    if plan.coda is None:
+        return whole
+    own = ModelWeights(TensorFile(plan.coda.file), plan.coda.plan.family, plan.head_dim)
+    head = f"{plan.coda.plan.family.head}.weight"
+    behind = _program_footprint(plan.coda.plan, own, _vocabulary_rows(plan, own.names.own(head) in own.store))
+    return Footprint(
+        tuple(map(sum, zip(whole.weights, behind.weights, strict=True))),
+        tuple(map(sum, zip(whole.block, behind.block, strict=True))),
+        tuple(map(max, zip(whole.buffers, behind.buffers, strict=True))),
+    )
+
+
+def _vocabulary_rows(plan: Plan, matrices: int) -> int:
+    """Rows of the vocabulary that a rank has, in so many matrices."""
+    return -(-plan.vocabulary // plan.ranks) * matrices
+
+
+def _program_footprint(plan: Plan, source: Sizes, rows: int) -> Footprint:
+    """What ranks will hold for a plan's program, and of so many rows as wide as the stream."""
     program = Program.parse(plan.program)
-    rows = -(-plan.vocabulary // plan.ranks) * (1 if plan.tied else 2)
-    rows += source.position_rows
     weights, block, buffers = [], [], []
     for rank in range(plan.ranks):
         work = rank_work(program, rank, plan.ranks)

@@ -73,6 +73,7 @@ class Plan:
         kv: what is kept in the cache of attentions whose k and v are two factors each.
         tight: whether memory is the limit: the cache that is asked for would not fit with whole keys and values.
         described: the architecture, where the model type alone does not say it (checkpoints in the fused form).
+        coda: what drafts tokens, if anything.
     """
 
     folder: Path
@@ -103,6 +104,7 @@ class Plan:
     kv: KvMode = "auto"
     tight: bool = False
     described: Family | None = None
+    coda: CodaPlan | None = None
 
     @property
     def family(self) -> Family:
@@ -123,3 +125,18 @@ class Plan:
     def window(self, attention: Sublayer) -> int | None:
         """How many tokens an attention looks at, None for all; of averaged layers the first one's, as everywhere."""
         return self.windows[attention.layers[0]] if self.windows else None
+
+
+@dataclass(frozen=True)
+class CodaPlan:
+    """The coda of a checkpoint's first rack, which drafts tokens.
+
+    Attributes:
+        nodes: how many of the checkpoint's program make up the rack; the node behind them is no late step.
+        file: the coda's tensors, named as in a model of the same architecture with so many layers.
+        plan: the coda's own program, over these layers, with the ends of the checkpoint around it.
+    """
+
+    nodes: int
+    file: Path
+    plan: Plan

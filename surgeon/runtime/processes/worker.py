@@ -11,14 +11,16 @@ import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from itertools import islice, takewhile
+from operator import eq
+from typing import NamedTuple
 
 from surgeon.runtime.batching.blocks import BlockPool
-from surgeon.runtime.batching.request import UNDEFINED, Request, TokenLogprob
+from surgeon.runtime.batching.request import Choice, Request
 from surgeon.runtime.batching.scheduler import Limits, Output, Scheduler
-from surgeon.runtime.batching.sequence import ScheduledChunk, Wanted
+from surgeon.runtime.batching.sequence import Row, ScheduledChunk, Wanted
 from surgeon.runtime.comm.pipes import Sender
-from surgeon.runtime.model.engine import Figures, RankEngine
+from surgeon.runtime.model.engine import Figures, RankEngine, Results
 from surgeon.runtime.model.paged_cache import PagedCache
 from surgeon.runtime.model.sampling import Sampler
 from surgeon.runtime.plan.specification import Plan
@@ -38,6 +40,10 @@ class Report(NamedTuple):
     """To every rank: send an `Account`."""
 
     ticket: int
+
+
+class Drafting(tuple[Row, ...]):
+    """To every rank but the first: the rows of a pass that drafts tokens; other rows come as a list."""
 
 
 class Progress(NamedTuple):
@@ -144,7 +150,7 @@ def follow(rank: Rank, engine: RankEngine, cache: PagedCache) -> None:
         if isinstance(message, Report):
             rank.notify(Account(message.ticket, rank.rank, engine.figures))
         else:
-            engine.step(message, cache)
+            (engine.draft if isinstance(message, Drafting) else engine.step)(list(message), cache)
             engine.pause()  # only rank 0 knows what is a wait for work
 
 
@@ -170,37 +176,66 @@ class Leader:
         return self.scheduler.cancel(request)
 
     def step(self) -> list[Output]:
-        """One pass on all ranks, and what it brings."""
+        """One pass on all ranks, the passes before it that draft tokens for it, and what it brings."""
         chunks = self.scheduler.plan()
-        rows = [chunk.row() for chunk in chunks]
+        drafts = self._draft(chunks)
+        rows = [chunk.row(drafted) for chunk, drafted in zip(chunks, drafts, strict=True)]
         self._sender.send(rows)
         results = self.engine.step(rows, self.cache)
-        chosen = self._choose(chunks, results.best, results.logits)
+        chosen = self._choose(chunks, drafts, results)
         outputs = self.scheduler.advance(chunks, chosen, results.scores)
+        self.engine.counts.new += sum(output.token is not None for output in outputs)
         for output in outputs:
             if output.finish_reason is not None:
                 self._samplers.pop(output.request, None)
         return outputs
 
+    def _draft(self, chunks: list[ScheduledChunk]) -> list[list[int]]:
+        """The tokens drafted for each chunk; none for most, or those with the most of them come first.
+
+        In the last pass of a chunk nothing is drafted: its last token goes through the first rack.
+        """
+        drafts: list[list[int]] = [[] for _ in chunks]
+        for number in range(chunks[0].drafts + 1 if chunks and chunks[0].drafts else 0):
+            going = [place for place, chunk in enumerate(chunks) if chunk.drafts >= max(1, number)]
+            rows = [chunks[place].drafting_row(drafts[place]) for place in going]
+            self._sender.send(Drafting(rows))
+            results = self.engine.draft(rows, self.cache)
+            likeliest, given = iter(results.best), iter(() if results.logits is None else results.logits)
+            for place, row in zip(going, rows, strict=True):
+                if row.wanted == Wanted.BEST:
+                    drafts[place].append(max(0, next(likeliest)))  # any token, if the logits are not finite
+                elif row.wanted == Wanted.LOGITS:
+                    drafts[place].append(self._sampler(chunks[place]).propose(next(given)))
+        return drafts
+
     def _choose(
-        self, chunks: Iterable[ScheduledChunk], best: list[int], logits: Any
-    ) -> list[tuple[int, TokenLogprob | None]]:
-        """The next token of every chunk that wants one; UNDEFINED where the logits are not finite."""
-        likeliest, given = iter(best), iter(() if logits is None else logits)
-        finite = iter(() if logits is None else logits.amax(-1).isfinite().tolist())  # NaN is higher than any number
-        chosen: list[tuple[int, TokenLogprob | None]] = []
-        for chunk in chunks:
+        self, chunks: Iterable[ScheduledChunk], drafts: Iterable[list[int]], results: Results
+    ) -> list[list[Choice]]:
+        """The next tokens of every chunk that wants one: the drafted ones that are right, and one more.
+
+        That is UNDEFINED where the logits are not finite.
+        """
+        likeliest, given = iter(results.best), iter(() if results.logits is None else results.logits)
+        chosen: list[list[Choice]] = []
+        for chunk, drafted in zip(chunks, drafts, strict=True):
+            places = len(drafted) + 1
             if chunk.wanted == Wanted.BEST:
-                chosen.append((next(likeliest), None))
+                best = list(islice(likeliest, places))
+                right = takewhile(bool, map(eq, best, drafted))
+                chosen.append([(token, None) for token in best[: sum(right) + 1]])
             elif chunk.wanted == Wanted.LOGITS:
-                row, sampler = next(given), self._samplers[chunk.sequence.request.id]
-                chosen.append(sampler.choose(row) if next(finite) else (UNDEFINED, None))
+                chosen.append(self._sampler(chunk).judge(list(islice(given, places))))
         return chosen
+
+    def _sampler(self, chunk: ScheduledChunk) -> Sampler:
+        return self._samplers[chunk.sequence.request.id]
 
     def progress(self, outputs: list[Output]) -> Progress:
         """What the starting process is told."""
         scheduler, pool, tally = self.scheduler, self.scheduler.pool, self.scheduler.tally
-        phases = self.engine.figures.prefill, self.engine.figures.decode
+        figures = self.engine.figures
+        phases = figures.prefill, figures.decode, figures.drafting
         counts = [count for phase in phases for count in (phase.layers, phase.vocabulary)]
         return Progress(
             outputs,
@@ -218,5 +253,7 @@ class Leader:
                 sum(count.all_reduces for count in counts),
                 sum(count.all_gathers for count in counts),
                 sum(count.bytes for count in counts),
+                tally.drafted,
+                tally.accepted,
             ),
         )

@@ -42,6 +42,25 @@ def ask(number: int, prompt: list[int], new: int, ignore_end: bool = True, score
     return Request(number, tuple(prompt), sampling)
 
 
+def drafted(chunk: ScheduledChunk) -> list[int]:
+    """Guesses of what follows, some of them wrong, in the order in which passes would make them."""
+    tokens, first = list(chunk.sequence.tokens), len(chunk.sequence.tokens)
+    for number in range(chunk.drafts):
+        row = chunk.drafting_row(tokens[first:])
+        assert (row.start, row.tokens) == (first - 1 + number, [tokens[-1]])
+        tokens.append(next_token(tokens) if len(tokens) % 5 else 1)
+    return tokens[first:]
+
+
+def verified(tokens: list[int], drafts: list[int]) -> list[int]:
+    """The drafts that are right, and the token behind them."""
+    right = list(tokens)
+    while drafts and drafts[0] == next_token(right):
+        right.append(drafts[0])
+        drafts = drafts[1:]
+    return [*right[len(tokens) :], next_token(right)]
+
+
 @dataclass
 class Machine:
     """Runs a scheduler's passes on a cache that holds tokens where the real one holds their keys and values."""
@@ -51,12 +70,13 @@ class Machine:
     max_batch: int = 4
     pass_tokens: int = 16
     max_waiting: int = 64
+    draft_tokens: int = 0
     outputs: dict[int, list[Output]] = field(default_factory=dict)
     passes: list[list[ScheduledChunk]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.blocks, self.block_tokens)
-        limits = Limits(self.max_batch, 1000, self.max_waiting, self.pass_tokens, (END,))
+        limits = Limits(self.max_batch, 1000, self.max_waiting, self.pass_tokens, (END,), self.draft_tokens)
         self.scheduler = Scheduler(self.pool, limits)
         self.cache: list[int | None] = [None] * (self.blocks * self.block_tokens)
 
@@ -70,8 +90,10 @@ class Machine:
         self.passes.append(chunks)
         written: set[int] = set()
         chosen, scores = [], []
+        assert [chunk.drafts for chunk in chunks] == sorted((chunk.drafts for chunk in chunks), reverse=True)
         for chunk in chunks:
-            row = chunk.row()
+            drafts = drafted(chunk)
+            row = chunk.row(drafts)
             places, end = self.places(row.runs), row.start + len(row.tokens)
             assert len(places) >= end
             for place, token in zip(places[row.start : end], row.tokens, strict=True):
@@ -79,10 +101,10 @@ class Machine:
                 written.add(place)
                 self.cache[place] = token
             before = [self.cache[place] for place in places[:end]]
-            assert before == chunk.sequence.tokens[:end]
+            assert before == (chunk.sequence.tokens + drafts)[:end]
             if row.wanted != Wanted.NOTHING:
-                assert end == len(chunk.sequence.tokens)
-                chosen.append((next_token(chunk.sequence.tokens), None))
+                assert end == len(chunk.sequence.tokens) + len(drafts)
+                chosen.append([(token, None) for token in verified(chunk.sequence.tokens, drafts)])
             if row.targets is not None:
                 predicted_by = [row.start + row.targets.first + number for number in range(len(row.targets.tokens))]
                 assert row.start <= predicted_by[0] <= predicted_by[-1] < end
@@ -99,7 +121,12 @@ class Machine:
         return chunks
 
     def check(self, chunks: list[ScheduledChunk]) -> None:
-        assert 0 < sum(chunk.tokens for chunk in chunks) <= self.pass_tokens
+        assert 0 < sum(chunk.tokens + chunk.drafts for chunk in chunks) <= self.pass_tokens
+        for sequence in self.scheduler.running:  # what was for drafts only is given back
+            assert len(sequence.table.blocks) <= self.pool.blocks_for(len(sequence.tokens))
+            assert sequence.table.blocks == [
+                at for first, size in sequence.table.runs for at in range(first, first + size)
+            ]
         assert len({id(chunk.sequence) for chunk in chunks}) == len(chunks) <= self.max_batch
         used = {block for sequence in self.scheduler.running for block in sequence.table.blocks}
         assert self.pool.free == self.blocks - len(used)
@@ -135,6 +162,39 @@ def test_prompts_in_chunks_beside_continuations() -> None:
     assert sizes[:4] == [[(0, 3), (1, 5)], [(0, 1), (1, 7)], [(0, 1), (1, 7)], [(0, 1), (1, 1)]]
     assert machine.tokens(0) == continued(ask(0, [1, 2, 3], 6))
     assert machine.tokens(1) == continued(ask(1, list(range(20)), 2))
+
+
+def test_drafts_have_blocks_only_while_they_are_verified() -> None:
+    machine = Machine(blocks=16, draft_tokens=6, pass_tokens=32)
+    machine.scheduler.submit(ask(0, [1, 2, 3], 20))
+    machine.scheduler.submit(ask(1, [4, 5], 4))
+    machine.step()
+    drafts = []
+    while not machine.scheduler.idle:
+        drafts.append([chunk.drafts for chunk in machine.step()])
+    # As many as there are tokens to come, but one, which comes with them.
+    assert drafts[0] == [6, 2]
+    assert machine.tokens(0) == continued(ask(0, [1, 2, 3], 20))
+    assert machine.tokens(1) == continued(ask(1, [4, 5], 4))
+    tally = machine.scheduler.tally
+    assert tally.drafted == sum(map(sum, drafts))
+    assert 0 < tally.accepted < tally.drafted
+    last = machine.outputs[0][-1]
+    assert 0 < last.accepted < last.drafted < tally.drafted
+    assert machine.pool.free == machine.blocks
+
+
+def test_no_text_is_preempted_for_drafts() -> None:
+    """Two texts that need all blocks for themselves: drafts get what is left."""
+    machines = [Machine(blocks=8, max_batch=2, draft_tokens=number) for number in (0, 7)]
+    for machine in machines:
+        for number in range(2):
+            machine.scheduler.submit(ask(number, [1, 2, 3 + number], 12))
+        machine.run()
+    assert [machine.scheduler.tally.preempted for machine in machines] == [0, 0]
+    assert machines[0].outputs.keys() == machines[1].outputs.keys()
+    assert machines[0].tokens(0) == machines[1].tokens(0)
+    assert len(machines[1].passes) < len(machines[0].passes)
 
 
 def test_what_rows_are_to_give() -> None:
@@ -368,11 +428,21 @@ jobs = st.tuples(
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(jobs, min_size=1, max_size=9), st.integers(7, 12), st.integers(1, 4), st.integers(4, 20))
+@given(
+    st.lists(jobs, min_size=1, max_size=9),
+    st.integers(7, 12),
+    st.integers(1, 4),
+    st.integers(4, 20),
+    st.sampled_from([0, 0, 1, 3, 9]),
+)
 def test_whatever_comes_everything_ends_right(
-    found: list[tuple[list[int], int, bool, int, int | None]], blocks: int, max_batch: int, pass_tokens: int
+    found: list[tuple[list[int], int, bool, int, int | None]],
+    blocks: int,
+    max_batch: int,
+    pass_tokens: int,
+    draft_tokens: int,
 ) -> None:
-    machine = Machine(blocks, 4, max_batch, pass_tokens)
+    machine = Machine(blocks, 4, max_batch, pass_tokens, draft_tokens=draft_tokens)
     scheduler = machine.scheduler
     requests = [ask(number, prompt, new, scored=scored) for number, (prompt, new, scored, _, _) in enumerate(found)]
     actions: list[tuple[int, Callable[[], object]]] = []

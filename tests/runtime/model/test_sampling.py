@@ -172,3 +172,73 @@ def test_what_is_greedy() -> None:
     assert replace(plain, top_p=0.5, top_k=3, min_p=0.1, seed=4).greedy  # nothing of this changes the likeliest
     for change in ({"temperature": 0.1}, {"repetition_penalty": 1.1}, {"logprobs": 0}):
         assert not replace(plain, **change).greedy
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.8, "min_p": 0.05, "top_p": 0.85},
+        {"temperature": 1.6, "top_k": 4, "repetition_penalty": 1.4},
+        {"temperature": 0.0, "repetition_penalty": 1.4},
+    ],
+    ids=str,
+)
+def test_judged_drafts_have_the_models_distribution(options: dict[str, Any]) -> None:
+    """Whatever is drafted, and from whatever distribution: by chi-square tests of each place, given what comes before.
+
+    Leviathan et al. 2023, algorithm 1 and appendix A.1.
+    """
+    words, number = 7, 1500
+    generator = torch.Generator().manual_seed(5)
+    drafts, model = (1.5 * torch.randn(3, words, generator=generator) for _ in range(2))
+    chooser = sampler((2,), words, **options)
+    first: Counter[int] = Counter()
+    second: dict[int, Counter[int]] = {}
+    for _ in range(number):
+        if chooser._seen is not None:  # what the text before has made of it
+            chooser._seen = torch.arange(words) == 2
+        proposed = [chooser.propose(logits) for logits in drafts[:2]]
+        tokens = [token for token, _ in chooser.judge(list(model))]
+        assert tokens[:-1] == proposed[: len(tokens) - 1]
+        first[tokens[0]] += 1
+        if len(tokens) > 1:
+            second.setdefault(tokens[0], Counter())[tokens[1]] += 1
+    expected = shares(model[0], {2}, chooser.sampling)
+    assert deviation(first, expected) < 3.5
+    assert options["temperature"] == 0 or deviation(first, shares(drafts[0], {2}, chooser.sampling)) > 10
+    for token, found in second.items():
+        assert deviation(found, shares(model[1], {2, token}, chooser.sampling)) < 3.5
+
+
+def shares(logits: torch.Tensor, seen: set[int], sampling: Sampling) -> dict[int, float]:
+    """The probability of every token that the filters leave, by lists."""
+    penalty = sampling.repetition_penalty
+    scores = [
+        score if token not in seen else score / penalty if score > 0 else score * penalty
+        for token, score in enumerate(logits.double().tolist())
+    ]
+    if sampling.temperature == 0:
+        return {scores.index(max(scores)): 1.0}
+    return kept_by_lists(scores, sampling)
+
+
+def deviation(found: Counter[int], expected: dict[int, float]) -> float:
+    """By how many standard deviations the chi-square statistic is above its mean; infinite for what cannot come."""
+    number = found.total()
+    if not set(found) <= {token for token, chance in expected.items() if chance}:
+        return math.inf
+    freedom = max(1, len(expected) - 1)
+    statistic = sum((found[token] - chance * number) ** 2 / (chance * number) for token, chance in expected.items())
+    return (statistic - freedom) / math.sqrt(2 * freedom)
+
+
+def test_what_no_number_follows_is_not_judged() -> None:
+    chooser, good = sampler((0,), 5, temperature=1.0), torch.tensor([0.0, 1.0, 2.0, 1.0, 0.0])
+    bad = torch.full((5,), torch.nan)
+    assert chooser.propose(bad) == 0
+    assert chooser.judge([bad, good]) == [(-1, None)]
+    chooser.propose(good)
+    choices = chooser.judge([good, bad])
+    assert choices[-1] == (-1, None)
+    assert len(choices) == 2  # the same logits accept what they proposed

@@ -1,0 +1,108 @@
+"""`surgeon generate --draft coda`: the same texts, and what the drafts were worth."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from transformers import AutoModelForCausalLM
+
+from surgeon.cli.app import main
+from surgeon.runtime.batching.request import Sampling
+from surgeon.runtime.processes.ranks import RankOptions
+from surgeon.runtime.service import Service, ServiceOptions
+from surgeon.server.meters import Meters
+from tests.codas import save_codas
+from tests.models import save_checkpoint
+
+PROMPTS = ["The quick brown fox", "went on sleeping:", "the lazy dog, and the dog (who had"]
+
+
+@pytest.fixture(scope="module")
+def with_codas(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama whose texts do not end, and a coda that is often right."""
+    folder = save_checkpoint(tmp_path_factory.mktemp("drafting") / "tiny-llama")
+    for name in ("config.json", "generation_config.json"):
+        file = folder / name
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": None}))
+    save_codas(folder, AutoModelForCausalLM.from_pretrained(folder), depth=2, noise=0.3)
+    return folder
+
+
+def lines(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[list[dict[str, object]], str]:
+    """The JSON that is written, and what stands on stderr."""
+    prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
+    assert main(["generate", *arguments, *prompts, "--max-new-tokens", "12", "--json"]) == 0
+    out, err = capfd.readouterr()
+    return [json.loads(line) for line in out.splitlines()], err
+
+
+def test_the_same_texts_on_any_ranks(with_codas: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    plain, _ = lines(capfd, str(with_codas))
+    one, _ = lines(capfd, str(with_codas), "--draft", "coda", "--draft-tokens", "2")
+    two, err = lines(capfd, str(with_codas), "--draft", "coda", "--tp", "2", "--max-batch", "2")
+    assert [line["tokens"] for line in one] == [line["tokens"] for line in plain]
+    assert [line["tokens"] for line in two] == [line["tokens"] for line in plain]
+    assert "drafted" not in plain[0]
+    for line in (*one, *two):
+        assert 0 < int(str(line["accepted"])) < int(str(line["drafted"]))
+        assert float(str(line["tokens_per_second"])) > 0
+    drafted, accepted = (sum(int(str(line[name])) for line in two) for name in ("drafted", "accepted"))
+    assert f"drafts   {accepted} of {drafted} tokens accepted ({accepted / drafted:.0%})" in err
+    assert re.search(r"decode   36 tokens of 3 texts at [\d.]+ tokens/s", err)
+    assert re.search(r"sync     [\d.]+ collectives per token", err)
+
+
+def test_drawn_texts_are_the_same_on_any_ranks_and_beside_any_prompts(
+    with_codas: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    drawing = (str(with_codas), "--draft", "coda", "--temperature", "0.8", "--top-p", "0.9", "--seed", "5")
+    together, _ = lines(capfd, *drawing)
+    apart, _ = lines(capfd, *drawing, "--tp", "2", "--max-batch", "1")
+    assert [line["tokens"] for line in together] == [line["tokens"] for line in apart]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--draft", "codas"], "error: there are no drafts 'codas'; did you mean 'coda'\\?"),
+        (
+            ["--draft-tokens", "3"],
+            "error: --draft-tokens says how many tokens to draft; say with what, too: --draft coda",
+        ),
+        (
+            ["--draft", "coda", "--program", "A0 F0"],
+            "error: codas draft for the checkpoint's own program; leave the .*",
+        ),
+        (["--draft", "coda", "--decoding", "static"], "error: drafts are verified in passes of changing shapes, .*"),
+    ],
+    ids=str,
+)
+def test_what_does_not_go_together(
+    options: list[str], message: str, with_codas: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", str(with_codas), "--prompt", "a", *options]) == 1
+    assert re.fullmatch(message + "\n", capfd.readouterr().err)
+
+
+def test_a_checkpoint_without_codas(tiny_checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", str(tiny_checkpoint), "--prompt", "a", "--draft", "coda"]) == 1
+    err = capfd.readouterr().err
+    assert err.startswith(f"error: {tiny_checkpoint} has no codas")
+    assert "surgeon heal --racks" in err
+
+
+def test_a_service_counts_what_it_drafts(with_codas: Path) -> None:
+    """On two ranks, with memory for the coda, too; as /metrics shows it."""
+    options = ServiceOptions(RankOptions(2), max_batch=2, draft="coda", draft_tokens=4)
+    with Service(with_codas, options) as service:
+        last = list(service.submit([5, 6, 7], Sampling(max_new_tokens=20, ignore_end=True)))[-1]
+        found = text_string_to_metric_families(Meters(service).text().decode())
+        samples = {sample.name: sample.value for family in found for sample in family.samples}
+    assert 0 < last.usage.accepted < last.usage.drafted
+    assert samples["surgeon_drafted_total"] == last.usage.drafted
+    assert samples["surgeon_accepted_total"] == last.usage.accepted
+    assert samples["surgeon_new_tokens_total"] == 20
