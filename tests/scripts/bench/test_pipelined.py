@@ -1,0 +1,220 @@
+"""scripts/bench/pipelined_ranks.py and local_ranks.py: ranks come to the numbers of one process; links, pace, bytes."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import LlamaConfig, PreTrainedModel
+
+from scripts.bench import pipelined
+from scripts.bench.pipelined_p2p import Pace, Trace, Traffic, shared_file
+from scripts.bench.pipelined_ranks import LOCAL, Job, Outcome, prepare, read_outcome
+from scripts.bench.rack_memory import HeldBytes
+from scripts.bench.rack_model import Optimisation, Rack, Stretch, build, cut, head_units, next_token_loss
+from surgeon.runtime.comm.link import Link
+from tests import warm
+
+RANK = (
+    "import sys; from pathlib import Path; from scripts.bench.pipelined_ranks import run_rank; "
+    "run_rank(Path(sys.argv[1]), int(sys.argv[2]))"
+)
+STEPS = Optimisation(steps=3, batch=4, micro_batch=1, rate=1e-2, warmup=1)
+
+
+def config(layers: int = 4) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=53,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=16,
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+
+
+def windows() -> Tensor:
+    return torch.randint(53, (20, 16), generator=torch.Generator().manual_seed(3))
+
+
+def run(job: Job, folder: Path) -> Outcome:
+    prepare(job, build(job.config, 0), windows(), folder)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [warm.Popen([sys.executable, "-c", RANK, str(folder), str(rank)], env=environment) for rank in range(2)]
+    assert [rank.wait() for rank in ranks] == [0, 0]
+    return read_outcome(job, folder)
+
+
+def in_one_process(model: PreTrainedModel) -> list[float]:
+    """Training end to end by transformers' own forward pass."""
+    optimiser, rates = STEPS.optimiser(list(model.named_parameters()))
+    losses = []
+    for ids in STEPS.batches(windows()):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), STEPS.norm)
+        optimiser.step()
+        rates.step()
+        optimiser.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def test_stages_come_to_the_losses_and_weights_of_one_process(tmp_path: Path) -> None:
+    link = {"delay": 0.001, "bandwidth": 1e6}
+    outcome = run(Job("1f1b", 2, config().to_dict(), STEPS, **link), tmp_path)  # type: ignore[arg-type]
+    model = build(config(), 0)
+    check = pipelined.compare(outcome, in_one_process(model), model)
+    assert max(check.losses) < 1e-5
+    assert check.weights < 1e-3
+    stream = 16 * 16 * 4 * STEPS.batch * STEPS.steps
+    assert [record["sent"] for record in outcome.records] == [{"forward": stream}, {"backward": stream}]
+    assert [record["received"] for record in outcome.records] == [{"backward": stream}, {"forward": stream}]
+
+
+def test_racks_come_to_what_each_computes_from_the_one_before_it(tmp_path: Path) -> None:
+    outcome = run(Job(LOCAL, 2, config().to_dict(), STEPS), tmp_path)
+    model = build(config(), 0)
+    racks = [Rack(Stretch(model, layers), 1, STEPS.seed) for layers in cut(4, 2)]
+    made = [STEPS.optimiser(list(rack.named_parameters())) for rack in racks]
+    for ids in STEPS.batches(windows()):
+        stream = ids
+        for rack, (optimiser, rates) in zip(racks, made, strict=True):
+            stream = rack.stretch.run(stream)
+            next_token_loss(rack.predict(stream), ids).backward()
+            nn.utils.clip_grad_norm_(rack.parameters(), STEPS.norm)
+            optimiser.step()
+            rates.step()
+            optimiser.zero_grad()
+            stream = stream.detach()
+    expected = dict(model.named_parameters())
+    found = outcome.weights(STEPS.steps)
+    assert set(found) == set(expected)
+    for name, weight in found.items():
+        torch.testing.assert_close(weight, expected[name].detach(), rtol=0, atol=2e-4)
+    sent = [record["sent"] for record in outcome.records]
+    assert sent == [{"forward": 16 * 16 * 4 * STEPS.batch * STEPS.steps}, {}]
+
+
+def test_stretches_together_are_the_model() -> None:
+    model, ids = build(config(), 1), windows()[:2]
+    stream = ids
+    for layers in cut(4, 2):
+        stream = Stretch(model, layers)(stream)
+    torch.testing.assert_close(stream, model(input_ids=ids).logits)
+
+
+def test_layers_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ValueError, match="6 layers cannot be cut into 4"):
+        cut(6, 4)
+
+
+def test_the_head_counts_as_the_layers_that_compute_as_much() -> None:
+    layer = build(config(), 0).model.layers[0]
+    matrices = sum(one.weight.numel() for one in layer.modules() if isinstance(one, nn.Linear))
+    assert head_units(config()) == pytest.approx(53 * 16 / matrices)
+
+
+def test_computing_takes_at_least_its_time_and_as_many_times_as_long_as_it_is_slow() -> None:
+    for pace, units, least in ((Pace(1.0, 0.01), 2.0, 0.02), (Pace(3.0, 0.01), 1.0, 0.03)):
+        begun = time.perf_counter()
+        pace.keep(begun, units)
+        assert least <= time.perf_counter() - begun < least + 0.2
+    begun = time.perf_counter()
+    Pace().keep(begun, 100.0)
+    assert time.perf_counter() - begun < 0.01
+
+
+class Arrived:
+    """A message that gloo has delivered."""
+
+    def wait(self) -> None:
+        """It is there."""
+
+
+def op(kind: Any, peer: int, size: int, part: str) -> Any:
+    made = object.__new__(dist.P2POp)
+    made.op, made.peer, made.tensor = kind, peer, torch.zeros(1, dtype=torch.uint8).expand(size)
+    made.part, made.micro_batch = part, 0  # type: ignore[attr-defined]
+    return made
+
+
+def test_a_message_arrives_after_the_links_time_and_leaves_before_that(tmp_path: Path) -> None:
+    shared_file(tmp_path / "shared", 2)
+    link = Link(0.05, 1000.0)
+    ends = [Traffic(rank, 2, link, tmp_path / "shared", Trace()) for rank in range(2)]
+    begun = time.perf_counter()
+    (sent,) = ends[0]._post([op(dist.isend, 1, 100, "forward")], lambda: [Arrived()])
+    (received,) = ends[1]._post([op(dist.irecv, 0, 100, "forward")], lambda: [Arrived()])
+    assert time.perf_counter() - begun < 0.05  # neither keeps the rank from going on
+    sent.wait()
+    left = time.perf_counter() - begun
+    received.wait()
+    there = time.perf_counter() - begun
+    assert 0.1 <= left < 0.15 <= there
+    assert (ends[0].sent, ends[1].received) == ({"forward": 100}, {"forward": 100})
+    assert [row[2] for row in ends[0].trace.rows] == ["send", "wait_room"]
+    assert [row[2] for row in ends[1].trace.rows] == ["wait_input"]
+
+
+def test_without_a_link_nothing_waits_longer_than_the_message(tmp_path: Path) -> None:
+    shared_file(tmp_path / "shared", 2)
+    ends = [Traffic(rank, 2, None, tmp_path / "shared", Trace()) for rank in range(2)]
+    (sent,) = ends[0]._post([op(dist.isend, 1, 10**9, "backward")], lambda: [Arrived()])
+    (received,) = ends[1]._post([op(dist.irecv, 0, 10**9, "backward")], lambda: [Arrived()])
+    begun = time.perf_counter()
+    sent.wait()
+    received.wait()
+    assert time.perf_counter() - begun < 0.05
+
+
+def test_bytes_that_autograd_holds_are_those_of_what_backward_needs() -> None:
+    weight = nn.Parameter(torch.randn(8, 8))
+    inputs = torch.randn(4, 8)
+    with HeldBytes([weight]) as held:
+        product = inputs @ weight  # keeps its input
+        squared = product.square()  # keeps the product
+        assert held.now == inputs.nbytes + product.nbytes
+        squared.sum().backward()
+    del squared, product
+    assert (held.now, held.most) == (0, 2 * inputs.nbytes)
+
+
+def test_a_job_is_what_was_written(tmp_path: Path) -> None:
+    job = Job("gpipe", 4, {"hidden_size": 8}, STEPS, 0.001, math.inf, (1.0, 2.0), snapshots=(3, 5))
+    job.write(tmp_path)
+    assert Job.read(tmp_path) == job
+    assert replace(job, delay=None).link is None
+
+
+def test_slow_ranks_are_read() -> None:
+    assert pipelined.parse_slow("1=2,3=1.5", 4) == (1.0, 2.0, 1.0, 1.5)
+
+
+def test_losses_and_weights_that_differ_are_found(tmp_path: Path) -> None:
+    model = build(config(), 0)
+    records = [{"losses": [2.0, 4.0]}]
+    job = Job("gpipe", 1, {}, replace(STEPS, steps=2))
+    outcome = Outcome(job, tmp_path, records)
+    moved = copy.deepcopy(model)
+    with torch.no_grad():
+        moved.lm_head.weight[0, 0] += 1.0
+    found = {name: one.detach() for name, one in moved.named_parameters()}
+    object.__setattr__(outcome, "weights", lambda _: found)
+    check = pipelined.compare(outcome, [2.0, 5.0], model)
+    largest = max(float(one.detach().abs().max()) for one in model.parameters())
+    assert check.losses == [0.0, pytest.approx(0.2)]
+    assert check.weights == pytest.approx(1.0 / largest)
