@@ -10,13 +10,16 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from surgeon.checkpoint.export import Original, plan_export, write_export
 from surgeon.checkpoint.forms.program import needs_plugin
 from surgeon.families import Family
+from surgeon.model import edit
 from surgeon.operations import ladder, lowrank, pair, parallel, prune, tracks
 from surgeon.program import Program, Sublayer
-from tests.models import tiny_model
+from surgeon.train.scratch.tracks import narrow
+from tests.models import disturb, tiny_model
 
 # Heads of a width that vLLM's attention on CPUs has; tied random embeddings would only ever repeat the last token.
 TINY = {"hidden_size": 128, "num_attention_heads": 4, "tie_word_embeddings": False}
@@ -79,6 +82,18 @@ def cases_of(name: str, source: Path, folder: Path, with_plugin: bool) -> Iterat
     for form, program in plugin_programs(dense, layers, original.family).items() if with_plugin else ():
         write_export(plan_export(original, program, "program"), folder / form)
         yield Case(name, form, folder / form, plugin=True)
+    if with_plugin and not original.family.heads_fill_stream:  # whose heads would get a width that vLLM has not
+        yield Case(name, "native", native_tracks(folder / "native", original.config), plugin=True)
+
+
+def native_tracks(folder: Path, config: Any) -> Path:
+    """A random model of two tracks, which meet every two layers, as wide as a model's layers allow."""
+    narrowed, program = narrow(config, count=2, depth=2)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(narrowed, dtype=torch.float32).eval()
+    disturb(model)
+    edit(model, program).save_pretrained(folder)
+    return folder
 
 
 def low_rank_programs(dense: Program, original: Original) -> dict[str, Program]:

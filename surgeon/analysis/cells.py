@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from surgeon.errors import did_you_mean
+from surgeon.analysis.within import changed_within
+from surgeon.errors import did_you_mean, shown
 from surgeon.operations.base import show_range
 from surgeon.operations.declare import HEATMAPS, Heatmap
 from surgeon.program import LayerShapes, Program
@@ -162,6 +163,7 @@ def selected_cells(
     seed: int,
     steps_per_layer: int = 2,
     shapes: LayerShapes | None = None,
+    program: Program | None = None,
 ) -> list[Cell]:
     """The cells that any of these selections asks for, each once, in the order of the table.
 
@@ -169,8 +171,12 @@ def selected_cells(
 
     Args:
         shapes: of the model's layers, for operations that ask for them.
+        program: the model's own, if it is not its layers one after the other. It has cells where it runs a stretch of
+            layers whole and in order, in a branch of a fork (a track of a block) if it has forks.
+
+    Raises:
+        ValueError: if it has none.
     """
-    dense = Program.dense(num_layers, steps_per_layer)
     seeds = permutation_seeds(seed, max(selection.permutations for selection in selections))
     cells = []
     for name, heatmap in HEATMAPS.items():
@@ -178,12 +184,20 @@ def selected_cells(
         # The sort is stable, so that values stay in the order of the columns.
         wanted = dict.fromkeys(place for places in asked for place in places)
         for layers, value in sorted(wanted, key=lambda place: (place[0].start, place[0].stop)):
-            varied = {} if heatmap.varied is None else {heatmap.varied: value}
-            apply = partial(heatmap, dense, layers=layers, shapes=shapes, **varied)
-            cell = Cell(name, layers.start, layers.stop - 1, (), value=value)
-            if heatmap.seeded:
-                programs = tuple(apply(seed=one) for one in seeds)
-                cells.append(replace(cell, programs=programs, seeds=seeds))
+            varied: dict[str, Any] = {} if heatmap.varied is None else {heatmap.varied: value}
+            apply = partial(heatmap, layers=layers, shapes=shapes, **varied)
+            changes = [partial(apply, seed=one) for one in seeds] if heatmap.seeded else [apply]
+            if program is None:
+                dense = Program.dense(num_layers, steps_per_layer)
+                programs = [change(dense) for change in changes]
             else:
-                cells.append(replace(cell, programs=(apply(),)))
+                found = (changed_within(program, layers, steps_per_layer, change) for change in changes)
+                programs = [one for one in found if one is not None]
+            if programs:
+                cell = Cell(name, layers.start, layers.stop - 1, tuple(programs), value=value)
+                cells.append(replace(cell, seeds=seeds) if heatmap.seeded else cell)
+    if program is not None and not cells:
+        raise ValueError(
+            f"the model runs none of these layers whole and in order: its program is {shown(program, 200)}"
+        )
     return cells

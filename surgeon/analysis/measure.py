@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from surgeon.analysis.machine import PlanMachine, run_plan
 from surgeon.analysis.order import by_layer
 from surgeon.analysis.prefixes import KeptStates, PlanStates
-from surgeon.analysis.sharing import SharedPlan, share
+from surgeon.analysis.sharing import SharedPlan, has_forks, share
 from surgeon.analysis.states import States
 from surgeon.analysis.walk import kept_bytes, raise_not_finite
 from surgeon.checkpoint.streamed import StreamedLayers, streamed_layers
@@ -196,10 +196,13 @@ class _ChunkRun:
         if not needed:
             return
         wanted = needed if windows in self.references or self.dense in needed else [self.dense, *needed]
-        for program, stream in self.streams(chunk, windows, wanted):
-            quality = self._quality(program, stream, chunk, windows)
-            if program in needed:
-                yield MeasuredWindows(program, windows.start, quality.cpu())
+        # All others are compared with it, and where it has forks one of them could be reached before it.
+        first = [self.dense] if self.dense in wanted and has_forks(self.dense) else []
+        for some in (first, [program for program in wanted if program not in first]):
+            for program, stream in self.streams(chunk, windows, some) if some else ():
+                quality = self._quality(program, stream, chunk, windows)
+                if program in needed:
+                    yield MeasuredWindows(program, windows.start, quality.cpu())
 
     def streams(self, chunk: Tensor, windows: range, wanted: list[Program]) -> Iterator[tuple[Program, Tensor]]:
         """These programs with the stream after each, (windows, tokens, hidden), as they are reached."""

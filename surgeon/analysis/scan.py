@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,13 @@ from surgeon.analysis import screen
 from surgeon.analysis.cells import Cell, Selection, selected_cells
 from surgeon.analysis.measure import MeasuredWindows, MeasureOptions, measure, windows_at_once
 from surgeon.analysis.scan_journal import ScanJournal
-from surgeon.analysis.sharing import SharedPlan, plain_sublayers, share, simplify
+from surgeon.analysis.sharing import SharedPlan, plain_sublayers, share_after, simplify
 from surgeon.analysis.tables import Base, Outcome, cell_values, cells_table, permutations_table
 from surgeon.analysis.workers import Job, Workers, measure_in_workers
+from surgeon.edited_layers import EditedLayers
 from surgeon.families import family_of
 from surgeon.memory import stay_below
-from surgeon.model import require_unedited
+from surgeon.model import decoder_layers, edit, program_of, restore
 from surgeon.program import Program
 from surgeon.progress import Advance, progress
 from surgeon.provenance import write_json, write_table
@@ -72,6 +74,9 @@ def scan(
     Started again on the same folder it goes on where it was. Cells of earlier scans of the folder that came to their
     end stay in the tables.
 
+    A model that runs a program of its own (native tracks, say) is compared with itself, and has cells where it runs
+    the layers of a stretch whole and in order.
+
     Args:
         selection: as `select` returns it for this model.
         seed: of the random orders of `shuffle`.
@@ -83,10 +88,9 @@ def scan(
 
     Raises:
         ValueError: if the folder holds a scan of another model, data or seed, the memory limit is too small, or the
-            model is an edited one.
+            model runs a program whose weights are those of no layer, or which has none of these layers whole.
         OSError: if the folder cannot be written to.
     """
-    require_unedited(model)
     identity = {
         "model_hash": model_hash,
         "data": windows.digest,
@@ -94,8 +98,8 @@ def scan(
         "tokens": windows.ids.numel(),
         "seed": seed,
     }
-    with ScanJournal(folder, identity, len(windows.ids)) as journal:
-        work = _Work.of(model, [*journal.finished, selection], seed)
+    with _as_stored(model) as program, ScanJournal(folder, identity, len(windows.ids)) as journal:
+        work = _Work.of(model, program, [*journal.finished, selection], seed)
         at_once = windows_at_once(model, work.plan, windows.ids, memory, batch)
         if journal.at_once is not None and batch is None:
             at_once = min(at_once, journal.at_once)
@@ -104,8 +108,33 @@ def scan(
         measured = list(run.measured(screened))
         journal.finish(selection)
         more = selection.to_json() | {"screen": screen.settings() if screened else None}
+        if work.is_edited:
+            more["program"] = str(program)
         earlier = [other.to_json() for other in journal.finished if other != selection]
         return _write(folder, run, measured, (record or {}) | more | ({"earlier": earlier} if earlier else {}))
+
+
+@contextmanager
+def _as_stored(model: PreTrainedModel) -> Iterator[Program]:
+    """The program that a model runs, while the model is the layers that it is stored as.
+
+    Raises:
+        ValueError: if the program has weights that no layer has, which only live while the model runs it.
+    """
+    layers, program = decoder_layers(model), program_of(model)
+    if not isinstance(layers, EditedLayers):
+        yield program
+        return
+    derived = next(filter(layers.is_derived, program.sublayers()), None)
+    if derived is not None:
+        raise ValueError(
+            f"the model runs {derived}, whose weights are those of no layer; export the model, and use the checkpoint"
+        )
+    restore(model)
+    try:
+        yield program
+    finally:
+        edit(model, program)
 
 
 @dataclass(frozen=True)
@@ -114,17 +143,19 @@ class _Work:
 
     cells: list[Cell]
     programs: dict[Program, Program]  # of each cell's program, the form that is run
-    dense: Program
+    dense: Program  # what all others are compared with: the model's own
+    is_edited: bool  # whether that is another one than its layers one after the other
     plan: SharedPlan
 
     @classmethod
-    def of(cls, model: PreTrainedModel, selections: list[Selection], seed: int) -> _Work:
+    def of(cls, model: PreTrainedModel, own: Program, selections: list[Selection], seed: int) -> _Work:
         num_layers, family = model.config.num_hidden_layers, family_of(model.config)
         steps = family.steps_per_layer
-        dense = Program.dense(num_layers, steps)
-        cells = selected_cells(selections, num_layers, seed, steps, family.layer_shapes(model.config))
+        is_edited = own != Program.dense(num_layers, steps)
+        shapes = family.layer_shapes(model.config)
+        cells = selected_cells(selections, num_layers, seed, steps, shapes, own if is_edited else None)
         programs = {program: simplify(program) for cell in cells for program in cell.programs}
-        return cls(cells, programs, dense, share([dense, *programs.values()]))
+        return cls(cells, programs, own, is_edited, share_after(own, programs.values()))
 
     def run_for(self, cells: Sequence[Cell]) -> list[Program]:
         """The programs that are run for these cells, each once, beside the unedited one."""
@@ -161,7 +192,9 @@ class _Run:
         settled_on: dict[Cell, list[int]] = {}
         cost = dict.fromkeys(self.work.programs.values(), 0.0)
         for number, added in enumerate(rounds, start=1):
-            plan = self.work.plan if cells is self.work.cells else share([self.work.dense, *self.work.run_for(cells)])
+            plan = (
+                self.work.plan if cells is self.work.cells else share_after(self.work.dense, self.work.run_for(cells))
+            )
             name = f"scan, round {number} of {len(rounds)}" if len(rounds) > 1 else "scan"
             self._measure(name, cells, plan, added)
             taken += added

@@ -110,6 +110,24 @@ def share(programs: Iterable[Program]) -> SharedPlan:
     return plan_of(tasks)
 
 
+def share_after(first: Program, programs: Iterable[Program]) -> SharedPlan:
+    """What it takes to run a program before others: in one plan, or by itself if others could come before it.
+
+    In the latter case its work is counted, and the tasks are those of the others.
+    """
+    others = [program for program in dict.fromkeys(programs) if program != first]
+    if not has_forks(first):
+        return share([first, *others])
+    alone, together = share([first]), share(others)
+    peak = max(alone.peak_tensors, together.peak_tensors)
+    return replace(together, sublayers=alone.sublayers | together.sublayers, peak_tensors=peak)
+
+
+def has_forks(program: Program) -> bool:
+    """Whether some of a program's nodes have branches."""
+    return any(isinstance(node, Fork) for node in program.nodes)
+
+
 def plan_of(tasks: list[Task]) -> SharedPlan:
     """The plan of these tasks, in this order."""
     frees = last_uses(tasks)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from surgeon.checkpoint.forms import form_of
 from surgeon.checkpoint.load import compute_dtype, load, read_config
 from surgeon.checkpoint.read import DEMO, Checkpoint, locate
 from surgeon.checkpoint.streamed import load_streamed
@@ -92,7 +93,9 @@ def open_subject(
     # The text comes first: what is wrong with it is said before a large model is loaded.
     size = window_for(read_config(checkpoint), window)
     windows = load_windows(open_tokenizer(folder), data, size, tokens, separator)
-    loaded = load_streamed(folder) if elsewhere else load_for_analysis(checkpoint, memory)
+    # One with a program of its own is not streamed.
+    streams = elsewhere and form_of(checkpoint).shipped is None
+    loaded = load_streamed(folder) if streams else load_for_analysis(checkpoint, memory)
     return Subject(model, folder, loaded, windows, checkpoint.model_hash(), memory)
 
 

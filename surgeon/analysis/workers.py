@@ -25,9 +25,10 @@ import torch
 from torch import Tensor
 
 from surgeon.analysis.measure import MeasuredWindows, MeasureOptions, measure, windows_at_once
-from surgeon.analysis.sharing import share
+from surgeon.analysis.sharing import share_after
 from surgeon.analysis.subject import load_for_analysis
 from surgeon.checkpoint.read import Checkpoint
+from surgeon.model import restore
 from surgeon.program import Program
 from surgeon.quality.head import Quality
 
@@ -105,7 +106,7 @@ def measure_in_workers(
 
 def split(job: Job, workers: int) -> list[Job]:
     """A job for each worker, with programs that are neighbours in the shared plan and about as much to run in each."""
-    plan = share([Program.parse(job.dense), *map(Program.parse, job.programs)])
+    plan = share_after(Program.parse(job.dense), map(Program.parse, job.programs))
     costs = {str(program): sublayers for program, sublayers in plan.sublayers.items() if str(program) != job.dense}
     wanted = sum(costs.values()) / workers
     parts: list[list[str]] = [[] for _ in range(workers)]
@@ -180,9 +181,9 @@ def _work(job: Job, messages: Any) -> None:
 
 def _measured(job: Job, ran: Callable[[float], Any]) -> Iterator[MeasuredWindows]:
     torch.set_num_threads(job.threads)
-    model = load_for_analysis(Checkpoint(job.checkpoint), job.memory, job.device)
+    model = restore(load_for_analysis(Checkpoint(job.checkpoint), job.memory, job.device))
     dense, programs = Program.parse(job.dense), [Program.parse(text) for text in job.programs]
-    at_once = windows_at_once(model, share([dense, *programs]), job.ids, job.memory, job.batch)
+    at_once = windows_at_once(model, share_after(dense, programs), job.ids, job.memory, job.batch)
     options = MeasureOptions(at_once, ran=ran, memory=job.memory, folder=job.folder)
     return measure(model, job.ids, dense, programs, options)
 

@@ -30,12 +30,14 @@ class ScanTable:
         base: perplexity of the unedited model.
         num_layers: of the model.
         steps_per_layer: 1 where attention and MLP read the same stream; None if the record does not say.
+        edited: whether the model runs a program of its own, of which no effective depths are told.
     """
 
     cells: pd.DataFrame
     base: float
     num_layers: int
     steps_per_layer: int | None
+    edited: bool = False
 
     @classmethod
     def of(cls, table: pd.DataFrame, record: dict[str, Any]) -> ScanTable:
@@ -52,7 +54,8 @@ class ScanTable:
         num_layers = max(int(known), int(table["last"].max()) + 1)
         steps = record.get("steps_per_layer")
         over_stretches = table[[varied_by(str(name)) is None for name in table["operation"]]]
-        return cls(_changing(over_stretches, float(base)), float(base), num_layers, steps if steps in (1, 2) else None)
+        steps = steps if steps in (1, 2) else None
+        return cls(_changing(over_stretches, float(base)), float(base), num_layers, steps, "program" in record)
 
     @property
     def operations(self) -> list[str]:
@@ -65,7 +68,7 @@ class ScanTable:
 
     def depth(self, operation: str, changed: int) -> float | None:
         """Effective depth with an operation on so many layers; None if it cannot be told."""
-        saved = depth_saved(operation, changed, self.steps_per_layer)
+        saved = None if self.edited else depth_saved(operation, changed, self.steps_per_layer)
         return None if saved is None else self.num_layers - saved
 
 

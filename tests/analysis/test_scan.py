@@ -17,9 +17,11 @@ import surgeon
 from surgeon.analysis.cells import HEATMAPS, SCANNED, permutation_seeds, scan_cells
 from surgeon.analysis.tables import COLUMNS, PERMUTATION_COLUMNS
 from surgeon.families import family_of
+from surgeon.model import program_of
 from surgeon.operations.shuffle import permutation
 from surgeon.program import Program
 from surgeon.quality.data import Windows
+from surgeon.train.scratch.tracks import track_program
 from tests.analysis.scanning import LAYERS, plain_nll, run
 from tests.models import tiny_model
 from tests.reference import Reference
@@ -191,7 +193,48 @@ def test_a_cell_that_overflows_is_infinite(windows: Windows, tmp_path: Path) -> 
     run(tmp_path, windows, model, ["prune"])  # and is not measured again for being no number
 
 
-def test_an_edited_model_is_refused(windows: Windows, tmp_path: Path) -> None:
-    model = surgeon.edit(tiny_model("llama", LAYERS), "A0 F0 [A1 A2] [F1 F2] A3 F3")
-    with pytest.raises(ValueError, match="edited program"):
+def test_weights_of_no_layer_are_refused(windows: Windows, tmp_path: Path) -> None:
+    model = surgeon.edit(tiny_model("llama", LAYERS), "A0 F0 A1~A2 F1~F2 A3 F3")
+    with pytest.raises(ValueError, match="runs A1~A2, whose weights are those of no layer"):
         run(tmp_path, windows, model)
+    model = surgeon.edit(tiny_model("llama", LAYERS), "A0 >F0 A1 >F1 A2 >F2 A3 >F3")
+    with pytest.raises(ValueError, match="none of these layers whole and in order"):
+        run(tmp_path, windows, model)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+def test_native_tracks_are_scanned_from_their_own_program(family: str, windows: Windows, tmp_path: Path) -> None:
+    """Each stretch of layers within a track of a block, against full logits of edited models."""
+    model = tiny_model(family, LAYERS)
+    own, _ = track_program(2, count=2, depth=2, steps_per_layer=family_of(model.config).steps_per_layer)
+    surgeon.edit(model, own)
+    result = run(tmp_path, windows, model, ["shuffle", "prune", "2-parallel"])
+    assert program_of(model) == own
+    assert result.record["program"] == str(own)
+    base = surgeon.restore(model)
+    expected, _ = plain_loop(base, windows.ids, own)
+    assert result.base_perplexity == pytest.approx(expected, rel=1e-5)
+    changed = {
+        "llama": {
+            (0, 0): "{A1 F1 | A2 F2 A3 F3}",
+            (0, 1): "{A2 F2 A3 F3}",
+            (1, 1): "{A0 F0 | A2 F2 A3 F3}",
+            (2, 2): "{A0 F0 A1 F1 | A3 F3}",
+            (2, 3): "{A0 F0 A1 F1}",
+            (3, 3): "{A0 F0 A1 F1 | A2 F2}",
+        },
+        "gpt_neox": {(0, 0): "{[A1 F1] | [A2 F2] [A3 F3]}", (2, 3): "{[A0 F0] [A1 F1]}"},
+    }[family]
+    table = result.table.set_index(["operation", "first", "last"])
+    assert len(table.loc["prune"]) == len(table.loc["shuffle"]) == 6
+    with torch.no_grad():
+        reference = surgeon.edit(base, own)(input_ids=windows.ids, use_cache=False).logits[:, :-1].log_softmax(-1)
+    for (first, last), program in changed.items():
+        with torch.no_grad():
+            logits = surgeon.edit(base, program)(input_ids=windows.ids, use_cache=False).logits[:, :-1]
+        nll = functional.cross_entropy(logits.flatten(0, 1), windows.ids[:, 1:].flatten())
+        kl = functional.kl_div(
+            logits.flatten(0, 1).log_softmax(-1), reference.flatten(0, 1), reduction="batchmean", log_target=True
+        )
+        assert table.loc[("prune", first, last), "perplexity"] == pytest.approx(math.exp(float(nll)), rel=1e-5)
+        assert table.loc[("prune", first, last), "divergence"] == pytest.approx(float(kl), rel=1e-5, abs=2e-6)

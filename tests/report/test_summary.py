@@ -144,3 +144,11 @@ def test_a_part_of_the_stretches(tmp_path: Path) -> None:
     cells = map_named(page, "LP pairs")
     assert cells["rows"] == ["0", "2", "4", "6"]
     assert cells["columns"] == ["1", "3", "5", "7"]
+
+
+def test_a_model_with_a_program_of_its_own(tmp_path: Path) -> None:
+    """Nothing is said of its depth, which is not the number of its layers."""
+    program = "{A0 F0 A1 F1 | A2 F2 A3 F3}"
+    text = page_of(make_scan(tmp_path / "scan", ("prune", "lp"), 4, program=program)).text("model-1")
+    assert "The model as it runs has 4 layers" in text
+    assert "effective depth" not in text.split("How far each change goes")[0]

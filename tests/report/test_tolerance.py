@@ -49,6 +49,14 @@ def scan_of(operations: tuple[str, ...], num_layers: int) -> ScanTable:
     return ScanTable.of(table, {"base_perplexity": BASE, "sublayers_run": {"base": 2 * num_layers}})
 
 
+def test_a_model_with_a_program_of_its_own_has_no_depths() -> None:
+    record = {"base_perplexity": BASE, "num_layers": 4, "program": "{A0 F0 A1 F1 | A2 F2 A3 F3}"}
+    cells = pd.DataFrame(scan_cells(("prune",), 4)[:1]).astype({"perplexity": float})
+    assert ScanTable.of(cells, record).depth("prune", 1) is None
+    del record["program"]
+    assert ScanTable.of(cells, record).depth("prune", 1) == 3
+
+
 def test_cells_that_change_nothing_do_not_count() -> None:
     scan = scan_of(("merge", "lp"), 5)
     assert scan.num_layers == 5

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import surgeon
 from surgeon.families import FAMILIES
+from surgeon.train.scratch.tracks import track_program
 from tests.checkpoint.helpers import plain_logits, relative_error
 from tests.models import VOCABULARY, tiny_model
 from tests.stored import configure, with_head_only, with_own_head
@@ -77,6 +78,18 @@ def test_logits(family: str, build: Build, tmp_path: Path) -> None:
     program = WHOLE if family == "gemma2" else SLICED
     expected = plain_logits(save(tmp_path, family, program), program, IDS)
     assert relative_error(logits([build(tmp_path)]), expected) < 1e-4
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox"])
+@pytest.mark.parametrize("number", [1, 2])
+def test_native_tracks(family: str, number: int, build: Build, tmp_path: Path) -> None:
+    """Forks over whole layers; a pipeline stage runs whole blocks, and has caches for their attentions only."""
+    steps = FAMILIES[family].steps_per_layer
+    program = str(track_program(2, count=2, depth=1, steps_per_layer=steps)[0])
+    expected = plain_logits(save(tmp_path, family, program), program, IDS)
+    stages = [build(tmp_path, stage, number) for stage in range(number)]
+    assert relative_error(logits(stages), expected) < 1e-4
+    assert [len(stage.slots) for stage in stages] == [4 // number] * number
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])

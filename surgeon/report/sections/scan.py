@@ -119,7 +119,8 @@ def _spread_of_orders(orders: pd.DataFrame) -> str:
 def _findings(run: Run) -> Iterator[Finding]:
     scan = _scan_of(run)
     yield _base(run, scan)
-    if pairs := next((name for name in (PAIRS, PAIRS_OF_STREAMS) if len(scan.of_operation(name))), None):
+    pairs = next((name for name in (PAIRS, PAIRS_OF_STREAMS) if len(scan.of_operation(name))), None)
+    if pairs is not None and not scan.edited:  # which is about effective depths
         yield _pairs(scan, pairs)
     if len(single_layers(scan)) > 1:
         yield _removal(scan)
@@ -131,8 +132,9 @@ def _base(run: Run, scan: ScanTable) -> Finding:
     known = run.record.get("base_interval")
     ends = f", 95% interval {interval(*known)}" if isinstance(known, list) and len(known) == 2 else ""
     tokens = run.record.get("tokens_predicted") or int(run.tables[CELLS]["tokens"].max())
+    what = "model as it runs" if scan.edited else "unedited model"
     text = (
-        f"The unedited model has {scan.num_layers} layers and a perplexity of {number(scan.base)}{ends}, over "
+        f"The {what} has {scan.num_layers} layers and a perplexity of {number(scan.base)}{ends}, over "
         f"{plural(tokens, 'token')} of {run.record.get('data', 'the text')}."
     )
     return Finding("As it is", text, number(scan.base), f"perplexity, unedited, {scan.num_layers} layers")

@@ -10,8 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import surgeon
 from scripts.vllm import cases as script
 from scripts.vllm import checkpoints
+from surgeon.model import program_of
 from surgeon.program import Program
 from tests.models import save_checkpoint, tiny_model
 
@@ -65,6 +67,16 @@ def test_factors_that_vllm_cannot_divide_are_for_the_plugin(tmp_path: Path, monk
     found = [list(script.cases_of("mine", source, tmp_path, with_plugin)) for with_plugin in (False, True)]
     ranked = [[case.plugin for case in cases if case.form in ("keep 0.6", "odd ranks")] for cases in found]
     assert ranked == [[], [True, True]]
+
+
+def test_native_tracks_are_for_the_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = save_checkpoint(tmp_path / "source", num_layers=3)
+    monkeypatch.setattr(checkpoints, "write_export", lambda *_: None)
+    (case,) = (case for case in script.cases_of("mine", source, tmp_path, with_plugin=True) if case.form == "native")
+    assert case.plugin
+    native = surgeon.load(case.folder)
+    assert str(program_of(native)) == "{A0 F0 A1 F1 | A2 F2 A3 F3} {A4 F4 | A5 F5}"
+    assert native.config.num_attention_heads == 2
 
 
 def test_an_engine_that_fails_is_started_again_for_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
