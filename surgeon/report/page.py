@@ -115,16 +115,19 @@ def _chapters(runs: Sequence[Run]) -> list[Chapter]:
     for run in runs:
         if run.kind is CHECKPOINT:
             with told_with_files(run):
-                exported[run.folder.resolve()] = run.model_hash
+                exported[run.folder.resolve()] = _key(run)
     for run in runs:
         # What was measured on an exported checkpoint belongs to the model it was made of.
         with told_with_files(run):
-            of = exported.get(Path(run.model).resolve(), run.model_hash)
-        groups.setdefault(of or f"name {run.model}", []).append(run)
+            groups.setdefault(exported.get(Path(run.model).resolve(), _key(run)), []).append(run)
     return [
         _chapter(number, "" if key.startswith("name ") else key, group)
         for number, (key, group) in enumerate(groups.items(), start=1)
     ]
+
+
+def _key(run: Run) -> str:
+    return run.model_hash or f"name {run.model}"
 
 
 def _chapter(number: int, model_hash: str, runs: Sequence[Run]) -> Chapter:
@@ -139,7 +142,8 @@ def _chapter(number: int, model_hash: str, runs: Sequence[Run]) -> Chapter:
             summary += [_named(finding, name) for finding in run.kind.findings(run)]
             missing += [f"{name}: {line}" if name else line for line in run.kind.missing(run)]
     present = {run.kind.name for run in runs}
-    missing += [kind.without for kind in KINDS if kind.without and kind.name not in present]
+    if any(run.kind.of_surgery for run in runs):
+        missing += [kind.without for kind in KINDS if kind.without and kind.name not in present]
     of_original = [run for run in ordered if run.model_hash == model_hash] or ordered
     names = listed(dict.fromkeys(_short_name(run.model) for run in of_original))
     return Chapter(

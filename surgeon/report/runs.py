@@ -93,6 +93,7 @@ class Kind:
         provenance: of the record, what says where the numbers come from.
         is_ours: looks into a record whose name alone does not tell.
         model_of: the model's name and its hash in a record.
+        of_surgery: whether it has to do with a model that is operated on, of which a page misses what it does not have.
     """
 
     name: str
@@ -108,6 +109,7 @@ class Kind:
     provenance: Callable[[dict[str, Any]], dict[str, Any]] = lambda record: record
     is_ours: Callable[[dict[str, Any]], bool] = lambda _: True
     model_of: Callable[[dict[str, Any]], tuple[str, str]] = model_in_record
+    of_surgery: bool = True
 
 
 @contextmanager

@@ -372,6 +372,52 @@ def make_healing(folder: Path, ends: tuple[float, float] = (0.4, 0.1), steps: in
     return folder
 
 
+def make_from_scratch(folder: Path, seed: int = 0, end: float = 3.0, program: str = "A0 F0", **more: Any) -> Path:
+    """Training that brings the loss from 7 down to `end`, nats per token."""
+    losses = [end + (7 - end) * (1 - step / 40) ** 2 for step in range(0, 41, 4)]
+    unknown = dict.fromkeys(("divergence", "divergence_low", "divergence_high"), "nan")
+    rows = []
+    for place, loss in enumerate(losses):
+        ppl = math.exp(loss)
+        ends = {"perplexity": ppl, "perplexity_low": 0.9 * ppl, "perplexity_high": 1.1 * ppl}
+        rows.append({"step": 4 * place, "seconds": 3.0 * place} | ends | unknown)
+    settings = {"steps": 40, "batch": 8, "seed": seed, "learning_rate": 2e-3, "arguments": {"weight_decay": 0.1}}
+    own = {
+        "identity": {"task": "train", "model": {"model_type": "llama"}, "program": program, "settings": settings},
+        "architecture": "llama",
+        "configuration": "surgeon: 1\nmodel: {model_type: llama}\n",
+        "parameters": 1234567,
+        "program": program,
+        "settings": settings,
+        "data": "demo:train",
+        "held_out": "demo",
+        "held_out_hash": "e" * 64,
+        "steps": 40,
+        "tokens": 40960,
+        "seconds": 60.0,
+        "untrained": state(math.exp(losses[0]), None),
+        "trained": state(math.exp(losses[-1]), None),
+    }
+    folder.mkdir()
+    write_csv(folder / "held_out.csv", rows)
+    write_csv(folder / "training.csv", training_rows(40, losses))
+    (folder / "run.json").write_text(json.dumps(record(**(own | more))))
+    return folder
+
+
+def training_rows(steps: int, losses: list[float]) -> list[Cell]:
+    return [
+        {
+            "step": step,
+            "tokens": 1024 * step,
+            "seconds": 1.5 * step,
+            "loss": losses[step // 4] + 0.1,
+            "learning_rate": 1e-3,
+        }
+        for step in range(1, steps + 1)
+    ]
+
+
 def everything(folder: Path, **more: Any) -> list[Path]:
     """One run of every kind."""
     return [

@@ -10,6 +10,18 @@ from surgeon.report.sections.search import SEARCH
 from surgeon.report.sections.sensitivity import SENSITIVITY
 from surgeon.report.sections.similarity import SIMILARITY
 from surgeon.report.sections.spectrum import SPECTRUM
+from surgeon.report.sections.train import SCRATCH
 
 # In the order of the page.
-KINDS: tuple[Kind, ...] = (SCAN, SIMILARITY, SENSITIVITY, SPECTRUM, SEARCH, HEALING, CHECKPOINT, EVALUATION, PREDICTION)
+KINDS: tuple[Kind, ...] = (
+    SCAN,
+    SIMILARITY,
+    SENSITIVITY,
+    SPECTRUM,
+    SEARCH,
+    HEALING,
+    SCRATCH,
+    CHECKPOINT,
+    EVALUATION,
+    PREDICTION,
+)

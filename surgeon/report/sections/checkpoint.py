@@ -7,6 +7,7 @@ from typing import Any
 
 from surgeon.report.blocks import Block, Code, Finding, Paragraph, Table
 from surgeon.report.runs import Kind, Run
+from surgeon.report.sections.train import from_scratch
 from surgeon.report.words import number, plural
 
 
@@ -18,7 +19,10 @@ def _show(run: Run) -> Iterator[Block]:
     rows = [
         ["effective depth", f"{depth:g} of {layers} layers" if isinstance(depth, int | float) and layers else ""],
         ["synchronisations on two ranks", str(record.get("sync_points_on_two_ranks", ""))],
-        ["trained after the edit", _training(record.get("trained"))],
+        [
+            "trained" if record["source"].get("model") is None else "trained after the edit",
+            _training(record.get("trained")),
+        ],
         *_proof(record.get("proof", {})),
     ]
     yield Table("What was written", ["", ""], [row for row in rows if row[1]], left=frozenset({1}))
@@ -60,7 +64,9 @@ def _is_export(record: dict[str, Any]) -> bool:
 
 
 def _model_of(record: dict[str, Any]) -> tuple[str, str]:
-    source = record["source"]
+    source, trained = record["source"], record.get("trained")
+    if "model" in source and source["model"] is None and isinstance(trained, dict):
+        return from_scratch(trained.get("data")), ""
     return str(source.get("model") or "a model without a name"), str(source.get("model_hash") or "")
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from surgeon.report.blocks import Block, Code, Finding, Gallery, Paragraph, Table
 from surgeon.report.healed import Healing, OnHeldOut, Regained, WithInterval
-from surgeon.report.runs import Kind, Run, TableFile
-from surgeon.report.sections.heal_charts import HeldOutCurve, held_out_charts, loss_chart, rate_chart
+from surgeon.report.runs import Kind, Run
+from surgeon.report.sections.training_charts import HeldOutCurve, held_out_charts, loss_chart, rate_chart
+from surgeon.report.trained import HELD_OUT, TRAINING, TRAINING_TABLES, duration, require_ended, settings_table
 from surgeon.report.words import NO_VALUE, interval, listed, number, plural
 
-TRAINING, HELD_OUT = "training.csv", "held_out.csv"
 _HEAD = ["perplexity", "95% interval", "regained", "divergence", "95% interval", "regained"]
 _UNTOLD = "?"  # behind a share of a loss that intervals do not tell from none
 _EARLIER = 0.98  # of the last divergence: a lower one before the end is worth a word
@@ -29,11 +29,7 @@ _UNTOLD_NOTE = (
 
 
 def _healing(run: Run) -> Healing:
-    if "identity" in run.record and "healed" not in run.record:
-        raise ValueError(
-            f"{run.file} is of a run that has not ended; give the same surgeon heal command again, which goes on where "
-            "it was"
-        )
+    require_ended(run, "healed")
     return Healing.of(run.record)
 
 
@@ -46,9 +42,7 @@ def _show(run: Run) -> Iterator[Block]:
     if len(training):
         charts += [loss_chart(training), rate_chart(training)]
     yield Gallery(charts)
-    settings = dict(_flat(record.get("settings") or {}))
-    if settings:
-        yield Table("Settings", ["", ""], [[name, text] for name, text in settings.items()], left=frozenset({1}))
+    yield from settings_table(record.get("settings"))
     if record.get("program"):
         yield Code("The program that was healed", str(record["program"]))
     if record.get("recipe"):
@@ -60,16 +54,9 @@ def _what(record: dict[str, Any]) -> str:
     steps, tokens = int(record["steps"]), int(record["tokens"])
     text = f"The edited model was trained for {plural(steps, 'step')} on {tokens:,} tokens"
     text += f" of {record['data']}" if record.get("data") else ""
-    text += f" in {_time(float(record['seconds']))}."
+    text += f" in {duration(float(record['seconds']))}."
     measured = f" Before and after, {int(record['healed']['tokens']):,} held-out tokens were predicted"
     return text + measured + (f" ({record['held_out']})." if record.get("held_out") else ".")
-
-
-def _time(seconds: float) -> str:
-    for unit, size in (("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 def _states(healing: Healing) -> Table:
@@ -106,23 +93,6 @@ def _share(regained: Regained | None) -> str:
 def _percent(share: float) -> str:
     text = f"{100 * abs(share):.0f}%"
     return text if share >= 0 or text == "0%" else f"\N{MINUS SIGN}{text}"
-
-
-def _flat(settings: dict[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
-    """Settings by name, those inside others behind their names; what is not set is left out."""
-    for name, value in settings.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{before}{name}.")
-        elif value is not None and value != []:
-            yield f"{before}{name}".replace("_", " "), _setting(value)
-
-
-def _setting(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return number(value, 3) if math.isfinite(value) else str(value)
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _curve(run: Run) -> HeldOutCurve:
@@ -167,7 +137,7 @@ def _by_edit(runs: Sequence[Run]) -> list[list[Run]]:
 
 def _findings(run: Run) -> Iterator[Finding]:
     record, healing = run.record, _healing(run)
-    steps, time = plural(int(record["steps"]), "step"), _time(float(record["seconds"]))
+    steps, time = plural(int(record["steps"]), "step"), duration(float(record["seconds"]))
     text = (
         f"{steps} of training ({int(record['tokens']):,} tokens, {time}) brought the edited model's perplexity "
         f"{_from_to(healing.edited.perplexity, healing.healed.perplexity)}"
@@ -222,17 +192,13 @@ def _went_too_far(run: Run) -> str:
     )
 
 
-_INTERVALS = tuple(f"{name}_{end}" for name in ("perplexity", "divergence") for end in ("low", "high"))
 HEALING = Kind(
     name="heal",
     title="Healing",
     record="run.json",
     is_ours=lambda record: record.get("identity", {}).get("task", "heal") == "heal",
     show=lambda run: list(_show(run)),
-    tables=(
-        TableFile(TRAINING, ("step", "tokens", "seconds", "loss", "learning_rate"), may_be_empty=True),
-        TableFile(HELD_OUT, ("step", "seconds", "perplexity", "divergence", *_INTERVALS)),
-    ),
+    tables=TRAINING_TABLES,
     findings=lambda run: list(_findings(run)),
     together=_together,
     without="No healing: how much of what an edit loses comes back with training is not known (surgeon heal).",

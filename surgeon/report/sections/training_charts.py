@@ -1,9 +1,9 @@
-"""Curves of healing: the loss while it trains, and the model on held-out text, one run or several in a picture."""
+"""Curves of training: the loss while it goes on, and the model on held-out text, one run or several in a picture."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import pandas as pd
@@ -71,11 +71,32 @@ def rate_chart(training: pd.DataFrame) -> Chart:
     return Chart(svg, title, "")
 
 
-def held_out_charts(curves: Sequence[HeldOutCurve], together: str = "") -> Iterator[Chart]:
+def losses_chart(runs: Mapping[str, pd.DataFrame], together: str) -> Chart:
+    """The training losses of several runs by their names, smoothed where there are many rows.
+
+    Args:
+        together: ends the title.
+    """
+    series, values = [], []
+    for place, (name, training) in enumerate(runs.items()):
+        few = len(training) <= _MEANS
+        points = _points(training if few else _means(training, "loss"), "loss", f"{name}, loss")
+        values += [point.y for point in points]
+        series.append(Series(name, points, place, marks=False))
+    title = f"Loss while they trained{together}"
+    steps = pd.concat([training["step"] for training in runs.values()])
+    svg = draw_chart(series, _steps(steps), _wide_or_log(values, "loss"), title)
+    return Chart(svg, title, "", [one.key() for one in series])
+
+
+def held_out_charts(
+    curves: Sequence[HeldOutCurve], together: str = "", first: str = "the edited model before training"
+) -> Iterator[Chart]:
     """Perplexity and divergence on held-out text, a line for each run.
 
     Args:
         together: ends the titles of charts of several runs.
+        first: what step 0 is.
     """
     per_step = {curve.tokens_per_step for curve in curves}
     by_tokens = len(per_step) > 1 and all(math.isfinite(tokens) for tokens in per_step)
@@ -97,7 +118,7 @@ def held_out_charts(curves: Sequence[HeldOutCurve], together: str = "") -> Itera
         title = f"{name.capitalize()} on held-out text{together}"
         dashed = "" if rule is None else f" Dashed: the original's {name}, {number(rule)}."
         shown = "95% intervals are far wider than the picture" if too_wide else f"{_drawn(series)} are 95% intervals"
-        caption = f"Step 0 is the edited model before training; {shown}.{dashed}"
+        caption = f"Step 0 is {first}; {shown}.{dashed}"
         axis = _wide_or_log(curve_values if too_wide else [*curve_values, *ends], UNITS[name])
         svg = draw_chart(series, x, axis, title, rule)
         yield Chart(svg, title, caption, [one.key() for one in series] if len(series) > 1 else [])
