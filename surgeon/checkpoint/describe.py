@@ -10,6 +10,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from surgeon.checkpoint.card_text import plural
+from surgeon.checkpoint.codas import read_codas
 from surgeon.checkpoint.forms import Form, form_of
 from surgeon.checkpoint.load import read_config, stored_program
 from surgeon.checkpoint.read import DEMO, Checkpoint, locate, read_json
@@ -53,6 +54,7 @@ class Description:
         recipe: if that is what is described.
         sources: for each layer of the checkpoint, the unedited model's layers that it comes from, where surgeon.json
             says so; else they follow from the program and the form.
+        codas: the racks' ranges of layers and the depth of their codas, where such lie beside it (see codas.py).
     """
 
     name: str
@@ -66,6 +68,7 @@ class Description:
     report: dict[str, Any] | None = None
     recipe: Recipe | None = None
     sources: list[tuple[int, ...]] | None = None
+    codas: tuple[list[str], int] | None = None
 
     @property
     def training(self) -> dict[str, Any] | None:
@@ -148,7 +151,13 @@ def _describe_checkpoint(path: Path, name: str | Path) -> Description:
         weights=Weights.of(checkpoint),
         report=report,
         sources=sources,
+        codas=_codas_of(checkpoint.folder),
     )
+
+
+def _codas_of(folder: Path) -> tuple[list[str], int] | None:
+    found = read_codas(folder, check_weights=False)
+    return None if found is None else (list(found.racks), found.depth)
 
 
 def _report_of(checkpoint: Checkpoint) -> dict[str, Any] | None:

@@ -16,6 +16,7 @@ FILES = (
     *("tokenization_*.py", "pytorch_model*.bin", "pytorch_model.bin.index.json", "README.md", ".gitattributes"),
     *("LICENSE*", "NOTICE*", "USE_POLICY*"),
 )
+CODAS, CODA_FILES = "codas", ("codas.json", "rack-*.safetensors")  # see codas.py
 MOST_NAMED = 3  # of the things in the way
 
 
@@ -39,9 +40,15 @@ def why_kept(folder: Path) -> str | None:
 
 
 def _belongs(path: Path, known: set[str]) -> bool:
-    """Whether it is a file that a checkpoint has; no checkpoint has folders or links."""
+    """Whether it is what a checkpoint has: some files, and a folder of codas; no checkpoint has links."""
+    if path.name == CODAS and path.is_dir() and not path.is_symlink():
+        return all(_is_coda(inside) for inside in path.iterdir())
     is_file = path.is_file() and not path.is_symlink()
     return is_file and (path.name in known or any(fnmatchcase(path.name, pattern) for pattern in FILES))
+
+
+def _is_coda(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink() and any(fnmatchcase(path.name, name) for name in CODA_FILES)
 
 
 def _object(path: Path) -> dict[str, Any]:

@@ -97,6 +97,10 @@ def facts(found: Description) -> Iterator[tuple[str, str]]:
     yield from (("ranks", line) for line in rank_lines(program))
     if found.trained is not None:
         yield "trained", found.trained
+    if found.codas is not None:
+        racks, depth = found.codas
+        layers = "1 layer" if depth == 1 else f"{depth} layers"
+        yield "codas", f"of {layers} for every rack but the last; racks of the layers {', '.join(racks)}"
     if found.report is not None and isinstance(proof := found.report.get("proof"), dict):
         yield "proof", _proof(proof, "the program's" if found.trained is None else "those of the trained weights")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,17 @@ from surgeon.quality.data import Windows
 from surgeon.quality.head import OutputHead
 from surgeon.quality.summary import Values
 from surgeon.quality.text import Logits, TextQuality, text_quality, text_values
+
+
+class Measure(Protocol):
+    """What judges a model while it is trained."""
+
+    @property
+    def original(self) -> TextQuality | None:
+        """The original's own quality; None without one."""
+
+    def measure(self, model: nn.Module, step: int) -> TextQuality:
+        """The quality of a model as it is after so many steps, without dropout."""
 
 
 class HeldOutQuality:
@@ -34,15 +46,19 @@ class HeldOutQuality:
             self._keep(original)
             self.original = text_quality(self._logits, self.ids, shown=False)
 
-    def measure(self, model: nn.Module, step: int = 0) -> TextQuality:  # noqa: ARG002 - what is trained in parts asks
-        """The quality of a model as it is after so many steps, without dropout."""
+    def measure(self, model: nn.Module, step: int = 0) -> TextQuality:  # noqa: ARG002 - parts of models need it
+        """The quality of a model as it is, without dropout."""
+        return self.quality(model, logits_by(model))
+
+    def quality(self, model: nn.Module, logits: Logits) -> TextQuality:
+        """The same by logits that the model takes part in, asked for window by window in their order."""
         with _evaluated(model):
-            return text_quality(_logits_of(model), self.ids, self._reference, shown=False)
+            return text_quality(logits, self.ids, self._reference, shown=False)
 
     def values(self, model: nn.Module) -> tuple[Values, Values | None]:
         """The same window by window, as `text_values` gives it."""
         with _evaluated(model):
-            return text_values(_logits_of(model), self.ids, self._reference, shown=False)
+            return text_values(logits_by(model), self.ids, self._reference, shown=False)
 
     @property
     def _reference(self) -> Logits | None:
@@ -79,7 +95,8 @@ def _evaluated(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def _logits_of(model: nn.Module) -> Logits:
+def logits_by(model: nn.Module) -> Logits:
+    """A model's own forward pass, whatever is wrapped around it."""
     device = next(model.parameters()).device
 
     def logits(ids: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from surgeon.train.callbacks import EarlyEnd, Recorder
 from surgeon.train.checkpoints import step_of
 from surgeon.train.distill.distiller import Distiller
 from surgeon.train.distill.kept_logits import KeptIdentity, keep_logits
-from surgeon.train.held_out import HeldOutQuality
+from surgeon.train.held_out import HeldOutQuality, Measure
 from surgeon.train.resume import TEACHER_FOLDER, alone, open_run
 from surgeon.train.run_log import RunLog
 from surgeon.train.scope import add_adapters, called_classes, choose_parameters
@@ -70,7 +70,7 @@ class TrainingTask:
         callbacks: are called by the Trainer, after those of the run itself.
     """
 
-    held_out: HeldOutQuality
+    held_out: Measure
     towards: LossParts | None = None
     callbacks: Sequence[TrainerCallback] = ()
 
@@ -159,7 +159,7 @@ def _agreed(open_folder: Callable[[], Path | None]) -> Path | None:
     return found[0]
 
 
-def _first_quality(log: RunLog, model: Any, held_out: HeldOutQuality) -> TextQuality:
+def _first_quality(log: RunLog, model: Any, held_out: Measure) -> TextQuality:
     """What the model was before the first step; measured if it was not yet."""
     found = log.first_quality()
     if found is None:

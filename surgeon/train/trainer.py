@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PrinterCallback, TrainerCallback, TrainingArguments
 
 from surgeon.quality.text import TextQuality
-from surgeon.train.held_out import HeldOutQuality
+from surgeon.train.held_out import Measure
 from surgeon.train.steps import SteppingTrainer
 from surgeon.train.texts import RunOrder, TrainingWindows
 
@@ -35,7 +35,7 @@ class LossParts(Protocol):
 
 
 class ModelTrainer(SteppingTrainer):
-    """A Trainer whose loss is the text's or a distillation's, and whose evaluation is that of `HeldOutQuality`.
+    """A Trainer whose loss is the text's or a distillation's, and whose evaluation is a `Measure`.
 
     Attributes:
         latest: what was measured last on held-out text.
@@ -49,7 +49,7 @@ class ModelTrainer(SteppingTrainer):
         model: PreTrainedModel | nn.Module,
         arguments: TrainingArguments,
         windows: Tensor,
-        held_out: HeldOutQuality,
+        held_out: Measure,
         batch: int,
         towards: LossParts | None = None,
         callbacks: Sequence[TrainerCallback] = (),

@@ -166,3 +166,14 @@ def test_an_exported_checkpoint_can_be_verified(surgeon_says: Run, tiny_checkpoi
         assert (code, out) == (1, "")
         assert message in err
         assert len(err.splitlines()) == 1
+
+
+def test_codas_are_said(surgeon_says: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_checkpoint, tmp_path / "copy")
+    (folder / "codas").mkdir()
+    (folder / "codas" / "rack-0.safetensors").touch()
+    index = {"format": 1, "racks": ["0:2", "2:4"], "nodes": [4, 8], "depth": 1, "weights": "", "program": "A0 F0"}
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "codas" / "codas.json").write_text(json.dumps(index | {"config": config}))
+    said = facts(surgeon_says("show", str(folder))[1])["codas"]
+    assert said == "of 1 layer for every rack but the last; racks of the layers 0:2, 2:4"

@@ -1,0 +1,209 @@
+"""Racks trained in one process, one after the other.
+
+Nothing comes back from a rack to those before it. So all racks at once, each a micro-batch behind the one before, come
+to the same as one rack through the whole run, then the next one on the streams that it has left: at each step a rack
+gets what the rack before it computed with the weights that it had at that step. It takes the memory of one rack, beside
+the whole model's weights, and the streams of a whole run on the disk. Processes, one for each rack, come to the same
+bits.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from transformers import PreTrainedModel
+
+from surgeon.checkpoint.codas import Coda
+from surgeon.quality.text import TextQuality
+from surgeon.train.held_out import HeldOutQuality
+from surgeon.train.racks.build import assemble, rack_of
+from surgeon.train.racks.files import open_rack, save_rack
+from surgeon.train.racks.model import RackModel
+from surgeon.train.racks.partition import Racks
+from surgeon.train.racks.streams import KeptStreams
+from surgeon.train.racks.task import check_settings, identity_of, rack_task
+from surgeon.train.resume import add_to_record, finish_run, read_record
+from surgeon.train.run import train
+from surgeon.train.settings import TrainSettings
+from surgeon.train.texts import TrainTexts
+
+RACK_FILE, STREAMS = "rack.safetensors", "streams"
+_DONE = "trained"  # in the record of a rack's run
+
+
+@dataclass(frozen=True)
+class RackResult:
+    """What a rack's run came to; quality is that of its coda's prediction.
+
+    Attributes:
+        steps, tokens, seconds: as `Trained` has them.
+    """
+
+    steps: int
+    tokens: int
+    seconds: float
+    original: TextQuality | None
+    before: TextQuality
+    after: TextQuality
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        stages = {name: getattr(self, name) for name in ("original", "before", "after")}
+        told = {name: None if one is None else one.to_json() for name, one in stages.items()}
+        return {"steps": self.steps, "tokens": self.tokens, "seconds": self.seconds} | told
+
+    @classmethod
+    def of_json(cls, said: dict[str, Any]) -> RackResult:
+        """The inverse of `to_json`."""
+        stages = {name: quality_of(said[name]) for name in ("original", "before", "after")}
+        return cls(said["steps"], said["tokens"], said["seconds"], **stages)  # type: ignore[arg-type]
+
+
+def quality_of(said: dict[str, Any] | None) -> TextQuality | None:
+    """The inverse of `TextQuality.to_json`."""
+    if said is None:
+        return None
+    numbers: dict[str, Any] = {name: tuple(one) if isinstance(one, list) else one for name, one in said.items()}
+    return TextQuality(**numbers)
+
+
+@dataclass(frozen=True)
+class RacksTrained:
+    """What training racks came to.
+
+    Attributes:
+        model: the whole model, in memory.
+        codas: of every rack but the last.
+        results: of every rack; the last one's are the whole model's.
+    """
+
+    model: PreTrainedModel
+    codas: tuple[Coda, ...]
+    results: tuple[RackResult, ...]
+
+
+def rack_folder(folder: Path, index: int) -> Path:
+    """The folder of a rack's run."""
+    return folder / f"rack-{index}"
+
+
+def train_in_turn(
+    whole: PreTrainedModel,
+    racks: Racks,
+    texts: TrainTexts,
+    settings: TrainSettings,
+    folder: Path,
+    original: Callable[[], PreTrainedModel] | None = None,
+    identity: dict[str, Any] | None = None,
+    seed: int | None = None,
+    device: str = "cpu",
+) -> RacksTrained:
+    """Train the racks of a model; a run that was killed goes on where it was.
+
+    Args:
+        whole: edited or not, with numbers of at least 32 bits; it is left as it is.
+        racks: of its program.
+        folder: of the runs: `rack-0`, ... in it are as `train` leaves them.
+        original: as `train` takes it; racks' predictions are measured against its.
+        identity: of the whole model, as `train` takes it.
+        seed: of the codas' random numbers; None begins with copies of the model's last layers.
+
+    Raises:
+        ValueError: if the settings are not for racks, or as `train`; or if there are several processes.
+        OSError: if the folder cannot be written, or the disk is too full.
+    """
+    check_settings(settings)
+    if PartialState(cpu=device == "cpu").num_processes > 1:
+        raise ValueError("racks are trained by one process here; leave accelerate launch or torchrun out")
+    turn = _Turn(whole, racks, texts, settings, folder, identity or {}, seed, device, _Once(texts, original))
+    done = [turn.trained(index) for index in range(len(racks))]
+    found, results = [rack for rack, _ in done], tuple(result for _, result in done)
+    codas = tuple(rack.coda() for rack in found[:-1])
+    return RacksTrained(assemble(whole, racks, found), codas, results)
+
+
+class _Once:
+    """What all racks are measured on, made when the first of them is."""
+
+    def __init__(self, texts: TrainTexts, original: Callable[[], PreTrainedModel] | None) -> None:
+        self.texts, self.original = texts, original
+        self._made: HeldOutQuality | None = None
+
+    def __call__(self) -> HeldOutQuality:
+        if self._made is None:
+            self._made = HeldOutQuality(self.texts.held_out, None if self.original is None else self.original())
+        return self._made
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """The run of all racks, one of which is trained at a time."""
+
+    whole: PreTrainedModel
+    racks: Racks
+    texts: TrainTexts
+    settings: TrainSettings
+    folder: Path
+    identity: dict[str, Any]
+    seed: int | None
+    device: str
+    held_out: _Once
+
+    def trained(self, index: int) -> tuple[RackModel, RackResult]:
+        """A rack at the end of its run; one that is there already is read."""
+        folder = rack_folder(self.folder, index)
+        result = self._known(index) if (folder / RACK_FILE).is_file() else None
+        if result is None:
+            rack = rack_of(self.whole, self.racks, index, self.seed)
+            result = self._train(rack, folder)
+        else:
+            rack = open_rack(folder / RACK_FILE)
+        finish_run(folder, {})
+        if index > 0:  # what was kept for this rack is of no more use
+            shutil.rmtree(rack_folder(self.folder, index - 1) / STREAMS, ignore_errors=True)
+        return rack, result
+
+    def _known(self, index: int) -> RackResult | None:
+        """What is known of a rack that is trained; None if it is one of another run, which `train` will refuse."""
+        record = read_record(rack_folder(self.folder, index))
+        texts = {"data": self.texts.training.digest, "held_out": self.texts.held_out.digest}
+        mine = self._identity(index) | {"settings": self.settings.to_json()} | texts
+        if _DONE not in record or record.get("identity") != json.loads(json.dumps(mine)):
+            return None
+        return RackResult.of_json(record[_DONE])
+
+    def _identity(self, index: int) -> dict[str, Any]:
+        return self.identity | identity_of(self.racks, index, self.seed)
+
+    def _train(self, rack: RackModel, folder: Path) -> RackResult:
+        source = None if rack.is_first else self._streams(rack, rack.index - 1)
+        sink = None if rack.is_last else self._streams(rack, rack.index)
+        if sink is not None:
+            sink.require_room(self._windows_of_run())
+        task = rack_task(rack, self.held_out(), source, sink)
+        found = train(
+            rack.model, self.texts, self.settings, folder, None, None, self._identity(rack.index), self.device, task
+        )
+        assert found is not None
+        rack.model = found.model.cpu()
+        save_rack(rack, folder / RACK_FILE)
+        result = RackResult(found.steps, found.tokens, found.seconds, found.original, found.before, found.after)
+        add_to_record(folder, {_DONE: result.to_json()})
+        return result
+
+    def _streams(self, rack: RackModel, index: int) -> KeptStreams:
+        """Those that a rack hands on; all racks' are alike."""
+        width, dtype = int(rack.model.config.hidden_size), rack.model.dtype
+        tokens = self.texts.training.ids.shape[1]
+        return KeptStreams(rack_folder(self.folder, index) / STREAMS, tokens, width, dtype)
+
+    def _windows_of_run(self) -> int:
+        steps = self.settings.steps_on(len(self.texts.training.ids))
+        measured = 2 + steps // self.settings.evaluate_every
+        return steps * self.settings.batch + measured * len(self.texts.held_out.ids)
