@@ -69,12 +69,20 @@ class Recipe:
     expect_line: int = 0
     weights_line: int = 0
 
-    def program_for(self, config: Any) -> Program:
+    def program_for(self, config: Any, own: Program | None = None) -> Program:
         """The program that the operations make of a model with this `transformers` configuration.
 
+        Args:
+            own: what the model runs in place of its layers one after the other, if it does.
+
         Raises:
-            ValueError: as `program`; and if the architecture is not supported.
+            ValueError: as `program`; if the architecture is not supported, or the model has a program of its own.
         """
+        if own is not None:
+            raise ValueError(
+                f"{self.source}: {self.model} runs a program of its own, and operations change unedited models; name "
+                "the model it was made of, or write the whole program with --program"
+            )
         family = family_of(config)
         return self.program(config.num_hidden_layers, family.steps_per_layer, family.layer_shapes(config))
 

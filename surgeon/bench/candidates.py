@@ -9,7 +9,7 @@ from pathlib import Path
 
 from surgeon.analysis.factor_plan import plan_factors
 from surgeon.bench.measure import Candidate
-from surgeon.checkpoint.load import read_config
+from surgeon.checkpoint.load import read_config, stored_program
 from surgeon.checkpoint.read import Checkpoint, locate
 from surgeon.cost.costed import apart, is_program_text, short_name
 from surgeon.demo import MODEL_FOLDER
@@ -88,8 +88,9 @@ def _open(text: str, needs: Needs, program: str | None = None) -> Candidate:
     if program is not None:
         raise ValueError(f"{text} is a recipe and has a program of its own; give --program with a checkpoint")
     recipe = read_recipe(Path(text))
-    config = read_config(Checkpoint(locate(recipe.model)))
-    edited = recipe.program_for(config)
+    checkpoint = Checkpoint(locate(recipe.model))
+    config = read_config(checkpoint)
+    edited = recipe.program_for(config, stored_program(checkpoint))
     if plan_factors(recipe, config).is_calibrated:
         warnings.warn(
             f"{text}: ranks run plain factors, not those that the recipe calibrates: as fast, but not as good; export "

@@ -70,8 +70,8 @@ def _open(text: str, program: str | None = None) -> Costed:
     if program is not None:
         raise ValueError(f"{text} is a recipe and has a program of its own; give --program with a model")
     recipe = read_recipe(Path(text))
-    config, _ = read_config_only(recipe.model)
-    return _fixed(Path(text).stem, ModelShapes.of(_name(recipe.model), config), recipe.program_for(config))
+    config, own = read_config_only(recipe.model)
+    return _fixed(Path(text).stem, ModelShapes.of(_name(recipe.model), config), recipe.program_for(config, own))
 
 
 def _name(text: str) -> str:

@@ -112,7 +112,7 @@ def open_candidate(name: str, program: str | None = None) -> UnloadedModel:
     config = read_config(checkpoint)
     chosen = Program.parse(program) if program is not None else None
     if recipe is not None:
-        chosen = recipe.program_for(config)
+        chosen = recipe.program_for(config, stored_program(checkpoint))
         if recipe.weights is not None:
             recipe.require_model(checkpoint.model_hash(), checkpoint.weights_hash())
     if chosen is not None:

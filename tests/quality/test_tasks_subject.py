@@ -12,6 +12,7 @@ import torch
 import surgeon
 from surgeon.cli.app import main
 from surgeon.quality.tasks_subject import choose_device, open_candidate
+from tests.stored import configure
 
 PAIRED = "A0 F0 [A1 A2] [F1 F2] A3 F3"
 IDS = torch.randint(3, 90, (1, 9), generator=torch.Generator().manual_seed(1))
@@ -80,6 +81,10 @@ def test_what_is_refused(recipe: Path, tiny_checkpoint: Path, tmp_path: Path) ->
         open_candidate(str(recipe))
     recipe.write_text(text.replace("1:3", "1:9"))
     with pytest.raises(ValueError, match="pairs.yaml:4: pair"):
+        open_candidate(str(recipe))
+    recipe.write_text(text)
+    configure(tiny_checkpoint, model_type="surgeon_llama", surgeon_program="{A0 F0 | A1 F1} {A2 F2 | A3 F3}")
+    with pytest.raises(ValueError, match="pairs.yaml: .* runs a program of its own, .* with --program"):
         open_candidate(str(recipe))
     for path in tiny_checkpoint.glob("tokenizer*"):
         path.unlink()
