@@ -1,0 +1,179 @@
+"""What native tracks win on CPU ranks over the dense model with as many parameters, beside tracks cut out of it.
+
+    python scripts/bench/tracks.py [-o FILE.md] [--ranks 2 4] [--links 0 0.2 1] [--depths 1 2 4 8] [--minutes 10]
+
+A random Llama of 16 layers, 512 wide, 8 heads, 4 KV heads (vocabulary 4,096), float32, on n ranks; native tracks of its
+parameters (train/scratch/tracks.py: n tracks, one on each rank, narrower; their embedding and head are narrower, too,
+and so the whole a little smaller, which the heading says); and the `tracks` operation on the dense model itself, whose
+tracks have slices of its layers, and streams as wide as it: the same collectives, each larger. They meet every D
+layers. What they generate is not compared here: weights are random, and speed does not depend on them.
+
+For each number of ranks and each link (a delay in ms per collective, emulated over shared memory) all programs are
+loaded at once, and every round runs each of them at every batch, so that what else the machine does disturbs all alike;
+there are as many rounds as its share of the time has room for. Figures are medians over the rounds; percentages are
+medians of the rounds' ratios to dense: the first token (of the prompt's pass, Parallel Track Transformers, tables 6 and
+9), the time per token after it (tables 7 and 10), the throughput of both together (tables 5 and 8). KB are what a rank
+sends per token in the layers' collectives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.utils import logging
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
+
+from scripts.bench.decoding import write_tables
+from surgeon.bench.measure import Candidate, Load, Measurement, Result, load_candidates, measure, run_once, summarise
+from surgeon.operations import tracks
+from surgeon.program import Program
+from surgeon.runtime.comm.link import Link
+from surgeon.runtime.plan.checks import make_plan
+from surgeon.runtime.processes.rank import threads_per_rank, usable_cores
+from surgeon.runtime.processes.ranks import RankOptions, Ranks
+from surgeon.train.scratch.tracks import count_parameters, narrow, track_program
+
+LAYERS = 16
+CONFIG = LlamaConfig(
+    vocab_size=4096,
+    hidden_size=512,
+    intermediate_size=1376,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    max_position_embeddings=2048,
+)
+DENSE = "dense"
+HEAD = """\
+| batch | program | syncs | KB | first token, ms | | per token, ms | | tokens/s | |
+|--:|:--|--:|--:|--:|--:|--:|--:|--:|--:|"""
+
+
+@dataclass(frozen=True)
+class Models:
+    """Where the dense model lies, and the narrow one of as many tracks as there are ranks."""
+
+    dense: Path
+    native: Path
+    ranks: int
+
+    @classmethod
+    def write(cls, folder: Path, ranks: int) -> Models:
+        """Write both with random weights, once."""
+        models = cls(folder / DENSE, folder / f"native-{ranks}", ranks)
+        for path, config in ((models.dense, CONFIG), (models.native, narrow(CONFIG, ranks, 1)[0])):
+            if not path.is_dir():
+                torch.manual_seed(0)
+                AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
+        return models
+
+    def candidates(self, depths: Sequence[int], tokens: int) -> list[Candidate]:
+        """All that is compared, the dense model first."""
+        dense = Program.dense(LAYERS)
+        programs = [(DENSE, self.dense, dense)]
+        programs += [(f"native, D = {d}", self.native, track_program(LAYERS, self.ranks, d)[0]) for d in depths]
+        programs += [(f"sliced, D = {d}", self.dense, tracks(dense, range(LAYERS), self.ranks, d)) for d in depths]
+        return [
+            Candidate(name, make_plan(folder, self.ranks, tokens, str(program))) for name, folder, program in programs
+        ]
+
+
+def measure_link(models: Models, delay: float, until: float, options: argparse.Namespace) -> list[Result]:
+    """Every program at every batch over one link, in rounds that begin before a time of the monotonic clock."""
+    link = Link(delay=delay / 1e3) if delay else None
+    candidates = models.candidates(options.depths, options.prompt + options.new)
+    loads = [Load(batch, options.prompt, options.new) for batch in options.batch]
+    with Ranks(RankOptions(models.ranks, collectives="shm", link=link)) as ranks:
+        load_candidates(ranks, candidates)
+        results = measure(ranks, candidates, loads, 0, lambda _: None)  # warms up
+        began, took = time.monotonic(), 0.0
+        while not results[0].rounds or time.monotonic() + took < until:
+            for result in results:
+                runs = run_once(ranks, result.candidate, result.load, CONFIG.vocab_size)
+                result.rounds.append(summarise(runs, result.load, connected=True))
+            took = (time.monotonic() - began) / len(results[0].rounds)
+    return results
+
+
+def lines(models: Models, delay: float, results: Sequence[Result], options: argparse.Namespace) -> Iterator[str]:
+    native = narrow(CONFIG, models.ranks, 1)[0]
+    sizes = {name: count_parameters(config) for name, config in (("dense", CONFIG), ("native", native))}
+    said = (f"{name} {size.layers / 1e6:.2f}M + {size.ends / 1e6:.2f}M" for name, size in sizes.items())
+    yield f"### {models.ranks} ranks, {f'a link of {delay:g} ms' if delay else 'shared memory'}\n"
+    yield (
+        f"Parameters of layers + ends: {', '.join(said)}; tracks are {native.hidden_size} wide with "
+        f"{native.num_attention_heads} heads, {native.num_key_value_heads} KV heads and {native.intermediate_size} "
+        f"neurons. Prompt {options.prompt}, {options.new} new tokens, {len(results[0].rounds)} rounds.\n"
+    )
+    yield HEAD
+    for result in results:
+        yield row(result, next(one for one in results if one.load == result.load))
+
+
+def row(result: Result, dense: Result) -> str:
+    split = result.rounds[0].decode_pass
+    assert split is not None
+    cells = [str(result.load.batch), result.candidate.name, str(split.layers.all_reduces)]
+    cells.append(f"{split.layers.bytes / result.load.batch / 1e3:.1f}")
+    for figure, scale in (("first_token", 1e3), ("per_token", 1e3), ("rate", 1.0)):
+        own, others = ([figure_of(one, figure) for one in found.rounds] for found in (result, dense))
+        change = median(mine / other for mine, other in zip(own, others, strict=True)) - 1
+        cells += [f"{scale * median(own):.1f}", "" if result is dense else f"{change:+.0%}"]
+    return "| " + " | ".join(cells) + " |"
+
+
+def figure_of(measured: Measurement, name: str) -> float:
+    """One of its figures, by name."""
+    return float(getattr(measured, name))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
+    parser.add_argument("--links", nargs="+", type=float, default=[0.0, 0.2, 1.0], help="delays in ms; 0 is none")
+    parser.add_argument("--depths", nargs="+", type=int, default=[1, 2, 4, 8])
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8])
+    parser.add_argument("--prompt", type=int, default=64)
+    parser.add_argument("--new", type=int, default=12)
+    parser.add_argument("--minutes", type=float, default=10.0, help="to share out; at least one round is run of each")
+    parser.add_argument("-o", "--output", type=Path, help="write the tables here too, every round beside it as JSON")
+    options = parser.parse_args()
+    if options.new < 2:
+        parser.error("--new must be at least 2: the first token comes out of the prompt's pass")
+    logging.disable_progress_bar()
+    began, texts, record = time.monotonic(), list[str](), dict[str, object]()
+    with tempfile.TemporaryDirectory() as temporary:
+        for place, number in enumerate(options.ranks):
+            models = Models.write(Path(temporary), number)
+            for nth, delay in enumerate(options.links, start=1):
+                share = (place * len(options.links) + nth) / (len(options.ranks) * len(options.links))
+                results = measure_link(models, delay, began + 60 * options.minutes * share, options)
+                texts.append("\n".join(lines(models, delay, results, options)) + "\n")
+                record[f"{number} ranks, {delay:g} ms"] = [
+                    {"program": one.candidate.name, **asdict(one.load), "rounds": [asdict(each) for each in one.rounds]}
+                    for one in results
+                ]
+                print(texts[-1], flush=True)
+    texts.append(
+        f"{platform.processor() or platform.machine()}, {usable_cores()} cores, threads per rank: "
+        f"{', '.join(f'{threads_per_rank(number)} of {number}' for number in options.ranks)}; load average "
+        f"{os.getloadavg()[0]:.1f} at the end; {time.monotonic() - began:.0f} s in all.\n"
+    )
+    print(texts[-1])
+    write_tables(options.output, texts, record)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""scripts/bench/tracks.py: what it compares, and its rows, from measurements made by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from scripts.bench import tracks
+from surgeon.bench.measure import Candidate, Load, Measurement, Result, Split
+from surgeon.program import Program
+from surgeon.runtime.comm.collectives import Counts
+
+
+def test_what_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config = LlamaConfig(num_hidden_layers=tracks.LAYERS, vocab_size=97, max_position_embeddings=64, **small)
+    monkeypatch.setattr(tracks, "CONFIG", config)
+    models = tracks.Models.write(tmp_path, 4)
+    assert models == tracks.Models.write(tmp_path, 4)  # and nothing is written again
+    found = {one.name: one.plan for one in models.candidates([1, 8], 32)}
+    syncs = {name: Program.parse(plan.program).sync_points(4) for name, plan in found.items()}
+    assert syncs == {
+        "dense": 32,
+        **{f"{kind}, D = {depth}": 16 // depth for kind in ("native", "sliced") for depth in (1, 8)},
+    }
+    assert {(name.partition(",")[0], plan.hidden, plan.layers) for name, plan in found.items()} == {
+        ("dense", 64, 16),
+        ("native", 32, 64),
+        ("sliced", 64, 16),
+    }
+
+
+def test_rows() -> None:
+    def result(seconds: list[float], syncs: int) -> Result:
+        plan: Any = None
+        split = Split(0, 0.0, 0.0, Counts(syncs, 0, 1600 * syncs), Counts())
+        rounds = [Measurement(one, one, one, one / 10, 100 / one, split, split) for one in seconds]
+        return Result(Candidate("one", plan), Load(2, 4, 8), rounds)
+
+    dense, other = result([1.0, 2.0, 4.0], 32), result([0.5, 1.8, 3.6], 4)
+    assert tracks.row(dense, dense) == "| 2 | one | 32 | 25.6 | 2000.0 |  | 200.0 |  | 50.0 |  |"
+    assert tracks.row(other, dense) == "| 2 | one | 4 | 3.2 | 1800.0 | -10% | 180.0 | -10% | 55.6 | +11% |"
