@@ -1,0 +1,154 @@
+"""What the article on block-wise local training claims, and what was measured; a rule confirms or refutes each."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
+
+from scripts.bench.pipelined_ranks import LOCAL
+from scripts.bench.rack_quality import HIDDEN, Run, found_in
+
+if TYPE_CHECKING:
+    from scripts.bench.racks import Bench, Cell, Figures
+
+NOISE = 0.002  # of a loss: seeds differ by more
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One line of the table."""
+
+    claim: str
+    article: str
+    ours: str
+    holds: bool | None
+
+    def __str__(self) -> str:
+        verdict = {True: "confirmed", False: "refuted", None: "open"}[self.holds]
+        return f"| {self.claim} | {self.article} | {self.ours} | {verdict} |"
+
+
+def show(bench: Bench, found: Mapping[Cell, Sequence[Figures]], quality: Sequence[Path]) -> None:
+    """Print the table; of several folders with runs, each on its own."""
+    print("\n| claim | the article | here | |\n|---|---|---|---|")
+    for claim in (
+        *of_runs(bench, found),
+        *(claim for folder in quality for claim in of_losses(dict(found_in(folder)))),
+    ):
+        print(claim)
+
+
+def of_runs(bench: Bench, found: Mapping[Cell, Sequence[Figures]]) -> Iterator[Claim]:
+    """What costs, on four ranks without a link."""
+    ways = {cell.way: (cell, rounds) for cell, rounds in found.items() if (cell.ranks, cell.link) == (4, "none")}
+    if set(ways) < {"gpipe", "1f1b", "interleaved", LOCAL}:
+        return
+    first = {way: rounds[0] for way, (_, rounds) in ways.items()}
+    local, one = first[LOCAL], first["1f1b"]
+    yield Claim(
+        "no gradient crosses a rack: nothing comes back",
+        "none",
+        f"{local.backward / 1e6:.2f} MB a step back, 1F1B {one.backward / 1e6:.2f}",
+        local.backward == 0 < one.backward,
+    )
+    ratio = (one.forward + one.backward) / (local.forward + local.backward)
+    yield Claim(
+        "an order of magnitude less data over the slow link",
+        "540 GB each way against 38 GB received, 14 times less",
+        f"{one.forward / 1e6:.2f} + {one.backward / 1e6:.2f} MB a step against {local.forward / 1e6:.2f} + "
+        f"{local.backward / 1e6:.2f}: {ratio:.1f} times less; activations go forward as before",
+        ratio >= 10,
+    )
+    speeds = {way: statistics.median(each.speed for each in rounds) for way, (_, rounds) in ways.items()}
+    gains = {way: speeds[LOCAL] / speeds[way] - 1 for way in ("gpipe", "1f1b", "interleaved")}
+    batches = bench.optimisation.micro_batches
+    yield Claim(
+        "throughput at four racks, the same batch",
+        "+38% (against what is not said)",
+        ", ".join(f"{gain:+.0%} to {way}" for way, gain in gains.items())
+        + f"; without codas at most {(batches + 3) / batches - 1:+.0%}",
+        gains["1f1b"] >= 0.3,
+    )
+    idle = {way: statistics.median(statistics.mean(each.idle) for each in rounds) for way, (_, rounds) in ways.items()}
+    most = statistics.median(min(each.idle) for each in ways[LOCAL][1])
+    yield Claim(
+        "every rack is busy every step",
+        "no bubble; pipelines: a quarter of four racks idle",
+        f"idle on average {idle[LOCAL]:.0%} ({idle['gpipe']:.0%} GPipe, {idle['1f1b']:.0%} 1F1B, "
+        f"{idle['interleaved']:.0%} interleaved); the busiest {most:.0%}; the last rack has no coda, and waits",
+        most < 0.05,
+    )
+    held = {way: bench.held(cell) for way, (cell, _) in ways.items()}
+    if all(held.values()):
+        megabytes = {way: (each or 0) / 1e6 for way, each in held.items()}
+        yield Claim(
+            "less memory: one batch of activations in flight",
+            "one instead of one per stage",
+            ", ".join(f"{way} {each:.1f}" for way, each in megabytes.items()) + " MB held by the rank that holds most",
+            megabytes[LOCAL] < min(each for way, each in megabytes.items() if way != LOCAL),
+        )
+
+
+def of_losses(runs: Mapping[Run, dict[str, Any]]) -> Iterator[Claim]:
+    """What racks cost in loss."""
+    gaps = {size: gap_of(runs, Run(size)) for size in HIDDEN}
+    known = {size: gap for size, gap in gaps.items() if gap is not None}
+    ratios = {size: per_parameter(runs[Run(size)]) for size in known}
+    if len(known) > 1:
+        shares = [f"{size} {gap[0]:+.4f} ({gap[1]:+.1%}) at {ratios[size]:.1f}" for size, gap in known.items()]
+        relative = [gap[1] for gap in known.values()]
+        yield Claim(
+            "the gap in loss shrinks as models grow (at equal tokens)",
+            "1.5% worse at 1B, 15% better at 13B",
+            "; ".join(shares) + " tokens per parameter",
+            relative == sorted(relative, reverse=True),
+        )
+    full = [size for size in known if ratios[size] >= 19.5]
+    if full:
+        seeds = [gap_of(runs, Run(full[0], seed=seed)) for seed in range(3)]
+        there = [gap[0] for gap in seeds if gap is not None]
+        yield Claim(
+            "no worse at twenty tokens per parameter",
+            "not run",
+            f"{full[0]}: " + ", ".join(f"{gap:+.4f}" for gap in there) + f" nats ({len(there)} seeds)",
+            statistics.mean(there) <= NOISE,
+        )
+    spreads = {size: runs[Run(size)]["points"][-1]["losses"] for size in known}
+    if spreads:
+        between = {size: losses[0] - losses[-1] for size, losses in spreads.items()}
+        yield Claim(
+            "the shallowest rack is not far behind the deepest",
+            "0.29 nats at 1B, 0.1 from 3B on",
+            ", ".join(f"{size} {each:+.3f}" for size, each in between.items()),
+            all(each < 0.1 for each in between.values()),
+        )
+    averaged = {every: gap_of(runs, Run("small", average=every)) for every in (0, 10, 1)}
+    if all(averaged.values()):
+        losses = {every: gap[0] for every, gap in averaged.items() if gap is not None}
+        yield Claim(
+            "codas need not be averaged",
+            "each rack's own is enough",
+            f"gap {losses[0]:+.4f} never, {losses[10]:+.4f} every 10 steps, {losses[1]:+.4f} always",
+            losses[0] <= min(losses.values()) + NOISE,
+        )
+
+
+def gap_of(runs: Mapping[Run, dict[str, Any]], run: Run) -> tuple[float, float] | None:
+    """The loss of a run less that of the model trained end to end, and its share of that; None if one is missing."""
+    local, whole = runs.get(run), runs.get(Run(run.size, racks=1, seed=run.seed))
+    if local is None or whole is None:
+        return None
+    base = whole["points"][-1]["losses"][-1]
+    gap = local["points"][-1]["losses"][-1] - base
+    return gap, gap / base
+
+
+def per_parameter(values: Mapping[str, Any]) -> float:
+    """Tokens for each parameter without embedding and head."""
+    return float(values["steps"] * values["tokens_per_step"] / values["body"])

@@ -1,0 +1,133 @@
+"""scripts/bench/racks.py, rack_claims.py, rack_pictures.py: figures, verdicts, pictures, of records made by hand."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.image import imread
+
+from scripts.bench import rack_claims, rack_pictures, racks
+from scripts.bench.pipelined_p2p import Trace
+from scripts.bench.pipelined_ranks import LOCAL, SCHEDULES, Job, read_outcome, record_of
+from scripts.bench.rack_model import Optimisation, head_units
+from scripts.bench.rack_quality import Run
+from scripts.bench.racks import Bench, Cell, Figures
+from surgeon.provenance import write_json
+
+STEPS = Optimisation(3, 8, 1, 1e-3, warmup=1)
+
+
+def bench(output: Path) -> Bench:
+    return Bench(argparse.Namespace(output=output, compute=0.01, layers=4))
+
+
+def leave(made: Bench, cell: Cell, step_seconds: float, waits: float) -> Job:
+    """What a run leaves in which every step takes as long, and every rank waits for so much of it."""
+    job, folder = made.job(cell), cell.folder(made.output, 0)
+    (folder / "rank-0").mkdir(parents=True)
+    job.write(folder)
+    for rank in range(cell.ranks):
+        trace, times = Trace(), []
+        for step in range(1, job.optimisation.steps + 1):
+            begun = 100.0 + (step - 1) * step_seconds
+            trace.step = step
+            times.append((begun, begun + step_seconds))
+            middle = begun + step_seconds * (1 - waits)
+            trace.add(begun, middle, "compute", "forward", 0)
+            trace.add(begun, middle, "send", "forward", 0)
+            trace.add(middle, begun + step_seconds, "wait_input" if rank else "wait_room", "forward", 0)
+        (folder / f"rank-{rank}").mkdir(exist_ok=True)
+        trace.write(folder / f"rank-{rank}" / "timeline.csv")
+        back = {} if cell.way == LOCAL or rank == 0 else {"backward": 600}
+        record = {"times": times, "losses": [1.0], "sent": {"forward": 300} | back, "received": {}, "peak": 1000 + rank}
+        record_of(folder, rank).write_text(json.dumps(record | {"held": 50 + rank}))
+    return job
+
+
+def test_figures_are_those_of_the_steps_behind_the_first(tmp_path: Path) -> None:
+    made, cell = bench(tmp_path), Cell(2, "none", "1f1b")
+    job = leave(made, cell, 0.5, 0.2)
+    found = racks.figures_of(read_outcome(job, cell.folder(tmp_path, 0)))
+    assert found.speed == pytest.approx(8 * racks.WINDOW / 0.5)
+    assert found.idle == pytest.approx((0.2, 0.2))
+    steps = job.optimisation.steps
+    assert (found.forward, found.backward, found.resident) == (600 / steps, 600 / steps, 1001)
+    units = 4 + head_units(made.config)  # of both ranks together, forward
+    assert found.paced == pytest.approx(2 * 0.4 / (8 * 3 * units * 0.01) - 1)
+
+
+def test_a_coda_and_a_slow_rank_are_to_take_longer() -> None:
+    job = Job("1f1b", 2, bench(Path()).config.to_dict(), STEPS, unit=0.01)
+    head = head_units(job.config)
+    assert racks.paced_seconds(job, 0) == pytest.approx(3 * 2 * 0.01)
+    assert racks.paced_seconds(job, 1) == pytest.approx(3 * (2 + head) * 0.01)
+    local = replace(job, schedule=LOCAL, factors=(2.0, 1.0))
+    assert racks.paced_seconds(local, 0) == pytest.approx(2 * 3 * (2 + 1 + head) * 0.01)
+    assert racks.paced_seconds(local, 1) == pytest.approx(3 * (2 + head) * 0.01)
+
+
+def test_every_way_meets_every_link(tmp_path: Path) -> None:
+    todo = racks.cells([2], ["none", "slow"])
+    assert [cell.way for cell in todo] == [*SCHEDULES, *SCHEDULES]
+    assert bench(tmp_path).job(todo[-1]).factors == (1.0, 2.0)
+    assert bench(tmp_path).job(Cell(2, "10MB/s", "gpipe")).bandwidth == 10e6
+
+
+def test_what_is_there_is_tabled_judged_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made, todo = bench(tmp_path), racks.cells([4], ["none"])
+    for cell in todo:
+        leave(made, cell, *((0.4, 0.01) if cell.way == LOCAL else (0.6, 0.3)))
+    found = racks.show(made, todo)
+    assert "| 4 | none | local, a coda of 1 | 2560 (2560, 2560) | +50% | " in capsys.readouterr().out
+    claims = {claim.claim: claim.holds for claim in rack_claims.of_runs(made, found)}
+    assert claims == {
+        "no gradient crosses a rack: nothing comes back": True,
+        "an order of magnitude less data over the slow link": False,
+        "throughput at four racks, the same batch": True,
+        "every rack is busy every step": True,
+    }
+    (picture,) = rack_pictures.draw(made, found, [])
+    assert imread(picture).std() > 0.1
+
+
+def losses(size: str, last: float, **more: Any) -> tuple[Run, dict[str, Any]]:
+    run = Run(size, **more)
+    points = [{"step": 10, "losses": [last + 0.2, last]}]
+    return run, {"steps": 10, "tokens_per_step": 100, "body": 50, "points": points}
+
+
+def test_claims_on_losses_are_judged_by_the_figures() -> None:
+    runs = dict(
+        [
+            *(losses(size, 2.0, racks=1) for size in ("small", "medium", "large")),
+            *(losses(size, 2.0 + gap) for size, gap in (("small", 0.1), ("medium", 0.05), ("large", -0.01))),
+            losses("small", 2.09, average=10),
+            losses("small", 2.2, average=1),
+        ]
+    )
+    claims = {claim.claim: claim for claim in rack_claims.of_losses(runs)}
+    assert [claim.holds for claim in claims.values()] == [True, False, False, False]
+    assert "small +0.1000 (+5.0%) at 20.0; medium +0.0500" in str(next(iter(claims.values())))
+    assert "gap +0.1000 never, +0.0900 every 10 steps, +0.2000 always" in str(list(claims.values())[-1])
+
+
+def test_curves_are_drawn(tmp_path: Path) -> None:
+    for racks_of, last in ((1, 2.0), (4, 2.1)):
+        run, values = losses("large", last, racks=racks_of)
+        values["points"] = [{"step": 5, "losses": [3.0, 2.9]}, *values["points"]]
+        names = {"size": run.size, "racks": run.racks, "coda": run.coda, "seed": 0}
+        write_json(tmp_path / f"{run.name}.json", values | names)
+    rack_pictures.draw_losses(tmp_path, {"1f1b": 100.0, LOCAL: 120.0}, tmp_path / "losses.png")
+    rack_pictures.draw_gaps([tmp_path], tmp_path / "gaps.png")
+    for name in ("losses.png", "gaps.png"):
+        assert imread(tmp_path / name).std() > 0.05
+
+
+def test_figures_take_the_median() -> None:
+    rounds = [Figures(speed, 1.0, 1.0, (0.1,), 1) for speed in (3.0, 1.0, 2.0)]
+    assert racks.median(rounds, racks.speed) == 2.0
