@@ -22,7 +22,8 @@ from surgeon.report.trained import HELD_OUT, TRAINING, TRAINING_TABLES, duration
 from surgeon.report.words import interval, number, plural
 
 RANDOM = "the model with random weights"
-_LONGEST_PROGRAM = 48  # characters of it in a table
+LOG_FROM = 2.0  # from this ratio on perplexity is drawn on a logarithmic axis: its first value is far above all others
+_LONGEST_PROGRAM = 28  # characters of it in a table
 
 
 def from_scratch(data: Any) -> str:
@@ -36,7 +37,7 @@ def _show(run: Run) -> Iterator[Block]:
     yield Paragraph(_what(record))
     rows = [[name, *_cells(record[stage])] for stage, name in (("untrained", "untrained"), ("trained", "trained"))]
     yield Table("Before and after", ["", "loss", "perplexity", "95% interval"], rows, "Loss in nats per token.")
-    charts = list(held_out_charts([_curve(run)], first=RANDOM))
+    charts = list(held_out_charts([_curve(run)], "", RANDOM, LOG_FROM))
     if len(training):
         charts += [loss_chart(training), rate_chart(training)]
     yield Gallery(charts)
@@ -81,7 +82,7 @@ def _together(runs: Sequence[Run]) -> list[Block]:
     note += "" if len(texts) == 1 else " The runs were measured on different texts, and cannot be compared."
     shown = list(models.items())[:STYLES]
     several = any(len(same) > 1 for same in models.values())
-    charts = [*held_out_charts([_curve(same[0], name) for name, same in shown], ", side by side", RANDOM)]
+    charts = [*held_out_charts([_curve(same[0], name) for name, same in shown], ", side by side", RANDOM, LOG_FROM)]
     trained = {name: same[0].tables[TRAINING] for name, same in shown if len(same[0].tables[TRAINING])}
     charts += [losses_chart(trained, ", side by side")] if trained else []
     caption = "Of each model the run with the first seed." if several else ""

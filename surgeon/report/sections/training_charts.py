@@ -90,13 +90,17 @@ def losses_chart(runs: Mapping[str, pd.DataFrame], together: str) -> Chart:
 
 
 def held_out_charts(
-    curves: Sequence[HeldOutCurve], together: str = "", first: str = "the edited model before training"
+    curves: Sequence[HeldOutCurve],
+    together: str = "",
+    first: str = "the edited model before training",
+    log_from: float = _WIDE,
 ) -> Iterator[Chart]:
     """Perplexity and divergence on held-out text, a line for each run.
 
     Args:
         together: ends the titles of charts of several runs.
         first: what step 0 is.
+        log_from: the ratio of the highest to the lowest value from which an axis is logarithmic.
     """
     per_step = {curve.tokens_per_step for curve in curves}
     by_tokens = len(per_step) > 1 and all(math.isfinite(tokens) for tokens in per_step)
@@ -119,7 +123,7 @@ def held_out_charts(
         dashed = "" if rule is None else f" Dashed: the original's {name}, {number(rule)}."
         shown = "95% intervals are far wider than the picture" if too_wide else f"{_drawn(series)} are 95% intervals"
         caption = f"Step 0 is {first}; {shown}.{dashed}"
-        axis = _wide_or_log(curve_values if too_wide else [*curve_values, *ends], UNITS[name])
+        axis = _wide_or_log(curve_values if too_wide else [*curve_values, *ends], UNITS[name], log_from)
         svg = draw_chart(series, x, axis, title, rule)
         yield Chart(svg, title, caption, [one.key() for one in series] if len(series) > 1 else [])
 
@@ -171,8 +175,8 @@ def _steps(steps: pd.Series[float], title: str = "step") -> Axis:
     return value_axis([0.0, max(1.0, last)], title, zero=True)
 
 
-def _wide_or_log(values: Sequence[float], title: str) -> Axis:
+def _wide_or_log(values: Sequence[float], title: str, log_from: float = _WIDE) -> Axis:
     finite = [value for value in values if math.isfinite(value)]
-    if finite and min(finite) > 0 and max(finite) > _WIDE * min(finite):
+    if finite and min(finite) > 0 and max(finite) > log_from * min(finite):
         return log_axis(finite, title)
     return value_axis(finite, title, zero=title == UNITS["divergence"])
