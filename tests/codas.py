@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
-from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.codas import write_codas
+from surgeon.families import family_of
+from surgeon.model import program_of
+from surgeon.train.racks.build import rack_of
+from surgeon.train.racks.partition import Racks
 
 
 def save_codas(folder: Path, model: Any, cut: int = 2, depth: int = 1, noise: float = 0.0, tied: bool = False) -> None:
@@ -21,42 +24,10 @@ def save_codas(folder: Path, model: Any, cut: int = 2, depth: int = 1, noise: fl
         noise: that is added to its head, relative to that.
         tied: leave the head out, so that the embedding stands for it.
     """
-    layers = int(model.config.num_hidden_layers)
-    tensors: dict[str, torch.Tensor] = {}
-    state = model.state_dict()
-    prefix = next(name.partition("layers.")[0] for name in state if "layers." in name) + "layers."
-    for name, tensor in state.items():
-        if name.startswith(prefix):
-            number, _, rest = name.removeprefix(prefix).partition(".")
-            if int(number) >= layers - depth:
-                tensors[f"{prefix}{int(number) - layers + depth}.{rest}"] = tensor.clone()
-        elif not any(word in name for word in ("embed_tokens", "embed_in", "embed_positions", "rotary")):
-            tensors[name] = tensor.clone()
-    head = next(name for name in tensors if name in ("lm_head.weight", "embed_out.weight"))
-    tensors[head] += (
-        noise * tensors[head].std() * torch.randn(tensors[head].shape, generator=torch.Generator().manual_seed(1))
-    )
-    if tied:
-        del tensors[head]
-    write(folder, tensors, model, cut, depth)
-
-
-def write(folder: Path, tensors: dict[str, torch.Tensor], model: Any, cut: int, depth: int) -> None:
-    layers = int(model.config.num_hidden_layers)
-    config = model.config.to_dict() | {"num_hidden_layers": depth}
-    if config.get("layer_types"):
-        config["layer_types"] = config["layer_types"][-depth:]
-    each = 1 if config["model_type"] == "gpt_neox" else 2
-    program = " ".join(f"[A{i} F{i}]" if each == 1 else f"A{i} F{i}" for i in range(depth))
-    (folder / "codas").mkdir()
-    save_file(tensors, folder / "codas" / "rack-0.safetensors", metadata={"format": "pt"})
-    record = {
-        "format": 1,
-        "racks": [f"0:{cut}", f"{cut}:{layers}"],
-        "nodes": [each * cut, each * layers],
-        "depth": depth,
-        "program": program,
-        "config": config,
-        "weights": Checkpoint(folder).model_hash(),
-    }
-    (folder / "codas" / "codas.json").write_text(json.dumps(record))
+    racks = Racks.parse(f"0:{cut},{cut}:{int(model.config.num_hidden_layers)}", program_of(model), depth)
+    coda, head = rack_of(model, racks, 0).coda(), f"{family_of(model.config).head}.weight"
+    disturbance = torch.randn(coda.tensors[head].shape, generator=torch.Generator().manual_seed(1))
+    disturbed = coda.tensors[head] + noise * coda.tensors[head].std() * disturbance
+    tensors = {name: tensor for name, tensor in coda.tensors.items() if name != head}
+    coda = replace(coda, tensors=tensors if tied else tensors | {head: disturbed})
+    write_codas(folder, racks.texts, [rack.nodes.stop for rack in racks.ranges], depth, [coda])

@@ -7,18 +7,18 @@ of the demo model.
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from surgeon.checkpoint.read import Checkpoint, locate
+from surgeon.checkpoint.codas import Coda, has_codas, write_codas
+from surgeon.checkpoint.read import locate
+from surgeon.program import Program
 from surgeon.quality.data import load_windows
 from surgeon.quality.sources import DEMO_TRAINING
 from surgeon.runtime.text import open_tokenizer
@@ -29,7 +29,7 @@ TOKENS = 2_000_000  # of training text, at most
 
 def demo_with_coda(folder: Path, cut: int, depth: int, seconds: float) -> Path:
     """The demo model with a coda of `depth` layers behind layer `cut`, trained for so long; kept if it is there."""
-    if (folder / "codas" / "codas.json").exists():
+    if folder.is_dir() and has_codas(folder):
         return folder
     source = locate("demo")
     folder.mkdir(parents=True, exist_ok=True)
@@ -85,16 +85,6 @@ def train_coda(path: PreTrainedModel, coda: PreTrainedModel, cut: int, seconds: 
 
 def save_coda(folder: Path, coda: PreTrainedModel, cut: int, layers: int, depth: int) -> None:
     """Write it beside the checkpoint."""
-    (folder / "codas").mkdir(exist_ok=True)
     tensors = {name: tensor for name, tensor in coda.state_dict().items() if "embed_tokens" not in name}
-    save_file(tensors, folder / "codas" / "rack-0.safetensors", metadata={"format": "pt"})
-    record = {
-        "format": 1,
-        "racks": [f"0:{cut}", f"{cut}:{layers}"],
-        "nodes": [2 * cut, 2 * layers],
-        "depth": depth,
-        "program": " ".join(f"A{layer} F{layer}" for layer in range(depth)),
-        "config": coda.config.to_dict(),
-        "weights": Checkpoint(folder).model_hash(),
-    }
-    (folder / "codas" / "codas.json").write_text(json.dumps(record, indent=1))
+    stored = Coda(coda.config, Program.dense(depth), tensors)
+    write_codas(folder, [f"0:{cut}", f"{cut}:{layers}"], [2 * cut, 2 * layers], depth, [stored])

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from transformers import AutoConfig
-
-from surgeon.checkpoint.read import Checkpoint, read_json
+from surgeon.checkpoint.codas import INDEX, read_codas
+from surgeon.checkpoint.read import check_inside
+from surgeon.checkpoint.replaceable import CODAS
 from surgeon.checkpoint.tensor_file import TensorFile
 from surgeon.families import family_of
 from surgeon.model import check_layers
@@ -17,8 +16,6 @@ from surgeon.runtime.plan.checks import rotary_layers_of, windows_of
 from surgeon.runtime.plan.division import check_division
 from surgeon.runtime.plan.specification import CodaPlan, Plan
 from surgeon.weights import ModelWeights
-
-FOLDER, FORMAT = "codas", 1
 
 
 def with_coda(plan: Plan) -> Plan:
@@ -35,44 +32,31 @@ def with_coda(plan: Plan) -> Plan:
             f"drafts are verified in passes of changing shapes, which decoding {plan.decoding} cannot compute; use "
             "decoding auto or dynamic"
         )
-    file = plan.folder / FOLDER / "codas.json"
-    stored = _read(plan.folder, file)
-    nodes, program = int(stored["nodes"][0]), Program.parse(str(stored["program"]))
-    _check_cut(Program.parse(plan.program), nodes, file)
-    config = AutoConfig.for_model(**stored["config"])
-    family, tensors = family_of(config), file.parent / "rack-0.safetensors"
-    source = ModelWeights(TensorFile(tensors), family, plan.head_dim)
-    layers = source.count_layers()
-    check_layers(program, layers)
-    check_division(program, source.units, plan.ranks)
+    stored = read_codas(plan.folder)
+    if stored is None:
+        raise ValueError(
+            f"{plan.folder} has no codas ({CODAS}/{INDEX}), which would draft; surgeon heal --racks trains some; "
+            "or leave the drafts out"
+        )
+    folder, nodes, program = plan.folder / CODAS, stored.nodes[0], stored.program
+    _check_cut(Program.parse(plan.program), nodes, folder / INDEX)
+    family, file = family_of(stored.config), folder / "rack-0.safetensors"
+    check_inside(plan.folder, file)
+    source = ModelWeights(TensorFile(file), family, plan.head_dim)
+    layers = source.count_layers() if len(program) else 0  # it may be a norm and a head only
+    if layers:
+        check_layers(program, layers)
+        check_division(program, source.units, plan.ranks)
     own = replace(
         plan,
         model_type=family.model_type,
         described=None,
         program=str(program),
         layers=layers,
-        windows=windows_of(config, family, layers),
-        rotary_layers=rotary_layers_of(config, family, layers),
+        windows=windows_of(stored.config, family, layers) if layers else (),
+        rotary_layers=rotary_layers_of(stored.config, family, layers) if layers else (),
     )
-    return replace(plan, coda=CodaPlan(nodes, tensors, own))
-
-
-def _read(folder: Path, file: Path) -> dict[str, Any]:
-    """What is said of the codas beside a checkpoint's weights."""
-    if not file.exists():
-        raise ValueError(
-            f"{folder} has no codas ({FOLDER}/{file.name}), which would draft; surgeon heal --racks trains some; "
-            "or leave the drafts out"
-        )
-    found = read_json(file)
-    missing = [name for name in ("nodes", "program", "config", "weights") if not found.get(name)]
-    if found.get("format") != FORMAT or missing:
-        raise ValueError(
-            f"{file} is not of format {FORMAT}, or lacks {', '.join(missing) or 'nothing'}; write codas again"
-        )
-    if found["weights"] != Checkpoint(folder).model_hash():
-        raise ValueError(f"{file} is of other weights than {folder} holds; train codas for these")
-    return found
+    return replace(plan, coda=CodaPlan(nodes, file, own))
 
 
 def _check_cut(program: Program, nodes: int, file: Path) -> None:

@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from surgeon.checkpoint.in_memory import export
+from surgeon.model import edit
 from surgeon.runtime.batching.request import Request, Sampling
 from surgeon.runtime.batching.scheduler import Limits, Output, Tally
 from surgeon.runtime.comm.collectives import Alone
@@ -117,6 +119,20 @@ def test_a_coda_that_is_the_rest_of_the_model_is_always_right(tmp_path: Path) ->
     assert (tally.drafted, tally.accepted) == (9, 9)
     assert engine.figures.drafting.passes == 3 * 4
     assert engine.figures.decode.tokens == 3 * 4 + 1 + 13  # with drafts, the last one, without drafts
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("program", ["A0 F0 [A1 A2] >[F1 F2] A3 F3 A4 >F4", "A0 F0 {A1 F1 | A2 F2} A3 F3 A4@o7,q9 F4"])
+def test_programs_that_are_cut(program: str, depth: int, tmp_path: Path) -> None:
+    model = edit(tiny_model("llama", 5), program)
+    export(model, tmp_path / "edited", form="program")
+    save_codas(tmp_path / "edited", model, cut=3, depth=depth)
+    requests = [Request(number, tuple(prompt), GREEDY) for number, prompt in enumerate(PROMPTS[:2])]
+    engine = engine_of(tmp_path / "edited")
+    found, tally = run(engine, requests, 3)
+    assert found == run(engine, requests, 0)[0]
+    assert found[0] == continued(model, PROMPTS[0])
+    assert tally.drafted > 0
 
 
 def test_a_head_that_is_left_out_is_the_embedding(tmp_path: Path) -> None:
