@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from surgeon.cli.grouped import grouped
+from surgeon.cli.heal_racks import HealRacksArguments, heal_by_racks
 from surgeon.cli.opening import warn
 from surgeon.cli.options import DATA_HELP, ProgramOption, SeparatorOption, WindowOption
 
@@ -182,6 +183,7 @@ def heal(
     text: HealTextArguments,
     method: MethodArguments,
     program: ProgramOption = None,
+    by_racks: HealRacksArguments,
     schedule: ScheduleArguments,
     written: WrittenArguments,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where there is one.")] = "auto",
@@ -199,7 +201,8 @@ def heal(
     from surgeon.train.resume import finish_run, run_folder
     from surgeon.train.run import train
 
-    settings = _settings(method, schedule)
+    by_racks.check(method.keep_adapter)
+    settings = _settings(method, schedule, by_racks.racks is not None)
     check_target(output, written.overwrite)
     processes, where = join_processes(device)
     folder = run_folder(output)
@@ -207,12 +210,17 @@ def heal(
     texts = _texts(subject, text, settings)
     with processes.main_process_first():
         subject = subject.with_factors(folder / "factors")
-    student = subject.student()
-    if method.keep_adapter:
-        check_adapter(student, settings)
     say = _say if processes.is_main_process else _silent
     say(f"{settings.method}; {texts.line()}")
     warn(texts.notes if processes.is_main_process else ())
+    if by_racks.racks is not None:
+        how = {"output": output, "form": written.form, "dtype": written.dtype, "overwrite": written.overwrite}
+        say(proof_line(heal_by_racks(by_racks, subject, texts, settings, folder, where, say, how), "the recipe's"))
+        print(output)
+        return
+    student = subject.student()
+    if method.keep_adapter:
+        check_adapter(student, settings)
     original, identity = subject.loads_original, subject.identity()
     found = train(student, texts, settings, folder, original, subject.program, identity, device=where)
     if found is None:
@@ -248,7 +256,7 @@ def _silent(_: str) -> None:
     """What the other processes have to say."""
 
 
-def _settings(method: MethodArguments, schedule: ScheduleArguments) -> TrainSettings:
+def _settings(method: MethodArguments, schedule: ScheduleArguments, by_racks: bool) -> TrainSettings:
     """The run's settings: the preset's, and over them what the user gives; printed where there is a preset."""
     from surgeon.train.arguments import parse_trainer_arguments
     from surgeon.train.presets import preset
@@ -260,6 +268,8 @@ def _settings(method: MethodArguments, schedule: ScheduleArguments) -> TrainSett
     }
     given |= {"scope": method.train, "lora": method.lora, "distillation": _distillation(method)}
     given = {name: value for name, value in given.items() if value is not None}
+    if by_racks:
+        given.setdefault("scope", "all")
     given |= {name: getattr(schedule, name) for name in ("seed", "evaluate_every", "save_every")}
     given["arguments"] = parse_trainer_arguments(schedule.trainer_arg or [])
     if method.preset is None:

@@ -12,6 +12,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 import surgeon
+from surgeon.checkpoint.codas import read_codas
 from surgeon.checkpoint.verify import verify
 from surgeon.model import program_of
 from tests.cli.conftest import Run
@@ -181,3 +182,49 @@ def test_an_edited_checkpoint_without_a_record_is_refused(heal: Any, tiny_checkp
     code, _, err = heal(tmp_path / "saved")
     assert code == 1
     assert "has no surgeon.json that says of what; heal the recipe" in err
+
+
+def test_racks_are_healed_one_by_one(heal: Any, surgeon_says: Run, tmp_path: Path) -> None:
+    """Codas lie beside an ordinary checkpoint of the recipe's program."""
+    code, out, err = heal("pair: {layers: '0:2'}", "--racks", "0:2,2:4", "--coda", 2)
+    assert (code, out.strip()) == (0, str(tmp_path / "healed")), err
+    assert "all weights; trained on" in err
+    assert "rack 0:2: perplexity by its coda " in err
+    assert "proof: the program is the recipe's" in err
+    report = json.loads((tmp_path / "healed" / "surgeon.json").read_text())
+    assert (report["form"], report["program"]) == ("fused", "[A0 A1] [F0 F1] A2 F2 A3 F3")
+    assert report["trained"]["method"] == "all weights, rack by rack (layers 0:2, 2:4) with codas of 2 layers"
+    assert [each["layers"] for each in report["trained"]["racks"]["each"]] == ["0:2", "2:4"]
+    said = " ".join(surgeon_says("show", tmp_path / "healed")[1].split())
+    assert "of 2 layers for every rack but the last; racks of the layers 0:2, 2:4" in said
+    run = tmp_path / "healed.run"
+    assert json.loads((run / "run.json").read_text())["healed"] == report["trained"]["healed"]
+    assert sorted(path.name for path in run.rglob("*.csv")) == [
+        "held_out.csv",
+        "held_out.csv",
+        "training.csv",
+        "training.csv",
+    ]
+    assert not list(run.rglob("*.safetensors"))
+    codas = read_codas(tmp_path / "healed")
+    assert codas is not None
+    assert codas.nodes == (2, 6)
+    assert surgeon_says("diff", tmp_path / "healed", tmp_path / "healed")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--racks", "0:2"), "the racks end before layer 2"),
+        (("--racks", "0:1,1:4"), "would cut through [A0 A1]"),
+        (("--racks", "0:2,2:4", "--coda", 3), "deeper than the last rack"),
+        (("--racks", "0:2,2:4", "--train", "edited"), "use --train all"),
+        (("--racks", "0:2,2:4", "--keep-adapter"), "leave --keep-adapter out"),
+        (("--coda", 1), "add --racks, or drop it"),
+    ],
+)
+def test_racks_that_cannot_be(arguments: Any, message: str, heal: Any, tmp_path: Path) -> None:
+    code, _, err = heal("pair: {layers: '0:2'}", *arguments)
+    assert (code, err.count("error:")) == (1, 1)
+    assert message in " ".join(err.split())
+    assert not (tmp_path / "healed").exists()

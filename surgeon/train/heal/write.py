@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -75,12 +76,14 @@ def write_healed(
     form: str = "auto",
     dtype: str | None = None,
     overwrite: bool = False,
+    write: Callable[..., Proof] = export,
 ) -> Proof:
     """Write the healed model as a checkpoint, with its adapters merged, its proof, and what it went through.
 
     Args:
         record: of the run (`record_of`).
         form, dtype: as `surgeon.export` takes them; by default what the original is stored in.
+        write: `surgeon.export`, or what writes something beside.
 
     Raises:
         NotProven: if what was written is not the model, or its program not the recipe's.
@@ -91,7 +94,7 @@ def write_healed(
         kept["earlier"] = subject.report["trained"]
     training = Training(_published(subject), subject.program, _source_of(subject), kept)
     stored = dtype or _stored_dtype(subject)
-    return export(found.merged(), output, form=form, dtype=stored, overwrite=overwrite, training=training)
+    return write(found.merged(), output, form=form, dtype=stored, overwrite=overwrite, training=training)
 
 
 def _published(subject: HealSubject) -> str | None:

@@ -28,7 +28,7 @@ from surgeon.train.racks.model import RackModel
 from surgeon.train.racks.partition import Racks
 from surgeon.train.racks.streams import KeptStreams
 from surgeon.train.racks.task import check_settings, identity_of, rack_task
-from surgeon.train.resume import add_to_record, finish_run, read_record
+from surgeon.train.resume import add_to_record, alone, finish_run, open_run, read_record
 from surgeon.train.run import train
 from surgeon.train.settings import TrainSettings
 from surgeon.train.texts import TrainTexts
@@ -122,10 +122,23 @@ def train_in_turn(
     if PartialState(cpu=device == "cpu").num_processes > 1:
         raise ValueError("racks are trained by one process here; leave accelerate launch or torchrun out")
     turn = _Turn(whole, racks, texts, settings, folder, identity or {}, seed, device, _Once(texts, original))
-    done = [turn.trained(index) for index in range(len(racks))]
+    with alone(folder, device):
+        open_run(folder, turn.identity_of_all())
+        done = [turn.trained(index) for index in range(len(racks))]
     found, results = [rack for rack, _ in done], tuple(result for _, result in done)
     codas = tuple(rack.coda() for rack in found[:-1])
     return RacksTrained(assemble(whole, racks, found), codas, results)
+
+
+def finish_racks(folder: Path, racks: Racks, record: dict[str, Any]) -> None:
+    """Complete the record of a run of racks whose result is written, and remove their weights; tables stay.
+
+    Raises:
+        OSError: if the folder cannot be written.
+    """
+    finish_run(folder, record)
+    for rack in racks.ranges:
+        (rack_folder(folder, rack.index) / RACK_FILE).unlink(missing_ok=True)
 
 
 class _Once:
@@ -172,11 +185,19 @@ class _Turn:
     def _known(self, index: int) -> RackResult | None:
         """What is known of a rack that is trained; None if it is one of another run, which `train` will refuse."""
         record = read_record(rack_folder(self.folder, index))
-        texts = {"data": self.texts.training.digest, "held_out": self.texts.held_out.digest}
-        mine = self._identity(index) | {"settings": self.settings.to_json()} | texts
+        mine = self._identity(index) | self._of_run()
         if _DONE not in record or record.get("identity") != json.loads(json.dumps(mine)):
             return None
         return RackResult.of_json(record[_DONE])
+
+    def identity_of_all(self) -> dict[str, Any]:
+        """What the run of all racks follows from, as JSON values."""
+        return self.identity | {"racks": self.racks.texts, "coda": self.racks.depth} | self._of_run()
+
+    def _of_run(self) -> dict[str, Any]:
+        """What `train` adds to the identity of a run."""
+        texts = {"data": self.texts.training.digest, "held_out": self.texts.held_out.digest}
+        return {"settings": self.settings.to_json()} | texts
 
     def _identity(self, index: int) -> dict[str, Any]:
         return self.identity | identity_of(self.racks, index, self.seed)

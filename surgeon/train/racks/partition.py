@@ -87,6 +87,11 @@ class Racks:
         return list(map(str, self.ranges))
 
     @property
+    def ends(self) -> list[int]:
+        """After how many nodes of the program each rack ends."""
+        return [rack.nodes.stop for rack in self.ranges]
+
+    @property
     def last(self) -> int:
         """The last rack's index."""
         return len(self.ranges) - 1
