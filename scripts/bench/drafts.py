@@ -6,7 +6,8 @@
 --folder is a checkpoint with codas; where there is none, it is made: the demo model with a coda behind layer --cut
 (coda_training.py). One text at a time, greedy and drawn; prompts are of text that the demo model has not seen. All ways
 of decoding take turns in every round, so that whatever else the machine does happens to all of them; tables have
-medians over rounds and prompts. Greedy texts are compared: those that differ are counted.
+medians over rounds and prompts. Greedy texts are compared: those that differ are counted. Beside the clock's seconds
+there are the processor's (of rank 0, its prompt included), which other programs on the machine change less.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import product
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 
@@ -27,103 +27,9 @@ from transformers.utils import logging
 
 from scripts.bench.coda_training import demo_with_coda
 from scripts.bench.decoding import write_tables
-from scripts.bench.wavefront import Racks, even_racks, folder_plan
-from surgeon.quality.data import DEMO, load_windows
-from surgeon.runtime.batching.blocks import blocks_for
-from surgeon.runtime.batching.request import Request, Sampling
-from surgeon.runtime.batching.scheduler import Limits
+from scripts.bench.draft_runs import Run, on_ranks, over_racks, prompts_of
+from scripts.bench.wavefront import even_racks, folder_plan
 from surgeon.runtime.comm.link import Link, parse_seconds
-from surgeon.runtime.plan.specification import Plan
-from surgeon.runtime.processes.ranks import RankOptions, Ranks
-from surgeon.runtime.processes.worker import complete, load
-from surgeon.runtime.text import open_tokenizer
-
-PLAIN, CODA = "plain", "coda"
-DRAWN = Sampling(temperature=0.8, top_p=0.95)
-
-
-@dataclass
-class Run:
-    """One text, decoded one way.
-
-    Attributes:
-        drafts: at a time (in flight, for racks); 0 for none.
-        seconds: behind the first new token.
-    """
-
-    place: str
-    kind: str
-    drafts: int
-    prompt: int
-    tokens: list[int]
-    seconds: float
-    drafted: int
-    accepted: int
-
-    @property
-    def rate(self) -> float:
-        """New tokens per second, the first left out."""
-        return (len(self.tokens) - 1) / self.seconds
-
-
-def prompts_of(folder: Path, count: int, length: int) -> list[list[int]]:
-    """Beginnings of text that the demo model has not seen."""
-    windows = load_windows(open_tokenizer(folder), DEMO, 2 * length, 2 * length * count).ids
-    return [window[:length].tolist() for window in windows]
-
-
-def on_ranks(
-    plan: Plan, ranks: int, link: Link | None, prompts: list[list[int]], options: argparse.Namespace
-) -> Iterator[Run]:
-    """Plain decoding and every number of drafts, in turns."""
-    place = f"{ranks} rank{'s' if ranks > 1 else ''}" + ("" if link is None else f", {show(link.delay)}")
-    plan = replace(plan, ranks=ranks)
-    assert plan.coda is not None
-    plan = replace(plan, coda=replace(plan.coda, plan=replace(plan.coda.plan, ranks=ranks)))
-    blocks = blocks_for(plan.max_tokens)
-    with Ranks(RankOptions(ranks, link=link)) as started:
-        started.call(load, replace(plan, coda=None), PLAIN)
-        started.call(load, plan, CODA)
-        for turn in range(options.rounds + 1):
-            for number, prompt in enumerate(prompts):
-                for kind, sampling in (("greedy", Sampling()), ("drawn", DRAWN)):
-                    for drafts in (0, *options.drafts):
-                        asked = replace(sampling, max_new_tokens=options.new, ignore_end=True, seed=number)
-                        limits = Limits(1, plan.max_tokens, draft_tokens=drafts)
-                        request = Request(number, tuple(prompt), asked)
-                        name = CODA if drafts else PLAIN
-                        outputs, figures = started.call(complete, [request], blocks, limits, name)[0]
-                        if turn:  # the first one warms up
-                            seconds = figures.decode.seconds + figures.drafting.seconds
-                            tokens = [output.token for output in outputs]
-                            last = outputs[-1]
-                            yield Run(place, kind, drafts, number, tokens, seconds, last.drafted, last.accepted)
-
-
-def over_racks(
-    plan: Plan, nodes: tuple[int, ...], delays: Sequence[float], prompts: list[list[int]], options: argparse.Namespace
-) -> Iterator[Run]:
-    """Racks on processes of their own: sequential (1 in flight) and as a wavefront."""
-    racks = Racks(plan, nodes)
-    try:
-        for turn in range(options.rounds + 1):
-            for delay, pace in product(delays, options.paces):
-                racks.emulate(delay, pace)
-                for number, prompt in enumerate(prompts):
-                    for window in (1, *options.windows):
-                        found = racks.decode(prompt, options.new, window)
-                        if turn:
-                            own = f", {pace * 1e3:g} ms a node" if pace else ""
-                            place = f"{len(nodes)} racks, {show(delay)}{own}"
-                            told = found.tokens, found.seconds, found.drafts, found.accepted
-                            yield Run(place, "greedy", window, number, *told)
-    finally:
-        racks.close()
-
-
-def show(seconds: float) -> str:
-    """A delay."""
-    return f"{seconds * 1e3:g} ms"
 
 
 def table(runs: Sequence[Run], title: str, unit: str, plain: int) -> Iterator[str]:
@@ -133,14 +39,16 @@ def table(runs: Sequence[Run], title: str, unit: str, plain: int) -> Iterator[st
         plain: the number that what is compared with has.
     """
     yield f"### {title}\n"
-    yield f"| where | texts | {unit} | accepted | tokens per pass | tokens/s (range) | x | other texts |"
-    yield "|:--|:--|--:|--:|--:|--:|--:|--:|"
+    yield f"| where | texts | {unit} | accepted | tokens per pass | tokens/s (range) | x | x, processor | other texts |"
+    yield "|:--|:--|--:|--:|--:|--:|--:|--:|--:|"
     for place, kind in dict.fromkeys((run.place, run.kind) for run in runs):
         here = [run for run in runs if (run.place, run.kind) == (place, kind)]
         base = {(run.prompt, turn): run for turn, run in numbered(here, plain)}
         for drafts in dict.fromkeys(run.drafts for run in here):
             own = numbered(here, drafts)
             ratios = [run.rate / base[run.prompt, turn].rate for turn, run in own]
+            known = [run.processor for _, run in own if run.processor]
+            cheaper = median(base[run.prompt, turn].processor / run.processor for turn, run in own) if known else 0.0
             rates = sorted(run.rate for _, run in own)
             drafted, accepted = sum(run.drafted for _, run in own), sum(run.accepted for _, run in own)
             others = len({run.prompt for turn, run in own if run.tokens != base[run.prompt, turn].tokens})
@@ -151,6 +59,7 @@ def table(runs: Sequence[Run], title: str, unit: str, plain: int) -> Iterator[st
                 *(place, kind, str(drafts), f"{alpha:.0%}" if drafted else "", f"{per_pass:.2f}"),
                 f"{median(rates):.0f} ({rates[len(rates) // 10]:.0f} to {rates[-1 - len(rates) // 10]:.0f})",
                 f"{median(ratios):.2f}",
+                f"{cheaper:.2f}" if known else "",
                 str(others) if kind == "greedy" else "",
             ]
             yield "| " + " | ".join(cells) + " |"
