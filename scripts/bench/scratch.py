@@ -34,9 +34,9 @@ from surgeon.quality.sources import DEMO_TRAINING
 from surgeon.quality.summary import Values, interval
 from surgeon.quality.text import logits_of, text_values
 from surgeon.train.resume import RECORD_FILE, finish_run, read_record
-from surgeon.train.run import train
 from surgeon.train.scratch.build import blueprint
 from surgeon.train.scratch.config import ScratchConfig, parse_config
+from surgeon.train.scratch.run import train_blueprint
 from surgeon.train.scratch.tracks import count_parameters
 from surgeon.train.scratch.write import story_of
 
@@ -100,9 +100,9 @@ def measure(run: ScratchRun, arguments: argparse.Namespace, folder: Path, judged
     plan = blueprint(run.config(arguments, judged_by))
     texts = plan.texts()
     print(f"{folder.name}: {plan.parameters:,} parameters; {texts.line()}", flush=True)
-    found = train(plan.build(), texts, plan.config.settings, folder, None, plan.program, plan.identity())
+    found = train_blueprint(plan, texts, folder)
     assert found is not None
-    values, _ = text_values(logits_of(found.model.eval()), texts.held_out.ids, shown=False)
+    values, _ = text_values(logits_of(found.whole.model.eval()), texts.held_out.ids, shown=False)
     write_table(folder / WINDOWS, pd.DataFrame({"nll": values}))
     story = story_of(plan, texts, found)
     sizes = count_parameters(plan.architecture)

@@ -62,10 +62,10 @@ def train(
     """
     from surgeon.checkpoint.staging import check_target
     from surgeon.train.arguments import join_processes, parse_trainer_arguments
-    from surgeon.train.resume import finish_run, run_folder
-    from surgeon.train.run import train as run
+    from surgeon.train.resume import run_folder
     from surgeon.train.scratch.build import blueprint
     from surgeon.train.scratch.config import read_config_file
+    from surgeon.train.scratch.run import train_blueprint as run
     from surgeon.train.scratch.write import record_of, story_of, write_trained
 
     check_target(output, overwrite)
@@ -76,16 +76,16 @@ def train(
     if processes.is_main_process:
         typer.echo(f"{_what(wanted)}; {texts.line()}", err=True)
         warn(texts.notes)
-    folder, settings = run_folder(output), wanted.config.settings
-    found = run(wanted.build(), texts, settings, folder, None, wanted.program, wanted.identity(), device=where)
+    folder = run_folder(output)
+    found = run(wanted, texts, folder, where)
     if found is None:
         return
-    for name, quality in (("untrained", found.before), ("trained", found.after)):
-        typer.echo(f"{name:<9} {quality.line()}", err=True)
+    for line in found.lines():
+        typer.echo(line, err=True)
     story = story_of(wanted, texts, found)
     proof = write_trained(found, wanted, story, output, form, dtype, overwrite)
     typer.echo(proof_line(proof, "the configuration's"), err=True)
-    finish_run(folder, record_of(output, story))
+    found.finish(folder, record_of(output, story))
     print(output)
 
 

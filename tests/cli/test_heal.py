@@ -199,12 +199,8 @@ def test_racks_are_healed_one_by_one(heal: Any, surgeon_says: Run, tmp_path: Pat
     assert "of 2 layers for every rack but the last; racks of the layers 0:2, 2:4" in said
     run = tmp_path / "healed.run"
     assert json.loads((run / "run.json").read_text())["healed"] == report["trained"]["healed"]
-    assert sorted(path.name for path in run.rglob("*.csv")) == [
-        "held_out.csv",
-        "held_out.csv",
-        "training.csv",
-        "training.csv",
-    ]
+    tables = {str(path.relative_to(run)) for path in run.rglob("*.csv")}
+    assert tables == {f"{rack}{name}.csv" for rack in ("", "rack-0/", "rack-1/") for name in ("held_out", "training")}
     assert not list(run.rglob("*.safetensors"))
     codas = read_codas(tmp_path / "healed")
     assert codas is not None

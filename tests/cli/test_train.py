@@ -147,6 +147,25 @@ def test_a_killed_run_goes_on_to_the_same_weights(train: Any, tmp_path: Path, mo
     assert hashed(tmp_path / "cut") == hashed(tmp_path / "whole")
 
 
+def test_rack_by_rack(train: Any, surgeon_says: Run, tmp_path: Path) -> None:
+    code, out, err = train("", **{"window: 16": 'window: 16\nracks: {ranges: ["0:1", "1:2"], coda: 1}'})
+    assert (code, out.strip()) == (0, str(tmp_path / "new")), err
+    assert "rack 0:1: perplexity by its coda " in err
+    folder = tmp_path / "new"
+    codas = json.loads((folder / "codas" / "codas.json").read_text())
+    assert (codas["racks"], codas["depth"]) == (["0:1", "1:2"], 1)
+    said = json.loads((folder / "surgeon.json").read_text())["trained"]
+    assert said["method"].startswith("all weights, rack by rack (layers 0:1, 1:2) with codas of 1 layer, from random")
+    assert said["racks"]["each"][1]["after"]["perplexity"] == said["trained"]["perplexity"]
+    record = json.loads((tmp_path / "new.run" / "run.json").read_text())
+    assert record["identity"]["task"] == "train"
+    assert record["trained"] == said["trained"]
+    assert surgeon_says("show", folder)[0] == 0
+    assert surgeon_says("report", tmp_path / "new.run", folder, "-o", tmp_path / "page.html")[0] == 0
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert torch.isfinite(model(input_ids=torch.arange(3, 9)[None]).logits).all()
+
+
 def test_another_model_is_not_gone_on_with(train: Any) -> None:
     assert train(LADDER)[0] == 0
     code, _, err = train(LADDER, "--overwrite", **{"hidden_size: 32": "hidden_size: 64"})

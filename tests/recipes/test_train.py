@@ -14,7 +14,15 @@ from surgeon.train.scratch.config import read_config_file
 from surgeon.train.scratch.tracks import count_parameters
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes" / "train"
-SYNCS = {"dense": 16, "attention-mlp": 8, "ladder": 16, "desync": 8, "tracks-2": 2, "tracks-4": 2}  # on two ranks
+SYNCS = {
+    "dense": 16,
+    "attention-mlp": 8,
+    "ladder": 16,
+    "desync": 8,
+    "tracks-2": 2,
+    "tracks-4": 2,
+    "racks-2": 16,
+}  # on two ranks
 
 
 def test_all_are_known() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from surgeon.report.page import render
 from tests.report.read_page import page_of
-from tests.report.run_folders import everything, make_from_scratch
+from tests.report.run_folders import everything, make_from_scratch, state
 
 
 def test_one_run(tmp_path: Path) -> None:
@@ -31,6 +31,17 @@ def test_one_run(tmp_path: Path) -> None:
     assert "weight decay" in text
     assert "model_type: llama" in text
     assert "side by side" not in text
+
+
+def test_racks(tmp_path: Path) -> None:
+    stages = {"before": state(1000.0, None), "after": state(math.exp(4), None)}
+    racks = {"coda": 2, "each": [{"layers": "0:4"} | stages, {"layers": "4:8"} | stages]}
+    text = page_of(make_from_scratch(tmp_path / "racks.run", racks=racks)).text()
+    assert re.search(r"layers 0:4 ?4\.000 ?1,000 ?54\.60 ?49\.14 to 60\.06", text)
+    assert "Each by its own coda of 2 layers" in text
+    own = make_from_scratch(tmp_path / "rack-0", identity={"task": "train", "rack": 0})
+    with pytest.raises(ValueError, match="holds no run of a surgeon command"):
+        render([own])
 
 
 def test_models_and_seeds_side_by_side(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ def _show(run: Run) -> Iterator[Block]:
     yield Paragraph(_what(record))
     rows = [[name, *_cells(record[stage])] for stage, name in (("untrained", "untrained"), ("trained", "trained"))]
     yield Table("Before and after", ["", "loss", "perplexity", "95% interval"], rows, "Loss in nats per token.")
+    yield from _racks(record.get("racks"))
     charts = list(held_out_charts([_curve(run)], "", RANDOM, LOG_FROM))
     if len(training):
         charts += [loss_chart(training), rate_chart(training)]
@@ -44,6 +45,24 @@ def _show(run: Run) -> Iterator[Block]:
     yield from settings_table(record.get("settings"))
     yield Code("Program", str(record["program"]))
     yield Code("Configuration", str(record["configuration"]))
+
+
+def _racks(record: dict[str, Any] | None) -> Iterator[Table]:
+    """What each rack came to, where the model was trained rack by rack."""
+    if record is None:
+        return
+    rows = []
+    for each in record["each"]:
+        low, high = each["after"].get("perplexity_interval") or (None, None)
+        before, after = (float(each[stage]["perplexity"]) for stage in ("before", "after"))
+        rows.append(
+            [f"layers {each['layers']}", number(math.log(after)), *map(number, (before, after)), interval(low, high)]
+        )
+    note = (
+        f"Each by its own coda of {plural(int(record['coda']), 'layer')}; the last rack's are the model's own last "
+        "layers, and the curves below are its."
+    )
+    yield Table("Racks", ["", "loss", "perplexity before", "after", "95% interval"], rows, note)
 
 
 def _what(record: dict[str, Any]) -> str:
@@ -139,11 +158,16 @@ def _findings(run: Run) -> Iterator[Finding]:
     yield Finding("Trained from scratch", text, number(after), "held-out perplexity")
 
 
+def _is_ours(identity: dict[str, Any]) -> bool:
+    """Whether it is of a whole model's run; each of a model's racks has one of its own beside."""
+    return identity.get("task") == "train" and "rack" not in identity
+
+
 SCRATCH = Kind(
     name="train",
     title="Training from scratch",
     record="run.json",
-    is_ours=lambda record: record.get("identity", {}).get("task") == "train",
+    is_ours=lambda record: _is_ours(record.get("identity", {})),
     show=lambda run: list(_show(run)),
     tables=TRAINING_TABLES,
     findings=lambda run: list(_findings(run)),

@@ -30,6 +30,7 @@ from surgeon.train.racks.streams import KeptStreams
 from surgeon.train.racks.task import check_settings, identity_of, rack_task
 from surgeon.train.resume import add_to_record, alone, finish_run, open_run, read_record
 from surgeon.train.run import train
+from surgeon.train.run_log import HELD_OUT_FILE, TRAINING_FILE
 from surgeon.train.settings import TrainSettings
 from surgeon.train.texts import TrainTexts
 
@@ -133,9 +134,13 @@ def train_in_turn(
 def finish_racks(folder: Path, racks: Racks, record: dict[str, Any]) -> None:
     """Complete the record of a run of racks whose result is written, and remove their weights; tables stay.
 
+    The last rack's tables, which are the whole model's, lie in the run's folder, too, as those of other runs do.
+
     Raises:
         OSError: if the folder cannot be written.
     """
+    for name in (TRAINING_FILE, HELD_OUT_FILE):
+        shutil.copyfile(rack_folder(folder, racks.last) / name, folder / name)
     finish_run(folder, record)
     for rack in racks.ranges:
         (rack_folder(folder, rack.index) / RACK_FILE).unlink(missing_ok=True)

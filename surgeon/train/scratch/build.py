@@ -18,6 +18,8 @@ from surgeon.families import FAMILIES, Family, family_of
 from surgeon.model import check_layers, edit
 from surgeon.program import Program
 from surgeon.runtime.text import open_tokenizer
+from surgeon.train.racks.partition import Racks
+from surgeon.train.racks.task import check_settings
 from surgeon.train.scratch.config import ScratchConfig, TracksSection
 from surgeon.train.scratch.tracks import narrow
 from surgeon.train.texts import TrainTexts, load_train_texts
@@ -38,6 +40,7 @@ class Blueprint:
         architecture: of the model before it runs its program; of native tracks, with all their narrow layers.
         tokenizer: gives the vocabulary, and goes into the checkpoint.
         parameters: how many numbers it has, before its program takes some of its sublayers apart or together.
+        racks: of its program, where it is trained rack by rack.
     """
 
     config: ScratchConfig
@@ -45,6 +48,7 @@ class Blueprint:
     program: Program
     tokenizer: Any
     parameters: int
+    racks: Racks | None = None
 
     @property
     def family(self) -> Family:
@@ -120,7 +124,21 @@ def blueprint(config: ScratchConfig) -> Blueprint:
             parameters = sum(each.numel() for each in _plain_model(architecture).parameters())
     except Exception as error:  # whatever it trips over is a fault of the entries
         raise config.error(f"model: it cannot be built: {_said(error)}", "model") from error
-    return Blueprint(config, architecture, program, tokenizer, parameters)
+    return Blueprint(config, architecture, program, tokenizer, parameters, _racks(config, program))
+
+
+def _racks(config: ScratchConfig, program: Program) -> Racks | None:
+    if config.racks is None:
+        return None
+    try:
+        racks = Racks.parse(config.racks.ranges, program, config.racks.coda)
+    except ValueError as error:
+        raise config.error(f"racks: {error}", "racks") from error
+    try:
+        check_settings(config.settings)
+    except ValueError as error:
+        raise config.error(f"training: {error}", "training") from error
+    return racks
 
 
 def _plain_model(architecture: PreTrainedConfig) -> PreTrainedModel:

@@ -13,7 +13,9 @@
 `model` is a configuration as `transformers` knows it. `operations` are a recipe's, on a model of that many layers. In
 their place `program` may stand, as text, or `tracks: {count: 2, depth: 4}` for a native Parallel Track model: 2 narrow
 tracks that meet every 4 layers, as large together as the layers of `model` (see tracks.py). Without any of these the
-model is the plain one. Every error names the file, the line, the value and what would be right.
+model is the plain one. With `racks: {ranges: ["0:4", "4:8"], coda: 1}` it is trained rack by rack, each of which has a
+coda of so many layers and a loss of its own (see train/racks/). Every error names the file, the line, the value and
+what would be right.
 """
 
 from __future__ import annotations
@@ -71,6 +73,15 @@ class TracksSection(BaseModel):
     depth: int = Field(ge=1)
 
 
+class RacksSection(BaseModel):
+    """The key `racks`: ranges of the program's layers, and how many layers a coda has."""
+
+    model_config = _CHECKED
+
+    ranges: list[str] = Field(min_length=2)
+    coda: int = Field(default=1, ge=0)
+
+
 class ScratchKeys(BaseModel):
     """What stands at the top of a configuration, beside `surgeon` and `operations`."""
 
@@ -80,6 +91,7 @@ class ScratchKeys(BaseModel):
     tokenizer: str = Field(min_length=1)
     program: str | None = None
     tracks: TracksSection | None = None
+    racks: RacksSection | None = None
     data: str = Field(min_length=1)
     eval_data: str | None = Field(default=None, min_length=1)
     eval_tokens: int = Field(default=HELD_OUT_TOKENS, ge=2)
@@ -87,6 +99,11 @@ class ScratchKeys(BaseModel):
     window: int = Field(default=DEFAULT_WINDOW, ge=2)
     separator: str | None = None
     training: TrainingSection = TrainingSection()
+
+
+_SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (
+    *(("training", TrainingSection), ("tracks", TracksSection), ("racks", RacksSection)),
+)
 
 
 @dataclass(frozen=True)
@@ -99,6 +116,7 @@ class ScratchConfig:
         operations: what is done to the plain model, as in a recipe.
         program: the model's program, where it is given as text.
         tracks: of a native Parallel Track model; `model` is the dense one then that it is derived from.
+        racks: that are trained each by a loss of its own; None trains the model as one.
         data, eval_data, eval_tokens, tokens, window, separator: as `load_train_texts` takes them; without `tokens`
             there is as much training text as the steps go through.
         source: where it was read from, for error messages.
@@ -112,6 +130,7 @@ class ScratchConfig:
     operations: tuple[AppliedOperation, ...] = ()
     program: Program | None = None
     tracks: TracksSection | None = None
+    racks: RacksSection | None = None
     eval_data: str | None = None
     eval_tokens: int = HELD_OUT_TOKENS
     tokens: int | None = None
@@ -153,6 +172,7 @@ class ScratchConfig:
             lines += ["operations:", *(f"  - {operation.to_yaml()}" for operation in self.operations)]
         lines += [] if self.program is None else [_line("program", str(self.program))]
         lines += [] if self.tracks is None else [f"tracks: {in_braces(dict(self.tracks))}"]
+        lines += [] if self.racks is None else [f"racks: {in_braces(dict(self.racks))}"]
         lines.append(_line("data", name(self.data)))
         lines += [] if self.eval_data is None else [_line("eval_data", name(self.eval_data))]
         plain = ("eval_tokens", "tokens", "window", "separator")
@@ -199,7 +219,7 @@ class _ConfigReader(DocumentReader):
     def config(self) -> ScratchConfig:
         document = self.top()
         self._require_one_program(document)
-        for name, section in (("training", TrainingSection), ("tracks", TracksSection)):
+        for name, section in _SECTIONS:
             if isinstance(inside := document.get(name), dict):
                 self.require_known(inside, section.model_fields, (name,))
         given = {name: _numbers(document[name]) for name in ScratchKeys.model_fields if name in document}

@@ -6,24 +6,24 @@ from pathlib import Path
 from typing import Any
 
 from surgeon.checkpoint.describe import Weights
-from surgeon.checkpoint.in_memory import export
 from surgeon.checkpoint.prove import Proof
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.training import Training, no_source
 from surgeon.provenance import provenance
-from surgeon.train.run import Trained
 from surgeon.train.scratch.build import Blueprint
+from surgeon.train.scratch.run import ScratchTrained
 from surgeon.train.texts import TrainTexts
 
 
-def story_of(blueprint: Blueprint, texts: TrainTexts, found: Trained) -> dict[str, Any]:
+def story_of(blueprint: Blueprint, texts: TrainTexts, found: ScratchTrained) -> dict[str, Any]:
     """What is to be known of a run whatever becomes of its model, as JSON values."""
-    settings = blueprint.config.settings
-    return {
+    settings, whole = blueprint.config.settings, found.whole
+    racks = {} if found.racks is None else {"racks": found.racks}
+    return racks | {
         "architecture": blueprint.architecture.model_type,
         "configuration": blueprint.config.published(),
         "program": str(blueprint.program),
-        "method": f"{settings.method}, from random ones (seed {settings.seed})",
+        "method": f"{found.method}, from random ones (seed {settings.seed})",
         "tokenizer_hash": blueprint.tokenizer_digest,
         "data": texts.training.source,
         "data_hash": texts.training.digest,
@@ -31,11 +31,11 @@ def story_of(blueprint: Blueprint, texts: TrainTexts, found: Trained) -> dict[st
         "held_out_hash": texts.held_out.digest,
         "window": texts.training.ids.shape[1],
         "settings": settings.to_json(),
-        "steps": found.steps,
-        "tokens": found.tokens,
-        "seconds": found.seconds,
-        "untrained": found.before.to_json(),
-        "trained": found.after.to_json(),
+        "steps": whole.steps,
+        "tokens": whole.tokens,
+        "seconds": whole.seconds,
+        "untrained": whole.before.to_json(),
+        "trained": whole.after.to_json(),
     }
 
 
@@ -47,7 +47,7 @@ def record_of(output: Path, story: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_trained(
-    found: Trained,
+    found: ScratchTrained,
     blueprint: Blueprint,
     story: dict[str, Any],
     output: Path,
@@ -68,6 +68,12 @@ def write_trained(
     layers = int(blueprint.architecture.num_hidden_layers)
     training = Training(None, blueprint.program, no_source(layers), story)
     tokenizer = blueprint.tokenizer
-    return export(
-        found.merged(), output, form=form, dtype=dtype, tokenizer=tokenizer, overwrite=overwrite, training=training
+    return found.write(
+        found.whole.merged(),
+        output,
+        form=form,
+        dtype=dtype,
+        tokenizer=tokenizer,
+        overwrite=overwrite,
+        training=training,
     )

@@ -139,6 +139,21 @@ def test_what_a_run_goes_by(built: Any) -> None:
         (f"model_type: llama, {SIZES}, attention_bias: 7", (), "configuration:2: model: "),
         (
             f"model_type: llama, {SIZES}",
+            ('racks: {ranges: ["0:2", "3:4"]}',),
+            "configuration:6: racks: racks leave a gap: 3:4 begins at layer 3, and should at 2",
+        ),
+        (
+            f"model_type: llama, {SIZES}",
+            ('racks: {ranges: ["0:2", "2:4"]}', "program: A0 F0 A1 F1 >A2 >F2 A3 F3"),
+            "configuration:6: racks: ",
+        ),
+        (
+            f"model_type: llama, {SIZES}",
+            ('racks: {ranges: ["0:2", "2:4"]}', "training: {patience: 2}"),
+            "configuration:7: training: racks are trained side by side",
+        ),
+        (
+            f"model_type: llama, {SIZES}",
             ("tracks: {count: 4, depth: 2}",),
             "configuration:6: tracks: 4 heads and 2 KV heads do not divide among 4 tracks; 2 tracks can",
         ),

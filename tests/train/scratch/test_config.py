@@ -20,6 +20,7 @@ eval_data: demo
 window: 16
 training: {steps: 30, batch: 4, learning_rate: 2e-3, schedule: linear, arguments: {weight_decay: 0.1, bf16: true}}
 """
+RACKS = 'racks: {ranges: ["0:2", "2:4"], coda: 2}'
 LADDER = 'operations:\n  - ladder: {layers: "0:4"}'
 
 
@@ -34,7 +35,7 @@ def test_what_it_says() -> None:
 
 
 def test_written_it_reads_the_same() -> None:
-    for other in (LADDER, "program: A0 F0 [A1 F1]", "tracks: {count: 2, depth: 3}"):
+    for other in (LADDER, "program: A0 F0 [A1 F1]", "tracks: {count: 2, depth: 3}", RACKS):
         config = parse_config(GOOD.replace(LADDER, other))
         assert parse_config(config.to_yaml()) == config
     published = parse_config(parse_config(GOOD).published())
@@ -72,7 +73,8 @@ def test_settings_can_be_others() -> None:
         (LADDER, "tracks: {count: 1, depth: 1}", "configuration:4: tracks.count: Input should be greater than or"),
         (LADDER, "tracks: {count: 2, dept: 1}", "configuration:4: unknown key 'dept'; did you mean 'depth'?"),
         (LADDER, "tracks: {count: 2}", "configuration:4: tracks.depth: Field required"),
-        ("surgeon: 1", "racks: {}\nsurgeon: 1", "configuration:1: unknown key 'racks'"),
+        ("data: /", 'racks: {ranges: ["0:4"]}\ndata: /', "configuration:6: racks.ranges: List should have at least 2"),
+        ("data: /", "racks: {range: [], coda: 1}\ndata: /", "configuration:6: unknown key 'range'; did you mean"),
     ],
 )  # fmt: skip
 def test_mistakes_name_line_value_and_remedy(before: str, after: str, said: str) -> None:

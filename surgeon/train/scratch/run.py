@@ -1,0 +1,81 @@
+"""A model from scratch is trained: as one, or rack by rack."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from surgeon.checkpoint.in_memory import export
+from surgeon.checkpoint.prove import Proof
+from surgeon.checkpoint.with_codas import export_with_codas
+from surgeon.train.racks.healing import as_one, method_of, racks_record
+from surgeon.train.racks.in_turn import RacksTrained, finish_racks, train_in_turn
+from surgeon.train.racks.partition import Racks
+from surgeon.train.resume import finish_run
+from surgeon.train.run import Trained, train
+from surgeon.train.scratch.build import Blueprint
+from surgeon.train.texts import TrainTexts
+
+
+@dataclass(frozen=True)
+class ScratchTrained:
+    """What training from scratch came to.
+
+    Attributes:
+        whole: the model; where there are racks, its figures are those of the last one.
+        method: what was trained, for people.
+        racks: what each rack came to, as JSON values.
+        write: writes the model as a checkpoint, as `surgeon.export` does, and what belongs beside it.
+        finish: completes the record of the run in a folder, whose result is written.
+    """
+
+    whole: Trained
+    method: str
+    racks: dict[str, Any] | None = None
+    write: Callable[..., Proof] = export
+    finish: Callable[[Path, dict[str, Any]], None] = field(default=finish_run)
+
+    def lines(self) -> Iterator[str]:
+        """The figures, for people."""
+        for rack in [] if self.racks is None else self.racks["each"][:-1]:
+            before, after = (rack[stage]["perplexity"] for stage in ("before", "after"))
+            yield f"rack {rack['layers']}: perplexity by its coda {before:.4g} untrained, {after:.4g} trained"
+        yield f"untrained {self.whole.before.line()}"
+        yield f"trained   {self.whole.after.line()}"
+
+
+def train_blueprint(plan: Blueprint, texts: TrainTexts, folder: Path, device: str = "cpu") -> ScratchTrained | None:
+    """Build a model and train it; a run that was killed goes on where it was.
+
+    Args:
+        folder: of the run.
+        device: "cpu" or "cuda".
+
+    Returns:
+        What came of it; None in every process but the first, where there are several.
+
+    Raises:
+        ValueError, OSError: as `train`, and `train_in_turn` where it is trained rack by rack.
+    """
+    settings = plan.config.settings
+    if plan.racks is not None:
+        known = plan.identity()
+        model, seed = plan.build(), settings.seed
+        return _of_racks(train_in_turn(model, plan.racks, texts, settings, folder, None, known, seed, device), plan)
+    found = train(plan.build(), texts, settings, folder, None, plan.program, plan.identity(), device)
+    return None if found is None else ScratchTrained(found, settings.method)
+
+
+def _of_racks(found: RacksTrained, plan: Blueprint) -> ScratchTrained:
+    racks = plan.racks
+    assert racks is not None
+    write = partial(export_with_codas, racks=racks.texts, nodes=racks.ends, depth=racks.depth, codas=found.codas)
+    method, each = method_of(racks, plan.config.settings), racks_record(racks, found.results)
+    return ScratchTrained(as_one(found), method, each, write, partial(_finish, racks=racks))
+
+
+def _finish(folder: Path, record: dict[str, Any], racks: Racks) -> None:
+    finish_racks(folder, racks, record)
