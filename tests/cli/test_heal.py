@@ -199,13 +199,17 @@ def test_racks_are_healed_one_by_one(heal: Any, surgeon_says: Run, tmp_path: Pat
     assert "of 2 layers for every rack but the last; racks of the layers 0:2, 2:4" in said
     run = tmp_path / "healed.run"
     assert json.loads((run / "run.json").read_text())["healed"] == report["trained"]["healed"]
-    tables = {str(path.relative_to(run)) for path in run.rglob("*.csv")}
-    assert tables == {f"{rack}{name}.csv" for rack in ("", "rack-0/", "rack-1/") for name in ("held_out", "training")}
+    for name in ("training.csv", "held_out.csv"):
+        assert (run / name).read_text() == (run / "rack-1" / name).read_text()
+        assert (run / name).read_text() != (run / "rack-0" / name).read_text()
     assert not list(run.rglob("*.safetensors"))
     codas = read_codas(tmp_path / "healed")
     assert codas is not None
     assert codas.nodes == (2, 6)
     assert surgeon_says("diff", tmp_path / "healed", tmp_path / "healed")[0] == 0
+    code, _, err = surgeon_says("report", run, "-o", tmp_path / "page.html")
+    assert code == 0, err
+    assert "rack by rack (layers 0:2, 2:4)" in (tmp_path / "page.html").read_text()
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from accelerate import PartialState
 from transformers import PreTrainedModel
 
 from surgeon.checkpoint.codas import Coda
+from surgeon.provenance import whole_file
 from surgeon.quality.text import TextQuality
 from surgeon.train.held_out import HeldOutQuality
 from surgeon.train.racks.build import assemble, rack_of
@@ -134,13 +135,14 @@ def train_in_turn(
 def finish_racks(folder: Path, racks: Racks, record: dict[str, Any]) -> None:
     """Complete the record of a run of racks whose result is written, and remove their weights; tables stay.
 
-    The last rack's tables, which are the whole model's, lie in the run's folder, too, as those of other runs do.
+    The last rack's tables are put beside the record, since what it predicts is the whole model's prediction.
 
     Raises:
         OSError: if the folder cannot be written.
     """
     for name in (TRAINING_FILE, HELD_OUT_FILE):
-        shutil.copyfile(rack_folder(folder, racks.last) / name, folder / name)
+        with whole_file(folder / name) as beside:
+            shutil.copyfile(rack_folder(folder, racks.last) / name, beside)
     finish_run(folder, record)
     for rack in racks.ranges:
         (rack_folder(folder, rack.index) / RACK_FILE).unlink(missing_ok=True)

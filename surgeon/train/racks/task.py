@@ -138,4 +138,4 @@ def check_settings(settings: TrainSettings) -> None:
 
 def identity_of(racks: Racks, index: int, seed: int | None) -> dict[str, Any]:
     """What a rack's run follows from beside the whole model, as JSON values."""
-    return {"racks": racks.texts, "coda": racks.depth, "coda_seed": seed, "rack": index}
+    return {"task": "rack", "racks": racks.texts, "coda": racks.depth, "coda_seed": seed, "rack": index}
