@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -216,3 +218,12 @@ def test_the_configuration_in_the_record_builds_the_same(train: Any, tmp_path: P
     assert config.settings.seed == 5
     known = json.loads((tmp_path / "new.run" / "run.json").read_text())["identity"]
     assert json.loads(json.dumps(blueprint(config).identity())).items() <= known.items()
+
+
+def test_from_the_shell(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("surgeon: 1\nmodel: {model_type: llama}\ntokenizer: demo\ndata: demo:train\nwindow: 1\n")
+    command = [sys.executable, "-m", "surgeon.cli", "train", str(path), "-o", str(tmp_path / "new")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    expected = f"error: {path}:5: window: Input should be greater than or equal to 2, not 1\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", expected)
