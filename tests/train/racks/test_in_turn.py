@@ -76,6 +76,20 @@ def test_racks_in_turn_are_racks_in_step(tmp_path: Path) -> None:
     )
 
 
+def test_recomputed_activations_change_nothing(tmp_path: Path) -> None:
+    """The stream that comes in needs no gradient, and the layers behind it get theirs all the same."""
+    model = whole()
+    racks = cut(model, "0:3,3:4", 0)
+    plain, again = (
+        trained(tmp_path / str(checkpointed), model, racks, steps=1, arguments={"gradient_checkpointing": checkpointed})
+        for checkpointed in (False, True)
+    )
+    for name, value in plain.model.state_dict().items():
+        assert torch.equal(value, again.model.state_dict()[name]), name
+    changed = "model.layers.3.mlp.up_proj.weight"
+    assert not torch.equal(plain.model.state_dict()[changed], model.state_dict()[changed])
+
+
 def test_what_is_measured_is_the_model(tmp_path: Path) -> None:
     """The last rack's figures are the whole model's, before and after; divergence is from the original."""
     model, ids = whole("gpt2", "A0 F0 A1 F1 A2 F2 A3 F3", 0.2), TEXTS.held_out.ids
