@@ -34,14 +34,22 @@ from typing import Any, NoReturn
 import psutil
 
 RANK = [sys.executable, "-P", "-m", "surgeon.runtime"]
+RACK = [sys.executable, "-P", "-m", "surgeon.train.racks.process"]
 CODE = [sys.executable, "-c"]
 FOR_RANKS = ("surgeon.runtime.processes.worker",)
+FOR_RACKS = (
+    "surgeon.train.racks.process",
+    "transformers.models.llama.modeling_llama",
+    "transformers.trainer",
+    "torch.utils.tensorboard",
+)
 FOR_COMMANDS = (
     "surgeon.cli.app",
     "surgeon.runtime.service",
     "surgeon.server.run",
     "transformers.models.llama.modeling_llama",
 )
+BE_A_RACK = "from surgeon.train.racks.process import main; main()"
 NAME = "surgeon.runtime"  # of forks that are ranks; Linux keeps 15 characters
 MOST_BYTES, MOST_DESCRIPTORS = 1 << 20, 64
 SET_NAME, SET_CHILD_SUBREAPER = 15, 36  # of Linux's prctl
@@ -130,7 +138,10 @@ class RankPopen(ColdPopen):  # type: ignore[type-arg]
 
     def read_command(self, command: Any) -> tuple[str, list[str]] | None:
         """Code and arguments of what is to be a fork."""
-        return ("", list(command[len(RANK) :])) if list(command[: len(RANK)]) == RANK else None
+        command = list(command)
+        if command[: len(RACK)] == RACK:
+            return BE_A_RACK, command[len(RACK) :]
+        return ("", command[len(RANK) :]) if command[: len(RANK)] == RANK else None
 
 
 class Popen(RankPopen):
@@ -172,7 +183,7 @@ def serve(connection: socket.socket) -> None:
         if not message:
             return
         request = Request(**json.loads(message))
-        for module in FOR_COMMANDS if request.code else FOR_RANKS:
+        for module in modules_for(request.code):
             importlib.import_module(module)
         gc.freeze()  # or collecting would write to all the pages that forks share
         reader, writer = os.pipe()
@@ -194,6 +205,13 @@ def serve(connection: socket.socket) -> None:
             os.close(descriptor)
 
 
+def modules_for(code: str) -> tuple[str, ...]:
+    """What is imported before a fork, once."""
+    if not code:
+        return FOR_RANKS
+    return FOR_RACKS if "train.racks" in code else FOR_COMMANDS
+
+
 def become(request: Request, descriptors: Sequence[int]) -> NoReturn:
     """Go on as the command."""
     code: Any = 1
@@ -207,7 +225,8 @@ def become(request: Request, descriptors: Sequence[int]) -> NoReturn:
         tempfile.tempdir = None  # the environment says which
         sys.path[:0] = request.environment.get("PYTHONPATH", "").split(os.pathsep)
         if request.code:
-            _fork_for_ranks()
+            if request.code != BE_A_RACK:
+                _fork_for_ranks()
             sys.path.insert(0, "")
             sys.argv = ["-c", *request.arguments]
             sys.modules["__main__"] = main = ModuleType("__main__")

@@ -51,6 +51,10 @@ class Absence:
 class Inbox:
     """The asking side of one lane.
 
+    Attributes:
+        me, other: the asking rack, and the one that is asked.
+        lane: what it is asked for.
+
     Items come in the order of their keys, those after the one that was asked for too, so that they are there when they
     are asked for.
     """
@@ -74,7 +78,7 @@ class Inbox:
             token: of the run.
         """
         self.me, self.other = me, other
-        self._where, self._token, self._lane = where, token, lane
+        self._where, self._token, self.lane = where, token, lane
         self._absence = absence or Absence()
         self._traffic, self._timeline = traffic or Traffic(), timeline or Timeline()
         self._changed = threading.Condition()
@@ -178,7 +182,7 @@ class Inbox:
     def _say_to(self, connection: socket.socket, asked: Asked) -> None:
         with self._saying:
             say(connection, asked)
-        self._traffic.count("sent", "codas" if self._lane is Lane.CODAS else "backward", None, ASK_BYTES)
+        self._traffic.count("sent", "codas" if self.lane is Lane.CODAS else "backward", None, ASK_BYTES)
 
     def _run(self) -> None:
         """Connect, take in what comes, and connect again."""
@@ -208,7 +212,7 @@ class Inbox:
         connection = socket.create_connection(address, GREETING_SECONDS)
         try:
             watch_over(connection)
-            greet(connection, self._token, self.me, self._lane)
+            greet(connection, self._token, self.me, self.lane)
             connection.settimeout(None)
             with self._changed:
                 if self._closed:
@@ -227,7 +231,7 @@ class Inbox:
         return connection
 
     def _take_in(self, answer: Answered) -> None:
-        direction: Direction = "codas" if self._lane is Lane.CODAS else "forward"
+        direction: Direction = "codas" if self.lane is Lane.CODAS else "forward"
         kind = None if answer.item is None else answer.item.key.kind
         self._traffic.count("received", direction, kind, answer_bytes(answer))
         with self._changed:

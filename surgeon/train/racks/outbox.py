@@ -127,7 +127,7 @@ class Outbox:
                     print(f"done; what {racks} may still need is kept ready", file=sys.stderr, flush=True)
 
     def _waiting_for(self) -> list[int]:
-        found = {r for shelf in self._shelves.values() for r, asker in shelf.askers.items() if not asker.ended}
+        found = {r for shelf in self._shelves.values() for r, asker in shelf.askers.items() if asker.needs_more}
         return sorted(found)
 
     def close(self) -> None:
@@ -204,12 +204,14 @@ class Outbox:
             while (answer := self._next(connection, shelf, asker)) is not None:
                 begun = time.monotonic()
                 size = send(connection, answer)
-                self._traffic.count(
-                    "sent", _direction(lane), None if answer.item is None else answer.item.key.kind, size
-                )
-                if answer.item is not None:
-                    arrived = max(time.monotonic(), answer.due)
-                    self._timeline.sent(begun, arrived, answer.item.key, size)
+                key = None if answer.item is None else answer.item.key
+                self._traffic.count("sent", _direction(lane), None if key is None else key.kind, size)
+                if key is not None:
+                    self._timeline.sent(begun, max(time.monotonic(), answer.due), key, size)
+                if answer.word is Word.BYE:
+                    with self._changed:
+                        asker.left = True
+                        self._changed.notify_all()
         except OSError:
             _hang_up(connection)
         except Exception as error:  # noqa: BLE001 - what is kept cannot be read: for those who offer

@@ -25,7 +25,8 @@ class Asker:
         asked: whether it has asked for anything.
         sent: keys that are on their way, from its demand on.
         refused: what it was told will not come.
-        farewelled: whether its end was acknowledged.
+        farewelled: whether its end is being acknowledged.
+        left: whether it has been.
     """
 
     demand: ItemKey | None = None
@@ -36,11 +37,17 @@ class Asker:
     sent: set[ItemKey] = field(default_factory=set)
     refused: ItemKey | None = None
     farewelled: bool = False
+    left: bool = False
+
+    @property
+    def needs_more(self) -> bool:
+        """Whether it may still ask, or does not know yet that its end was noted."""
+        return not self.ended or (self.connection is not None and not self.left)
 
     def connect(self, connection: socket.socket) -> None:
         """It has come, or come back, and asks anew."""
         self.connection, self.asked, self.sent = connection, False, set()
-        self.refused, self.farewelled = None, False
+        self.refused, self.farewelled, self.left = None, False, False
 
     def ask(self, key: ItemKey) -> None:
         """It asks for an item; for one that it had already when it goes back."""
@@ -60,13 +67,13 @@ class Shelf:
         self.askers = {rack: Asker(ended=self._mark(rack).exists()) for rack in askers}
 
     def _mark(self, rack: int) -> Path:
-        return self.spool.folder / f"rack-{rack}.ended"
+        return self.spool.folder / ended_mark(rack)
 
     def end(self, rack: int) -> None:
         """A rack needs nothing any more, whatever happens to this process."""
         write_text(self._mark(rack), "")
         asker = self.askers[rack]
-        asker.ended, asker.asked, asker.farewelled = True, False, False
+        asker.ended, asker.asked, asker.farewelled, asker.left = True, False, False, False
         self.free()
 
     def free(self) -> None:
@@ -121,3 +128,8 @@ class Shelf:
     def skip(self, key: ItemKey) -> None:
         """Nothing before this key is asked for: not to be held in memory."""
         self.fresh = {each: item for each, item in self.fresh.items() if each >= key}
+
+
+def ended_mark(rack: int) -> str:
+    """The file in a lane's folder that says that a rack needs nothing of it any more."""
+    return f"rack-{rack}.ended"

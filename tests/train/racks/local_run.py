@@ -1,0 +1,73 @@
+"""A small run of three racks: as processes, and one after the other in this process as what they are compared with."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from surgeon.model import program_of
+from surgeon.quality.data import Windows, digest_of
+from surgeon.train.racks.in_turn import RACK_FILE, RacksTrained, rack_folder, train_in_turn
+from surgeon.train.racks.partition import Racks
+from surgeon.train.racks.run_files import ProcessOptions
+from surgeon.train.racks.supervisor import train_in_processes
+from surgeon.train.settings import TrainSettings
+from surgeon.train.texts import TrainTexts
+from tests.models import tiny_model
+
+
+def windows(count: int, seed: int) -> Windows:
+    ids = torch.randint(3, 60, (count, 8), generator=torch.Generator().manual_seed(seed))
+    return Windows(ids, "random", digest_of(ids))
+
+
+TEXTS = TrainTexts(windows(10, 1), windows(3, 2))
+SETTINGS = TrainSettings(
+    scope="all", steps=6, batch=4, micro_batch=2, learning_rate=1e-2, evaluate_every=2, save_every=2,
+    arguments={"logging_steps": 1},
+)  # fmt: skip
+
+
+def whole(dropout: float = 0.2) -> Any:
+    """With dropout, so that random numbers count, too."""
+    return tiny_model("llama", 3, dropout=dropout)
+
+
+def racks_of(model: Any, texts: str = "0:1,1:2,2:3") -> Racks:
+    return Racks.parse(texts, program_of(model), 1)
+
+
+def one_after_the_other(folder: Path, settings: TrainSettings = SETTINGS) -> RacksTrained:
+    """What three racks come to in one process."""
+    model = whole()
+    return train_in_turn(model, racks_of(model), TEXTS, settings, folder)
+
+
+def weights(folder: Path, racks: int = 3) -> list[dict[str, Tensor]]:
+    """Of every rack at the end."""
+    return [load_file(rack_folder(folder, index) / RACK_FILE) for index in range(racks)]
+
+
+def in_processes(
+    folder: Path, settings: TrainSettings = SETTINGS, dropout: float = 0.2, **options: Any
+) -> RacksTrained:
+    """What they come to in processes of their own."""
+    model = whole(dropout)
+    given = ProcessOptions(**{"threads": 1, "away": 60.0} | options)
+    return train_in_processes(model, racks_of(model), TEXTS, settings, folder, options=given)
+
+
+def main(folder: str, ahead: str = "4") -> None:
+    """The same as a command."""
+    torch.set_num_threads(1)
+    in_processes(Path(folder), ahead=int(ahead))
+    print("done")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,153 @@
+"""Racks as real processes, which are killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import psutil
+import pytest
+import torch
+
+from surgeon.train.racks.in_turn import RacksTrained
+from surgeon.train.racks.supervisor import RackFailed, finish_processes
+from tests import warm
+from tests.train.racks.local_run import SETTINGS, in_processes, one_after_the_other, racks_of, weights, whole
+
+REPOSITORY = Path(__file__).parents[3]
+CODE = "import sys; from tests.train.racks import local_run as run; run.main(*sys.argv[1:])"
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RacksTrained]:
+    folder = tmp_path_factory.mktemp("expected")
+    return folder, one_after_the_other(folder)
+
+
+def require_same(folder: Path, found: RacksTrained, expected: tuple[Path, RacksTrained]) -> None:
+    """Weights, losses and what was measured, bit for bit."""
+    other, wanted = expected
+    for mine, theirs in zip(weights(folder), weights(other), strict=True):
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    states = [one.model.state_dict() for one in (found, wanted)]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[1])
+    for coda, other_coda in zip(found.codas, wanted.codas, strict=True):
+        assert all(torch.equal(coda.tensors[name], one) for name, one in other_coda.tensors.items())
+    for index, (result, other_result) in enumerate(zip(found.results, wanted.results, strict=True)):
+        assert replace(result, seconds=0) == replace(other_result, seconds=0)
+        for table in ("training.csv", "held_out.csv"):
+            ours, others = (pd.read_csv(run / f"rack-{index}" / table) for run in (folder, other))
+            pd.testing.assert_frame_equal(
+                ours.drop(columns="seconds"), others.drop(columns="seconds"), check_exact=True
+            )
+
+
+def process_of(folder: Path, rack: int) -> int:
+    found: dict[str, Any] = json.loads((folder / f"rack-{rack}" / "address.json").read_text())
+    return int(found["process"])
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 300.0) -> None:
+    until = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+def kill_at(folder: Path, rack: int, step: int) -> threading.Thread:
+    """Kill a rack when it has a checkpoint of this step."""
+
+    def kill() -> None:
+        wait_until((folder / f"rack-{rack}" / f"checkpoint-{step}").is_dir)
+        os.kill(process_of(folder, rack), signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    return thread
+
+
+def test_processes_come_to_the_same_and_leave_what_they_did(
+    tmp_path: Path, expected: tuple[Path, RacksTrained]
+) -> None:
+    require_same(tmp_path, in_processes(tmp_path), expected)
+    traffic = [json.loads((tmp_path / f"rack-{rack}" / "traffic.json").read_text()) for rack in range(3)]
+    for before, after in ((traffic[0], traffic[1]), (traffic[1], traffic[2])):
+        assert before["sent"]["forward"] == after["received"]["forward"]
+        assert before["sent"]["forward"]["training"]["items"] == 6 * 4
+        assert before["sent"]["forward"]["held_out"]["items"] == 4 * 3
+        assert after["sent"]["backward"]["bytes"] < 30 * (6 * 4 + 4 * 3 + 10)
+        assert before["received"]["backward"]["bytes"] == after["sent"]["backward"]["bytes"]
+    timeline = pd.read_csv(tmp_path / "rack-1" / "timeline.csv")
+    assert set(timeline["what"]) == {"compute", "wait_input", "wait_room", "send"}
+    assert (timeline["end"] >= timeline["start"]).all()
+    own = timeline[timeline["what"] != "send"].sort_values("start", kind="stable")
+    assert (own["start"].to_numpy()[1:] >= own["end"].to_numpy()[:-1] - 1e-5).all()
+    # What is done is not done again.
+    require_same(tmp_path, in_processes(tmp_path), expected)
+
+
+@pytest.mark.parametrize("rack", [0, 1, 2])
+def test_one_is_killed(
+    rack: int, tmp_path: Path, expected: tuple[Path, RacksTrained], capfd: pytest.CaptureFixture[str]
+) -> None:
+    killing = kill_at(tmp_path, rack, 2)
+    found = in_processes(tmp_path, ahead=1)
+    killing.join()
+    assert f"rack {rack} was ended by SIGKILL; it goes on from step" in capfd.readouterr().err
+    require_same(tmp_path, found, expected)
+
+
+def start(folder: Path) -> subprocess.Popen[str]:
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    return warm.Popen(
+        [*warm.CODE, CODE, str(folder), "1"], env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
+def test_the_supervisor_ends_and_no_rack_is_left(
+    end: signal.Signals, tmp_path: Path, expected: tuple[Path, RacksTrained]
+) -> None:
+    supervisor = start(tmp_path)
+    wait_until(lambda: all((tmp_path / f"rack-{rack}" / "checkpoint-2").is_dir() for rack in range(2)))
+    racks = [psutil.Process(process_of(tmp_path, rack)) for rack in range(3)]
+    supervisor.send_signal(end)
+    supervisor.communicate(timeout=30)
+    _, alive = psutil.wait_procs(racks, timeout=10)
+    assert not [rack for rack in alive if rack.status() != psutil.STATUS_ZOMBIE]
+    require_same(tmp_path, in_processes(tmp_path), expected)
+
+
+def test_an_error_is_the_run_s_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(
+        RackFailed, match=r"rack \d: the (loss is|gradient's norm is) .* step .* use a lower --learning-rate"
+    ) as error:
+        in_processes(tmp_path, replace(SETTINGS, learning_rate=1e30))
+    assert "\n" not in str(error.value)
+    racks = [process_of(tmp_path, rack) for rack in range(3) if (tmp_path / f"rack-{rack}" / "address.json").exists()]
+    assert not [rack for rack in racks if psutil.pid_exists(rack)]
+
+
+def test_another_run_s_folder_is_refused(tmp_path: Path) -> None:
+    settings = replace(SETTINGS, steps=1, evaluate_every=1, save_every=1)
+    found = in_processes(tmp_path, settings)
+    assert [result.steps for result in found.results] == [1, 1, 1]
+    with pytest.raises(ValueError, match="its average was 'never', and now it is '3'; choose another -o"):
+        in_processes(tmp_path, settings, average=3)
+    finish_processes(tmp_path, racks_of(whole()), {"said": 1})
+    names = ["held_out.csv", "rack-0", "rack-1", "rack-2", "run.json", "training.csv"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    left = sorted(path.name for path in (tmp_path / "rack-0").iterdir())
+    assert left == [
+        "held_out.csv", "log.txt", "run.json", "tensorboard", "timeline.csv", "traffic.json", "training.csv"
+    ]  # fmt: skip
