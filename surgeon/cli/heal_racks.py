@@ -12,6 +12,8 @@ import typer
 if TYPE_CHECKING:
     from surgeon.checkpoint.prove import Proof
     from surgeon.train.heal.subject import HealSubject
+    from surgeon.train.racks.healing import RacksHealed
+    from surgeon.train.racks.partition import Racks
     from surgeon.train.settings import TrainSettings
     from surgeon.train.texts import TrainTexts
 
@@ -39,6 +41,39 @@ class HealRacksArguments:
         ),
     ] = None
 
+    rack_processes: Annotated[
+        bool,
+        typer.Option(
+            "--rack-processes",
+            help="Train all racks at once, each in a process of its own, and start again those that are killed. By "
+            "default one after the other, with the same result.",
+        ),
+    ] = False
+    average: Annotated[
+        str,
+        typer.Option(
+            metavar="never|N|always",
+            help="With --rack-processes: average the codas over the racks every N steps, or after each one.",
+        ),
+    ] = "never"
+    rack_ahead: Annotated[
+        int,
+        typer.Option(help="With --rack-processes: micro-batches that a rack may be ahead of the next one's requests."),
+    ] = 4
+    racks_by_hand: Annotated[
+        bool,
+        typer.Option(
+            "--racks-by-hand",
+            help="Prepare processes that are started by hand, on several machines say, and print their commands; given "
+            "again when all are done, gather the result.",
+        ),
+    ] = False
+
+    @property
+    def in_processes(self) -> bool:
+        """Whether each rack has a process of its own."""
+        return self.rack_processes or self.racks_by_hand
+
     def check(self, keep_adapter: bool) -> None:
         """Refuse options that do not go together.
 
@@ -47,6 +82,10 @@ class HealRacksArguments:
         """
         if self.racks is None and self.coda is not None:
             raise ValueError("--coda says what racks predict with, and there are none; add --racks, or drop it")
+        if self.racks is None and self.in_processes:
+            raise ValueError("--rack-processes is for racks, and there are none; add --racks, or drop it")
+        if self.average != "never" and not self.in_processes:
+            raise ValueError("--average needs all racks at the same time; add --rack-processes, or drop it")
         if self.racks is not None and keep_adapter:
             raise ValueError("--racks trains the weights themselves; leave --keep-adapter out")
 
@@ -72,10 +111,14 @@ def heal_by_racks(
     from surgeon.train.racks.healing import heal_racks
     from surgeon.train.racks.in_turn import finish_racks
     from surgeon.train.racks.partition import Racks
+    from surgeon.train.racks.supervisor import finish_processes
 
     assert asked.racks is not None
     racks = Racks.parse(asked.racks, subject.program, 1 if asked.coda is None else asked.coda)
-    found = heal_racks(subject, racks, texts, settings, folder, device)
+    if asked.in_processes:
+        found = _in_processes(asked, subject, racks, texts, settings, folder, device)
+    else:
+        found = heal_racks(subject, racks, texts, settings, folder, device)
     for rack, result in zip(racks.texts[:-1], found.results, strict=False):
         perplexities = f"{result.before.perplexity:.4g} before, {result.after.perplexity:.4g} after"
         say(f"rack {rack}: perplexity by its coda {perplexities}")
@@ -83,5 +126,32 @@ def heal_by_racks(
     for name, quality in (("original", whole.original), ("edited", whole.before), ("healed", whole.after)):
         say("" if quality is None else f"{name:<9} {quality.line()}")
     proof = found.write(subject, **write)
-    finish_racks(folder, racks, found.record)
+    finish = finish_processes if asked.in_processes else finish_racks
+    finish(folder, racks, found.record)
     return proof
+
+
+def _in_processes(
+    asked: HealRacksArguments,
+    subject: HealSubject,
+    racks: Racks,
+    texts: TrainTexts,
+    settings: TrainSettings,
+    folder: Path,
+    device: str,
+) -> RacksHealed:
+    """Heal all racks at once; by hand, print how, and end, unless they are done."""
+    from surgeon.train.racks.healing import healed_as
+    from surgeon.train.racks.run_files import ProcessOptions
+    from surgeon.train.racks.supervisor import commands_by_hand, prepare, train_in_processes
+
+    student, identity = subject.student(), subject.identity()
+    options = ProcessOptions(asked.average, asked.rack_ahead)
+    if asked.racks_by_hand:
+        prepare(student, racks, texts, settings, folder, identity, None, device, options)
+        if commands := commands_by_hand(folder, len(racks)):
+            print(*commands, sep="\n")
+            raise typer.Exit
+    original = subject.loads_original
+    found = train_in_processes(student, racks, texts, settings, folder, original, identity, None, device, options)
+    return healed_as(found, subject, racks, texts, settings)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import surgeon
@@ -212,9 +213,47 @@ def test_racks_are_healed_one_by_one(heal: Any, surgeon_says: Run, tmp_path: Pat
     assert "rack by rack (layers 0:2, 2:4)" in (tmp_path / "page.html").read_text()
 
 
+def test_racks_in_processes_come_to_the_same(heal: Any, tmp_path: Path) -> None:
+    """The same weights and figures, and nothing is left but tables."""
+    results = []
+    for output, more in (("healed", ()), ("at-once", ("--rack-processes", "--rack-ahead", 2))):
+        code, out, err = heal("pair: {layers: '0:2'}", "--racks", "0:2,2:4", *more, output=output)
+        assert (code, out.strip()) == (0, str(tmp_path / output)), err
+        report = json.loads((tmp_path / output / "surgeon.json").read_text())
+        codas = read_codas(tmp_path / output)
+        assert codas is not None
+        results.append((report["trained"]["healed"], report["trained"]["edited"], load_weights(tmp_path / output)))
+    (healed, edited, weights), (other_healed, other_edited, other_weights) = results
+    assert (healed, edited) == (other_healed, other_edited)
+    assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
+    run = tmp_path / "at-once.run"
+    assert (run / "rack-0" / "timeline.csv").is_file()
+    assert not list(run.rglob("*.safetensors"))
+
+
+def load_weights(folder: Path) -> dict[str, Any]:
+    return {name: one for path in folder.rglob("*.safetensors") for name, one in load_file(path).items()}
+
+
+def test_racks_by_hand(heal: Any, tmp_path: Path) -> None:
+    """Prepared, and said how to start them."""
+    code, out, err = heal("pair: {layers: '0:2'}", "--racks", "0:2,2:4", "--racks-by-hand", "--average", 2)
+    assert code == 0, err
+    run = tmp_path / "healed.run"
+    assert out.splitlines() == [
+        f"python -m surgeon.train.racks.process {run} 0 --listen HOST0:PORT0 --peer 1=HOST1:PORT1",
+        f"python -m surgeon.train.racks.process {run} 1 --listen HOST1:PORT1 --peer 0=HOST0:PORT0",
+    ]
+    assert sorted(path.name for path in (run / "start").iterdir()) == ["rack-0.safetensors", "rack-1.safetensors"]
+    assert not (tmp_path / "healed").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("--rack-processes",), "add --racks, or drop it"),
+        (("--racks", "0:2,2:4", "--average", 2), "add --rack-processes, or drop it"),
+        (("--racks", "0:2,2:4", "--average", "often", "--rack-processes"), "never, always, or every N steps"),
         (("--racks", "0:2"), "the racks end before layer 2"),
         (("--racks", "0:1,1:4"), "would cut through [A0 A1]"),
         (("--racks", "0:2,2:4", "--coda", 3), "deeper than the last rack"),
