@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import surgeon
-from surgeon.train.scratch.build import blueprint
+from surgeon.train.scratch.build import Blueprint, blueprint
 from surgeon.train.scratch.config import read_config_file
 from surgeon.train.scratch.tracks import count_parameters
 
@@ -25,13 +26,18 @@ SYNCS = {
 }  # on two ranks
 
 
+@cache
+def plan_of(name: str) -> Blueprint:
+    return blueprint(read_config_file(FOLDER / f"{name}.yaml"))
+
+
 def test_all_are_known() -> None:
     assert {path.stem for path in FOLDER.glob("*.yaml")} == set(SYNCS)
 
 
 @pytest.mark.parametrize("name", SYNCS)
 def test_it_describes_a_model(name: str) -> None:
-    plain, found = (blueprint(read_config_file(FOLDER / f"{each}.yaml")) for each in ("dense", name))
+    plain, found = map(plan_of, ("dense", name))
     assert found.program.sync_points(2) == SYNCS[name]
     assert found.config.settings == plain.config.settings
     assert found.config.data == plain.config.data
