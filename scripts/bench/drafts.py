@@ -7,7 +7,11 @@
 (coda_training.py). One text at a time, greedy and drawn; prompts are of text that the demo model has not seen. All ways
 of decoding take turns in every round, so that whatever else the machine does happens to all of them; tables have
 medians over rounds and prompts. Greedy texts are compared: those that differ are counted. Beside the clock's seconds
-there are the processor's (of rank 0, its prompt included), which other programs on the machine change less.
+there are the processor's (of rank 0, its prompt included), which other programs on the machine change less. A round
+ends with the first token that was not drafted, or not rightly.
+
+On a machine that is not alone, racks are measured in slow motion: --paces 10ms --links 20ms 100ms is 0.1 ms a node with
+links of 0.2 and 1 ms, a hundred times slower.
 """
 
 from __future__ import annotations
@@ -39,7 +43,8 @@ def table(runs: Sequence[Run], title: str, unit: str, plain: int) -> Iterator[st
         plain: the number that what is compared with has.
     """
     yield f"### {title}\n"
-    yield f"| where | texts | {unit} | accepted | tokens per pass | tokens/s (range) | x | x, processor | other texts |"
+    columns = "accepted | tokens per round | tokens/s (range) | x | x, processor | other texts"
+    yield f"| where | texts | {unit} | {columns} |"
     yield "|:--|:--|--:|--:|--:|--:|--:|--:|--:|"
     for place, kind in dict.fromkeys((run.place, run.kind) for run in runs):
         here = [run for run in runs if (run.place, run.kind) == (place, kind)]
@@ -54,9 +59,9 @@ def table(runs: Sequence[Run], title: str, unit: str, plain: int) -> Iterator[st
             others = len({run.prompt for turn, run in own if run.tokens != base[run.prompt, turn].tokens})
             alpha = accepted / drafted if drafted else 0.0
             new = sum(len(run.tokens) - 1 for _, run in own)
-            per_pass = new / (new - accepted) if drafted else 1.0
+            per_round = new / (new - accepted) if drafted else 1.0
             cells = [
-                *(place, kind, str(drafts), f"{alpha:.0%}" if drafted else "", f"{per_pass:.2f}"),
+                *(place, kind, str(drafts), f"{alpha:.0%}" if drafted else "", f"{per_round:.2f}"),
                 f"{median(rates):.0f} ({rates[len(rates) // 10]:.0f} to {rates[-1 - len(rates) // 10]:.0f})",
                 f"{median(ratios):.2f}",
                 f"{cheaper:.2f}" if known else "",
