@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
 from scripts.bench.pipelined_ranks import LOCAL
+from scripts.bench.rack_model import head_units
+from scripts.bench.rack_processes import PROCESSES
 from scripts.bench.rack_quality import HIDDEN, Run, found_in
 
 if TYPE_CHECKING:
@@ -37,10 +39,8 @@ class Claim:
 def show(bench: Bench, found: Mapping[Cell, Sequence[Figures]], quality: Sequence[Path]) -> None:
     """Print the table; of several folders with runs, each on its own."""
     print("\n| claim | the article | here | |\n|---|---|---|---|")
-    for claim in (
-        *of_runs(bench, found),
-        *(claim for folder in quality for claim in of_losses(dict(found_in(folder)))),
-    ):
+    runs = [dict(found_in(folder)) for folder in quality]
+    for claim in (*of_runs(bench, found), *(claim for each in runs for claim in of_losses(each)), *of_lengths(runs)):
         print(claim)
 
 
@@ -65,26 +65,37 @@ def of_runs(bench: Bench, found: Mapping[Cell, Sequence[Figures]]) -> Iterator[C
         f"{local.backward / 1e6:.2f}: {ratio:.1f} times less; activations go forward as before",
         ratio >= 10,
     )
-    speeds = {way: statistics.median(each.speed for each in rounds) for way, (_, rounds) in ways.items()}
+    speeds = {way: max(each.speed for each in rounds) for way, (_, rounds) in ways.items()}
     gains = {way: speeds[LOCAL] / speeds[way] - 1 for way in ("gpipe", "1f1b", "interleaved")}
-    batches = bench.optimisation.micro_batches
+    if PROCESSES in speeds:
+        gains["1f1b by surgeon's processes"] = speeds[PROCESSES] / speeds["1f1b"] - 1
+    batches, layers, head = (
+        bench.optimisation.micro_batches,
+        bench.config.num_hidden_layers / 4,
+        head_units(bench.config),
+    )
+    bubble = (batches + 3) / batches
     yield Claim(
         "throughput at four racks, the same batch",
         "+38% (against what is not said)",
         ", ".join(f"{gain:+.0%} to {way}" for way, gain in gains.items())
-        + f"; without codas at most {(batches + 3) / batches - 1:+.0%}",
+        + f"; the bubble of GPipe and 1F1B alone would be {bubble - 1:+.0%}, with codas it is worth "
+        f"{bubble * (layers + head) / (layers + 1 + head) - 1:+.0%}",
         gains["1f1b"] >= 0.3,
     )
-    idle = {way: statistics.median(statistics.mean(each.idle) for each in rounds) for way, (_, rounds) in ways.items()}
-    most = statistics.median(min(each.idle) for each in ways[LOCAL][1])
+    idle = {
+        way: [statistics.median(rank) for rank in zip(*(one.idle for one in rounds), strict=True)]
+        for way, (_, rounds) in ways.items()
+    }
+    busy = max(idle[LOCAL][:-1])
     yield Claim(
         "every rack is busy every step",
         "no bubble; pipelines: a quarter of four racks idle",
-        f"idle on average {idle[LOCAL]:.0%} ({idle['gpipe']:.0%} GPipe, {idle['1f1b']:.0%} 1F1B, "
-        f"{idle['interleaved']:.0%} interleaved); the busiest {most:.0%}; the last rack has no coda, and waits",
-        most < 0.05,
+        f"racks with a coda wait at most {busy:.0%} of the time, the last, which has none, {idle[LOCAL][-1]:.0%}; "
+        + ", ".join(f"{way} {statistics.mean(idle[way]):.0%}" for way in ("gpipe", "1f1b", "interleaved")),
+        busy < 0.05,
     )
-    held = {way: bench.held(cell) for way, (cell, _) in ways.items()}
+    held = {way: bench.held(cell) for way, (cell, _) in ways.items() if way != PROCESSES}
     if all(held.values()):
         megabytes = {way: (each or 0) / 1e6 for way, each in held.items()}
         yield Claim(
@@ -137,6 +148,20 @@ def of_losses(runs: Mapping[Run, dict[str, Any]]) -> Iterator[Claim]:
             f"gap {losses[0]:+.4f} never, {losses[10]:+.4f} every 10 steps, {losses[1]:+.4f} always",
             losses[0] <= min(losses.values()) + NOISE,
         )
+
+
+def of_lengths(folders: Sequence[Mapping[Run, dict[str, Any]]]) -> Iterator[Claim]:
+    """Whether what a size wins or loses stays as it is trained longer, from runs of several lengths."""
+    for size in HIDDEN:
+        known = [(runs, gap_of(runs, Run(size))) for runs in folders]
+        gaps = sorted((per_parameter(runs[Run(size)]), gap[0]) for runs, gap in known if gap is not None)
+        if len(gaps) > 1:
+            yield Claim(
+                "what the local method wins is not under-training",
+                "open: one size shows it decaying",
+                f"{size}: " + ", ".join(f"{gap:+.4f} at {ratio:.1f}" for ratio, gap in gaps) + " tokens per parameter",
+                gaps[-1][1] <= gaps[0][1] + NOISE,
+            )
 
 
 def gap_of(runs: Mapping[Run, dict[str, Any]], run: Run) -> tuple[float, float] | None:

@@ -5,8 +5,11 @@
 
 The same model, windows, order, micro-batches, ranks (processes over gloo), messages and link: GPipe, 1F1B and
 interleaved 1F1B of `torch.distributed.pipelining` (scripts/bench/pipelined.py), and racks with codas of one layer
-(scripts/bench/local_ranks.py). Rounds go through all of them in turn; medians are printed, with lowest and highest.
-In `slow` the second rank takes twice as long for whatever it computes.
+(scripts/bench/local_ranks.py); and these by surgeon's own processes (scripts/bench/rack_processes.py), which also keep
+what they send on disk and measure held-out text. Rounds go through all of them in turn; medians are printed, with
+lowest and highest, and the highest are compared: what else runs on a machine only ever takes from them. The last column
+says how much: by how much computing took longer than it was to take. In `slow` the second rank takes twice as long for
+whatever it computes.
 
 Four ranks on two cores would measure who waits for a core. So computing takes a fixed time here: a layer SECONDS on a
 micro-batch forward and twice that backward, a head as many layers as it has multiplications; the rank computes, and
@@ -34,14 +37,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
 from scripts.bench.pipelined_ranks import LOCAL, SCHEDULES, Job, Outcome, read_outcome, record_of, run_ranks
-from scripts.bench.rack_model import Optimisation, build, bytes_of, config_of, head_units
+from scripts.bench.rack_model import Optimisation, build, bytes_of, config_of
+from scripts.bench.rack_processes import PROCESSES, RackRun, is_there, paced_seconds, run_racks
+from surgeon.checkpoint.read import read_json
+from surgeon.quality.data import digest_of
+from surgeon.train.racks.run_files import PLAN_FILE
+from surgeon.train.texts import TrainTexts
 
-HIDDEN, WINDOW, BYTES = 64, 128, 256
+HIDDEN, WINDOW, BYTES, BATCH = 64, 128, 256, 8
 WARM, MEASURED = 1, 2  # steps
 SLOW_RANK, SLOWNESS = 1, 2.0
 LINKS: dict[str, dict[str, float]] = {
@@ -51,7 +57,14 @@ LINKS: dict[str, dict[str, float]] = {
     "1MB/s": {"delay": 0.0, "bandwidth": 1e6},
     "slow": {},
 }
-NAMES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "interleaved 1F1B", LOCAL: "local, a coda of 1"}
+WAYS = (*SCHEDULES, PROCESSES)
+NAMES = {
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved": "interleaved 1F1B",
+    LOCAL: "local, a coda of 1",
+    PROCESSES: "local, surgeon's processes",
+}
 
 
 @dataclass(frozen=True)
@@ -89,7 +102,7 @@ class Figures:
 
 def cells(ranks: Sequence[int], links: Sequence[str]) -> list[Cell]:
     """All ways of one column beside each other, so that they meet the same machine."""
-    return [Cell(count, link, way) for count in ranks for link in links for way in SCHEDULES]
+    return [Cell(count, link, way) for count in ranks for link in links for way in WAYS]
 
 
 class Bench:
@@ -99,12 +112,13 @@ class Bench:
         self.output: Path = arguments.output
         self.unit: float = arguments.compute
         self.config = config_of(HIDDEN, arguments.layers, WINDOW, BYTES)
-        self.optimisation = Optimisation(WARM + MEASURED, 8, 1, 2e-3, warmup=1)
+        self.optimisation = Optimisation(WARM + MEASURED, BATCH, 1, 2e-3, warmup=1)
 
-    def ids(self) -> Tensor:
-        """As many windows as a run goes through."""
-        count = self.optimisation.steps * self.optimisation.batch
-        return bytes_of(WINDOW, WINDOW).training.ids[:count].clone()
+    def texts(self) -> TrainTexts:
+        """As many windows as a run goes through, and one that is held out."""
+        texts, count = bytes_of(WINDOW, WINDOW), self.optimisation.steps * self.optimisation.batch
+        ids = texts.training.ids[:count].clone()
+        return TrainTexts(replace(texts.training, ids=ids, digest=digest_of(ids)), texts.held_out)
 
     def job(self, cell: Cell) -> Job:
         """What the ranks of a cell do."""
@@ -122,40 +136,56 @@ class Bench:
 
     def measure(self, todo: Sequence[Cell], rounds: int, minutes: float) -> None:
         """Run what is not there yet, as long as there is time."""
-        begun, ids, model = time.monotonic(), self.ids(), build(self.config, 0)
+        begun, texts, model = time.monotonic(), self.texts(), build(self.config, 0)
         plan = [(cell, cell.folder(self.output, number), self.job(cell)) for number in range(rounds) for cell in todo]
-        held = [cell for cell in todo if cell.link == todo[0].link]
+        held = [cell for cell in todo if cell.link == todo[0].link and cell.way != PROCESSES]
         plan[len(todo) : len(todo)] = [(cell, self.held_folder(cell), self.holding(cell)) for cell in held]
         for cell, folder, job in plan:
-            if all(record_of(folder, rank).is_file() for rank in range(cell.ranks)):
+            if whole(cell, folder):
                 continue
             if time.monotonic() - begun > 60 * minutes:
                 print(f"{minutes:g} minutes are over: {folder} and what follows is left out", flush=True)
                 return
-            outcome = run_ranks(job, model, ids, folder)
-            print(f"{folder.relative_to(self.output)}: {outcome.tokens_per_second(WARM):.0f} tokens/s", flush=True)
+            if cell.way == PROCESSES:
+                run_racks(job, model, texts, folder)
+            else:
+                run_ranks(job, model, texts.training.ids, folder)
+            print(f"{folder.relative_to(self.output)}: {figures_of(cell, folder).speed:.0f} tokens/s", flush=True)
 
     def held_folder(self, cell: Cell) -> Path:
         """Where what autograd holds is counted."""
         return self.output / "held" / f"{cell.ranks}-{cell.way}"
 
-    def outcomes(self, cell: Cell) -> Iterator[Outcome]:
+    def folders(self, cell: Cell) -> Iterator[Path]:
         """Of all rounds that are there."""
         for folder in sorted((self.output / "rounds").glob("*")):
             there = cell.folder(self.output, int(folder.name))
-            if all(record_of(there, rank).is_file() for rank in range(cell.ranks)):
-                yield read_outcome(Job.read(there), there)
+            if whole(cell, there):
+                yield there
 
     def held(self, cell: Cell) -> int | None:
         """The most bytes that autograd held in a rank."""
         folder = self.held_folder(cell)
-        if not all(record_of(folder, rank).is_file() for rank in range(cell.ranks)):
+        if cell.way == PROCESSES or not whole(cell, folder):
             return None
         return max(int(record["held"]) for record in read_outcome(self.holding(cell), folder).records)
 
 
-def figures_of(outcome: Outcome) -> Figures:
+def whole(cell: Cell, folder: Path) -> bool:
+    """Whether a run has ended."""
+    if cell.way == PROCESSES:
+        return is_there(folder, cell.ranks)
+    return all(record_of(folder, rank).is_file() for rank in range(cell.ranks))
+
+
+def figures_of(cell: Cell, folder: Path) -> Figures:
     """What a run's ranks have written, from the end of the first step on."""
+    return figures_of_racks(cell, folder) if cell.way == PROCESSES else figures_of_ranks(folder)
+
+
+def figures_of_ranks(folder: Path) -> Figures:
+    """Of `run_ranks`."""
+    outcome = read_outcome(Job.read(folder), folder)
     steps = outcome.job.optimisation.steps
     totals = [Sums(outcome, rank) for rank in range(outcome.job.ranks)]
     sent = [record["sent"] for record in outcome.records]
@@ -167,6 +197,22 @@ def figures_of(outcome: Outcome) -> Figures:
         tuple(each.idle for each in totals),
         max(record["peak"] for record in outcome.records),
         sum(each.computed for each in totals) / wanted - 1 if wanted else 0.0,
+    )
+
+
+def figures_of_racks(cell: Cell, folder: Path) -> Figures:
+    """Of `run_racks`."""
+    runs = [RackRun(folder, rank, WARM) for rank in range(cell.ranks)]
+    steps, last = WARM + MEASURED, runs[-1]
+    paces = (float(each["least"]) for each in read_json(folder / PLAN_FILE)["options"]["pace"])
+    wanted = MEASURED * BATCH * sum(paces)
+    return Figures(
+        MEASURED * BATCH * WINDOW / (last.ended - last.begun),
+        sum(each.sent("forward") for each in runs) / steps,
+        sum(each.sent("backward") for each in runs) / steps,
+        tuple(each.idle for each in runs),
+        max(int(each.traffic["peak"]) for each in runs),
+        sum(each.computed for each in runs) / wanted - 1 if wanted else 0.0,
     )
 
 
@@ -194,16 +240,10 @@ class Sums:
         self.idle = waited / (ended - begun)
         if outcome.job.unit:
             self.wanted = (
-                (len(times) - WARM) * outcome.job.optimisation.micro_batches * paced_seconds(outcome.job, rank)
+                (len(times) - WARM)
+                * outcome.job.optimisation.micro_batches
+                * paced_seconds(outcome.job, rank, outcome.job.schedule)
             )
-
-
-def paced_seconds(job: Job, rank: int) -> float:
-    """What a micro-batch is to take in a rank, forward and backward."""
-    layers, head = job.config.num_hidden_layers / job.ranks, head_units(job.config)
-    last = rank == job.ranks - 1
-    units = layers + (head if last else (job.coda + head) * (job.schedule == LOCAL))
-    return 3 * units * job.unit * (job.factors[rank] if job.factors else 1.0)
 
 
 def timeline(folder: Path, rank: int) -> list[dict[str, Any]]:
@@ -217,7 +257,7 @@ def timeline(folder: Path, rank: int) -> list[dict[str, Any]]:
 
 def show(bench: Bench, todo: Sequence[Cell]) -> dict[Cell, list[Figures]]:
     """Print the table of what is there."""
-    found = {cell: [figures_of(outcome) for outcome in bench.outcomes(cell)] for cell in todo}
+    found = {cell: [figures_of(cell, folder) for folder in bench.folders(cell)] for cell in todo}
     found = {cell: rounds for cell, rounds in found.items() if rounds}
     layers = bench.config.num_hidden_layers
     took = f"computing takes {1000 * bench.unit:g} ms per layer" if bench.unit else "computing takes what it takes"
@@ -233,7 +273,7 @@ def show(bench: Bench, todo: Sequence[Cell]) -> dict[Cell, list[Figures]]:
 def row_of(bench: Bench, cell: Cell, rounds: Sequence[Figures], base: Sequence[Figures] | None) -> str:
     """One row of the table."""
     speeds = [each.speed for each in rounds]
-    against = "" if base is None else f"{median(rounds, speed) / median(base, speed) - 1:+.0%}"
+    against = "" if base is None else f"{max(speeds) / max(map(speed, base)) - 1:+.0%}"
     held, mean = bench.held(cell), median(rounds, lambda each: statistics.mean(each.idle))
     columns = [
         str(cell.ranks),

@@ -13,11 +13,16 @@ from matplotlib.image import imread
 
 from scripts.bench import rack_claims, rack_pictures, racks
 from scripts.bench.pipelined_p2p import Trace
-from scripts.bench.pipelined_ranks import LOCAL, SCHEDULES, Job, read_outcome, record_of
+from scripts.bench.pipelined_ranks import LOCAL, SCHEDULES, Job, record_of
 from scripts.bench.rack_model import Optimisation, head_units
+from scripts.bench.rack_processes import PROCESSES
 from scripts.bench.rack_quality import Run
 from scripts.bench.racks import Bench, Cell, Figures
 from surgeon.provenance import write_json
+from surgeon.train.racks.in_turn import rack_folder
+from surgeon.train.racks.items import ItemKey, ItemKind
+from surgeon.train.racks.run_files import PLAN_FILE, RESULT_FILE
+from surgeon.train.racks.traffic import Timeline, Traffic
 
 STEPS = Optimisation(3, 8, 1, 1e-3, warmup=1)
 
@@ -52,7 +57,7 @@ def leave(made: Bench, cell: Cell, step_seconds: float, waits: float) -> Job:
 def test_figures_are_those_of_the_steps_behind_the_first(tmp_path: Path) -> None:
     made, cell = bench(tmp_path), Cell(2, "none", "1f1b")
     job = leave(made, cell, 0.5, 0.2)
-    found = racks.figures_of(read_outcome(job, cell.folder(tmp_path, 0)))
+    found = racks.figures_of(cell, cell.folder(tmp_path, 0))
     assert found.speed == pytest.approx(8 * racks.WINDOW / 0.5)
     assert found.idle == pytest.approx((0.2, 0.2))
     steps = job.optimisation.steps
@@ -64,22 +69,22 @@ def test_figures_are_those_of_the_steps_behind_the_first(tmp_path: Path) -> None
 def test_a_coda_and_a_slow_rank_are_to_take_longer() -> None:
     job = Job("1f1b", 2, bench(Path()).config.to_dict(), STEPS, unit=0.01)
     head = head_units(job.config)
-    assert racks.paced_seconds(job, 0) == pytest.approx(3 * 2 * 0.01)
-    assert racks.paced_seconds(job, 1) == pytest.approx(3 * (2 + head) * 0.01)
+    assert racks.paced_seconds(job, 0, job.schedule) == pytest.approx(3 * 2 * 0.01)
+    assert racks.paced_seconds(job, 1, job.schedule) == pytest.approx(3 * (2 + head) * 0.01)
     local = replace(job, schedule=LOCAL, factors=(2.0, 1.0))
-    assert racks.paced_seconds(local, 0) == pytest.approx(2 * 3 * (2 + 1 + head) * 0.01)
-    assert racks.paced_seconds(local, 1) == pytest.approx(3 * (2 + head) * 0.01)
+    assert racks.paced_seconds(local, 0, LOCAL) == pytest.approx(2 * 3 * (2 + 1 + head) * 0.01)
+    assert racks.paced_seconds(local, 1, LOCAL) == pytest.approx(3 * (2 + head) * 0.01)
 
 
 def test_every_way_meets_every_link(tmp_path: Path) -> None:
     todo = racks.cells([2], ["none", "slow"])
-    assert [cell.way for cell in todo] == [*SCHEDULES, *SCHEDULES]
+    assert [cell.way for cell in todo] == [*racks.WAYS, *racks.WAYS]
     assert bench(tmp_path).job(todo[-1]).factors == (1.0, 2.0)
     assert bench(tmp_path).job(Cell(2, "10MB/s", "gpipe")).bandwidth == 10e6
 
 
 def test_what_is_there_is_tabled_judged_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made, todo = bench(tmp_path), racks.cells([4], ["none"])
+    made, todo = bench(tmp_path), [cell for cell in racks.cells([4], ["none"]) if cell.way in SCHEDULES]
     for cell in todo:
         leave(made, cell, *((0.4, 0.01) if cell.way == LOCAL else (0.6, 0.3)))
     found = racks.show(made, todo)
@@ -114,6 +119,53 @@ def test_claims_on_losses_are_judged_by_the_figures() -> None:
     assert [claim.holds for claim in claims.values()] == [True, False, False, False]
     assert "small +0.1000 (+5.0%) at 20.0; medium +0.0500" in str(next(iter(claims.values())))
     assert "gap +0.1000 never, +0.0900 every 10 steps, +0.2000 always" in str(list(claims.values())[-1])
+
+
+def test_a_gain_that_longer_runs_lose_is_under_training() -> None:
+    short = dict([losses("small", 2.0, racks=1), losses("small", 1.9)])
+    long = dict([losses("small", 1.5, racks=1), losses("small", 1.6)])
+    for values in long.values():
+        values["steps"] = 40
+    (claim,) = rack_claims.of_lengths([long, short])
+    assert claim.holds is False
+    assert "-0.1000 at 20.0, +0.1000 at 80.0" in claim.ours
+
+
+def leave_racks(folder: Path) -> None:
+    """What two of surgeon's processes leave of three steps, of which each takes 8 s: 6 of computing, 2 of waiting."""
+    for rank in range(2):
+        own = rack_folder(folder, rank)
+        timeline, traffic = Timeline(own), Traffic(own)
+        for step in range(1, 4):
+            for half in (0, 1):
+                begun, key = 8.0 * step + 4 * half, ItemKey(step, ItemKind.TRAINING, half)
+                timeline._add(begun, begun + 1, "wait_input", key, 0)
+                timeline._add(begun + 1, begun + 4, "compute", key, 0)
+                timeline.sent(begun, begun + 0.5, key, 100)
+        timeline.write()
+        traffic.count("sent", "forward", ItemKind.TRAINING, 900)
+        traffic.count("sent", "forward", ItemKind.HELD_OUT, 5000)
+        traffic.count("sent", "backward", None, 30)
+        traffic.write()
+        write_json(own / RESULT_FILE, {})
+    write_json(folder / PLAN_FILE, {"options": {"pace": [{"factor": 1.0, "least": 0.25}] * 2}})
+
+
+def test_surgeons_own_processes_are_read_from_their_run(tmp_path: Path) -> None:
+    cell = Cell(2, "none", PROCESSES)
+    folder = cell.folder(tmp_path, 0)
+    for rank in range(2):
+        rack_folder(folder, rank).mkdir(parents=True)
+    assert not racks.whole(cell, folder)
+    leave_racks(folder)
+    assert racks.whole(cell, folder)
+    found = racks.figures_of(cell, folder)
+    assert found.speed == pytest.approx(2 * 8 * racks.WINDOW / 16)
+    assert found.idle == pytest.approx((0.25, 0.25))
+    assert (found.forward, found.backward) == (600, 20)
+    assert found.paced == pytest.approx(24 / (2 * 8 * 0.5) - 1)
+    trace = rack_pictures.trace_of(cell, folder)
+    assert (trace.begun, len(trace.ranks), trace.seconds) == (16.0, 2, pytest.approx(8.0))
 
 
 def test_curves_are_drawn(tmp_path: Path) -> None:
