@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -166,6 +167,23 @@ def test_rack_by_rack(train: Any, surgeon_says: Run, tmp_path: Path) -> None:
     assert surgeon_says("report", tmp_path / "new.run", folder, "-o", tmp_path / "page.html")[0] == 0
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert torch.isfinite(model(input_ids=torch.arange(3, 9)[None]).logits).all()
+
+
+def test_racks_in_processes(train: Any, tmp_path: Path) -> None:
+    """The same figures as one after the other, to the last digit; others where codas are averaged."""
+    figures = []
+    for more in ("", ", processes: true", ", processes: true, average: 1"):
+        racks = f'window: 16\nracks: {{ranges: ["0:1", "1:2"], coda: 1{more}}}'
+        code, _, err = train("", "--overwrite", **{"window: 16": racks})
+        assert code == 0, err
+        said = json.loads((tmp_path / "new" / "surgeon.json").read_text())["trained"]
+        figures.append([rack["after"] for rack in said["racks"]["each"]])
+        assert (tmp_path / "new.run" / "rack-0" / "traffic.json").is_file() == bool(more)
+        shutil.rmtree(tmp_path / "new.run")
+    assert figures[0] == figures[1]
+    assert all(
+        averaged["perplexity"] != alone["perplexity"] for averaged, alone in zip(figures[2], figures[1], strict=True)
+    )
 
 
 def test_another_model_is_not_gone_on_with(train: Any) -> None:

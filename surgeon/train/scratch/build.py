@@ -18,6 +18,7 @@ from surgeon.families import FAMILIES, Family, family_of
 from surgeon.model import check_layers, edit
 from surgeon.program import Program
 from surgeon.runtime.text import open_tokenizer
+from surgeon.train.racks.averaging import parse_averaging
 from surgeon.train.racks.partition import Racks
 from surgeon.train.racks.task import check_settings
 from surgeon.train.scratch.config import ScratchConfig, TracksSection
@@ -132,6 +133,8 @@ def _racks(config: ScratchConfig, program: Program) -> Racks | None:
         return None
     try:
         racks = Racks.parse(config.racks.ranges, program, config.racks.coda)
+        if parse_averaging(config.racks.average) is not None and not config.racks.processes:
+            raise ValueError("average needs all racks at the same time; add processes: true, or leave it out")
     except ValueError as error:
         raise config.error(f"racks: {error}", "racks") from error
     try:

@@ -14,7 +14,8 @@
 their place `program` may stand, as text, or `tracks: {count: 2, depth: 4}` for a native Parallel Track model: 2 narrow
 tracks that meet every 4 layers, as large together as the layers of `model` (see tracks.py). Without any of these the
 model is the plain one. With `racks: {ranges: ["0:4", "4:8"], coda: 1}` it is trained rack by rack, each of which has a
-coda of so many layers and a loss of its own (see train/racks/). Every error names the file, the line, the value and
+coda of so many layers and a loss of its own (see train/racks/); with `processes: true` in it all racks at once, and
+then their codas may be averaged (`average: 100`). Every error names the file, the line, the value and
 what would be right.
 """
 
@@ -74,12 +75,19 @@ class TracksSection(BaseModel):
 
 
 class RacksSection(BaseModel):
-    """The key `racks`: ranges of the program's layers, and how many layers a coda has."""
+    """The key `racks`: ranges of the program's layers, how many layers a coda has, and how racks are trained.
+
+    With `processes` all at once, a process each (otherwise one after the other, to the same result), which run at most
+    `ahead` micro-batches ahead of each other and may `average` their codas: never, every N steps, always.
+    """
 
     model_config = _CHECKED
 
     ranges: list[str] = Field(min_length=2)
     coda: int = Field(default=1, ge=0)
+    processes: bool = False
+    average: int | str = "never"
+    ahead: int = Field(default=4, ge=1)
 
 
 class ScratchKeys(BaseModel):

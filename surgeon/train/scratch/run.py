@@ -14,6 +14,8 @@ from surgeon.checkpoint.with_codas import export_with_codas
 from surgeon.train.racks.healing import as_one, method_of, racks_record
 from surgeon.train.racks.in_turn import RacksTrained, finish_racks, train_in_turn
 from surgeon.train.racks.partition import Racks
+from surgeon.train.racks.run_files import ProcessOptions
+from surgeon.train.racks.supervisor import finish_processes, train_in_processes
 from surgeon.train.resume import finish_run
 from surgeon.train.run import Trained, train
 from surgeon.train.scratch.build import Blueprint
@@ -64,18 +66,28 @@ def train_blueprint(plan: Blueprint, texts: TrainTexts, folder: Path, device: st
     if plan.racks is not None:
         known = plan.identity()
         model, seed = plan.build(), settings.seed
-        return _of_racks(train_in_turn(model, plan.racks, texts, settings, folder, None, known, seed, device), plan)
+        given: dict[str, Any] = {"identity": known, "seed": seed, "device": device}
+        racks = (model, plan.racks, texts, settings, folder)
+        asked = plan.config.racks
+        if asked is None or not asked.processes:
+            return _of_racks(train_in_turn(*racks, **given), plan, finish_racks)
+        options = ProcessOptions(asked.average, asked.ahead)
+        return _of_racks(train_in_processes(*racks, **given, options=options), plan, finish_processes)
     found = train(plan.build(), texts, settings, folder, None, plan.program, plan.identity(), device)
     return None if found is None else ScratchTrained(found, settings.method)
 
 
-def _of_racks(found: RacksTrained, plan: Blueprint) -> ScratchTrained:
+def _of_racks(
+    found: RacksTrained, plan: Blueprint, finish: Callable[[Path, Racks, dict[str, Any]], None]
+) -> ScratchTrained:
     racks = plan.racks
     assert racks is not None
     write = partial(export_with_codas, racks=racks.texts, nodes=racks.ends, depth=racks.depth, codas=found.codas)
     method, each = method_of(racks, plan.config.settings), racks_record(racks, found.results)
-    return ScratchTrained(as_one(found), method, each, write, partial(_finish, racks=racks))
+    return ScratchTrained(as_one(found), method, each, write, partial(_finish, finish, racks))
 
 
-def _finish(folder: Path, record: dict[str, Any], racks: Racks) -> None:
-    finish_racks(folder, racks, record)
+def _finish(
+    finish: Callable[[Path, Racks, dict[str, Any]], None], racks: Racks, folder: Path, record: dict[str, Any]
+) -> None:
+    finish(folder, racks, record)

@@ -139,6 +139,16 @@ def test_what_a_run_goes_by(built: Any) -> None:
         (f"model_type: llama, {SIZES}, attention_bias: 7", (), "configuration:2: model: "),
         (
             f"model_type: llama, {SIZES}",
+            ('racks: {ranges: ["0:2", "2:4"], average: 3}',),
+            "configuration:6: racks: average needs all racks at the same time; add processes: true, or leave it out",
+        ),
+        (
+            f"model_type: llama, {SIZES}",
+            ('racks: {ranges: ["0:2", "2:4"], average: often}',),
+            "configuration:6: racks: codas are averaged never, always, or every N steps with N from 1, not 'often'",
+        ),
+        (
+            f"model_type: llama, {SIZES}",
             ('racks: {ranges: ["0:2", "3:4"]}',),
             "configuration:6: racks: racks leave a gap: 3:4 begins at layer 3, and should at 2",
         ),
