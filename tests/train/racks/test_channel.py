@@ -173,16 +173,17 @@ def test_codas_go_to_all_that_ask(tmp_path: Path) -> None:
     before.close()
 
 
+@pytest.mark.alone
 def test_a_link_delays_what_arrives_and_not_who_sends(tmp_path: Path) -> None:
     keys = [ItemKey(1, ItemKind.TRAINING, place) for place in range(4)]
-    with joined(tmp_path, link=Link(delay=0.1)) as (before, after):
+    with joined(tmp_path, link=Link(delay=0.3)) as (before, after):
         begun = time.monotonic()
         for key in keys:
             before.offer(key, content(key))
-        assert time.monotonic() - begun < 0.1
+        assert time.monotonic() - begun < 0.3
         for key in keys:
             assert torch.equal(after.ask(key), content(key))
-        assert 0.1 <= time.monotonic() - begun < 0.19  # they travel together
+        assert 0.3 <= time.monotonic() - begun < 1.1  # they travel together
 
 
 def test_a_link_has_a_bandwidth(tmp_path: Path) -> None:
@@ -192,7 +193,7 @@ def test_a_link_has_a_bandwidth(tmp_path: Path) -> None:
             before.offer(ItemKey(1, ItemKind.TRAINING, place), torch.zeros(1000))
         for place in range(3):
             after.ask(ItemKey(1, ItemKind.TRAINING, place))
-        assert 3 * 0.04 <= time.monotonic() - begun < 0.3
+        assert 3 * 0.04 <= time.monotonic() - begun
 
 
 def test_bytes_are_counted_at_both_ends(tmp_path: Path) -> None:

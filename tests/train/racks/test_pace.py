@@ -28,11 +28,12 @@ class Slow:
         return {"loss": model(inputs["x"]).sum()}
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("pace", "waits", "computes", "takes"),
     [
         (RackPace(factor=3.0), 0.0, 0.03, 0.09),
-        (RackPace(factor=3.0), 0.1, 0.01, 0.13),  # waiting is not made longer
+        (RackPace(factor=9.0), 0.2, 0.01, 0.29),  # waiting is not made longer
         (RackPace(least=0.08), 0.0, 0.01, 0.08),
         (RackPace(), 0.0, 0.01, 0.01),
     ],
@@ -42,7 +43,7 @@ def test_a_micro_batch_takes_as_long_as_asked(pace: RackPace, waits: float, comp
     paced = PacedLoss(Slow(timeline, waits, computes), pace, timeline)
     begun = time.monotonic()
     paced.loss(model, {"x": torch.ones(2)})["loss"].backward()
-    assert takes <= time.monotonic() - begun < takes + 0.3
+    assert takes <= time.monotonic() - begun < takes + 1.0
     assert model.weight.grad is not None
     assert torch.equal(model.weight.grad, torch.ones(1, 2))
 
