@@ -24,7 +24,6 @@ from transformers import CONFIG_MAPPING
 from surgeon.checkpoint.header import read_header
 from surgeon.checkpoint.read import Checkpoint, check_inside, read_json
 from surgeon.checkpoint.replaceable import CODAS
-from surgeon.checkpoint.stretch import build_stretch, fed, output_head
 from surgeon.checkpoint.verify import sync
 from surgeon.errors import first_line, shown
 from surgeon.program import Program
@@ -60,6 +59,8 @@ class Coda:
         Raises:
             ValueError: if a tensor is missing or of another shape.
         """
+        from surgeon.checkpoint.stretch import build_stretch, fed, output_head  # a service needs none of these
+
         if not len(self.program):
             head = output_head(self.config, self.tensors)
             normed: Tensor = head.norm(stream)
