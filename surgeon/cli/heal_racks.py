@@ -12,8 +12,8 @@ import typer
 if TYPE_CHECKING:
     from surgeon.checkpoint.prove import Proof
     from surgeon.train.heal.subject import HealSubject
-    from surgeon.train.racks.healing import RacksHealed
     from surgeon.train.racks.partition import Racks
+    from surgeon.train.racks.run_files import ProcessOptions
     from surgeon.train.settings import TrainSettings
     from surgeon.train.texts import TrainTexts
 
@@ -109,16 +109,16 @@ def heal_by_racks(
         FileNotFoundError, OSError, ValueError: as `train_in_turn` and `surgeon.export`.
     """
     from surgeon.train.racks.healing import heal_racks
-    from surgeon.train.racks.in_turn import finish_racks
     from surgeon.train.racks.partition import Racks
-    from surgeon.train.racks.supervisor import finish_processes
+    from surgeon.train.racks.run_files import ProcessOptions
+    from surgeon.train.racks.ways import finish_racks
 
     assert asked.racks is not None
     racks = Racks.parse(asked.racks, subject.program, 1 if asked.coda is None else asked.coda)
-    if asked.in_processes:
-        found = _in_processes(asked, subject, racks, texts, settings, folder, device)
-    else:
-        found = heal_racks(subject, racks, texts, settings, folder, device)
+    options = ProcessOptions(asked.average, asked.rack_ahead) if asked.in_processes else None
+    if asked.racks_by_hand:
+        _prepare_by_hand(subject, racks, texts, settings, folder, device, options)
+    found = heal_racks(subject, racks, texts, settings, folder, device, options)
     for rack, result in zip(racks.texts[:-1], found.results, strict=False):
         perplexities = f"{result.before.perplexity:.4g} before, {result.after.perplexity:.4g} after"
         say(f"rack {rack}: perplexity by its coda {perplexities}")
@@ -126,32 +126,23 @@ def heal_by_racks(
     for name, quality in (("original", whole.original), ("edited", whole.before), ("healed", whole.after)):
         say("" if quality is None else f"{name:<9} {quality.line()}")
     proof = found.write(subject, **write)
-    finish = finish_processes if asked.in_processes else finish_racks
-    finish(folder, racks, found.record)
+    finish_racks(folder, racks, found.record)
     return proof
 
 
-def _in_processes(
-    asked: HealRacksArguments,
+def _prepare_by_hand(
     subject: HealSubject,
     racks: Racks,
     texts: TrainTexts,
     settings: TrainSettings,
     folder: Path,
     device: str,
-) -> RacksHealed:
-    """Heal all racks at once; by hand, print how, and end, unless they are done."""
-    from surgeon.train.racks.healing import healed_as
-    from surgeon.train.racks.run_files import ProcessOptions
-    from surgeon.train.racks.supervisor import commands_by_hand, prepare, train_in_processes
+    options: ProcessOptions | None,
+) -> None:
+    """Print how the racks are started by hand, and end, unless they are done."""
+    from surgeon.train.racks.supervisor import commands_by_hand, prepare
 
-    student, identity = subject.student(), subject.identity()
-    options = ProcessOptions(asked.average, asked.rack_ahead)
-    if asked.racks_by_hand:
-        prepare(student, racks, texts, settings, folder, identity, None, device, options)
-        if commands := commands_by_hand(folder, len(racks)):
-            print(*commands, sep="\n")
-            raise typer.Exit
-    original = subject.loads_original
-    found = train_in_processes(student, racks, texts, settings, folder, original, identity, None, device, options)
-    return healed_as(found, subject, racks, texts, settings)
+    prepare(subject.student(), racks, texts, settings, folder, subject.identity(), None, device, options)
+    if commands := commands_by_hand(folder, len(racks)):
+        print(*commands, sep="\n")
+        raise typer.Exit

@@ -85,7 +85,7 @@ def train(
     story = story_of(wanted, texts, found)
     proof = write_trained(found, wanted, story, output, form, dtype, overwrite)
     typer.echo(proof_line(proof, "the configuration's"), err=True)
-    found.finish(folder, record_of(output, story))
+    found.finish(folder=folder, record=record_of(output, story))
     print(output)
 
 

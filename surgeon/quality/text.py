@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,6 +45,12 @@ class TextQuality:
     def to_json(self) -> dict[str, object]:
         """As JSON values."""
         return asdict(self)
+
+    @classmethod
+    def from_json(cls, said: Mapping[str, Any]) -> TextQuality:
+        """The inverse of `to_json`, of what was read from a file."""
+        values: dict[str, Any] = {name: tuple(one) if isinstance(one, list) else one for name, one in said.items()}
+        return cls(**values)
 
 
 def _in_brackets(ends: tuple[float, float] | None, digits: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,13 +32,14 @@ from surgeon.train.settings import TrainSettings
 from surgeon.train.texts import TrainTexts
 from surgeon.train.trainer import LossParts, ModelTrainer
 
+_STAGES = ("original", "before", "after")
+
 
 @dataclass(frozen=True)
-class Trained:
-    """What a run came to.
+class RunFigures:
+    """What a run came to, in numbers.
 
     Attributes:
-        model: edited, trained; with its adapters, where there are any (`merged` has them in its matrices).
         steps: that were made; fewer than asked for where it ended early.
         tokens: of training text, counted as often as they were seen.
         seconds: that it took, measurements included.
@@ -46,13 +47,42 @@ class Trained:
             model before and after its training.
     """
 
-    model: Any
     steps: int
     tokens: int
     seconds: float
     original: TextQuality | None
     before: TextQuality
     after: TextQuality
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        stages = {name: getattr(self, name) for name in _STAGES}
+        told = {name: None if one is None else one.to_json() for name, one in stages.items()}
+        return {"steps": self.steps, "tokens": self.tokens, "seconds": self.seconds} | told
+
+    @classmethod
+    def from_json(cls, said: Mapping[str, Any]) -> RunFigures:
+        """The inverse of `to_json`."""
+        stages: dict[str, Any] = {
+            name: None if said[name] is None else TextQuality.from_json(said[name]) for name in _STAGES
+        }
+        return RunFigures(said["steps"], said["tokens"], said["seconds"], **stages)
+
+
+@dataclass(frozen=True)
+class Trained(RunFigures):
+    """What a run came to.
+
+    Attributes:
+        model: edited, trained; with its adapters, where there are any (`merged` has them in its matrices).
+    """
+
+    model: Any
+
+    @property
+    def figures(self) -> RunFigures:
+        """The numbers alone, without the model."""
+        return RunFigures(self.steps, self.tokens, self.seconds, self.original, self.before, self.after)
 
     def merged(self) -> PreTrainedModel:
         """The model with its adapters merged into its matrices; they are gone from it then."""
@@ -148,7 +178,7 @@ def _train(
     whole.config.use_cache = caches  # which the Trainer has turned off
     made = trainer.state.global_step
     tokens = made * settings.batch * texts.training.ids.shape[1]
-    return Trained(trained, made, tokens, recorder.seconds, task.held_out.original, before, after)
+    return Trained(made, tokens, recorder.seconds, task.held_out.original, before, after, trained)
 
 
 def _agreed(open_folder: Callable[[], Path | None]) -> Path | None:

@@ -51,12 +51,7 @@ class RunLog:
     def first_quality(self) -> TextQuality | None:
         """What was measured before the first step, if it was."""
         kept = read_record(self._folder).get(_BEFORE) if read_rows(self._files[HELD_OUT_FILE]) else None
-        if kept is None:
-            return None
-        numbers: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in kept.items()
-        }
-        return TextQuality(**numbers)
+        return None if kept is None else TextQuality.from_json(kept)
 
     @staticmethod
     def _write(path: Path, columns: tuple[str, ...], rows: list[dict[str, str]]) -> None:

@@ -14,9 +14,11 @@ from surgeon.checkpoint.prove import Proof
 from surgeon.checkpoint.with_codas import export_with_codas
 from surgeon.train.heal.subject import HealSubject
 from surgeon.train.heal.write import record_of, write_healed
-from surgeon.train.racks.in_turn import RackResult, RacksTrained, train_in_turn
+from surgeon.train.racks.in_turn import RacksTrained
 from surgeon.train.racks.partition import Racks
-from surgeon.train.run import Trained
+from surgeon.train.racks.run_files import ProcessOptions
+from surgeon.train.racks.ways import way_of
+from surgeon.train.run import RunFigures, Trained
 from surgeon.train.settings import TrainSettings
 from surgeon.train.texts import TrainTexts
 
@@ -34,7 +36,7 @@ class RacksHealed:
     racks: Racks
     whole: Trained
     codas: tuple[Coda, ...]
-    results: tuple[RackResult, ...]
+    results: tuple[RunFigures, ...]
     record: dict[str, Any]
 
     def write(
@@ -57,26 +59,27 @@ class RacksHealed:
 
 
 def heal_racks(
-    subject: HealSubject, racks: Racks, texts: TrainTexts, settings: TrainSettings, folder: Path, device: str = "cpu"
+    subject: HealSubject,
+    racks: Racks,
+    texts: TrainTexts,
+    settings: TrainSettings,
+    folder: Path,
+    device: str = "cpu",
+    options: ProcessOptions | None = None,
 ) -> RacksHealed:
     """Heal a model rack by rack; codas begin as copies of its last layers, norm and head.
 
     Args:
         racks: of the subject's program.
         folder: of the run.
+        options: of processes, one for each rack; by default the racks take turns.
 
     Raises:
-        NotProven, OSError, ValueError: as `HealSubject.student` and `train_in_turn`.
+        NotProven, OSError, ValueError: as `HealSubject.student`, `train_in_turn` and `train_in_processes`.
     """
     student, identity = subject.student(), subject.identity()
-    found = train_in_turn(student, racks, texts, settings, folder, subject.loads_original, identity, None, device)
-    return healed_as(found, subject, racks, texts, settings)
-
-
-def healed_as(
-    found: RacksTrained, subject: HealSubject, racks: Racks, texts: TrainTexts, settings: TrainSettings
-) -> RacksHealed:
-    """What the training of a subject's racks came to, whichever processes did it."""
+    train = way_of(options)
+    found = train(student, racks, texts, settings, folder, subject.loads_original, identity, None, device)
     whole = as_one(found)
     record = record_of(subject, texts, settings, whole) | {"racks": racks_record(racks, found.results)}
     record["method"] = method_of(racks, settings)
@@ -87,7 +90,7 @@ def as_one(found: RacksTrained) -> Trained:
     """Racks' training as that of one model, which the last rack's prediction is."""
     last = found.results[-1]
     seconds = sum(result.seconds for result in found.results)
-    return Trained(found.model, last.steps, last.tokens, seconds, last.original, last.before, last.after)
+    return Trained(last.steps, last.tokens, seconds, last.original, last.before, last.after, found.model)
 
 
 def method_of(racks: Racks, settings: TrainSettings) -> str:
@@ -96,7 +99,7 @@ def method_of(racks: Racks, settings: TrainSettings) -> str:
     return f"{settings.method}, rack by rack (layers {ranges}) with codas of {plural(racks.depth, 'layer')}"
 
 
-def racks_record(racks: Racks, results: Sequence[RackResult]) -> dict[str, Any]:
+def racks_record(racks: Racks, results: Sequence[RunFigures]) -> dict[str, Any]:
     """What each rack came to, as JSON values."""
     each = [{"layers": text} | result.to_json() for text, result in zip(racks.texts, results, strict=True)]
     return {"coda": racks.depth, "each": each}

@@ -20,8 +20,6 @@ from accelerate import PartialState
 from transformers import PreTrainedModel
 
 from surgeon.checkpoint.codas import Coda
-from surgeon.provenance import whole_file
-from surgeon.quality.text import TextQuality
 from surgeon.train.held_out import HeldOutQuality
 from surgeon.train.racks.build import assemble, rack_of
 from surgeon.train.racks.files import open_rack, save_rack
@@ -30,49 +28,12 @@ from surgeon.train.racks.partition import Racks
 from surgeon.train.racks.streams import KeptStreams
 from surgeon.train.racks.task import check_settings, identity_of, rack_task
 from surgeon.train.resume import add_to_record, alone, finish_run, open_run, read_record
-from surgeon.train.run import train
-from surgeon.train.run_log import HELD_OUT_FILE, TRAINING_FILE
+from surgeon.train.run import RunFigures, train
 from surgeon.train.settings import TrainSettings
 from surgeon.train.texts import TrainTexts
 
 RACK_FILE, STREAMS = "rack.safetensors", "streams"
 _DONE = "trained"  # in the record of a rack's run
-
-
-@dataclass(frozen=True)
-class RackResult:
-    """What a rack's run came to; quality is that of its coda's prediction.
-
-    Attributes:
-        steps, tokens, seconds: as `Trained` has them.
-    """
-
-    steps: int
-    tokens: int
-    seconds: float
-    original: TextQuality | None
-    before: TextQuality
-    after: TextQuality
-
-    def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
-        stages = {name: getattr(self, name) for name in ("original", "before", "after")}
-        told = {name: None if one is None else one.to_json() for name, one in stages.items()}
-        return {"steps": self.steps, "tokens": self.tokens, "seconds": self.seconds} | told
-
-    @classmethod
-    def of_json(cls, said: dict[str, Any]) -> RackResult:
-        """The inverse of `to_json`."""
-        stages = {name: quality_of(said[name]) for name in ("original", "before", "after")}
-        return cls(said["steps"], said["tokens"], said["seconds"], **stages)  # type: ignore[arg-type]
-
-
-def quality_of(said: dict[str, Any] | None) -> TextQuality | None:
-    """The inverse of `TextQuality.to_json`."""
-    if said is None:
-        return None
-    numbers: dict[str, Any] = {name: tuple(one) if isinstance(one, list) else one for name, one in said.items()}
-    return TextQuality(**numbers)
 
 
 @dataclass(frozen=True)
@@ -82,12 +43,12 @@ class RacksTrained:
     Attributes:
         model: the whole model, in memory.
         codas: of every rack but the last.
-        results: of every rack; the last one's are the whole model's.
+        results: of every rack, by its coda's prediction; the last one's are the whole model's.
     """
 
     model: PreTrainedModel
     codas: tuple[Coda, ...]
-    results: tuple[RackResult, ...]
+    results: tuple[RunFigures, ...]
 
 
 def rack_folder(folder: Path, index: int) -> Path:
@@ -132,22 +93,6 @@ def train_in_turn(
     return RacksTrained(assemble(whole, racks, found), codas, results)
 
 
-def finish_racks(folder: Path, racks: Racks, record: dict[str, Any]) -> None:
-    """Complete the record of a run of racks whose result is written, and remove their weights; tables stay.
-
-    The last rack's tables are put beside the record, since what it predicts is the whole model's prediction.
-
-    Raises:
-        OSError: if the folder cannot be written.
-    """
-    for name in (TRAINING_FILE, HELD_OUT_FILE):
-        with whole_file(folder / name) as beside:
-            shutil.copyfile(rack_folder(folder, racks.last) / name, beside)
-    finish_run(folder, record)
-    for rack in racks.ranges:
-        (rack_folder(folder, rack.index) / RACK_FILE).unlink(missing_ok=True)
-
-
 class _Once:
     """What all racks are measured on, made when the first of them is."""
 
@@ -175,7 +120,7 @@ class _Turn:
     device: str
     held_out: _Once
 
-    def trained(self, index: int) -> tuple[RackModel, RackResult]:
+    def trained(self, index: int) -> tuple[RackModel, RunFigures]:
         """A rack at the end of its run; one that is there already is read."""
         folder = rack_folder(self.folder, index)
         result = self._known(index) if (folder / RACK_FILE).is_file() else None
@@ -189,13 +134,13 @@ class _Turn:
             shutil.rmtree(rack_folder(self.folder, index - 1) / STREAMS, ignore_errors=True)
         return rack, result
 
-    def _known(self, index: int) -> RackResult | None:
+    def _known(self, index: int) -> RunFigures | None:
         """What is known of a rack that is trained; None if it is one of another run, which `train` will refuse."""
         record = read_record(rack_folder(self.folder, index))
         mine = self._identity(index) | self._of_run()
         if _DONE not in record or record.get("identity") != json.loads(json.dumps(mine)):
             return None
-        return RackResult.of_json(record[_DONE])
+        return RunFigures.from_json(record[_DONE])
 
     def identity_of_all(self) -> dict[str, Any]:
         """What the run of all racks follows from, as JSON values."""
@@ -209,7 +154,7 @@ class _Turn:
     def _identity(self, index: int) -> dict[str, Any]:
         return self.identity | identity_of(self.racks, index, self.seed)
 
-    def _train(self, rack: RackModel, folder: Path) -> RackResult:
+    def _train(self, rack: RackModel, folder: Path) -> RunFigures:
         source = None if rack.is_first else self._streams(rack, rack.index - 1)
         sink = None if rack.is_last else self._streams(rack, rack.index)
         if sink is not None:
@@ -221,9 +166,8 @@ class _Turn:
         assert found is not None
         rack.model = found.model.cpu()
         save_rack(rack, folder / RACK_FILE)
-        result = RackResult(found.steps, found.tokens, found.seconds, found.original, found.before, found.after)
-        add_to_record(folder, {_DONE: result.to_json()})
-        return result
+        add_to_record(folder, {_DONE: found.figures.to_json()})
+        return found.figures
 
     def _streams(self, rack: RackModel, index: int) -> KeptStreams:
         """Those that a rack hands on; all racks' are alike."""

@@ -33,7 +33,7 @@ from surgeon.train.held_out import HeldOutQuality
 from surgeon.train.racks.averaging import CodaAveraging, parse_averaging
 from surgeon.train.racks.channels import ChannelSink, ChannelSource
 from surgeon.train.racks.files import open_rack, save_rack
-from surgeon.train.racks.in_turn import RACK_FILE, RackResult, rack_folder
+from surgeon.train.racks.in_turn import RACK_FILE, rack_folder
 from surgeon.train.racks.inbox import Absence, Inbox
 from surgeon.train.racks.model import RackModel
 from surgeon.train.racks.outbox import Outbox
@@ -205,8 +205,7 @@ def _train_rack(meeting: Meeting) -> None:
         raise ValueError("each rack is one process; start it without torchrun or accelerate launch")
     rack.model = found.model.cpu()
     save_rack(rack, folder / RACK_FILE)
-    result = RackResult(found.steps, found.tokens, found.seconds, found.original, found.before, found.after)
-    write_json(folder / RESULT_FILE, result.to_json())  # the last one: a rack that has it is done
+    write_json(folder / RESULT_FILE, found.figures.to_json())  # the last one: a rack that has it is done
 
 
 def _task(meeting: Meeting, rack: RackModel, held_out: HeldOutQuality) -> TrainingTask:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -24,16 +23,13 @@ from surgeon.train.held_out import HeldOutQuality
 from surgeon.train.racks.averaging import NEVER
 from surgeon.train.racks.build import assemble, rack_of
 from surgeon.train.racks.files import open_rack, save_rack
-from surgeon.train.racks.in_turn import RACK_FILE, RackResult, RacksTrained, finish_racks, rack_folder
+from surgeon.train.racks.in_turn import RACK_FILE, RacksTrained, rack_folder
 from surgeon.train.racks.partition import Racks
 from surgeon.train.racks.run_files import (
-    ADDRESS_FILE,
     LOG_FILE,
     PLAN_FILE,
     RESULT_FILE,
-    SPOOL,
     START,
-    TEXTS_FILE,
     ProcessOptions,
     RacksPlan,
     new_token,
@@ -42,6 +38,7 @@ from surgeon.train.racks.run_files import (
 )
 from surgeon.train.racks.task import check_settings
 from surgeon.train.resume import alone, open_run
+from surgeon.train.run import RunFigures
 from surgeon.train.run_log import HELD_OUT_FILE, TRAINING_FILE, read_rows
 from surgeon.train.settings import TrainSettings
 from surgeon.train.texts import TrainTexts
@@ -139,7 +136,7 @@ def gather(whole: PreTrainedModel, racks: Racks, folder: Path) -> RacksTrained:
     """
     folders = [rack_folder(folder, index) for index in range(len(racks))]
     found = [open_rack(each / RACK_FILE) for each in folders]
-    results = tuple(RackResult.of_json(read_json(each / RESULT_FILE)) for each in folders)
+    results = tuple(RunFigures.from_json(read_json(each / RESULT_FILE)) for each in folders)
     return RacksTrained(assemble(whole, racks, found), tuple(rack.coda() for rack in found[:-1]), results)
 
 
@@ -159,25 +156,6 @@ def commands_by_hand(folder: Path, racks: int) -> list[str]:
         )
         for index in range(racks)
     ]
-
-
-def finish_processes(folder: Path, racks: Racks, record: dict[str, Any]) -> None:
-    """Complete the record of a run whose result is written, and remove weights, texts and what was kept; tables stay.
-
-    Raises:
-        OSError: if the folder cannot be written.
-    """
-    finish_racks(folder, racks, record)
-    (folder / PLAN_FILE).unlink(missing_ok=True)  # the first one: without it nothing is gone on with
-    for rack in racks.ranges:
-        each = rack_folder(folder, rack.index)
-        if each.is_dir():
-            for path in (*checkpoints_of(each).values(), each / SPOOL):
-                shutil.rmtree(path, ignore_errors=True)
-            for name in (RESULT_FILE, ADDRESS_FILE):
-                (each / name).unlink(missing_ok=True)
-    shutil.rmtree(folder / START, ignore_errors=True)
-    (folder / TEXTS_FILE).unlink(missing_ok=True)
 
 
 class _Supervisor:

@@ -12,10 +12,9 @@ from surgeon.checkpoint.in_memory import export
 from surgeon.checkpoint.prove import Proof
 from surgeon.checkpoint.with_codas import export_with_codas
 from surgeon.train.racks.healing import as_one, method_of, racks_record
-from surgeon.train.racks.in_turn import RacksTrained, finish_racks, train_in_turn
-from surgeon.train.racks.partition import Racks
+from surgeon.train.racks.in_turn import RacksTrained
 from surgeon.train.racks.run_files import ProcessOptions
-from surgeon.train.racks.supervisor import finish_processes, train_in_processes
+from surgeon.train.racks.ways import finish_racks, way_of
 from surgeon.train.resume import finish_run
 from surgeon.train.run import Trained, train
 from surgeon.train.scratch.build import Blueprint
@@ -31,14 +30,14 @@ class ScratchTrained:
         method: what was trained, for people.
         racks: what each rack came to, as JSON values.
         write: writes the model as a checkpoint, as `surgeon.export` does, and what belongs beside it.
-        finish: completes the record of the run in a folder, whose result is written.
+        finish: completes the record of the run whose result is written; called with `folder` and `record`.
     """
 
     whole: Trained
     method: str
     racks: dict[str, Any] | None = None
     write: Callable[..., Proof] = export
-    finish: Callable[[Path, dict[str, Any]], None] = field(default=finish_run)
+    finish: Callable[..., None] = field(default=finish_run)
 
     def lines(self) -> Iterator[str]:
         """The figures, for people."""
@@ -69,25 +68,15 @@ def train_blueprint(plan: Blueprint, texts: TrainTexts, folder: Path, device: st
         given: dict[str, Any] = {"identity": known, "seed": seed, "device": device}
         racks = (model, plan.racks, texts, settings, folder)
         asked = plan.config.racks
-        if asked is None or not asked.processes:
-            return _of_racks(train_in_turn(*racks, **given), plan, finish_racks)
-        options = ProcessOptions(asked.average, asked.ahead)
-        return _of_racks(train_in_processes(*racks, **given, options=options), plan, finish_processes)
+        processes = ProcessOptions(asked.average, asked.ahead) if asked is not None and asked.processes else None
+        return _of_racks(way_of(processes)(*racks, **given), plan)
     found = train(plan.build(), texts, settings, folder, None, plan.program, plan.identity(), device)
     return None if found is None else ScratchTrained(found, settings.method)
 
 
-def _of_racks(
-    found: RacksTrained, plan: Blueprint, finish: Callable[[Path, Racks, dict[str, Any]], None]
-) -> ScratchTrained:
+def _of_racks(found: RacksTrained, plan: Blueprint) -> ScratchTrained:
     racks = plan.racks
     assert racks is not None
     write = partial(export_with_codas, racks=racks.texts, nodes=racks.ends, depth=racks.depth, codas=found.codas)
     method, each = method_of(racks, plan.config.settings), racks_record(racks, found.results)
-    return ScratchTrained(as_one(found), method, each, write, partial(_finish, finish, racks))
-
-
-def _finish(
-    finish: Callable[[Path, Racks, dict[str, Any]], None], racks: Racks, folder: Path, record: dict[str, Any]
-) -> None:
-    finish(folder, racks, record)
+    return ScratchTrained(as_one(found), method, each, write, partial(finish_racks, racks=racks))

@@ -19,7 +19,8 @@ import pytest
 import torch
 
 from surgeon.train.racks.in_turn import RacksTrained
-from surgeon.train.racks.supervisor import RackFailed, finish_processes
+from surgeon.train.racks.supervisor import RackFailed
+from surgeon.train.racks.ways import finish_racks
 from tests import warm
 from tests.train.racks.local_run import SETTINGS, in_processes, one_after_the_other, racks_of, weights, whole
 
@@ -144,7 +145,7 @@ def test_another_run_s_folder_is_refused(tmp_path: Path) -> None:
     assert [result.steps for result in found.results] == [1, 1, 1]
     with pytest.raises(ValueError, match="its average was 'never', and now it is '3'; choose another -o"):
         in_processes(tmp_path, settings, average=3)
-    finish_processes(tmp_path, racks_of(whole()), {"said": 1})
+    finish_racks(tmp_path, racks_of(whole()), {"said": 1})
     names = ["held_out.csv", "rack-0", "rack-1", "rack-2", "run.json", "training.csv"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     left = sorted(path.name for path in (tmp_path / "rack-0").iterdir())

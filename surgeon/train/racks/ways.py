@@ -1,0 +1,55 @@
+"""Racks are trained in turn or all at once, as is asked for, and a run of either kind ends in the same way."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from surgeon.provenance import whole_file
+from surgeon.train.checkpoints import checkpoints_of
+from surgeon.train.racks.in_turn import RACK_FILE, RacksTrained, rack_folder, train_in_turn
+from surgeon.train.racks.partition import Racks
+from surgeon.train.racks.run_files import (
+    ADDRESS_FILE,
+    PLAN_FILE,
+    RESULT_FILE,
+    SPOOL,
+    START,
+    TEXTS_FILE,
+    ProcessOptions,
+)
+from surgeon.train.racks.supervisor import train_in_processes
+from surgeon.train.resume import finish_run
+from surgeon.train.run_log import HELD_OUT_FILE, TRAINING_FILE
+
+
+def way_of(options: ProcessOptions | None) -> Callable[..., RacksTrained]:
+    """What trains racks: `train_in_turn`, or `train_in_processes` where there are options of processes."""
+    return train_in_turn if options is None else partial(train_in_processes, options=options)
+
+
+def finish_racks(folder: Path, racks: Racks, record: dict[str, Any]) -> None:
+    """Complete the record of a run of racks whose result is written, and remove weights, texts and what was kept.
+
+    Tables stay. The last rack's are put beside the record, since what it predicts is the whole model's prediction.
+
+    Raises:
+        OSError: if the folder cannot be written.
+    """
+    for name in (TRAINING_FILE, HELD_OUT_FILE):
+        with whole_file(folder / name) as beside:
+            shutil.copyfile(rack_folder(folder, racks.last) / name, beside)
+    finish_run(folder, record)
+    (folder / PLAN_FILE).unlink(missing_ok=True)  # before the rest: without it nothing is gone on with
+    for rack in racks.ranges:
+        each = rack_folder(folder, rack.index)
+        if each.is_dir():
+            for path in (*checkpoints_of(each).values(), each / SPOOL):
+                shutil.rmtree(path, ignore_errors=True)
+            for name in (RACK_FILE, RESULT_FILE, ADDRESS_FILE):
+                (each / name).unlink(missing_ok=True)
+    shutil.rmtree(folder / START, ignore_errors=True)
+    (folder / TEXTS_FILE).unlink(missing_ok=True)
