@@ -205,6 +205,7 @@ def test_bytes_are_counted_at_both_ends(tmp_path: Path) -> None:
         before.offer(key, content(key))
         after.ask(key)
     assert after.end()
+    before.wait_until_taken()  # what is said is counted once it has been sent, in another thread
     after.close()
     before.close()
     out, back = sent.to_json(), received.to_json()
