@@ -1,7 +1,7 @@
 """Small models from scratch, one architecture beside another: equal parameters, tokens, order, seeds; held-out loss.
 
     python scripts/bench/scratch.py -o FOLDER [--rows dense,attention-mlp,ladder,...] [--seeds N] [--steps N]
-                                    [--rate X] [--sweep X,Y,...] [--table]
+                                    [--width N] [--rate X] [--sweep X,Y,...] [--table]
 
 The rows are in kind those of Ladder Residual's table 3 (dense, attention || MLP, ladder) and of Parallel Track's tables
 2 to 4 (dense, and 2 or 4 native tracks that meet every D layers: tracks-2-D), on a model that one core trains in
@@ -48,8 +48,8 @@ MODEL = f"""\
 surgeon: 1
 model:
   model_type: llama
-  hidden_size: 96
-  intermediate_size: 256
+  hidden_size: {{width}}
+  intermediate_size: {{neurons}}
   num_hidden_layers: {LAYERS}
   num_attention_heads: 4
   num_key_value_heads: 4
@@ -90,7 +90,8 @@ class ScratchRun:
             f"steps: {steps}, batch: {arguments.batch}, learning_rate: {self.rate}, warmup: {max(1, steps // 20)}"
         )
         more = f"seed: {self.seed}, evaluate_every: {every}, save_every: {every}, arguments: {{weight_decay: 0.1}}"
-        return parse_config("\n".join([MODEL, *lines, f"training: {{{training}, {more}}}"]), self.row)
+        model = MODEL.format(width=arguments.width, neurons=arguments.width * 8 // 3)
+        return parse_config("\n".join([model, *lines, f"training: {{{training}, {more}}}"]), self.row)
 
 
 def measure(run: ScratchRun, arguments: argparse.Namespace, folder: Path, judged_by: str | None) -> None:
@@ -198,6 +199,7 @@ def _parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--rows", type=names, default=list(PROGRAMS), help=f"of {', '.join(PROGRAMS)}")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--width", type=int, default=96, help="of the dense model; a multiple of 24")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=8, help="windows in a step")
     parser.add_argument("--window", type=int, default=128, help="tokens in a window")
