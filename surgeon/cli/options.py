@@ -251,7 +251,7 @@ class DraftArguments:
     ] = None
     draft_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="How many tokens to draft at a time, with --draft. Default: 3.", show_default=False),
+        typer.Option(min=1, help="How many tokens to draft at a time, with --draft. Default: 1.", show_default=False),
     ] = None
 
     def options(self) -> dict[str, Any]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoModelForCausalLM
 
 from surgeon.cli.app import main
+from surgeon.cli.options import DraftArguments
 from surgeon.runtime.batching.request import Sampling
 from surgeon.runtime.processes.ranks import RankOptions
 from surgeon.runtime.service import Service, ServiceOptions
@@ -50,6 +52,8 @@ def test_the_same_texts_on_any_ranks(with_codas: Path, capfd: pytest.CaptureFixt
     for line in (*one, *two):
         assert 0 < int(str(line["accepted"])) < int(str(line["drafted"]))
         assert float(str(line["tokens_per_second"])) > 0
+    # Every round adds a token that was not drafted, so that one draft at a time is fewer drafts than tokens.
+    assert all(int(str(line["drafted"])) < 12 for line in two)
     drafted, accepted = (sum(int(str(line[name])) for line in two) for name in ("drafted", "accepted"))
     assert f"drafts   {accepted} of {drafted} tokens accepted ({accepted / drafted:.0%})" in err
     assert re.search(r"decode   36 tokens of 3 texts at [\d.]+ tokens/s", err)
@@ -63,6 +67,11 @@ def test_drawn_texts_are_the_same_on_any_ranks_and_beside_any_prompts(
     together, _ = lines(capfd, *drawing)
     apart, _ = lines(capfd, *drawing, "--tp", "2", "--max-batch", "1")
     assert [line["tokens"] for line in together] == [line["tokens"] for line in apart]
+
+
+def test_the_help_says_how_many_are_drafted_where_nobody_says() -> None:
+    (option,) = get_type_hints(DraftArguments, include_extras=True)["draft_tokens"].__metadata__
+    assert option.help.endswith(f"Default: {ServiceOptions(draft='coda').draft_tokens}.")
 
 
 @pytest.mark.parametrize(
