@@ -171,7 +171,7 @@ class Rebuild:
     """
 
     def __init__(self, tensors: Tensors, plan: Plan, head_gain: Tensor | None, rotates: bool) -> None:
-        self.seconds = [second_factor(tensors, role) for role in "kv"]
+        self.seconds = [second_factor(tensors, role, packs=False) for role in "kv"]
         self.ranks = [tensors[f"{role}.first.weight"].shape[0] for role in "kv"]
         self.width = count_outputs(tensors, "k")
         self.head_dim, self.epsilon = plan.head_dim, plan.epsilon

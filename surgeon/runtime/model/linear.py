@@ -10,31 +10,27 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from surgeon.runtime.model.products import laid_out, product
 from surgeon.weights import Tensors
 
 LinearMap = Callable[[Tensor], Tensor]  # of (T, in_features)
 
 
-def transposed(weight: Tensor) -> Tensor:
-    """A weight (out_features, in_features) as (in_features, out_features), lying as the device's products want it."""
-    return weight.t().contiguous() if weight.device.type == "cpu" else weight.t()
-
-
 class Linear:
     """One or more projections of the same input as one matrix product.
-
-    On CPUs the weights lie the other way round than in `torch.nn.Linear`, (in_features, all out_features): products of
-    few tokens take half to nine tenths of the time that way. On GPUs they are views of weights that lie as usual.
 
     Args:
         weights: (out_features, in_features) each.
         biases: (out_features,) each, or None.
         scale: what the output is multiplied by, if anything.
+        packs: whether products never have to go to memory that there is already (`products.laid_out`).
     """
 
-    def __init__(self, weights: list[Tensor], biases: list[Tensor | None], scale: float | None = None) -> None:
+    def __init__(
+        self, weights: list[Tensor], biases: list[Tensor | None], scale: float | None = None, packs: bool = True
+    ) -> None:
         self.scale = scale
-        self.weight = transposed(torch.cat(weights))
+        self.weight = laid_out(torch.cat(weights), packs)
         self.bias: Tensor | None = None
         if any(bias is not None for bias in biases):
             filled = [w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, biases, strict=True)]
@@ -42,7 +38,7 @@ class Linear:
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """(T, in_features) to (T, all out_features), in a new tensor or in one that there is."""
-        y = torch.mm(x, self.weight, out=out) if self.bias is None else torch.addmm(self.bias, x, self.weight, out=out)
+        y = product(x, self.weight, self.bias, out)
         return y if self.scale is None else y.mul_(self.scale)
 
 
@@ -118,9 +114,9 @@ def whole_map(tensors: Tensors, roles: list[str], scale: float | None = None) ->
     return Linear([tensors[f"{role}.weight"] for role in roles], [tensors.get(f"{role}.bias") for role in roles], scale)
 
 
-def second_factor(tensors: Tensors, role: str) -> Linear:
+def second_factor(tensors: Tensors, role: str, packs: bool = True) -> Linear:
     """What makes a projection's output of what its first factor gives, the bias with it."""
-    return Linear([tensors[f"{role}.second.weight"]], [tensors.get(f"{role}.bias")])
+    return Linear([tensors[f"{role}.second.weight"]], [tensors.get(f"{role}.bias")], packs=packs)
 
 
 def is_factored(role: str, tensors: Tensors) -> bool:

@@ -1,0 +1,80 @@
+"""Products with weights as they lie on ranks, against plain ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from surgeon.runtime.comm.collectives import Alone
+from surgeon.runtime.model.engine import RankEngine
+from surgeon.runtime.model.linear import Linear
+from surgeon.runtime.model.products import laid_out, product
+from surgeon.runtime.plan.checks import make_plan
+
+ON_X86 = laid_out(torch.zeros(64, 16)).is_mkldnn
+
+
+@pytest.mark.parametrize("shape", [(64, 16), (250, 500), (70, 33), (3, 7), (0, 16)])
+@pytest.mark.parametrize("tokens", [0, 1, 2, 9, 70])
+@pytest.mark.parametrize("biased", [False, True])
+def test_product(shape: tuple[int, int], tokens: int, biased: bool) -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(shape), torch.randn(tokens, shape[1])
+    bias = torch.randn(shape[0]) if biased else None
+    expected = x.double() @ weight.double().t() + (0 if bias is None else bias)
+    found = product(x, laid_out(weight), bias)
+    assert found.shape == expected.shape
+    assert torch.allclose(found.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_which_weights_are_packed() -> None:
+    """Where packing fills up little, in float32, and not where the product has to go to a given place."""
+    assert laid_out(torch.zeros(1000, 500)).is_mkldnn == ON_X86
+    assert not laid_out(torch.zeros(70, 33)).is_mkldnn
+    assert not laid_out(torch.zeros(64, 16, dtype=torch.bfloat16)).is_mkldnn
+    assert not laid_out(torch.zeros(64, 16), packs=False).is_mkldnn
+
+
+def test_a_row_of_a_wider_tensor() -> None:
+    """Slices and columns of other tensors give what copies of them give."""
+    weight, wide = torch.randn(64, 32), torch.randn(5, 96)
+    packed = laid_out(weight)
+    for x in (wide[:, :32], wide[:, 64:], wide[:, ::3]):
+        assert torch.allclose(product(x, packed), x @ weight.t(), atol=1e-5)
+
+
+def test_several_projections_as_one_product() -> None:
+    """To a given place too; a bias that only one of them has is nothing for the others; the scale comes last."""
+    first, second, bias, x = torch.randn(64, 32), torch.randn(128, 32), torch.randn(128), torch.randn(3, 32)
+    expected = 0.5 * torch.cat([x @ first.t(), x @ second.t() + bias], 1)
+    assert torch.allclose(Linear([first, second], [None, bias], 0.5)(x), expected, atol=1e-5)
+    out = torch.empty(3, 192)
+    assert Linear([first, second], [None, bias], 0.5, packs=False)(x, out) is out
+    assert torch.allclose(out, expected, atol=1e-5)
+
+
+def test_a_model_of_packed_weights(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+    """Its logits and greedy tokens are those of `transformers`, and it takes the memory of its weights."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 128, "tie_word_embeddings": False}
+    model = tiny_model("llama", **sizes, attention_bias=True)
+    model.save_pretrained(tmp_path)
+    plan = make_plan(tmp_path, 1, 32)
+    engine = RankEngine(plan, Alone(), torch.device("cpu"))
+    weights = [part.weight for made in engine.sublayers.values() for part in vars(made).values() if has_weight(part)]
+    assert len(weights) == 4 * 4
+    assert all(weight.is_mkldnn == ON_X86 for weight in [*weights, engine.vocabulary.head])
+    prompt = [3, 14, 15, 92, 65]
+    with torch.no_grad():
+        expected = model(torch.tensor([prompt])).logits[0]
+    assert (engine.text_logits(prompt) - expected).norm() < 1e-5 * expected.norm()
+    continued = model.generate(torch.tensor([prompt]), max_new_tokens=9, min_new_tokens=9, do_sample=False)
+    assert engine.greedy(prompt, 9) == continued[0, len(prompt) :].tolist()
+
+
+def has_weight(part: object) -> bool:
+    """Whether something computes with a matrix."""
+    return hasattr(part, "weight")
