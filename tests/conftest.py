@@ -36,9 +36,13 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that take long begin first, so that no worker is left with one when the others have ended."""
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
+    if not config.getoption("--thorough"):
+        left_out = [item for item in items if item.get_closest_marker("thorough")]
+        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+        config.hook.pytest_deselected(items=left_out)
 
 
 def pytest_collection_finish() -> None:
@@ -118,6 +122,10 @@ def tokens() -> Tensor:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cases", type=int, help="how many models to draw of every family (tests/test_drawn.py)")
+    every = (
+        "what costs much, too, and all combinations of families, programs and ranks where a selection is the default"
+    )
+    parser.addoption("--thorough", action="store_true", help=every)
 
 
 @pytest.fixture

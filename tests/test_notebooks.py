@@ -7,6 +7,7 @@ runs them and keeps their outputs in the files, so that they can be read where n
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
@@ -62,14 +63,26 @@ def refresh(path: Path) -> None:
     nbformat.write(notebook, path)
 
 
+def executed_once(name: str, factory: pytest.TempPathFactory) -> Any:
+    """A notebook that the first test to need it has run, in whatever worker (pytest-xdist) that was."""
+    shared = factory.getbasetemp().parent if "PYTEST_XDIST_WORKER" in os.environ else factory.getbasetemp()
+    path = shared / name
+    with (shared / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            notebook = run(PROJECT / "notebooks" / name, factory.mktemp("notebook"))
+            nbformat.write(notebook, path)
+    return nbformat.read(path, as_version=4)
+
+
 @pytest.fixture(scope="module")
 def executed(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return run(PROJECT / "notebooks" / "anatomy.ipynb", tmp_path_factory.mktemp("notebook"))
+    return executed_once("anatomy.ipynb", tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def healed(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return run(PROJECT / "notebooks" / "heal.ipynb", tmp_path_factory.mktemp("notebook"))
+    return executed_once("heal.ipynb", tmp_path_factory)
 
 
 def flat(values: Any, name: str = "") -> dict[str, Any]:
@@ -165,6 +178,7 @@ def test_what_its_words_say(executed: Any) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.thorough
 def test_healing_starts_from_plain_transformers(healed: Any) -> None:
     """Perplexity and divergence of the edit, before anything is trained, from full logits."""
     import torch
@@ -190,6 +204,7 @@ def test_healing_starts_from_plain_transformers(healed: Any) -> None:
         assert numbers["divergence"][name] == pytest.approx(divergence, rel=1e-3, abs=1e-6)
 
 
+@pytest.mark.thorough
 def test_healing_gives_back_what_its_words_say(healed: Any) -> None:
     numbers = numbers_of(healed)
     perplexity, divergence, curve = numbers["perplexity"], numbers["divergence"], numbers["curve"]

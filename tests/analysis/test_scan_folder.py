@@ -22,6 +22,7 @@ from surgeon.quality.data import Windows
 from tests import warm
 from tests.analysis.scanning import LAYERS, Stopped, run, stopping
 from tests.models import save_checkpoint, tiny_model
+from tests.selection import one_in
 
 WINDOWS, TOKENS = 5, 12
 
@@ -36,7 +37,7 @@ def test_what_an_interrupted_scan_was_asked_for_is_not_asked_for_again(
     assert len(run(tmp_path, windows, operations=["prune"], every=2).table) == 3
 
 
-@pytest.mark.parametrize("stops", [[0], [1], [17], [40, 10, 3], [20, 20, 20, 20]])
+@pytest.mark.parametrize("stops", one_in(3, [[0], [1], [17], [40, 10, 3], [20, 20, 20, 20]]))
 def test_interrupted_and_resumed(
     stops: list[int], windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,6 +172,8 @@ def add(self, *measured):
     time.sleep(0.02)
 ScanJournal.add = add
 from surgeon.cli.app import main
+from tests.selection import one_in
+from tests.selection import one_in
 raise SystemExit(main(sys.argv[1:]))
 """
 

@@ -23,6 +23,7 @@ from surgeon.program import Program
 from surgeon.quality.data import Windows
 from tests.analysis.scanning import Stopped, plain_nll, stopping
 from tests.models import VOCABULARY, tiny_model
+from tests.selection import one_in
 
 LAYERS, WINDOWS, TOKENS = 4, 20, 64
 OPERATIONS = ["shuffle", "prune", "parallel", "lp", "prune-mlp"]
@@ -172,7 +173,7 @@ def test_screened_numbers_keep_the_order_of_full_ones(windows: Windows, model: A
     pd.testing.assert_frame_equal(full.table[whole][numbers], screened.table[whole][numbers], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("stops", [[0], [30], [70], [20, 60, 1, 40]])
+@pytest.mark.parametrize("stops", one_in(3, [[0], [30], [70], [20, 60, 1, 40]]))
 def test_interrupted_and_resumed(
     stops: list[int], windows: Windows, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     return Job(folder, IDS, str(DENSE), tuple(map(str, PROGRAMS)), "cpu", 1, batch=2)
 
 
+@pytest.mark.thorough
 def test_two_workers_measure_what_one_process_does(job: Job) -> None:
     ran: list[float] = []
     got: dict[tuple[Program, int], Any] = {

@@ -58,6 +58,7 @@ torch.save(found, sys.argv[1])
 """
 
 
+@pytest.mark.thorough
 def test_modeling_files_load_and_generate_where_there_is_no_surgeon(tmp_path: Path) -> None:
     save_source(tmp_path / "llama", attention_bias=True)
     programs = {

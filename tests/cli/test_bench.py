@@ -17,6 +17,7 @@ from matplotlib.image import imread
 
 from surgeon.cli.app import main
 from tests import warm
+from tests.selection import one_in
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SMALL = ["--prompt", "4", "--new", "3", "--rounds", "2"]
@@ -49,7 +50,7 @@ def test_tables_files_and_trace(tiny_checkpoint: Path, tmp_path: Path, capfd: py
     assert processes == [f"{name}, rank {rank}" for name in ("tiny-llama", "lp", "upper-bound") for rank in (0, 1)]
 
 
-@pytest.mark.parametrize("data", [None, "demo"])
+@pytest.mark.parametrize("data", one_in(2, [None, "demo"]))
 def test_what_compression_changes_is_told(
     data: str | None, tiny_checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

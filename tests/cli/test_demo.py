@@ -13,6 +13,7 @@ from surgeon.recipe import read_recipe
 
 
 @pytest.mark.long
+@pytest.mark.thorough
 def test_the_whole_way(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "scan", partial(demo.scan, every=4))
     monkeypatch.setattr(demo, "ROUNDS", 1)

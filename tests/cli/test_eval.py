@@ -87,6 +87,7 @@ def test_a_recipe_is_applied(run: Run, tasks: str, tmp_path: Path, tiny_checkpoi
     assert tasks
 
 
+@pytest.mark.thorough
 def test_what_a_user_sees(tasks: str, tiny_checkpoint: Path) -> None:
     """In a process of its own: nothing of lm-eval's many words."""
     code = "import sys; from surgeon.cli.app import main; sys.exit(main())"

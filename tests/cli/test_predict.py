@@ -143,6 +143,7 @@ def test_a_file_that_lacks_a_figure_says_which(model: Path, tmp_path: Path, surg
     assert "half.yaml: line 3: the figure device.bandwidth is missing; add it" in err
 
 
+@pytest.mark.thorough
 def test_a_recipe_in_a_process_of_its_own(model: Path, tmp_path: Path) -> None:
     (tmp_path / "pairs.yaml").write_text(f'surgeon: 1\nmodel: {model}\noperations:\n  - pair: {{layers: "0:4"}}\n')
     code = "import sys; from surgeon.cli.app import main; sys.exit(main(sys.argv[1:]))"

@@ -27,6 +27,7 @@ def surgeon(capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
     return run
 
 
+@pytest.mark.thorough
 def test_from_the_commands_to_the_page(surgeon, tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     text = ("--data", tiny_text, "--tokens", 128, "--window", 32)
     runs = {name: tmp_path / name for name in ("scan", "similarity", "sensitivity", "spectrum", "search", "fused")}

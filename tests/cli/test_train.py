@@ -238,6 +238,7 @@ def test_the_configuration_in_the_record_builds_the_same(train: Any, tmp_path: P
     assert json.loads(json.dumps(blueprint(config).identity())).items() <= known.items()
 
 
+@pytest.mark.thorough
 def test_from_the_shell(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("surgeon: 1\nmodel: {model_type: llama}\ntokenizer: demo\ndata: demo:train\nwindow: 1\n")

@@ -173,6 +173,7 @@ def test_numbers_of_few_shot_examples(
 
 
 @pytest.mark.long
+@pytest.mark.thorough
 def test_the_papers_tasks_are_lm_evals() -> None:
     """Reads lm-eval's own list, once."""
     manager = TaskManager()

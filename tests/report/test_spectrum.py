@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from surgeon.analysis.matrices import parse_ranks
 from surgeon.analysis.spectrum import Spectrum
 from surgeon.report import spectrum as report
+from tests.selection import case
 
 RANKS = parse_ranks("1/4,1/2,3")
 SIZES = {"q": (16, 16), "k": (8, 16)}
@@ -122,8 +123,10 @@ def test_a_line_for_each_layer(figures: list[Figure], tmp_path: Path) -> None:
         assert panel.get_yscale() == "log"
 
 
-@pytest.mark.parametrize("layers", [1, 3, 70])
-@pytest.mark.parametrize("damage", [True, False])
+@pytest.mark.parametrize(
+    ("layers", "damage"),
+    [case(n, damage, default=damage or n == 3) for n in (1, 3, 70) for damage in (True, False)],
+)
 def test_all_files(layers: int, damage: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found, ranks = example(layers, damage), RANKS if damage else ()
     written = report.draw_spectrum(found, ranks, tmp_path, "tiny")
@@ -139,6 +142,7 @@ def test_all_files(layers: int, damage: bool, tmp_path: Path, capsys: pytest.Cap
         assert row[6:] == (["0.05", "0.0125", "0.0222"] if damage else [])
 
 
+@pytest.mark.thorough
 def test_many_ranks_take_several_tables(capsys: pytest.CaptureFixture[str]) -> None:
     report.print_spectrum(example(), [*RANKS, *parse_ranks("8,0.4999,2")])
     lines = capsys.readouterr().out.splitlines()

@@ -28,14 +28,18 @@ from surgeon.search.storage import open_storage
 from surgeon.search.trial import MeasuredProgram, Proposal, Trial
 from tests import warm
 from tests.search.made_up import EDITS, LAYERS, QUICK, SIZES, damage, measure, measured, propose, rows, study
+from tests.selection import case
 
 ADDRESSES = {"sqlite": "sqlite:///{}/study.db", "journal": "journal:{}/study.log"}
 WORKER = "import sys; from tests.search.made_up import work; work(*sys.argv[1:3], float(sys.argv[3]), sys.argv[4])"
 
 
-@pytest.fixture(params=ADDRESSES.values(), ids=ADDRESSES)
+@pytest.fixture(params=[case("sqlite", default=False), "journal"])
 def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return str(request.param).format(tmp_path)
+    return ADDRESSES[request.param].format(tmp_path)
+
+
+on_both = pytest.mark.parametrize("address", ADDRESSES, indirect=True)
 
 
 @pytest.fixture
@@ -64,6 +68,7 @@ def test_one_worker(address: str, together: int, tmp_path: Path, expected: list[
     assert list(study(address, tmp_path).run(propose, counted, together)) == []
 
 
+@on_both
 def test_several_workers_find_what_one_does(
     address: str, tmp_path: Path, expected: list[tuple[int, str, float]]
 ) -> None:
@@ -74,6 +79,7 @@ def test_several_workers_find_what_one_does(
     assert Counter(log.read_text().splitlines()) == Counter(key for _, key, _ in expected)
 
 
+@on_both
 def test_workers_are_killed_and_others_go_on(
     address: str, tmp_path: Path, expected: list[tuple[int, str, float]]
 ) -> None:
@@ -177,6 +183,7 @@ def test_other_settings_under_the_same_name_are_refused(address: str, tmp_path: 
         RoundStudy(storage, "search", {"model": "a", "seeds": [1, 2]}, objectives={"accuracy": "maximize"})
 
 
+@on_both
 def test_a_trial_that_two_put_at_once_is_run_once(address: str, tmp_path: Path) -> None:
     made = study(address, tmp_path)
     proposal = propose([])[2]
@@ -187,6 +194,7 @@ def test_a_trial_that_two_put_at_once_is_run_once(address: str, tmp_path: Path) 
     assert [trial.state for trial in same] == [TrialState.COMPLETE, TrialState.FAIL, TrialState.FAIL]
 
 
+@on_both
 def test_an_error_gives_the_trials_back(address: str, tmp_path: Path, expected: list[tuple[int, str, float]]) -> None:
     def failing(proposals: Sequence[Proposal], earlier: Sequence[Trial]) -> list[MeasuredProgram]:
         if len(earlier) == 7:
@@ -268,6 +276,7 @@ def test_a_result_that_comes_after_its_trial_was_given_up_counts_once(
     assert set(live.values()) == {1}
 
 
+@on_both
 def test_what_all_need_is_computed_once(address: str, tmp_path: Path) -> None:
     calls: list[int] = []
 

@@ -32,6 +32,7 @@ def test_what_is_shown_of_a_file_is_all_of_it(heading: str, file: str) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.thorough
 def test_the_projects_of_others_can_be_written_as_shown(tmp_path: Path) -> None:
     for number, heading in enumerate(HEADINGS):
         (tmp_path / f"test_{number}.py").write_text(blocks(heading)[1])

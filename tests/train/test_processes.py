@@ -65,6 +65,7 @@ def test_two_processes_reach_what_one_does(sharded: str, program: str, lora: str
 
 
 @pytest.mark.long
+@pytest.mark.thorough
 def test_the_command_under_torchrun(tmp_path: Path, tiny_checkpoint: Path, tiny_text: Path) -> None:
     """As users start it, with a checkpoint at the end that only the first process writes."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "surgeon.cli"]

@@ -19,6 +19,7 @@ from surgeon.runtime.processes.ranks import RankOptions, Ranks
 from surgeon.runtime.processes.worker import complete, load, unload
 from tests.models import VOCABULARY, tiny_model
 from tests.runtime.on_ranks import complete_twice
+from tests.selection import case
 
 PROGRAMS = {
     "dense": "A0 F0 A1 F1 A2 F2 A3 F3",
@@ -43,9 +44,11 @@ CASES = [
     ("gemma2", "attention || MLP"),
     ("gpt_neo", "ladder"),
 ]
+ON_TWO = [("llama", "dense"), ("llama", "fork"), ("mistral", "LP"), ("gemma2", "attention || MLP")]
 ON_RANKS = [
-    *((ranks, *case) for ranks in (1, 2) for case in CASES),
-    *((4, *case) for case in (("llama", "fork"), ("gemma2", "LP"))),
+    *(case(1, *each, default=True) for each in CASES),
+    *(case(2, *each, default=each in ON_TWO) for each in CASES),
+    *(case(4, *each, default=each[0] == "llama") for each in (("llama", "fork"), ("gemma2", "LP"))),
 ]
 NEW = 14
 GENERATOR = torch.Generator().manual_seed(11)

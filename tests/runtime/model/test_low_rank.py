@@ -15,6 +15,7 @@ from tests.checkpoint.helpers import IDS, plain_logits, relative_error, run_expo
 from tests.models import tiny_model
 from tests.runtime.model.conftest import Several
 from tests.runtime.on_ranks import logits_in_chunks
+from tests.selection import case
 
 TOLERANCE = 1e-4
 WAYS = ("gather", "replicate", "base", "auto")
@@ -38,7 +39,11 @@ PROGRAM_OF = {
 
 
 # On four ranks a family of every kind: separate and packed matrices, two steps a layer and one.
-CASES = [*((2, family) for family in FAMILIES), *((4, family) for family in ("llama", "phi3", "gpt2", "gpt_neox"))]
+KINDS = ("llama", "phi3", "gpt2", "gpt_neox")
+CASES = [
+    *(case(2, family, default=at % 2 == 0) for at, family in enumerate(FAMILIES)),
+    *(case(4, family, default=family in ("phi3", "gpt_neox")) for family in KINDS),
+]
 
 
 @pytest.mark.parametrize(("several", "family"), CASES, indirect=["several"])

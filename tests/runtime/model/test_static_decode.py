@@ -48,6 +48,7 @@ from surgeon.runtime.processes.worker import complete, load, unload
 from tests.models import VOCABULARY, tiny_model
 from tests.runtime.model.test_paged_cache import places_of, plain_attention
 from tests.runtime.on_ranks import complete_twice
+from tests.selection import case, one_in
 
 TOLERANCE = 1e-5
 HEAD_DIM, BLOCKS = 8, 24
@@ -287,7 +288,7 @@ def test_what_becomes_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cuda.events[-2:] == ["replay", "replay"]
 
 
-@pytest.mark.parametrize("program", ["ladder over LP", "tracks"])
+@pytest.mark.parametrize("program", one_in(2, ["ladder over LP", "tracks"]))
 def test_a_recording_depends_on_its_inputs_only(program: str, checkpoints: dict[str, Path]) -> None:
     recorded = engine_of(checkpoints["llama"], program, "static")
     trace = Trace()
@@ -305,7 +306,7 @@ def test_a_cache_has_recordings_of_its_own(checkpoints: dict[str, Path]) -> None
     assert len(engine._static._passes) < 2  # those of caches that are gone go with them
 
 
-@pytest.mark.parametrize("program", ["ladder over LP", "fork"])
+@pytest.mark.parametrize("program", one_in(2, ["ladder over LP", "fork"], 1))
 def test_replays_count_their_collectives(program: str, checkpoints: dict[str, Path]) -> None:
     plan = replace(make_plan(checkpoints["llama"], 2, 128, PROGRAMS[program]), decoding="static")
     counts = []
@@ -361,10 +362,14 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
         yield started
 
 
-ON_RANKS = [(ranks, program) for ranks in (1, 2) for program in ("ladder over LP", "fork", "tracks")]
+ON_RANKS = [
+    case(1, "dense", default=True),
+    *(case(1, program, default=program == "tracks") for program in ("ladder over LP", "fork", "tracks")),
+    *(case(2, program, default=program == "ladder over LP") for program in ("ladder over LP", "fork", "tracks")),
+]
 
 
-@pytest.mark.parametrize(("ranks", "program"), [(1, "dense"), *ON_RANKS], indirect=["ranks"])
+@pytest.mark.parametrize(("ranks", "program"), ON_RANKS, indirect=["ranks"])
 def test_on_ranks(program: str, ranks: Ranks, checkpoints: dict[str, Path]) -> None:
     """Tokens of mixed requests, with shared prefixes and preemption, and what their passes sent."""
     plan = make_plan(checkpoints["llama"], len(ranks.pids), 100, PROGRAMS[program])

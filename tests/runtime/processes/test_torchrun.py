@@ -93,6 +93,7 @@ def test_two_processes_write_what_one_model_writes(start: Start, tiny_checkpoint
 
 
 @pytest.mark.long
+@pytest.mark.thorough
 def test_under_torchrun_itself(tiny_checkpoint: Path, expected: str) -> None:
     own = {name: value for name, value in os.environ.items() if name not in PLACE}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2"]

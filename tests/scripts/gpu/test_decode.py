@@ -62,6 +62,7 @@ def bare_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bin" / "python"
 
 
+@pytest.mark.thorough
 def test_it_runs_with_nothing_else_installed(bare_python: Path, tmp_path: Path) -> None:
     """Two ranks over gloo included: they are processes of the same bare Python."""
     missing = f"import importlib.util as u; print([n for n in {FORBIDDEN} if u.find_spec(n)])"

@@ -1,0 +1,22 @@
+"""Which combinations of families, programs and ranks are tried by default, and which with `--thorough` only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def case(*values: Any, default: bool, id: str | None = None) -> Any:
+    """A set of parameters, tried by default or with `--thorough` only."""
+    return pytest.param(*values, id=id, marks=() if default else pytest.mark.thorough)
+
+
+def one_in(count: int, values: Iterable[Any], first: int = 0) -> list[Any]:
+    """Values of one parameter, of which every so many are tried by default.
+
+    Args:
+        first: the place of the first one; tests that differ in it try different ones.
+    """
+    return [case(value, default=place % count == first) for place, value in enumerate(values)]
