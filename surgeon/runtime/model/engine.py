@@ -27,6 +27,7 @@ from surgeon.runtime.model.layers import Angles, Attend, Pass, rotation
 from surgeon.runtime.model.paged_cache import PagedCache, PagedLayout, angles_at
 from surgeon.runtime.model.program import Phase, RankProgram
 from surgeon.runtime.model.static_decode import CudaRecorder, StaticDecode
+from surgeon.runtime.model.thread_choice import ThreadChoice
 from surgeon.runtime.plan.kept import is_static, read_at_once
 from surgeon.runtime.plan.specification import Plan
 from surgeon.weights import ModelWeights
@@ -73,6 +74,9 @@ class RankEngine(RankProgram):
         self.figures = Figures()
         self.counts = self.figures.prefill
         self._since: float | None = None
+        # Of several ranks none can tell by its own passes: they take as long as the slowest rank's.
+        several = device.type == "cpu" and plan.ranks == 1
+        self._threads = ThreadChoice(torch.get_num_threads() if several else 1)
         self._static = self._static_decode()
         source = ModelWeights(Checkpoint(plan.folder), plan.family, plan.head_dim)
         self.load(source)
@@ -157,12 +161,14 @@ class RankEngine(RankProgram):
         """Add what a pass costs to a phase."""
         began, begun = self._since or time.perf_counter(), self.passes
         self.counts = phase
-        yield
+        tokens = sum(len(row.tokens) for row in rows)
+        with self._threads.during_pass(tokens):
+            yield
         self._since = time.perf_counter()
         phase.seconds += self._since - began
         phase.passes += 1
         self.passes = begun + 1
-        phase.tokens += sum(len(row.tokens) for row in rows)
+        phase.tokens += tokens
 
     def _dynamic_step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
         """A pass of whatever shape the rows have."""
