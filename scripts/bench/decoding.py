@@ -20,24 +20,36 @@ LAYERS = 24  # of the random model
 DENSE = "dense"
 
 
-def random_llama() -> PreTrainedModel:
-    """24 layers, 512 wide, 75M parameters, float32; speed does not depend on what the weights are."""
+SIZES: dict[str, dict[str, int]] = {  # of random Llamas
+    "75M": {
+        "vocab_size": 4096,
+        "hidden_size": 512,
+        "intermediate_size": 1376,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    },
+    "1.1B": {
+        "vocab_size": 32000,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 22,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+    },
+}
+
+
+def random_llama(size: str = "75M") -> PreTrainedModel:
+    """24 layers, 512 wide, 75M parameters, or another size; float32; speed does not depend on what the weights are."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=4096,
-        hidden_size=512,
-        intermediate_size=1376,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=2048,
-    )
+    config = LlamaConfig(max_position_embeddings=4096, **SIZES[size])
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()  # type: ignore[no-any-return]
 
 
-def random_model(folder: Path) -> Path:
+def random_model(folder: Path, size: str = "75M") -> Path:
     """`random_llama` as a checkpoint."""
-    random_llama().save_pretrained(folder)
+    random_llama(size).save_pretrained(folder)
     return folder
 
 

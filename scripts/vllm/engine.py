@@ -1,15 +1,19 @@
-"""Decoding speed in vLLM on CPU ranks, measured in processes of its own environment (decode.py)."""
+"""Speed of vLLM on CPU ranks, measured in processes of its own environment (decode.py, cells.py)."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 DECODER = Path(__file__).with_name("decode.py")
+CELLS = Path(__file__).with_name("cells.py")
+MARK = "CELL "  # of its answers
 # A module that every process of Python imports first: vLLM as on processors without AVX-512.
 AVX2 = "import torch\n\ntorch.cpu._is_avx512_supported = lambda: False\n"
 
@@ -24,12 +28,12 @@ class Sizes:
     batches: tuple[int, ...]
 
 
-def vllm_environment(ranks: int) -> dict[str, str]:
+def vllm_environment(ranks: int, cache_gigabytes: int = 1) -> dict[str, str]:
     """The environment of a process in which vLLM is to run on so many CPU ranks: a core for each, or all for one."""
     cores = sorted(os.sched_getaffinity(0))
     bound = ",".join(map(str, cores)) if ranks == 1 else "|".join(map(str, cores[:ranks]))
     inherited = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
-    return inherited | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": bound}
+    return inherited | {"VLLM_CPU_KVCACHE_SPACE": str(cache_gigabytes), "VLLM_CPU_OMP_THREADS_BIND": bound}
 
 
 def vllm_rates(
@@ -57,3 +61,49 @@ def vllm_rates(
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, float] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
     return {int(batch): rate for batch, rate in found.items()}
+
+
+class Measurer:
+    """vLLM with a model loaded, in a process that stands still but for what it is asked to measure."""
+
+    def __init__(self, python: str, model: Path, ranks: int, longest: int, batch: int, cache_gigabytes: int) -> None:
+        """Load it.
+
+        Args:
+            python: the Python of an environment with vllm-cpu.
+            longest: most tokens of a text with its continuation.
+            batch: most texts at a time.
+
+        Raises:
+            ChildProcessError: if vLLM ends; it has said why.
+        """
+        command = [python, str(CELLS), *map(str, (model, ranks, longest, batch))]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        environment = vllm_environment(ranks, cache_gigabytes)
+        # A group of its own, so that all of vLLM's processes can be stopped.
+        self._process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+        self._answer()
+        self._signal(signal.SIGSTOP)
+
+    def measure(self, batch: int, prompt: int, new: int) -> tuple[float, list[float]]:
+        """Seconds to the first token of every text, and of each later pass of all texts."""
+        self._signal(signal.SIGCONT)
+        self._process.stdin.write(f"{batch} {prompt} {new}\n")
+        self._process.stdin.flush()
+        first, passes = self._answer()
+        self._signal(signal.SIGSTOP)
+        return first, passes
+
+    def _answer(self) -> Any:
+        for line in self._process.stdout:
+            if line.startswith(MARK):
+                return json.loads(line.removeprefix(MARK))
+        raise ChildProcessError(f"vLLM has ended with {self._process.wait()}")
+
+    def _signal(self, number: signal.Signals) -> None:
+        os.killpg(self._process.pid, number)
+
+    def close(self) -> None:
+        """End vLLM."""
+        self._signal(signal.SIGKILL)
+        self._process.wait()

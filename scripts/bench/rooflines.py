@@ -1,0 +1,77 @@
+"""What a machine can do at most of a decoding pass: reading all weights once, and matrix products alone.
+
+Products are of the model's own shapes with weights packed for oneDNN, in the order of the model, on all cores; of large
+models as many layers as a few hundred megabytes hold, and the time of all in proportion.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from surgeon.runtime.model.products import laid_out, product
+
+READ_BYTES, READ_PIECES = 1 << 28, 64
+WEIGHT_BYTES = 1 << 29
+TIMES = 10
+
+
+def layer_shapes(size: Mapping[str, int]) -> list[tuple[int, int]]:
+    """Outputs and inputs of the products of a layer: q, k, v as one, and gate, up as one."""
+    hidden, wide = size["hidden_size"], size["intermediate_size"]
+    head = hidden // size["num_attention_heads"]
+    qkv = hidden + 2 * size["num_key_value_heads"] * head
+    return [(qkv, hidden), (hidden, hidden), (2 * wide, hidden), (hidden, wide)]
+
+
+def weight_numbers(size: Mapping[str, int]) -> int:
+    """Of all layers and the head."""
+    layer = sum(outputs * inputs for outputs, inputs in layer_shapes(size))
+    return size["num_hidden_layers"] * layer + size["vocab_size"] * size["hidden_size"]
+
+
+class Rooflines:
+    """The most tokens per second of decoding, measured when asked."""
+
+    def __init__(self, size: Mapping[str, int]) -> None:
+        shapes = layer_shapes(size)
+        layer_bytes = 4 * sum(outputs * inputs for outputs, inputs in shapes)
+        self._layers = max(1, min(size["num_hidden_layers"], WEIGHT_BYTES // layer_bytes))
+        self._weights = [laid_out(torch.randn(shape)) for _ in range(self._layers) for shape in shapes]
+        self._inputs = [shape[1] for _ in range(self._layers) for shape in shapes]
+        self._share = self._layers * layer_bytes / (4 * weight_numbers(size))
+        self._bytes = 4 * weight_numbers(size)
+        self._read = torch.ones(READ_BYTES // 4)
+
+    def rate(self, batch: int) -> float:
+        """Tokens per second: as fast as weights can be read for one text, as products alone for more."""
+        return batch / (self._bytes / self.reading() if batch == 1 else self._products(batch) / self._share)
+
+    def reading(self) -> float:
+        """Bytes per second that all threads read."""
+        pieces = self._read.split(len(self._read) // READ_PIECES)
+        return pieces[0].nbytes / _seconds([lambda piece=piece: piece.sum() for piece in pieces])
+
+    def _products(self, batch: int) -> float:
+        inputs: dict[int, Tensor] = {width: torch.randn(batch, width) for width in set(self._inputs)}
+
+        def all_products() -> None:
+            for width, weight in zip(self._inputs, self._weights, strict=True):
+                product(inputs[width], weight)
+
+        return _seconds([all_products] * TIMES)
+
+
+@torch.inference_mode()
+def _seconds(runs: list[Callable[[], object]]) -> float:
+    """The median of what they take."""
+    found = []
+    for run in runs:
+        began = time.perf_counter()
+        run()
+        found.append(time.perf_counter() - began)
+    return median(found)
