@@ -4,7 +4,7 @@ Threads that share a product end it together, so that a process which takes one 
 beside one busy process two threads on two cores were seen to be slower than one. Nothing says beforehand what pays, so
 it is tried: now and then a few passes run on other numbers of threads, and the fastest goes on. Trials may lengthen the
 work by about a hundredth; when passes become slower, one follows at once. Passes of about equally many tokens are
-compared with each other.
+compared with each other; the first of a size have the number that the pass before them had, and a trial soon.
 
 Numbers of threads do not change what is computed, but may change its last bits, as the number of texts in a pass does.
 OMP_DYNAMIC=false in the environment, OpenMP's own word for it, keeps the number as it is.
@@ -51,6 +51,7 @@ class ThreadChoice:
         fixed = os.environ.get("OMP_DYNAMIC", "").lower() in ("false", "0")
         self._counts = [most] if fixed else sorted({most, most - 1, most // 2, 1} - {0}, reverse=True)
         self._trials: dict[int, Trials] = {}
+        self._latest = most  # thought best for the pass before
 
     @contextmanager
     def during_pass(self, tokens: int) -> Iterator[None]:
@@ -58,7 +59,7 @@ class ThreadChoice:
         if len(self._counts) == 1:
             yield
             return
-        trials = self._trials.setdefault(power_of_two(max(1, tokens)), Trials(self._counts))
+        trials = self._trials.setdefault(power_of_two(max(1, tokens)), Trials(self._counts, self._latest))
         threads = trials.threads
         if threads != self.most:
             self._use(threads)
@@ -70,6 +71,7 @@ class ThreadChoice:
             if threads != self.most:
                 self._use(self.most)
         trials.record(seconds)
+        self._latest = trials.best
 
 
 class Trials:
@@ -80,11 +82,12 @@ class Trials:
         threads: of the next pass.
     """
 
-    def __init__(self, counts: Sequence[int]) -> None:
-        """Begin with the first number."""
+    def __init__(self, counts: Sequence[int], start: int) -> None:
+        """Begin with one of the numbers."""
         self._counts = counts
-        self.best = self.threads = counts[0]
-        self._next = 1  # which number is tried next
+        self.best = self.threads = start
+        self._next = 0  # which of the others is tried next
+        self._first_trial = FIRST_TRIAL if start == counts[0] else 1
         self._mean = self._settled = 0.0  # seconds of a pass: lately, and after the last trial
         self._passes = 0  # since then
         self._wait = 0.0  # seconds of passes until the next trial
@@ -101,7 +104,7 @@ class Trials:
         self._mean += (seconds - self._mean) / min(self._passes if not self._settled else REMEMBERED, REMEMBERED)
         self._wait -= seconds
         slower = self._settled and self._mean > SLOWER * self._settled
-        if self._passes >= FIRST_TRIAL and (self._wait <= 0 or slower):
+        if self._passes >= self._first_trial and (self._wait <= 0 or slower):
             self._begin()
 
     def _begin(self) -> None:
@@ -116,3 +119,4 @@ class Trials:
             self.best, self._mean = tried, found
         self.threads, self._settled = self.best, self._mean
         self._passes, self._tried = 0, []
+        self._first_trial = FIRST_TRIAL

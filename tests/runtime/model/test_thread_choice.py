@@ -80,6 +80,14 @@ def test_sizes_are_told_apart() -> None:
     assert (one, many) == ([1], [2])
 
 
+def test_a_new_size_begins_as_the_one_before() -> None:
+    """Which is put right at once where it was wrong."""
+    machine = Machine(2)
+    assert machine.passes(100, beside_another, tokens=8)[-1] == 1
+    assert machine.passes(100, beside_another, tokens=512).count(2) <= 2
+    assert machine.passes(9, alone, tokens=64) == [1] + [2] * 8
+
+
 def test_one_core_fewer_of_many() -> None:
     machine = Machine(16)
     used = machine.passes(3000, lambda threads: 0.1 if threads == 16 else 0.16 / threads)
