@@ -1,0 +1,163 @@
+"""How much memory ranks take while they load a model, and then: against their share of the weights.
+
+    python scripts/bench/loading.py [--layers 32] [--hidden 4096] [--ranks 2] [--folder DIR] [--dtype bfloat16]
+
+Makes a random checkpoint of a 7B Llama's shape in bfloat16, in shards of 1 GB (in DIR, where it stays, or in a
+temporary folder), has ranks load it without computing anything, and prints for each rank its share of the matrices,
+the most memory it had of its own while loading, and what it has afterwards: anonymous memory (RssAnon), all of its
+process, the libraries' own and all; pages of the files are the system's and not counted. It fails if a rank's peak is
+more than 1.1 times its share. Twelve layers of this width take 5 GB of disk and as much memory on two ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import LlamaConfig
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
+
+from surgeon.memory import show_size
+from surgeon.runtime.plan.checks import make_plan
+from surgeon.runtime.plan.memory import footprint
+from surgeon.runtime.processes.ranks import RankOptions, Ranks
+from surgeon.runtime.processes.worker import load
+
+MOST = 1.1  # times its share, that a rank may take
+SHARD_BYTES = 1 << 30
+EVERY_SECONDS = 0.01
+
+
+def shapes(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The names and shapes of a checkpoint's tensors."""
+    hidden, neurons = config.hidden_size, config.intermediate_size
+    kv = hidden * config.num_key_value_heads // config.num_attention_heads
+    yield "model.embed_tokens.weight", (config.vocab_size, hidden)
+    for layer in range(config.num_hidden_layers):
+        path = f"model.layers.{layer}"
+        for name, rows in (("q", hidden), ("k", kv), ("v", kv), ("o", hidden)):
+            yield f"{path}.self_attn.{name}_proj.weight", (rows, hidden)
+        for name in ("gate", "up"):
+            yield f"{path}.mlp.{name}_proj.weight", (neurons, hidden)
+        yield f"{path}.mlp.down_proj.weight", (hidden, neurons)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            yield f"{path}.{name}.weight", (hidden,)
+    yield "model.norm.weight", (hidden,)
+    yield "lm_head.weight", (config.vocab_size, hidden)
+
+
+def make_model(folder: Path, config: LlamaConfig) -> None:
+    """Write it, a shard in memory at a time; all matrices are made of the same random numbers."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config.architectures, config.dtype = ["LlamaForCausalLM"], torch.bfloat16
+    config.save_pretrained(folder)
+    numbers = (0.02 * torch.randn(1 << 20)).to(torch.bfloat16)
+    shard: dict[str, Tensor] = {}
+    index: dict[str, str] = {}
+    files = 0
+
+    def write() -> None:
+        nonlocal files
+        files += 1
+        name = f"model-{files:05d}.safetensors"
+        save_file(shard, folder / name, metadata={"format": "pt"})
+        index.update(dict.fromkeys(shard, name))
+        shard.clear()
+
+    for name, shape in shapes(config):
+        tensor = torch.empty(shape, dtype=torch.bfloat16)
+        flat = tensor.view(-1)
+        for start in range(0, len(flat), len(numbers)):
+            part = flat[start : start + len(numbers)]
+            part.copy_(numbers[: len(part)])
+        shard[name] = tensor
+        if sum(one.nbytes for one in shard.values()) > SHARD_BYTES:
+            write()
+    write()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+
+
+def anonymous(pid: int) -> int:
+    """Bytes of memory that a process has of its own."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon"):
+            return 1024 * int(line.split()[1])
+    raise OSError(f"/proc/{pid}/status has no RssAnon; this needs Linux")
+
+
+class Watch:
+    """The most memory that some processes have had of their own since it began."""
+
+    def __init__(self, pids: list[int]) -> None:
+        self.peaks = [anonymous(pid) for pid in pids]
+        self._pids, self._ended = pids, threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(EVERY_SECONDS):
+            self.peaks = [max(peak, anonymous(pid)) for peak, pid in zip(self.peaks, self._pids, strict=True)]
+
+    def end(self) -> None:
+        """Stop looking."""
+        self._ended.set()
+        self._thread.join()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--folder", type=Path, help="keep the model here, and use it again")
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--neurons", type=int, default=11008)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--dtype", default="bfloat16", help="that the ranks hold the weights in")
+    arguments = parser.parse_args()
+    config = LlamaConfig(
+        hidden_size=arguments.hidden,
+        intermediate_size=arguments.neurons,
+        num_hidden_layers=arguments.layers,
+        num_attention_heads=arguments.hidden // 128,
+        num_key_value_heads=arguments.hidden // 128,
+        vocab_size=32000,
+        max_position_embeddings=4096,
+    )
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.folder or Path(temporary) / "model"
+        if not (folder / "config.json").is_file():
+            make_model(folder, config)
+        plan = make_plan(folder, arguments.ranks, 128, dtype=arguments.dtype)
+        with Ranks(RankOptions(arguments.ranks)) as ranks:
+            before = [anonymous(pid) for pid in ranks.pids]
+            watch, begun = Watch(ranks.pids), time.perf_counter()
+            ranks.call(load, plan)
+            seconds = time.perf_counter() - begun
+            watch.end()
+            after = [anonymous(pid) for pid in ranks.pids]
+    shares = footprint(plan).weights
+    table = Table(
+        title=f"{arguments.layers} layers of {arguments.hidden}, {arguments.dtype}, loaded in {seconds:.0f} s"
+    )
+    for heading in ("rank", "share", "before", "peak", "after", "peak / share"):
+        table.add_column(heading, justify="right")
+    for rank, (share, *held) in enumerate(zip(shares, before, watch.peaks, after, strict=True)):
+        table.add_row(str(rank), *map(show_size, (share, *held)), f"{held[1] / share:.3f}")
+    Console(width=100).print(table)
+    if any(peak > MOST * share for peak, share in zip(watch.peaks, shares, strict=True)):
+        raise SystemExit(f"a rank took more than {MOST} times its share")
+
+
+if __name__ == "__main__":
+    main()
