@@ -156,6 +156,7 @@ def generate(
             **drafts,
         )
         with Service(model, options, tokenizer, started) as service:
+            print(service.capacity.line(), file=sys.stderr)
             streams = [service.submit(ids, sampling) for ids in tokens]
             usages = _write_all([*texts.values()], streams, as_json, bool(drafts))
             place = f"{options.ranks.device}, {options.ranks.collectives}{sending.words}"

@@ -129,7 +129,8 @@ def serve(
         with Service(model, options, tokenizer) as service:
             name, key = address.served_model_name or name_of(model), address.api_key
             state = ServerState(service, Texts(tokenizer), name, options.most_open, defaults, key)
-            run_server(state, bound, lambda: print(f"serving {name} at {url_of(bound)}", file=sys.stderr, flush=True))
+            lines = f"serving {name} at {url_of(bound)}\n{service.capacity.line()}"
+            run_server(state, bound, lambda: print(lines, file=sys.stderr, flush=True))
 
 
 def name_of(model: str) -> str:

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.shapes import ModelShapes
-from surgeon.runtime.batching.blocks import blocks_for
+from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.plan.memory import Footprint, footprint
 from surgeon.runtime.plan.specification import Plan
 
@@ -49,7 +49,7 @@ def room(shapes: ModelShapes, plan: Plan, hardware: Hardware, texts: int, prompt
         prompt: tokens of each text that are computed together at first.
     """
     sizes = _footprint(plan, shapes)
-    blocks = texts * blocks_for(plan.max_tokens)
+    blocks = sizes.blocks(texts, plan.max_tokens, texts * prompt)
     weights = max(range(plan.ranks), key=lambda rank: sizes.weights[rank] + blocks * sizes.block[rank])
     return Room(
         weights=sizes.weights[weights],

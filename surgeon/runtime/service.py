@@ -26,13 +26,13 @@ from types import TracebackType
 from typing import Any
 
 from surgeon.errors import did_you_mean
-from surgeon.runtime.batching.blocks import BLOCK_TOKENS
 from surgeon.runtime.batching.request import QueueFull, Request, Sampling, Stats
 from surgeon.runtime.batching.scheduler import Limits, Output, check_length
+from surgeon.runtime.batching.windows import PASS_TOKENS
 from surgeon.runtime.model.engine import Figures
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.codas import with_coda
-from surgeon.runtime.plan.memory import choose_cache
+from surgeon.runtime.plan.memory import Capacity, choose_cache
 from surgeon.runtime.processes.ranks import RankFailed, RankOptions, Ranks
 from surgeon.runtime.processes.torchrun import ranks_of_this_machine
 from surgeon.runtime.processes.watchdog import PATIENCE_SECONDS, Pulse, Watchdog
@@ -41,7 +41,6 @@ from surgeon.runtime.stream import Listener, OpenRequest, Stream
 
 __all__ = ["Listener", "Service", "ServiceOptions", "Stream"]
 
-PASS_TOKENS = 512  # of prompts, that are computed in one pass
 DRAFTS = ("coda",)
 DRAFT_TOKENS = 1  # that are drafted at a time, if nobody says: with more, fewer are accepted and none was faster
 
@@ -122,7 +121,8 @@ class Service:
     Attributes:
         plan: the model and its program.
         options: as given.
-        blocks: of the cache, each for `BLOCK_TOKENS` tokens.
+        blocks: of the cache, each for 16 tokens of one group of attentions (`cache_groups`).
+        capacity: how many texts the cache holds.
         max_tokens: the most that prompt and output of a request may have together: what the model and the whole
             cache have room for.
         failure: why the ranks have ended (`RankFailed`), noticed within seconds also while no request is open; None
@@ -158,7 +158,8 @@ class Service:
         self.plan, self.blocks = choose_cache(
             plan, device, options.max_batch, options.blocks, options.memory, ranks_of_this_machine(ranks)
         )
-        self.max_tokens = min(self.plan.max_tokens, self.blocks * BLOCK_TOKENS)
+        self.capacity = Capacity.of(self.plan, self.blocks, options.max_batch)
+        self.max_tokens = self.capacity.longest
         pass_tokens = max(PASS_TOKENS, options.max_batch)
         drafts = 0 if options.draft is None else options.draft_tokens
         limits = Limits(options.max_batch, self.max_tokens, options.max_waiting, pass_tokens, self.plan.ends, drafts)

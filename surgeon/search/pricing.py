@@ -270,7 +270,7 @@ def _stretches(nodes: tuple[Node, ...]) -> Iterator[tuple[Node, ...]]:
 
 def _kept_bytes(shapes: ModelShapes, plan: Plan) -> float:
     """Bytes of one token in the caches of all ranks, as they count it when they choose a cache's size."""
-    return sum(footprint(plan, shapes).block) / BLOCK_TOKENS
+    return sum(map(sum, footprint(plan, shapes).kept)) / BLOCK_TOKENS
 
 
 def _sent_bytes(shapes: ModelShapes, plan: Plan) -> float:

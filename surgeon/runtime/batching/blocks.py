@@ -2,11 +2,14 @@
 
 A cache for keys and values is cut into blocks of as many tokens each. A sequence's `BlockTable` lists its blocks in
 order; a full block whose tokens have been computed can be read by every later sequence that begins with the same
-tokens. Only full blocks are shared and nobody writes to them again, so nothing ever has to be copied.
+tokens. Only full blocks are shared and nobody writes to them again, so nothing ever has to be copied. A block that
+nobody uses stays known until its room is needed; the least recently used go first, of one sequence the last before the
+first.
 
-Shared blocks are found by exact comparison: every one is numbered, and is known under the number of the block before
-it and its own tokens. There are no hashes that could collide. A block that nobody uses stays known until its room is
-needed; the least recently used go first, of one sequence the last before the first.
+Attentions that look back through windows of different sizes are groups, and a sequence has a table for each. All
+groups take their blocks from one pool, and a block holds what the attentions of its group keep, so that memory goes to
+whoever needs it: long texts mostly to those that look at everything. What no window reaches any more is given back.
+A sequence shares a prefix where every group knows what the next token looks at: of one with a window the last blocks.
 
 Where it can, the pool hands out consecutive blocks: a new sequence starts in the middle of the widest gap, so that it
 and the one before it can both grow, and grows into the block behind its last one. The keys of such a sequence are a
@@ -16,53 +19,96 @@ view of the cache, and attention reads them where they lie. No tensors here.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from itertools import count
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from surgeon.runtime.batching.prefixes import ROOT, KnownPrefixes
+from surgeon.runtime.batching.windows import BLOCK_TOKENS, Windows, blocks_for, first_block, most_held
+
+__all__ = ["BLOCK_TOKENS", "GONE", "BlockPool", "BlockRun", "BlockTable", "Gaps", "HeldBlocks", "Prefix", "blocks_for"]
 
 BlockRun = tuple[int, int]  # first block, number of blocks
 
-BLOCK_TOKENS = 16
-_ROOT = 0  # what comes before a sequence's first block
+GONE = -1  # in place of the first block: so many blocks were given back, and nobody reads there
 _EVICTED_SHARE = 8  # one in so many known blocks goes at a time, because single ones would scatter a sequence
 
 
-def blocks_for(tokens: int, block_tokens: int = BLOCK_TOKENS) -> int:
-    """How many blocks hold so many tokens."""
-    return -(-tokens // block_tokens)
-
-
 class BlockTable:
-    """The blocks of one sequence, in the order of its tokens.
+    """The blocks of one sequence in one group, in the order of its tokens.
 
     Attributes:
-        runs: the same as stretches of consecutive blocks.
-        known: how many, from the first on, can be shared by others.
-        last_known: the number of the last of these.
+        gone: how many blocks were given back, from the first on.
+        blocks: those behind them.
+        runs: all of them as stretches of consecutive blocks; those that are `GONE` are the first one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, gone: int = 0) -> None:
+        self.gone = gone
         self.blocks: list[int] = []
-        self.runs: list[BlockRun] = []
-        self.known = 0
-        self.last_known = _ROOT
+        self.runs: list[BlockRun] = [(GONE, gone)] if gone else []
+
+    @property
+    def length(self) -> int:
+        """Blocks of all tokens, those that are gone among them."""
+        return self.gone + len(self.blocks)
 
     def cut(self, length: int) -> list[int]:
-        """Take off the blocks behind the first so many, which must not be shared ones; returns them."""
-        assert self.known <= length, f"{length} blocks are to stay and {self.known} can be shared"
-        kept, taken = self.blocks[:length], self.blocks[length:]
-        self.blocks, self.runs = [], []
+        """Take off the blocks behind the first so many; returns them."""
+        kept = max(0, length - self.gone)
+        return self._keep(self.gone, self.blocks[:kept], self.blocks[kept:])
+
+    def leave(self, gone: int) -> list[int]:
+        """Take off the blocks before the one of this number; returns them."""
+        return self._keep(gone, self.blocks[gone - self.gone :], self.blocks[: gone - self.gone])
+
+    def _keep(self, gone: int, kept: list[int], taken: list[int]) -> list[int]:
+        self.gone, self.blocks, self.runs = gone, [], [(GONE, gone)] if gone else []
         self.extend(kept)
         return taken
 
     def extend(self, blocks: Sequence[int]) -> None:
         """Add blocks behind the last one."""
         for block in blocks:
-            first, length = self.runs[-1] if self.runs else (-1, 0)
-            if first + length == block and length:
+            first, length = self.runs[-1] if self.runs else (GONE, 0)
+            if first != GONE and first + length == block:
                 self.runs[-1] = first, length + 1
             else:
                 self.runs.append((block, 1))
         self.blocks.extend(blocks)
+
+
+class HeldBlocks:
+    """What one sequence holds.
+
+    Attributes:
+        tables: by group.
+        known: how many blocks' tokens, from the first on, are known to others.
+        number: what they are known under.
+    """
+
+    def __init__(self, tables: Sequence[BlockTable] = (), known: int = 0, number: int = ROOT) -> None:
+        self.tables = tuple(tables)
+        self.known = known
+        self.number = number
+
+    @property
+    def runs(self) -> tuple[list[BlockRun], ...]:
+        """Of every table."""
+        return tuple(table.runs for table in self.tables)
+
+
+class Prefix(NamedTuple):
+    """A beginning that a sequence can share.
+
+    Attributes:
+        blocks: how many it has.
+        number: what it is known under.
+        shared: the last of them, by group: all that the sequence will look at.
+    """
+
+    blocks: int
+    number: int
+    shared: tuple[list[int], ...]
 
 
 class Gaps:
@@ -124,19 +170,20 @@ class BlockPool:
     Attributes:
         blocks: how many there are.
         block_tokens: tokens of each.
+        windows: of the groups.
         releases: how often blocks have been given back; while it stays the same, no more have become free.
     """
 
-    def __init__(self, blocks: int, block_tokens: int = BLOCK_TOKENS) -> None:
+    def __init__(self, blocks: int, block_tokens: int = BLOCK_TOKENS, windows: Windows = (None,)) -> None:
         self.blocks = blocks
         self.block_tokens = block_tokens
+        self.windows = windows
         self.releases = 0
         self._gaps = Gaps(blocks)
         self._users = [0] * blocks
-        self._numbers = count(_ROOT + 1)
-        self._known: dict[tuple[int, tuple[int, ...]], int] = {}  # (number of the one before, tokens) to block
-        self._key: dict[int, tuple[int, tuple[int, ...]]] = {}  # the same, backwards
-        self._number: dict[int, int] = {}
+        self._prefixes = KnownPrefixes()
+        self._known: dict[tuple[int, int], int] = {}  # (group, number of a prefix) to its last block
+        self._key: dict[int, tuple[int, int]] = {}  # the same, backwards
         self._idle: OrderedDict[int, None] = OrderedDict()  # known and not in use, the next to go first
 
     @property
@@ -150,36 +197,79 @@ class BlockPool:
         return len(self._idle)
 
     def blocks_for(self, tokens: int) -> int:
-        """How many blocks hold so many tokens."""
+        """How many blocks hold so many tokens of one group."""
         return blocks_for(tokens, self.block_tokens)
 
-    def match(self, tokens: Sequence[int]) -> list[int]:
-        """Known blocks that begin a sequence like this one; at least its last token is left to compute."""
-        size, found, number = self.block_tokens, [], _ROOT
-        for start in range(0, (len(tokens) - 1) // size * size, size):
-            block = self._known.get((number, tuple(tokens[start : start + size])))
-            if block is None:
+    def match(self, tokens: Sequence[int], most: int | None = None) -> Prefix:
+        """What a sequence like this one can share; at least its last token is left to compute.
+
+        Args:
+            most: blocks that it may share, any number if None.
+        """
+        size, path, number = self.block_tokens, [], ROOT
+        end = (len(tokens) - 1) // size
+        for block in range(end if most is None else min(end, most)):
+            found = self._prefixes.find(number, tuple(tokens[block * size : (block + 1) * size]))
+            if found is None:
                 break
-            found.append(block)
-            number = self._number[block]
+            path.append(number := found)
+        lengths = [self._shareable(group, path) for group in range(len(self.windows))]
+        length = max(set.intersection(*lengths))
+        shared = tuple(
+            [self._known[group, one] for one in path[first_block(length * size, window, size) : length]]
+            for group, window in enumerate(self.windows)
+        )
+        return Prefix(length, path[length - 1] if length else ROOT, shared)
+
+    def _shareable(self, group: int, path: Sequence[int]) -> set[int]:
+        """How many of a path's blocks a sequence can share, as far as one group goes."""
+        size, window, known, found = self.block_tokens, self.windows[group], 0, {0}
+        for length, number in enumerate(path, start=1):
+            known = known + 1 if (group, number) in self._known else 0
+            if known >= length - first_block(length * size, window, size):
+                found.add(length)
         return found
 
-    def open(self, shared: Sequence[int], new: int) -> BlockTable | None:
-        """A table of shared blocks (as `match` gave them just now) and new ones; None if there are not enough free."""
-        if new > self.free - sum(block in self._idle for block in shared):
-            return None
-        table = BlockTable()
-        for block in shared:
-            self._users[block] += 1
-            self._idle.pop(block, None)
-        table.extend(shared)
-        table.known = len(shared)
-        table.last_known = self._number[shared[-1]] if shared else _ROOT
-        self.grow(table, new)
-        return table
+    def open(self, prefix: Prefix) -> HeldBlocks:
+        """The blocks of a sequence that shares a prefix, as `match` gave it just now."""
+        tables = [BlockTable(prefix.blocks - len(blocks)) for blocks in prefix.shared]
+        for table, blocks in zip(tables, prefix.shared, strict=True):
+            for block in blocks:
+                self._users[block] += 1
+                self._idle.pop(block, None)
+            table.extend(blocks)
+        self._prefixes.hold(prefix.number)
+        return HeldBlocks(tables, prefix.blocks, prefix.number)
 
-    def grow(self, table: BlockTable, new: int) -> None:
-        """Add new blocks to a table; there must be as many free."""
+    def lacking(self, held: HeldBlocks, end: int, whole: int = 0) -> int:
+        """How many blocks a sequence needs to have room for its tokens up to `end`.
+
+        Args:
+            whole: and in groups without a window for so many.
+        """
+        return sum(max(0, length) for length in self._missing(held, end, whole))
+
+    def _missing(self, held: HeldBlocks, end: int, whole: int) -> list[int]:
+        ends = [max(end, whole) if window is None else end for window in self.windows]
+        return [self.blocks_for(end) - table.length for end, table in zip(ends, held.tables, strict=True)]
+
+    def still_to_come(self, held: HeldBlocks, tokens: int) -> int:
+        """How many more blocks a sequence will hold at a time, at most, until it has so many tokens."""
+        most = (most_held(tokens, window, self.block_tokens) for window in self.windows)
+        return sum(max(0, all_ - len(table.blocks)) for all_, table in zip(most, held.tables, strict=True))
+
+    def reach(self, held: HeldBlocks, begin: int, end: int, whole: int = 0) -> int:
+        """Up to which token, from `begin` to `end`, there are blocks for a sequence, its own and free ones."""
+        while end > begin and self.lacking(held, end, whole) > self.free:
+            end = max(begin, (end - 1) // self.block_tokens * self.block_tokens)
+        return end
+
+    def grow(self, held: HeldBlocks, end: int, whole: int = 0) -> None:
+        """Give a sequence what it is `lacking`; there must be as many free."""
+        for table, new in zip(held.tables, self._missing(held, end, whole), strict=True):
+            self._extend(table, max(0, new))
+
+    def _extend(self, table: BlockTable, new: int) -> None:
         assert new <= self.free, f"{new} blocks are wanted and {self.free} are free"
         if new > self._gaps.total:
             self._evict(max(new - self._gaps.total, len(self._idle) // _EVICTED_SHARE))
@@ -194,12 +284,32 @@ class BlockPool:
             table.extend(taken)
             new -= len(taken)
 
-    def shrink(self, table: BlockTable, length: int) -> None:
-        """Give back what a table has behind its first so many blocks: room for tokens that did not come."""
-        for block in reversed(table.cut(length) if length < len(table.blocks) else []):
-            self._users[block] = 0
-            self._gaps.give(block)
-            self.releases += 1
+    def shrink(self, held: HeldBlocks, tokens: int) -> None:
+        """Give back what a sequence has behind its first so many tokens: room for some that did not come."""
+        length = self.blocks_for(tokens)
+        assert held.known <= length, f"{length} blocks are to stay and {held.known} are known"
+        for table in held.tables:
+            if length < table.length:
+                self._give_back(table.cut(length))
+
+    def leave_behind(self, held: HeldBlocks, computed: int) -> None:
+        """Give back what no window reaches when so many tokens have been computed, and made known."""
+        for table, window in zip(held.tables, self.windows, strict=True):
+            first = first_block(computed, window, self.block_tokens)
+            if first > table.gone:
+                self._give_back(reversed(table.leave(first)))  # later ones are shared further on
+
+    def _give_back(self, blocks: Iterable[int]) -> None:
+        """Take blocks from one who used them; the last ones are the first to go."""
+        self.releases += 1
+        for block in reversed(list(blocks)):
+            self._users[block] -= 1
+            if self._users[block]:
+                continue
+            if block in self._key:
+                self._idle[block] = None
+            else:
+                self._gaps.give(block)
 
     def _begin(self, new: int) -> list[int]:
         """Up to so many blocks in the widest gap; in its middle if a sequence before it may want to grow."""
@@ -217,36 +327,41 @@ class BlockPool:
             self._gaps.give(block)
 
     def _unlearn(self, block: int) -> None:
-        del self._known[self._key.pop(block)]
-        del self._number[block]
+        key = self._key.pop(block)
+        del self._known[key]
+        self._prefixes.let_go(key[1])
 
-    def learn(self, table: BlockTable, tokens: Sequence[int], computed: int) -> None:
+    def learn(self, held: HeldBlocks, tokens: Sequence[int], computed: int) -> None:
         """Let others share the blocks of a sequence that the first `computed` tokens fill."""
         size = self.block_tokens
-        while (table.known + 1) * size <= computed:
-            start = table.known * size
-            key = table.last_known, tuple(tokens[start : start + size])
-            block = self._known.get(key)
-            if block is None:
-                block = table.blocks[table.known]
-                self._known[key], self._key[block], self._number[block] = block, key, next(self._numbers)
-            table.last_known = self._number[block]
-            table.known += 1
+        while (held.known + 1) * size <= computed:
+            start = held.known * size
+            number = self._prefixes.add(held.number, tuple(tokens[start : start + size]))
+            self._prefixes.hold(number)
+            for group, table in enumerate(held.tables):
+                if (group, number) not in self._known:
+                    block = table.blocks[held.known - table.gone]
+                    self._known[group, number], self._key[block] = block, (group, number)
+                    self._prefixes.hold(number)
+            self._prefixes.let_go(held.number)
+            held.number = number
+            held.known += 1
 
-    def forget(self, table: BlockTable) -> None:
-        """Let no further sequence share the blocks of a table."""
-        for block in table.blocks:
-            if block in self._key:
+    def forget(self, held: HeldBlocks) -> None:
+        """Let no further sequence share what one has shared or made known, those it has given back among them."""
+        for number in list(self._prefixes.path(held.number)):
+            for group in range(len(self.windows)):
+                block = self._known.get((group, number))
+                if block is None:
+                    continue
                 self._unlearn(block)
+                if not self._users[block]:
+                    del self._idle[block]
+                    self._gaps.give(block)
 
-    def close(self, table: BlockTable) -> None:
-        """Give back the blocks of a table, which is not to be used again."""
-        self.releases += 1
-        for block in reversed(table.blocks):
-            self._users[block] -= 1
-            if self._users[block]:
-                continue
-            if block in self._key:
-                self._idle[block] = None
-            else:
-                self._gaps.give(block)
+    def close(self, held: HeldBlocks) -> None:
+        """Give back all blocks of a sequence, which is not to use them again."""
+        for table in held.tables:
+            self._give_back(table.blocks)
+        self._prefixes.let_go(held.number)
+        held.tables, held.known, held.number = (), 0, ROOT

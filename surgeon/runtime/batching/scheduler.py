@@ -6,13 +6,17 @@ Only rank 0 has a scheduler; the other ranks are sent the rows of each pass. A p
 2. the next chunk of every prompt that has been begun, as far as the budget of tokens goes;
 3. the first chunk of waiting requests, first come, first served: nobody is let past one that does not fit yet.
 
-A request is let in when there are free blocks for all its tokens so far and one more for every running sequence that
-may need another one (so that they do not take each other's at once, which costs far more passes over prompts than
-blocks that wait for their owner). What else they will add is not reserved, because outputs mostly end before their
-limit. When a sequence needs a block and none is free, the youngest running one is preempted: it gives back its
-blocks, goes to the front of the queue, and is computed again later from prompt and output so far. What it gave back
-can be shared until it is overwritten, its own return included, so this often costs little. The oldest sequence is
-never preempted by others and no request is accepted that could not run alone, so all of them end.
+A request is let in when there are free blocks for all its tokens so far, and for what it and all running ones are
+expected to add: of their limits the share that the newest requests have come to (`Expectation`), at first all of it; of
+running ones a block at least. So there are as many texts at a time as fit, and next to none has to give way: that would
+cost far more passes over prompts than a text that waits. When a sequence needs a block nevertheless and none is free,
+the youngest running one is preempted: it gives back its blocks, goes to the front of the queue, and is computed again
+later from prompt and output so far. What it gave back can be shared until it is overwritten, its own return included,
+so this often costs little. The oldest sequence is never preempted by others and no request is accepted that could not
+run alone, so all of them end.
+
+In groups with a window a prompt gets blocks chunk by chunk, and gives back behind it what no window reaches. A chunk is
+as long as there are blocks for it.
 
 Drafted tokens (`Limits.draft_tokens`) get blocks where there are free ones, and nobody is preempted for them. Those
 that turn out wrong are forgotten: what the cache holds of them is overwritten by the tokens that come in their place,
@@ -34,9 +38,11 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Literal, NamedTuple
 
-from surgeon.runtime.batching.blocks import BlockPool, BlockTable
+from surgeon.runtime.batching.blocks import BlockPool, HeldBlocks
+from surgeon.runtime.batching.expectation import Expectation
 from surgeon.runtime.batching.request import UNDEFINED, Choice, FinishReason, QueueFull, Request, TokenLogprob
 from surgeon.runtime.batching.sequence import ScheduledChunk, Sequence
+from surgeon.runtime.batching.windows import PASS_TOKENS, longest_text
 
 Ending = FinishReason | Literal["undefined"]  # the latter: the model's logits are not finite
 
@@ -76,14 +82,16 @@ class Limits:
         pass_tokens: tokens of one pass.
         ends: token ids that end a text.
         draft_tokens: how many tokens are drafted at a time for a sequence that is being continued.
+        expected_share: what share of the tokens that they may add texts are expected to add, before any has ended.
     """
 
     max_batch: int
     max_tokens: int
     max_waiting: int = 64
-    pass_tokens: int = 512
+    pass_tokens: int = PASS_TOKENS
     ends: tuple[int, ...] = ()
     draft_tokens: int = 0
+    expected_share: float = 1.0
 
     def __post_init__(self) -> None:
         at_least = {"max_batch": 1, "max_tokens": 2, "max_waiting": 0, "pass_tokens": self.max_batch, "draft_tokens": 0}
@@ -111,6 +119,8 @@ class Scheduler:
     Attributes:
         waiting: in the order in which they will be let in.
         running: in the order in which they were let in.
+        longest: how many tokens a request may have, prompt and output.
+        expected: how long texts become.
     """
 
     def __init__(self, pool: BlockPool, limits: Limits) -> None:
@@ -119,6 +129,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.tally = Tally()
+        self.longest = longest_text(pool.blocks, pool.windows, limits.max_tokens, pool.block_tokens)
+        self.expected = Expectation(limits.expected_share)
         self._refused_at = -1  # the pool's releases when the first in the queue did not fit
 
     @property
@@ -136,7 +148,7 @@ class Scheduler:
         limits = self.limits
         if len(self.waiting) + len(self.running) >= limits.max_batch + limits.max_waiting:
             raise QueueFull(f"{limits.max_batch + limits.max_waiting} requests are open already; try again later")
-        check_length(request, min(limits.max_tokens, self.pool.blocks * self.pool.block_tokens))
+        check_length(request, self.longest)
         self.waiting.append(Sequence.of(request))
 
     def cancel(self, request: int) -> Output | None:
@@ -151,27 +163,41 @@ class Scheduler:
         """The chunks of the next pass; empty only if no request is open."""
         chunks = self._drafting(self._continued())
         budget = self.limits.pass_tokens - sum(chunk.tokens + chunk.drafts for chunk in chunks)
-        for sequence in self.running:
-            if budget and (left := len(sequence.tokens) - sequence.computed) > 1:
-                chunks.append(ScheduledChunk(sequence, min(left, budget)))
-                budget -= chunks[-1].tokens
-        while budget and self.waiting and len(self.running) < self.limits.max_batch and self._admit():
-            sequence = self.running[-1]
-            chunks.append(ScheduledChunk(sequence, min(len(sequence.tokens) - sequence.computed, budget)))
+        for sequence in tuple(self.running):
+            if budget and len(sequence.tokens) - sequence.computed > 1 and sequence in self.running:
+                chunks += self._begun(sequence, budget, alone=not chunks)
+                budget -= chunks[-1].tokens if chunks and chunks[-1].sequence is sequence else 0
+        while budget and self._admit(budget):
+            chunks += self._begun(self.running[-1], budget, alone=True)
             budget -= chunks[-1].tokens
         return chunks
 
     def _continued(self) -> list[ScheduledChunk]:
-        """The sequences that lack one token, each with a block for it."""
+        """The sequences that lack one token, each with blocks for it."""
         chunks: list[ScheduledChunk] = []
-        size = self.pool.block_tokens
         for sequence in tuple(self.running):
             if len(sequence.tokens) - sequence.computed != 1:
                 continue
-            if len(sequence.tokens) > len(sequence.table.blocks) * size and not self._make_room(sequence):
+            if not self._make_room(sequence, len(sequence.tokens)):
                 break  # it was the youngest
             chunks.append(ScheduledChunk(sequence, 1))
         return chunks
+
+    def _begun(self, sequence: Sequence, most: int, alone: bool) -> list[ScheduledChunk]:
+        """The next chunk of a prompt, with blocks for it; none where there are no blocks until others have ended.
+
+        Args:
+            most: tokens it may have.
+            alone: whether the pass is empty without it, which therefore gets room.
+        """
+        begin, length = sequence.computed, len(sequence.tokens)
+        end = self.pool.reach(sequence.held, begin, min(length, begin + most), length)
+        if end == begin:
+            if not alone or not self._make_room(sequence, begin + 1):
+                return []
+            end = self.pool.reach(sequence.held, begin, min(length, begin + most), length)
+        self.pool.grow(sequence.held, end, length)
+        return [ScheduledChunk(sequence, end - begin)]
 
     def _drafting(self, chunks: list[ScheduledChunk]) -> list[ScheduledChunk]:
         """Continuations with as many drafts as there is room for; those with the most come first."""
@@ -186,51 +212,64 @@ class Scheduler:
 
         The token behind the last one drafted comes with them, and the very last of a sequence is not computed.
         """
-        size, length, table = self.pool.block_tokens, len(sequence.tokens), sequence.table
+        length = len(sequence.tokens)
         wanted = max(0, min(most, sequence.last - length - 1)) if sequence.drafting else 0
-        lacking = self.pool.blocks_for(length + wanted) - len(table.blocks)
-        if lacking > 0:
-            self.pool.grow(table, min(lacking, self.pool.free))
-        return min(wanted, len(table.blocks) * size - length)
+        end = self.pool.reach(sequence.held, length, length + wanted)
+        self.pool.grow(sequence.held, end)
+        return end - length
 
-    def _make_room(self, sequence: Sequence) -> bool:
-        """Give a running sequence one more block; False if it had to be preempted itself."""
-        while not self.pool.free:
+    def _make_room(self, sequence: Sequence, end: int) -> bool:
+        """Give a running sequence blocks for its tokens up to `end`; False if it had to be preempted itself."""
+        whole = len(sequence.tokens)
+        while self.pool.lacking(sequence.held, end, whole) > self.pool.free:
             youngest = self.running.pop()
             self._preempt(youngest)
             if youngest is sequence:
                 return False
-        self.pool.grow(sequence.table, 1)
+        self.pool.grow(sequence.held, end, whole)
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        self.pool.close(sequence.table)
-        sequence.table, sequence.computed = BlockTable(), 0
+        self.pool.close(sequence.held)
+        sequence.held, sequence.computed = HeldBlocks(), 0
         self.waiting.appendleft(sequence)
         self.tally.preempted += 1
+        self.expected.failed()
 
-    def _admit(self) -> bool:
-        """Let in the first of the queue if there is room for all its tokens."""
+    def _admit(self, budget: int) -> bool:
+        """Let in the first of the queue if there is room for all its tokens, and for what all are expected to add.
+
+        Args:
+            budget: tokens of its first chunk, at most.
+        """
         pool = self.pool
-        if self._refused_at == pool.releases:
+        full = len(self.running) == self.limits.max_batch
+        if full or not self.waiting or self._refused_at == pool.releases:
             return False
         sequence = self.waiting[0]
-        shared = pool.match(sequence.tokens)
-        if sequence.unscored is not None:
-            del shared[(sequence.unscored - 1) // pool.block_tokens :]
-        new = pool.blocks_for(len(sequence.tokens)) - len(shared)
-        spare = sum(pool.blocks_for(other.last - 1) > len(other.table.blocks) for other in self.running)
-        table = pool.open(shared, new) if new + spare <= pool.free else None
-        if table is None:
+        unscored, size = sequence.unscored, pool.block_tokens
+        prefix = pool.match(sequence.tokens, None if unscored is None else (unscored - 1) // size)
+        computed, length = prefix.blocks * size, len(sequence.tokens)
+        held = pool.open(prefix)
+        own = pool.lacking(held, min(length, computed + budget), length)
+        own = max(own, pool.still_to_come(held, max(length, self.expected.length(sequence))))
+        if self.running and own + sum(map(self._to_come, self.running)) > pool.free:
+            pool.close(held)
             self._refused_at = pool.releases
             return False
-        sequence.table, sequence.computed = table, len(shared) * pool.block_tokens
+        sequence.held, sequence.computed = held, computed
         if sequence.admitted is None:
             sequence.admitted, sequence.cached = time.monotonic(), sequence.computed
             self.tally.prompt_tokens += len(sequence.tokens)
             self.tally.cached_tokens += sequence.computed
         self.running.append(self.waiting.popleft())
         return True
+
+    def _to_come(self, sequence: Sequence) -> int:
+        """How many blocks a running sequence is expected to need yet; one at least, if it can come to need one."""
+        further = len(sequence.tokens) + self.pool.block_tokens
+        tokens = min(sequence.last - 1, max(further, self.expected.length(sequence)))
+        return self.pool.still_to_come(sequence.held, tokens)
 
     def advance(
         self,
@@ -260,7 +299,8 @@ class Scheduler:
                 outputs.append(self._give_up(sequence))
                 continue
             sequence.computed += chunk.tokens
-            self.pool.learn(sequence.table, sequence.tokens, sequence.computed)
+            self.pool.learn(sequence.held, sequence.tokens, sequence.computed)
+            self.pool.leave_behind(sequence.held, sequence.computed)
             if prompt:
                 assert sequence.unscored is not None
                 further = sequence.unscored + len(prompt)
@@ -278,7 +318,7 @@ class Scheduler:
     def _give_up(self, sequence: Sequence) -> Output:
         """End a request of which the model predicts nothing; nobody shares what it has computed."""
         self.running.remove(sequence)
-        self.pool.forget(sequence.table)
+        self.pool.forget(sequence.held)
         return self._finish(sequence, "undefined")
 
     def _take_over(self, chunk: ScheduledChunk, choices: list[Choice]) -> list[Output]:
@@ -294,11 +334,12 @@ class Scheduler:
             sequence.computed += 1  # the token before this one
             sequence.accepted += accepted
             self.tally.accepted += accepted
-            self.pool.learn(sequence.table, sequence.tokens, sequence.computed)
+            self.pool.learn(sequence.held, sequence.tokens, sequence.computed)
             outputs.append(self._append(sequence, choice, ()))
             if outputs[-1].finish_reason is not None:
                 return outputs
-        self.pool.shrink(sequence.table, self.pool.blocks_for(len(sequence.tokens)))
+        self.pool.shrink(sequence.held, len(sequence.tokens))
+        self.pool.leave_behind(sequence.held, sequence.computed)
         return outputs
 
     def _append(self, sequence: Sequence, choice: Choice, prompt: tuple[TokenLogprob, ...]) -> Output:
@@ -323,7 +364,9 @@ class Scheduler:
         logprob: TokenLogprob | None = None,
         prompt_logprobs: tuple[TokenLogprob, ...] = (),
     ) -> Output:
-        self.pool.close(sequence.table)
+        self.pool.close(sequence.held)
+        if sequence.admitted is not None:
+            self.expected.ended(sequence)
         self.tally.finished += 1
         return _output(sequence, reason, token, logprob, prompt_logprobs)
 

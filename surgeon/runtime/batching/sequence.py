@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
-from surgeon.runtime.batching.blocks import BlockRun, BlockTable
+from surgeon.runtime.batching.blocks import BlockRun, HeldBlocks
 from surgeon.runtime.batching.request import Request
 
 
@@ -39,11 +39,12 @@ class Row(NamedTuple):
     Attributes:
         start: how many of the sequence's tokens are in the cache.
         tokens: the next ones.
-        runs: the sequence's blocks, with room for these tokens.
+        runs: the sequence's blocks, with room for these tokens; of the cache's first group, if it has several.
         wanted: of the last token; of every token where they were drafted.
         targets: of the others, and of the last one too while the prompt goes on behind it; None if nobody asks.
         drafted: whether its tokens have been through the first rack already, one in each of the passes that drafted
             those behind the first of them; such rows come first in a pass, and those with the most tokens first.
+        further_runs: the blocks of the cache's other groups.
     """
 
     start: int
@@ -52,6 +53,11 @@ class Row(NamedTuple):
     wanted: Wanted
     targets: Targets | None = None
     drafted: bool = False
+    further_runs: tuple[list[BlockRun], ...] = ()
+
+    def runs_of(self, group: int) -> list[BlockRun]:
+        """The sequence's blocks in one group of the cache."""
+        return self.further_runs[group - 1] if group else self.runs
 
 
 @dataclass(eq=False)
@@ -63,7 +69,7 @@ class Sequence:
         wanted: of a pass that completes them.
         last: how many they are when the request ends at the latest. The last one is not computed.
         computed: how many of them are in the cache.
-        table: its blocks, while it runs.
+        held: its blocks, while it runs.
         cached: tokens of the prompt that were not computed when it was first let in.
         admitted: when that was.
         unscored: the first token of the prompt whose log-probability is asked for and not known; None if there is none.
@@ -78,7 +84,7 @@ class Sequence:
     last: int
     unscored: int | None
     computed: int = 0
-    table: BlockTable = field(default_factory=BlockTable)
+    held: HeldBlocks = field(default_factory=HeldBlocks)
     cached: int = 0
     admitted: float | None = None
     drafting: bool = True
@@ -139,7 +145,8 @@ class ScheduledChunk(NamedTuple):
         """
         sequence, first = self.sequence, self.sequence.computed
         tokens = sequence.tokens[first : first + self.tokens]
-        return Row(first, [*tokens, *drafts], sequence.table.runs, self.wanted, self.targets, bool(drafts))
+        runs, *further = sequence.held.runs
+        return Row(first, [*tokens, *drafts], runs, self.wanted, self.targets, bool(drafts), tuple(further))
 
     def drafting_row(self, drafts: Several[int]) -> Row:
         """What the ranks compute to draft one more token, or to have the last one drafted go through the first rack.
@@ -150,4 +157,5 @@ class ScheduledChunk(NamedTuple):
         sequence = self.sequence
         newest = drafts[-1] if drafts else sequence.tokens[-1]
         wanted = sequence.wanted if len(drafts) < self.drafts else Wanted.NOTHING
-        return Row(sequence.computed + len(drafts), [newest], sequence.table.runs, wanted)
+        runs, *further = sequence.held.runs
+        return Row(sequence.computed + len(drafts), [newest], runs, wanted, further_runs=tuple(further))

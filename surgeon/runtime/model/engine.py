@@ -28,6 +28,7 @@ from surgeon.runtime.model.paged_cache import PagedCache, PagedLayout, angles_at
 from surgeon.runtime.model.program import Phase, RankProgram
 from surgeon.runtime.model.static_decode import CudaRecorder, StaticDecode
 from surgeon.runtime.model.thread_choice import ThreadChoice
+from surgeon.runtime.plan.groups import cache_groups
 from surgeon.runtime.plan.kept import is_static, read_at_once
 from surgeon.runtime.plan.specification import Plan
 from surgeon.weights import ModelWeights
@@ -88,7 +89,7 @@ class RankEngine(RankProgram):
         # Static passes may be recorded with the address of theirs, which therefore never grow.
         self.all_angles = self._turn(plan.max_tokens) if self._static is not None else None
         self._angles = self.all_angles or self._turn(0)
-        self._reusable: PagedCache | None = None
+        self._reusable: dict[bool, PagedCache] = {}
 
     def _static_decode(self) -> StaticDecode | None:
         """What computes decode passes, if not the way all other passes are computed."""
@@ -102,11 +103,13 @@ class RankEngine(RankProgram):
         captured = gpu and wanted != "static" and self.collectives.capturable
         return StaticDecode(self, CudaRecorder(self.device) if captured else None)
 
-    def new_cache(self, blocks: int, texts: int = 1) -> PagedCache:
+    def new_cache(self, blocks: int, texts: int = 1, grouped: bool = False) -> PagedCache:
         """An empty cache for the attentions of this rank's work.
 
         Args:
             texts: that are going to be computed together; with more of them its buffers grow.
+            grouped: whether attentions with a window keep no more than that (`cache_groups`); rows have a list of runs
+                for each group then. Otherwise a row's blocks are those of all attentions.
         """
         spare = 0 if self._static is None else self._static.spare_blocks
         like = self.vocabulary.embedding
@@ -114,22 +117,28 @@ class RankEngine(RankProgram):
         if self.coda is not None:
             rebuilds |= {len(heads) + slot: rebuild for slot, rebuild in self.coda.layers.rebuilds().items()}
             heads += self.coda.layers.kv_heads()
-        cache = PagedCache(heads, blocks + spare, self.plan.head_dim, like, rebuilds)
+        groups = cache_groups(self.plan) if grouped else None
+        division = () if groups is None else (groups.slots[self.rank], groups.windows)
+        cache = PagedCache(heads, blocks + spare, self.plan.head_dim, like, rebuilds, *division)
         together, most_blocks = read_at_once(self.plan, self._static is not None, texts)
         cache.buffers.reserve(together * min(blocks, most_blocks) * BLOCK_TOKENS)
         return cache
 
-    def reusable_cache(self, blocks: int) -> PagedCache:
+    def reusable_cache(self, blocks: int, grouped: bool = False) -> PagedCache:
         """A cache of at least so many blocks, for when all that used the one returned before have ended.
 
         It is the same one if it can be, where passes are recorded: recordings hold its address.
+
+        Args:
+            grouped: as of `new_cache`.
         """
         if self._static is None:
-            return self.new_cache(blocks)
-        if self._reusable is None or self._reusable.tokens < (blocks + self._static.spare_blocks) * BLOCK_TOKENS:
-            self._reusable = None  # so that there is room for the new one
-            self._reusable = self.new_cache(blocks)
-        return self._reusable
+            return self.new_cache(blocks, grouped=grouped)
+        kept, enough = self._reusable.get(grouped), (blocks + self._static.spare_blocks) * BLOCK_TOKENS
+        if kept is None or kept.tokens < enough:
+            self._reusable.clear()  # so that there is room for the new one
+            kept = self._reusable[grouped] = self.new_cache(blocks, grouped=grouped)
+        return kept
 
     @torch.inference_mode()
     def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:

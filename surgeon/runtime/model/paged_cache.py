@@ -5,8 +5,10 @@ every token alike; attention goes through the sequences one by one. On a CPU tha
 length: a sequence in one run of blocks is read where it lies, as a view; for one in several runs they are gathered
 first, which costs about a fifth more time than a view (padding costs several times as much).
 
-An attention with a window reads the window's keys only: for one more token of a sequence a shorter view. Blocks that no
-window reaches any more stay with their sequence.
+An attention with a window reads the window's keys only: for one more token of a sequence a shorter view. Attentions of
+one window are a group of slots where that saves memory (plan/groups.py), and a sequence has blocks of its own in each
+group. A block is as wide as the widest group: those of all groups lie in one tensor, and what a block holds depends on
+whose it is.
 
 Where k and v are two factors each, a slot may hold what the first ones give: fewer numbers, of which keys and values
 are made whenever they are read. That takes two buffers, allocated once (DeInfer, section 4.2): runs of blocks are
@@ -26,6 +28,7 @@ from torch import Tensor
 
 from surgeon.runtime.batching.blocks import BLOCK_TOKENS, BlockRun
 from surgeon.runtime.batching.sequence import Row
+from surgeon.runtime.batching.windows import Windows
 from surgeon.runtime.model.ends import Index
 from surgeon.runtime.model.layers import Angles, Rebuild, Weighting, attention
 
@@ -69,8 +72,10 @@ class PagedCache:
 
     Attributes:
         kv_heads: of each attention.
-        stored: keys and behind them values of one attention after the other, (1, 2 * sum of K, places, D); a place
-            holds one token. Of attentions in rank space there are no heads in it.
+        group_of: the group of each attention.
+        windows: of the groups.
+        stored: keys and behind them values of one attention of a group after the other, (1, 2 * sum of K, places, D); a
+            place holds one token. Of attentions in rank space there are no heads in it.
         pairs: the part of each attention, (2 * K, places, D).
         slots: its keys and its values, (K, places, D).
         rebuilds: of attentions in rank space, by slot.
@@ -85,16 +90,27 @@ class PagedCache:
         head_dim: int,
         like: Tensor,
         rebuilds: Mapping[int, Rebuild] | None = None,
+        group_of: Sequence[int] | None = None,
+        windows: Windows = (None,),
     ) -> None:
         self.kv_heads = kv_heads
+        self.group_of = group_of or [0] * len(kv_heads)
+        self.windows = windows
         self.rebuilds = rebuilds or {}
         self.device = like.device
         places = blocks * BLOCK_TOKENS
         stored = [0 if slot in self.rebuilds else heads for slot, heads in enumerate(kv_heads)]
-        self.stored = like.new_empty(1, 2 * sum(stored), places, head_dim)
-        self.pairs = self.stored[0].split([2 * heads for heads in stored])
+        groups = [[slot for slot, own in enumerate(self.group_of) if own == group] for group in range(len(windows))]
+        width = max(sum(2 * stored[slot] for slot in slots) for slots in groups)
+        self.stored = like.new_empty(1, width, places, head_dim)
+        self.pairs = list[Tensor]([self.stored[0, :0]] * len(kv_heads))
+        self.places_in_group = [0] * len(kv_heads)
+        for slots in groups:
+            sizes = [2 * stored[slot] for slot in slots]
+            for place, (slot, pair) in enumerate(zip(slots, self.stored[0, : sum(sizes)].split(sizes), strict=True)):
+                self.pairs[slot], self.places_in_group[slot] = pair, place
         self.slots = [pair.chunk(2) for pair in self.pairs]
-        self.halves = [heads for heads in stored for _ in range(2)]
+        self.halves = [[stored[slot] for slot in slots for _ in range(2)] for slots in groups]
         self.low_rank = {slot: like.new_empty(places, sum(one.ranks)) for slot, one in self.rebuilds.items()}
         self.buffers = Buffers(list(self.rebuilds.values()), like)
 
@@ -135,11 +151,13 @@ class PagedLayout:
         self.cache = cache
         self.last: list[int] = []
         self._parts: list[_Singles | _Chunk] = []
-        positions, places, first = [], [], 0
+        positions, first = [], 0
+        places: list[list[slice]] = [[] for _ in cache.windows]
         for row in rows:
             end = row.start + len(row.tokens)
             positions.append(slice(row.start, end))
-            places += stretches(row.runs, row.start, end)
+            for group in range(len(places)):
+                places[group] += stretches(row.runs_of(group), row.start, end)
             if len(row.tokens) > 1:
                 self._parts.append(_Chunk(first, row, cache, angles))
             elif self._parts and isinstance(self._parts[-1], _Singles):
@@ -149,7 +167,7 @@ class PagedLayout:
             first += len(row.tokens)
             self.last.append(first - 1)
         self.positions = as_index(positions, cache.device)
-        self.places = as_index(places, cache.device)
+        self.places = [as_index(found, cache.device) for found in places]
 
     def attend(self, slot: int, queries: Tensor, kept: Tensor, weighting: Weighting) -> Tensor:
         """Put new keys and values into a slot; queries (T, H, D) to attended values (T, H * D).
@@ -157,10 +175,11 @@ class PagedLayout:
         Args:
             kept: keys and, behind them, values, (T, 2 * K, D), or what they are rebuilt of, (T, R).
         """
+        places = self.places[self.cache.group_of[slot]]
         if slot in self.cache.rebuilds:
-            self.cache.low_rank[slot][self.places] = kept
+            self.cache.low_rank[slot][places] = kept
         else:
-            self.cache.pairs[slot][:, self.places] = kept.transpose(0, 1)
+            self.cache.pairs[slot][:, places] = kept.transpose(0, 1)
         attended = [part.attend(slot, queries, kept, weighting) for part in self._parts]
         return attended[0] if len(attended) == 1 else torch.cat(attended)
 
@@ -245,7 +264,7 @@ class _Cached:
         self._end = row.start + len(row.tokens)
         self._cache = cache
         self._angles = angles
-        self._found: dict[int, Sequence[Tensor] | Tensor] = {}
+        self._found: dict[tuple[int, int], Sequence[Tensor] | Tensor] = {}
 
     def read(self, slot: int, last: int | None) -> tuple[Tensor, Tensor]:
         """Those of a slot, (1, K, N, D) each: views where they lie in one run of blocks, copies otherwise.
@@ -258,30 +277,34 @@ class _Cached:
         first = 0 if last is None else max(0, self._end - last)
         if slot in self._cache.rebuilds:
             return by_head(self._rebuilt(slot, first))
-        found = self._found.get(first)
+        key = self._cache.group_of[slot], first
+        found = self._found.get(key)
         if found is None:
-            found = self._found[first] = self._find(first)
+            found = self._found[key] = self._find(*key)
         if isinstance(found, Tensor):
             keys, values = self._cache.pairs[slot].index_select(1, found)[None].chunk(2, 1)
             return keys, values
-        return found[2 * slot], found[2 * slot + 1]
+        place = self._cache.places_in_group[slot]
+        return found[2 * place], found[2 * place + 1]
 
     def _rebuilt(self, slot: int, first: int) -> tuple[Tensor, Tensor]:
         """Those of a slot in rank space from a token on, (N, K, D) each."""
         cache = self._cache
-        runs = [cache.low_rank[slot][run] for run in stretches(self._row.runs, first, self._end)]
+        own = self._row.runs_of(cache.group_of[slot])
+        runs = [cache.low_rank[slot][run] for run in stretches(own, first, self._end)]
         kept = runs[0]
         if len(runs) > 1:
             kept = torch.cat(runs, out=cache.buffers.for_kept(cache.rebuilds[slot], self._end - first))
         return cache.rebuild(slot, kept, angles_at(self._angles, slice(first, self._end)))
 
-    def _find(self, first: int) -> Sequence[Tensor] | Tensor:
-        """Views of all slots' keys and values from a token on, or the places where they lie scattered."""
+    def _find(self, group: int, first: int) -> Sequence[Tensor] | Tensor:
+        """Views of a group's keys and values from a token on, or the places where they lie scattered."""
         cache = self._cache
-        places = as_index(stretches(self._row.runs, first, self._end), cache.device)
+        places = as_index(stretches(self._row.runs_of(group), first, self._end), cache.device)
         if isinstance(places, Tensor):
             return places
-        return cache.stored[:, :, places].split_with_sizes(cache.halves, 1)
+        halves = cache.halves[group]
+        return cache.stored[:, : sum(halves), places].split_with_sizes(halves, 1)
 
 
 def stretches(runs: Sequence[BlockRun], first: int, end: int) -> list[slice]:

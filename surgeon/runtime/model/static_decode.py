@@ -19,14 +19,15 @@ ranks of k and v together.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from surgeon.runtime.batching.blocks import BLOCK_TOKENS
+from surgeon.runtime.batching.blocks import BLOCK_TOKENS, GONE, BlockRun
 from surgeon.runtime.batching.sequence import Row
 from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.model.layers import Angles, Attend, Weighting, attention
@@ -35,7 +36,7 @@ from surgeon.runtime.model.program import Phase
 from surgeon.runtime.plan.kept import power_of_two
 
 WARM_UPS = 2  # passes before a recording, in which libraries choose kernels and allocate what a recording may not
-TOKEN, POSITION, TABLE = 0, 1, 2  # columns of the inputs; the table takes all further ones
+TOKEN, POSITION, TABLE = 0, 1, 2  # columns of the inputs; tables of the cache's groups take all further ones
 
 
 class Outputs(NamedTuple):
@@ -111,7 +112,7 @@ class StaticLayout:
     """
 
     def __init__(self, inputs: Tensor, cache: PagedCache, angles: Angles | None = None) -> None:
-        """Read the inputs, (B, 2 + W).
+        """Read the inputs, (B, 2 + W * groups of the cache).
 
         Args:
             angles: of every position, if there are rotary ones.
@@ -119,10 +120,10 @@ class StaticLayout:
         self._angles = angles if cache.rebuilds else None
         self.positions = inputs[:, POSITION]
         self._cache = cache
-        self._tables = inputs[:, TABLE:]
+        self._tables = inputs[:, TABLE:].chunk(len(cache.windows), 1)
         self._dtype = cache.stored.dtype
-        self._own = self._places(self.positions[:, None])[:, 0]
-        self._views: dict[int | None, View] = {}
+        self._own = [self._places(group, self.positions[:, None])[:, 0] for group in range(len(cache.windows))]
+        self._views: dict[tuple[int, int | None], View] = {}
 
     def attend(self, slot: int, queries: Tensor, kept: Tensor, weighting: Weighting) -> Tensor:
         """Put new keys and values into a slot; queries (B, H, D) to attended values (B, H * D).
@@ -131,45 +132,47 @@ class StaticLayout:
             kept: keys and, behind them, values, (B, 2 * K, D), or what they are rebuilt of, (B, R).
         """
         texts, heads, head_dim = queries.shape
-        kv_heads, mask = self._cache.kv_heads[slot], self._view(weighting.window).mask
-        keys, values = (self._rebuilt if slot in self._cache.rebuilds else self._stored)(slot, kept, weighting.window)
+        view = self._view(self._cache.group_of[slot], weighting.window)
+        kv_heads, mask = self._cache.kv_heads[slot], view.mask
+        keys, values = (self._rebuilt if slot in self._cache.rebuilds else self._stored)(slot, kept, view)
         # The heads of one KV group are like several tokens that look at the same keys.
         grouped = queries.view(texts, kv_heads, heads // kv_heads, head_dim)
         return attention(grouped, keys, values, weighting, mask).reshape(texts, heads * head_dim)
 
-    def _stored(self, slot: int, keys_values: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
+    def _stored(self, slot: int, keys_values: Tensor, view: View) -> tuple[Tensor, Tensor]:
         """Keys and values of the texts, (B, K, N, D) each, the new ones among them."""
         cached, texts = self._cache.pairs[slot], len(keys_values)
-        cached.index_copy_(1, self._own, keys_values.transpose(0, 1))
-        read = cached.index_select(1, self._view(window).places)
+        cached.index_copy_(1, self._own[self._cache.group_of[slot]], keys_values.transpose(0, 1))
+        read = cached.index_select(1, view.places)
         keys, values = read.view(2, len(cached) // 2, texts, -1, cached.shape[-1]).transpose(1, 2)
         return keys, values
 
-    def _rebuilt(self, slot: int, kept: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
+    def _rebuilt(self, slot: int, kept: Tensor, view: View) -> tuple[Tensor, Tensor]:
         """The same of a slot in rank space."""
-        cache, view = self._cache, self._view(window)
+        cache = self._cache
         cached = cache.low_rank[slot]
-        cached.index_copy_(0, self._own, kept)
+        cached.index_copy_(0, self._own[cache.group_of[slot]], kept)
         room = cache.buffers.for_kept(cache.rebuilds[slot], len(view.places))
         torch.index_select(cached, 0, view.places, out=room)
         keys, values = cache.rebuild(slot, room, view.angles)
         by_text = len(kept), -1
         return keys.unflatten(0, by_text).transpose(1, 2), values.unflatten(0, by_text).transpose(1, 2)
 
-    def _places(self, tokens: Tensor) -> Tensor:
-        """Where tokens of each text, (B, any), lie in the cache."""
-        return self._tables.gather(1, tokens // BLOCK_TOKENS) * BLOCK_TOKENS + tokens % BLOCK_TOKENS
+    def _places(self, group: int, tokens: Tensor) -> Tensor:
+        """Where tokens of each text, (B, any), lie in the cache, as far as a group goes."""
+        return self._tables[group].gather(1, tokens // BLOCK_TOKENS) * BLOCK_TOKENS + tokens % BLOCK_TOKENS
 
-    def _view(self, window: int | None) -> View:
-        """What attentions with such a window read.
+    def _view(self, group: int, window: int | None) -> View:
+        """What attentions of a group with such a window read.
 
         Where there is no such token the text's own newest one is read instead: a place that nobody has written to may
         hold what is no number, and 0 times that is none.
         """
-        room = self._tables.shape[1] * BLOCK_TOKENS
+        room = self._tables[group].shape[1] * BLOCK_TOKENS
         if window is not None and window >= room:
             window = None
-        if window not in self._views:
+        key = group, window
+        if key not in self._views:
             newest = self.positions[:, None]
             tokens = torch.arange(room if window is None else window, device=newest.device)[None]
             if window is not None:
@@ -178,28 +181,31 @@ class StaticLayout:
             read = torch.where(seen, tokens, newest)
             mask = torch.zeros(seen.shape, dtype=self._dtype, device=newest.device).masked_fill(~seen, -torch.inf)
             angles = angles_at(self._angles, read.flatten())
-            self._views[window] = View(self._places(read).flatten(), mask[:, None, None], angles)
-        return self._views[window]
+            self._views[key] = View(self._places(group, read).flatten(), mask[:, None, None], angles)
+        return self._views[key]
 
 
 class StaticPass:
     """The fixed tensors of passes of one size.
 
     Attributes:
-        inputs: on the device, (B, 2 + W).
+        inputs: on the device, (B, 2 + W * groups of the cache).
         buffers: those of the cache; a replay writes to them.
         replay: computes the pass.
         layers, vocabulary: the collectives that a replay starts without counting them.
     """
 
-    def __init__(self, size: PassSize, unread_block: int, device: torch.device) -> None:
+    def __init__(self, size: PassSize, unread_block: int, device: torch.device, groups: int = 1) -> None:
         """Allocate.
 
         Args:
             unread_block: that lines without a text write to.
+            groups: of the cache.
         """
         self._unread_block = unread_block
-        self._host = torch.zeros(size.texts, TABLE + size.blocks, dtype=torch.long, pin_memory=device.type == "cuda")
+        self._blocks, self._groups = size.blocks, groups
+        columns = TABLE + groups * size.blocks
+        self._host = torch.zeros(size.texts, columns, dtype=torch.long, pin_memory=device.type == "cuda")
         self._lines = self._host.numpy()
         self._numbers = torch.arange(unread_block + 1).numpy()
         self.inputs = self._host.to(device, copy=True)
@@ -209,17 +215,21 @@ class StaticPass:
 
     def load(self, rows: Sequence[Row]) -> None:
         """Send the rows to the device; the pass before must have ended."""
-        room = self._lines.shape[1]
         for line, row in zip(self._lines, rows, strict=False):
             line[TOKEN], line[POSITION] = row.tokens[0], row.start
-            at = TABLE
-            for first, blocks in row.runs:
-                end = min(at + blocks, room)
-                line[at:end] = self._numbers[first : first + end - at]
-                at = end
+            for group in range(self._groups):
+                self._write(line[TABLE + group * self._blocks :][: self._blocks], row.runs_of(group))
         self._lines[len(rows) :, :TABLE] = 0
-        self._lines[len(rows) :, TABLE] = self._unread_block
+        self._lines[len(rows) :, TABLE :: self._blocks] = self._unread_block
         self.inputs.copy_(self._host, non_blocking=True)
+
+    def _write(self, table: Any, runs: Sequence[BlockRun]) -> None:
+        """Write a text's blocks into a line's table, (W,); of those that are gone any will do."""
+        at, room = 0, len(table)
+        for first, blocks in runs:
+            end = min(at + blocks, room)
+            table[at:end] = self._unread_block if first == GONE else self._numbers[first : first + end - at]
+            at = end
 
 
 class StaticDecode:
@@ -246,10 +256,10 @@ class StaticDecode:
     def step(self, rows: Sequence[Row], cache: PagedCache) -> Outputs:
         """One pass, which extends the cache. The next one may overwrite what it returns."""
         blocks = cache.tokens // BLOCK_TOKENS - self.spare_blocks
-        size = PassSize.of(rows, blocks)
+        size = PassSize.of(rows, blocks if None in cache.windows else sys.maxsize)
         passes = self._passes.setdefault(cache, {})
         if size not in passes:
-            passes[size] = StaticPass(size, blocks, cache.device)
+            passes[size] = StaticPass(size, blocks, cache.device, len(cache.windows))
             cache.buffers.reserve(size.texts * size.blocks * BLOCK_TOKENS)
             passes[size].buffers = cache.buffers.kept, cache.buffers.rebuilt
         static = passes[size]

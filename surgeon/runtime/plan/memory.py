@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -10,7 +11,15 @@ from surgeon.checkpoint.tensor_file import TensorFile
 from surgeon.families.base import Family, Unit
 from surgeon.memory import free_bytes, gpu_free_bytes, show_size
 from surgeon.program import Program, Sublayer
-from surgeon.runtime.batching.blocks import BLOCK_TOKENS, blocks_for
+from surgeon.runtime.batching.windows import (
+    BLOCK_TOKENS,
+    PASS_TOKENS,
+    Windows,
+    longest_text,
+    pass_blocks,
+    text_blocks,
+)
+from surgeon.runtime.plan.groups import CacheGroups, cache_groups
 from surgeon.runtime.plan.kept import is_static, kept_numbers, kept_ranks, read_at_once
 from surgeon.runtime.plan.placement import computed_of, rank_work
 from surgeon.runtime.plan.specification import Plan
@@ -24,13 +33,31 @@ class Footprint:
 
     Attributes:
         weights: matrices, embedding and head.
-        block: one block of the cache.
+        kept: what a block holds of each attention, by slot.
         buffers: what it takes to read one block of a cache in rank space, and to make keys and values of it.
+        groups: of the attentions; a block has room for those of any one of them.
     """
 
     weights: tuple[int, ...]
-    block: tuple[int, ...]
+    kept: tuple[tuple[int, ...], ...]
     buffers: tuple[int, ...]
+    groups: CacheGroups
+
+    @property
+    def block(self) -> tuple[int, ...]:
+        """One block of the cache."""
+        return tuple(map(self._widest, self.kept, self.groups.slots))
+
+    def _widest(self, kept: tuple[int, ...], groups: tuple[int, ...]) -> int:
+        sizes = [0] * len(self.groups.windows)
+        for group, size in zip(groups, kept, strict=True):
+            sizes[group] += size
+        return max(sizes)
+
+    def blocks(self, texts: int, tokens: int, together: int = PASS_TOKENS) -> int:
+        """How many blocks so many texts of so many tokens take, of which `together` are computed in one pass."""
+        windows = self.groups.windows
+        return texts * text_blocks(tokens, windows) + pass_blocks(min(texts * tokens, together), windows)
 
 
 class Shaped(Protocol):
@@ -75,8 +102,9 @@ def footprint(plan: Plan, source: Sizes | None = None) -> Footprint:
     behind = _program_footprint(plan.coda.plan, own, _vocabulary_rows(plan, own.names.own(head) in own.store))
     return Footprint(
         tuple(map(sum, zip(whole.weights, behind.weights, strict=True))),
-        tuple(map(sum, zip(whole.block, behind.block, strict=True))),
+        tuple(map(operator.add, whole.kept, behind.kept)),
         tuple(map(max, zip(whole.buffers, behind.buffers, strict=True))),
+        cache_groups(plan),
     )
 
 
@@ -88,16 +116,16 @@ def _vocabulary_rows(plan: Plan, matrices: int) -> int:
 def _program_footprint(plan: Plan, source: Sizes, rows: int) -> Footprint:
     """What ranks will hold for a plan's program, and of so many rows as wide as the stream."""
     program = Program.parse(plan.program)
-    weights, block, buffers = [], [], []
+    weights, kept, buffers = [], list[tuple[int, ...]](), []
     for rank in range(plan.ranks):
         work = rank_work(program, rank, plan.ranks)
         numbers = sum(_numbers(source, one) for one in {part.sublayer for each in work for part in each.parts})
         weights.append((rows * plan.hidden + numbers) * plan.dtype_bytes)
         attentions = [computed_of(plan, each, part) for each in work for part in each.parts if part.slot is not None]
-        kept = sum(kept_numbers(plan, attention, _kv_heads(source, attention)) for attention in attentions)
-        block.append(kept * BLOCK_TOKENS * plan.dtype_bytes)
+        numbers_kept = (kept_numbers(plan, attention, _kv_heads(source, attention)) for attention in attentions)
+        kept.append(tuple(numbers * BLOCK_TOKENS * plan.dtype_bytes for numbers in numbers_kept))
         buffers.append(_buffer_numbers(plan, source, attentions) * BLOCK_TOKENS * plan.dtype_bytes)
-    return Footprint(tuple(weights), tuple(block), tuple(buffers))
+    return Footprint(tuple(weights), tuple(kept), tuple(buffers), cache_groups(plan))
 
 
 def _buffer_numbers(plan: Plan, source: Sizes, attentions: list[Sublayer]) -> int:
@@ -151,7 +179,7 @@ def choose_cache(
     free = free_bytes() if device == "cpu" else min(gpu_free_bytes(number) for number in range(here))
     allowed = free if memory is None else memory
     room = _Room.of(plan, device, here, max_batch)
-    wanted = max_batch * blocks_for(plan.max_tokens) if blocks is None else blocks
+    wanted = room.blocks_of(max_batch) if blocks is None else blocks
     if plan.kv == "auto" and room.fitting(allowed) < wanted:
         tight = replace(plan, tight=True)
         smaller = _Room.of(tight, device, here, max_batch)
@@ -167,9 +195,53 @@ def choose_cache(
     if blocks is not None and blocks > fitting:
         raise ValueError(
             f"weights of {show_size(room.weights)} and {blocks} blocks of {show_size(room.block)} do not fit: "
-            f"{limit}{place}; at most {fitting} blocks do ({fitting * BLOCK_TOKENS} tokens)"
+            f"{limit}{place}; at most {fitting} blocks do"
         )
     return plan, min(fitting, wanted)
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """How many texts a cache holds at a time.
+
+    Attributes:
+        blocks: of the cache.
+        windows: of its groups.
+        longest: tokens that the longest text may have.
+        max_batch: texts that are computed together at most.
+        weights, cache: bytes, of all ranks together.
+    """
+
+    blocks: int
+    windows: Windows
+    longest: int
+    max_batch: int
+    weights: int
+    cache: int
+
+    @classmethod
+    def of(cls, plan: Plan, blocks: int, max_batch: int) -> Capacity:
+        """That of a cache of so many blocks."""
+        sizes = footprint(plan)
+        windows = sizes.groups.windows
+        longest = longest_text(blocks, windows, plan.max_tokens)
+        return cls(blocks, windows, longest, max_batch, sum(sizes.weights), blocks * sum(sizes.block))
+
+    def texts(self, tokens: int) -> int:
+        """How many texts of so many tokens, prompt and output, there is room for; up to `max_batch`, and at least 1."""
+        here = (self.blocks - pass_blocks(min(tokens, PASS_TOKENS), self.windows)) // text_blocks(tokens, self.windows)
+        return max(1, min(self.max_batch, here))
+
+    def line(self) -> str:
+        """What to tell the user."""
+        all_ = self.texts(self.longest)
+        found = f"{all_} {'text' if all_ == 1 else 'texts'} of up to {self.longest} tokens"
+        tokens = self.longest
+        while tokens > 1 and self.texts(tokens) < self.max_batch:
+            tokens //= 2
+        if all_ < self.max_batch:
+            found += f" (or {self.texts(tokens)} of {tokens})"
+        return f"room for {found} at a time: weights {show_size(self.weights)}, cache {show_size(self.cache)}"
 
 
 @dataclass(frozen=True)
@@ -179,6 +251,8 @@ class _Room:
     Attributes:
         weights, block, buffers: as in a footprint.
         texts, blocks: how many texts are read at once, and at most how many blocks of each.
+        footprint: of all ranks.
+        longest: tokens of the longest text.
     """
 
     weights: int
@@ -186,6 +260,8 @@ class _Room:
     buffers: int
     texts: int
     blocks: int
+    footprint: Footprint
+    longest: int
 
     @classmethod
     def of(cls, plan: Plan, device: str, here: int, max_batch: int) -> _Room:
@@ -199,7 +275,12 @@ class _Room:
             sum(sorted(each)[-here:]) if device == "cpu" else max(each)
             for each in (sizes.weights, sizes.block, sizes.buffers)
         )
-        return cls(weights, block, buffers, *read_at_once(plan, is_static(plan, device), max_batch))
+        at_once = read_at_once(plan, is_static(plan, device), max_batch)
+        return cls(weights, block, buffers, *at_once, sizes, plan.max_tokens)
+
+    def blocks_of(self, texts: int) -> int:
+        """How many blocks so many of the longest texts take."""
+        return self.footprint.blocks(texts, self.longest)
 
     def fitting(self, allowed: int) -> int:
         """How many blocks fit into so many bytes beside the weights, and beside the buffers that they need."""

@@ -76,13 +76,17 @@ def unload(rank: Rank, name: str = ENGINE) -> None:
 
 
 def complete(
-    rank: Rank, requests: list[Request], blocks: int, limits: Limits, name: str = ENGINE
+    rank: Rank, requests: list[Request], blocks: int, limits: Limits, name: str = ENGINE, grouped: bool = False
 ) -> tuple[list[Output], Figures]:
-    """Runs on a rank: work on some requests until all have ended; rank 0 sends what passes bring, and returns all."""
+    """Runs on a rank: work on some requests until all have ended; rank 0 sends what passes bring, and returns all.
+
+    Args:
+        grouped: whether the blocks are those of groups of attentions, as in `serve`.
+    """
     engine: RankEngine = rank.kept[name]
     engine.figures = Figures()
     engine.pause()
-    cache = engine.reusable_cache(blocks)
+    cache = engine.reusable_cache(blocks, grouped)
     if rank.rank:
         follow(rank, engine, cache)
         return [], engine.figures
@@ -104,7 +108,7 @@ def serve(rank: Rank, blocks: int, limits: Limits, pulse_seconds: float, name: s
         pulse_seconds: how often to send a `Pulse`.
     """
     engine: RankEngine = rank.kept[name]
-    cache = engine.new_cache(blocks, limits.max_batch)
+    cache = engine.new_cache(blocks, limits.max_batch, grouped=True)
     _send_pulses(rank, engine, pulse_seconds)
     if rank.rank:
         follow(rank, engine, cache)
@@ -160,7 +164,7 @@ class Leader:
     def __init__(self, engine: RankEngine, cache: PagedCache, blocks: int, limits: Limits, sender: Sender) -> None:
         self.engine = engine
         self.cache = cache
-        self.scheduler = Scheduler(BlockPool(blocks), limits)
+        self.scheduler = Scheduler(BlockPool(blocks, windows=cache.windows), limits)
         self._sender = sender
         self._samplers: dict[int, Sampler] = {}  # of the requests for which the likeliest token is not enough
 

@@ -5,74 +5,87 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surgeon.runtime.batching.blocks import BlockPool, BlockTable, Gaps
+from surgeon.runtime.batching.blocks import GONE, BlockPool, Gaps, HeldBlocks
 
 
-def opened(pool: BlockPool, tokens: list[int]) -> BlockTable:
+def opened(pool: BlockPool, tokens: list[int]) -> HeldBlocks:
     """A sequence that has been let in and computed to the end."""
-    shared = pool.match(tokens)
-    table = pool.open(shared, pool.blocks_for(len(tokens)) - len(shared))
-    assert table is not None
-    pool.learn(table, tokens, len(tokens))
-    return table
+    held = pool.open(pool.match(tokens))
+    pool.grow(held, len(tokens))
+    pool.learn(held, tokens, len(tokens))
+    pool.leave_behind(held, len(tokens))
+    return held
+
+
+def empty(pool: BlockPool, blocks: int) -> HeldBlocks:
+    """A sequence that has room for so many blocks of tokens."""
+    held = pool.open(pool.match([0]))
+    pool.grow(held, blocks * pool.block_tokens)
+    return held
+
+
+def own(held: HeldBlocks) -> list[int]:
+    return held.tables[0].blocks
+
+
+def shared(pool: BlockPool, tokens: list[int]) -> list[int]:
+    return pool.match(tokens).shared[0]
 
 
 def test_a_sequence_grows_in_one_run_beside_others() -> None:
     pool = BlockPool(64, 4)
-    tables = [opened(pool, [number] * 8) for number in range(4)]
-    for _ in range(5):
-        for table in tables:
-            pool.grow(table, 1)
-    assert [len(table.runs) for table in tables] == [1] * 4
+    held = [opened(pool, [number] * 8) for number in range(4)]
+    for length in range(3, 8):
+        for one in held:
+            pool.grow(one, 4 * length)
+    assert [len(one.tables[0].runs) for one in held] == [1] * 4
     assert pool.free == 64 - 4 * 7
 
 
 def test_where_nothing_consecutive_is_left_runs_are_several() -> None:
     pool = BlockPool(6, 4)
-    tables = [opened(pool, [number] * 4) for number in range(6)]
-    for table in sorted(tables, key=lambda table: table.blocks)[::2]:
-        pool.close(table)
-    table = pool.open([], 3)
-    assert table is not None
-    assert sorted(table.blocks) == [0, 2, 4]
-    assert len(table.runs) == 3
+    held = [opened(pool, [number] * 4) for number in range(6)]
+    for one in sorted(held, key=own)[::2]:
+        pool.close(one)
+    one = empty(pool, 3)
+    assert sorted(own(one)) == [0, 2, 4]
+    assert len(one.tables[0].runs) == 3
 
 
 def test_full_blocks_are_shared_up_to_the_last_token() -> None:
     pool = BlockPool(16, 4)
     tokens = list(range(10))
     first = opened(pool, tokens)
-    assert pool.match(tokens) == first.blocks[:2]
-    assert pool.match(tokens[:8]) == first.blocks[:1]  # the last token has to be computed by somebody
-    assert pool.match(tokens[:9]) == first.blocks[:2]
-    assert pool.match([0, 1, 2, 9, *tokens[4:]]) == []
-    assert pool.match([*tokens[:4], 9, *tokens[5:]]) == first.blocks[:1]
-    assert pool.match(tokens[4:]) == []  # the same tokens at another place are not the same block
+    assert shared(pool, tokens) == own(first)[:2]
+    assert pool.match(tokens).blocks == 2
+    assert pool.match(tokens, 1).shared == (own(first)[:1],)
+    assert shared(pool, tokens[:8]) == own(first)[:1]  # the last token has to be computed by somebody
+    assert shared(pool, tokens[:9]) == own(first)[:2]
+    assert shared(pool, [0, 1, 2, 9, *tokens[4:]]) == []
+    assert shared(pool, [*tokens[:4], 9, *tokens[5:]]) == own(first)[:1]
+    assert shared(pool, tokens[4:]) == []  # the same tokens at another place are not the same block
     second = opened(pool, tokens)
-    assert second.blocks[:2] == first.blocks[:2]
+    assert own(second)[:2] == own(first)[:2]
     assert pool.free == 16 - 4
 
 
 def test_blocks_are_shared_only_once_they_are_computed() -> None:
     pool = BlockPool(8, 4)
     tokens = list(range(12))
-    table = pool.open([], 3)
-    assert table is not None
-    pool.learn(table, tokens, 7)
-    assert pool.match(tokens) == table.blocks[:1]
-    pool.learn(table, tokens, 12)
-    assert pool.match([*tokens, 0]) == table.blocks
+    held = empty(pool, 3)
+    pool.learn(held, tokens, 7)
+    assert shared(pool, tokens) == own(held)[:1]
+    pool.learn(held, tokens, 12)
+    assert shared(pool, [*tokens, 0]) == own(held)
 
 
 def test_two_who_compute_the_same_keep_one_chain() -> None:
     pool = BlockPool(16, 4)
     tokens = list(range(9))
-    first, second = pool.open([], 3), pool.open([], 3)
-    assert first is not None
-    assert second is not None
+    first, second = empty(pool, 3), empty(pool, 3)
     pool.learn(first, tokens, 4)
     pool.learn(second, tokens, 8)  # its second block follows the first one's first
-    assert pool.match(tokens) == [first.blocks[0], second.blocks[1]]
+    assert shared(pool, tokens) == [own(first)[0], own(second)[1]]
     pool.close(second)
     assert pool.free == 16 - 3
     assert pool.idle == 1
@@ -86,28 +99,38 @@ def test_the_least_recently_used_go_first_and_the_end_before_the_beginning() -> 
     for tokens in (old, new):
         pool.close(opened(pool, tokens))
     assert (pool.free, pool.idle) == (6, 4)
-    pool.open([], 3)  # two empty ones and one more
-    assert pool.match([*old, 0]) == pool.match(old[:5])
-    assert len(pool.match(old)) == 1
-    assert len(pool.match([*new, 0])) == 2
-    pool.open([], 1)
-    assert pool.match(old) == []
-    assert len(pool.match([*new, 0])) == 2
+    empty(pool, 3)  # two empty ones and one more
+    assert shared(pool, [*old, 0]) == shared(pool, old[:5])
+    assert len(shared(pool, old)) == 1
+    assert len(shared(pool, [*new, 0])) == 2
+    empty(pool, 1)
+    assert shared(pool, old) == []
+    assert len(shared(pool, [*new, 0])) == 2
 
 
 def test_what_is_forgotten_is_shared_with_nobody_new() -> None:
     pool = BlockPool(6, 4)
     tokens = list(range(9))
-    first = pool.open([], 3)
-    assert first is not None
+    first = empty(pool, 3)
     pool.learn(first, tokens, 9)
-    second = pool.open(pool.match(tokens), 1)
-    assert second is not None
+    second = opened(pool, tokens)
     pool.forget(second)
     pool.close(second)
-    assert (pool.match(tokens), pool.free, pool.idle) == ([], 3, 0)
+    assert (shared(pool, tokens), pool.free, pool.idle) == ([], 3, 0)
     pool.close(first)
     assert (pool.free, pool.idle) == (6, 0)
+
+
+def test_what_a_window_has_left_is_forgotten_too() -> None:
+    pool = BlockPool(6, 4, (2,))
+    tokens = list(range(12))
+    held = opened(pool, tokens)
+    assert (held.tables[0].gone, pool.idle) == (2, 2)
+    pool.forget(held)
+    assert (pool.free, pool.idle) == (5, 0)
+    pool.close(held)
+    assert pool.match([*tokens, 0]).blocks == 0
+    assert (pool.free, pool.idle, len(pool._prefixes)) == (6, 0, 0)
 
 
 def test_used_again_means_recently_used() -> None:
@@ -115,21 +138,46 @@ def test_used_again_means_recently_used() -> None:
     old, new = list(range(5)), list(range(10, 15))
     for tokens in (old, new, old):
         pool.close(opened(pool, tokens))
-    pool.open([], 3)
-    assert len(pool.match(old)) == 1
-    assert pool.match(new) == []
+    empty(pool, 3)
+    assert len(shared(pool, old)) == 1
+    assert shared(pool, new) == []
 
 
-def test_what_does_not_fit_takes_nothing() -> None:
+def test_how_far_free_blocks_reach() -> None:
     pool = BlockPool(4, 4)
     tokens = list(range(9))
     pool.close(opened(pool, tokens))
-    shared = pool.match(tokens)
-    assert pool.open(shared, 3) is None  # the shared ones are among the four that are free
-    assert pool.free == 4
-    assert pool.match(tokens) == shared
-    assert pool.open(shared, 2) is not None
+    held = pool.open(pool.match(tokens))  # the two known ones are among the four that are free
+    assert (pool.free, pool.lacking(held, 17)) == (2, 3)
+    assert pool.reach(held, 8, 17) == 16
+    assert pool.reach(held, 8, 13) == 13
+    assert pool.reach(held, 8, 13, whole=17) == 8
+    pool.grow(held, 16)
     assert pool.free == 0
+
+
+def test_a_window_shares_the_last_blocks_of_a_prefix() -> None:
+    """Of 24 tokens a window of 6 looks at two blocks before the next token; the blocks before these may be lost."""
+    pool = BlockPool(8, 4, (6,))
+    tokens = list(range(24))
+    held = opened(pool, [*tokens, 0])
+    assert (held.tables[0].gone, len(own(held)), pool.idle) == (5, 2, 5)
+    pool.close(held)
+    empty(pool, 6)  # two empty ones, and the first four known ones
+    found = pool.match([*tokens, 1])
+    assert (found.blocks, len(found.shared[0])) == (6, 2)
+    sharer = pool.open(found)
+    assert sharer.tables[0].runs[0] == (GONE, 4)
+    assert pool.match(tokens[:17]).blocks == 0  # its last block is there, the one before is not
+
+
+def test_groups_share_what_all_of_them_know() -> None:
+    pool = BlockPool(16, 4, (None, 5))
+    tokens = list(range(16))
+    held = opened(pool, [*tokens, 0])
+    assert [len(table.blocks) for table in held.tables] == [5, 2]
+    found = pool.match([*tokens, 1])
+    assert [len(blocks) for blocks in found.shared] == [4, 1]
 
 
 @given(st.lists(st.integers(0, 11), max_size=40))

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from surgeon.runtime.batching.blocks import BlockPool
+from surgeon.runtime.batching.blocks import GONE, BlockPool
 from surgeon.runtime.batching.request import QueueFull, Request, Sampling, TokenLogprob
 from surgeon.runtime.batching.scheduler import Limits, Output, Scheduler
-from surgeon.runtime.batching.sequence import ScheduledChunk, Wanted
+from surgeon.runtime.batching.sequence import Row, ScheduledChunk, Wanted
+from surgeon.runtime.batching.windows import Windows, longest_text, text_blocks
 
 END = 3
 
@@ -71,18 +72,45 @@ class Machine:
     pass_tokens: int = 16
     max_waiting: int = 64
     draft_tokens: int = 0
+    windows: Windows = (None,)
+    share: float = 1.0  # of their limits, that texts are expected to come to at first
     outputs: dict[int, list[Output]] = field(default_factory=dict)
     passes: list[list[ScheduledChunk]] = field(default_factory=list)
+    most_used: int = 0
 
     def __post_init__(self) -> None:
-        self.pool = BlockPool(self.blocks, self.block_tokens)
-        limits = Limits(self.max_batch, 1000, self.max_waiting, self.pass_tokens, (END,), self.draft_tokens)
+        self.pool = BlockPool(self.blocks, self.block_tokens, self.windows)
+        waiting, ends = self.max_waiting, (END,)
+        limits = Limits(self.max_batch, 1000, waiting, self.pass_tokens, ends, self.draft_tokens, self.share)
         self.scheduler = Scheduler(self.pool, limits)
         self.cache: list[int | None] = [None] * (self.blocks * self.block_tokens)
 
-    def places(self, runs: list[tuple[int, int]]) -> list[int]:
-        size = self.block_tokens
-        return [place for first, length in runs for place in range(first * size, (first + length) * size)]
+    def places(self, runs: list[tuple[int, int]]) -> list[int | None]:
+        """Of a sequence's tokens in the cache; None where they are gone."""
+        size, found = self.block_tokens, list[int | None]()
+        for first, length in runs:
+            found += [None] * length * size if first == GONE else range(first * size, (first + length) * size)
+        return found
+
+    def write(self, row: Row, tokens: list[int], written: set[int]) -> None:
+        """Have the row's tokens in the cache; what each group looks at must be the tokens before, whoever wrote them.
+
+        Args:
+            tokens: of the sequence, the row's among them.
+            written: where others have written in this pass.
+        """
+        end = row.start + len(row.tokens)
+        for group, window in enumerate(self.windows):
+            places = self.places(row.runs_of(group))
+            assert len(places) >= end
+            for place, token in zip(places[row.start : end], row.tokens, strict=True):
+                assert place is not None
+                assert place not in written, "two sequences write to the same place"
+                written.add(place)
+                self.cache[place] = token
+            first = 0 if window is None else max(0, row.start - window + 1)
+            before = [None if place is None else self.cache[place] for place in places[first:end]]
+            assert before == tokens[first:end]
 
     def step(self) -> list[ScheduledChunk]:
         """One pass: what is read from the cache must be the tokens before, whoever wrote them."""
@@ -94,14 +122,8 @@ class Machine:
         for chunk in chunks:
             drafts = drafted(chunk)
             row = chunk.row(drafts)
-            places, end = self.places(row.runs), row.start + len(row.tokens)
-            assert len(places) >= end
-            for place, token in zip(places[row.start : end], row.tokens, strict=True):
-                assert place not in written, "two sequences write to the same place"
-                written.add(place)
-                self.cache[place] = token
-            before = [self.cache[place] for place in places[:end]]
-            assert before == (chunk.sequence.tokens + drafts)[:end]
+            before, end = chunk.sequence.tokens + drafts, row.start + len(row.tokens)
+            self.write(row, before, written)
             if row.wanted != Wanted.NOTHING:
                 assert end == len(chunk.sequence.tokens) + len(drafts)
                 chosen.append([(token, None) for token in verified(chunk.sequence.tokens, drafts)])
@@ -122,14 +144,18 @@ class Machine:
 
     def check(self, chunks: list[ScheduledChunk]) -> None:
         assert 0 < sum(chunk.tokens + chunk.drafts for chunk in chunks) <= self.pass_tokens
-        for sequence in self.scheduler.running:  # what was for drafts only is given back
-            assert len(sequence.table.blocks) <= self.pool.blocks_for(len(sequence.tokens))
-            assert sequence.table.blocks == [
-                at for first, size in sequence.table.runs for at in range(first, first + size)
-            ]
+        held = [sequence.held for sequence in self.scheduler.running]
+        for sequence in self.scheduler.running:  # what was for drafts only is given back, and what windows have left
+            length, size, computed = len(sequence.tokens), self.block_tokens, sequence.computed
+            for table, window in zip(sequence.held.tables, self.windows, strict=True):
+                assert table.length <= self.pool.blocks_for(length)
+                assert table.gone == (0 if window is None else max(0, computed - window + 1) // size)
+                listed = [at for at, place in enumerate(self.places(table.runs)) if place is not None]
+                assert listed == list(range(table.gone * size, table.length * size))
         assert len({id(chunk.sequence) for chunk in chunks}) == len(chunks) <= self.max_batch
-        used = {block for sequence in self.scheduler.running for block in sequence.table.blocks}
+        used = {block for one in held for table in one.tables for block in table.blocks}
         assert self.pool.free == self.blocks - len(used)
+        self.most_used = max(self.most_used, len(used))
 
     def run(self, most: int = 1000) -> None:
         for _ in range(most):
@@ -232,7 +258,7 @@ def test_nobody_is_let_past_the_first_in_the_queue() -> None:
 
 
 def test_the_youngest_is_preempted_and_the_oldest_never() -> None:
-    machine = Machine(blocks=6, max_batch=3)
+    machine = Machine(blocks=6, max_batch=3, share=0)
     requests = [ask(number, [number + 1] * 3, 14) for number in range(4)]
     for request in requests:
         machine.scheduler.submit(request)
@@ -245,7 +271,7 @@ def test_the_youngest_is_preempted_and_the_oldest_never() -> None:
 
 
 def test_what_a_preempted_one_gave_back_it_shares_when_it_returns() -> None:
-    machine = Machine(blocks=8, max_batch=2, pass_tokens=32)
+    machine = Machine(blocks=8, max_batch=2, pass_tokens=32, share=0)
     for number in range(2):
         machine.scheduler.submit(ask(number, [number] * 10, 12))
     machine.run()
@@ -290,7 +316,7 @@ def test_a_block_is_held_back_for_texts_that_will_need_it() -> None:
 
 def test_more_texts_than_blocks_all_end_right() -> None:
     """Twenty that together want several times the cache; at times they have all of it."""
-    machine = Machine(blocks=12, max_batch=8, pass_tokens=24)
+    machine = Machine(blocks=12, max_batch=8, pass_tokens=24, share=0)
     requests = [ask(number, [number % 5 + 1] * (1 + number % 6), 8 + number % 9) for number in range(20)]
     for request in requests:
         machine.scheduler.submit(request)
@@ -333,15 +359,15 @@ def test_a_prompt_is_scored_anew_though_its_blocks_are_known() -> None:
 
 def test_a_prompt_whose_scoring_is_broken_off_goes_on_where_it_was() -> None:
     """The younger one is preempted amid its prompt, and what it has told is not told again."""
-    machine = Machine(blocks=6, max_batch=2, pass_tokens=3)
+    machine = Machine(blocks=6, max_batch=2, pass_tokens=3, share=0)
     machine.scheduler.submit(ask(0, [1] * 3, 12))
-    machine.scheduler.submit(ask(1, list(range(1, 16)), 3, scored=True))
+    machine.scheduler.submit(ask(1, list(range(1, 16)), 1, scored=True))
     while not machine.scheduler.tally.preempted:
         machine.step()
     assert 0 < len(machine.prompt_logprobs(1)) < 14
     machine.run()
     assert machine.prompt_logprobs(1) == scores(list(range(1, 16)))
-    assert machine.tokens(1) == continued(ask(1, list(range(1, 16)), 3))
+    assert machine.tokens(1) == continued(ask(1, list(range(1, 16)), 1))
 
 
 def test_nothing_to_add() -> None:
@@ -362,7 +388,7 @@ def test_prefixes_are_shared_between_requests() -> None:
     chunks = machine.step()
     assert [chunk.tokens for chunk in chunks] == [2, 2]
     assert machine.scheduler.tally.cached_tokens == 24
-    assert len({block for chunk in chunks for block in chunk.sequence.table.blocks}) == 3 + 2
+    assert len({block for chunk in chunks for block in chunk.sequence.held.tables[0].blocks}) == 3 + 2
     machine.run()
     assert all(machine.tokens(number) == continued(ask(number, [*prompt, number], 3)) for number in (1, 2))
     assert machine.outputs[1][-1].cached == 12
@@ -434,6 +460,8 @@ jobs = st.tuples(
     st.integers(1, 4),
     st.integers(4, 20),
     st.sampled_from([0, 0, 1, 3, 9]),
+    st.sampled_from([(None,), (None,), (3,), (1, None), (None, 5, 9)]),
+    st.sampled_from([0.0, 0.4, 1.0]),
 )
 def test_whatever_comes_everything_ends_right(
     found: list[tuple[list[int], int, bool, int, int | None]],
@@ -441,8 +469,11 @@ def test_whatever_comes_everything_ends_right(
     max_batch: int,
     pass_tokens: int,
     draft_tokens: int,
+    windows: Windows,
+    share: float,
 ) -> None:
-    machine = Machine(blocks, 4, max_batch, pass_tokens, draft_tokens=draft_tokens)
+    blocks = max(blocks, text_blocks(14 + 12, windows, 4))
+    machine = Machine(blocks, 4, max_batch, pass_tokens, draft_tokens=draft_tokens, windows=windows, share=share)
     scheduler = machine.scheduler
     requests = [ask(number, prompt, new, scored=scored) for number, (prompt, new, scored, _, _) in enumerate(found)]
     actions: list[tuple[int, Callable[[], object]]] = []
@@ -472,3 +503,67 @@ def test_whatever_comes_everything_ends_right(
             assert tokens == continued(request)[: len(tokens)]
     begun = [machine.passes_of(request.id)[0] for request in requests if machine.passes_of(request.id)]
     assert begun == sorted(begun)
+
+
+def test_texts_that_would_not_fit_together_wait_and_none_gives_way() -> None:
+    """Two of four texts fit; where none is expected to become long all are let in, and give way again and again."""
+    machines = [Machine(blocks=10, max_batch=4, pass_tokens=64, share=share) for share in (1, 0)]
+    for machine in machines:
+        for number in range(8):
+            machine.scheduler.submit(ask(number, [number + 1] * 4, 16))
+        machine.run()
+    careful, hopeful = machines
+    assert (careful.scheduler.tally.preempted, max(map(len, careful.passes))) == (0, 2)
+    assert hopeful.scheduler.tally.preempted > 0
+    assert all(careful.tokens(number) == hopeful.tokens(number) for number in range(8))
+
+
+def test_more_texts_run_where_they_end_early() -> None:
+    machine = Machine(blocks=30, max_batch=8, pass_tokens=64)
+    early = [number for number in range(400) if len(continued(ask(number, [number], 100, ignore_end=False))) < 9][:40]
+    for number in early:
+        machine.scheduler.submit(ask(number, [number], 100, ignore_end=False))
+    machine.run()
+    assert len(machine.passes[0]) == 1  # one of 101 tokens fits
+    assert max(map(len, machine.passes)) > 4
+    assert machine.scheduler.expected.share < 0.2
+
+
+def test_a_long_text_holds_what_its_window_reaches() -> None:
+    """With and without others beside it, in chunks of prompts and token by token."""
+    machine = Machine(blocks=40, max_batch=2, pass_tokens=8, windows=(6,))
+    machine.scheduler.submit(ask(0, list(range(100)), 60))
+    machine.run()
+    assert machine.most_used <= text_blocks(160, (6,), 4) + 2  # the blocks of one chunk of 8 tokens
+    assert machine.tokens(0) == continued(ask(0, list(range(100)), 60))
+    tight = Machine(blocks=4, max_batch=3, pass_tokens=8, windows=(6,))
+    for number in range(3):
+        tight.scheduler.submit(ask(number, list(range(number, 50 + number)), 20))
+    tight.run()
+    assert all(tight.tokens(at) == continued(ask(at, list(range(at, 50 + at)), 20)) for at in range(3))
+
+
+def test_groups_with_and_without_windows_share_the_blocks() -> None:
+    """Twelve blocks of one table each are nine of a long text's full table and three of its window's."""
+    windows = (None, 5)
+    machine = Machine(blocks=12, pass_tokens=4, windows=windows)
+    assert machine.scheduler.longest == longest_text(12, windows, 1000, 4) == 40
+    with pytest.raises(ValueError, match="more than the 40 that fit"):
+        machine.scheduler.submit(ask(0, [1] * 31, 10))
+    machine.scheduler.submit(ask(0, [1] * 31, 9))
+    machine.run()
+    assert machine.tokens(0) == continued(ask(0, [1] * 31, 9))
+    assert machine.scheduler.tally.preempted == 0
+
+
+def test_prefixes_are_shared_behind_a_window_too() -> None:
+    """What the window of the first text has left is shared by later ones as long as the last of it is there."""
+    for windows in ((5,), (None, 5)):
+        machine = Machine(blocks=40, pass_tokens=64, windows=windows)
+        prompt = list(range(24))
+        for number, more in enumerate([[], [7, 8], [9] * 5]):
+            machine.scheduler.submit(ask(number, prompt + more, 12))
+            machine.run()
+        assert [machine.outputs[number][0].cached for number in range(3)] == [0, 24, 24]
+        for number, more in [(1, [7, 8]), (2, [9] * 5)]:
+            assert machine.tokens(number) == continued(ask(number, prompt + more, 12))

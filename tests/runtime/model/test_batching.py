@@ -15,8 +15,9 @@ from surgeon.runtime.batching.request import Request, Sampling
 from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.model.sampling import logprob_of
 from surgeon.runtime.plan.checks import make_plan
+from surgeon.runtime.plan.groups import cache_groups
 from surgeon.runtime.processes.ranks import RankOptions, Ranks
-from surgeon.runtime.processes.worker import complete, load, unload
+from surgeon.runtime.processes.worker import ENGINE, complete, load, unload
 from tests.models import VOCABULARY, tiny_model
 from tests.runtime.on_ranks import complete_twice
 from tests.selection import case
@@ -50,6 +51,7 @@ ON_RANKS = [
     *(case(2, *each, default=each in ON_TWO) for each in CASES),
     *(case(4, *each, default=each[0] == "llama") for each in (("llama", "fork"), ("gemma2", "LP"))),
 ]
+DIVIDED = ("gemma2", "gpt_neo")  # with windows in some layers
 NEW = 14
 GENERATOR = torch.Generator().manual_seed(11)
 SHARED = torch.randint(2, VOCABULARY, (33,), generator=GENERATOR).tolist()
@@ -102,16 +104,17 @@ def continued(model: Any, prompt: list[int]) -> list[int]:
 class Runner:
     """Runs requests on ranks that have loaded a program, and collects their tokens."""
 
-    def __init__(self, ranks: Ranks, folder: Path, program: str) -> None:
+    def __init__(self, ranks: Ranks, folder: Path, program: str, grouped: bool = False, **changes: Any) -> None:
         self.ranks = ranks
-        self.plan = make_plan(folder, len(ranks.pids), 100, program)
+        self.plan = replace(make_plan(folder, len(ranks.pids), 100, program), **changes)
+        self.grouped = grouped
         ranks.call(load, self.plan)
 
     def __call__(
         self, requests: list[Request], max_batch: int = 8, pass_tokens: int = 512, blocks: int = ENOUGH
     ) -> dict[int, list[int]]:
-        limits = Limits(max_batch, 100, pass_tokens=pass_tokens)
-        outputs, _ = self.ranks.call(complete, requests, blocks, limits)[0]
+        limits = Limits(max_batch, 100, pass_tokens=pass_tokens, expected_share=0)
+        outputs, _ = self.ranks.call(complete, requests, blocks, limits, ENGINE, self.grouped)[0]
         return {
             request.id: [output.token for output in outputs if output.request == request.id] for request in requests
         }
@@ -129,14 +132,31 @@ def test_greedy_tokens_in_every_company(
     checkpoints: dict[str, Path],
     expected: dict[tuple[str, str], list[list[int]]],
 ) -> None:
-    run = Runner(ranks, checkpoints[family], PROGRAMS[name])
+    run = Runner(ranks, checkpoints[family], PROGRAMS[name], grouped=True)
     wanted = dict(enumerate(expected[family, name]))
     everybody = list(range(len(PROMPTS)))
     assert run(greedy(everybody), max_batch=1) == wanted  # one after the other, with prefixes from those before
     assert run(greedy(everybody)) == wanted  # in one batch of mixed lengths
     assert run(greedy(everybody), max_batch=3, pass_tokens=5) == wanted  # prompts in chunks beside continuations
     assert run(greedy(everybody[::-1]), max_batch=4, pass_tokens=20) == wanted
-    assert run(greedy(everybody), blocks=5) == wanted  # with preemption
+    groups = len(cache_groups(run.plan).windows)
+    assert groups == (2 if family in DIVIDED else 1)
+    assert run(greedy(everybody), blocks=5 * groups) == wanted  # with preemption
+    ranks.call(unload)
+
+
+@pytest.mark.parametrize("decoding", ["dynamic", "static"])
+@pytest.mark.parametrize(("family", "blocks"), [("mistral", 4), ("gemma2", 6 + 2), ("gpt_neo", 6 + 2)])
+@pytest.mark.parametrize("ranks", [1, 2], indirect=True)
+def test_a_long_text_in_the_blocks_that_its_windows_reach(
+    family: str, blocks: int, decoding: str, ranks: Ranks, checkpoints: dict[str, Path]
+) -> None:
+    """A text of six blocks, where a window of 36 tokens reaches four, and one of 8 or 5 tokens two."""
+    prompt = torch.randint(2, VOCABULARY, (96 - NEW,), generator=torch.Generator().manual_seed(1)).tolist()
+    wanted = continued(tiny_model(family, **FAMILIES[family]), prompt)
+    run = Runner(ranks, checkpoints[family], PROGRAMS["dense"], grouped=True, decoding=decoding)
+    for pass_tokens in (8, 64):
+        assert run([Request(0, tuple(prompt), GREEDY)], pass_tokens=pass_tokens, blocks=blocks) == {0: wanted}
     ranks.call(unload)
 
 
@@ -145,7 +165,7 @@ def test_prefixes_and_preemption_have_really_happened(ranks: Ranks, checkpoint: 
     run = Runner(ranks, checkpoint, PROGRAMS["dense"])
     tallies = [
         ranks.call(complete_twice, greedy([4]), greedy([5, 6]), ENOUGH, Limits(8, 100))[0],
-        ranks.call(complete_twice, greedy([0]), greedy([1, 2]), 3, Limits(8, 100))[0],
+        ranks.call(complete_twice, [], greedy([1, 2]), 3, Limits(8, 100, expected_share=0))[0],
     ]
     shared, preempted = tallies
     assert shared.tally.cached_tokens == 64  # two blocks of 16 tokens, twice

@@ -68,9 +68,9 @@ def run(
     pass_tokens: int = 512,
 ) -> tuple[dict[int, list[int]], Tally]:
     """The tokens of requests that are worked on together, and what the scheduler has done."""
-    limits = Limits(max_batch, 100, pass_tokens=pass_tokens, draft_tokens=drafts)
+    limits = Limits(max_batch, 100, pass_tokens=pass_tokens, draft_tokens=drafts, expected_share=0)
     limits = replace(limits, max_waiting=len(requests))
-    leader = Leader(engine, engine.new_cache(blocks), blocks, limits, Sender(()))
+    leader = Leader(engine, engine.new_cache(blocks, grouped=True), blocks, limits, Sender(()))
     for request in requests:
         leader.submit(request)
     tokens: dict[int, list[int]] = {request.id: [] for request in requests}

@@ -385,7 +385,7 @@ def test_on_ranks(program: str, ranks: Ranks, checkpoints: dict[str, Path]) -> N
         shared = ranks.call(complete_twice, REQUESTS[:6], REQUESTS[6:], 64, Limits(8, 100))[0]
         assert shared.tally.cached_tokens > 0
         assert shared.tokens == tokens[-1]
-        crowded = ranks.call(complete_twice, LONG[:1], LONG, 5, Limits(8, 100))[0]
+        crowded = ranks.call(complete_twice, LONG[:1], LONG, 5, Limits(8, 100, expected_share=0))[0]
         assert crowded.tally.preempted > 0
         tokens[-1] |= crowded.tokens
         ranks.call(unload)

@@ -13,7 +13,8 @@ import torch
 from surgeon.runtime.comm.collectives import Alone, Collectives, Unconnected
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.plan.memory import choose_cache, footprint
+from surgeon.runtime.plan.groups import cache_groups
+from surgeon.runtime.plan.memory import Capacity, choose_cache, footprint
 
 PROGRAMS = [
     "A0 F0 A1 F1 A2 F2 A3 F3",
@@ -49,7 +50,8 @@ def test_what_ranks_hold(family: str, program: str, ranks: int, tiny_model: Call
         collectives: Collectives = Alone() if ranks == 1 else Unconnected(rank, (0, 1))
         engine = RankEngine(plan, collectives, torch.device("cpu"))
         assert foretold.weights[rank] == held(engine)
-        assert foretold.block[rank] == engine.new_cache(1).nbytes
+        assert foretold.block[rank] == engine.new_cache(1, grouped=True).nbytes
+        assert sum(foretold.kept[rank]) == engine.new_cache(1).nbytes
 
 
 def test_a_program_without_attention(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
@@ -83,7 +85,7 @@ def test_caches_in_rank_space(ranks: int, mode: str, tiny_model: Callable[..., A
 def test_where_memory_is_the_limit_more_texts_fit_in_rank_space(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
     plan = make_plan(tmp_path, 1, 32, " ".join(["A0@k1,v2 F0"] * 20))  # 20 caches of 3 numbers in place of 32
-    (weights,), (block,), _ = vars(footprint(plan)).values()
+    (weights,), (block,) = footprint(plan).weights, footprint(plan).block
     memory = weights + 12 * block
 
     def chosen(kv: str, texts: int, blocks: int | None = None, **changes: Any) -> tuple[bool, int]:
@@ -107,7 +109,57 @@ def test_where_memory_is_the_limit_more_texts_fit_in_rank_space(tiny_model: Call
 def test_short_caches_need_no_buffers_for_long_texts(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
     plan = make_plan(tmp_path, 1, 128, "A0@k3,v4 F0", kv="lowrank")
-    (weights,), (block,), (buffers,) = vars(footprint(plan)).values()
+    sizes = footprint(plan)
+    (weights,), (block,), (buffers,) = sizes.weights, sizes.block, sizes.buffers
     assert choose_cache(plan, "cpu", 1, None, weights + 3 * (block + buffers)) == (plan, 3)
     with pytest.raises(ValueError, match="the weights take"):
         choose_cache(plan, "cpu", 1, None, weights + block + buffers - 1)
+
+
+LONG = 4096
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "program", "ranks", "windows", "slots"),
+    [
+        ("mistral", {"sliding_window": 64}, "A0 F0 A1 F1 A2 F2 A3 F3", 1, (64,), ((0, 0, 0, 0),)),
+        ("mistral", {"sliding_window": LONG}, "A0 F0 A1 F1", 1, (None,), ((0, 0),)),
+        ("gemma2", {"sliding_window": 64}, "A0 F0 A1 F1 A2 F2 A3 F3", 2, (64, None), ((0, 1, 0, 1),) * 2),
+        # Three with and one without: three groups with a window, of one attention each, as the one without.
+        ("gemma2", {"sliding_window": 64}, "A0 F0 A2 F2 A1 F1 A2 F2", 1, (64, 64, 64, None), ((0, 1, 3, 2),)),
+        # Each rank has one layer of the pair: none has both kinds, and a division would save nothing.
+        ("gemma2", {"sliding_window": 64}, "[A0 A1] [F0 F1]", 2, (None,), ((0,), (0,))),
+        ("gemma2", {"sliding_window": LONG - 32}, "A0 F0 A1 F1", 1, (None,), ((0, 0),)),
+    ],
+)
+def test_which_attentions_share_blocks(
+    family: str,
+    config: dict[str, Any],
+    program: str,
+    ranks: int,
+    windows: tuple[int | None, ...],
+    slots: tuple[tuple[int, ...], ...],
+    tiny_model: Callable[..., Any],
+    tmp_path: Path,
+) -> None:
+    tiny_model(family, max_position_embeddings=LONG, **config).save_pretrained(tmp_path)
+    groups = cache_groups(make_plan(tmp_path, ranks, LONG, program))
+    assert (groups.windows, groups.slots) == (windows, slots)
+
+
+def test_layers_with_windows_make_room_for_more_texts(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+    """Of 4,096 tokens a window of 64 needs 5 blocks and not 256, beside 32 for the prompts of one pass."""
+    found = {}
+    for window in (64, None):
+        tiny_model("mistral", max_position_embeddings=LONG, sliding_window=window).save_pretrained(tmp_path)
+        plan = make_plan(tmp_path, 1, LONG)
+        (weights,), (block,) = footprint(plan).weights, footprint(plan).block
+        changed, blocks = choose_cache(plan, "cpu", 1000, None, weights + 1024 * block)
+        found[window] = Capacity.of(changed, blocks, 1000)
+    assert (found[64].texts(LONG), found[None].texts(LONG)) == ((1024 - 32) // 5, 4)
+    assert (found[64].longest, found[None].longest) == (LONG, LONG)
+    assert "room for 4 texts of up to 4096 tokens (or 1000 of 16) at a time: weights" in found[None].line()
+    assert choose_cache(plan, "cpu", 3, None, None)[1] == 3 * 256
+    short = Capacity.of(plan, 20, 8)
+    assert (short.longest, short.texts(100), short.texts(320)) == (320, 2, 1)
+    assert short.line().startswith("room for 1 text of up to 320 tokens (or ")

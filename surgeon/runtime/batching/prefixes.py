@@ -1,0 +1,61 @@
+"""Beginnings of texts in whole blocks, each known under a number, as long as somebody needs to know it.
+
+A beginning is found by exact comparison: by the number of the one that is a block shorter, and its last block's tokens.
+There are no hashes that could collide. Every longer beginning holds the one before it: what a window has left behind
+may have lost its block long ago while blocks further on are still shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+
+ROOT = 0  # the beginning without tokens
+
+
+class KnownPrefixes:
+    """The beginnings that are known."""
+
+    def __init__(self) -> None:
+        self._numbers = count(ROOT + 1)
+        self._found: dict[tuple[int, tuple[int, ...]], int] = {}
+        self._keys: dict[int, tuple[int, tuple[int, ...]]] = {}  # the same, backwards
+        self._holds: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def find(self, before: int, tokens: tuple[int, ...]) -> int | None:
+        """The number of what goes on from a beginning with a block of these tokens; None if it is not known."""
+        return self._found.get((before, tokens))
+
+    def add(self, before: int, tokens: tuple[int, ...]) -> int:
+        """The same; it is made known, and must be held before anything is let go."""
+        key = before, tokens
+        number = self._found.get(key)
+        if number is None:
+            number = next(self._numbers)
+            self._found[key], self._keys[number], self._holds[number] = number, key, 0
+            self.hold(before)
+        return number
+
+    def hold(self, number: int) -> None:
+        """Have it known until it is let go as often as it was held."""
+        if number != ROOT:
+            self._holds[number] += 1
+
+    def let_go(self, number: int) -> None:
+        """Undo one `hold`; what nobody holds any more is forgotten, and with it what only this held."""
+        while number != ROOT:
+            self._holds[number] -= 1
+            if self._holds[number]:
+                return
+            key = self._keys.pop(number)
+            del self._found[key], self._holds[number]
+            number = key[0]
+
+    def path(self, number: int) -> Iterator[int]:
+        """A beginning and all shorter ones, from the longest on, but the one without tokens."""
+        while number != ROOT:
+            yield number
+            number, _ = self._keys[number]
