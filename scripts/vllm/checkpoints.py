@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from surgeon.checkpoint.export import Original, plan_export, write_export
 from surgeon.checkpoint.forms.program import needs_plugin
-from surgeon.families import Family
+from surgeon.families import Family, family_of
 from surgeon.model import edit
 from surgeon.operations import ladder, lowrank, pair, parallel, prune, tracks
 from surgeon.program import Program, Sublayer
@@ -57,10 +58,15 @@ def random_source(folder: Path, model_type: str) -> Path:
     return folder
 
 
-def cases_of(name: str, source: Path, folder: Path, with_plugin: bool) -> Iterator[Case]:
+def cases_of(
+    name: str, source: Path, folder: Path, with_plugin: bool, forms: Collection[str] | None = None
+) -> Iterator[Case]:
     """Write a model's checkpoints into a folder: pruned, fused where it can be, of low rank, and others for the plugin.
 
     Low-rank ones are for the plugin, too, where unmodified vLLM does not run them.
+
+    Args:
+        forms: only these, by their names; by default all that the model can have.
 
     Raises:
         ValueError: if one of them cannot be exported.
@@ -68,26 +74,40 @@ def cases_of(name: str, source: Path, folder: Path, with_plugin: bool) -> Iterat
     original = Original.open(source)
     layers = int(original.config.num_hidden_layers)
     dense = Program.dense(layers, original.family.steps_per_layer)
+
+    def exported(programs: dict[str, Program], plugin: bool, form: str | None = "auto") -> Iterator[Case]:
+        for named, program in programs.items():
+            if forms is None or named in forms:
+                write_export(plan_export(original, program, form or named), folder / named)
+                yield Case(name, named, folder / named, plugin)
+
+    if forms is None or "dense" in forms:
+        yield Case(name, "dense", source)
     programs = {"plain": prune(dense, range(layers // 2, layers // 2 + 1))}
     if original.family.attention.post_norm is None:
         programs["fused"] = pair(dense, range(1, layers - 1))
-    yield Case(name, "dense", source)
-    for form, program in programs.items():
-        write_export(plan_export(original, program, form), folder / form)
-        yield Case(name, form, folder / form)
+    yield from exported(programs, plugin=False, form=None)  # that of its name
     plugin = needs_plugin(dense, original.family, original.config, layers) is not None
-    for form, program in low_rank_programs(dense, original).items() if with_plugin or not plugin else ():
-        write_export(plan_export(original, program), folder / form)
-        yield Case(name, form, folder / form, plugin)
-    for form, program in plugin_programs(dense, layers, original.family).items() if with_plugin else ():
-        write_export(plan_export(original, program, "program"), folder / form)
-        yield Case(name, form, folder / form, plugin=True)
-    if with_plugin and not original.family.heads_fill_stream:  # whose heads would get a width that vLLM has not
-        yield Case(name, "native", native_tracks(folder / "native", original.config), plugin=True)
+    if with_plugin or not plugin:
+        yield from exported(low_rank_programs(dense, original), plugin)
+    if with_plugin:
+        yield from exported(plugin_programs(dense, layers, original.family), plugin=True, form="program")
+        # Where heads fill the stream they would get a width that vLLM has not.
+        for form in ("native", "one head") if not original.family.heads_fill_stream else ():
+            if forms is None or form in forms:
+                yield Case(name, form, native_tracks(folder / form, original.config, form == "one head"), plugin=True)
 
 
-def native_tracks(folder: Path, config: Any) -> Path:
-    """A random model of two tracks, which meet every two layers, as wide as a model's layers allow."""
+def native_tracks(folder: Path, config: Any, single: bool = False) -> Path:
+    """A random model of two tracks, which meet every two layers, as wide as a model's layers allow.
+
+    Args:
+        single: with one head in each track, fewer than there are ranks.
+    """
+    if single:
+        config = copy.deepcopy(config)
+        config.head_dim = family_of(config).head_dim(config)
+        config.num_attention_heads = config.num_key_value_heads = 2
     narrowed, program = narrow(config, count=2, depth=2)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(narrowed, dtype=torch.float32).eval()

@@ -17,12 +17,22 @@ from transformers import AutoConfig, LlamaConfig
 from surgeon.checkpoint.remote_code import PROGRAM
 from surgeon.families import FAMILIES
 from surgeon.program import Program
+from surgeon.train.scratch.tracks import narrow
+from surgeon.vllm_plugin.heads import attentions_at_once, with_all_heads
 from surgeon.vllm_plugin.requirements import reason_against, stage_nodes
 from tests.checkpoint.helpers import run_export, save_source
+from tests.models import tiny_model
 from tests.vllm_plugin.fake_vllm import configuration
 
 GROUP = "vllm.general_plugins"
 ROOT = Path(__file__).resolve().parents[2]
+
+
+class Shape:
+    """As much of vLLM's class that reads a model's shape as the plugin builds on."""
+
+    def __init__(self, config: Any) -> None:
+        self.hf_text_config = config
 
 
 def test_vllm_starts_it_as_often_as_it_likes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,11 +40,19 @@ def test_vllm_starts_it_as_often_as_it_likes(monkeypatch: pytest.MonkeyPatch) ->
     vllm = ModuleType("vllm")
     vllm.ModelRegistry = SimpleNamespace(register_model=found.__setitem__)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", vllm)
+    shapes = ModuleType("vllm.transformers_utils.model_arch_config_convertor")
+    vars(shapes).update(ModelArchConfigConvertorBase=Shape, MODEL_ARCH_CONFIG_CONVERTORS={"falcon": Shape})
+    utils = ModuleType("vllm.transformers_utils")
+    utils.model_arch_config_convertor = shapes  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, utils.__name__, utils)
+    monkeypatch.setitem(sys.modules, shapes.__name__, shapes)
     points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][GROUP]
     register = EntryPoint("surgeon", points["surgeon"], GROUP).load()
     register()
     register()
     assert set(found) == {PROGRAM.causal_class(name) for name in FAMILIES}
+    own = {PROGRAM.prefix + name for name in FAMILIES}
+    assert set(shapes.MODEL_ARCH_CONFIG_CONVERTORS) == {"falcon"} | own
     (model,) = set(found.values())
     module, _, name = model.partition(":")
     assert f"class {name}(" in (ROOT / f"{module.replace('.', '/')}.py").read_text()
@@ -54,6 +72,37 @@ def test_configurations_are_read_without_the_checkpoint_s_own_code(tmp_path: Pat
     assert config.architectures == stored["architectures"] == [PROGRAM.causal_class("llama")]
     assert config.surgeon_program == "A0 F0 >A1 >F1"
     assert pickle.loads(pickle.dumps(config)).to_dict() == config.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("program", "attentions"),
+    [
+        ("A0 F0 A1 F1", 1),
+        ("[A0 A1] [F0 F1]", 1),
+        ("{A0 F0 A1 F1 | A2 F2 A3 F3} {A4 F4 | A5 F5}", 2),
+        ("{A0/2:0 F0/2:0 | A0/2:1 F0/2:1} A1 F1", 1),
+        ("{[A0 F0] | [A1 F1] | [A2 F2]}", 3),
+        ("{A0 {A1 | A2} | F0}", 2),
+        ("{{A0 | A1} F0 | A2 F2}", 3),
+        ("F0", 1),
+    ],
+)
+def test_heads_that_ranks_share(program: str, attentions: int) -> None:
+    assert attentions_at_once(Program.parse(program)) == attentions
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox"])
+def test_the_heads_of_all_tracks_divide_among_ranks(family: str) -> None:
+    """A track may have a single head: two tracks have two, for two ranks; the heads' width stays that of one."""
+    from surgeon.vllm_plugin.configs import CONFIGS
+
+    dense = tiny_model(family, 2, num_attention_heads=2, **({"num_key_value_heads": 2} if family == "llama" else {}))
+    narrowed, program = narrow(dense.config, count=2, depth=1)
+    entries = narrowed.to_dict() | {"model_type": f"surgeon_{family}", "surgeon_program": str(program)}
+    shape = with_all_heads(Shape)(CONFIGS[family].from_dict(entries))
+    assert narrowed.num_attention_heads == 1
+    assert shape.get_total_num_attention_heads() == shape.get_total_num_kv_heads() == 2
+    assert shape.get_head_size() == (getattr(narrowed, "head_dim", None) or narrowed.hidden_size)
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,14 @@ def test_native_tracks_are_for_the_plugin(tmp_path: Path, monkeypatch: pytest.Mo
     native = surgeon.load(case.folder)
     assert str(program_of(native)) == "{A0 F0 A1 F1 | A2 F2 A3 F3} {A4 F4 | A5 F5}"
     assert native.config.num_attention_heads == 2
+    (case,) = script.cases_of("mine", source, tmp_path, True, ["one head"])
+    single = surgeon.load(case.folder).config
+    assert single.num_attention_heads == single.num_key_value_heads == 1
+    assert single.head_dim == native.config.head_dim
+    assert [case.form for case in script.cases_of("mine", source, tmp_path, True, ["dense", "fused"])] == [
+        "dense",
+        "fused",
+    ]
 
 
 def test_an_engine_that_fails_is_started_again_for_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,57 @@
+"""How many heads vLLM is told that a program checkpoint has; nothing here needs vLLM.
+
+vLLM asks of a model that the heads in its configuration divide by the ranks. Of native tracks the configuration has
+those of one track, which may be a single one, and ranks have whole tracks: what they share is the heads of all tracks
+that run side by side.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+from surgeon.families import FAMILIES
+from surgeon.model import PROGRAM_KEY, PROGRAM_PREFIX
+from surgeon.program import ATTENTION, Node, Program, Step
+
+
+def attentions_at_once(program: Program) -> int:
+    """How many attentions run side by side in branches at the most, slices of one counting as one."""
+    return max(1, int(_most(program.nodes)))
+
+
+def _most(nodes: tuple[Node, ...]) -> Fraction:
+    found = (_share(node) if isinstance(node, Step) else sum(map(_most, node.branches), Fraction()) for node in nodes)
+    return max(found, default=Fraction())
+
+
+def _share(step: Step) -> Fraction:
+    """Of an attention, by its largest slice; ranks take those of one step apart, as they do those of a layer."""
+    slices = [sublayer.piece[1] if sublayer.piece else 1 for sublayer in step.sublayers if sublayer.kind == ATTENTION]
+    return Fraction(1, min(slices)) if slices else Fraction()
+
+
+def with_all_heads(convertor: Any) -> Any:
+    """A class of vLLM that says what shape a model has, for program checkpoints.
+
+    Args:
+        convertor: vLLM's `ModelArchConfigConvertorBase`, whose `hf_text_config` is the checkpoint's configuration.
+    """
+
+    class ProgramShape(convertor):  # type: ignore[misc]
+        def get_total_num_attention_heads(self) -> int:
+            return self._units("heads")
+
+        def get_total_num_kv_heads(self) -> int:
+            return self._units("kv_heads")
+
+        def get_head_size(self) -> int:
+            config = self.hf_text_config
+            return FAMILIES[config.model_type.removeprefix(PROGRAM_PREFIX)].head_dim(config)
+
+        def _units(self, unit: Any) -> int:
+            config = self.hf_text_config
+            one = FAMILIES[config.model_type.removeprefix(PROGRAM_PREFIX)].units(config)[unit]
+            return one * attentions_at_once(Program.parse(getattr(config, PROGRAM_KEY)))
+
+    return ProgramShape
