@@ -7,6 +7,8 @@ order and on the inputs that the program says. Parameters keep their names, so t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -80,6 +82,29 @@ def program_of(model: PreTrainedModel) -> Program:
     return Program.dense(len(layers), family_of(model.config).steps_per_layer)
 
 
+@contextmanager
+def as_stored(model: PreTrainedModel) -> Iterator[Program]:
+    """The program that a model runs, while the model is the layers that it is stored as.
+
+    Raises:
+        ValueError: if the program has weights that no layer has, which only live while the model runs it.
+    """
+    layers, program = decoder_layers(model), program_of(model)
+    if not isinstance(layers, EditedLayers):
+        yield program
+        return
+    derived = next(filter(layers.is_derived, program.sublayers()), None)
+    if derived is not None:
+        raise ValueError(
+            f"the model runs {derived}, whose weights are those of no layer; export the model, and use the checkpoint"
+        )
+    restore(model)
+    try:
+        yield program
+    finally:
+        edit(model, program)
+
+
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList | EditedLayers:
     """The decoder's list of layers, or what stands in for it."""
     parent, name = decoder_parent(model)
@@ -119,7 +144,10 @@ def require_unedited(model: PreTrainedModel) -> None:
         ValueError: if the model runs an edited program.
     """
     if isinstance(decoder_layers(model), EditedLayers):
-        raise ValueError("the model runs an edited program; use the original (surgeon.restore brings it back)")
+        raise ValueError(
+            "the model runs an edited program, or one of its own (native tracks), and this is of layers that run one "
+            "after the other; use the original (surgeon.restore brings it back)"
+        )
 
 
 def check_layers(program: Program, num_layers: int) -> None:

@@ -27,6 +27,7 @@ from surgeon.errors import did_you_mean, shown
 from surgeon.families import family_of
 from surgeon.operations import OPERATIONS
 from surgeon.operations.applied import AppliedOperation, in_braces
+from surgeon.operations.within import require_whole_layers
 from surgeon.program import LayerShapes, Program
 from surgeon.safe_yaml import LONGEST, YamlError, read_yaml
 
@@ -76,29 +77,40 @@ class Recipe:
             own: what the model runs in place of its layers one after the other, if it does.
 
         Raises:
-            ValueError: as `program`; if the architecture is not supported, or the model has a program of its own.
+            ValueError: as `program`; if the architecture is not supported, or the model runs a program of its own that
+                is not its layers, each whole and once.
         """
+        family, layers = family_of(config), int(config.num_hidden_layers)
         if own is not None:
-            raise ValueError(
-                f"{self.source}: {self.model} runs a program of its own, and operations change unedited models; name "
-                "the model it was made of, or write the whole program with --program"
-            )
-        family = family_of(config)
-        return self.program(config.num_hidden_layers, family.steps_per_layer, family.layer_shapes(config))
+            try:
+                require_whole_layers(own, layers)
+            except ValueError as error:
+                raise ValueError(
+                    f"{self.source}: {self.model} is an edited model, and operations change whole layers; name the "
+                    f"model it was made of, or write the whole program with --program ({error})"
+                ) from error
+        return self.program(layers, family.steps_per_layer, family.layer_shapes(config), own)
 
-    def program(self, num_layers: int, steps_per_layer: int = 2, shapes: LayerShapes | None = None) -> Program:
+    def program(
+        self,
+        num_layers: int,
+        steps_per_layer: int = 2,
+        shapes: LayerShapes | None = None,
+        own: Program | None = None,
+    ) -> Program:
         """The program that the operations make of a model with this many layers.
 
         Args:
             shapes: of these layers, for operations that ask for them.
+            own: what the model runs in place of its layers one after the other, if it does.
 
         Raises:
             ValueError: if layers are out of range or overlap, or an expectation does not hold; with file and line.
         """
-        program = Program.dense(num_layers, steps_per_layer)
+        program = own or Program.dense(num_layers, steps_per_layer)
         for operation in self.operations:
             try:
-                program = operation.apply(program, shapes)
+                program = operation.apply(program, shapes, own)
             except ValueError as error:
                 raise ValueError(f"{self.source}:{operation.line}: {operation.name}: {error}") from error
         self._check_expectations(program, steps_per_layer)

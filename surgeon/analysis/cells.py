@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from surgeon.analysis.within import changed_within
 from surgeon.errors import did_you_mean, shown
 from surgeon.operations.base import show_range
 from surgeon.operations.declare import HEATMAPS, Heatmap
+from surgeon.operations.within import changed_within
 from surgeon.program import LayerShapes, Program
 
 SCANNED = tuple(name for name, heatmap in HEATMAPS.items() if heatmap.paper)  # unless others are asked for
@@ -198,6 +198,6 @@ def selected_cells(
                 cells.append(replace(cell, seeds=seeds) if heatmap.seeded else cell)
     if program is not None and not cells:
         raise ValueError(
-            f"the model runs none of these layers whole and in order: its program is {shown(program, 200)}"
+            f"the model runs none of these layers whole and in order: its program is {shown(str(program), 200)}"
         )
     return cells

@@ -19,7 +19,7 @@ from surgeon.analysis.inputs import ProgramRun
 from surgeon.analysis.make_factors import make_factors
 from surgeon.analysis.rank_recipe import Share
 from surgeon.execute import land
-from surgeon.model import program_of
+from surgeon.model import as_stored, program_of
 from surgeon.operations.lowrank import Method
 from surgeon.program import Program, Sublayer
 from surgeon.progress import progress
@@ -51,32 +51,37 @@ def corrected_ranks(
         ValueError, OSError: as `allocate` and `make_factors`.
     """
     first = share.ranks(curves)
-    dense = program_of(model)
-    plan = plan_of(ranked(dense, first), Making(method))
-    source = make_factors(model, plan, calibration, folder, model_hash=model_hash).source
-    measured = MeasuredText(model, windows)
-    with progress("layers", len({curve.matrix.layer for curve in curves}), "layers") as ran:
+    with as_stored(model) as own:
+        plan = plan_of(ranked(own, first), Making(method))
+        source = make_factors(model, plan, calibration, folder, model_hash=model_hash).source
+        measured = MeasuredText(model, windows, own)
+        with progress("layers", len({curve.matrix.layer for curve in curves}), "layers") as ran:
 
-        def together(ranks: Ranks) -> float:
-            ran(1)
-            return measured.quality(ranked(dense, ranks), source).divergence
+            def together(ranks: Ranks) -> float:
+                ran(1)
+                return measured.quality(ranked(own, ranks), source).divergence
 
-        return share.ranks(corrected(curves, first, together))
+            return share.ranks(corrected(curves, first, together))
 
 
 class MeasuredText:
-    """A text and what the unedited model predicts on it, to compare programs with factors with."""
+    """A text and what a model predicts on it, to compare programs with factors with.
 
-    def __init__(self, model: PreTrainedModel, windows: Windows) -> None:
+    Args:
+        model: the layers that it is stored as.
+        own: its program over these; by default they run one after the other.
+    """
+
+    def __init__(self, model: PreTrainedModel, windows: Windows, own: Program | None = None) -> None:
         self.model, self.windows, self.head = model, windows, OutputHead(model)
-        self.references = list(self._references())
+        self.references = list(self._references(own or program_of(model)))
 
-    def _references(self) -> Iterator[ReferencePredictions]:
-        run = self._run(program_of(self.model))
+    def _references(self, own: Program) -> Iterator[ReferencePredictions]:
+        run = self._run(own)
         return (self.head.reference(land(part.state).stream, part.ids) for part in run.parts)
 
     def quality(self, program: Program, factors: FactorSource) -> Estimate:
-        """Perplexity, and divergence from the unedited model."""
+        """Perplexity, and divergence from the model's own program."""
         parts = zip(self._run(program, factors).parts, self.references, strict=True)
         return estimate(*joined([self.head.compare(land(part.state).stream, known) for part, known in parts]))
 
@@ -87,8 +92,8 @@ class MeasuredText:
         return run
 
 
-def ranked(dense: Program, ranks: Ranks) -> Program:
-    """The unedited program with factors of these ranks; matrices that are not named stay whole."""
+def ranked(own: Program, ranks: Ranks) -> Program:
+    """A model's own program with factors of these ranks; matrices that are not named stay whole."""
     by_sublayer: dict[tuple[str, int], list[tuple[str, int]]] = {}
     for matrix, rank in ranks.items():
         if rank is not None:
@@ -97,7 +102,7 @@ def ranked(dense: Program, ranks: Ranks) -> Program:
     def with_ranks(sublayer: Sublayer) -> Sublayer:
         return replace(sublayer, ranks=tuple(by_sublayer.get((sublayer.kind, sublayer.layers[0]), ())))
 
-    return dense.renamed(with_ranks)
+    return own.renamed(with_ranks)
 
 
 def plan_of(program: Program, making: Making) -> FactorPlan:

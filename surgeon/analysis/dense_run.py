@@ -1,4 +1,4 @@
-"""The unedited model on some text, node by node, so that what comes before a changed layer is run once."""
+"""A model's own program on some text, node by node, so that what comes before a changed layer is run once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from surgeon.analysis.measure import windows_in_a_walk
 from surgeon.analysis.walk import not_finite, walks
 from surgeon.execute import State, advance, land
 from surgeon.model import program_of
-from surgeon.program import Step, Sublayer
+from surgeon.program import Program, Sublayer
 from surgeon.weights.whitening import SecondMoment
 
 
@@ -30,7 +30,7 @@ class _Part:
 
 
 class DenseRun:
-    """All windows of a text before the same node of the unedited program.
+    """All windows of a text before the same node of the model's own program.
 
     Holds one stream of all tokens, and for two windows' shapes at most their masks and positions.
 
@@ -39,24 +39,24 @@ class DenseRun:
         place: the number of the next node.
 
     Args:
+        model: the layers that it is stored as.
         ids: (windows, tokens), all of them real tokens.
+        program: over these layers; by default they run one after the other.
 
     Raises:
         ValueError: if the embedded tokens are not finite.
     """
 
-    def __init__(self, model: PreTrainedModel, ids: Tensor) -> None:
-        self.nodes = program_of(model).nodes
+    def __init__(self, model: PreTrainedModel, ids: Tensor, program: Program | None = None) -> None:
+        self.nodes = (program or program_of(model)).nodes
         self.place = 0
         parts = walks(model, ids, windows_in_a_walk(model, ids))
         # Not the walks themselves, which would hold the embedded stream to the end.
         self._parts = [_Part(walk.ids, walk.machine, State(walk.start)) for walk in parts]
 
     def sublayers(self, place: int) -> tuple[Sublayer, ...]:
-        """The sublayers of a node."""
-        node = self.nodes[place]
-        assert isinstance(node, Step)
-        return node.sublayers
+        """The sublayers of a node, of a fork those of all its branches."""
+        return tuple(Program((self.nodes[place],)).sublayers())
 
     @torch.inference_mode()
     def step(self, watched: Mapping[Matrix, nn.Module] | None = None) -> dict[Matrix, SecondMoment]:

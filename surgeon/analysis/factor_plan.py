@@ -71,19 +71,22 @@ class FactorPlan:
         return {"program": str(self.program), "methods": methods, **ways}
 
 
-def plan_factors(recipe: Recipe, config: Any) -> FactorPlan:
+def plan_factors(recipe: Recipe, config: Any, own: Program | None = None) -> FactorPlan:
     """What a recipe says of the factors of its program.
+
+    Args:
+        own: what the model runs in place of its layers one after the other, if it does.
 
     Raises:
         ValueError: as `Recipe.program_for`; and if two entries name different texts, with file and line.
     """
     family = family_of(config)
     shapes = family.layer_shapes(config)
-    program = Program.dense(config.num_hidden_layers, family.steps_per_layer)
+    program = own or Program.dense(config.num_hidden_layers, family.steps_per_layer)
     by_rank: dict[tuple[str, tuple[int, ...], str], Making] = {}
     calibration: Calibration | None = None
     for operation in recipe.operations:
-        program = _applied(recipe, operation, program, shapes)
+        program = _applied(recipe, operation, program, shapes, own)
         new = {key for key in _ranks(program) if key not in by_rank}
         making = Making(operation.parameters.get("method", "plain"), operation.parameters.get("alpha", ALPHA))
         by_rank |= dict.fromkeys(new, making)
@@ -103,9 +106,11 @@ def plan_factors(recipe: Recipe, config: Any) -> FactorPlan:
     return FactorPlan(program, makings, calibration or Calibration())
 
 
-def _applied(recipe: Recipe, operation: AppliedOperation, program: Program, shapes: LayerShapes) -> Program:
+def _applied(
+    recipe: Recipe, operation: AppliedOperation, program: Program, shapes: LayerShapes, own: Program | None
+) -> Program:
     try:
-        return operation.apply(program, shapes)
+        return operation.apply(program, shapes, own)
     except ValueError as error:
         raise ValueError(f"{recipe.source}:{operation.line}: {operation.name}: {error}") from error
 

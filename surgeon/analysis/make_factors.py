@@ -26,7 +26,7 @@ from surgeon.checkpoint.kept_factors import KeptFactors, write_factors
 from surgeon.execute import State
 from surgeon.families import family_of
 from surgeon.memory import stay_below
-from surgeon.model import check_layers, require_unedited
+from surgeon.model import as_stored, check_layers, program_of
 from surgeon.program import WRITING, Node, Step, Sublayer
 from surgeon.progress import progress
 from surgeon.provenance import FORMAT, write_json
@@ -49,18 +49,18 @@ def make_factors(
     """Make the factors of all matrices that a program has a rank for, and write them and `factors.json`.
 
     Args:
-        model: unedited, whole in memory or streamed; it is left as it is.
+        model: whole in memory or streamed; it is left as it is. The program is over the layers that it is stored as.
         windows: the text to calibrate on; None if no method goes by one.
         folder: made if it is not there.
         memory: a limit in bytes on the memory of the whole process.
         record: provenance to begin `factors.json` with.
 
     Raises:
-        ValueError: if the model is an edited one, the program does not fit it, numbers are not finite (naming layer
-            and matrix), the memory limit is too small, or the folder holds factors of something else.
+        ValueError: if the model runs a program whose weights are those of no layer, or one of its own where a method
+            goes by its gradients; if the program does not fit it, numbers are not finite (naming layer and matrix), the
+            memory limit is too small, or the folder holds factors of something else.
         OSError: if the folder cannot be written to, or another process is writing to it.
     """
-    require_unedited(model)
     check_layers(plan.program, model.config.num_hidden_layers)
     assert windows is not None or not plan.is_calibrated
     identity = {
@@ -70,7 +70,8 @@ def make_factors(
         "dtype": str(model.dtype).removeprefix("torch."),
         **plan.to_json(),
     }
-    with FactorJournal(folder, identity) as journal:
+    with as_stored(model) as own, FactorJournal(folder, identity) as journal:
+        _check_gradients(plan, own == program_of(model))
         work = _Work(model, plan, windows, journal, memory)
         if work.missing:
             work.make_missing()
@@ -78,6 +79,14 @@ def make_factors(
         made = {str(target): vars(found) for target, found in journal.made.items()}
         write_json(folder / RECORD, (record or {}) | identity | {"matrices": made, "notes": notes})
         return FactorFolder(work.kept, journal.made, notes)
+
+
+def _check_gradients(plan: FactorPlan, unedited: bool) -> None:
+    if not unedited and any(making.method == "fisher" for making in plan.makings.values()):
+        raise ValueError(
+            "the method fisher goes by gradients through layers one after the other, and the model runs a program of "
+            "its own; use whitened"
+        )
 
 
 class _Work:

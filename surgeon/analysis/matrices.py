@@ -35,6 +35,11 @@ class Matrix:
     def __str__(self) -> str:
         return f"{self.weight} of layer {self.layer}"
 
+    @property
+    def sublayer(self) -> Sublayer:
+        """What it belongs to."""
+        return Sublayer(self.kind, (self.layer,))
+
 
 @dataclass(frozen=True)
 class TargetRank:

@@ -124,7 +124,10 @@ def proxy_values(
     Returns:
         Arrays of (cells,); NaN where a stretch has no reader.
     """
-    layers, spans = found.layers, list(zip(cells["first"], cells["last"], strict=True))
+    spans = list(zip(cells["first"], cells["last"], strict=True))
+    # A program of its own may run some layers twice, and others not whole.
+    layers = found.layers.drop_duplicates("layer").set_index("layer")
+    layers = layers.reindex(range(int(layers.index.max()) + 1))
     values: dict[tuple[str, str], Values] = {("length", ""): (cells["last"] - cells["first"] + 1).to_numpy(np.float64)}
     for name in LAYER_SUMS:
         column = layers[name].to_numpy(np.float64)
@@ -132,7 +135,11 @@ def proxy_values(
     distances = found.distances.set_index(["first", "last"])
     for name in ("angular_distance", "angular_distance_last_token", "cosine_distance"):
         values[name, ""] = distances[name].reindex(spans).to_numpy(np.float64)
-    changed = [readers(name, *span, len(layers)) for name, span in zip(cells["operation"], spans, strict=True)]
+    changed = [
+        # Where tracks meet, or a track ends, the layer before is another one than its number says.
+        [layer for layer in readers(name, *span, len(layers)) if (layer - 1, layer) in distances.index]
+        for name, span in zip(cells["operation"], spans, strict=True)
+    ]
     by_reader = {name: 1 - layers[name].to_numpy(np.float64) for name in CKA_COLUMNS}
     if pairs is not None:
         by_reader |= {name: _by_last(pairs, name, len(layers)) for name in PAIR_COLUMNS}

@@ -12,7 +12,7 @@ from surgeon.analysis.factor_folder import FactorFolder
 from surgeon.analysis.factor_plan import plan_factors
 from surgeon.analysis.make_factors import make_factors
 from surgeon.analysis.subject import load_for_analysis
-from surgeon.checkpoint.load import read_config
+from surgeon.checkpoint.load import read_config, stored_program
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.operations.lowrank import Calibration
 from surgeon.provenance import provenance
@@ -56,7 +56,7 @@ def make_recipe_factors(
         ValueError: if the text has changed or cannot be used, or as `make_factors`.
         OSError: if the folder cannot be written to.
     """
-    plan = plan_factors(recipe, read_config(checkpoint))
+    plan = plan_factors(recipe, read_config(checkpoint), stored_program(checkpoint))
     if not plan.is_calibrated:
         return None
     windows = load_recorded(checkpoint.folder, plan.calibration)

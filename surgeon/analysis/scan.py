@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,9 @@ from surgeon.analysis.scan_journal import ScanJournal
 from surgeon.analysis.sharing import SharedPlan, plain_sublayers, share_after, simplify
 from surgeon.analysis.tables import Base, Outcome, cell_values, cells_table, permutations_table
 from surgeon.analysis.workers import Job, Workers, measure_in_workers
-from surgeon.edited_layers import EditedLayers
 from surgeon.families import family_of
 from surgeon.memory import stay_below
-from surgeon.model import decoder_layers, edit, program_of, restore
+from surgeon.model import as_stored
 from surgeon.program import Program
 from surgeon.progress import Advance, progress
 from surgeon.provenance import write_json, write_table
@@ -98,7 +96,7 @@ def scan(
         "tokens": windows.ids.numel(),
         "seed": seed,
     }
-    with _as_stored(model) as program, ScanJournal(folder, identity, len(windows.ids)) as journal:
+    with as_stored(model) as program, ScanJournal(folder, identity, len(windows.ids)) as journal:
         work = _Work.of(model, program, [*journal.finished, selection], seed)
         at_once = windows_at_once(model, work.plan, windows.ids, memory, batch)
         if journal.at_once is not None and batch is None:
@@ -112,29 +110,6 @@ def scan(
             more["program"] = str(program)
         earlier = [other.to_json() for other in journal.finished if other != selection]
         return _write(folder, run, measured, (record or {}) | more | ({"earlier": earlier} if earlier else {}))
-
-
-@contextmanager
-def _as_stored(model: PreTrainedModel) -> Iterator[Program]:
-    """The program that a model runs, while the model is the layers that it is stored as.
-
-    Raises:
-        ValueError: if the program has weights that no layer has, which only live while the model runs it.
-    """
-    layers, program = decoder_layers(model), program_of(model)
-    if not isinstance(layers, EditedLayers):
-        yield program
-        return
-    derived = next(filter(layers.is_derived, program.sublayers()), None)
-    if derived is not None:
-        raise ValueError(
-            f"the model runs {derived}, whose weights are those of no layer; export the model, and use the checkpoint"
-        )
-    restore(model)
-    try:
-        yield program
-    finally:
-        edit(model, program)
 
 
 @dataclass(frozen=True)

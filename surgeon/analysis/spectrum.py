@@ -1,9 +1,10 @@
 """Singular values of a model's matrices, and the damage that cutting each of them down to a lower rank does.
 
-One walk through the unedited model, node by node. Before a node lie the streams of the text to calibrate on, which give
+One walk through the model as it is, node by node. Before a node lie the streams of the text to calibrate on, which give
 the second moments of its matrices' inputs, and of the text to measure on, from which every truncation of one of its
 matrices goes on: layers before the changed one run once for all of them. The two texts are different ones, so that a
-truncation is not measured on what it was fitted to.
+truncation is not measured on what it was fitted to. Where a program of its own has forks (native tracks), a fork is one
+node, and all of it runs again for each truncation in it.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ from surgeon.analysis.spectrum_journal import SingularValues, SpectrumJournal, T
 from surgeon.analysis.spectrum_tables import damage_table, spectrum_table, values_table
 from surgeon.analysis.tables import Base
 from surgeon.analysis.walk import HEAD_NOT_FINITE
+from surgeon.errors import shown
 from surgeon.families import family_of
-from surgeon.model import require_unedited
+from surgeon.model import as_stored, program_of
 from surgeon.operations.base import show_range
-from surgeon.program import Sublayer
+from surgeon.program import Program, Sublayer
 from surgeon.progress import progress
 from surgeon.provenance import write_json, write_table
 from surgeon.quality.data import Windows
@@ -126,18 +128,21 @@ def spectrum(
     What the folder holds already is not computed again. The tables have what is asked for now, the journal also what
     was asked for before.
 
+    A model that runs a program of its own (native tracks, say) has the matrices of the layers that it is stored as, and
+    is compared with itself.
+
     Args:
-        model: unedited; it is left as it is, also if this fails.
+        model: left as it is, also if this fails.
         windows: what damage is measured on.
         calibration: what inputs are taken from, for whitening.
         record: provenance to begin `spectrum.json` with.
 
     Raises:
-        ValueError: if the model is an edited one, a matrix is no plain linear module or not finite, its inputs are
-            not, a rank is above the full one, or the folder holds a spectrum of something else.
+        ValueError: if the model runs a program whose weights are those of no layer, or that does not run one of these
+            layers, a matrix is no plain linear module or not finite, its inputs are not, a rank is above the full one,
+            or the folder holds a spectrum of something else.
         OSError: if the folder cannot be written to, or another process is writing to it.
     """
-    require_unedited(model)
     identity = {
         "model_hash": model_hash,
         "data": windows.digest,
@@ -145,22 +150,38 @@ def spectrum(
         "window": windows.ids.shape[1],
         "dtype": str(model.dtype).removeprefix("torch."),
     }
-    work = _Work(model, wanted)
-    with SpectrumJournal(folder, identity) as journal:
-        work.fill(journal, windows, calibration)
-        return _write(folder, work, journal, windows, record or {})
+    with as_stored(model) as program:
+        work = _Work(model, program, wanted)
+        with SpectrumJournal(folder, identity) as journal:
+            work.fill(journal, windows, calibration)
+            more = {"program": str(program)} if program != program_of(model) else {}
+            return _write(folder, work, journal, windows, (record or {}) | more)
 
 
 class _Work:
     """The matrices asked for, and how each of them is decomposed and truncated."""
 
-    def __init__(self, model: PreTrainedModel, wanted: SpectrumRequest) -> None:
-        self.model, self.wanted = model, wanted
+    def __init__(self, model: PreTrainedModel, program: Program, wanted: SpectrumRequest) -> None:
+        self.model, self.program, self.wanted = model, program, wanted
         self.matrices = Matrices(model)
         self.all = find_matrices(self.matrices.family, wanted.layers, wanted.weights)
+        self._require_run()
         self.matrices.check(self.all)
         self.truncations = {matrix: self._truncations(matrix) for matrix in self.all}
         self.head = OutputHead(model)
+
+    def _require_run(self) -> None:
+        """Refuse matrices of layers that the program does not run, of which there are no inputs."""
+        run = set(self.program.sublayers())
+        for matrix in self.all:
+            if matrix.sublayer not in run:
+                raise ValueError(
+                    f"the model's program does not run {matrix.sublayer} as it is stored, so that {matrix} has no "
+                    f"inputs; leave it out with --layers or --weights: {shown(str(self.program), 200)}"
+                )
+
+    def _run(self, text: Windows) -> DenseRun:
+        return DenseRun(self.model, text.ids, self.program)
 
     def _truncations(self, matrix: Matrix) -> list[Truncation]:
         full_rank = min(self.matrices.read(matrix).shape)
@@ -174,7 +195,7 @@ class _Work:
         todo = [m for m in self.all if m not in journal.spectra or journal.lacks_damage(self.truncations[m])]
         if journal.base_nll is not None and not todo:
             return
-        measured = DenseRun(self.model, windows.ids)
+        measured = self._run(windows)
         references = self._references(measured, windows)
         if journal.base_nll is None:
             journal.add_base(joined([reference.quality for reference in references])[0])
@@ -183,7 +204,7 @@ class _Work:
         damages = any(journal.lacks_damage(self.truncations[matrix]) for matrix in todo)
         total, done = self._amounts(measured, journal)
         with progress("spectrum", total, "steps", done) as ran:
-            self._walk(DenseRun(self.model, calibration.ids), measured if damages else None, references, journal, ran)
+            self._walk(self._run(calibration), measured if damages else None, references, journal, ran)
 
     def _amounts(self, run: DenseRun, journal: SpectrumJournal) -> tuple[int, int]:
         """All work and what is done of it: a decomposition counts as one node of the program."""
@@ -198,15 +219,15 @@ class _Work:
 
     def _matrices_in(self, run: DenseRun, place: int) -> list[Matrix]:
         """The wanted matrices of a node."""
-        sublayers = run.sublayers(place)
-        return [matrix for matrix in self.all if Sublayer(matrix.kind, (matrix.layer,)) in sublayers]
+        sublayers = set(run.sublayers(place))
+        return [matrix for matrix in self.all if matrix.sublayer in sublayers]
 
     def _references(self, run: DenseRun, windows: Windows) -> list[ReferencePredictions]:
-        """What the unedited model predicts, some windows at a time."""
+        """What the model predicts as it is, some windows at a time."""
         references = [self.head.reference(stream, ids) for ids, stream in run.rest()]
         if all(reference.quality.nll.isfinite().all() for reference in references):
             return references
-        again = DenseRun(self.model, windows.ids)
+        again = self._run(windows)
         for place in range(len(again.nodes)):
             again.step({matrix: self.matrices.module(matrix) for matrix in self._matrices_in(again, place)})
         raise ValueError(HEAD_NOT_FINITE)
@@ -236,9 +257,9 @@ class _Work:
                 measured.step()
 
     def _whitenings(self, run: DenseRun, matrices: list[Matrix]) -> dict[Matrix, Whitening]:
-        """Run the next node; a whitening for each of its matrices, one for all that read the same stream."""
-        first: dict[tuple[str, bool], Matrix] = {}
-        sources = {m: first.setdefault((m.kind, self.matrices.projection(m).reads_stream), m) for m in matrices}
+        """Run the next node; a whitening for each of its matrices, one for all that read the same."""
+        first: dict[tuple[Sublayer, bool], Matrix] = {}
+        sources = {m: first.setdefault((m.sublayer, self.matrices.projection(m).reads_stream), m) for m in matrices}
         moments = run.step({source: self.matrices.module(source) for source in first.values()})
         factors = {source: whiten(moment) for source, moment in moments.items()}
         return {matrix: factors[source] for matrix, source in sources.items()}

@@ -16,62 +16,92 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from surgeon.analysis.layer_runs import layers_run, runs_of
 from surgeon.analysis.measure import windows_in_a_walk
 from surgeon.analysis.walk import LayerPass, walks
+from surgeon.families import family_of
+from surgeon.program import Program
 
 _BLOCK_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class Streams:
-    """Means over tokens; depth i is the stream before layer i, the last one that after all layers.
+    """Means over tokens, of one run of layers; depth i is the stream before its layer i, the last one that after it.
 
     Attributes:
+        run: the layers.
         cosine: between the streams at two depths, (layers + 1, layers + 1).
         angle: the angle between them, as a share of a half turn, of the same shape.
         last_angle: the same over the last token of each window only.
-        attention, mlp: by layer, the size of a sublayer's output relative to the stream that it reads, (layers,).
+        sizes: by layer, the size of the attention's and of the feed-forward's output relative to the stream that each
+            reads, (layers, 2).
     """
 
+    run: range
     cosine: Tensor
     angle: Tensor
     last_angle: Tensor
-    attention: Tensor
-    mlp: Tensor
+    sizes: Tensor
+
+    @classmethod
+    def nothing(cls, run: range) -> Streams:
+        """Zeros, to add to."""
+        depths = len(run) + 1
+        cosine, angle, last_angle = torch.zeros(3, depths, depths, dtype=torch.float64)
+        return cls(run, cosine, angle, last_angle, torch.zeros(len(run), 2, dtype=torch.float64))
+
+    def __truediv__(self, numbers: tuple[int, int]) -> Streams:
+        """Sums over so many tokens, and so many windows, as means."""
+        tokens, windows = numbers
+        return Streams(
+            self.run, self.cosine / tokens, self.angle / tokens, self.last_angle / windows, self.sizes / tokens
+        )
 
 
 @torch.inference_mode()
 def compare_streams(
-    model: PreTrainedModel, ids: Tensor, ran: Callable[[float], Any] = lambda _: None, memory: int | None = None
-) -> Streams:
-    """Compare the streams of an unedited model at all depths.
+    model: PreTrainedModel,
+    program: Program,
+    ids: Tensor,
+    ran: Callable[[float], Any] = lambda _: None,
+    memory: int | None = None,
+) -> list[Streams]:
+    """Compare the streams of a model's own program at all depths of each run of whole layers.
 
     Args:
+        model: the layers that it is stored as.
+        program: over these.
         ids: (windows, tokens).
         ran: called with the number of sublayers run, times the windows they ran on.
         memory: a limit in bytes on the memory of the whole process.
 
     Raises:
-        ValueError: naming the sublayer where numbers stop being finite; if the limit is too small.
+        ValueError: naming the sublayer where numbers stop being finite; if no layer is run whole, or the limit is too
+            small.
     """
-    num_layers = model.config.num_hidden_layers
-    at_once = windows_in_a_walk(model, ids, num_layers + 1, 2 * _BLOCK_BYTES, memory)
-    cosine, angle, last_angle = torch.zeros(3, num_layers + 1, num_layers + 1, dtype=torch.float64)
-    sizes = torch.zeros(2, num_layers, dtype=torch.float64)
+    runs = runs_of(program, family_of(model.config).steps_per_layer)
+    at_once = windows_in_a_walk(model, ids, max(map(len, runs)) + 1, 2 * _BLOCK_BYTES, memory)
+    sums = [Streams.nothing(run) for run in runs]
     for walk in walks(model, ids, at_once):
-        streams = [walk.start]
-        for layer in range(num_layers):
-            passed = walk.dense_layer(layer, streams[-1])
-            streams.append(passed.after)
-            sizes[:, layer] += _relative_sizes(passed)
+        places = iter(sums)
+        for one in layers_run(walk, program):
+            if one.layer == one.run.start:
+                sum_, streams = next(places), [one.passed.before]
+            streams.append(one.passed.after)
+            sum_.sizes[one.layer - one.run.start] += _relative_sizes(one.passed)
             ran(2 * len(walk.ids))
-        for cosines, last in _cosines(streams):
-            angles = cosines.acos() / math.pi
-            cosine += cosines.sum(0).cpu()
-            angle += angles.sum(0).cpu()
-            last_angle += angles[last].sum(0).cpu()
-    tokens = ids.numel()
-    return Streams(cosine / tokens, angle / tokens, last_angle / len(ids), *(sizes / tokens))
+            if one.layer == one.run[-1]:
+                _add(sum_, streams)
+    return [sum_ / (ids.numel(), len(ids)) for sum_ in sums]
+
+
+def _add(sum_: Streams, streams: list[Tensor]) -> None:
+    for cosines, last in _cosines(streams):
+        angles = cosines.acos() / math.pi
+        sum_.cosine.add_(cosines.sum(0).cpu())
+        sum_.angle.add_(angles.sum(0).cpu())
+        sum_.last_angle.add_(angles[last].sum(0).cpu())
 
 
 def _relative_sizes(passed: LayerPass) -> Tensor:

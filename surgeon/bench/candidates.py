@@ -90,8 +90,9 @@ def _open(text: str, needs: Needs, program: str | None = None) -> Candidate:
     recipe = read_recipe(Path(text))
     checkpoint = Checkpoint(locate(recipe.model))
     config = read_config(checkpoint)
-    edited = recipe.program_for(config, stored_program(checkpoint))
-    if plan_factors(recipe, config).is_calibrated:
+    own = stored_program(checkpoint)
+    edited = recipe.program_for(config, own)
+    if plan_factors(recipe, config, own).is_calibrated:
         warnings.warn(
             f"{text}: ranks run plain factors, not those that the recipe calibrates: as fast, but not as good; export "
             "it and measure the checkpoint to run its own",

@@ -54,6 +54,7 @@ class Description:
         recipe: if that is what is described.
         sources: for each layer of the checkpoint, the unedited model's layers that it comes from, where surgeon.json
             says so; else they follow from the program and the form.
+        own: the program of the unedited model, where it is not its layers one after the other (native tracks).
         codas: the racks' ranges of layers and the depth of their codas, where such lie beside it (see codas.py).
     """
 
@@ -69,6 +70,12 @@ class Description:
     recipe: Recipe | None = None
     sources: list[tuple[int, ...]] | None = None
     codas: tuple[list[str], int] | None = None
+    own: Program | None = None
+
+    @property
+    def unedited(self) -> Program:
+        """What the unedited model runs."""
+        return self.own or Program.dense(self.num_layers, self.family.steps_per_layer)
 
     @property
     def training(self) -> dict[str, Any] | None:
@@ -104,21 +111,22 @@ def describe(what: str | Path) -> Description:
 
 def _describe_recipe(path: Path) -> Description:
     recipe = read_recipe(path)
-    config = _config_only(recipe.model)
+    config, own = _config_only(recipe.model)
     family, layers = family_of(config), int(config.num_hidden_layers)
-    program = recipe.program_for(config)
-    return Description(path.name, None, recipe.model, config, family, program, layers, recipe=recipe)
+    program = recipe.program_for(config, own)
+    return Description(path.name, None, recipe.model, config, family, program, layers, recipe=recipe, own=own)
 
 
-def _config_only(model: str) -> Any:
-    """The configuration of an unedited model, of which no weights are fetched if it lies on the hub."""
+def _config_only(model: str) -> tuple[Any, Program | None]:
+    """A model's configuration, and its own program if it has one; of a model on the hub no weights are fetched."""
     if model == DEMO or Path(model).exists() or model.count("/") != 1:
-        return read_config(Checkpoint(locate(model)))
+        checkpoint = Checkpoint(locate(model))
+        return read_config(checkpoint), stored_program(checkpoint)
     from surgeon.quality.offline import without_retries
 
     try:
         with without_retries():
-            return AutoConfig.from_pretrained(model)
+            return AutoConfig.from_pretrained(model), None
     except Exception as error:
         raise FileNotFoundError(
             f"{model} is no folder here, and its configuration could not be fetched from the hub "
@@ -132,10 +140,11 @@ def _describe_checkpoint(path: Path, name: str | Path) -> Description:
     family = family_of(config)
     report, held = _report_of(checkpoint), stored_program(checkpoint)
     layers, form, sources = int(config.num_hidden_layers), form_of(checkpoint), None
-    model, program = None, Program.dense(layers, family.steps_per_layer)
+    model, program, own = None, Program.dense(layers, family.steps_per_layer), None
     if report is not None:
         model, layers, program = report["source"]["model"], report["source"]["num_layers"], report["program"]
         program = Program.parse(program)
+        own = None if (text := report["source"].get("program")) is None else Program.parse(text)
         stored = report.get("stored_layers")
         sources = None if stored is None else list(map(tuple, stored))
     elif held is not None:
@@ -152,6 +161,7 @@ def _describe_checkpoint(path: Path, name: str | Path) -> Description:
         report=report,
         sources=sources,
         codas=_codas_of(checkpoint.folder),
+        own=own,
     )
 
 
@@ -174,6 +184,7 @@ def _report_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
         and (isinstance(source.get("model"), str) or (is_no_source(source) and "trained" in report))
         and type(layers) is int
         and 1 <= layers <= MOST_LAYERS
+        and isinstance(source.get("program"), str | None)
     ):
         raise ValueError(f"{path} is not what surgeon export writes: it lacks the program or its source")
     if isinstance(proof, dict) and not _is_proof(proof):

@@ -16,10 +16,10 @@ from torch import Tensor
 import surgeon
 from surgeon.checkpoint.card import write_card
 from surgeon.checkpoint.describe import REPORT_FILE, Weights
-from surgeon.checkpoint.forms import Layout, PlannedTensor, StoredModel, form_of, lay_out
+from surgeon.checkpoint.forms import PROGRAM, Layout, PlannedTensor, StoredModel, form_of, lay_out
 from surgeon.checkpoint.inherit import inherit
 from surgeon.checkpoint.kept_factors import KeptFactors
-from surgeon.checkpoint.load import read_config
+from surgeon.checkpoint.load import read_config, stored_program
 from surgeon.checkpoint.measured import Identity, Measured
 from surgeon.checkpoint.prove import Proof, original_model, prove, reference_of, require_alike
 from surgeon.checkpoint.read import Checkpoint, check_inside, locate
@@ -31,6 +31,7 @@ from surgeon.checkpoint.write import shard_limit, split_into_shards, write_weigh
 from surgeon.errors import did_you_mean
 from surgeon.families import Family, family_of
 from surgeon.model import check_layers
+from surgeon.operations.within import runs_whole_layers
 from surgeon.program import Program
 from surgeon.progress import Advance, stretch
 from surgeon.provenance import versions, write_json
@@ -64,9 +65,11 @@ class Original(StoredModel):
 
     Attributes:
         name: as the user named it: a folder or a hub name.
+        own: its program, where that is not its layers one after the other (native tracks).
     """
 
     name: str
+    own: Program | None = None
 
     @classmethod
     def open(cls, path_or_name: str | Path) -> Original:
@@ -74,12 +77,15 @@ class Original(StoredModel):
 
         Raises:
             FileNotFoundError: if there is no such model, or a file of it is missing.
-            ValueError: if a file is damaged, the architecture is not supported, or the layers are not whole any more.
+            ValueError: if a file is damaged, the architecture is not supported, or the model is an edited one, which
+                does not run each of its layers whole and once.
         """
         folder = locate(path_or_name)
         checkpoint = Checkpoint(folder)
-        form = form_of(checkpoint)
-        if form.shipped is not None:
+        form, own = form_of(checkpoint), stored_program(checkpoint)
+        if form.shipped is not None and (
+            own is None or not runs_whole_layers(own, read_config(checkpoint).num_hidden_layers)
+        ):
             raise ValueError(
                 f"{folder} is an edited checkpoint already ({form} form); "
                 "export the original model, with one recipe that does everything"
@@ -91,7 +97,7 @@ class Original(StoredModel):
         config = read_config(checkpoint)
         family = family_of(config)
         _check_tensors(checkpoint, config, family)
-        return cls(checkpoint, config, family, str(path_or_name))
+        return cls(checkpoint, config, family, str(path_or_name), own)
 
     @property
     def public_name(self) -> str:
@@ -101,7 +107,12 @@ class Original(StoredModel):
 
     def program_of(self, recipe: Recipe) -> Program:
         """The program that a recipe makes of this model."""
-        return recipe.program_for(self.config)
+        return recipe.program_for(self.config, self.own)
+
+    @property
+    def unedited(self) -> Program:
+        """What it runs."""
+        return self.own or Program.dense(self.config.num_hidden_layers, self.family.steps_per_layer)
 
 
 def _check_tensors(checkpoint: Checkpoint, config: Any, family: Family) -> None:
@@ -140,8 +151,7 @@ class ExportPlan:
     def identity(self, name: str) -> Identity:
         """What measurements must be of, for the card of a checkpoint that is not written yet; weights are read."""
         original, source = self.original, self.original.checkpoint
-        dense = Program.dense(original.config.num_hidden_layers, original.family.steps_per_layer)
-        return Identity(name, None, self.program, source.model_hash(), self.program, dense)
+        return Identity(name, None, self.program, source.model_hash(), self.program, original.unedited)
 
     @property
     def passes(self) -> int:
@@ -188,6 +198,12 @@ def plan_export(
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}; {did_you_mean(dtype, DTYPES)}")
     check_layers(program, original.config.num_hidden_layers)
+    if original.own is not None and form == "auto":
+        form = PROGRAM.name  # what else its config.json says is of its own program
+    if original.own is not None and form != PROGRAM.name:
+        raise ValueError(
+            f"{original.name} runs a program of its own, which only the program form has; leave out --form"
+        )
     layout = lay_out(program, original.family, original.config, form)
     kept = factors if isinstance(factors, KeptFactors) else KeptFactors(factors or TruncatedSVD())
     tensors = layout.form.tensors(original, layout, None if dtype is None else DTYPES[dtype], kept)
@@ -383,6 +399,7 @@ def source_record(original: Original) -> dict[str, Any]:
     return {
         "model": original.public_name,
         "num_layers": original.config.num_hidden_layers,
+        **({} if original.own is None else {"program": str(original.own)}),
         "parameters": Weights.of(original.checkpoint).parameters,
         "model_hash": original.checkpoint.model_hash(),
         "card": inherit(original.checkpoint.folder).to_json(),

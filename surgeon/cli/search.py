@@ -20,6 +20,7 @@ from surgeon.cli.search_workers import SearchWorkers
 if TYPE_CHECKING:
     from surgeon.analysis.subject import Subject
     from surgeon.cost.hardware import Hardware
+    from surgeon.program import Program
     from surgeon.search.accuracy import TaskAccuracy
     from surgeon.search.evaluate import Evaluator
     from surgeon.search.mixture import Mixture
@@ -55,12 +56,16 @@ def search(
     it was; with more --trials it adds to them.
     """
     from surgeon.checkpoint.config_only import read_config_only
+    from surgeon.model import restore
     from surgeon.search.choosing import compared_by
     from surgeon.search.question import Question
 
     # What cannot be had is said before a large model is loaded.
     healing.require_sense(held.holdout)
-    mixture, objectives = asked.mixture(Path(model).name, read_config_only(model).config, use), asked.objectives()
+    config, own = read_config_only(model)
+    mixture, objectives = asked.mixture(Path(model).name, config, use, own), asked.objectives()
+    if own is not None:
+        healing.require_layers_in_turn()
     budget = None if asked.is_timed_here else asked.within(mixture, use)
     storage = work.open(output)
     subject = open_measured(model, data, text, memory)
@@ -68,7 +73,9 @@ def search(
     if unseen is not None:
         warn(unseen.notes)
     healer = healing.healer(subject, unseen, compared_by(objectives), output)
-    evaluator, tasks = _evaluator(subject, output, work.workers), _tasks(subject, objectives, output)
+    if own is not None:
+        restore(subject.model)  # its program is the one that others are compared with
+    evaluator, tasks = _evaluator(subject, output, work.workers, own), _tasks(subject, objectives, output)
     dense = mixture.model.dense
     original = evaluator.measure([dense])[dense]
     settings = {**asdict(asked), **asdict(use)}
@@ -85,13 +92,14 @@ def search(
         finish(question, known, unseen, subject, use, record, output, healer)
 
 
-def _evaluator(subject: Subject, output: Path, workers: int) -> Evaluator:
+def _evaluator(subject: Subject, output: Path, workers: int, own: Program | None) -> Evaluator:
     """What measures programs; several workers divide the memory that what they keep may take."""
     from surgeon.memory import free_bytes
     from surgeon.search.evaluate import KEPT_SHARE, Evaluator
 
     kept = None if workers == 1 else int(KEPT_SHARE * free_bytes() / workers)
-    return Evaluator(subject.model, subject.windows, subject.memory, output, model_hash=subject.model_hash, kept=kept)
+    model, windows, model_hash = subject.model, subject.windows, subject.model_hash
+    return Evaluator(model, windows, subject.memory, output, model_hash=model_hash, kept=kept, own=own)
 
 
 def _tasks(subject: Subject, objectives: Sequence[Objective], output: Path) -> TaskAccuracy | None:

@@ -63,6 +63,18 @@ class SearchHealing:
                 f"--heal {self.heal} compares candidates on held-out text, and --holdout 0 holds none out; leave it out"
             )
 
+    def require_layers_in_turn(self) -> None:
+        """Refuse to heal candidates of a model that runs a program of its own.
+
+        Raises:
+            ValueError: if candidates are to be healed.
+        """
+        if self.heal is not None:
+            raise ValueError(
+                "--heal heals candidates of models whose layers run one after the other; leave it out, and heal what "
+                "the recipe gives: surgeon heal recipe.yaml"
+            )
+
     def healer(self, subject: Subject, unseen: Windows | None, by: Measured, output: Path) -> CandidateHealer | None:
         """What heals a candidate; None if none is to be.
 

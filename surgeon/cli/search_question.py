@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from surgeon.analysis.subject import Subject
     from surgeon.cost.hardware import Hardware
     from surgeon.cost.predict import Deployment, Workload
+    from surgeon.program import Program
     from surgeon.quality.data import Windows
     from surgeon.search.limits import Limit, SearchBudget
     from surgeon.search.mixture import Mixture
@@ -112,17 +113,26 @@ class SearchQuestion:
 
         return parse_objectives(self.objective)
 
-    def mixture(self, name: str, config: Any, use: PredictedUse) -> Mixture:
+    def mixture(self, name: str, config: Any, use: PredictedUse, own: Program | None = None) -> Mixture:
         """The spaces on a model, of which only the configuration has been read.
 
+        Args:
+            own: its program, where that is not its layers one after the other.
+
         Raises:
-            ValueError: if there is no such space, or the model can have none of its edits.
+            ValueError: if there is no such space, the model can have none of its edits, or it is an edited one.
         """
         from surgeon.cost.shapes import ModelShapes
+        from surgeon.operations.within import require_whole_layers
         from surgeon.search.mixture import Mixture
         from surgeon.search.spaces import Searched, parse_spaces
 
-        mixture = Mixture(parse_spaces(self.space), Searched(ModelShapes.of(name, config), use.ranks))
+        if own is not None:
+            try:
+                require_whole_layers(own, int(config.num_hidden_layers))
+            except ValueError as error:
+                raise ValueError(f"{name} is an edited model; search the one that it was made of ({error})") from error
+        mixture = Mixture(parse_spaces(self.space), Searched(ModelShapes.of(name, config), use.ranks, own))
         mixture.require_edits()
         return mixture
 
@@ -161,7 +171,7 @@ class SearchQuestion:
 
         shapes = mixture.model.shapes
         workload = use.workload(shapes.positions)
-        pricing = open_pricing(shapes, self.aspects(), use.deployment(), workload, here)
+        pricing = open_pricing(shapes, self.aspects(), use.deployment(), workload, here, mixture.model.own)
         warn(pricing.notes)
         budget = SearchBudget(self.limits(), pricing)
         if budget.of_programs:

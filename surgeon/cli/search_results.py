@@ -104,7 +104,7 @@ def _compared(
     from surgeon.search.evaluate import Evaluator
     from surgeon.search.winners import RUNNERS_UP, remeasure
 
-    evaluator = Evaluator(subject.model, unseen, subject.memory, output)
+    evaluator = Evaluator(subject.model, unseen, subject.memory, output, own=question.mixture.model.own)
     by = compared_by(question.objectives)
     return remeasure(first, others[:RUNNERS_UP], question.mixture.model.dense, evaluator.measure, by)
 

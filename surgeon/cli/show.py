@@ -76,11 +76,10 @@ def _verify(what: str) -> int:
 def facts(found: Description) -> Iterator[tuple[str, str]]:
     """What there is to say, by label."""
     from surgeon.checkpoint.ranks import rank_lines
-    from surgeon.program import Program
     from surgeon.report.outline import outline_text
 
     program, steps = found.program, found.family.steps_per_layer
-    dense = Program.dense(found.num_layers, steps)
+    dense = found.unedited
     yield "name", f"{found.name}, {what_it_is(found)}"
     yield "model", _model(found)
     yield "depth", f"{program.effective_depth(steps):g} of {found.num_layers} layers one after the other"

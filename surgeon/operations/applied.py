@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from surgeon.operations.base import OPERATIONS, show_range
+from surgeon.operations.within import applied_within
 from surgeon.program import LayerShapes, Program
 
 
@@ -20,10 +21,22 @@ class AppliedOperation:
     parameters: dict[str, Any] = field(default_factory=dict)
     line: int = 0
 
-    def apply(self, program: Program, shapes: LayerShapes | None = None) -> Program:
-        """The program after the operation, on each stretch in turn; `shapes` as `Operation.apply` takes them."""
+    def apply(self, program: Program, shapes: LayerShapes | None = None, own: Program | None = None) -> Program:
+        """The program after the operation, on each stretch in turn; `shapes` as `Operation.apply` takes them.
+
+        Args:
+            own: of a model that runs a program of its own, that program: stretches may lie in its branches.
+        """
+        operation = OPERATIONS[self.name]
+
+        def change(nodes: Program, layers: range) -> Program:
+            return operation.apply(nodes, layers, shapes, **self.parameters)
+
         for stretch in self.layers:
-            program = OPERATIONS[self.name].apply(program, stretch, shapes, **self.parameters)
+            if own is None or operation.anywhere:
+                program = change(program, stretch)
+            else:
+                program = applied_within(program, own, stretch, change)
         return program
 
     @property

@@ -40,9 +40,14 @@ class OperationFunction(Protocol):
 
 @dataclass(frozen=True)
 class Operation:
-    """A registered operation."""
+    """A registered operation.
+
+    Attributes:
+        anywhere: whether it changes sublayers wherever they stand, in forks, too, and moves none.
+    """
 
     function: OperationFunction
+    anywhere: bool = False
 
     @property
     def name(self) -> str:
@@ -85,9 +90,15 @@ OPERATIONS: dict[str, Operation] = {}
 
 
 def operation(
-    *, heatmaps: Mapping[str, Heatmap] | None = None, variants: Mapping[str, Variant] | None = None
+    *,
+    heatmaps: Mapping[str, Heatmap] | None = None,
+    variants: Mapping[str, Variant] | None = None,
+    anywhere: bool = False,
 ) -> Callable[[F], F]:
     """Register a function as an operation under its own name, with the maps and variants that it gives, by theirs.
+
+    Args:
+        anywhere: as `Operation` has it.
 
     Raises:
         ValueError: if another operation has one of the names.
@@ -98,7 +109,7 @@ def operation(
         check_free(name, function, OPERATIONS[name].function if name in OPERATIONS else None)
         declare(HEATMAPS, heatmaps or {}, function)
         declare(VARIANTS, variants or {}, function)
-        OPERATIONS[name] = Operation(function)
+        OPERATIONS[name] = Operation(function, anywhere)
         return function
 
     return register

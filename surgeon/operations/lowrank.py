@@ -50,7 +50,8 @@ class Calibration(TypedDict, total=False):
             values=(0.9, 0.8, 0.6, 0.4, 0.2),
             note="each layer alone, its matrices as plain factors with these shares of their parameters",
         )
-    }
+    },
+    anywhere=True,
 )
 def lowrank(
     program: Program,

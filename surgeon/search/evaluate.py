@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from surgeon.analysis.measure import MeasureOptions, measure, streams_after, windows_at_once, working_bytes
 from surgeon.analysis.prefixes import KeptStates
-from surgeon.analysis.sharing import SharedPlan, share
+from surgeon.analysis.sharing import SharedPlan, share_after
 from surgeon.checkpoint.streamed import streamed_layers
 from surgeon.memory import free_bytes, gpu_free_bytes, resident_bytes, stay_below
 from surgeon.model import program_of, require_unedited
@@ -43,7 +43,7 @@ class Evaluator:
     """Measures programs on a model and a text; everything that can be is computed once.
 
     Args:
-        model: unedited; it is left as it is.
+        model: the layers that it is stored as; it is left as it is.
         windows: the text.
         memory: a limit in bytes on the memory of the whole process.
         folder: where the original's predictions are kept if `model_hash` is given, and hidden states that do not fit
@@ -53,6 +53,7 @@ class Evaluator:
         kept: how many bytes of states are kept for later programs; by default what `memory` leaves, or else a share of
             the memory that is free.
         race: the rule by which programs are stopped.
+        own: the model's program over these layers, which is the original; by default they run one after the other.
 
     Raises:
         ValueError: if the model is an edited one, or the folder has predictions of another model or text.
@@ -69,10 +70,11 @@ class Evaluator:
         model_hash: str | None = None,
         kept: int | None = None,
         race: Race | None = None,
+        own: Program | None = None,
     ) -> None:
         require_unedited(model)
         self.model, self.windows, self.memory, self.folder, self.ran = model, windows, memory, folder, ran
-        self.dense = program_of(model)
+        self.dense = own or program_of(model)
         self.head = OutputHead(model)
         self.race = race or Race()
         self.blocks = blocks_per_window(len(windows.ids), windows.ids.shape[1] - 1)
@@ -116,7 +118,7 @@ class Evaluator:
                 lost.add(program)
             return program in lost
 
-        options = self._options(share([self.dense, *wanted]), is_done)
+        options = self._options(share_after(self.dense, wanted), is_done)
         for part in measure(self.model, self.windows.ids, self.dense, wanted, options):
             parts[part.program].append(part.quality)
         self._keep_references()
@@ -128,7 +130,7 @@ class Evaluator:
         In the order in which they are reached, equal ones once; what they begin with in common runs once.
         """
         wanted = list(dict.fromkeys(programs))
-        options = self._options(share([self.dense, *wanted]))
+        options = self._options(share_after(self.dense, wanted))
         return streams_after(self.model, self.windows.ids, windows, self.dense, wanted, options)
 
     def _is_lost(self, parts: list[Quality], best: MeasuredProgram) -> bool:

@@ -143,7 +143,7 @@ class Mixture:
         for space in self.spaces:
             edits = [edit for edit in choice if edit.space == space.name]
             for operation in space.operations(edits, program, self.model) if edits else ():
-                program = operation.apply(program, shapes)
+                program = operation.apply(program, shapes, self.model.own)
                 yield operation, program
 
     def _require_compatible(self, choice: Choice) -> None:

@@ -41,6 +41,7 @@ class Pricing:
             "gather" does, since which way ranks take is measured where they run.
         workload: of latency and speedup.
         hardware: what aspects name, by that name.
+        own: the model's program, where that is not its layers one after the other.
 
     Raises:
         ValueError: if the ranks cannot run the unedited model, texts are longer than its positions, no token follows
@@ -52,6 +53,7 @@ class Pricing:
     deployment: Deployment = field(default_factory=lambda: Deployment(2))
     workload: Workload = field(default_factory=Workload)
     hardware: Mapping[str, Hardware] = field(default_factory=dict)
+    own: Program | None = None
 
     def __post_init__(self) -> None:
         for aspect in self.aspects:
@@ -187,7 +189,7 @@ class Pricing:
 
     @property
     def _dense_program(self) -> Program:
-        return Program.dense(self.shapes.layers, self.shapes.family.steps_per_layer)
+        return self.own or Program.dense(self.shapes.layers, self.shapes.family.steps_per_layer)
 
     @cached_property
     def _dense_seconds(self) -> dict[str, float]:
@@ -221,11 +223,13 @@ def open_pricing(
     deployment: Deployment,
     workload: Workload,
     here: Hardware | None = None,
+    own: Program | None = None,
 ) -> Pricing:
     """A pricing of these aspects, each of them once, with the hardware that they name.
 
     Args:
         here: this machine, as it was calibrated, where an aspect is of it.
+        own: as `Pricing` takes it.
 
     Raises:
         FileNotFoundError: if there is no such hardware file.
@@ -237,7 +241,7 @@ def open_pricing(
     for name in named:
         assert name != HERE or here is not None, "this machine has to be calibrated first"
         hardware[name] = here if name == HERE and here is not None else load_hardware(name)
-    return Pricing(shapes, every, deployment, workload, hardware)
+    return Pricing(shapes, every, deployment, workload, hardware, own)
 
 
 @dataclass(eq=False)

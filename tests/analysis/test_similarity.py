@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from surgeon.analysis import measure as measure_module
 from surgeon.analysis.similarity import CKA_COLUMNS, Similarity, similarity
 from surgeon.checkpoint.load import load
 from surgeon.checkpoint.streamed import load_streamed, streamed_layers
+from surgeon.model import program_of
 from surgeon.quality.data import Windows
 from tests.analysis.test_cka import biased_hsic, by_kernels, unbiased_hsic
 from tests.models import save_checkpoint, tiny_model
@@ -158,8 +160,78 @@ def test_weights_that_are_read_when_needed(windows: Windows, tmp_path: Path, mon
     assert set(read.values()) == {3 + 2}
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+def test_native_tracks_are_compared_each_with_itself(family: str, windows: Windows, tmp_path: Path) -> None:
+    """Two blocks of two tracks, of two layers and of one; what comes before a meeting is the track's own last layer."""
+    model = tiny_model(family, 6)
+    with torch.no_grad():
+        plain = Plain(model, windows.ids)
+        starts, blocks = [plain.streams[0]], ([[0, 1], [2, 3]], [[4], [5]])
+        steps: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        expected: dict[int, tuple[Tensor, Tensor] | None] = {}
+        for number, tracks in enumerate(blocks):
+            updates = []
+            for track, layers in enumerate(tracks):
+                stream = starts[-1]
+                for place, layer in enumerate(layers):
+                    steps[layer] = stream, *plain.run(layer, stream)
+                    last = layers[place - 1] if place else (blocks[0][track][-1] if number else None)
+                    expected[layer] = None if last is None else plain.run(layer, stream - sum(steps[last][1:]))
+                    stream = stream + steps[layer][1] + steps[layer][2]
+                updates.append(stream - starts[-1])
+            starts.append(starts[-1] + sum(updates))
+    own = "{A0 F0 A1 F1 | A2 F2 A3 F3} {A4 F4 | A5 F5}"
+    if family == "gpt_neox":
+        own = re.sub(r"A(\d) F\d", r"[A\1 F\1]", own)
+    found = similarity(surgeon.edit(model, own), windows, tmp_path)
+    assert str(program_of(model)) == found.record["program"] == own
+    table = found.layers.set_index("layer")
+    for layer, without in expected.items():
+        stream, attention, mlp = steps[layer]
+        cosine = torch.nn.functional.cosine_similarity(rows(stream), rows(stream + attention + mlp), dim=-1).mean()
+        assert table.loc[layer, "block_influence"] == pytest.approx(1 - float(cosine), abs=1e-6)
+        got = table.loc[layer, list(CKA_COLUMNS)]
+        if without is None:
+            assert got.isna().all()
+            continue
+        pairs = zip((attention, mlp), without, strict=True)
+        cka = [by_kernels(hsic, *map(rows, pair)) for pair in pairs for hsic in (biased_hsic, unbiased_hsic)]
+        # Two layers before a block with few tokens are all noise: kernels of doubles and sums in single precision.
+        assert got.tolist() == pytest.approx(cka, abs=1e-4)
+    stretches = list(zip(found.distances["first"], found.distances["last"], strict=True))
+    assert stretches == [(0, 0), (0, 1), (1, 1), (2, 2), (2, 3), (3, 3), (4, 4), (5, 5)]
+    end = steps[3][0] + steps[3][1] + steps[3][2]
+    angles = torch.nn.functional.cosine_similarity(starts[0].double(), end.double(), dim=-1).acos() / math.pi
+    assert found.distances["angular_distance"][4] == pytest.approx(float(angles.mean()), abs=1e-6)
+
+
+def test_whole_layers_beside_others(windows: Windows, tmp_path: Path) -> None:
+    """Late steps and pairs run, and have no rows; a late step behind a whole layer reads what it should."""
+    model = tiny_model("llama", 6)
+    with torch.no_grad():
+        plain = Plain(model, windows.ids)
+        start = plain.streams[0]
+        first = plain.run(0, start)
+        middle = start + first[0]
+        late = plain.reference.attention(1, middle)
+        read = middle + first[1] + late
+        read = read + plain.reference.feed_forward(1, read)
+        mlp = plain.run(2, read)
+    found = similarity(surgeon.edit(model, "A0 F0 >A1 F1 A2 F2 [A3 A4] [F3 F4]"), windows, tmp_path)
+    assert found.layers["layer"].tolist() == [0, 2]
+    assert found.layers[list(CKA_COLUMNS)].isna().all(axis=None)
+    sizes = [
+        rows(mlp[0]).norm(dim=1) / rows(read).norm(dim=1),
+        rows(mlp[1]).norm(dim=1) / rows(read + mlp[0]).norm(dim=1),
+    ]
+    got = found.layers.loc[1, ["attention_size", "mlp_size"]].tolist()
+    assert got == pytest.approx([float(size.mean()) for size in sizes], rel=1e-5)
+
+
 def test_what_cannot_be_compared(windows: Windows, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="at least 4 tokens, not 3"):
         similarity(tiny_model("llama", 2), Windows(windows.ids[:1, :3], "", ""), tmp_path)
-    with pytest.raises(ValueError, match="edited program"):
-        similarity(surgeon.edit(tiny_model("llama", 2), "A0 F0"), windows, tmp_path)
+    with pytest.raises(ValueError, match="runs no layer whole: its program is .>A0 F0 "):
+        similarity(surgeon.edit(tiny_model("llama", 2), ">A0 F0 [A1 F1]"), windows, tmp_path)
+    with pytest.raises(ValueError, match="runs A0~A1, whose weights are those of no layer"):
+        similarity(surgeon.edit(tiny_model("llama", 2), "A0~A1 F0"), windows, tmp_path)

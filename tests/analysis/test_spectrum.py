@@ -17,8 +17,11 @@ from torch.nn import functional
 import surgeon
 from surgeon.analysis import dense_run, measure
 from surgeon.analysis.spectrum_journal import JOURNAL
+from surgeon.families import family_of
+from surgeon.model import program_of
 from surgeon.quality.data import Windows
 from surgeon.quality.head import OutputHead
+from surgeon.train.scratch.tracks import track_program
 from tests.analysis.spectra import (
     CALIBRATION,
     LAYERS,
@@ -211,3 +214,40 @@ def test_the_model_is_left_as_it_was(
         assert after[name][0] == identity
         assert torch.equal(after[name][1], values)
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+def test_native_tracks_have_the_spectrum_of_their_own_program(family: str, tmp_path: Path) -> None:
+    """Inputs, and damage, are those of tracks that meet after one layer: against a copy that is changed by hand."""
+    model = tiny_model(family, 4)
+    own, _ = track_program(2, count=2, depth=1, steps_per_layer=family_of(model.config).steps_per_layer)
+    surgeon.edit(model, own)
+    result = run(tmp_path, model, ranks="1/4")
+    assert program_of(model) == own
+    assert result.record["program"] == str(own)
+    original, targets = logits_of(model, MEASURED.ids), MEASURED.ids[:, 1:].flatten()
+    nll = functional.nll_loss(original, targets)
+    assert result.record["base_perplexity"] == pytest.approx(math.exp(nll), rel=1e-5)
+    table = result.damage.set_index(["layer", "weight"])
+    assert len(table) == 4 * len(places(family, surgeon.restore(model), 0))
+    for layer in (1, 2):  # the second track of the first block, the first of the second
+        base = surgeon.restore(model)
+        found = places(family, base, layer)
+        modules = [module for module, _, _ in found.values()]
+        inputs = inputs_of(surgeon.edit(base, own), modules, CALIBRATION.ids)
+        for (role, place), samples in zip(found.items(), inputs, strict=True):
+            matrix = matrix_of(place)
+            undo = overwrite(place, written_out(matrix, samples, min(matrix.shape) // 4))
+            changed = logits_of(model, MEASURED.ids)
+            undo()
+            divergence = functional.kl_div(changed, original, reduction="batchmean", log_target=True)
+            row = table.loc[(layer, role)]
+            assert row["perplexity"] == pytest.approx(math.exp(functional.nll_loss(changed, targets)), rel=1e-5)
+            assert row["divergence"] == pytest.approx(float(divergence), rel=1e-4, abs=2e-6), (layer, role)
+
+
+def test_layers_that_a_program_leaves_out_have_no_spectrum(tmp_path: Path) -> None:
+    model = surgeon.edit(tiny_model("llama", LAYERS), "A0 F0 F1 {A2 | F2}")
+    with pytest.raises(ValueError, match="does not run A1 as it is stored, so that q of layer 1 has no inputs"):
+        run(tmp_path, model)
+    assert {row.weight for row in run(tmp_path, model, weights=["up"]).matrices.itertuples()} == {"up"}

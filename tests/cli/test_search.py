@@ -436,3 +436,32 @@ def test_help_has_the_words_of_the_other_commands(capsys: pytest.CaptureFixture[
     for words in (DATA_HELP, "Tokens in a window. Default: 512", "The most memory the process may take"):
         assert all(words in text for text in texts)
     assert "depth=12" in texts[1]
+
+
+def test_native_tracks(
+    tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Layers of tracks are dropped, paired within a track and made of low rank; the recipe is for such a model."""
+    own = Program.parse("{A0 F0 A1 F1 | A2 F2 A3 F3}")
+    configure(tiny_checkpoint, model_type="surgeon_llama", surgeon_program=str(own))
+    asked = ("--space", "pair,drop:layers,rank:0.5", "--budget", "params=0.7x", "--holdout", "0")
+    assert search_freely(tiny_checkpoint, tiny_text, tmp_path / "out", *asked, "--trials", "3") == 0
+    recipe, config = read_recipe(tmp_path / "out" / "recipe.yaml"), read_config_only(tiny_checkpoint).config
+    program = recipe.program_for(config, own)
+    assert program != own
+    assert program.parameters(ModelShapes.of("", config).layer_shapes) <= 0.7 * own.parameters(
+        ModelShapes.of("", config).layer_shapes
+    )
+    terms = pd.read_csv(tmp_path / "out" / "terms.csv")
+    pairs = [edit for edit in terms["edit"] if edit.startswith("pair")]
+    assert pairs == ["pair 0:2", "pair 2:4"]  # and none of layers of two tracks
+    capsys.readouterr()
+    for more, message in {
+        ("--space", "tracks"): "the space tracks has no edits of tiny-llama: the model runs a program of its own",
+        ("--heal", "2", "--heal-data", str(tiny_text)): "--heal heals candidates of models whose layers run one after",
+    }.items():
+        assert search_freely(tiny_checkpoint, tiny_text, tmp_path / "no", *more) == 1
+        assert message in capsys.readouterr().err
+    configure(tiny_checkpoint, model_type="surgeon_llama", surgeon_program="A0 F0 >A1 F1 A2 F2 A3 F3")
+    assert search_freely(tiny_checkpoint, tiny_text, tmp_path / "no") == 1
+    assert "tiny-llama is an edited model; search the one that it was made of" in capsys.readouterr().err

@@ -11,6 +11,7 @@ import pytest
 
 from surgeon.checkpoint.read import Checkpoint
 from tests.cli.conftest import Run
+from tests.stored import configure
 
 OPERATIONS = {
     "plain": "- prune: {layers: '1:2'}",
@@ -177,3 +178,17 @@ def test_codas_are_said(surgeon_says: Run, tiny_checkpoint: Path, tmp_path: Path
     (folder / "codas" / "codas.json").write_text(json.dumps(index | {"config": config}))
     said = facts(surgeon_says("show", str(folder))[1])["codas"]
     assert said == "of 1 layer for every rack but the last; racks of the layers 0:2, 2:4"
+
+
+def test_native_tracks_and_a_recipe_for_them(surgeon_says: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    configure(tiny_checkpoint, model_type="surgeon_llama", surgeon_program="{A0 F0 A1 F1 | A2 F2 A3 F3}")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f'surgeon: 1\nmodel: {tiny_checkpoint}\noperations:\n  - prune: {{layers: "1:3"}}\n')
+    code, out, _ = surgeon_says("show", recipe)
+    assert code == 0
+    assert "{A0 F0 | A3 F3}" in out
+    assert "1 per forward pass on two ranks (unedited: 1)" in out
+    configure(tiny_checkpoint, model_type="surgeon_llama", surgeon_program="A0 F0 >A1 F1 A2 F2 A3 F3")
+    code, _, err = surgeon_says("show", recipe)
+    assert code == 1
+    assert "is an edited model, and operations change whole layers; name the model it was made of" in err

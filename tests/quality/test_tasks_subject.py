@@ -83,9 +83,11 @@ def test_what_is_refused(recipe: Path, tiny_checkpoint: Path, tmp_path: Path) ->
     with pytest.raises(ValueError, match="pairs.yaml:4: pair"):
         open_candidate(str(recipe))
     recipe.write_text(text)
-    configure(tiny_checkpoint, model_type="surgeon_llama", surgeon_program="{A0 F0 | A1 F1} {A2 F2 | A3 F3}")
-    with pytest.raises(ValueError, match="pairs.yaml: .* runs a program of its own, .* with --program"):
+    configure(tiny_checkpoint, model_type="surgeon_llama", surgeon_program="A0 >F0 A1 F1 A2 F2 A3 F3")
+    with pytest.raises(ValueError, match="pairs.yaml: .* is an edited model, .* with --program .* layer 0 whole"):
         open_candidate(str(recipe))
+    configure(tiny_checkpoint, model_type="surgeon_llama", surgeon_program="{A0 F0 A1 F1 A2 F2 | A3 F3}")
+    assert str(open_candidate(str(recipe)).program) == "{A0 F0 [A1 A2] [F1 F2] | A3 F3}"
     for path in tiny_checkpoint.glob("tokenizer*"):
         path.unlink()
     with pytest.raises(ValueError, match="has no tokenizer that can be read"):

@@ -241,7 +241,7 @@ def test_states_give_way_to_a_limit_of_memory(monkeypatch: pytest.MonkeyPatch) -
     roomy.measure(PROGRAMS)
     assert roomy.kept is not None
     assert 0 < roomy.kept.bytes <= roomy.kept.limit < (1 << 30) - held
-    working = evaluate_module.working_bytes(roomy.model, evaluate_module.share([DENSE, PAIRED]), IDS.numel())
+    working = evaluate_module.working_bytes(roomy.model, evaluate_module.share_after(DENSE, [PAIRED]), IDS.numel())
     tight = evaluator(memory=held + working)
     tight.measure([PAIRED])
     assert tight.kept is not None

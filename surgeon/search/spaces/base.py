@@ -36,10 +36,12 @@ class Searched:
 
     Attributes:
         ranks: tensor-parallel ranks it is to run on, which tracks have a slice for each of.
+        own: its program, where that is not its layers one after the other (native tracks).
     """
 
     shapes: ModelShapes
     ranks: int = 2
+    own: Program | None = None
 
     @property
     def layers(self) -> int:
@@ -54,7 +56,7 @@ class Searched:
     @cached_property
     def dense(self) -> Program:
         """Its unedited program."""
-        return Program.dense(self.shapes.layers, self.shapes.family.steps_per_layer)
+        return self.own or Program.dense(self.shapes.layers, self.shapes.family.steps_per_layer)
 
 
 class Space(ABC):
@@ -100,6 +102,8 @@ class Space(ABC):
 
     def obstacle(self, model: Searched) -> str:
         """Why the model can have none of the edits, where it cannot: what follows on "the space has no edits"."""
+        if model.own is not None:
+            return "the model runs a program of its own, whose branches have nothing that it could change"
         return f"the model has {model.layers} layer{'s' * (model.layers != 1)}"
 
     def stretches(self, model: Searched) -> Iterator[list[Edit]]:

@@ -21,6 +21,8 @@ from surgeon.search.spaces.base import (
 
 def why_no_slices(model: Searched) -> str | None:
     """Why there is no slice of every layer for each rank; None if there is."""
+    if model.own is not None:
+        return "the model runs a program of its own, whose branches ranks share already"
     if model.ranks < 2:
         return "it has a slice of the layers for each rank, and one rank has nothing to share; use two or more"
     from surgeon.weights.layout import indivisible, require_sliceable  # which imports torch
