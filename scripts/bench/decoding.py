@@ -40,11 +40,15 @@ SIZES: dict[str, dict[str, int]] = {  # of random Llamas
 }
 
 
+def llama_config(size: str = "75M", **other: int) -> LlamaConfig:
+    """The configuration of a random Llama, of other sizes where they are given."""
+    return LlamaConfig(**{"max_position_embeddings": 4096} | SIZES[size] | other)
+
+
 def random_llama(size: str = "75M") -> PreTrainedModel:
     """24 layers, 512 wide, 75M parameters, or another size; float32; speed does not depend on what the weights are."""
     torch.manual_seed(0)
-    config = LlamaConfig(max_position_embeddings=4096, **SIZES[size])
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()  # type: ignore[no-any-return]
+    return AutoModelForCausalLM.from_config(llama_config(size), dtype=torch.float32).eval()  # type: ignore[no-any-return]
 
 
 def random_model(folder: Path, size: str = "75M") -> Path:

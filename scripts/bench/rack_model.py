@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
@@ -28,6 +28,9 @@ from surgeon.quality.data import DEMO, Windows, digest_of
 from surgeon.quality.sources import DEMO_TRAINING
 from surgeon.runtime.text import open_tokenizer
 from surgeon.train.texts import RunOrder, TrainTexts, load_train_texts
+
+if TYPE_CHECKING:
+    from surgeon.train.settings import TrainSettings
 
 ALL_TEXT = 100_000_000  # tokens: more than there are
 NO_DECAY = ("norm", "bias")  # in the names of parameters that transformers' Trainer does not decay
@@ -246,6 +249,28 @@ class Optimisation:
         """In a step."""
         return self.batch // self.micro_batch
 
+    def settings(self, **arguments: Any) -> TrainSettings:
+        """The same for surgeon's own runs, whose checkpoints and measurements come at the end only.
+
+        Args:
+            arguments: of transformers' TrainingArguments, beside weight decay and the longest gradient.
+        """
+        from surgeon.train.settings import TrainSettings
+
+        return TrainSettings(
+            scope="all",
+            steps=self.steps,
+            batch=self.batch,
+            micro_batch=self.micro_batch,
+            learning_rate=self.rate,
+            schedule=self.schedule,
+            warmup=self.warmup,
+            seed=self.seed,
+            evaluate_every=self.steps,
+            save_every=self.steps,
+            arguments={"weight_decay": self.decay, "max_grad_norm": self.norm} | arguments,
+        )
+
     def batches(self, ids: Tensor) -> Iterator[Tensor]:
         """The windows of every step, (batch, tokens)."""
         order = iter(RunOrder(len(ids), self.steps, self.batch, self.seed))
@@ -271,21 +296,8 @@ def train_whole(
     from surgeon.program import Program
     from surgeon.train.run import train
     from surgeon.train.run_log import TRAINING_FILE, read_rows
-    from surgeon.train.settings import TrainSettings
 
-    settings = TrainSettings(
-        scope="all",
-        steps=optimisation.steps,
-        batch=optimisation.batch,
-        micro_batch=optimisation.micro_batch,
-        learning_rate=optimisation.rate,
-        schedule=optimisation.schedule,
-        warmup=optimisation.warmup,
-        seed=optimisation.seed,
-        evaluate_every=optimisation.steps,
-        save_every=optimisation.steps,
-        arguments={"weight_decay": optimisation.decay, "max_grad_norm": optimisation.norm, "logging_steps": 1},
-    )
+    settings = optimisation.settings(logging_steps=1)
     edited = edit(model, Program.dense(model.config.num_hidden_layers))
     trained = train(edited, texts, settings, folder)
     assert trained is not None

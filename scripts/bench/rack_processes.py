@@ -24,7 +24,6 @@ from surgeon.train.racks.run_files import RESULT_FILE, ProcessOptions
 from surgeon.train.racks.supervisor import train_in_processes
 from surgeon.train.racks.traffic import TIMELINE_FILE, TRAFFIC_FILE
 from surgeon.train.run_log import read_rows
-from surgeon.train.settings import TrainSettings
 from surgeon.train.texts import TrainTexts
 
 PROCESSES = "racks"
@@ -41,19 +40,7 @@ def run_racks(job: Job, model: PreTrainedModel, texts: TrainTexts, folder: Path)
     made, layers = job.optimisation, job.config.num_hidden_layers
     program = Program.dense(layers)
     racks = Racks.parse([f"{span.start}:{span.stop}" for span in cut(layers, job.ranks)], program, job.coda)
-    settings = TrainSettings(
-        scope="all",
-        steps=made.steps,
-        batch=made.batch,
-        micro_batch=made.micro_batch,
-        learning_rate=made.rate,
-        schedule=made.schedule,
-        warmup=made.warmup,
-        seed=made.seed,
-        evaluate_every=made.steps,
-        save_every=made.steps,
-        arguments={"weight_decay": made.decay, "max_grad_norm": made.norm},
-    )
+    settings = made.settings()
     paces = [RackPace(factor, paced_seconds(job, rank, PROCESSES)) for rank, factor in enumerate(job.factors)]
     options = ProcessOptions(ahead=job.ahead, link=job.link, pace=paces, threads=1)
     whole = edit(copy.deepcopy(model), program)

@@ -30,12 +30,12 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
-from scripts.bench.decoding import write_tables
+from scripts.bench.decoding import llama_config, write_tables
 from surgeon.bench.measure import Candidate, Load, Measurement, Result, load_candidates, measure, run_once, summarise
 from surgeon.operations import tracks
 from surgeon.program import Program
@@ -46,15 +46,7 @@ from surgeon.runtime.processes.ranks import RankOptions, Ranks
 from surgeon.train.scratch.tracks import count_parameters, narrow, track_program
 
 LAYERS = 16
-CONFIG = LlamaConfig(
-    vocab_size=4096,
-    hidden_size=512,
-    intermediate_size=1376,
-    num_hidden_layers=LAYERS,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    max_position_embeddings=2048,
-)
+CONFIG = llama_config(num_hidden_layers=LAYERS)
 DENSE = "dense"
 HEAD = """\
 | batch | program | syncs | KB | first token, ms | | per token, ms | | tokens/s | |

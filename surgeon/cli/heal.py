@@ -12,9 +12,9 @@ from surgeon.cli.grouped import grouped
 from surgeon.cli.heal_racks import HealRacksArguments, heal_by_racks
 from surgeon.cli.opening import warn
 from surgeon.cli.options import DATA_HELP, ProgramOption, SeparatorOption, WindowOption
+from surgeon.cli.proofs import proof_line
 
 if TYPE_CHECKING:
-    from surgeon.checkpoint.prove import Proof
     from surgeon.train.distill.distiller import Distillation
     from surgeon.train.heal.subject import HealSubject
     from surgeon.train.settings import TrainSettings
@@ -235,16 +235,6 @@ def heal(
         say(proof_line(proof, "the recipe's"))
     finish_run(folder, record)
     print(output)
-
-
-def proof_line(proof: Proof, whose: str) -> str:
-    """What was proven, in a sentence; `whose` the program is."""
-    exact = f"{proof.exact:.1g} of their scale in float32"
-    rounded = "" if proof.dtype == "float32" else f", and by {proof.written:.1g} once rounded to {proof.dtype}"
-    return (
-        f"proof: the program is {whose}; on {proof.tokens} random tokens the logits differ from the trained "
-        f"model's by {exact}{rounded}."
-    )
 
 
 def _say(line: str) -> None:

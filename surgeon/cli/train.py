@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from surgeon.cli.heal import proof_line
 from surgeon.cli.opening import warn
+from surgeon.cli.proofs import proof_line
 
 MOST_SHOWN = 60  # characters of a program
 

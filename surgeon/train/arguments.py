@@ -165,7 +165,7 @@ def training_arguments(
     if settings.batch % together:
         raise ValueError(
             f"{arguments.world_size} processes of {micro_batch} windows each do not divide a batch of "
-            f"{settings.batch}; change --batch or --micro-batch"
+            f"{settings.batch}; change the batch or the micro-batch"
         )
     arguments.gradient_accumulation_steps = settings.batch // together
     return arguments
@@ -189,7 +189,7 @@ def share_of_batch(settings: TrainSettings, processes: int) -> int:
         ValueError: if the processes do not divide the batch.
     """
     if settings.batch % processes:
-        raise ValueError(f"{processes} processes cannot share a batch of {settings.batch} windows; change --batch")
+        raise ValueError(f"{processes} processes cannot share a batch of {settings.batch} windows; change the batch")
     share = settings.batch // processes
     return share if settings.micro_batch is None else min(share, settings.micro_batch)
 

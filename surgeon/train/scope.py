@@ -51,8 +51,8 @@ def edited_in(model: PreTrainedModel, program: Program) -> frozenset[Sublayer]:
     touched = edited_sublayers(program, Program.dense(count, layers.family.steps_per_layer))
     if not touched:
         raise ValueError(
-            "--train edited: this model's program is the unedited one, so that no sublayer is edited; use --train all, "
-            "or give the recipe of the edit"
+            "the scope edited: this model's program is the unedited one, so that no sublayer is edited; train all, or "
+            "give the recipe of the edit"
         )
     return frozenset(mine for mine, place in zip(own, program.sublayers(), strict=True) if place in touched)
 
@@ -94,7 +94,7 @@ def add_adapters(model: PreTrainedModel, scope: str, program: Program, rank: int
     left = {id(model.get_output_embeddings().weight)} | {weight for weight, times in held.items() if times > 1}
     names = [name for name, module in linears if id(module) in inside and id(module.weight) not in left]
     if not names:
-        raise ValueError("there is no matrix for adapters; use --train all, or leave --lora out")
+        raise ValueError("there is no matrix for adapters; train all, or leave adapters (lora) out")
     transposed = any(isinstance(model.get_submodule(name), Conv1D) for name in names)
     config = LoraConfig(
         r=rank, lora_alpha=2 * rank, target_modules=names, fan_in_fan_out=transposed, task_type="CAUSAL_LM"

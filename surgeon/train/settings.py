@@ -54,19 +54,19 @@ class TrainSettings:
 
     def __post_init__(self) -> None:
         if self.scope not in SCOPES:
-            raise ValueError(f"--train {self.scope!r} is unknown; {did_you_mean(self.scope, SCOPES)}")
+            raise ValueError(f"there is no scope {self.scope!r} to train; {did_you_mean(self.scope, SCOPES)}")
         if self.lora is not None and self.scope == "norms":
-            raise ValueError("adapters are for matrices, and --train norms trains none; drop --lora, or --train")
+            raise ValueError("adapters (lora) are for matrices, and the scope norms trains none; leave one of them out")
         for name in ("lora", "steps", "batch", "micro_batch", "evaluate_every", "save_every", "patience"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+                raise ValueError(f"{name.replace('_', ' ')} must be at least 1, not {value}")
         if self.epochs is not None and not 0 < self.epochs < math.inf:
-            raise ValueError(f"--epochs must be above 0, not {self.epochs}")
+            raise ValueError(f"epochs must be above 0, not {self.epochs}")
         if self.warmup < 0:
-            raise ValueError(f"--warmup must be at least 0 steps, not {self.warmup}")
+            raise ValueError(f"warmup must be at least 0 steps, not {self.warmup}")
         if self.learning_rate is not None and not 0 < self.learning_rate < math.inf:
-            raise ValueError(f"--learning-rate must be above 0, not {self.learning_rate}")
+            raise ValueError(f"learning rate must be above 0, not {self.learning_rate}")
         if self.micro_batch is not None and self.batch % self.micro_batch:
             raise ValueError(
                 f"a batch of {self.batch} windows is no multiple of a micro-batch of {self.micro_batch}; change one"

@@ -105,11 +105,11 @@ class SteppingTrainer(CheckpointingTrainer):
         spent = f"out of memory at step {step} with {_windows(size)} at a time in a process ({said})"
         if size == 1:
             raise ValueError(
-                f"out of memory at step {step} with one window at a time ({said}); use a smaller --window, "
-                "--trainer-arg gradient_checkpointing=true, --lora, or --train norms"
+                f"out of memory at step {step} with one window at a time ({said}); use a smaller window, "
+                "--trainer-arg gradient_checkpointing=true, or train fewer weights (adapters, norms only)"
             )
         if self.args.world_size > 1 or self.is_deepspeed_enabled or self.is_fsdp_enabled:
-            raise ValueError(f"{spent}; use a smaller --micro-batch than {size} in another -o")
+            raise ValueError(f"{spent}; use a smaller micro-batch than {size} in another -o")
         self.micro_batch = max(half for half in range(1, size // 2 + 1) if windows % half == 0)
         warnings.warn(
             f"out of memory at step {step} with {_windows(size)} at a time; the step is made again with "
@@ -157,7 +157,7 @@ class SteppingTrainer(CheckpointingTrainer):
         there = checkpoints_of(self._folder)
         where = f"the weights after step {max(there)} are in {there[max(there)]}" if there else "no weights were kept"
         return (
-            f"{where}; use a lower --learning-rate than {self.args.learning_rate:g}, or --warmup, in another -o (this "
+            f"{where}; use a lower learning rate than {self.args.learning_rate:g}, or a warmup, in another -o (this "
             "run would come to the same again)"
         )
 

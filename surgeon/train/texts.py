@@ -62,7 +62,7 @@ def load_train_texts(
         if {row.tobytes() for row in training.ids.numpy()} & {row.tobytes() for row in measured.ids.numpy()}:
             raise ValueError(
                 f"windows of the held-out text {held_out} are in the training text {data}, too; a model is not judged "
-                "by what it was trained on: give another text with --eval-data, or leave it out"
+                "by what it was trained on: hold out another text, or name none"
             )
         return TrainTexts(training, measured)
     apart = max(1, held_out_tokens // window)
@@ -70,7 +70,7 @@ def load_train_texts(
     if len(both.ids) <= apart:
         raise ValueError(
             f"{data} has {len(both.ids)} windows of {window} tokens, and the last {apart} are held out to measure on: "
-            "nothing is left to train on; give more text, a smaller --eval-tokens, or another text with --eval-data"
+            "nothing is left to train on; give more text, hold out fewer tokens, or another text"
         )
     return TrainTexts(_part(both, slice(None, -apart)), replace(_part(both, slice(-apart, None)), notes=()))
 

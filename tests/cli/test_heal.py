@@ -165,7 +165,7 @@ def test_what_does_not_fit_is_refused(operation: str, arguments: Any, message: s
 def test_an_unedited_model_needs_an_edit(heal: Any, tiny_checkpoint: Path) -> None:
     said = heal(tiny_checkpoint)
     assert said[0] == 1
-    assert "no sublayer is edited; use --train all" in said[2]
+    assert "no sublayer is edited; train all" in said[2]
 
 
 def test_a_pruned_checkpoint_is_healed_where_it_was_cut(heal: Any, tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_what_healing_depends_on_tells_keys_apart(tmp_path: Path) -> None:
 def test_candidates_are_healed_towards_what_they_are_compared_by() -> None:
     assert brief_settings(9, 8, "divergence").distillation == Distillation()
     assert brief_settings(9, 8, "perplexity").distillation is None
-    with pytest.raises(ValueError, match="--steps must be at least 1, not 0"):
+    with pytest.raises(ValueError, match="steps must be at least 1, not 0"):
         brief_settings(0, 8, "divergence")
 
 

@@ -52,7 +52,7 @@ def test_parameters_in_scope(family: str) -> None:
 
 
 def test_nothing_is_edited_in_an_unedited_model() -> None:
-    with pytest.raises(ValueError, match="no sublayer is edited; use --train all"):
+    with pytest.raises(ValueError, match="no sublayer is edited; train all"):
         choose_parameters(edit(tiny_model("llama", 4), DENSE), "edited", DENSE)
 
 

@@ -26,7 +26,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
         ValueError, match=rf"loss is nan at step 3, made on windows {windows} of the .* not taken"
     ) as told:
         run(folder, model)
-    assert f"weights after step 2 are in {folder / 'checkpoint-2'}; use a lower --learning-rate than 0.01" in str(
+    assert f"weights after step 2 are in {folder / 'checkpoint-2'}; use a lower learning rate than 0.01" in str(
         told.value
     )
     assert list(checkpoints_of(folder)) == [1, 2]
@@ -114,7 +114,7 @@ def test_one_window_that_is_too_much_is_said(tmp_path: Path) -> None:
 
     in_training(model, fail)
     advice = (
-        r"at step 1 with one window at a time \(CUDA out of memory.*\); use a smaller --window, --trainer-arg gradient"
+        r"at step 1 with one window at a time \(CUDA out of memory.*\); use a smaller window, --trainer-arg gradient"
     )
     with pytest.warns(UserWarning, match="2 windows at a time"), pytest.raises(ValueError, match=advice):
         run(tmp_path, model, batch=2)

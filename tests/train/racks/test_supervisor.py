@@ -131,7 +131,7 @@ def test_the_supervisor_ends_and_no_rack_is_left(
 
 def test_an_error_is_the_run_s_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(
-        RackFailed, match=r"rack \d: the (loss is|gradient's norm is) .* step .* use a lower --learning-rate"
+        RackFailed, match=r"rack \d: the (loss is|gradient's norm is) .* step .* use a lower learning rate"
     ) as error:
         in_processes(tmp_path, replace(SETTINGS, learning_rate=1e30))
     assert "\n" not in str(error.value)
