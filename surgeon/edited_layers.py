@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from surgeon.execute import Branch, Machine, Partial, Pending, State, advance, land
 from surgeon.families import Family, SublayerSpec
-from surgeon.program import ATTENTION, Fork, Program, Step, Sublayer
+from surgeon.program import ATTENTION, Fork, Node, Program, Step, Sublayer
 from surgeon.weights import (
     FactoredLinear,
     FactorSource,
@@ -201,9 +201,12 @@ class EditedLayers(nn.Module):
         """The stream after the program; `arguments` are the decoder's keyword arguments for each attention."""
         if not self.has_attention:
             _count_in_cache(arguments[0], stream)
-        machine = ModelMachine(self, arguments)
+        return self.through(self.program.nodes, stream, ModelMachine(self, arguments))
+
+    def through(self, nodes: Iterable[Node], stream: Tensor, machine: Machine) -> Tensor:
+        """The stream after some nodes, all of them landed; each is seen on its way (`stream_tap`)."""
         state = State(stream)
-        for node in self.program.nodes:
+        for node in nodes:
             before, state = state, advance(state, node, machine)
             if before.pending is not None:
                 self.stream_tap(before.stream, state.stream)

@@ -18,7 +18,6 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
 from surgeon.checkpoint.on_demand import build_empty
 from surgeon.edited_layers import EditedLayers, ModelMachine
-from surgeon.execute import run
 from surgeon.families import Family, family_of
 from surgeon.model import decoder_parent, edit
 from surgeon.program import Program
@@ -32,12 +31,14 @@ class StretchLayers(EditedLayers):
     Attributes:
         embeds: whether the stream begins here, with the embedded tokens.
         watched: after how many nodes the stream is looked at; None for all.
+        apart: whether what comes after the watched nodes has no gradient for what comes before.
         incoming: the stream of the next pass, (batch, tokens, hidden); None where it begins here.
         outgoing: the stream of the last pass after the watched nodes, without a gradient.
     """
 
     embeds = True
     watched: int | None = None
+    apart = False
     incoming: Tensor | None = None
     outgoing: Tensor | None = None
 
@@ -53,9 +54,11 @@ class StretchLayers(EditedLayers):
             raise ValueError("this stretch of a model needs the stream of the one before it")
         machine = ModelMachine(self, arguments)
         nodes = self.program.nodes
-        middle = run(Program(nodes[: self.watched]), stream, machine)
+        middle = self.through(nodes[: self.watched], stream, machine)
         self.outgoing = middle.detach()
-        return middle if self.watched is None else run(Program(nodes[self.watched :]), middle, machine)
+        behind = () if self.watched is None else nodes[self.watched :]
+        stream = self.outgoing if self.apart else middle
+        return self.through(behind, stream, machine) if behind else stream
 
 
 class SilentEmbedding(nn.Module):

@@ -27,7 +27,8 @@ class HealRacksArguments:
         typer.Option(
             metavar="RANGES",
             help="Cut the model by depth into racks (0:8,8:16 are layers 0 to 7 and 8 to 15), each trained by a loss "
-            "of its own; no gradient goes from one to another. All weights are trained.",
+            "of its own; no gradient goes from one to another. All weights are trained. With --distill both each rack "
+            "learns the original's streams, which heals far better than the text does.",
             show_default=False,
         ),
     ] = None
@@ -60,6 +61,13 @@ class HealRacksArguments:
         int,
         typer.Option(help="With --rack-processes: micro-batches that a rack may be ahead of the next one's requests."),
     ] = 4
+    rack_replicas: Annotated[
+        int,
+        typer.Option(
+            help="With --rack-processes: processes that share each rack's batches; the result is that of one, up to "
+            "rounding."
+        ),
+    ] = 1
     racks_by_hand: Annotated[
         bool,
         typer.Option(
@@ -86,6 +94,8 @@ class HealRacksArguments:
             raise ValueError("--rack-processes is for racks, and there are none; add --racks, or drop it")
         if self.average != "never" and not self.in_processes:
             raise ValueError("--average needs all racks at the same time; add --rack-processes, or drop it")
+        if self.rack_replicas != 1 and not self.in_processes:
+            raise ValueError("--rack-replicas says how many processes a rack has; add --rack-processes, or drop it")
         if self.racks is not None and keep_adapter:
             raise ValueError("--racks trains the weights themselves; leave --keep-adapter out")
 
@@ -115,7 +125,9 @@ def heal_by_racks(
 
     assert asked.racks is not None
     racks = Racks.parse(asked.racks, subject.program, 1 if asked.coda is None else asked.coda)
-    options = ProcessOptions(asked.average, asked.rack_ahead) if asked.in_processes else None
+    options = None
+    if asked.in_processes:
+        options = ProcessOptions(asked.average, asked.rack_ahead, replicas=asked.rack_replicas)
     if asked.racks_by_hand:
         _prepare_by_hand(subject, racks, texts, settings, folder, device, options)
     found = heal_racks(subject, racks, texts, settings, folder, device, options)
@@ -140,9 +152,10 @@ def _prepare_by_hand(
     options: ProcessOptions | None,
 ) -> None:
     """Print how the racks are started by hand, and end, unless they are done."""
-    from surgeon.train.racks.supervisor import commands_by_hand, prepare
+    from surgeon.train.racks.preparing import commands_by_hand, prepare
 
-    prepare(subject.student(), racks, texts, settings, folder, subject.identity(), None, device, options)
+    identity, original = subject.identity(), subject.loads_original
+    prepare(subject.student(), racks, texts, settings, folder, identity, None, device, options, original)
     if commands := commands_by_hand(folder, len(racks)):
         print(*commands, sep="\n")
         raise typer.Exit

@@ -15,6 +15,7 @@ from peft import PeftModel
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed import DistNetworkError
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 
@@ -25,7 +26,8 @@ from surgeon.errors import first_line, is_full_disk
 WEIGHTS_FILE = "model.safetensors"  # as the Trainer reads it again
 STATE_FILE = TRAINER_STATE_NAME  # the last one that is written
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
-_OTHERS_ENDED = ("Connection reset by peer", "Connection closed by peer")
+OTHERS_ENDED = "another process of this run has ended; the reason is what it says"
+_OTHERS_ENDED_WORDS = ("Connection reset by peer", "Connection closed by peer", "Broken pipe")
 _SAVING, _REMOVING = ".saving", ".removing"
 _STATES_OF_ADAM = 2  # numbers that it keeps for each one that is trained
 
@@ -60,6 +62,11 @@ def remove_partial(folder: Path) -> None:
             path.unlink()
 
 
+def others_have_ended(error: RuntimeError) -> bool:
+    """Whether an error of processes that train together says that another one of them is there no more."""
+    return isinstance(error, DistNetworkError) or any(words in str(error) for words in _OTHERS_ENDED_WORDS)
+
+
 class CheckpointingTrainer(Trainer):
     """A Trainer whose checkpoints hold what is trained, and appear under their names when they are whole.
 
@@ -80,9 +87,9 @@ class CheckpointingTrainer(Trainer):
         try:
             return super().train(resume_from_checkpoint, *others, **options)
         except RuntimeError as error:
-            if self.args.world_size == 1 or not any(words in str(error) for words in _OTHERS_ENDED):
+            if self.args.world_size == 1 or not others_have_ended(error):
                 raise
-            raise OSError("another process of this run has ended; the reason is what it says") from error
+            raise OSError(OTHERS_ENDED) from error
 
     def require_room(self) -> None:
         """Refuse a run whose checkpoints the disk cannot hold.

@@ -104,3 +104,9 @@ class TrainSettings:
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
         return asdict(self) | {"arguments": dict(self.arguments), "learning_rate": self.rate}
+
+    @classmethod
+    def from_json(cls, said: Mapping[str, Any]) -> TrainSettings:
+        """The inverse of `to_json`."""
+        distilled = said["distillation"]
+        return cls(**{**said, "distillation": None if distilled is None else Distillation(**distilled)})

@@ -214,12 +214,14 @@ def test_racks_are_healed_one_by_one(heal: Any, surgeon_says: Run, tmp_path: Pat
 
 
 def test_racks_in_processes_come_to_the_same(heal: Any, tmp_path: Path) -> None:
-    """The same weights and figures, and nothing is left but tables."""
+    """The same weights and figures, distilled from the original, and nothing is left but tables."""
     results = []
     for output, more in (("healed", ()), ("at-once", ("--rack-processes", "--rack-ahead", 2))):
-        code, out, err = heal("pair: {layers: '0:2'}", "--racks", "0:2,2:4", *more, output=output)
+        given = ("--racks", "0:2,2:4", "--distill", "both", *more)
+        code, out, err = heal("pair: {layers: '0:2'}", *given, output=output)
         assert (code, out.strip()) == (0, str(tmp_path / output)), err
         report = json.loads((tmp_path / output / "surgeon.json").read_text())
+        assert report["trained"]["method"].startswith("all weights, distilled from the original, rack by rack")
         codas = read_codas(tmp_path / output)
         assert codas is not None
         results.append((report["trained"]["healed"], report["trained"]["edited"], load_weights(tmp_path / output)))
@@ -237,7 +239,8 @@ def load_weights(folder: Path) -> dict[str, Any]:
 
 def test_racks_by_hand(heal: Any, tmp_path: Path) -> None:
     """Prepared, and said how to start them."""
-    code, out, err = heal("pair: {layers: '0:2'}", "--racks", "0:2,2:4", "--racks-by-hand", "--average", 2)
+    by_hand = ("--racks", "0:2,2:4", "--racks-by-hand", "--average", 2)
+    code, out, err = heal("pair: {layers: '0:2'}", *by_hand)
     assert code == 0, err
     run = tmp_path / "healed.run"
     assert out.splitlines() == [
@@ -246,6 +249,12 @@ def test_racks_by_hand(heal: Any, tmp_path: Path) -> None:
     ]
     assert sorted(path.name for path in (run / "start").iterdir()) == ["rack-0.safetensors", "rack-1.safetensors"]
     assert not (tmp_path / "healed").exists()
+    code, out, err = heal("pair: {layers: '0:2'}", *by_hand, "--rack-replicas", 2, output="two")
+    assert code == 0, err
+    assert out.splitlines()[1] == (
+        f"torchrun --standalone --nproc-per-node 2 -m surgeon.train.racks.process {tmp_path / 'two.run'} 1 "
+        "--listen HOST1:PORT1 --peer 0=HOST0:PORT0"
+    )
 
 
 @pytest.mark.parametrize(
@@ -253,6 +262,9 @@ def test_racks_by_hand(heal: Any, tmp_path: Path) -> None:
     [
         (("--rack-processes",), "add --racks, or drop it"),
         (("--racks", "0:2,2:4", "--average", 2), "add --rack-processes, or drop it"),
+        (("--racks", "0:2,2:4", "--rack-replicas", 2), "add --rack-processes, or drop it"),
+        (("--racks", "0:2,2:4", "--rack-processes", "--rack-replicas", 0), "at least 1 process, not 0"),
+        (("--racks", "0:2,2:4", "--distill", "logits"), "use --distill both, or hidden"),
         (("--racks", "0:2,2:4", "--average", "often", "--rack-processes"), "never, always, or every N steps"),
         (("--racks", "0:2"), "the racks end before layer 2"),
         (("--racks", "0:1,1:4"), "would cut through [A0 A1]"),

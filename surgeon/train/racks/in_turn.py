@@ -22,11 +22,12 @@ from transformers import PreTrainedModel
 from surgeon.checkpoint.codas import Coda
 from surgeon.train.held_out import HeldOutQuality
 from surgeon.train.racks.build import assemble, rack_of
+from surgeon.train.racks.distilled import teacher_of
 from surgeon.train.racks.files import open_rack, save_rack
 from surgeon.train.racks.model import RackModel
 from surgeon.train.racks.partition import Racks
 from surgeon.train.racks.streams import KeptStreams
-from surgeon.train.racks.task import check_settings, identity_of, rack_task
+from surgeon.train.racks.task import check_settings, identity_of, own_settings, rack_task, require_original
 from surgeon.train.resume import add_to_record, alone, finish_run, open_run, read_record
 from surgeon.train.run import RunFigures, train
 from surgeon.train.settings import TrainSettings
@@ -73,7 +74,8 @@ def train_in_turn(
         whole: edited or not, with numbers of at least 32 bits; it is left as it is.
         racks: of its program.
         folder: of the runs: `rack-0`, ... in it are as `train` leaves them.
-        original: as `train` takes it; racks' predictions are measured against its.
+        original: as `train` takes it; racks' predictions are measured against its, and racks that are distilled learn
+            from it.
         identity: of the whole model, as `train` takes it.
         seed: of the codas' random numbers; None begins with copies of the model's last layers.
 
@@ -82,11 +84,13 @@ def train_in_turn(
         OSError: if the folder cannot be written, or the disk is too full.
     """
     check_settings(settings)
+    require_original(settings, original)
     if PartialState(cpu=device == "cpu").num_processes > 1:
         raise ValueError("racks are trained by one process here; leave accelerate launch or torchrun out")
-    turn = _Turn(whole, racks, texts, settings, folder, identity or {}, seed, device, _Once(texts, original))
+    known = (identity or {}) | identity_of(racks, seed, settings.distillation)
+    turn = _Turn(whole, racks, texts, settings, folder, known, device, original, _Once(texts, original))
     with alone(folder, device):
-        open_run(folder, turn.identity_of_all())
+        open_run(folder, known | turn.of_run())
         done = [turn.trained(index) for index in range(len(racks))]
     found, results = [rack for rack, _ in done], tuple(result for _, result in done)
     codas = tuple(rack.coda() for rack in found[:-1])
@@ -116,8 +120,8 @@ class _Turn:
     settings: TrainSettings
     folder: Path
     identity: dict[str, Any]
-    seed: int | None
     device: str
+    original: Callable[[], PreTrainedModel] | None
     held_out: _Once
 
     def trained(self, index: int) -> tuple[RackModel, RunFigures]:
@@ -125,7 +129,7 @@ class _Turn:
         folder = rack_folder(self.folder, index)
         result = self._known(index) if (folder / RACK_FILE).is_file() else None
         if result is None:
-            rack = rack_of(self.whole, self.racks, index, self.seed)
+            rack = rack_of(self.whole, self.racks, index, self.identity["coda_seed"])
             result = self._train(rack, folder)
         else:
             rack = open_rack(folder / RACK_FILE)
@@ -137,45 +141,48 @@ class _Turn:
     def _known(self, index: int) -> RunFigures | None:
         """What is known of a rack that is trained; None if it is one of another run, which `train` will refuse."""
         record = read_record(rack_folder(self.folder, index))
-        mine = self._identity(index) | self._of_run()
+        mine = self._identity(index) | self.of_run()
         if _DONE not in record or record.get("identity") != json.loads(json.dumps(mine)):
             return None
         return RunFigures.from_json(record[_DONE])
 
-    def identity_of_all(self) -> dict[str, Any]:
-        """What the run of all racks follows from, as JSON values."""
-        return self.identity | {"racks": self.racks.texts, "coda": self.racks.depth} | self._of_run()
-
-    def _of_run(self) -> dict[str, Any]:
+    def of_run(self) -> dict[str, Any]:
         """What `train` adds to the identity of a run."""
         texts = {"data": self.texts.training.digest, "held_out": self.texts.held_out.digest}
-        return {"settings": self.settings.to_json()} | texts
+        return {"settings": own_settings(self.settings).to_json()} | texts
 
     def _identity(self, index: int) -> dict[str, Any]:
-        return self.identity | identity_of(self.racks, index, self.seed)
+        return self.identity | {"task": "rack", "rack": index}
 
     def _train(self, rack: RackModel, folder: Path) -> RunFigures:
         source = None if rack.is_first else self._streams(rack, rack.index - 1)
         sink = None if rack.is_last else self._streams(rack, rack.index)
         if sink is not None:
-            sink.require_room(self._windows_of_run())
-        task = rack_task(rack, self.held_out(), source, sink)
-        found = train(
-            rack.model, self.texts, self.settings, folder, None, None, self._identity(rack.index), self.device, task
-        )
+            sink.require_room(*self._windows_of_run())
+        distilled = self.settings.distillation
+        teacher = None if distilled is None else self._teacher(rack.index)
+        task = rack_task(rack, self.held_out(), source, sink, teacher, distilled)
+        settings, identity = own_settings(self.settings), self._identity(rack.index)
+        found = train(rack.model, self.texts, settings, folder, None, None, identity, self.device, task)
         assert found is not None
         rack.model = found.model.cpu()
         save_rack(rack, folder / RACK_FILE)
         add_to_record(folder, {_DONE: found.figures.to_json()})
         return found.figures
 
+    def _teacher(self, index: int) -> RackModel:
+        assert self.original is not None
+        return teacher_of(self.original(), self.racks, index)
+
     def _streams(self, rack: RackModel, index: int) -> KeptStreams:
         """Those that a rack hands on; all racks' are alike."""
         width, dtype = int(rack.model.config.hidden_size), rack.model.dtype
         tokens = self.texts.training.ids.shape[1]
-        return KeptStreams(rack_folder(self.folder, index) / STREAMS, tokens, width, dtype)
+        beside = 1 if self.settings.distillation is None else 2
+        return KeptStreams(rack_folder(self.folder, index) / STREAMS, tokens, width, dtype, beside)
 
-    def _windows_of_run(self) -> int:
+    def _windows_of_run(self) -> tuple[int, int]:
+        """Of the training text, and of held-out text."""
         steps = self.settings.steps_on(len(self.texts.training.ids))
         measured = 2 + steps // self.settings.evaluate_every
-        return steps * self.settings.batch + measured * len(self.texts.held_out.ids)
+        return steps * self.settings.batch, measured * len(self.texts.held_out.ids)

@@ -3,6 +3,7 @@
 RUN/racks.json            what is trained, and how: `RacksPlan`
 RUN/texts.safetensors     both texts, in windows
 RUN/start/rack-R.safetensors   the rack as it begins
+RUN/start/teacher-R.safetensors   its part of the original, where racks are distilled
 RUN/rack-R/               the rack's own run, as every run's folder: run.json, training.csv, held_out.csv, checkpoints
 RUN/rack-R/address.json   host, port, and process, while it runs
 RUN/rack-R/spool/         what it has handed on, until the others' checkpoints cover it
@@ -10,6 +11,10 @@ RUN/rack-R/timeline.csv   what it did when (`traffic.Timeline`)
 RUN/rack-R/traffic.json   what went over its connections (`traffic.Traffic`)
 RUN/rack-R/log.txt        what it said
 RUN/rack-R/rack.safetensors, result.json   what came of it
+
+Where several processes share a rack's batches, replicas of it, RUN/rack-R/ is the run of all of them. What each has for
+itself (address.json, spool/, timeline.csv, traffic.json, log.txt) the first one has there, and the others have in
+RUN/rack-R/replica-1/, ...
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +34,7 @@ from surgeon.provenance import whole_file, write_json
 from surgeon.quality.data import Windows, digest_of
 from surgeon.runtime.comm.link import Link
 from surgeon.train.racks.averaging import NEVER, parse_averaging
+from surgeon.train.racks.in_turn import rack_folder
 from surgeon.train.racks.pace import RackPace
 from surgeon.train.racks.wire import TOKEN_BYTES
 from surgeon.train.settings import TrainSettings
@@ -49,6 +56,8 @@ class ProcessOptions:
         pace: of each rack, to make some slower; empty for none.
         away: seconds after which a rack that waits for another gives the run up.
         threads: of each process; None for the cores shared out.
+        replicas: how many processes share each rack's batches. Each hands its windows' streams on to the one of the
+            same number in the next rack; the result is that of one process, up to rounding.
     """
 
     average: str | int = NEVER
@@ -57,9 +66,12 @@ class ProcessOptions:
     pace: Sequence[RackPace] = ()
     away: float = 600.0
     threads: int | None = None
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         parse_averaging(self.average)
+        if self.replicas < 1:
+            raise ValueError(f"a rack is at least 1 process, not {self.replicas}; give --rack-replicas 1 or more")
         if self.ahead < 1:
             raise ValueError(f"a rack must be allowed to be at least 1 micro-batch ahead of the next, not {self.ahead}")
 
@@ -83,6 +95,10 @@ class RacksPlan:
     device: str
     token: str
 
+    def token_of(self, rack: int, replica: int) -> bytes:
+        """What those say that ask a process of a rack, so that none takes another for it that got its old port."""
+        return sha256(f"{self.token} {rack} {replica}".encode()).digest()[:TOKEN_BYTES]
+
     def write(self, run: Path) -> None:
         """Write it."""
         options = asdict(self.options)
@@ -101,7 +117,7 @@ class RacksPlan:
             options = dict(said.pop("options"))
             link = None if options["link"] is None else Link(**options["link"])
             paces = tuple(RackPace(**pace) for pace in options["pace"])
-            settings = TrainSettings(**said.pop("settings"))
+            settings = TrainSettings.from_json(said.pop("settings"))
             return cls(settings=settings, options=ProcessOptions(**options | {"link": link, "pace": paces}), **said)
         except (KeyError, TypeError) as error:
             raise ValueError(f"{run / PLAN_FILE} is damaged ({error}); remove {run} to begin the run again") from error
@@ -116,9 +132,20 @@ def new_token() -> str:
     return secrets.token_hex(TOKEN_BYTES)
 
 
+def replica_folder(run: Path, index: int, replica: int) -> Path:
+    """The folder of what one process of a rack has for itself."""
+    folder = rack_folder(run, index)
+    return folder / f"replica-{replica}" if replica else folder
+
+
 def start_file(run: Path, index: int) -> Path:
     """A rack as it begins."""
     return run / START / f"rack-{index}.safetensors"
+
+
+def teacher_file(run: Path, index: int) -> Path:
+    """Its part of the original."""
+    return run / START / f"teacher-{index}.safetensors"
 
 
 def write_texts(run: Path, texts: TrainTexts) -> None:

@@ -3,42 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from dataclasses import asdict, replace
+from typing import Any
 
 from torch import Tensor, nn
 
 from surgeon.checkpoint.stretch import fed
 from surgeon.quality.text import TextQuality
+from surgeon.train.distill.distiller import Distillation
 from surgeon.train.held_out import HeldOutQuality, Measure, logits_by
+from surgeon.train.racks.distilled import DistilledRackLoss
 from surgeon.train.racks.model import RackModel
 from surgeon.train.racks.partition import Racks
+from surgeon.train.racks.streams import StreamSink, StreamSource, stretch_of
 from surgeon.train.run import TrainingTask
 from surgeon.train.settings import TrainSettings
-
-
-class StreamSource(Protocol):
-    """Where a rack's streams come from: what the rack before handed on."""
-
-    def take(self, places: range) -> Tensor:
-        """The streams of a micro-batch, (windows, tokens, hidden).
-
-        Args:
-            places: in the run's order of windows; step s has those from s * batch on. A rack that comes back from its
-                checkpoint asks again for those behind it; one that was short of memory asks for fewer at a time.
-        """
-
-    def take_held_out(self, step: int, window: int) -> Tensor:
-        """The stream of a window of the held-out text, (1, tokens, hidden), after so many steps of the rack before."""
-
-
-class StreamSink(Protocol):
-    """Where they go: to the rack behind."""
-
-    def give(self, places: range, stream: Tensor) -> None:
-        """Hand on the streams of a micro-batch, (windows, tokens, hidden); they may have been handed on before."""
-
-    def give_held_out(self, step: int, window: int, stream: Tensor) -> None:
-        """Hand on the stream of a window of the held-out text, (1, tokens, hidden), after so many steps."""
 
 
 class RackLoss:
@@ -52,18 +31,12 @@ class RackLoss:
 
     def loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         """As `LossParts` has it."""
-        places = _stretch(inputs["place"])
+        places = stretch_of(inputs["place"])
         stream = None if self.source is None else self.source.take(places)
         handed_on, loss = self.rack.loss(model, inputs["input_ids"], stream)
         if self.sink is not None:
             self.sink.give(places, handed_on)
         return {"loss": loss}
-
-
-def _stretch(places: Tensor) -> range:
-    first, count = int(places[0]), len(places)
-    assert places.tolist() == list(range(first, first + count))
-    return range(first, first + count)
 
 
 class RackHeldOut:
@@ -107,17 +80,31 @@ class RackHeldOut:
 
 
 def rack_task(
-    rack: RackModel, held_out: HeldOutQuality, source: StreamSource | None, sink: StreamSink | None
+    rack: RackModel,
+    held_out: HeldOutQuality,
+    source: StreamSource | None,
+    sink: StreamSink | None,
+    teacher: RackModel | None = None,
+    distillation: Distillation | None = None,
 ) -> TrainingTask:
     """What `train` trains a rack by.
 
     Args:
         source: None for the first rack.
         sink: None for the last one.
+        teacher: its part of the original (`teacher_of`), where it is distilled.
+        distillation: what is learned from that.
     """
     assert (source is None) == rack.is_first
     measure: Measure = RackHeldOut(rack, held_out, source, sink)
-    return TrainingTask(measure, RackLoss(rack, source, sink))
+    if teacher is None or distillation is None:
+        return TrainingTask(measure, RackLoss(rack, source, sink))
+    return TrainingTask(measure, DistilledRackLoss(rack, teacher, distillation, source, sink))
+
+
+def own_settings(settings: TrainSettings) -> TrainSettings:
+    """What `train` gets: what a rack learns from the original is its task's."""
+    return replace(settings, distillation=None)
 
 
 def check_settings(settings: TrainSettings) -> None:
@@ -128,14 +115,28 @@ def check_settings(settings: TrainSettings) -> None:
     """
     if settings.scope == "edited":
         raise ValueError("racks train their codas, too, which no edit has touched; use --train all, or norms")
-    if settings.distillation is not None:
-        raise ValueError("racks learn from the text alone; leave --distill out")
+    if settings.distillation is not None and not settings.distillation.hidden:
+        raise ValueError(
+            "racks learn the original's streams, each those of its own stretch, and only the last one its predictions; "
+            "use --distill both, or hidden"
+        )
     if settings.lora is not None:
         raise ValueError("racks are trained without adapters; leave --lora out")
     if settings.patience is not None:
         raise ValueError("racks are trained side by side, and none of them ends before the others; drop --patience")
 
 
-def identity_of(racks: Racks, index: int, seed: int | None) -> dict[str, Any]:
-    """What a rack's run follows from beside the whole model, as JSON values."""
-    return {"task": "rack", "racks": racks.texts, "coda": racks.depth, "coda_seed": seed, "rack": index}
+def require_original(settings: TrainSettings, original: object) -> None:
+    """Refuse a distillation from nothing.
+
+    Raises:
+        ValueError: if the settings have one and there is no original.
+    """
+    if settings.distillation is not None and original is None:
+        raise ValueError("there is no original to distil from; name it with --teacher")
+
+
+def identity_of(racks: Racks, seed: int | None, distillation: Distillation | None) -> dict[str, Any]:
+    """What all racks' runs follow from beside the whole model, as JSON values."""
+    distilled = {} if distillation is None else {"distillation": asdict(distillation)}
+    return {"racks": racks.texts, "coda": racks.depth, "coda_seed": seed} | distilled

@@ -47,9 +47,10 @@ def finish_racks(folder: Path, racks: Racks, record: dict[str, Any]) -> None:
     for rack in racks.ranges:
         each = rack_folder(folder, rack.index)
         if each.is_dir():
-            for path in (*checkpoints_of(each).values(), each / SPOOL):
+            of_processes = [each, *each.glob("replica-*")]
+            for path in (*checkpoints_of(each).values(), *(own / SPOOL for own in of_processes)):
                 shutil.rmtree(path, ignore_errors=True)
-            for name in (RACK_FILE, RESULT_FILE, ADDRESS_FILE):
-                (each / name).unlink(missing_ok=True)
+            for path in (each / RACK_FILE, each / RESULT_FILE, *(own / ADDRESS_FILE for own in of_processes)):
+                path.unlink(missing_ok=True)
     shutil.rmtree(folder / START, ignore_errors=True)
     (folder / TEXTS_FILE).unlink(missing_ok=True)

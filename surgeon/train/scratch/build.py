@@ -133,6 +133,8 @@ def _racks(config: ScratchConfig, program: Program) -> Racks | None:
         return None
     try:
         racks = Racks.parse(config.racks.ranges, program, config.racks.coda)
+        if config.racks.replicas > 1 and not config.racks.processes:
+            raise ValueError("replicas are processes that share a rack; add processes: true, or leave them out")
         if parse_averaging(config.racks.average) is not None and not config.racks.processes:
             raise ValueError("average needs all racks at the same time; add processes: true, or leave it out")
     except ValueError as error:

@@ -15,8 +15,8 @@ their place `program` may stand, as text, or `tracks: {count: 2, depth: 4}` for 
 tracks that meet every 4 layers, as large together as the layers of `model` (see tracks.py). Without any of these the
 model is the plain one. With `racks: {ranges: ["0:4", "4:8"], coda: 1}` it is trained rack by rack, each of which has a
 coda of so many layers and a loss of its own (see train/racks/); with `processes: true` in it all racks at once, and
-then their codas may be averaged (`average: 100`). Every error names the file, the line, the value and
-what would be right.
+then their codas may be averaged (`average: 100`), and each rack may be several processes (`replicas: 2`). Every error
+names the file, the line, the value and what would be right.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ class RacksSection(BaseModel):
     """The key `racks`: ranges of the program's layers, how many layers a coda has, and how racks are trained.
 
     With `processes` all at once, a process each (otherwise one after the other, to the same result), which run at most
-    `ahead` micro-batches ahead of each other and may `average` their codas: never, every N steps, always.
+    `ahead` micro-batches ahead of each other and may `average` their codas: never, every N steps, always. Each rack may
+    be several processes, `replicas` that share its batches.
     """
 
     model_config = _CHECKED
@@ -88,6 +89,7 @@ class RacksSection(BaseModel):
     processes: bool = False
     average: int | str = "never"
     ahead: int = Field(default=4, ge=1)
+    replicas: int = Field(default=1, ge=1)
 
 
 class ScratchKeys(BaseModel):

@@ -67,8 +67,9 @@ def train_blueprint(plan: Blueprint, texts: TrainTexts, folder: Path, device: st
         model, seed = plan.build(), settings.seed
         given: dict[str, Any] = {"identity": known, "seed": seed, "device": device}
         racks = (model, plan.racks, texts, settings, folder)
-        asked = plan.config.racks
-        processes = ProcessOptions(asked.average, asked.ahead) if asked is not None and asked.processes else None
+        asked, processes = plan.config.racks, None
+        if asked is not None and asked.processes:
+            processes = ProcessOptions(asked.average, asked.ahead, replicas=asked.replicas)
         return _of_racks(way_of(processes)(*racks, **given), plan)
     found = train(plan.build(), texts, settings, folder, None, plan.program, plan.identity(), device)
     return None if found is None else ScratchTrained(found, settings.method)

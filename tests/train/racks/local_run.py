@@ -1,8 +1,9 @@
-"""A small run of three racks: as processes, and one after the other in this process as what they are compared with."""
+"""A small run of racks: as processes, and one after the other in this process as what they are compared with."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,17 @@ from torch import Tensor
 
 from surgeon.model import program_of
 from surgeon.quality.data import Windows, digest_of
+from surgeon.train.racks.build import rack_of
+from surgeon.train.racks.files import open_rack
 from surgeon.train.racks.in_turn import RACK_FILE, RacksTrained, rack_folder, train_in_turn
+from surgeon.train.racks.model import RackModel
 from surgeon.train.racks.partition import Racks
 from surgeon.train.racks.run_files import ProcessOptions
 from surgeon.train.racks.supervisor import train_in_processes
 from surgeon.train.settings import TrainSettings
 from surgeon.train.texts import TrainTexts
 from tests.models import tiny_model
+from tests.train.racks.reference import train_together
 
 
 def windows(count: int, seed: int) -> Windows:
@@ -31,6 +36,7 @@ SETTINGS = TrainSettings(
     scope="all", steps=6, batch=4, micro_batch=2, learning_rate=1e-2, evaluate_every=2, save_every=2,
     arguments={"logging_steps": 1},
 )  # fmt: skip
+THREE, TWO = "0:1,1:2,2:3", "0:1,1:3"
 
 
 def whole(dropout: float = 0.2) -> Any:
@@ -38,7 +44,7 @@ def whole(dropout: float = 0.2) -> Any:
     return tiny_model("llama", 3, dropout=dropout)
 
 
-def racks_of(model: Any, texts: str = "0:1,1:2,2:3") -> Racks:
+def racks_of(model: Any, texts: str = THREE) -> Racks:
     return Racks.parse(texts, program_of(model), 1)
 
 
@@ -54,12 +60,30 @@ def weights(folder: Path, racks: int = 3) -> list[dict[str, Tensor]]:
 
 
 def in_processes(
-    folder: Path, settings: TrainSettings = SETTINGS, dropout: float = 0.2, **options: Any
+    folder: Path, settings: TrainSettings = SETTINGS, dropout: float = 0.2, racks: str = THREE, **options: Any
 ) -> RacksTrained:
     """What they come to in processes of their own."""
     model = whole(dropout)
     given = ProcessOptions(**{"threads": 1, "away": 60.0} | options)
-    return train_in_processes(model, racks_of(model), TEXTS, settings, folder, options=given)
+    return train_in_processes(model, racks_of(model, racks), TEXTS, settings, folder, options=given)
+
+
+def in_step(settings: TrainSettings, racks: str, average: int | None = None) -> tuple[list[RackModel], list[Any]]:
+    """What racks without dropout come to in plain PyTorch, and the loss of each at each step."""
+    model = whole(0.0)
+    cut = racks_of(model, racks)
+    found = [rack_of(model, cut, index) for index in range(len(cut))]
+    return found, train_together(found, TEXTS.training.ids, settings, average)
+
+
+def require_close(folder: Path, expected: Sequence[RackModel], tolerance: float = 1e-5) -> list[RackModel]:
+    """The racks of a run that is done, whose weights are these."""
+    found = [open_rack(rack_folder(folder, index) / RACK_FILE) for index in range(len(expected))]
+    for mine, wanted in zip(found, expected, strict=True):
+        state = wanted.model.state_dict()
+        for name, value in mine.model.state_dict().items():
+            assert torch.allclose(value, state[name], atol=tolerance), (mine.index, name)
+    return found
 
 
 def main(folder: str, ahead: str = "4") -> None:

@@ -5,26 +5,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
-from torch.nn import functional
 from transformers import TrainerState
 
 from surgeon.train.racks.averaging import CodaAveraging, mean_of, parse_averaging
-from surgeon.train.racks.build import rack_of
-from surgeon.train.racks.files import open_rack
-from surgeon.train.racks.in_turn import RACK_FILE, rack_folder
 from surgeon.train.racks.inbox import Absence, Inbox
-from surgeon.train.racks.model import RackModel
 from surgeon.train.racks.outbox import Outbox
 from surgeon.train.racks.wire import Lane
-from surgeon.train.settings import TrainSettings
-from surgeon.train.texts import RunOrder
-from tests.train.racks.local_run import SETTINGS, TEXTS, in_processes, racks_of, whole
-from tests.train.racks.test_supervisor import kill_at
+from tests.train.racks.local_run import SETTINGS, TWO, in_processes, in_step, require_close
 
 
 def test_when_codas_are_averaged() -> None:
@@ -106,45 +98,9 @@ def test_codas_of_other_shapes(tmp_path: Path) -> None:
     assert any("rack 2 has a coda of 6 numbers and rack 1 one of 7; codas of different" in said for said in failed)
 
 
-def plainly(settings: TrainSettings, every: int) -> list[RackModel]:
-    """All racks in step in plain PyTorch, with AdamW, the linear schedule and clipping that runs have."""
-    model = whole(dropout=0.0)
-    racks = racks_of(model)
-    found = [rack_of(model, racks, index) for index in range(len(racks))]
-    optimisers = [torch.optim.AdamW(rack.model.parameters(), lr=settings.rate, weight_decay=0.0) for rack in found]
-    order = list(RunOrder(len(TEXTS.training.ids), settings.steps or 0, settings.batch, settings.seed))
-    for step in range(settings.steps or 0):
-        ids = TEXTS.training.ids[order[settings.batch * step : settings.batch * (step + 1)]]
-        stream: Tensor | None = None
-        for rack, optimiser in zip(found, optimisers, strict=True):
-            rack.model.train()
-            optimiser.param_groups[0]["lr"] = settings.rate * (1 - step / (settings.steps or 1))
-            optimiser.zero_grad()
-            stream, logits = rack.forward(ids, stream)
-            functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
-            torch.nn.utils.clip_grad_norm_(rack.model.parameters(), 1.0)
-            optimiser.step()
-        if (step + 1) % every == 0:
-            codas = [rack.coda_parameters() for rack in found]
-            with torch.no_grad():
-                for name in codas[0]:
-                    mean = torch.stack([coda[name] for coda in codas]).mean(0)
-                    for coda in codas:
-                        coda[name].copy_(mean)
-    return found
-
-
-def test_processes_average_as_plain_training_does(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """One of them is killed, too, and comes back where the others have been with it."""
-    killing = kill_at(tmp_path, 1, 4)
-    in_processes(tmp_path, dropout=0.0, average=3, ahead=1)
-    killing.join()
-    assert "rack 1 was ended by SIGKILL" in capfd.readouterr().err
-    found = [open_rack(rack_folder(tmp_path, index) / RACK_FILE) for index in range(3)]
-    for mine, wanted in zip(found, plainly(SETTINGS, 3), strict=True):
-        state = wanted.model.state_dict()
-        for name, value in mine.model.state_dict().items():
-            assert torch.allclose(value, state[name], atol=2e-6), (mine.index, name)
-    codas = [mine.coda_parameters() for mine in found]
-    for each in codas:
-        assert all(torch.equal(each[name], codas[0][name]) for name in each)  # 6 steps: the last is averaged
+def test_processes_average_as_plain_training_does(tmp_path: Path) -> None:
+    settings = replace(SETTINGS, steps=4)
+    in_processes(tmp_path, settings, dropout=0.0, racks=TWO, average=2)
+    expected, _ = in_step(settings, TWO, average=2)
+    codas = [mine.coda_parameters() for mine in require_close(tmp_path, expected, 2e-6)]
+    assert all(torch.equal(codas[1][name], one) for name, one in codas[0].items())  # the last step's are averaged

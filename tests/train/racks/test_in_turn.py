@@ -35,7 +35,7 @@ SETTINGS: dict[str, Any] = {
     "micro_batch": 2,
     "learning_rate": 1e-2,
     "evaluate_every": 2,
-    "save_every": 1,
+    "save_every": 3,
 }
 PROGRAM = "A0 F0 [A1 A2] [F1 F2] A3 F3"
 
@@ -56,7 +56,7 @@ def test_racks_in_turn_are_racks_in_step(tmp_path: Path) -> None:
     """Bit for bit: the same weights and codas, and the losses that the tables have."""
     model = whole()
     racks = cut(model)
-    found = trained(tmp_path, model, racks)
+    found = trained(tmp_path, model, racks, arguments={"logging_steps": 1})
     together = [rack_of(model, racks, index) for index in range(3)]
     losses = train_together(together, TEXTS.training.ids, TrainSettings(**SETTINGS))
     for index in range(3):
@@ -115,7 +115,7 @@ def test_killed_it_goes_on_with_the_same_bits(tmp_path: Path, monkeypatch: pytes
     """Dropout and all; killed in every rack, in the middle of a step."""
     model = whole("gpt2", PROGRAM, 0.3)
     racks = cut(model, "0:3,3:4")
-    expected = trained(tmp_path / "whole", model, racks)
+    expected = trained(tmp_path / "whole", model, racks, save_every=1)
     calls, loss = 0, RackLoss.loss
 
     def killed(self: RackLoss, model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -128,9 +128,9 @@ def test_killed_it_goes_on_with_the_same_bits(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(RackLoss, "loss", killed)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
-            trained(tmp_path / "killed", model, racks)
-    found = trained(tmp_path / "killed", model, racks)
-    again = trained(tmp_path / "killed", model, racks)
+            trained(tmp_path / "killed", model, racks, save_every=1)
+    found = trained(tmp_path / "killed", model, racks, save_every=1)
+    again = trained(tmp_path / "killed", model, racks, save_every=1)
     assert calls == 2 * 6 + 2 + 1  # six micro-batches for each rack, two that were cut off, one made again
     for other in (found, again):
         state = other.model.state_dict()
@@ -170,7 +170,8 @@ def test_one_rack_is_ordinary_training(tmp_path: Path) -> None:
         ({"scope": "edited"}, "use --train all"),
         ({"lora": 2}, "without adapters"),
         ({"patience": 2}, "none of them ends before the others"),
-        ({"distillation": Distillation()}, "text alone"),
+        ({"distillation": Distillation()}, "use --distill both, or hidden"),
+        ({"distillation": Distillation(hidden=1.0)}, "no original to distil from"),
     ],
 )
 def test_settings_that_are_not_for_racks(options: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -188,6 +189,10 @@ def test_another_run_is_not_gone_on_with(tmp_path: Path) -> None:
 
 def test_kept_streams(tmp_path: Path) -> None:
     kept = KeptStreams(tmp_path / "kept", 3, 2, torch.float64)
+    two = KeptStreams(tmp_path / "two", 3, 2, torch.float64, beside=2)
+    two.give(range(1), torch.ones(1, 3, 4, dtype=torch.float64))
+    two.give_held_out(0, 0, torch.ones(1, 3, 2, dtype=torch.float64))
+    assert (two.take(range(1)).shape, two.take_held_out(0, 0).shape) == ((1, 3, 4), (1, 3, 2))
     numbers = torch.randn(4, 3, 2, dtype=torch.float64)
     kept.give(range(2), numbers[:2])
     kept.give(range(2, 4), numbers[2:])
@@ -203,7 +208,7 @@ def test_kept_streams(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"in torch.float32 is handed on, where \(3, 2\) for each"):
         kept.give(range(4), numbers.float())
     with pytest.raises(OSError, match="needed"):
-        kept.require_room(1 << 50)
+        kept.require_room(0, 1 << 50)
 
 
 def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

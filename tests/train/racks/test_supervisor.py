@@ -19,10 +19,21 @@ import pytest
 import torch
 
 from surgeon.train.racks.in_turn import RacksTrained
+from surgeon.train.racks.run_files import replica_folder
 from surgeon.train.racks.supervisor import RackFailed
 from surgeon.train.racks.ways import finish_racks
 from tests import warm
-from tests.train.racks.local_run import SETTINGS, in_processes, one_after_the_other, racks_of, weights, whole
+from tests.train.racks.local_run import (
+    SETTINGS,
+    TWO,
+    in_processes,
+    in_step,
+    one_after_the_other,
+    racks_of,
+    require_close,
+    weights,
+    whole,
+)
 
 REPOSITORY = Path(__file__).parents[3]
 CODE = "import sys; from tests.train.racks import local_run as run; run.main(*sys.argv[1:])"
@@ -53,8 +64,8 @@ def require_same(folder: Path, found: RacksTrained, expected: tuple[Path, RacksT
             )
 
 
-def process_of(folder: Path, rack: int) -> int:
-    found: dict[str, Any] = json.loads((folder / f"rack-{rack}" / "address.json").read_text())
+def process_of(folder: Path, rack: int, replica: int = 0) -> int:
+    found: dict[str, Any] = json.loads((replica_folder(folder, rack, replica) / "address.json").read_text())
     return int(found["process"])
 
 
@@ -65,12 +76,13 @@ def wait_until(holds: Callable[[], bool], seconds: float = 300.0) -> None:
         time.sleep(0.005)
 
 
-def kill_at(folder: Path, rack: int, step: int) -> threading.Thread:
-    """Kill a rack when it has a checkpoint of this step."""
+def kill_at(folder: Path, *ends: tuple[int, int, int]) -> threading.Thread:
+    """Kill a rack's process when the rack has a checkpoint of a step, one after the other: (rack, process, step)."""
 
     def kill() -> None:
-        wait_until((folder / f"rack-{rack}" / f"checkpoint-{step}").is_dir)
-        os.kill(process_of(folder, rack), signal.SIGKILL)
+        for rack, replica, step in ends:
+            wait_until((folder / f"rack-{rack}" / f"checkpoint-{step}").is_dir)
+            os.kill(process_of(folder, rack, replica), signal.SIGKILL)
 
     thread = threading.Thread(target=kill)
     thread.start()
@@ -80,6 +92,7 @@ def kill_at(folder: Path, rack: int, step: int) -> threading.Thread:
 def test_processes_come_to_the_same_and_leave_what_they_did(
     tmp_path: Path, expected: tuple[Path, RacksTrained]
 ) -> None:
+    """What is done is not done again; another run's folder is refused; and what is left when it is written."""
     require_same(tmp_path, in_processes(tmp_path), expected)
     traffic = [json.loads((tmp_path / f"rack-{rack}" / "traffic.json").read_text()) for rack in range(3)]
     for before, after in ((traffic[0], traffic[1]), (traffic[1], traffic[2])):
@@ -93,19 +106,52 @@ def test_processes_come_to_the_same_and_leave_what_they_did(
     assert (timeline["end"] >= timeline["start"]).all()
     own = timeline[timeline["what"] != "send"].sort_values("start", kind="stable")
     assert (own["start"].to_numpy()[1:] >= own["end"].to_numpy()[:-1] - 1e-5).all()
-    # What is done is not done again.
     require_same(tmp_path, in_processes(tmp_path), expected)
+    with pytest.raises(ValueError, match="its average was 'never', and now it is '3'; choose another -o"):
+        in_processes(tmp_path, average=3)
+    finish_racks(tmp_path, racks_of(whole()), {"said": 1})
+    names = ["held_out.csv", "rack-0", "rack-1", "rack-2", "run.json", "training.csv"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    left = sorted(path.name for path in (tmp_path / "rack-0").iterdir())
+    assert left == [
+        "held_out.csv", "log.txt", "run.json", "tensorboard", "timeline.csv", "traffic.json", "training.csv"
+    ]  # fmt: skip
 
 
-@pytest.mark.parametrize("rack", [0, 1, 2])
-def test_one_is_killed(
-    rack: int, tmp_path: Path, expected: tuple[Path, RacksTrained], capfd: pytest.CaptureFixture[str]
+def test_one_after_the_other_is_killed(
+    tmp_path: Path, expected: tuple[Path, RacksTrained], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    killing = kill_at(tmp_path, rack, 2)
+    """The last, the one in the middle, the first; each goes on from its checkpoint, and the others wait for it."""
+    killing = kill_at(tmp_path, (2, 0, 2), (1, 0, 2), (0, 0, 4))
     found = in_processes(tmp_path, ahead=1)
     killing.join()
-    assert f"rack {rack} was ended by SIGKILL; it goes on from step" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    for rack in range(3):
+        assert f"rack {rack} was ended by SIGKILL; it goes on from step" in said
     require_same(tmp_path, found, expected)
+
+
+def test_replicas_of_each_rack_come_to_the_same_up_to_rounding(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Two racks, two processes in each; one of them is killed, and its rack goes on from its checkpoint."""
+    settings = replace(SETTINGS, steps=4, micro_batch=1)
+    killing = kill_at(tmp_path, (1, 1, 2))
+    found = in_processes(tmp_path, settings, dropout=0.0, racks=TWO, replicas=2, ahead=1)
+    killing.join()
+    assert "rack 1, process 1 was ended by SIGKILL; the rack goes on from step 2" in capfd.readouterr().err
+    expected, losses = in_step(settings, TWO)
+    require_close(tmp_path, expected)
+    for rack in range(2):
+        table = pd.read_csv(tmp_path / f"rack-{rack}" / "training.csv")
+        assert table["loss"].tolist() == pytest.approx([step[rack] for step in losses], rel=1e-5)
+    assert [result.steps for result in found.results] == [4, 4]
+    for replica in range(2):  # half of the windows each
+        traffic = json.loads((replica_folder(tmp_path, 0, replica) / "traffic.json").read_text())
+        assert traffic["sent"]["forward"]["training"]["items"] >= 4 * 2
+    finish_racks(tmp_path, racks_of(whole(), TWO), {})
+    assert not list(tmp_path.rglob("spool"))
+    assert not list(tmp_path.rglob("address.json"))
 
 
 def start(folder: Path) -> subprocess.Popen[str]:
@@ -115,17 +161,24 @@ def start(folder: Path) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
-def test_the_supervisor_ends_and_no_rack_is_left(
-    end: signal.Signals, tmp_path: Path, expected: tuple[Path, RacksTrained]
-) -> None:
-    supervisor = start(tmp_path)
-    wait_until(lambda: all((tmp_path / f"rack-{rack}" / "checkpoint-2").is_dir() for rack in range(2)))
-    racks = [psutil.Process(process_of(tmp_path, rack)) for rack in range(3)]
-    supervisor.send_signal(end)
-    supervisor.communicate(timeout=30)
-    _, alive = psutil.wait_procs(racks, timeout=10)
-    assert not [rack for rack in alive if rack.status() != psutil.STATUS_ZOMBIE]
+def listen_since(folder: Path, moment: float) -> bool:
+    """Whether all racks have begun to listen after a moment, by the clock."""
+    return all((folder / f"rack-{rack}" / "address.json").stat().st_mtime > moment for rack in range(3))
+
+
+def test_the_supervisor_ends_and_no_rack_is_left(tmp_path: Path, expected: tuple[Path, RacksTrained]) -> None:
+    """By Ctrl-C, then by a kill as soon as all are there again: the same command goes on each time."""
+    begun = -1.0
+    for end in (signal.SIGINT, signal.SIGKILL):
+        supervisor = start(tmp_path)
+        wait_until(lambda: all((tmp_path / f"rack-{rack}" / "checkpoint-2").is_dir() for rack in range(2)))
+        wait_until(lambda after=begun: listen_since(tmp_path, after))  # type: ignore[misc]
+        begun = time.time()
+        racks = [psutil.Process(process_of(tmp_path, rack)) for rack in range(3)]
+        supervisor.send_signal(end)
+        supervisor.communicate(timeout=30)
+        _, alive = psutil.wait_procs(racks, timeout=10)
+        assert not [rack for rack in alive if rack.status() != psutil.STATUS_ZOMBIE]
     require_same(tmp_path, in_processes(tmp_path), expected)
 
 
@@ -137,18 +190,3 @@ def test_an_error_is_the_run_s_in_one_line(tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
     racks = [process_of(tmp_path, rack) for rack in range(3) if (tmp_path / f"rack-{rack}" / "address.json").exists()]
     assert not [rack for rack in racks if psutil.pid_exists(rack)]
-
-
-def test_another_run_s_folder_is_refused(tmp_path: Path) -> None:
-    settings = replace(SETTINGS, steps=1, evaluate_every=1, save_every=1)
-    found = in_processes(tmp_path, settings)
-    assert [result.steps for result in found.results] == [1, 1, 1]
-    with pytest.raises(ValueError, match="its average was 'never', and now it is '3'; choose another -o"):
-        in_processes(tmp_path, settings, average=3)
-    finish_racks(tmp_path, racks_of(whole()), {"said": 1})
-    names = ["held_out.csv", "rack-0", "rack-1", "rack-2", "run.json", "training.csv"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == names
-    left = sorted(path.name for path in (tmp_path / "rack-0").iterdir())
-    assert left == [
-        "held_out.csv", "log.txt", "run.json", "tensorboard", "timeline.csv", "traffic.json", "training.csv"
-    ]  # fmt: skip

@@ -144,6 +144,11 @@ def test_what_a_run_goes_by(built: Any) -> None:
         ),
         (
             f"model_type: llama, {SIZES}",
+            ('racks: {ranges: ["0:2", "2:4"], replicas: 2}',),
+            "configuration:6: racks: replicas are processes that share a rack; add processes: true, or leave them out",
+        ),
+        (
+            f"model_type: llama, {SIZES}",
             ('racks: {ranges: ["0:2", "2:4"], average: often}',),
             "configuration:6: racks: codas are averaged never, always, or every N steps with N from 1, not 'often'",
         ),

@@ -20,7 +20,7 @@ eval_data: demo
 window: 16
 training: {steps: 30, batch: 4, learning_rate: 2e-3, schedule: linear, arguments: {weight_decay: 0.1, bf16: true}}
 """
-RACKS = 'racks: {ranges: ["0:2", "2:4"], coda: 2, processes: true, average: 50, ahead: 2}'
+RACKS = 'racks: {ranges: ["0:2", "2:4"], coda: 2, processes: true, average: 50, ahead: 2, replicas: 2}'
 LADDER = 'operations:\n  - ladder: {layers: "0:4"}'
 
 

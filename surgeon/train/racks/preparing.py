@@ -1,0 +1,125 @@
+"""What the processes of racks begin with, the commands that start them by hand, and what they leave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from surgeon.checkpoint.read import read_json
+from surgeon.train.arguments import share_of_batch
+from surgeon.train.racks.averaging import NEVER
+from surgeon.train.racks.build import assemble, rack_of
+from surgeon.train.racks.distilled import teacher_of
+from surgeon.train.racks.files import open_rack, save_rack
+from surgeon.train.racks.in_turn import RACK_FILE, RacksTrained, rack_folder
+from surgeon.train.racks.partition import Racks
+from surgeon.train.racks.run_files import (
+    PLAN_FILE,
+    RESULT_FILE,
+    START,
+    ProcessOptions,
+    RacksPlan,
+    new_token,
+    start_file,
+    teacher_file,
+    write_texts,
+)
+from surgeon.train.racks.task import check_settings, identity_of, own_settings, require_original
+from surgeon.train.resume import open_run
+from surgeon.train.run import RunFigures
+from surgeon.train.settings import TrainSettings
+from surgeon.train.texts import TrainTexts
+
+
+def prepare(
+    whole: PreTrainedModel,
+    racks: Racks,
+    texts: TrainTexts,
+    settings: TrainSettings,
+    folder: Path,
+    identity: Mapping[str, Any] | None = None,
+    seed: int | None = None,
+    device: str = "cpu",
+    options: ProcessOptions | None = None,
+    original: Callable[[], PreTrainedModel] | None = None,
+) -> RacksPlan:
+    """Write what the racks' processes begin with, unless it is there; arguments and errors as `train_in_processes`."""
+    check_settings(settings)
+    require_original(settings, original)
+    settings.steps_on(len(texts.training.ids))
+    options = options or ProcessOptions()
+    _check_shares(settings, options.replicas)
+    if options.pace and len(options.pace) != len(racks):
+        raise ValueError(f"there are {len(racks)} racks, and the pace of {len(options.pace)} is given")
+    averaged = {"processes": True, "average": str(options.average), "replicas": options.replicas}
+    of_racks = {**(identity or {})} | identity_of(racks, seed, settings.distillation) | averaged
+    data = {"data": texts.training.digest, "held_out": texts.held_out.digest}
+    open_run(folder, {**of_racks, "settings": own_settings(settings).to_json()} | data)
+    if (folder / PLAN_FILE).is_file():
+        plan = replace(RacksPlan.read(folder), options=options, device=device)
+        plan.write(folder)
+        return plan
+    (folder / START).mkdir(exist_ok=True)
+    for index in range(len(racks)):
+        save_rack(rack_of(whole, racks, index, seed), start_file(folder, index))
+    if settings.distillation is not None:
+        assert original is not None
+        teacher = original()
+        for index in range(len(racks)):
+            save_rack(teacher_of(teacher, racks, index), teacher_file(folder, index))
+    write_texts(folder, texts)
+    plan = RacksPlan(len(racks), of_racks, settings, options, device, new_token())
+    plan.write(folder)  # the last one: a run that has it is prepared
+    return plan
+
+
+def _check_shares(settings: TrainSettings, replicas: int) -> None:
+    """Refuse a batch that the processes of a rack cannot share out, and weights that they would."""
+    sharded = next((name for name in ("fsdp", "deepspeed") if settings.arguments.get(name)), None)
+    if sharded is not None and replicas > 1:
+        raise ValueError(f"each process of a rack holds all its weights; leave {sharded} out, or cut more racks")
+    windows = share_of_batch(settings, replicas)
+    if settings.batch % (windows * replicas):
+        raise ValueError(
+            f"{replicas} processes of {windows} windows each do not divide a batch of {settings.batch}; change --batch "
+            "or --micro-batch"
+        )
+
+
+def gather(whole: PreTrainedModel, racks: Racks, folder: Path) -> RacksTrained:
+    """What came of the racks of a run that is done.
+
+    Raises:
+        FileNotFoundError: if one is not.
+        ValueError: if a file is damaged.
+    """
+    folders = [rack_folder(folder, index) for index in range(len(racks))]
+    found = [open_rack(each / RACK_FILE) for each in folders]
+    results = tuple(RunFigures.from_json(read_json(each / RESULT_FILE)) for each in folders)
+    return RacksTrained(assemble(whole, racks, found), tuple(rack.coda() for rack in found[:-1]), results)
+
+
+def commands_by_hand(folder: Path, racks: int) -> list[str]:
+    """How the racks of a run that was prepared are started by hand; none where all are done.
+
+    Where several processes share a rack, they take the ports from the one that is given on.
+    """
+    if all((rack_folder(folder, index) / RESULT_FILE).is_file() for index in range(racks)):
+        return []
+    options, hosts = RacksPlan.read(folder).options, [f"HOST{index}:PORT{index}" for index in range(racks)]
+    averaged, replicas = options.average != NEVER, options.replicas
+    python = "python" if replicas == 1 else f"torchrun --standalone --nproc-per-node {replicas}"
+    peers = [range(racks) if averaged else range(max(0, index - 1), index) for index in range(racks)]
+    return [
+        " ".join(
+            [
+                *(python, "-m surgeon.train.racks.process", str(folder), str(index), "--listen", hosts[index]),
+                *(f"--peer {peer}={hosts[peer]}" for peer in peers[index] if peer != index),
+            ]
+        )
+        for index in range(racks)
+    ]
