@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from surgeon.checkpoint.companions import companions_of
 from surgeon.checkpoint.describe import Description, describe
-from surgeon.checkpoint.export import companions_of
 from surgeon.checkpoint.hunks import Hunk, hunks
 from surgeon.checkpoint.ranks import Layer, RankDifference, rank_differences
 from surgeon.checkpoint.read import Checkpoint, locate

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import surgeon
 from surgeon.checkpoint.card import write_card
+from surgeon.checkpoint.companions import companions_of
 from surgeon.checkpoint.describe import REPORT_FILE, Weights
 from surgeon.checkpoint.forms import PROGRAM, Layout, PlannedTensor, StoredModel, form_of, lay_out
 from surgeon.checkpoint.inherit import inherit
@@ -22,7 +23,7 @@ from surgeon.checkpoint.kept_factors import KeptFactors
 from surgeon.checkpoint.load import read_config, stored_program
 from surgeon.checkpoint.measured import Identity, Measured
 from surgeon.checkpoint.prove import Proof, original_model, prove, reference_of, require_alike
-from surgeon.checkpoint.read import Checkpoint, check_inside, locate
+from surgeon.checkpoint.read import Checkpoint, locate
 from surgeon.checkpoint.staging import check_space, check_target, is_full, scratch, show_bytes, staged
 from surgeon.checkpoint.tokenizer import keep_tokenizer_class
 from surgeon.checkpoint.training import Training, layers_by_recipe, layers_of_the_original
@@ -39,22 +40,6 @@ from surgeon.recipe import Recipe
 from surgeon.weights import FactorSource, Names, TruncatedSVD
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-# What belongs to a model beside its weights; never code, never pickles, and not the model card: what it says that still
-# holds goes into a card of the new one's own.
-COMPANIONS = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
-    "generation_config.json",
-    "chat_template*",
-    "LICENSE*",
-    "NOTICE*",
-    "USE_POLICY*",
-)
 FACTOR_ENDINGS = (".first.weight", ".second.weight")
 JSON_ALLOWANCE = 1 << 18  # room for the small files that are written beside the weights, in bytes
 
@@ -328,19 +313,6 @@ def check_apart(source: Path, target: Path) -> None:
         raise ValueError(
             f"the target {target} and the model's folder {source} must lie apart; choose another target with -o"
         )
-
-
-def companions_of(folder: Path) -> list[Path]:
-    """The files that belong to a model beside its configuration and weights: tokenizer, chat template, licence.
-
-    Raises:
-        ValueError: if one of them is a symbolic link out of the folder.
-    """
-    found = {path for pattern in COMPANIONS for path in folder.glob(pattern) if path.is_file()}
-    companions = sorted(path for path in found if path.suffix not in (".py", ".bin", ".pt", ".pth", ".pkl"))
-    for path in companions:
-        check_inside(folder, path)
-    return companions
 
 
 def written_config(plan: ExportPlan) -> dict[str, Any]:

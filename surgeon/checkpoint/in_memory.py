@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from surgeon.checkpoint.export import DTYPES, Original, companions_of, plan_export, write_export
+from surgeon.checkpoint.companions import companions_of
+from surgeon.checkpoint.export import DTYPES, Original, plan_export, write_export
 from surgeon.checkpoint.forms import PROGRAM, Layout, StoredModel
 from surgeon.checkpoint.prove import Proof
 from surgeon.checkpoint.read import Checkpoint
