@@ -1,4 +1,4 @@
-"""How threads that compute together wait for each other."""
+"""How many cores there are, and how threads that compute together wait for each other."""
 
 from __future__ import annotations
 
@@ -19,3 +19,8 @@ def wait_asleep() -> None:
     """
     if SPIN not in os.environ and POLICY not in os.environ:
         os.environ[SPIN] = LOOKS
+
+
+def usable_cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

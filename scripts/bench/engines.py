@@ -20,6 +20,7 @@ weights packed for oneDNN. It is measured in every round, alone and beside the n
 from __future__ import annotations
 
 import argparse
+import signal
 import subprocess
 import sys
 import tempfile
@@ -163,7 +164,7 @@ def measure(folder: Path, ranks: int, rooflines: Rooflines, options: argparse.Na
 def measure_row(row: Row, own: Surgeon, vllm: Measurer, rooflines: Rooflines, number: int) -> None:
     """One round of one cell; who comes first alternates."""
     cell = row.cell
-    engines = [(own, row.own), (vllm, row.vllm)]
+    engines: list[tuple[Surgeon | Measurer, Measured]] = [(own, row.own), (vllm, row.vllm)]
     with neighbour(cell.busy):
         for engine, found in engines if number % 2 == 0 else reversed(engines):
             found.add(cell.batch, *engine.measure(cell.batch, cell.prompt, cell.new))
@@ -212,16 +213,27 @@ def main() -> None:
     options = parser.parse_args()
     if options.new < 3:
         parser.error("--new must be at least 3: passes behind the first token are measured")
-    rooflines = Rooflines(SIZES[options.size])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # vLLM's processes would stand still for ever
+    rooflines, rows = Rooflines(SIZES[options.size]), list[Row]()
     with tempfile.TemporaryDirectory() as folder:
         model = random_model(Path(folder), options.size)
-        rows = [row for ranks in options.ranks for row in measure(model, ranks, rooflines, options)]
-    text = "\n".join([f"### {options.size}, float32", "", *lines(rows), ""])
-    print(text)
+        for ranks in options.ranks:
+            rows += measure(model, ranks, rooflines, options)
+            write(rows, options)
+    print(table(rows, options))
+
+
+def table(rows: Sequence[Row], options: argparse.Namespace) -> str:
+    """What has been measured so far."""
+    return "\n".join([f"### {options.size}, float32", "", *lines(rows), ""])
+
+
+def write(rows: Sequence[Row], options: argparse.Namespace) -> None:
+    """The table, and every round's figures beside it, if wanted."""
     record = [
         {"cell": vars(row.cell), "own": vars(row.own), "vllm": vars(row.vllm), "roofline": row.roofline} for row in rows
     ]
-    write_tables(options.output, [text], {"rows": record})
+    write_tables(options.output, [table(rows, options)], {"rows": record})
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from surgeon.runtime.comm.pipes import Receiver, Sender
 from surgeon.runtime.comm.quantised import Compressed, Compression
 from surgeon.runtime.comm.shared_memory import SharedMemoryCollectives
 from surgeon.runtime.processes.torchrun import RankLocation
+from surgeon.threads import usable_cores
 
 _SENDING = threading.Lock()  # a long message is sent in parts
 
@@ -171,11 +172,6 @@ def threads_per_rank(ranks: int) -> int:
     cores = usable_cores()
     wanted = os.environ.get("OMP_NUM_THREADS", "")
     return max(1, min(cores // ranks, int(wanted) if wanted.isdecimal() else cores))
-
-
-def usable_cores() -> int:
-    """How many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def serve(connection: Connection, channel: Sequence[int]) -> None:

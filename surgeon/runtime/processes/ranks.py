@@ -22,7 +22,7 @@ from surgeon.runtime.comm.collectives import StoreAddress
 from surgeon.runtime.comm.link import Link
 from surgeon.runtime.comm.quantised import Compression
 from surgeon.runtime.comm.shared_memory import create_memory
-from surgeon.runtime.processes.rank import RankError, RankSettings, usable_cores
+from surgeon.runtime.processes.rank import RankError, RankSettings
 from surgeon.runtime.processes.rank_process import JoinedRank, RankFailed, RankProcess, StartedRank, noted
 from surgeon.runtime.processes.rendezvous import rendezvous_at
 from surgeon.runtime.processes.torchrun import (
@@ -32,6 +32,7 @@ from surgeon.runtime.processes.torchrun import (
     ranks_of_this_machine,
     read_environment,
 )
+from surgeon.threads import usable_cores
 
 __all__ = ["RankFailed", "RankOptions", "Ranks", "check_sending", "choose_collectives", "choose_device", "early_ranks"]
 
