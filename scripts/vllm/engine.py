@@ -82,7 +82,11 @@ class Measurer:
         environment = vllm_environment(ranks, cache_gigabytes)
         # A group of its own, so that all of vLLM's processes can be stopped.
         self._process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
-        self._answer()
+        try:
+            self._answer()
+        except BaseException:
+            self.close()
+            raise
         self._signal(signal.SIGSTOP)
 
     def measure(self, batch: int, prompt: int, new: int) -> tuple[float, list[float]]:
