@@ -81,7 +81,7 @@ class Measurer:
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         environment = vllm_environment(ranks, cache_gigabytes)
         # A group of its own, so that all of vLLM's processes can be stopped.
-        self._process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+        self._process: Any = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
         try:
             self._answer()
         except BaseException:
