@@ -45,9 +45,9 @@ from surgeon.bench.timing import RankRun, load_timed, run_timed
 from surgeon.progress import progress
 from surgeon.runtime.batching.blocks import blocks_for
 from surgeon.runtime.batching.scheduler import Limits
+from surgeon.runtime.batching.windows import PASS_TOKENS
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.processes.ranks import RankOptions, Ranks
-from surgeon.runtime.service import PASS_TOKENS
 
 BUSY = "import os\nos.nice(19)\nwhile True: pass"
 CACHE_GIGABYTES = 3  # vLLM's; 32 texts of 1,024 tokens need 1.7
