@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from surgeon.analysis.averages import RunningAverages
 from surgeon.analysis.prefixes import PlanStates
 from surgeon.analysis.sharing import Extend, Join, Reach, RunStep, SharedPlan, Take, sublayers_in
 from surgeon.analysis.states import Held, States
@@ -19,7 +21,9 @@ from surgeon.execute import Partial, State, advance, fork_output, land
 from surgeon.families import family_of
 from surgeon.model import decoder_inputs, decoder_layers
 from surgeon.program import Fork, Program, Sublayer
-from surgeon.weights import FactorSource, ModelWeights
+from surgeon.weights import FactorSource, ModelWeights, module_with
+
+_LOOKING = Lock()  # what a decoder hands its layers is seen by standing in for them, which one thread at a time can
 
 
 class PlanMachine(ModelMachine):
@@ -35,8 +39,9 @@ class PlanMachine(ModelMachine):
     def __init__(
         self, model: PreTrainedModel, input_ids: Tensor, kept_bytes: int = 0, factors: FactorSource | None = None
     ) -> None:
-        self.stream, arguments = decoder_inputs(model, input_ids)
-        super().__init__(_OnDemand(model, kept_bytes, factors), arguments)
+        with _LOOKING:
+            self.stream, arguments = decoder_inputs(model, input_ids)
+            super().__init__(_OnDemand(model, kept_bytes, factors), arguments)
 
     def slot_of(self, attention: Sublayer) -> int:
         return attention.layers[0]
@@ -45,7 +50,8 @@ class PlanMachine(ModelMachine):
 class _OnDemand(EditedLayers):
     """Derives averages, slices and factors when they are asked for, and keeps none: a scan uses each of them once.
 
-    Where the weights are streamed, so is every other sublayer; those used last are kept, as the memory given allows.
+    Averages are made of the sums of those before them. Where the weights are streamed, so is every other sublayer;
+    those used last are kept, as the memory given allows.
     """
 
     def __init__(self, model: PreTrainedModel, kept_bytes: int, factors: FactorSource | None) -> None:
@@ -55,6 +61,18 @@ class _OnDemand(EditedLayers):
         self.streamed = streamed_layers(model)
         self.kept: OrderedDict[Sublayer, nn.Module] = OrderedDict()
         self.kept_bytes = kept_bytes
+        self.averages: RunningAverages | None = None
+
+    def derive(self, sublayer: Sublayer) -> nn.Module:
+        """As `EditedLayers` does."""
+        plain = sublayer.piece is None and not sublayer.ranks and not self.holds_factors
+        if len(sublayer.layers) == 1 or not plain or self.streamed is not None:
+            return super().derive(sublayer)
+        weights = self.weights()
+        if self.averages is None:
+            self.averages = RunningAverages(weights)
+        spec, layer = self.family.spec(sublayer.kind), self.layer(sublayer.layers[0])
+        return module_with(self.averages.tensors(sublayer), layer, spec, weights.head_dim)
 
     def owner(self, sublayer: Sublayer) -> nn.Module:
         if self.is_derived(sublayer):

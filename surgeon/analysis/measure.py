@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from surgeon.analysis.lanes import GoOn, lanes_for, parts_of, side_by_side
 from surgeon.analysis.machine import PlanMachine, run_plan
 from surgeon.analysis.order import by_layer
 from surgeon.analysis.prefixes import KeptStates, PlanStates
 from surgeon.analysis.sharing import SharedPlan, has_forks, share
 from surgeon.analysis.states import States
 from surgeon.analysis.walk import kept_bytes, raise_not_finite
+from surgeon.checkpoint.beside import one_at_a_time
 from surgeon.checkpoint.streamed import StreamedLayers, streamed_layers
 from surgeon.errors import is_out_of_memory
 from surgeon.families import family_of
 from surgeon.memory import free_bytes, resident_bytes, show_size
 from surgeon.program import Program
-from surgeon.quality.head import OutputHead, Quality, ReferencePredictions
+from surgeon.quality.head import OutputHead, Quality, ReferencePredictions, one_after_the_other
 from surgeon.weights import FactorSource, TruncatedSVD
 
 # On a CPU 4,096 tokens of a small model were a third slower than 2 x 2,048: what a layer computes outgrows the cache.
@@ -71,7 +74,7 @@ class MeasureOptions:
     """How programs are measured; checked as it is made.
 
     Attributes:
-        at_once: how many windows are run together.
+        at_once: how many windows are run together; on a CPU they are shared out to torch's threads.
         first: how many of them at first, if fewer; then as many as were run before, so that programs can be found
             done early.
         is_done: says which programs need no measurement on some windows.
@@ -123,16 +126,17 @@ def measure(
         OSError: if the disk is too small for hidden states.
     """
     programs, kept = list(programs), options.kept
-    run, at_once = _ChunkRun(model, dense, options, len(ids)), options.at_once
+    run, at_once = _ChunkRun(model, dense, options, ids, programs), options.at_once
     finished: dict[Program, int] = {}  # until which window, where a chunk had to be given up
     start = 0
     while start < len(ids):
         size = min(at_once, max(options.first or at_once, start))
         windows = range(start, min(start + size, len(ids)))
-        asked = programs if windows in options.references else [dense, *programs]
+        known = all(part in options.references for part in run.parts(windows))
+        asked = programs if known else [dense, *programs]
         needed = [p for p in asked if not options.is_done(p, windows) and finished.get(p, 0) < windows.stop]
         try:
-            for measured in run.measure(ids[start : windows.stop].to(model.device), windows, needed):
+            for measured in run.measure(windows, needed):
                 yield measured
                 finished[measured.program] = windows.stop
         except (RuntimeError, MemoryError) as error:
@@ -171,64 +175,95 @@ def streams_after(
     Yields:
         each program with its stream, (windows, tokens, hidden).
     """
-    run = _ChunkRun(model, dense, options, len(ids))
+    run = _ChunkRun(model, dense, options, ids)
     chunk = ids[windows.start : windows.stop].to(model.device)
-    yield from run.streams(chunk, windows, list(dict.fromkeys(programs)))
+    run.plan_for(list(dict.fromkeys(programs)))
+    yield from run.streams(chunk, windows)
 
 
 class _ChunkRun:
     """Measures programs on some windows; keeps the plan of the windows before where it is the same."""
 
-    def __init__(self, model: PreTrainedModel, dense: Program, options: MeasureOptions, all_windows: int) -> None:
-        self.model, self.dense, self.references = model, dense, options.references
-        self.memory, self.folder, self.ran = options.memory, options.folder, options.ran
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        dense: Program,
+        options: MeasureOptions,
+        ids: Tensor,
+        programs: Sequence[Program] = (),
+    ) -> None:
+        self.model, self.dense, self.ids, self.references = model, dense, ids, options.references
+        self.memory, self.folder, self.ran = options.memory, options.folder, one_at_a_time(options.ran)
         self.head = OutputHead(model)
-        self.all_windows, self.blocks = all_windows, options.blocks
+        self.blocks = options.blocks
         self.streamed = streamed_layers(model) is not None
         self.kept = None if self.streamed else options.kept
-        self.numbers: dict[int, int] = {}
         self.factors = options.factors or TruncatedSVD(remembers=True)
+        self.numbers: dict[int, int] = {}
         self.planned: list[Program] | None = None
         self.plan = SharedPlan((), (), {}, 0)
+        self.shares = not self.streamed and not any(s.ranks for program in programs for s in program.sublayers())
+        self.lock = Lock()
 
-    def measure(self, chunk: Tensor, windows: range, needed: list[Program]) -> Iterator[MeasuredWindows]:
+    def parts(self, windows: range) -> list[range]:
+        """The windows as they are shared out to threads; not where these would read or factorise the same weights."""
+        count = lanes_for(self.model.device, self.ids.shape[1], len(windows)) if self.shares else 1
+        return parts_of(windows, count)
+
+    def measure(self, windows: range, needed: list[Program]) -> Iterator[MeasuredWindows]:
         """The programs that need it on these windows, the dense one first unless its reference is kept."""
         if not needed:
             return
-        wanted = needed if windows in self.references or self.dense in needed else [self.dense, *needed]
+        parts = self.parts(windows)
+        known = all(part in self.references for part in parts)
+        wanted = needed if known or self.dense in needed else [self.dense, *needed]
         # All others are compared with it, and where it has forks one of them could be reached before it.
         first = [self.dense] if self.dense in wanted and has_forks(self.dense) else []
         for some in (first, [program for program in wanted if program not in first]):
-            for program, stream in self.streams(chunk, windows, some) if some else ():
-                quality = self._quality(program, stream, chunk, windows)
-                if program in needed:
-                    yield MeasuredWindows(program, windows.start, quality.cpu())
+            if some:
+                self.plan_for(some)
+                for program, found in side_by_side([partial(self._lane, part) for part in parts]):
+                    if program in needed:
+                        yield MeasuredWindows(program, windows.start, one_after_the_other(found))
 
-    def streams(self, chunk: Tensor, windows: range, wanted: list[Program]) -> Iterator[tuple[Program, Tensor]]:
-        """These programs with the stream after each, (windows, tokens, hidden), as they are reached."""
-        if wanted != self.planned:
-            self.plan, self.planned = share(wanted), wanted
-            if self.streamed:
-                self.plan = by_layer(self.plan, self.dense if self.dense in wanted else None)
-            if self.kept is not None:
-                self.numbers = self.kept.prefixes.registers(self.plan)
+    def plan_for(self, wanted: list[Program]) -> None:
+        """Plan how these programs are run, if they are others than those before."""
+        if wanted == self.planned:
+            return
+        self.plan, self.planned = share(wanted), wanted
+        if self.streamed:
+            self.plan = by_layer(self.plan, self.dense if self.dense in wanted else None)
+        if self.kept is not None:
+            self.numbers = self.kept.prefixes.registers(self.plan)
+
+    def _lane(self, windows: range, go_on: GoOn) -> Iterator[tuple[Program, Quality]]:
+        chunk = self.ids[windows.start : windows.stop].to(self.model.device)
+        for program, stream in self.streams(chunk, windows, go_on):
+            yield program, self._quality(program, stream, chunk, windows).cpu()
+
+    def streams(self, chunk: Tensor, windows: range, go_on: GoOn = lambda: None) -> Iterator[tuple[Program, Tensor]]:
+        """The planned programs with the stream after each, (windows, tokens, hidden), as they are reached."""
         streaming = None
         if self.streamed:
             beside = _factor_bytes(self.model, self.plan)
             streaming = streaming_room(self.model, chunk.numel(), self.memory, self.folder, beside)
         machine = PlanMachine(self.model, chunk, streaming.kept_bytes if streaming else 0, self.factors)
         kept = None if self.kept is None else PlanStates(self.kept, self.plan, self.numbers, windows)
-        plan, ran = self.plan if kept is None else kept.plan, partial(self._ran, len(windows))
+        plan = self.plan if kept is None else kept.plan
+
+        def ran(sublayers: int) -> None:
+            go_on()
+            self.ran(sublayers * len(windows) / len(self.ids))
+
         with States(plan, *((streaming.states_bytes, streaming.folder) if streaming else ())) as states:
             yield from run_plan(plan, machine, ran, states, kept)
-
-    def _ran(self, windows: int, sublayers: int) -> None:
-        self.ran(sublayers * windows / self.all_windows)
 
     def _quality(self, program: Program, stream: Tensor, chunk: Tensor, windows: range) -> Quality:
         if program != self.dense:
             return self.head.compare(stream, self.references[windows], self.blocks)
-        reference = self.references[windows] = self.head.reference(stream, chunk)
+        reference = self.head.reference(stream, chunk)
+        with self.lock:
+            self.references[windows] = reference
         if not reference.quality.nll.isfinite().all():
             raise_not_finite(self.model, chunk)
         own = reference.quality
@@ -332,7 +367,7 @@ def working_bytes(model: PreTrainedModel, plan: SharedPlan, tokens: int) -> int:
     """An upper estimate of what running a plan on this many tokens takes beside the model."""
     size: int = model.config.hidden_size * max(4, model.dtype.itemsize)
     states = (plan.peak_tensors + 2) * tokens * size  # and what a reference keeps
-    derived = _derived_bytes(model, plan) + _factor_bytes(model, plan)
+    derived = _derived_bytes(model, plan) * lanes_for(model.device, 1, tokens) + _factor_bytes(model, plan)
     return _FIRST_USE + int(_SLACK * (states + _activation_bytes(model, tokens))) + derived
 
 

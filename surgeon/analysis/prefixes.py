@@ -15,6 +15,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from threading import RLock
 from typing import NamedTuple
 
 from surgeon.analysis.sharing import Extend, Join, Reach, RunStep, SharedPlan, Take, Task, plan_of, reads
@@ -97,17 +98,19 @@ class _Kept:
 
 @dataclass
 class KeptStates:
-    """States of programs on windows of text, as many as fit.
+    """States of programs on windows of text, as many as fit. Several threads may use them.
 
     Attributes:
         limit: in bytes; see `shrink`.
         bytes: of what is kept now.
         prefixes: the numbers that they are known by.
+        lock: held while they are looked at or changed.
     """
 
     limit: int
     bytes: int = 0
     prefixes: Prefixes = field(default_factory=Prefixes)
+    lock: RLock = field(default_factory=RLock, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self._kept: dict[Place, _Kept] = {}
@@ -119,8 +122,9 @@ class KeptStates:
 
     def shrink(self, limit: int) -> None:
         """Keep no more than so many bytes from here on."""
-        self.limit = max(0, limit)
-        self._make_room()
+        with self.lock:
+            self.limit = max(0, limit)
+            self._make_room()
 
     def find(self, place: Place, landed: bool) -> State | None:
         """The state kept for a place, if it is one that serves where it has to be landed, or must not be."""
@@ -129,22 +133,24 @@ class KeptStates:
 
     def take(self, place: Place) -> State:
         """The state of a place that has one; it stays, and counts as used once more."""
-        found = self._kept[place]
-        found.uses += 1
-        self._rank(place, found)
-        return found.state
+        with self.lock:
+            found = self._kept[place]
+            found.uses += 1
+            self._rank(place, found)
+            return found.state
 
     def put(self, place: Place, state: State) -> None:
         """Keep a state, if there is room for it."""
-        size = held_bytes(state)
-        if size > self.limit or self.find(place, landed=state.pending is None) is not None:
-            return
-        if place in self._kept:
-            self._drop(place)
-        self._kept[place] = kept = _Kept(state, size, self.prefixes.sublayers[place.prefix])
-        self.bytes += size
-        self._rank(place, kept)
-        self._make_room()
+        with self.lock:
+            size = held_bytes(state)
+            if size > self.limit or self.find(place, landed=state.pending is None) is not None:
+                return
+            if place in self._kept:
+                self._drop(place)
+            self._kept[place] = kept = _Kept(state, size, self.prefixes.sublayers[place.prefix])
+            self.bytes += size
+            self._rank(place, kept)
+            self._make_room()
 
     def _rank(self, place: Place, kept: _Kept) -> None:
         kept.value = self._dropped + kept.uses * kept.sublayers / kept.bytes
@@ -175,10 +181,11 @@ class PlanStates:
 
     def __init__(self, kept: KeptStates, plan: SharedPlan, numbers: Mapping[int, int], windows: range) -> None:
         self.kept, self.numbers, self.windows = kept, numbers, windows
-        self.plan = resume(plan, numbers, self._is_kept)
-        # They are held here until the plan comes to them, whatever is dropped meanwhile.
-        takes = [task.prefix for task in self.plan.tasks if isinstance(task, Take)]
-        self._ready = {prefix: kept.take(self._place(prefix)) for prefix in takes}
+        with kept.lock:
+            self.plan = resume(plan, numbers, self._is_kept)
+            # They are held here until the plan comes to them, whatever is dropped meanwhile.
+            takes = [task.prefix for task in self.plan.tasks if isinstance(task, Take)]
+            self._ready = {prefix: kept.take(self._place(prefix)) for prefix in takes}
 
     def take(self, task: Take) -> State:
         """The state that a task asks for."""

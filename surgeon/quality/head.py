@@ -52,6 +52,15 @@ def joined(parts: Sequence[Quality]) -> tuple[NDArray[np.float64], NDArray[np.fl
     return nll.cpu().numpy(), divergence.cpu().numpy()
 
 
+def one_after_the_other(parts: Sequence[Quality]) -> Quality:
+    """Of windows that were measured in parts, all of them in order; parts of windows are there if all have them."""
+    if len(parts) == 1:
+        return parts[0]
+    blocks = [part.blocks for part in parts if part.blocks is not None]
+    nll, divergence = (torch.cat([getattr(part, name) for part in parts]) for name in ("nll", "divergence"))
+    return Quality(nll, divergence, torch.cat(blocks) if len(blocks) == len(parts) else None)
+
+
 @dataclass(frozen=True)
 class ReferencePredictions:
     """The original program's predictions on some windows.
