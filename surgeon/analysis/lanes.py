@@ -7,14 +7,14 @@ the machine has something else to do they mostly wait. Threads with windows of t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from itertools import pairwise
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
 
-from surgeon.checkpoint.beside import Beside
+from surgeon.checkpoint.beside import Beside, torch_threads
 from surgeon.program import Program
 
 T = TypeVar("T")
@@ -57,7 +57,7 @@ def side_by_side(lanes: Sequence[Callable[[GoOn], Iterator[tuple[Program, T]]]])
         return
     found: dict[Program, dict[int, T]] = {}
     news: SimpleQueue[Any] = SimpleQueue()
-    with _one_thread_each(), ExitStack() as running:
+    with torch_threads(1), ExitStack() as running:
         works = [running.enter_context(Beside(_Lane(number, lane, news))) for number, lane in enumerate(lanes)]
         left = len(works)
         while left:
@@ -88,13 +88,3 @@ class _Lane:
                 self.news.put((self.number, program, value))
         finally:
             self.news.put(self.number)
-
-
-@contextmanager
-def _one_thread_each() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

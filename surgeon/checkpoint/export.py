@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import surgeon
+from surgeon.checkpoint.beside import Background, Beside, one_at_a_time, torch_threads
 from surgeon.checkpoint.card import write_card
 from surgeon.checkpoint.companions import companions_of
 from surgeon.checkpoint.describe import REPORT_FILE, Weights
@@ -27,8 +28,8 @@ from surgeon.checkpoint.read import Checkpoint, locate
 from surgeon.checkpoint.staging import check_space, check_target, is_full, scratch, show_bytes, staged
 from surgeon.checkpoint.tokenizer import keep_tokenizer_class
 from surgeon.checkpoint.training import Training, layers_by_recipe, layers_of_the_original
-from surgeon.checkpoint.verify import Background, FileRecord, ReadBack
-from surgeon.checkpoint.write import shard_limit, split_into_shards, write_weights
+from surgeon.checkpoint.verify import FileRecord, ReadBack
+from surgeon.checkpoint.write import work_of_writing
 from surgeon.errors import did_you_mean
 from surgeon.families import Family, family_of
 from surgeon.model import check_layers
@@ -228,19 +229,10 @@ def write_export(
     check_target(target, overwrite)
     check_space(target.parent, plan.needed_bytes)
     told = _told_of(plan, recipe) if training is None else _told_of_training(plan, training)
-    with _one_core_left(), _factors_once(plan, target):
-        return _write_and_prove(plan, target, overwrite, told, advance, measured, alive)
-
-
-@contextmanager
-def _one_core_left() -> Iterator[None]:
-    """Leave a core to hashing: computing threads that wait for each other wait long where one of them has none."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(max(1, before - 1))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    # One thread for each of the things that go on side by side; factors are long work of one, and get all but one core.
+    threads = max(1, torch.get_num_threads() - 1) if plan.factors_are_made else 1
+    with torch_threads(threads), _factors_once(plan, target):
+        return _write_and_prove(plan, target, overwrite, told, one_at_a_time(advance), measured, alive)
 
 
 @contextmanager
@@ -268,19 +260,20 @@ def _write_and_prove(
 ) -> Proof:
     source, size = plan.original.checkpoint, plan.weight_bytes
     hashing = Background(source.model_hash)  # reads all files once more, beside everything else
-    with stretch(advance, size) as read:
-        reference = reference_of(source, plan.original.config, plan.program, read, plan.factors)
-    if alive is not None:
-        require_alike(reference, alive, {source.dtype(name) for name in source.names()})
     try:
         with staged(target, overwrite) as partial:
             _write_companions(partial, plan)
             read_back = ReadBack()
-            shards = split_into_shards(plan.tensors, shard_limit(source))
-            records = write_weights(partial, shards, advance, read_back.add)
-            with stretch(advance, (plan.passes - 2) * size) as read:
-                proof = prove(reference, partial, plan.layout.form, plan.tensors, read)
-            read_back.finish()
+            write = work_of_writing(source, plan.tensors, partial, advance, read_back.add)
+            with read_back, Beside(write) as writing:
+                with stretch(advance, size) as read:
+                    reference = reference_of(source, plan.original.config, plan.program, read, plan.factors)
+                if alive is not None:
+                    require_alike(reference, alive, {source.dtype(name) for name in source.names()})
+                records = writing.result()
+                with stretch(advance, (plan.passes - 2) * size) as read:
+                    proof = prove(reference, partial, plan.layout.form, plan.tensors, read)
+                read_back.finish()
             hashing.result()
             report = {"surgeon": surgeon.__version__, "source": source_record(plan.original)} | told
             write_json(partial / REPORT_FILE, report | _proven(proof, _with_others(partial, records)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from threading import Lock
 
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -28,6 +29,7 @@ class KeptFactors:
     def __init__(self, source: FactorSource, folder: Path | None = None) -> None:
         self.source = source
         self.folder = folder
+        self._making = Lock()  # so that threads that want the same factors make them once
 
     def factors(self, sublayer: Sublayer, role: str, matrix: WeightMatrix) -> Factors:
         """The kept ones, or new ones.
@@ -39,8 +41,9 @@ class KeptFactors:
         if self.folder is None:
             return self.source.factors(sublayer, role, matrix)
         path = self.folder / file_name(sublayer, role)
-        if not path.exists():
-            write_factors(path, self.source.factors(sublayer, role, matrix))
+        with self._making:
+            if not path.exists():
+                write_factors(path, self.source.factors(sublayer, role, matrix))
         return _read(path)
 
 

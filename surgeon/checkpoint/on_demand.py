@@ -2,13 +2,17 @@
 
 The model is built without numbers (on PyTorch's meta device), by the very class that is to be run. While it runs,
 every operation that is given one of its parameters gets the stored tensor instead, in float32: a linear map a block of
-rows at a time, an embedding only the rows of its tokens. So memory holds a few blocks, whatever the model's size.
+rows at a time (blocks side by side where torch leaves cores idle), an embedding only the rows of its tokens. So memory
+holds a few blocks, whatever the model's size.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -20,6 +24,7 @@ from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from surgeon.checkpoint.beside import cores, in_order
 from surgeon.families import Family
 from surgeon.weights import Names, Store
 
@@ -53,6 +58,22 @@ class WeightsOnDemand(TorchFunctionMode):
         self.stored = {
             id(parameter): (name, stored[name]) for name, parameter in self.parameters.items() if name in stored
         }
+        self.at_once = max(1, cores() // torch.get_num_threads())
+        self.pool: ThreadPoolExecutor | None = None
+
+    def __enter__(self) -> WeightsOnDemand:
+        enter: Any = super().__enter__
+        enter()
+        self.pool = ThreadPoolExecutor(self.at_once)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        leave: Any = super().__exit__
+        leave(kind, error, trace)
+        assert self.pool is not None
+        self.pool.shutdown()
 
     def __torch_function__(
         self, func: Any, types: Any, args: Iterable[Any] = (), kwargs: dict[str, Any] | None = None
@@ -77,20 +98,23 @@ class WeightsOnDemand(TorchFunctionMode):
         return self.read(value).tensor().float() if id(value) in self.stored else value
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """`functional.linear`, a block of output features at a time."""
+        """`functional.linear`, a block of output features at a time, several blocks in threads side by side."""
+        assert self.pool is not None
         step = max(1, BLOCK // max(1, weight.shape[1]))
-        outputs = [
-            functional.linear(x, block.float())
-            for rows in self.read(weight).rows(READ_AT_ONCE * step)
-            for block in rows.split(step)
-        ]
-        output = torch.cat(outputs, dim=-1)
+        blocks = (block for rows in self.read(weight).rows(READ_AT_ONCE * step) for block in rows.split(step))
+        product = partial(_product, x, torch.is_inference_mode_enabled())
+        output = torch.cat(list(in_order(self.pool, product, blocks, 2 * self.at_once)), dim=-1)
         return output if bias is None else output + self.whole(bias)
 
     def embedding(self, ids: Tensor, weight: Tensor, *_: Any, **__: Any) -> Tensor:
         """`functional.embedding`, of which only the rows looked up are read."""
         rows, place = ids.unique(return_inverse=True)
         return self.read(weight).tensor()[rows].float()[place]
+
+
+def _product(x: Tensor, inference: bool, block: Tensor) -> Tensor:
+    with torch.inference_mode(inference), torch.no_grad():  # a thread has modes of its own
+        return functional.linear(x, block.float())
 
 
 _BY_ROWS: dict[Any, Any] = {

@@ -1,19 +1,22 @@
-"""Whether files hold what was written: sizes and SHA-256, kept in surgeon.json and compared with what is read back."""
+"""Whether files hold what was written: read back at once, and later by sizes and SHA-256, kept in surgeon.json."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Thread
-from typing import Any, Generic, TypeVar
+from types import TracebackType
+from typing import Any
 
+from surgeon.checkpoint.beside import Beside
 from surgeon.checkpoint.read import blocks_of, check_inside, read_json
 
-T = TypeVar("T")
+# What a file should hold, in order: bytes, or a number of those that are not compared here.
+Expected = Callable[[], Iterable[bytes | memoryview | int]]
 
 
 @dataclass(frozen=True)
@@ -34,43 +37,28 @@ class FileRecord:
         return cls(size, digest.hexdigest())
 
 
-class Background(Generic[T]):
-    """Work in a thread of its own, which does not keep a program from ending."""
-
-    def __init__(self, work: Callable[[], T]) -> None:
-        self._work = work
-        self._done: list[T] = []
-        self._error: BaseException | None = None
-        self._thread = Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._done.append(self._work())
-        except Exception as error:  # noqa: BLE001 - handed to whoever asks for the result
-            self._error = error
-
-    def result(self) -> T:
-        """Wait for the work's end; raises what it raised."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._done[0]
-
-
 class ReadBack:
-    """Puts files on the disk and reads them back, one after the other, while something else goes on.
+    """Puts files on the disk and compares them with what they should hold, one after the other, beside something else.
 
-    `finish` waits until all are done.
+    `finish` waits until all are done; where it is not come to, leaving the block around it ends the work.
     """
 
     def __init__(self) -> None:
-        self._files: SimpleQueue[tuple[Path, FileRecord] | None] = SimpleQueue()
-        self._work = Background(self._check_all)
+        self._files: SimpleQueue[tuple[Path, Expected] | None] = SimpleQueue()
+        self._work = Beside(self._check_all)
 
-    def add(self, path: Path, record: FileRecord) -> None:
+    def __enter__(self) -> ReadBack:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._files.put(None)
+        self._work.__exit__(kind, error, trace)
+
+    def add(self, path: Path, expected: Expected) -> None:
         """Check this file as soon as those before it are done."""
-        self._files.put((path, record))
+        self._files.put((path, expected))
 
     def finish(self) -> None:
         """Wait for all files.
@@ -81,12 +69,34 @@ class ReadBack:
         self._files.put(None)
         self._work.result()
 
-    def _check_all(self) -> None:
+    def _check_all(self, go_on: Callable[[], None]) -> None:
         while (item := self._files.get()) is not None:
-            path, record = item
+            path, expected = item
+            go_on()
             sync(path)
-            if FileRecord.of(path) != record:
+            if not _holds(path, expected, go_on):
                 raise OSError(f"{path.name} does not read back as it was written; is the disk sound?")
+
+
+def _holds(path: Path, expected: Expected, go_on: Callable[[], None]) -> bool:
+    """Whether a file has these bytes and no others."""
+    with path.open("rb", buffering=0) as file:
+        for content in expected():
+            go_on()
+            if isinstance(content, int):
+                file.seek(content, os.SEEK_CUR)
+            elif not _goes_on_with(file, content):
+                return False
+        return file.tell() == os.fstat(file.fileno()).st_size
+
+
+def _goes_on_with(file: FileIO, content: bytes | memoryview) -> bool:
+    """Whether these are the next bytes of an unbuffered file."""
+    found: Any = bytearray(len(content))  # which compares itself with any other bytes at once, as a memoryview does not
+    count = 0
+    while count < len(found) and (more := file.readinto(memoryview(found)[count:])):
+        count += more
+    return count == len(found) and bool(found == content)
 
 
 def sync(path: Path) -> None:

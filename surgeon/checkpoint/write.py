@@ -9,6 +9,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from surgeon.checkpoint.forms import PlannedTensor
 from surgeon.checkpoint.header import DTYPES
 from surgeon.checkpoint.read import BLOCK, INDEX_FILE, SINGLE_FILE, Checkpoint
-from surgeon.checkpoint.verify import FileRecord
+from surgeon.checkpoint.verify import Expected, FileRecord
 from surgeon.progress import Advance
 from surgeon.provenance import write_json
 
@@ -50,16 +51,36 @@ def split_into_shards(tensors: Sequence[PlannedTensor], limit: int | None) -> di
     return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, start=1)}
 
 
+def work_of_writing(
+    source: Checkpoint,
+    tensors: Sequence[PlannedTensor],
+    folder: Path,
+    advance: Advance,
+    written: Callable[[Path, Expected], None],
+) -> Callable[[Callable[[], None]], dict[str, FileRecord]]:
+    """`write_weights` in files like the source's, as work for `Beside`."""
+
+    def work(go_on: Callable[[], None]) -> dict[str, FileRecord]:
+        def told(amount: float) -> None:
+            go_on()
+            advance(amount)
+
+        return write_weights(folder, split_into_shards(tensors, shard_limit(source)), told, written)
+
+    return work
+
+
 def write_weights(
     folder: Path,
     shards: dict[str, list[PlannedTensor]],
     advance: Advance,
-    written: Callable[[Path, FileRecord], None] = lambda *_: None,
+    written: Callable[[Path, Expected], None] = lambda *_: None,
 ) -> dict[str, FileRecord]:
     """Write all files, and their index if there are several.
 
     Args:
-        written: told of each weight file as soon as it is whole.
+        written: told of each weight file as soon as it is whole, and what it should hold: everything but the values
+            that are rounded as they are stored, which are compared when they are proven.
 
     Returns:
         What each weight file holds, by its name.
@@ -70,7 +91,7 @@ def write_weights(
     records = {}
     for name, tensors in shards.items():
         records[name] = _write_file(folder / name, tensors, advance)
-        written(folder / name, records[name])
+        written(folder / name, partial(_expected, tensors))
     if len(shards) > 1:
         total = sum(tensor.num_bytes for tensors in shards.values() for tensor in tensors)
         weight_map = {tensor.name: name for name, tensors in shards.items() for tensor in tensors}
@@ -98,12 +119,10 @@ def header_of(tensors: Sequence[PlannedTensor]) -> bytes:
 
 
 def _write_file(path: Path, tensors: Sequence[PlannedTensor], advance: Advance) -> FileRecord:
-    # Wide elements first, so that every tensor begins at a multiple of its element's size.
-    ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
     digest, size = hashlib.sha256(), 0
     try:
         with path.open("wb") as file:
-            for content, told in _contents(ordered):
+            for content, told in _contents(tensors):
                 digest.update(content)
                 file.write(content)
                 size += len(content)
@@ -115,13 +134,27 @@ def _write_file(path: Path, tensors: Sequence[PlannedTensor], advance: Advance) 
     return FileRecord(size, digest.hexdigest())
 
 
+def _in_file(tensors: Sequence[PlannedTensor]) -> list[PlannedTensor]:
+    """Wide elements first, so that every tensor begins at a multiple of its element's size."""
+    return sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+
+
 def _contents(tensors: Sequence[PlannedTensor]) -> Iterator[tuple[bytes | memoryview, int]]:
     """A file's bytes, a block at a time, each with how many of them belong to tensors."""
-    header = header_of(tensors)
-    yield header, 0
-    for planned in tensors:
+    yield header_of(_in_file(tensors)), 0
+    for planned in _in_file(tensors):
         for block in content_of(planned):
             yield block, len(block)
+
+
+def _expected(tensors: Sequence[PlannedTensor]) -> Iterator[bytes | memoryview | int]:
+    """The same once more; of values that are rounded, which `prove` compares, only how many bytes they take."""
+    yield header_of(_in_file(tensors))
+    for planned in _in_file(tensors):
+        if planned.rounded:
+            yield planned.num_bytes
+        else:
+            yield from content_of(planned)
 
 
 def content_of(planned: PlannedTensor) -> Iterator[memoryview]:

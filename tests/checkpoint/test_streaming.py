@@ -19,7 +19,7 @@ from surgeon.checkpoint.export import Original
 from surgeon.checkpoint.on_demand import WeightsOnDemand
 from surgeon.checkpoint.prove import original_model, reference_of
 from surgeon.checkpoint.read import Checkpoint, Stored
-from surgeon.checkpoint.verify import Background, FileRecord, ReadBack, verify
+from surgeon.checkpoint.verify import Expected, FileRecord, ReadBack, verify
 from surgeon.families import FAMILIES
 from surgeon.memory import resident_bytes
 from surgeon.program import Program
@@ -101,8 +101,9 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     Path("/proc/self/clear_refs").write_text("5")
     before = resident_bytes()
     run_export(tmp_path / "source", tmp_path / "target", "A0 F0 [A1 A2] [F1 F2] [A3 A4] [F3 F4] A5 F5 A6 F6 A7 F7")
-    # The largest tensor, of a fused layer, takes 8 MB in float32. All weights in float32: 111 MB.
-    assert most_resident() - before < 60 * 2**20
+    # The largest tensor, of a fused layer, takes 8 MB in float32, and what is written, run and read back side by side
+    # has some of them each. All weights in float32: 111 MB.
+    assert most_resident() - before < 85 * 2**20
 
 
 def test_surgeon_json_says_what_every_file_holds(tmp_path: Path) -> None:
@@ -148,17 +149,17 @@ def test_reports_that_record_nothing(tmp_path: Path, report: Any, said: str) -> 
         verify(tmp_path, tmp_path / "surgeon.json")
 
 
-def test_files_are_read_back_while_something_else_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [b"abd", b"ab", b"abcd", b""])
+def test_files_are_read_back_while_something_else_goes_on(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "good").write_bytes(b"abc")
-    (tmp_path / "bad").write_bytes(b"abd")
-    record = FileRecord.of(tmp_path / "good")
+    (tmp_path / "bad").write_bytes(content)
     check = ReadBack()
-    check.add(tmp_path / "good", record)
+    check.add(tmp_path / "good", lambda: [b"a", 1, memoryview(b"c")])
     check.finish()
-    check = ReadBack()
-    check.add(tmp_path / "bad", record)
-    with pytest.raises(OSError, match="bad does not read back as it was written"):
-        check.finish()
+    with ReadBack() as check:
+        check.add(tmp_path / "bad", lambda: [b"ab", b"c"])
+        with pytest.raises(OSError, match="bad does not read back as it was written"):
+            check.finish()
 
 
 def test_what_is_written_and_not_there_afterwards_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,19 +167,13 @@ def test_what_is_written_and_not_there_afterwards_is_refused(tmp_path: Path, mon
     save_source(tmp_path / "source", num_layers=3)
     add = ReadBack.add
 
-    def rots(self: ReadBack, path: Path, record: FileRecord) -> None:
+    def rots(self: ReadBack, path: Path, expected: Expected) -> None:
         content = bytearray(path.read_bytes())
         content[-4] ^= 1
         path.write_bytes(content)
-        add(self, path, record)
+        add(self, path, expected)
 
     monkeypatch.setattr(ReadBack, "add", rots)
     with pytest.raises(OSError, match="model.safetensors does not read back"):
         run_export(tmp_path / "source", tmp_path / "out" / "target", "A0 F0 A2 F2")
     assert list((tmp_path / "out").iterdir()) == []
-
-
-def test_work_in_the_background_hands_over_its_result_and_its_error() -> None:
-    assert Background(lambda: 5).result() == 5
-    with pytest.raises(ZeroDivisionError):
-        Background(lambda: 1 // 0).result()

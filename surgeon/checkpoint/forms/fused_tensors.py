@@ -109,7 +109,7 @@ class FusedPlanner(TensorPlanner):
         return tensors
 
     def _weight(self, sublayers: tuple[Sublayer, ...], projection: Projection, weights: ModelWeights) -> Computed:
-        """(out_features, in_features) of all sublayers; float32 if there are several."""
+        """(out_features, in_features) of all sublayers; float32 where several have their norms' gains folded in."""
         matrices = [self._matrix(sublayer, projection, weights) for sublayer in sublayers]
         if len(matrices) == 1:
             return matrices[0]
@@ -129,7 +129,7 @@ class FusedPlanner(TensorPlanner):
     def _columns(self, matrices: list[Tensor], sublayers: tuple[Sublayer, ...]) -> Iterator[Tensor]:
         """Rows that have the columns of all matrices."""
         for first in range(0, len(matrices[0]), ROWS):
-            parts = [matrix[first : first + ROWS].float() for matrix in matrices]
+            parts = [matrix[first : first + ROWS] for matrix in matrices]
             yield self._in_turn(parts, sublayers, dim=1)
 
     def _bias(self, sublayers: tuple[Sublayer, ...], projection: Projection, weights: ModelWeights) -> Tensor:
