@@ -7,6 +7,8 @@ The rows are in kind those of Ladder Residual's table 3 (dense, attention || MLP
 2 to 4 (dense, and 2 or 4 native tracks that meet every D layers: tracks-2-D), on a model that one core trains in
 minutes. All of them see the same windows in the same order; those with the dense model's layers begin with its weights.
 Native tracks have as many parameters in their layers as the dense model, and narrower embeddings: both are printed.
+The rows sliced-2-D are the post-hoc way: the trained dense model of the same seed cut into tracks, and healed with a
+fifth of its steps at a fifth of its rate.
 FOLDER/ROW-SEED.run is a run's folder, which `surgeon report` takes. Killed, the same command goes on where it was, and
 runs that are there are not made again. --sweep tries learning rates on the dense model, judged by training text that no
 run learns from; --table prints the table of what is there, and runs nothing.
@@ -24,21 +26,27 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
+from surgeon.checkpoint.read import Checkpoint
+from surgeon.model import edit, restore
 from surgeon.provenance import provenance, write_table
 from surgeon.quality.data import DEMO
 from surgeon.quality.sources import DEMO_TRAINING
 from surgeon.quality.summary import Values, interval
 from surgeon.quality.text import logits_of, text_values
 from surgeon.train.resume import RECORD_FILE, finish_run, read_record
-from surgeon.train.scratch.build import blueprint
+from surgeon.train.run import train
+from surgeon.train.scratch.build import Blueprint, blueprint
 from surgeon.train.scratch.config import ScratchConfig, parse_config
-from surgeon.train.scratch.run import train_blueprint
+from surgeon.train.scratch.run import ScratchTrained, train_blueprint
 from surgeon.train.scratch.tracks import count_parameters
 from surgeon.train.scratch.write import story_of
+from surgeon.train.texts import TrainTexts
 
 DENSE = "dense"
 LAYERS = 8
@@ -59,6 +67,8 @@ tokenizer: demo
 data: {DEMO_TRAINING}
 """
 ALL = f"0:{LAYERS}"
+SLICED, SHORTER = "sliced-", 5  # so many times fewer steps than dense has had, at as much lower a rate
+TRAINED_MODEL = "model"  # of a dense run, in its folder: what sliced rows begin with
 PROGRAMS = {
     DENSE: "",
     "attention-mlp": f'operations: [{{fuse_attention_mlp: {{layers: "{ALL}"}}}}]',
@@ -68,6 +78,10 @@ PROGRAMS = {
         f"tracks-{count}-{depth}": f"tracks: {{count: {count}, depth: {depth}}}"
         for count in (2, 4)
         for depth in (1, 2, 4, 8)
+    },
+    **{
+        f"{SLICED}2-{depth}": f'operations: [{{tracks: {{layers: "{ALL}", count: 2, depth: {depth}}}}}]'
+        for depth in (2, 4)
     },
 }
 
@@ -80,15 +94,19 @@ class ScratchRun:
     seed: int
     rate: float
 
+    @property
+    def sliced(self) -> bool:
+        """Whether it is cut out of the trained dense model, and healed."""
+        return self.row.startswith(SLICED)
+
     def config(self, arguments: argparse.Namespace, judged_by: str | None) -> ScratchConfig:
         """What it trains; judged by the end of the training text where no other text is given."""
-        steps = arguments.steps
+        shorter = SHORTER if self.sliced else 1
+        steps, rate = arguments.steps // shorter, self.rate / shorter
         every = math.ceil(steps / MEASUREMENTS)
         lines = [PROGRAMS[self.row], f"window: {arguments.window}", f"eval_tokens: {arguments.eval_tokens}"]
         lines += [] if judged_by is None else [f"eval_data: {judged_by}"]
-        training = (
-            f"steps: {steps}, batch: {arguments.batch}, learning_rate: {self.rate}, warmup: {max(1, steps // 20)}"
-        )
+        training = f"steps: {steps}, batch: {arguments.batch}, learning_rate: {rate}, warmup: {max(1, steps // 20)}"
         more = f"seed: {self.seed}, evaluate_every: {every}, save_every: {every}, arguments: {{weight_decay: 0.1}}"
         model = MODEL.format(width=arguments.width, neurons=arguments.width * 8 // 3)
         return parse_config("\n".join([model, *lines, f"training: {{{training}, {more}}}"]), self.row)
@@ -101,14 +119,28 @@ def measure(run: ScratchRun, arguments: argparse.Namespace, folder: Path, judged
     plan = blueprint(run.config(arguments, judged_by))
     texts = plan.texts()
     print(f"{folder.name}: {plan.parameters:,} parameters; {texts.line()}", flush=True)
-    found = train_blueprint(plan, texts, folder)
+    found = _healed(run, plan, texts, folder) if run.sliced else train_blueprint(plan, texts, folder)
     assert found is not None
+    if run.row == DENSE:
+        restore(found.whole.model).save_pretrained(folder / TRAINED_MODEL)
     values, _ = text_values(logits_of(found.whole.model.eval()), texts.held_out.ids, shown=False)
     write_table(folder / WINDOWS, pd.DataFrame({"nll": values}))
     story = story_of(plan, texts, found)
     sizes = count_parameters(plan.architecture)
     known = {"row": run.row, "parameters": sum(sizes), "parameters_in": sizes._asdict()}
     finish_run(folder, provenance(run.row, "", seed=run.seed, **known, **story))
+
+
+def _healed(run: ScratchRun, plan: Blueprint, texts: TrainTexts, folder: Path) -> ScratchTrained | None:
+    """The dense model of this seed, as it was trained, changed to a program and trained on."""
+    dense = folder.parent / f"{DENSE}-{run.seed}.run" / TRAINED_MODEL
+    if not dense.is_dir():
+        raise FileNotFoundError(f"there is no {dense} to cut slices out of; run the row {DENSE} first")
+    model = edit(AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32), plan.program)
+    known = plan.identity() | {"begins": Checkpoint(dense).model_hash()}
+    settings = plan.config.settings
+    found = train(model, texts, settings, folder, None, plan.program, known)
+    return None if found is None else ScratchTrained(found, settings.method)
 
 
 def is_whole(folder: Path) -> bool:

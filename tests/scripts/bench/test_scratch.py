@@ -58,6 +58,17 @@ def test_rows_are_of_one_size(row: str) -> None:
     assert found.config.settings.save_every == 150
 
 
+def test_slices_are_cut_out_of_the_trained_dense_model(tmp_path: Path) -> None:
+    arguments = scratch._parse(["-o", "x", "--steps", "500"])
+    found = blueprint(scratch.ScratchRun("sliced-2-4", 2, 1e-3).config(arguments, "demo"))
+    assert (found.config.settings.steps, found.config.settings.rate) == (100, 2e-4)
+    assert str(found.program).startswith("{A0/2:0 F0/2:0 A1/2:0")
+    with pytest.raises(
+        FileNotFoundError, match=r"no .*dense-0.run/model to cut slices out of; run the row dense first"
+    ):
+        scratch.main(["-o", str(tmp_path), "--rows", "sliced-2-4", "--seeds", "1", "--steps", "10"])
+
+
 def test_unknown_rows_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         scratch.main(["-o", "x", "--rows", "dense,lader"])
