@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "surgeon"
 # A module may import from its own group and from those above it; a folder stands for all its modules. `demo` is only
 # data (a model's folder and text) and the command of that name lies in `cli`.
 GROUPS = [
-    ["program", "errors", "progress", "memory", "provenance", "journal", "safe_yaml", "threads", "demo"],
+    ["program", "errors", "progress", "memory", "provenance", "journal", "safe_yaml", "threads", "beside", "demo"],
     ["families"],
     ["execute", "weights", "edited_layers", "model", "operations", "recipe"],
     ["analysis", "quality", "checkpoint", "train", "runtime", "cost"],

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts fi
 
 from scripts.bench.tables import Worse, worse
 from surgeon.provenance import versions, write_text
-from surgeon.runtime.processes.rank import usable_cores
+from surgeon.threads import usable_cores
 
 PROJECT = Path(__file__).resolve().parents[2]
 MEASURED = PROJECT / "docs" / "measured"

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from surgeon.checkpoint.beside import Beside, torch_threads
+from surgeon.beside import Beside, torch_threads
 from surgeon.program import Program
 
 T = TypeVar("T")

@@ -22,7 +22,7 @@ from surgeon.analysis.prefixes import KeptStates, PlanStates
 from surgeon.analysis.sharing import SharedPlan, has_forks, share
 from surgeon.analysis.states import States
 from surgeon.analysis.walk import kept_bytes, raise_not_finite
-from surgeon.checkpoint.beside import one_at_a_time
+from surgeon.beside import one_at_a_time
 from surgeon.checkpoint.streamed import StreamedLayers, streamed_layers
 from surgeon.errors import is_out_of_memory
 from surgeon.families import family_of

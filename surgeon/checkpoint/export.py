@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import surgeon
-from surgeon.checkpoint.beside import Background, Beside, one_at_a_time, torch_threads
+from surgeon.beside import Background, Beside, one_at_a_time, torch_threads
 from surgeon.checkpoint.card import write_card
 from surgeon.checkpoint.companions import companions_of
 from surgeon.checkpoint.describe import REPORT_FILE, Weights

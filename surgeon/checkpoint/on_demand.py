@@ -24,8 +24,9 @@ from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from surgeon.checkpoint.beside import cores, in_order
+from surgeon.beside import in_order
 from surgeon.families import Family
+from surgeon.threads import usable_cores
 from surgeon.weights import Names, Store
 
 BLOCK = 1 << 20  # elements of a weight that are held in float32 at a time: they stay in the processor's cache
@@ -58,7 +59,7 @@ class WeightsOnDemand(TorchFunctionMode):
         self.stored = {
             id(parameter): (name, stored[name]) for name, parameter in self.parameters.items() if name in stored
         }
-        self.at_once = max(1, cores() // torch.get_num_threads())
+        self.at_once = max(1, usable_cores() // torch.get_num_threads())
         self.pool: ThreadPoolExecutor | None = None
 
     def __enter__(self) -> WeightsOnDemand:

@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any
 
-from surgeon.checkpoint.beside import Beside
+from surgeon.beside import Beside
 from surgeon.checkpoint.read import blocks_of, check_inside, read_json
 
 # What a file should hold, in order: bytes, or a number of those that are not compared here.

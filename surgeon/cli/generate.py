@@ -156,7 +156,8 @@ def generate(
             **drafts,
         )
         with Service(model, options, tokenizer, started) as service:
-            print(service.capacity.line(), file=sys.stderr)
+            if service.capacity.texts(service.capacity.longest) < options.max_batch:
+                print(service.capacity.line(), file=sys.stderr)  # some texts have to wait for others
             streams = [service.submit(ids, sampling) for ids in tokens]
             usages = _write_all([*texts.values()], streams, as_json, bool(drafts))
             place = f"{options.ranks.device}, {options.ranks.collectives}{sending.words}"

@@ -72,7 +72,7 @@ def test_text_on_stdout_and_figures_on_stderr(
     assert f"ranks    {ranks} (cpu, " in err
     assert f"{0 if ranks == 1 else 8} all-reduces per token, as the program has" in err
     assert re.search(r"decode   \d+ tokens at [\d.]+ tokens/s", err)
-    assert "room for 1 text of up to " in err
+    assert "room for" not in err  # said where some texts have to wait for others
 
 
 def test_other_dtypes_and_ways_of_decoding(tiny_checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -194,7 +194,7 @@ def test_a_flood_leaves_the_server_whole(chat_model: Path) -> None:
             assert psutil.Process(server.process.pid).num_fds() < 110
         assert httpx2.get(f"{server.url}/health", timeout=10).status_code == 200
         assert server.post("/v1/completions", prompt="a", max_tokens=2).status_code == 200
-        assert len(server.lines) == 1
+        assert len(server.lines) == 2  # where it serves, and how many texts fit
     finally:
         server.close()
 

@@ -85,8 +85,8 @@ def _check_shares(settings: TrainSettings, replicas: int) -> None:
     windows = share_of_batch(settings, replicas)
     if settings.batch % (windows * replicas):
         raise ValueError(
-            f"{replicas} processes of {windows} windows each do not divide a batch of {settings.batch}; change --batch "
-            "or --micro-batch"
+            f"{replicas} processes of {windows} windows each do not divide a batch of {settings.batch}; change the "
+            "batch or the micro-batch"
         )
 
 

@@ -117,7 +117,7 @@ def test_as_many_processes_as_were_prepared(refused: Any, tmp_path: Path) -> Non
     said = refused(ProcessOptions(replicas=2), "0")
     wanted = "a rack of this run has 2 processes, and this one has 1; start it with torchrun --standalone --nproc-per-"
     assert wanted in said
-    with pytest.raises(ValueError, match="3 processes cannot share a batch of 4 windows; change --batch"):
+    with pytest.raises(ValueError, match="3 processes cannot share a batch of 4 windows; change the batch"):
         prepared(tmp_path / "other", ProcessOptions(replicas=3))
     sharded, two = replace(SHORT, arguments={"fsdp": True}), ProcessOptions(replicas=2)
     with pytest.raises(ValueError, match="holds all its weights; leave fsdp out, or cut more racks"):

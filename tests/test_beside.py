@@ -9,7 +9,7 @@ from threading import Event, Thread
 
 import pytest
 
-from surgeon.checkpoint.beside import Background, Beside, in_order, one_at_a_time
+from surgeon.beside import Background, Beside, in_order, one_at_a_time
 
 
 def test_work_in_the_background_hands_over_its_result_and_its_error() -> None:
