@@ -70,6 +70,12 @@ FIGURES = [
     Figure("runtime", "scripts/bench/runtime.py --vllm-python {vllm} --vllm-avx2", 60),
     Figure("runtime-int8", "scripts/bench/runtime.py --links 10MB/s 10MB/s+int8 --batch 8 --new 32 --rounds 2", 15),
     Figure("vllm", "scripts/vllm/bench.py --vllm-python {vllm} --rounds 1 --new 64 --prompt 32 --avx2", 40),
+    Figure(
+        "engines",
+        "scripts/bench/engines.py --vllm-python {vllm} --ranks 1 2 --prompt 64 --prefill 512 --prefill-batch 1",
+        20,
+    ),
+    Figure("loading", "scripts/bench/loading.py --layers 12", 5),
     Figure("scan", "scripts/bench/scan.py --every 3 --threads 1", 35),
     Figure("memory", "scripts/bench/memory.py --tokens 128 --every 4", 12),
     Figure("export", "scripts/bench/export.py --size 8GB --no-faults", 10),
