@@ -98,11 +98,14 @@ class TrainingTask:
         held_out: measures it meanwhile.
         towards: has its loss; None for the text's.
         callbacks: are called by the Trainer, after those of the run itself.
+        uses_all: whether every parameter that is trained has a share in every loss. Processes that train a model
+            together then need not find out from its outputs, which a loss of streams inside it does not come from.
     """
 
     held_out: Measure
     towards: LossParts | None = None
     callbacks: Sequence[TrainerCallback] = ()
+    uses_all: bool = False
 
 
 def train(
@@ -165,6 +168,8 @@ def _train(
     if task is not None and settings.distillation is not None:
         raise ValueError("a model with a task of its own is not distilled as well; leave the distillation out")
     task = task or TrainingTask(*_teaching(original, program, texts, settings, folder, known))
+    if task.uses_all and arguments.ddp_find_unused_parameters is None:
+        arguments.ddp_find_unused_parameters = False
     caches = model.config.use_cache
     model = prepared(model, settings, program)
     with _run(model, texts, settings, arguments, task, checkpoint) as (trainer, recorder):

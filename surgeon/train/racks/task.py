@@ -99,7 +99,7 @@ def rack_task(
     measure: Measure = RackHeldOut(rack, held_out, source, sink)
     if teacher is None or distillation is None:
         return TrainingTask(measure, RackLoss(rack, source, sink))
-    return TrainingTask(measure, DistilledRackLoss(rack, teacher, distillation, source, sink))
+    return TrainingTask(measure, DistilledRackLoss(rack, teacher, distillation, source, sink), uses_all=True)
 
 
 def own_settings(settings: TrainSettings) -> TrainSettings:

@@ -164,6 +164,10 @@ def test_processes_come_to_the_same_bits(tmp_path: Path) -> None:
     for mine, theirs in zip(*(weights(tmp_path / name, 2) for name in ("turn", "once")), strict=True):
         assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
     assert others.results[1].after.divergence == pytest.approx(found.results[1].after.divergence, rel=1e-5)
+    shared = replace(options, replicas=2)  # two processes for each rack: the same up to rounding
+    train_in_processes(model, racks, TEXTS, settings, tmp_path / "shared", original, options=shared)
+    for mine, theirs in zip(*(weights(tmp_path / name, 2) for name in ("turn", "shared")), strict=True):
+        assert all(torch.allclose(mine[name], theirs[name], atol=1e-5) for name in theirs)
     with pytest.raises(ValueError, match="of another run: its distillation was"):
         train_in_turn(model, racks, TEXTS, replace(settings, distillation=None), tmp_path / "turn", original)
 
