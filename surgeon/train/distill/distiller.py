@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -79,6 +79,18 @@ class Distillation:
         return tuple(name for name in PARTS if getattr(self, name))
 
 
+class Taught(NamedTuple):
+    """What a teacher says of some windows.
+
+    Attributes:
+        target: its predictions; None where they are not asked for.
+        streams: its own, (windows, tokens, hidden), by the student's nodes.
+    """
+
+    target: TeacherTarget | None
+    streams: dict[int, Tensor]
+
+
 class Distiller:
     """Computes the loss of a student.
 
@@ -108,15 +120,11 @@ class Distiller:
     def _prepare(self, teacher: PreTrainedModel) -> None:
         if self.distillation.kept is not None:
             raise ValueError("the distillation asks for kept logits; give a KeptLogits in place of a model")
-        own = program_of(teacher)
-        steps = family_of(teacher.config).steps_per_layer
-        self.num_layers = len(own) // steps
-        if own != Program.dense(self.num_layers, steps):
-            raise ValueError("the teacher runs an edited program; use the original (surgeon.restore brings it back)")
+        own = require_unedited_teacher(teacher)
         teacher.eval().requires_grad_(False)
         if self.distillation.hidden:
-            self.counterparts = counterparts(self.program, self.num_layers)
-            self.steps_per_layer = steps
+            steps = family_of(teacher.config).steps_per_layer
+            self.counterparts = counterparts(self.program, len(own) // steps)
             if not isinstance(decoder_layers(teacher), EditedLayers):
                 edit(teacher, own)
 
@@ -146,40 +154,82 @@ class Distiller:
         """
         input_ids = batch["input_ids"]
         labels = functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)  # what each token is to predict
-        predicted = labels != IGNORED
-        items = predicted.sum().clamp_min(1) if num_items is None else num_items
-        target, wanted = self._ask_teacher(batch)
+        items = (labels != IGNORED).sum().clamp_min(1) if num_items is None else num_items
+        taught = self._ask_teacher(batch)
         nodes = [one.node for one in self.counterparts]
         with watched_streams(model, nodes, len(self.program)) as streams:
             logits = model(input_ids=input_ids, use_cache=False).logits
-        settings = self.distillation
-        task = LogitsTask(target, labels.flatten(), settings.temperature, settings.logits, settings.text)
-        loss, divergence, nll = task.loss(logits.flatten(0, 1))
-        sums = {"logits": divergence, "text": nll}
-        if self.counterparts:
-            errors = [relative_error(streams[one.node], wanted[one.node], predicted) for one in self.counterparts]
-            hidden = torch.stack([error.to(loss.device) for error in errors]).mean()
-            loss = loss + settings.hidden * hidden
-            sums["hidden"] = hidden.detach()
-        return {"loss": loss / items, **{name: sums[name] / items for name in settings.parts}}
+        return parts_of_loss(self.distillation, logits, labels, streams, taught, items)
 
-    def _ask_teacher(self, batch: Mapping[str, Tensor]) -> tuple[TeacherTarget | None, dict[int, Tensor]]:
+    def _ask_teacher(self, batch: Mapping[str, Tensor]) -> Taught:
         """What it predicts, and its streams by the student's nodes."""
         if self.kept is not None:
-            return self.kept.read(batch["index"]), {}
+            return Taught(self.kept.read(batch["index"]), {})
         assert self.teacher is not None
-        input_ids = batch["input_ids"]
-        if self.teacher.device != input_ids.device and not hasattr(self.teacher, "hf_device_map"):
-            self.teacher.to(input_ids.device)  # type: ignore[arg-type] # transformers wraps it untyped
-        places = {one.node: one.layer * self.steps_per_layer for one in self.counterparts}
-        with torch.no_grad(), watched_streams(self.teacher, sorted(places.values()), None) as streams:
-            if not self.distillation.logits:
-                self.teacher.base_model(input_ids=input_ids, use_cache=False)
-                target = None
-            else:
-                logits = self.teacher(input_ids=input_ids, use_cache=False).logits
-                target = FullLogits(logits.flatten(0, 1), self.distillation.temperature)
-        return target, {node: streams[place] for node, place in places.items()}
+        return ask_teacher(self.teacher, batch["input_ids"], self.counterparts, self.distillation)
+
+
+def require_unedited_teacher(teacher: PreTrainedModel) -> Program:
+    """The program of a teacher, its layers one after the other.
+
+    Raises:
+        ValueError: if it runs another one.
+    """
+    own, steps = program_of(teacher), family_of(teacher.config).steps_per_layer
+    if own != Program.dense(len(own) // steps, steps):
+        raise ValueError("the teacher runs an edited program; use the original (surgeon.restore brings it back)")
+    return own
+
+
+def ask_teacher(
+    teacher: PreTrainedModel, input_ids: Tensor, places: Sequence[Counterpart], distillation: Distillation
+) -> Taught:
+    """What a teacher in memory says of some windows, (windows, tokens); it goes where they are.
+
+    Args:
+        places: of the streams.
+        distillation: whether predictions are asked for, and at which temperature.
+    """
+    if teacher.device != input_ids.device and not hasattr(teacher, "hf_device_map"):
+        teacher.to(input_ids.device)  # type: ignore[arg-type] # transformers wraps it untyped
+    steps = family_of(teacher.config).steps_per_layer
+    nodes = {one.node: one.layer * steps for one in places}
+    with torch.no_grad(), watched_streams(teacher, sorted(nodes.values()), None) as streams:
+        if not distillation.logits:
+            teacher.base_model(input_ids=input_ids, use_cache=False)
+            target = None
+        else:
+            logits = teacher(input_ids=input_ids, use_cache=False).logits
+            target = FullLogits(logits.flatten(0, 1), distillation.temperature)
+    return Taught(target, {node: streams[place] for node, place in nodes.items()})
+
+
+def parts_of_loss(
+    distillation: Distillation,
+    logits: Tensor,
+    labels: Tensor,
+    streams: Mapping[int, Tensor],
+    taught: Taught,
+    items: int | Tensor,
+) -> dict[str, Tensor]:
+    """A student's loss with its gradient, and its parts that have a weight, each without it and without a gradient.
+
+    Args:
+        logits: the student's, (windows, tokens, vocabulary).
+        labels: (windows, tokens), what each token is to predict; IGNORED where nothing is.
+        streams: the student's, by node.
+        items: what every sum over tokens is divided by.
+    """
+    task = LogitsTask(taught.target, labels.flatten(), distillation.temperature, distillation.logits, distillation.text)
+    loss, divergence, nll = task.loss(logits.flatten(0, 1))
+    sums = {"logits": divergence, "text": nll}
+    if taught.streams:
+        predicted = labels != IGNORED
+        errors = [relative_error(streams[node], wanted, predicted) for node, wanted in taught.streams.items()]
+        hidden = torch.stack([error.to(loss.device) for error in errors]).mean()
+        loss = loss + distillation.hidden * hidden
+        sums["hidden"] = hidden.detach()
+    return {"loss": loss / items, **{name: sums[name] / items for name in distillation.parts}}
 
 
 def relative_error(student: Tensor, teacher: Tensor, predicted: Tensor) -> Tensor:

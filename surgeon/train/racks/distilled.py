@@ -13,6 +13,7 @@ its own.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,11 +23,15 @@ from transformers import PreTrainedModel
 
 from surgeon.checkpoint.stretch import fed
 from surgeon.families import family_of
-from surgeon.model import program_of
-from surgeon.program import Program
 from surgeon.train.distill.counterparts import Counterpart, counterparts
-from surgeon.train.distill.distiller import Distillation, relative_error, watched_streams
-from surgeon.train.distill.logits_loss import IGNORED, FullLogits, LogitsTask
+from surgeon.train.distill.distiller import (
+    Distillation,
+    ask_teacher,
+    parts_of_loss,
+    require_unedited_teacher,
+    watched_streams,
+)
+from surgeon.train.distill.logits_loss import IGNORED
 from surgeon.train.racks.build import rack_of
 from surgeon.train.racks.model import RackModel
 from surgeon.train.racks.partition import Racks
@@ -43,11 +48,8 @@ def teacher_of(original: PreTrainedModel, racks: Racks, index: int) -> RackModel
     Raises:
         ValueError: if it runs an edited program, or is another model than the program is of.
     """
-    steps = family_of(original.config).steps_per_layer
-    layers = len(program_of(original)) // steps
-    dense = Program.dense(layers, steps)
-    if program_of(original) != dense:
-        raise ValueError("the teacher runs an edited program; use the original (surgeon.restore brings it back)")
+    dense = require_unedited_teacher(original)
+    layers = len(dense) // family_of(original.config).steps_per_layer
     places = {one.node: one.layer for one in counterparts(racks.program, layers)}
     ends = [places[end] for end in racks.ends]
     cut = Racks.parse([f"{start}:{end}" for start, end in zip([0, *ends], ends, strict=False)], dense, 0)
@@ -75,12 +77,13 @@ class DistilledRackLoss:
         source: StreamSource | None,
         sink: StreamSink | None,
     ) -> None:
-        self.rack, self.teacher, self.distillation = rack, teacher, distillation
+        self.rack, self.teacher = rack, teacher
+        self.own = distillation if rack.is_last else replace(distillation, logits=0.0, text=1.0)
         self.source, self.sink = source, sink
-        nodes, self.first_layer = rack.racks.ranges[rack.index].nodes, teacher.racks.ranges[teacher.index].layers.start
+        nodes, first_layer = rack.racks.ranges[rack.index].nodes, teacher.racks.ranges[teacher.index].layers.start
         layers = teacher.racks.ranges[-1].layers.stop
         self.counterparts = [
-            Counterpart(one.node - nodes.start, one.layer - self.first_layer)
+            Counterpart(one.node - nodes.start, one.layer - first_layer)
             for one in counterparts(rack.racks.program, layers)
             if nodes.start < one.node <= nodes.stop
         ]
@@ -90,50 +93,17 @@ class DistilledRackLoss:
         """As `LossParts` has it."""
         ids, places = inputs["input_ids"], stretch_of(inputs["place"])
         incoming = [None, None] if self.source is None else self.source.take(places).chunk(2, dim=-1)
-        wanted, original, target = self._ask_teacher(ids, incoming[1])
+        teacher: Any = self.teacher.model
+        with fed(teacher, incoming[1]) as stretch:
+            taught = ask_teacher(teacher, ids, self.counterparts, self.own)
+            original = stretch.outgoing
         nodes = [one.node for one in self.counterparts]
         length = len(self.rack.layers.program)
         with fed(model, incoming[0]) as layers, watched_streams(model, nodes, length) as streams:
             logits = model(input_ids=ids, use_cache=False).logits
             assert layers.outgoing is not None
+            assert original is not None
             if self.sink is not None:
                 self.sink.give(places, torch.cat([layers.outgoing, original.to(layers.outgoing)], dim=-1))
-        return self._parts(ids, streams, wanted, logits, target)
-
-    def _parts(
-        self,
-        ids: Tensor,
-        streams: Mapping[int, Tensor],
-        wanted: Mapping[int, Tensor],
-        logits: Tensor,
-        target: FullLogits | None,
-    ) -> dict[str, Tensor]:
-        asked = self.distillation
         labels = functional.pad(ids[:, 1:], (0, 1), value=IGNORED)
-        items = (labels != IGNORED).sum()
-        errors = [relative_error(streams[node], wanted[node], labels != IGNORED) for node in wanted]
-        hidden = torch.stack(errors).mean() / items
-        weights = (asked.logits, asked.text) if self.rack.is_last else (0.0, 1.0)
-        task = LogitsTask(target, labels.flatten(), asked.temperature, *weights)
-        loss, divergence, nll = task.loss(logits.flatten(0, 1))
-        found = {"loss": asked.hidden * hidden + loss / items, "hidden": hidden.detach()}
-        found |= {} if target is None else {"logits": divergence / items}
-        return found | ({"text": nll / items} if weights[1] else {})
-
-    @torch.no_grad()
-    def _ask_teacher(self, ids: Tensor, incoming: Tensor | None) -> tuple[dict[int, Tensor], Tensor, FullLogits | None]:
-        """The original's streams by the student's nodes, the one that is handed on, and what it predicts."""
-        model: Any = self.teacher.model
-        if model.device != ids.device:
-            model.to(ids.device)
-        steps = self.teacher.layers.family.steps_per_layer
-        places = {one.node: one.layer * steps for one in self.counterparts}
-        target = None
-        with fed(model, incoming) as layers, watched_streams(model, sorted(places.values()), None) as streams:
-            if self.rack.is_last and self.distillation.logits:
-                logits = model(input_ids=ids, use_cache=False).logits
-                target = FullLogits(logits.flatten(0, 1), self.distillation.temperature)
-            else:
-                model.base_model(input_ids=ids, use_cache=False)
-            assert layers.outgoing is not None
-            return {node: streams[place] for node, place in places.items()}, layers.outgoing, target
+        return parts_of_loss(self.own, logits, labels, streams, taught, (labels != IGNORED).sum())
