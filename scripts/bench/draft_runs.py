@@ -11,9 +11,9 @@ from pathlib import Path
 
 from scripts.bench.wavefront import Racks
 from surgeon.quality.data import DEMO, load_windows
-from surgeon.runtime.batching.blocks import blocks_for
 from surgeon.runtime.batching.request import Request, Sampling
 from surgeon.runtime.batching.scheduler import Limits, Output
+from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.comm.link import Link
 from surgeon.runtime.model.engine import Figures
 from surgeon.runtime.plan.specification import Plan

@@ -43,9 +43,8 @@ from scripts.vllm.engine import Measurer
 from surgeon.bench.measure import Load
 from surgeon.bench.timing import RankRun, load_timed, run_timed
 from surgeon.progress import progress
-from surgeon.runtime.batching.blocks import blocks_for
 from surgeon.runtime.batching.scheduler import Limits
-from surgeon.runtime.batching.windows import PASS_TOKENS
+from surgeon.runtime.batching.windows import PASS_TOKENS, blocks_for
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.processes.ranks import RankOptions, Ranks
 

@@ -28,8 +28,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from surgeon.runtime.batching.blocks import blocks_for
 from surgeon.runtime.batching.sequence import Row, Wanted
+from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.comm.collectives import Alone, Counts
 from surgeon.runtime.comm.link import Line, Link, SystemClock
 from surgeon.runtime.model.engine import RankEngine
@@ -113,7 +113,7 @@ class Stretch:
         self.first, self.end = first, end
         blocks = blocks_for(plan.max_tokens)
         self._cache = self.engine.new_cache(blocks)
-        self._runs = [(0, blocks)]
+        self._runs = ([(0, blocks)],)
         self._angles = self.engine._turn(plan.max_tokens)
         self.pace = 0.0
 

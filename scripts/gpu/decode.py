@@ -35,10 +35,10 @@ from transformers.utils import logging
 
 from surgeon.program import Program, Step
 from surgeon.provenance import command_line, versions, write_text
-from surgeon.runtime.batching.blocks import blocks_for
 from surgeon.runtime.batching.request import Request, Sampling
 from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.batching.sequence import Row, Wanted
+from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.comm.collectives import Alone
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.model.layers import Attention
@@ -195,7 +195,9 @@ def continued(engine: RankEngine, texts: Load) -> tuple[list[list[int]], list[fl
     """New tokens of every text, and the seconds of every decode pass."""
     prompts = texts.prompts(engine.plan.vocabulary)
     cache = engine.reusable_cache(texts.batch * texts.blocks)
-    rows = [Row(0, prompt, [(text * texts.blocks, texts.blocks)], Wanted.BEST) for text, prompt in enumerate(prompts)]
+    rows = [
+        Row(0, prompt, ([(text * texts.blocks, texts.blocks)],), Wanted.BEST) for text, prompt in enumerate(prompts)
+    ]
     newest = engine.step(rows, cache).best
     found, seconds = [newest], []
     for start in range(texts.prompt, texts.prompt + texts.new - 1):

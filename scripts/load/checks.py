@@ -15,7 +15,7 @@ import httpx2
 
 from scripts.load.cases import Case
 from scripts.load.server import COMPLETIONS, LONGEST_SECONDS, Server, serving
-from surgeon.runtime.batching.blocks import blocks_for
+from surgeon.runtime.batching.windows import blocks_for
 
 DEADLINE_SECONDS = 10  # after a rank's death, for every answer and the end of the process
 STUCK_SECONDS = 60  # after which the server gives up a rank that is stopped

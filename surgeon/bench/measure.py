@@ -15,9 +15,9 @@ from statistics import fmean
 import torch
 
 from surgeon.bench.timing import PassTiming, RankRun, load_timed, run_timed
-from surgeon.runtime.batching.blocks import blocks_for
 from surgeon.runtime.batching.request import Request, Sampling
 from surgeon.runtime.batching.scheduler import Limits
+from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.processes.ranks import Ranks

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from surgeon.execute import Partial, Pending
-from surgeon.runtime.batching.blocks import blocks_for
 from surgeon.runtime.batching.request import Request, Sampling
 from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.batching.sequence import Row
+from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.comm.collectives import Collectives
 from surgeon.runtime.model.engine import RankEngine, Results
 from surgeon.runtime.model.layers import Attention, Pass

@@ -22,7 +22,7 @@ from surgeon.cost.shapes import ModelShapes
 from surgeon.cost.work import Forward, RankWork, Sent
 from surgeon.memory import show_size
 from surgeon.program import Fork, Node, Program, Step, Sublayer
-from surgeon.runtime.batching.blocks import BLOCK_TOKENS
+from surgeon.runtime.batching.windows import BLOCK_TOKENS
 from surgeon.runtime.plan.memory import footprint
 from surgeon.runtime.plan.placement import Group, Work, assigned_branches, rank_work
 from surgeon.runtime.plan.specification import Plan

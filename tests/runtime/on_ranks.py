@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from surgeon.runtime.batching.blocks import blocks_for
 from surgeon.runtime.batching.request import Request
 from surgeon.runtime.batching.scheduler import Limits, Tally
 from surgeon.runtime.batching.sequence import Row, Wanted
+from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.comm.collectives import Collectives, Counts
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.plan.specification import Plan
@@ -48,7 +48,8 @@ def chunked_logits(engine: RankEngine, chunks: list[Tensor]) -> Iterator[Tensor]
     cache = engine.new_cache(texts * blocks)
     for chunk in chunks:
         rows = [
-            Row(start, tokens.tolist(), [(text * blocks, blocks)], Wanted.NOTHING) for text, tokens in enumerate(chunk)
+            Row(start, tokens.tolist(), ([(text * blocks, blocks)],), Wanted.NOTHING)
+            for text, tokens in enumerate(chunk)
         ]
         yield engine.logits(rows, cache).unflatten(0, chunk.shape)
         start += chunk.shape[1]
@@ -178,7 +179,7 @@ def continued(engine: RankEngine, prompts: Tensor, new_tokens: int) -> Continued
     texts, length = prompts.shape
     blocks = blocks_for(length + new_tokens)
     cache, start, newest, found = engine.new_cache(texts * blocks, texts), 0, prompts[:, : length // 2], list[Tensor]()
-    runs = [[(block * texts + text, 1) for block in range(blocks)] for text in range(texts)]
+    runs = [([(block * texts + text, 1) for block in range(blocks)],) for text in range(texts)]
     while len(found) <= new_tokens:
         rows = [Row(start, row.tolist(), own, Wanted.LOGITS) for row, own in zip(newest, runs, strict=True)]
         engine.figures.decode.layers = Counts()

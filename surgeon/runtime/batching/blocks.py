@@ -25,8 +25,6 @@ from typing import NamedTuple
 from surgeon.runtime.batching.prefixes import ROOT, KnownPrefixes
 from surgeon.runtime.batching.windows import BLOCK_TOKENS, Windows, blocks_for, first_block, most_held
 
-__all__ = ["BLOCK_TOKENS", "GONE", "BlockPool", "BlockRun", "BlockTable", "Gaps", "HeldBlocks", "Prefix", "blocks_for"]
-
 BlockRun = tuple[int, int]  # first block, number of blocks
 
 GONE = -1  # in place of the first block: so many blocks were given back, and nobody reads there

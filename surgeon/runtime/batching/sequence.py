@@ -39,25 +39,19 @@ class Row(NamedTuple):
     Attributes:
         start: how many of the sequence's tokens are in the cache.
         tokens: the next ones.
-        runs: the sequence's blocks, with room for these tokens; of the cache's first group, if it has several.
+        runs: the sequence's blocks in each group of the cache, with room for these tokens.
         wanted: of the last token; of every token where they were drafted.
         targets: of the others, and of the last one too while the prompt goes on behind it; None if nobody asks.
         drafted: whether its tokens have been through the first rack already, one in each of the passes that drafted
             those behind the first of them; such rows come first in a pass, and those with the most tokens first.
-        further_runs: the blocks of the cache's other groups.
     """
 
     start: int
     tokens: list[int]
-    runs: list[BlockRun]
+    runs: tuple[list[BlockRun], ...]
     wanted: Wanted
     targets: Targets | None = None
     drafted: bool = False
-    further_runs: tuple[list[BlockRun], ...] = ()
-
-    def runs_of(self, group: int) -> list[BlockRun]:
-        """The sequence's blocks in one group of the cache."""
-        return self.further_runs[group - 1] if group else self.runs
 
 
 @dataclass(eq=False)
@@ -145,8 +139,7 @@ class ScheduledChunk(NamedTuple):
         """
         sequence, first = self.sequence, self.sequence.computed
         tokens = sequence.tokens[first : first + self.tokens]
-        runs, *further = sequence.held.runs
-        return Row(first, [*tokens, *drafts], runs, self.wanted, self.targets, bool(drafts), tuple(further))
+        return Row(first, [*tokens, *drafts], sequence.held.runs, self.wanted, self.targets, bool(drafts))
 
     def drafting_row(self, drafts: Several[int]) -> Row:
         """What the ranks compute to draft one more token, or to have the last one drafted go through the first rack.
@@ -157,5 +150,4 @@ class ScheduledChunk(NamedTuple):
         sequence = self.sequence
         newest = drafts[-1] if drafts else sequence.tokens[-1]
         wanted = sequence.wanted if len(drafts) < self.drafts else Wanted.NOTHING
-        runs, *further = sequence.held.runs
-        return Row(sequence.computed + len(drafts), [newest], runs, wanted, further_runs=tuple(further))
+        return Row(sequence.computed + len(drafts), [newest], sequence.held.runs, wanted)

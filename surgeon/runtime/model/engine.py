@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from surgeon.checkpoint.read import Checkpoint
-from surgeon.runtime.batching.blocks import BLOCK_TOKENS, blocks_for
 from surgeon.runtime.batching.request import UNDEFINED, TokenLogprob, UndefinedLogits
 from surgeon.runtime.batching.sequence import Row, Wanted
+from surgeon.runtime.batching.windows import BLOCK_TOKENS, blocks_for
 from surgeon.runtime.comm.collectives import Collectives
 from surgeon.runtime.model.coda import RankCoda
 from surgeon.runtime.model.ends import Ends, Index, Vocabulary
@@ -108,8 +108,8 @@ class RankEngine(RankProgram):
 
         Args:
             texts: that are going to be computed together; with more of them its buffers grow.
-            grouped: whether attentions with a window keep no more than that (`cache_groups`); rows have a list of runs
-                for each group then. Otherwise a row's blocks are those of all attentions.
+            grouped: whether attentions with a window keep no more than that (`cache_groups`); rows have blocks in
+                each group then. Otherwise a row's blocks are those of all attentions.
         """
         spare = 0 if self._static is None else self._static.spare_blocks
         like = self.vocabulary.embedding
@@ -206,7 +206,7 @@ class RankEngine(RankProgram):
     def text_logits(self, tokens: list[int]) -> Tensor:
         """Logits of one text, (tokens, vocabulary), on every rank, with a cache of its own."""
         blocks = blocks_for(len(tokens))
-        return self.logits([Row(0, tokens, [(0, blocks)], Wanted.NOTHING)], self.new_cache(blocks))
+        return self.logits([Row(0, tokens, ([(0, blocks)],), Wanted.NOTHING)], self.new_cache(blocks))
 
     def greedy(self, prompt: list[int], new_tokens: int) -> list[int]:
         """Continue one text with the most likely tokens, the same on every rank: without a scheduler or rank 0.
@@ -218,7 +218,7 @@ class RankEngine(RankProgram):
         blocks = blocks_for(len(prompt) + new_tokens)
         cache, start, newest = self.new_cache(blocks), 0, prompt
         while len(found) < new_tokens:
-            best = self.step([Row(start, newest, [(0, blocks)], Wanted.BEST)], cache).best
+            best = self.step([Row(start, newest, ([(0, blocks)],), Wanted.BEST)], cache).best
             if UNDEFINED in best:
                 raise UndefinedLogits(f"the model's logits are not finite after {start + len(newest)} tokens")
             start, newest = start + len(newest), best

@@ -26,9 +26,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from surgeon.runtime.batching.blocks import BLOCK_TOKENS, BlockRun
+from surgeon.runtime.batching.blocks import BlockRun
 from surgeon.runtime.batching.sequence import Row
-from surgeon.runtime.batching.windows import Windows
+from surgeon.runtime.batching.windows import BLOCK_TOKENS, Windows
 from surgeon.runtime.model.ends import Index
 from surgeon.runtime.model.layers import Angles, Rebuild, Weighting, attention
 
@@ -156,8 +156,8 @@ class PagedLayout:
         for row in rows:
             end = row.start + len(row.tokens)
             positions.append(slice(row.start, end))
-            for group in range(len(places)):
-                places[group] += stretches(row.runs_of(group), row.start, end)
+            for found, runs in zip(places, row.runs, strict=True):
+                found.extend(stretches(runs, row.start, end))
             if len(row.tokens) > 1:
                 self._parts.append(_Chunk(first, row, cache, angles))
             elif self._parts and isinstance(self._parts[-1], _Singles):
@@ -290,7 +290,7 @@ class _Cached:
     def _rebuilt(self, slot: int, first: int) -> tuple[Tensor, Tensor]:
         """Those of a slot in rank space from a token on, (N, K, D) each."""
         cache = self._cache
-        own = self._row.runs_of(cache.group_of[slot])
+        own = self._row.runs[cache.group_of[slot]]
         runs = [cache.low_rank[slot][run] for run in stretches(own, first, self._end)]
         kept = runs[0]
         if len(runs) > 1:
@@ -300,7 +300,7 @@ class _Cached:
     def _find(self, group: int, first: int) -> Sequence[Tensor] | Tensor:
         """Views of a group's keys and values from a token on, or the places where they lie scattered."""
         cache = self._cache
-        places = as_index(stretches(self._row.runs_of(group), first, self._end), cache.device)
+        places = as_index(stretches(self._row.runs[group], first, self._end), cache.device)
         if isinstance(places, Tensor):
             return places
         halves = cache.halves[group]

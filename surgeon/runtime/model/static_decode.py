@@ -27,8 +27,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from surgeon.runtime.batching.blocks import BLOCK_TOKENS, GONE, BlockRun
+from surgeon.runtime.batching.blocks import GONE, BlockRun
 from surgeon.runtime.batching.sequence import Row
+from surgeon.runtime.batching.windows import BLOCK_TOKENS
 from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.model.layers import Angles, Attend, Weighting, attention
 from surgeon.runtime.model.paged_cache import PagedCache, angles_at
@@ -203,7 +204,7 @@ class StaticPass:
             groups: of the cache.
         """
         self._unread_block = unread_block
-        self._blocks, self._groups = size.blocks, groups
+        self._blocks = size.blocks
         columns = TABLE + groups * size.blocks
         self._host = torch.zeros(size.texts, columns, dtype=torch.long, pin_memory=device.type == "cuda")
         self._lines = self._host.numpy()
@@ -217,8 +218,8 @@ class StaticPass:
         """Send the rows to the device; the pass before must have ended."""
         for line, row in zip(self._lines, rows, strict=False):
             line[TOKEN], line[POSITION] = row.tokens[0], row.start
-            for group in range(self._groups):
-                self._write(line[TABLE + group * self._blocks :][: self._blocks], row.runs_of(group))
+            for group, runs in enumerate(row.runs):
+                self._write(line[TABLE + group * self._blocks :][: self._blocks], runs)
         self._lines[len(rows) :, :TABLE] = 0
         self._lines[len(rows) :, TABLE :: self._blocks] = self._unread_block
         self.inputs.copy_(self._host, non_blocking=True)

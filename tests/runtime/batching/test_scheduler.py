@@ -101,7 +101,7 @@ class Machine:
         """
         end = row.start + len(row.tokens)
         for group, window in enumerate(self.windows):
-            places = self.places(row.runs_of(group))
+            places = self.places(row.runs[group])
             assert len(places) >= end
             for place, token in zip(places[row.start : end], row.tokens, strict=True):
                 assert place is not None

@@ -173,9 +173,9 @@ def test_logits_that_are_not_finite_have_no_likeliest_token(decoding: Any, value
     plan = replace(make_plan(folder, 1, 64), decoding=decoding)
     engine = RankEngine(plan, Alone(), torch.device("cpu"))
     cache = engine.new_cache(2)
-    prompts = [Row(0, [5, 6], [(0, 1)], Wanted.BEST), Row(0, [5, 7], [(1, 1)], Wanted.BEST)]
+    prompts = [Row(0, [5, 6], ([(0, 1)],), Wanted.BEST), Row(0, [5, 7], ([(1, 1)],), Wanted.BEST)]
     assert min(engine.step(prompts, cache).best) >= 0
-    rows = [Row(2, [BAD], [(0, 1)], Wanted.BEST), Row(2, [8], [(1, 1)], Wanted.BEST)]
+    rows = [Row(2, [BAD], ([(0, 1)],), Wanted.BEST), Row(2, [8], ([(1, 1)],), Wanted.BEST)]
     bad, good = engine.step(rows, cache).best
     assert bad == UNDEFINED
     assert good >= 0

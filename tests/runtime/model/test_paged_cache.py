@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from surgeon.runtime.batching.blocks import BLOCK_TOKENS, BlockTable
+from surgeon.runtime.batching.blocks import BlockTable
 from surgeon.runtime.batching.sequence import Row, Wanted
+from surgeon.runtime.batching.windows import BLOCK_TOKENS
 from surgeon.runtime.model.layers import Weighting
 from surgeon.runtime.model.paged_cache import PagedCache, PagedLayout, as_index, stretches
 
@@ -41,7 +42,7 @@ def places_of(blocks: list[int], tokens: int) -> list[int]:
 def row_of(before: int, new: int, blocks: list[int]) -> Row:
     table = BlockTable()
     table.extend(blocks)
-    return Row(before, [0] * new, table.runs, Wanted.BEST)
+    return Row(before, [0] * new, (table.runs,), Wanted.BEST)
 
 
 def check(
@@ -117,7 +118,7 @@ def test_a_sequence_in_one_run_is_read_where_it_lies(
 ) -> None:
     cache = PagedCache([2], BLOCKS, HEAD_DIM, torch.empty(0))
     cache.stored.zero_()
-    layout = PagedLayout([Row(20, [0], runs, Wanted.BEST)], cache)
+    layout = PagedLayout([Row(20, [0], (runs,), Wanted.BEST)], cache)
     keys, _ = layout._parts[0]._sequences[0].read(0, last)
     assert keys.shape == (1, 2, seen, HEAD_DIM)
     assert keys.untyped_storage().data_ptr() == cache.stored.untyped_storage().data_ptr()
@@ -127,10 +128,8 @@ def test_a_sequence_in_one_run_is_read_where_it_lies(
 def test_a_rank_without_attentions() -> None:
     cache = PagedCache([], 2, HEAD_DIM, torch.empty(0))
     assert cache.nbytes == 0
-    assert PagedLayout([Row(0, [1, 2], [(0, 1)], Wanted.BEST), Row(3, [1], [(1, 1)], Wanted.BEST)], cache).last == [
-        1,
-        2,
-    ]
+    rows = [Row(0, [1, 2], ([(0, 1)],), Wanted.BEST), Row(3, [1], ([(1, 1)],), Wanted.BEST)]
+    assert PagedLayout(rows, cache).last == [1, 2]
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 4)), min_size=1, max_size=4), st.data())

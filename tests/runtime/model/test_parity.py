@@ -14,9 +14,9 @@ from surgeon.families import FAMILIES
 from surgeon.model import edit
 from surgeon.operations import desync, fuse_attention_mlp, tracks
 from surgeon.program import Node, Program, Step
-from surgeon.runtime.batching.blocks import blocks_for
 from surgeon.runtime.batching.request import Request, Sampling
 from surgeon.runtime.batching.scheduler import Limits
+from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.processes.ranks import RankOptions, Ranks
 from surgeon.runtime.processes.worker import Progress, complete, load, unload

@@ -119,7 +119,7 @@ def test_buffers_are_there_before_they_are_needed(tmp_path: Path) -> None:
         tokens = 4 * 4 * 16 if decoding == "static" else 48  # powers of two of texts and of blocks
         assert cache.buffers.nbytes == 4 * tokens * (3 + 5 + 2 * 2 * 8)
         before = cache.buffers.kept.data_ptr()
-        rows = [Row(0, [text] * 40, [(3 * text, 3)], Wanted.BEST) for text in range(3)]
+        rows = [Row(0, [text] * 40, ([(3 * text, 3)],), Wanted.BEST) for text in range(3)]
         best = engine.step(rows, cache).best
         engine.step([Row(40, [one], row.runs, Wanted.BEST) for one, row in zip(best, rows, strict=True)], cache)
         assert cache.buffers.kept.data_ptr() == before

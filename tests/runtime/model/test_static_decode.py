@@ -22,10 +22,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from surgeon.bench.timing import TimedEngine
 from surgeon.program import Program
-from surgeon.runtime.batching.blocks import BLOCK_TOKENS, BlockTable, blocks_for
+from surgeon.runtime.batching.blocks import BlockTable
 from surgeon.runtime.batching.request import Request, Sampling
 from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.batching.sequence import Row, Targets, Wanted
+from surgeon.runtime.batching.windows import BLOCK_TOKENS, blocks_for
 from surgeon.runtime.comm.collectives import Alone, Collectives, Counts
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.model.layers import Weighting
@@ -120,7 +121,7 @@ def test_attention_of_any_texts(
 def row(token: int, start: int, blocks: list[int], wanted: Wanted = Wanted.LOGITS) -> Row:
     table = BlockTable()
     table.extend(blocks)
-    return Row(start, [token], table.runs, wanted)
+    return Row(start, [token], (table.runs,), wanted)
 
 
 @pytest.mark.parametrize(
