@@ -165,11 +165,15 @@ class Scheduler:
         budget = self.limits.pass_tokens - sum(chunk.tokens + chunk.drafts for chunk in chunks)
         for sequence in tuple(self.running):
             if budget and len(sequence.tokens) - sequence.computed > 1 and sequence in self.running:
-                chunks += self._begun(sequence, budget, alone=not chunks)
-                budget -= chunks[-1].tokens if chunks and chunks[-1].sequence is sequence else 0
+                begun = self._begun(sequence, budget, alone=not chunks)
+                if begun is not None:
+                    chunks.append(begun)
+                    budget -= begun.tokens
         while budget and self._admit(budget):
-            chunks += self._begun(self.running[-1], budget, alone=True)
-            budget -= chunks[-1].tokens
+            begun = self._begun(self.running[-1], budget, alone=True)
+            assert begun is not None, "a request that was let in has room for a token at least"
+            chunks.append(begun)
+            budget -= begun.tokens
         return chunks
 
     def _continued(self) -> list[ScheduledChunk]:
@@ -183,8 +187,8 @@ class Scheduler:
             chunks.append(ScheduledChunk(sequence, 1))
         return chunks
 
-    def _begun(self, sequence: Sequence, most: int, alone: bool) -> list[ScheduledChunk]:
-        """The next chunk of a prompt, with blocks for it; none where there are no blocks until others have ended.
+    def _begun(self, sequence: Sequence, most: int, alone: bool) -> ScheduledChunk | None:
+        """The next chunk of a prompt, with blocks for it; None where there are no blocks until others have ended.
 
         Args:
             most: tokens it may have.
@@ -194,10 +198,10 @@ class Scheduler:
         end = self.pool.reach(sequence.held, begin, min(length, begin + most), length)
         if end == begin:
             if not alone or not self._make_room(sequence, begin + 1):
-                return []
+                return None
             end = self.pool.reach(sequence.held, begin, min(length, begin + most), length)
         self.pool.grow(sequence.held, end, length)
-        return [ScheduledChunk(sequence, end - begin)]
+        return ScheduledChunk(sequence, end - begin)
 
     def _drafting(self, chunks: list[ScheduledChunk]) -> list[ScheduledChunk]:
         """Continuations with as many drafts as there is room for; those with the most come first."""

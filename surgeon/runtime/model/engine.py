@@ -89,7 +89,8 @@ class RankEngine(RankProgram):
         # Static passes may be recorded with the address of theirs, which therefore never grow.
         self.all_angles = self._turn(plan.max_tokens) if self._static is not None else None
         self._angles = self.all_angles or self._turn(0)
-        self._reusable: dict[bool, PagedCache] = {}
+        self._reusable: PagedCache | None = None
+        self._reusable_grouped = False
 
     def _static_decode(self) -> StaticDecode | None:
         """What computes decode passes, if not the way all other passes are computed."""
@@ -134,11 +135,11 @@ class RankEngine(RankProgram):
         """
         if self._static is None:
             return self.new_cache(blocks, grouped=grouped)
-        kept, enough = self._reusable.get(grouped), (blocks + self._static.spare_blocks) * BLOCK_TOKENS
-        if kept is None or kept.tokens < enough:
-            self._reusable.clear()  # so that there is room for the new one
-            kept = self._reusable[grouped] = self.new_cache(blocks, grouped=grouped)
-        return kept
+        tokens = (blocks + self._static.spare_blocks) * BLOCK_TOKENS
+        if self._reusable is None or self._reusable_grouped != grouped or self._reusable.tokens < tokens:
+            self._reusable = None  # so that there is room for the new one
+            self._reusable, self._reusable_grouped = self.new_cache(blocks, grouped=grouped), grouped
+        return self._reusable
 
     @torch.inference_mode()
     def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:

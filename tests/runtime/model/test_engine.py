@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -181,3 +182,37 @@ def test_logits_that_are_not_finite_have_no_likeliest_token(decoding: Any, value
     assert good >= 0
     with pytest.raises(UndefinedLogits, match="not finite after 2 tokens"):
         engine.greedy([5, BAD], 3)
+
+
+def test_a_cache_is_used_again_while_it_is_large_enough_and_of_the_same_kind(tmp_path: Path) -> None:
+    plan = replace(make_plan(save_checkpoint(tmp_path / "tiny"), 1, 64), decoding="static")
+    engine = RankEngine(plan, Alone(), torch.device("cpu"))
+    first = engine.reusable_cache(4)
+    assert engine.reusable_cache(3) is engine.reusable_cache(4) is first
+    there, larger = weakref.ref(first), engine.reusable_cache(5)
+    assert larger.tokens > first.tokens
+    del first
+    assert there() is None  # nobody else holds it
+    grouped = engine.reusable_cache(2, grouped=True)
+    assert grouped is not larger
+    assert engine.reusable_cache(2, grouped=True) is grouped
+    assert engine.reusable_cache(2) is not grouped
+
+
+def test_the_cache_before_is_gone_when_a_larger_one_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = replace(make_plan(save_checkpoint(tmp_path / "tiny"), 1, 64), decoding="static")
+    engine = RankEngine(plan, Alone(), torch.device("cpu"))
+    there, seen, new_cache = weakref.ref(engine.reusable_cache(4)), list[object](), engine.new_cache
+
+    def noting(*arguments: Any, **more: Any) -> Any:
+        seen.append(there())
+        return new_cache(*arguments, **more)
+
+    monkeypatch.setattr(engine, "new_cache", noting)
+    engine.reusable_cache(5)
+    assert seen == [None]
+
+
+def test_without_recordings_every_cache_is_a_new_one(tmp_path: Path) -> None:
+    engine = engine_of(save_checkpoint(tmp_path / "tiny"))
+    assert engine.reusable_cache(4) is not engine.reusable_cache(4)
