@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import resource
 import shutil
@@ -28,15 +27,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
-from safetensors.torch import save_file
-from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
+from scripts.bench.large_model import make_model
 from scripts.bench.process import peak_of, start
 from surgeon.memory import parse_size, show_size
 
@@ -69,44 +66,10 @@ def config_for(size: int) -> LlamaConfig:
         num_attention_heads=width // 128,
         num_key_value_heads=width // 128,
         vocab_size=32000,
-        dtype="bfloat16",
     )
     layer = 2 * (4 * width**2 + 3 * width * inner)
     config.num_hidden_layers = max(3, round((size - 4 * width * config.vocab_size) / layer))
     return config
-
-
-def make_model(folder: Path, size: int, shard: int) -> None:
-    """Write the random model; values come from one block of normal numbers, which is quick."""
-    folder.mkdir(parents=True)
-    config = config_for(size)
-    config.architectures = ["LlamaForCausalLM"]
-    config.save_pretrained(folder)
-    with torch.device("meta"):
-        outline = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).state_dict()
-    block = torch.randn(1_000_003, generator=torch.Generator().manual_seed(0))
-    shards: list[list[str]] = [[]]
-    held = 0
-    for name, tensor in outline.items():
-        if shards[-1] and held + tensor.nbytes > shard:
-            shards.append([])
-            held = 0
-        shards[-1].append(name)
-        held += tensor.nbytes
-    weight_map = {}
-    for number, names in enumerate(shards, start=1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file({name: _values(outline[name].shape, block) for name in names}, folder / file, {"format": "pt"})
-        weight_map |= dict.fromkeys(names, file)
-    index = {"metadata": {"total_size": sum(t.nbytes for t in outline.values())}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def _values(shape: torch.Size, block: Tensor) -> Tensor:
-    if len(shape) == 1:
-        return (1 + 0.1 * block[: shape[0]]).bfloat16()
-    scaled = (block / math.sqrt(shape[-1])).bfloat16()
-    return scaled.repeat(-(-shape.numel() // len(block)))[: shape.numel()].view(shape).clone()
 
 
 def copy_of(model: Path, target: Path) -> Run:
@@ -254,7 +217,7 @@ def main() -> None:
         place = Path(temporary)
         model = (arguments.folder or place / "model").resolve()
         if not model.exists():
-            make_model(model, parse_size(arguments.size), parse_size(arguments.shard))
+            make_model(model, config_for(parse_size(arguments.size)), parse_size(arguments.shard))
             sync_all(model)
         passed = measure(model, place, arguments.only or list(RECIPES))
         if not arguments.no_faults:
@@ -262,7 +225,7 @@ def main() -> None:
             print("kill -9:", check_kill(model, recipe, place))
             print("file size limit:", check_file_limit(model, recipe, place))
             small = place / "small"
-            make_model(small, parse_size("400MB"), parse_size("100MB"))
+            make_model(small, config_for(parse_size("400MB")), parse_size("100MB"))
             print("full disk:", check_full_disk(small, recipe_for(small, "plain", place)))
     if not passed:
         raise SystemExit(f"an export was slower than {SLOWEST:g} copies, or took more than {show_size(PEAK_LIMIT)}")

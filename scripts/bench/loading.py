@@ -12,23 +12,19 @@ more than 1.1 times its share. Twelve layers of this width take 5 GB of disk and
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.table import Table
-from safetensors.torch import save_file
-from torch import Tensor
 from transformers import LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
+from scripts.bench.large_model import make_model
 from surgeon.memory import show_size
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.memory import footprint
@@ -38,55 +34,6 @@ from surgeon.runtime.processes.worker import load
 MOST = 1.1  # times its share, that a rank may take
 SHARD_BYTES = 1 << 30
 EVERY_SECONDS = 0.01
-
-
-def shapes(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The names and shapes of a checkpoint's tensors."""
-    hidden, neurons = config.hidden_size, config.intermediate_size
-    kv = hidden * config.num_key_value_heads // config.num_attention_heads
-    yield "model.embed_tokens.weight", (config.vocab_size, hidden)
-    for layer in range(config.num_hidden_layers):
-        path = f"model.layers.{layer}"
-        for name, rows in (("q", hidden), ("k", kv), ("v", kv), ("o", hidden)):
-            yield f"{path}.self_attn.{name}_proj.weight", (rows, hidden)
-        for name in ("gate", "up"):
-            yield f"{path}.mlp.{name}_proj.weight", (neurons, hidden)
-        yield f"{path}.mlp.down_proj.weight", (hidden, neurons)
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            yield f"{path}.{name}.weight", (hidden,)
-    yield "model.norm.weight", (hidden,)
-    yield "lm_head.weight", (config.vocab_size, hidden)
-
-
-def make_model(folder: Path, config: LlamaConfig) -> None:
-    """Write it, a shard in memory at a time; all matrices are made of the same random numbers."""
-    folder.mkdir(parents=True, exist_ok=True)
-    config.architectures, config.dtype = ["LlamaForCausalLM"], torch.bfloat16
-    config.save_pretrained(folder)
-    numbers = (0.02 * torch.randn(1 << 20)).to(torch.bfloat16)
-    shard: dict[str, Tensor] = {}
-    index: dict[str, str] = {}
-    files = 0
-
-    def write() -> None:
-        nonlocal files
-        files += 1
-        name = f"model-{files:05d}.safetensors"
-        save_file(shard, folder / name, metadata={"format": "pt"})
-        index.update(dict.fromkeys(shard, name))
-        shard.clear()
-
-    for name, shape in shapes(config):
-        tensor = torch.empty(shape, dtype=torch.bfloat16)
-        flat = tensor.view(-1)
-        for start in range(0, len(flat), len(numbers)):
-            part = flat[start : start + len(numbers)]
-            part.copy_(numbers[: len(part)])
-        shard[name] = tensor
-        if sum(one.nbytes for one in shard.values()) > SHARD_BYTES:
-            write()
-    write()
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
 
 
 def anonymous(pid: int) -> int:
@@ -137,7 +84,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary) / "model"
         if not (folder / "config.json").is_file():
-            make_model(folder, config)
+            make_model(folder, config, SHARD_BYTES)
         plan = make_plan(folder, arguments.ranks, 128, dtype=arguments.dtype)
         with Ranks(RankOptions(arguments.ranks)) as ranks:
             before = [anonymous(pid) for pid in ranks.pids]

@@ -1,39 +1,43 @@
-"""The random checkpoint whose loading is measured is one that the runtime loads, in several shards."""
+"""What ranks load is measured against their share of the matrices, of a checkpoint that the runtime loads."""
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
-import pytest
 import torch
-from transformers import LlamaConfig
 
-from scripts.bench import loading
+from scripts.bench.large_model import make_model
+from scripts.bench.loading import Watch, anonymous
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.runtime.comm.collectives import Alone
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.memory import footprint
+from tests.scripts.bench.test_large_model import SHARD, small_config
 
 
-def test_a_checkpoint_in_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "SHARD_BYTES", 20_000)
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=100,
-    )
-    loading.make_model(tmp_path, config)
-    assert len(list(tmp_path.glob("*.safetensors"))) > 3
+def test_the_share_of_a_rank(tmp_path: Path) -> None:
+    make_model(tmp_path, small_config(), SHARD)
     checkpoint = Checkpoint(tmp_path)
+    shapes = [checkpoint.shape(name) for name in checkpoint.names()]
     assert {checkpoint.dtype(name) for name in checkpoint.names()} == {torch.bfloat16}
     plan = make_plan(tmp_path, 1, 32, dtype="bfloat16")
     engine = RankEngine(plan, Alone(), torch.device("cpu"))
     assert engine.vocabulary.embedding.dtype == torch.bfloat16
     (share,) = footprint(plan).weights
-    assert share == 2 * sum(
-        rows * columns for _, (rows, *rest) in loading.shapes(config) for columns in rest
-    )  # norms are left out
+    assert share == 2 * sum(rows * columns for rows, *rest in shapes for columns in rest)  # norms are left out
+
+
+def test_the_most_memory_that_a_process_has_had() -> None:
+    watch = Watch([os.getpid()])
+    (before,), size = watch.peaks, 64 << 20
+    held, until = torch.ones(size // 4), time.monotonic() + 10
+    while watch.peaks[0] < before + 0.9 * held.nbytes and time.monotonic() < until:
+        time.sleep(0.01)
+    del held
+    watch.end()
+    (peak,) = watch.peaks
+    assert before + 0.9 * size < peak < before + 1.5 * size
+    assert anonymous(os.getpid()) < peak - 0.5 * size
