@@ -93,7 +93,7 @@ def main() -> None:
             seconds = time.perf_counter() - begun
             watch.end()
             after = [anonymous(pid) for pid in ranks.pids]
-    shares = footprint(plan).weights
+        shares = footprint(plan).weights
     table = Table(
         title=f"{arguments.layers} layers of {arguments.hidden}, {arguments.dtype}, loaded in {seconds:.0f} s"
     )

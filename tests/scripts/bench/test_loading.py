@@ -6,10 +6,11 @@ import os
 import time
 from pathlib import Path
 
+import pytest
 import torch
 
 from scripts.bench.large_model import make_model
-from scripts.bench.loading import Watch, anonymous
+from scripts.bench.loading import Watch, anonymous, main
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.runtime.comm.collectives import Alone
 from surgeon.runtime.model.engine import RankEngine
@@ -41,3 +42,14 @@ def test_the_most_memory_that_a_process_has_had() -> None:
     (peak,) = watch.peaks
     assert before + 0.9 * size < peak < before + 1.5 * size
     assert anonymous(os.getpid()) < peak - 0.5 * size
+
+
+def test_the_table_is_made_of_a_model_that_is_gone_afterwards(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The libraries alone are more than the share of so small a model, so that the limit is not kept."""
+    shape = ["--layers", "1", "--hidden", "256", "--neurons", "512"]
+    monkeypatch.setattr("sys.argv", ["loading.py", "--ranks", "1", *shape])
+    with pytest.raises(SystemExit, match=r"more than 1\.1 times its share"):
+        main()
+    assert "1 layers of 256, bfloat16, loaded in" in capsys.readouterr().out
