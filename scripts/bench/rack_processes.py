@@ -21,6 +21,7 @@ from surgeon.train.racks.in_turn import rack_folder
 from surgeon.train.racks.pace import RackPace
 from surgeon.train.racks.partition import Racks
 from surgeon.train.racks.run_files import RESULT_FILE, ProcessOptions
+from surgeon.train.racks.subject import RacksToTrain
 from surgeon.train.racks.supervisor import train_in_processes
 from surgeon.train.racks.traffic import TIMELINE_FILE, TRAFFIC_FILE
 from surgeon.train.run_log import read_rows
@@ -44,7 +45,7 @@ def run_racks(job: Job, model: PreTrainedModel, texts: TrainTexts, folder: Path)
     paces = [RackPace(factor, paced_seconds(job, rank, PROCESSES)) for rank, factor in enumerate(job.factors)]
     options = ProcessOptions(ahead=job.ahead, link=job.link, pace=paces, threads=1)
     whole = edit(copy.deepcopy(model), program)
-    train_in_processes(whole, racks, texts, settings, folder, seed=made.seed, options=options)
+    train_in_processes(RacksToTrain(whole, racks, texts, settings, folder, seed=made.seed), options)
 
 
 def paced_seconds(job: Job, rank: int, way: str) -> float:

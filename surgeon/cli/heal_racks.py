@@ -12,8 +12,8 @@ import typer
 if TYPE_CHECKING:
     from surgeon.checkpoint.prove import Proof
     from surgeon.train.heal.subject import HealSubject
-    from surgeon.train.racks.partition import Racks
     from surgeon.train.racks.run_files import ProcessOptions
+    from surgeon.train.racks.subject import RacksToTrain
     from surgeon.train.settings import TrainSettings
     from surgeon.train.texts import TrainTexts
 
@@ -118,7 +118,7 @@ def heal_by_racks(
     Raises:
         FileNotFoundError, OSError, ValueError: as `train_in_turn` and `surgeon.export`.
     """
-    from surgeon.train.racks.healing import heal_racks
+    from surgeon.train.racks.healing import heal_racks, racks_to_heal
     from surgeon.train.racks.partition import Racks
     from surgeon.train.racks.run_files import ProcessOptions
     from surgeon.train.racks.ways import finish_racks
@@ -129,7 +129,7 @@ def heal_by_racks(
     if asked.in_processes:
         options = ProcessOptions(asked.average, asked.rack_ahead, replicas=asked.rack_replicas)
     if asked.racks_by_hand:
-        _prepare_by_hand(subject, racks, texts, settings, folder, device, options)
+        _prepare_by_hand(racks_to_heal(subject, racks, texts, settings, folder, device), options)
     found = heal_racks(subject, racks, texts, settings, folder, device, options)
     for rack, result in zip(racks.texts[:-1], found.results, strict=False):
         perplexities = f"{result.before.perplexity:.4g} before, {result.after.perplexity:.4g} after"
@@ -142,20 +142,11 @@ def heal_by_racks(
     return proof
 
 
-def _prepare_by_hand(
-    subject: HealSubject,
-    racks: Racks,
-    texts: TrainTexts,
-    settings: TrainSettings,
-    folder: Path,
-    device: str,
-    options: ProcessOptions | None,
-) -> None:
+def _prepare_by_hand(asked: RacksToTrain, options: ProcessOptions | None) -> None:
     """Print how the racks are started by hand, and end, unless they are done."""
     from surgeon.train.racks.preparing import commands_by_hand, prepare
 
-    identity, original = subject.identity(), subject.loads_original
-    prepare(subject.student(), racks, texts, settings, folder, identity, None, device, options, original)
-    if commands := commands_by_hand(folder, len(racks)):
+    prepare(asked, options)
+    if commands := commands_by_hand(asked.folder, len(asked.racks)):
         print(*commands, sep="\n")
         raise typer.Exit

@@ -17,7 +17,8 @@ from surgeon.train.heal.write import record_of, write_healed
 from surgeon.train.racks.in_turn import RacksTrained
 from surgeon.train.racks.partition import Racks
 from surgeon.train.racks.run_files import ProcessOptions
-from surgeon.train.racks.ways import way_of
+from surgeon.train.racks.subject import RacksToTrain
+from surgeon.train.racks.ways import train_racks
 from surgeon.train.run import RunFigures, Trained
 from surgeon.train.settings import TrainSettings
 from surgeon.train.texts import TrainTexts
@@ -67,7 +68,7 @@ def heal_racks(
     device: str = "cpu",
     options: ProcessOptions | None = None,
 ) -> RacksHealed:
-    """Heal a model rack by rack; codas begin as copies of its last layers, norm and head.
+    """Heal a model rack by rack.
 
     Args:
         racks: of the subject's program.
@@ -77,13 +78,19 @@ def heal_racks(
     Raises:
         NotProven, OSError, ValueError: as `HealSubject.student`, `train_in_turn` and `train_in_processes`.
     """
-    student, identity = subject.student(), subject.identity()
-    train = way_of(options)
-    found = train(student, racks, texts, settings, folder, subject.loads_original, identity, None, device)
+    found = train_racks(racks_to_heal(subject, racks, texts, settings, folder, device), options)
     whole = as_one(found)
     record = record_of(subject, texts, settings, whole) | {"racks": racks_record(racks, found.results)}
     record["method"] = method_of(racks, settings)
     return RacksHealed(racks, whole, found.codas, found.results, record)
+
+
+def racks_to_heal(
+    subject: HealSubject, racks: Racks, texts: TrainTexts, settings: TrainSettings, folder: Path, device: str
+) -> RacksToTrain:
+    """What is trained to heal a model; codas begin as copies of its last layers, norm and head."""
+    student, identity = subject.student(), subject.identity()
+    return RacksToTrain(student, racks, texts, settings, folder, subject.loads_original, identity, device=device)
 
 
 def as_one(found: RacksTrained) -> Trained:

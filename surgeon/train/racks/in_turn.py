@@ -25,12 +25,11 @@ from surgeon.train.racks.build import assemble, rack_of
 from surgeon.train.racks.distilled import teacher_of
 from surgeon.train.racks.files import open_rack, save_rack
 from surgeon.train.racks.model import RackModel
-from surgeon.train.racks.partition import Racks
 from surgeon.train.racks.streams import KeptStreams
-from surgeon.train.racks.task import check_settings, identity_of, own_settings, rack_task, require_original
+from surgeon.train.racks.subject import RacksToTrain
+from surgeon.train.racks.task import own_settings, rack_task
 from surgeon.train.resume import add_to_record, alone, finish_run, open_run, read_record
 from surgeon.train.run import RunFigures, train
-from surgeon.train.settings import TrainSettings
 from surgeon.train.texts import TrainTexts
 
 RACK_FILE, STREAMS = "rack.safetensors", "streams"
@@ -57,44 +56,22 @@ def rack_folder(folder: Path, index: int) -> Path:
     return folder / f"rack-{index}"
 
 
-def train_in_turn(
-    whole: PreTrainedModel,
-    racks: Racks,
-    texts: TrainTexts,
-    settings: TrainSettings,
-    folder: Path,
-    original: Callable[[], PreTrainedModel] | None = None,
-    identity: dict[str, Any] | None = None,
-    seed: int | None = None,
-    device: str = "cpu",
-) -> RacksTrained:
-    """Train the racks of a model; a run that was killed goes on where it was.
-
-    Args:
-        whole: edited or not, with numbers of at least 32 bits; it is left as it is.
-        racks: of its program.
-        folder: of the runs: `rack-0`, ... in it are as `train` leaves them.
-        original: as `train` takes it; racks' predictions are measured against its, and racks that are distilled learn
-            from it.
-        identity: of the whole model, as `train` takes it.
-        seed: of the codas' random numbers; None begins with copies of the model's last layers.
+def train_in_turn(asked: RacksToTrain) -> RacksTrained:
+    """Train the racks of a model; a run that was killed goes on where it was. Each rack's run is as `train` leaves it.
 
     Raises:
-        ValueError: if the settings are not for racks, or as `train`; or if there are several processes.
+        ValueError: as `train`; or if there are several processes.
         OSError: if the folder cannot be written, or the disk is too full.
     """
-    check_settings(settings)
-    require_original(settings, original)
-    if PartialState(cpu=device == "cpu").num_processes > 1:
+    if PartialState(cpu=asked.device == "cpu").num_processes > 1:
         raise ValueError("racks are trained by one process here; leave accelerate launch or torchrun out")
-    known = (identity or {}) | identity_of(racks, seed, settings.distillation)
-    turn = _Turn(whole, racks, texts, settings, folder, known, device, original, _Once(texts, original))
-    with alone(folder, device):
-        open_run(folder, known | turn.of_run())
-        done = [turn.trained(index) for index in range(len(racks))]
+    turn = _Turn(asked, _Once(asked.texts, asked.original))
+    with alone(asked.folder, asked.device):
+        open_run(asked.folder, asked.identity_of_racks() | asked.settings_and_text())
+        done = [turn.trained(index) for index in range(len(asked.racks))]
     found, results = [rack for rack, _ in done], tuple(result for _, result in done)
     codas = tuple(rack.coda() for rack in found[:-1])
-    return RacksTrained(assemble(whole, racks, found), codas, results)
+    return RacksTrained(assemble(asked.whole, asked.racks, found), codas, results)
 
 
 class _Once:
@@ -114,56 +91,44 @@ class _Once:
 class _Turn:
     """The run of all racks, one of which is trained at a time."""
 
-    whole: PreTrainedModel
-    racks: Racks
-    texts: TrainTexts
-    settings: TrainSettings
-    folder: Path
-    identity: dict[str, Any]
-    device: str
-    original: Callable[[], PreTrainedModel] | None
+    asked: RacksToTrain
     held_out: _Once
 
     def trained(self, index: int) -> tuple[RackModel, RunFigures]:
         """A rack at the end of its run; one that is there already is read."""
-        folder = rack_folder(self.folder, index)
+        asked, folder = self.asked, rack_folder(self.asked.folder, index)
         result = self._known(index) if (folder / RACK_FILE).is_file() else None
         if result is None:
-            rack = rack_of(self.whole, self.racks, index, self.identity["coda_seed"])
+            rack = rack_of(asked.whole, asked.racks, index, asked.seed)
             result = self._train(rack, folder)
         else:
             rack = open_rack(folder / RACK_FILE)
         finish_run(folder, {})
         if index > 0:  # what was kept for this rack is of no more use
-            shutil.rmtree(rack_folder(self.folder, index - 1) / STREAMS, ignore_errors=True)
+            shutil.rmtree(rack_folder(asked.folder, index - 1) / STREAMS, ignore_errors=True)
         return rack, result
 
     def _known(self, index: int) -> RunFigures | None:
         """What is known of a rack that is trained; None if it is one of another run, which `train` will refuse."""
-        record = read_record(rack_folder(self.folder, index))
-        mine = self._identity(index) | self.of_run()
+        record = read_record(rack_folder(self.asked.folder, index))
+        mine = self._identity(index) | self.asked.settings_and_text()
         if _DONE not in record or record.get("identity") != json.loads(json.dumps(mine)):
             return None
         return RunFigures.from_json(record[_DONE])
 
-    def of_run(self) -> dict[str, Any]:
-        """What `train` adds to the identity of a run."""
-        texts = {"data": self.texts.training.digest, "held_out": self.texts.held_out.digest}
-        return {"settings": own_settings(self.settings).to_json()} | texts
-
     def _identity(self, index: int) -> dict[str, Any]:
-        return self.identity | {"task": "rack", "rack": index}
+        return self.asked.identity_of_racks() | {"task": "rack", "rack": index}
 
     def _train(self, rack: RackModel, folder: Path) -> RunFigures:
         source = None if rack.is_first else self._streams(rack, rack.index - 1)
         sink = None if rack.is_last else self._streams(rack, rack.index)
         if sink is not None:
             sink.require_room(*self._windows_of_run())
-        distilled = self.settings.distillation
+        asked, distilled = self.asked, self.asked.settings.distillation
         teacher = None if distilled is None else self._teacher(rack.index)
         task = rack_task(rack, self.held_out(), source, sink, teacher, distilled)
-        settings, identity = own_settings(self.settings), self._identity(rack.index)
-        found = train(rack.model, self.texts, settings, folder, None, None, identity, self.device, task)
+        settings, identity = own_settings(asked.settings), self._identity(rack.index)
+        found = train(rack.model, asked.texts, settings, folder, None, None, identity, asked.device, task)
         assert found is not None
         rack.model = found.model.cpu()
         save_rack(rack, folder / RACK_FILE)
@@ -171,18 +136,19 @@ class _Turn:
         return found.figures
 
     def _teacher(self, index: int) -> RackModel:
-        assert self.original is not None
-        return teacher_of(self.original(), self.racks, index)
+        assert self.asked.original is not None
+        return teacher_of(self.asked.original(), self.asked.racks, index)
 
     def _streams(self, rack: RackModel, index: int) -> KeptStreams:
         """Those that a rack hands on; all racks' are alike."""
         width, dtype = int(rack.model.config.hidden_size), rack.model.dtype
-        tokens = self.texts.training.ids.shape[1]
-        beside = 1 if self.settings.distillation is None else 2
-        return KeptStreams(rack_folder(self.folder, index) / STREAMS, tokens, width, dtype, beside)
+        tokens = self.asked.texts.training.ids.shape[1]
+        beside = 1 if self.asked.settings.distillation is None else 2
+        return KeptStreams(rack_folder(self.asked.folder, index) / STREAMS, tokens, width, dtype, beside)
 
     def _windows_of_run(self) -> tuple[int, int]:
         """Of the training text, and of held-out text."""
-        steps = self.settings.steps_on(len(self.texts.training.ids))
-        measured = 2 + steps // self.settings.evaluate_every
-        return steps * self.settings.batch, measured * len(self.texts.held_out.ids)
+        texts, settings = self.asked.texts, self.asked.settings
+        steps = settings.steps_on(len(texts.training.ids))
+        measured = 2 + steps // settings.evaluate_every
+        return steps * settings.batch, measured * len(texts.held_out.ids)

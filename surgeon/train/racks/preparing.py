@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -28,53 +26,45 @@ from surgeon.train.racks.run_files import (
     teacher_file,
     write_texts,
 )
-from surgeon.train.racks.task import check_settings, identity_of, own_settings, require_original
+from surgeon.train.racks.subject import RacksToTrain
 from surgeon.train.resume import open_run
 from surgeon.train.run import RunFigures
 from surgeon.train.settings import TrainSettings
-from surgeon.train.texts import TrainTexts
 
 
-def prepare(
-    whole: PreTrainedModel,
-    racks: Racks,
-    texts: TrainTexts,
-    settings: TrainSettings,
-    folder: Path,
-    identity: Mapping[str, Any] | None = None,
-    seed: int | None = None,
-    device: str = "cpu",
-    options: ProcessOptions | None = None,
-    original: Callable[[], PreTrainedModel] | None = None,
-) -> RacksPlan:
-    """Write what the racks' processes begin with, unless it is there; arguments and errors as `train_in_processes`."""
-    check_settings(settings)
-    require_original(settings, original)
-    settings.steps_on(len(texts.training.ids))
+def prepare(asked: RacksToTrain, options: ProcessOptions | None = None) -> RacksPlan:
+    """Write what the racks' processes begin with, unless it is there; errors as of `train_in_processes`."""
+    racks, settings, folder = asked.racks, asked.settings, asked.folder
+    settings.steps_on(len(asked.texts.training.ids))
     options = options or ProcessOptions()
     _check_shares(settings, options.replicas)
     if options.pace and len(options.pace) != len(racks):
         raise ValueError(f"there are {len(racks)} racks, and the pace of {len(options.pace)} is given")
     averaged = {"processes": True, "average": str(options.average), "replicas": options.replicas}
-    of_racks = {**(identity or {})} | identity_of(racks, seed, settings.distillation) | averaged
-    data = {"data": texts.training.digest, "held_out": texts.held_out.digest}
-    open_run(folder, {**of_racks, "settings": own_settings(settings).to_json()} | data)
+    of_racks = asked.identity_of_racks() | averaged
+    open_run(folder, of_racks | asked.settings_and_text())
     if (folder / PLAN_FILE).is_file():
-        plan = replace(RacksPlan.read(folder), options=options, device=device)
+        plan = replace(RacksPlan.read(folder), options=options, device=asked.device)
         plan.write(folder)
         return plan
-    (folder / START).mkdir(exist_ok=True)
-    for index in range(len(racks)):
-        save_rack(rack_of(whole, racks, index, seed), start_file(folder, index))
-    if settings.distillation is not None:
-        assert original is not None
-        teacher = original()
-        for index in range(len(racks)):
-            save_rack(teacher_of(teacher, racks, index), teacher_file(folder, index))
-    write_texts(folder, texts)
-    plan = RacksPlan(len(racks), of_racks, settings, options, device, new_token())
+    _write_racks(asked)
+    write_texts(folder, asked.texts)
+    plan = RacksPlan(len(racks), of_racks, settings, options, asked.device, new_token())
     plan.write(folder)  # the last one: a run that has it is prepared
     return plan
+
+
+def _write_racks(asked: RacksToTrain) -> None:
+    """Every rack as it begins, and its part of the original where it is distilled."""
+    racks, folder = asked.racks, asked.folder
+    (folder / START).mkdir(exist_ok=True)
+    for index in range(len(racks)):
+        save_rack(rack_of(asked.whole, racks, index, asked.seed), start_file(folder, index))
+    if asked.settings.distillation is not None:
+        assert asked.original is not None
+        teacher = asked.original()
+        for index in range(len(racks)):
+            save_rack(teacher_of(teacher, racks, index), teacher_file(folder, index))
 
 
 def _check_shares(settings: TrainSettings, replicas: int) -> None:

@@ -6,27 +6,22 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from accelerate import PartialState
-from transformers import PreTrainedModel
 
 from surgeon.progress import progress
 from surgeon.train.checkpoints import checkpoints_of
 from surgeon.train.held_out import HeldOutQuality
 from surgeon.train.racks.in_turn import RacksTrained, rack_folder
-from surgeon.train.racks.partition import Racks
 from surgeon.train.racks.preparing import gather, prepare
 from surgeon.train.racks.run_files import RESULT_FILE, ProcessOptions, RacksPlan
 from surgeon.train.racks.started import RackEnd, RackProcesses
+from surgeon.train.racks.subject import RacksToTrain
 from surgeon.train.resume import alone
 from surgeon.train.run_log import HELD_OUT_FILE, TRAINING_FILE, read_rows
-from surgeon.train.settings import TrainSettings
-from surgeon.train.texts import TrainTexts
 
 _LOOK_SECONDS = 0.1
 _TELL_SECONDS = 1.0
@@ -37,31 +32,12 @@ class RackFailed(ChildProcessError):
     """A rack's process could not go on; the message is what it said last."""
 
 
-def train_in_processes(
-    whole: PreTrainedModel,
-    racks: Racks,
-    texts: TrainTexts,
-    settings: TrainSettings,
-    folder: Path,
-    original: Callable[[], PreTrainedModel] | None = None,
-    identity: Mapping[str, Any] | None = None,
-    seed: int | None = None,
-    device: str = "cpu",
-    options: ProcessOptions | None = None,
-) -> RacksTrained:
+def train_in_processes(asked: RacksToTrain, options: ProcessOptions | None = None) -> RacksTrained:
     """Train all racks of a model at once, each in a process of its own, which hand their streams on over TCP.
 
     A rack's process that is killed is started again and goes on from its checkpoint while the others wait. Killed as a
     whole, the same call goes on. Without averaging the numbers are those of `train_in_turn`, bit for bit; with several
-    processes for each rack, which share its batches, up to rounding.
-
-    Args:
-        whole: edited or not; it is left as it is, and not needed by the racks' processes.
-        folder: of the run; its files are described in `run_files`.
-        original: loads what the whole model's divergence is from, before and after, and what is distilled; None where
-            it is not known.
-        identity: what the model follows from, as JSON values.
-        seed: of the random numbers that codas begin with; None for copies of the model's last layers.
+    processes for each rack, which share its batches, up to rounding. The run's files are described in `run_files`.
 
     Raises:
         RackFailed: if one could not go on; the run can, once that is mended.
@@ -69,19 +45,19 @@ def train_in_processes(
             processes already.
         OSError: if the folder cannot be written, or another process works on it.
     """
-    if PartialState(cpu=device == "cpu").num_processes > 1:
+    if PartialState(cpu=asked.device == "cpu").num_processes > 1:
         raise ValueError(
             "racks start their processes themselves; leave accelerate launch or torchrun out, and give --rack-replicas "
             "for several processes in each rack"
         )
-    with alone(folder, device):
-        plan = prepare(whole, racks, texts, settings, folder, identity, seed, device, options, original)
-        _Supervisor(folder, plan, settings.steps_on(len(texts.training.ids))).work()
-    found = gather(whole, racks, folder)
-    if original is None:
+    with alone(asked.folder, asked.device):
+        plan = prepare(asked, options)
+        _Supervisor(asked.folder, plan, asked.settings.steps_on(len(asked.texts.training.ids))).work()
+    found = gather(asked.whole, asked.racks, asked.folder)
+    if asked.original is None:
         return found
-    judge = HeldOutQuality(texts.held_out, original())
-    before, after = (judge.measure(model) for model in (whole, found.model))
+    judge = HeldOutQuality(asked.texts.held_out, asked.original())
+    before, after = (judge.measure(model) for model in (asked.whole, found.model))
     last = replace(found.results[-1], original=judge.original, before=before, after=after)
     return replace(found, results=(*found.results[:-1], last))
 

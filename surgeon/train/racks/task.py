@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,7 +14,6 @@ from surgeon.train.distill.distiller import Distillation
 from surgeon.train.held_out import HeldOutQuality, Measure, logits_by
 from surgeon.train.racks.distilled import DistilledRackLoss
 from surgeon.train.racks.model import RackModel
-from surgeon.train.racks.partition import Racks
 from surgeon.train.racks.streams import StreamSink, StreamSource, stretch_of
 from surgeon.train.run import TrainingTask
 from surgeon.train.settings import TrainSettings
@@ -124,19 +123,3 @@ def check_settings(settings: TrainSettings) -> None:
         raise ValueError("racks are trained without adapters; leave --lora out")
     if settings.patience is not None:
         raise ValueError("racks are trained side by side, and none of them ends before the others; drop --patience")
-
-
-def require_original(settings: TrainSettings, original: object) -> None:
-    """Refuse a distillation from nothing.
-
-    Raises:
-        ValueError: if the settings have one and there is no original.
-    """
-    if settings.distillation is not None and original is None:
-        raise ValueError("there is no original to distil from; name it with --teacher")
-
-
-def identity_of(racks: Racks, seed: int | None, distillation: Distillation | None) -> dict[str, Any]:
-    """What all racks' runs follow from beside the whole model, as JSON values."""
-    distilled = {} if distillation is None else {"distillation": asdict(distillation)}
-    return {"racks": racks.texts, "coda": racks.depth, "coda_seed": seed} | distilled

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +19,15 @@ from surgeon.train.racks.run_files import (
     TEXTS_FILE,
     ProcessOptions,
 )
+from surgeon.train.racks.subject import RacksToTrain
 from surgeon.train.racks.supervisor import train_in_processes
 from surgeon.train.resume import finish_run
 from surgeon.train.run_log import HELD_OUT_FILE, TRAINING_FILE
 
 
-def way_of(options: ProcessOptions | None) -> Callable[..., RacksTrained]:
-    """What trains racks: `train_in_turn`, or `train_in_processes` where there are options of processes."""
-    return train_in_turn if options is None else partial(train_in_processes, options=options)
+def train_racks(asked: RacksToTrain, options: ProcessOptions | None) -> RacksTrained:
+    """Train them as `train_in_turn` does, or as `train_in_processes` where there are options of processes."""
+    return train_in_turn(asked) if options is None else train_in_processes(asked, options)
 
 
 def finish_racks(folder: Path, racks: Racks, record: dict[str, Any]) -> None:

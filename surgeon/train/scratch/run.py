@@ -14,7 +14,8 @@ from surgeon.checkpoint.with_codas import export_with_codas
 from surgeon.train.racks.healing import as_one, method_of, racks_record
 from surgeon.train.racks.in_turn import RacksTrained
 from surgeon.train.racks.run_files import ProcessOptions
-from surgeon.train.racks.ways import finish_racks, way_of
+from surgeon.train.racks.subject import RacksToTrain
+from surgeon.train.racks.ways import finish_racks, train_racks
 from surgeon.train.resume import finish_run
 from surgeon.train.run import Trained, train
 from surgeon.train.scratch.build import Blueprint
@@ -63,14 +64,14 @@ def train_blueprint(plan: Blueprint, texts: TrainTexts, folder: Path, device: st
     """
     settings = plan.config.settings
     if plan.racks is not None:
-        known = plan.identity()
-        model, seed = plan.build(), settings.seed
-        given: dict[str, Any] = {"identity": known, "seed": seed, "device": device}
-        racks = (model, plan.racks, texts, settings, folder)
+        known, model = plan.identity(), plan.build()
+        racks = RacksToTrain(
+            model, plan.racks, texts, settings, folder, identity=known, seed=settings.seed, device=device
+        )
         asked, processes = plan.config.racks, None
         if asked is not None and asked.processes:
             processes = ProcessOptions(asked.average, asked.ahead, replicas=asked.replicas)
-        return _of_racks(way_of(processes)(*racks, **given), plan)
+        return _of_racks(train_racks(racks, processes), plan)
     found = train(plan.build(), texts, settings, folder, None, plan.program, plan.identity(), device)
     return None if found is None else ScratchTrained(found, settings.method)
 

@@ -19,6 +19,7 @@ from surgeon.train.racks.in_turn import RACK_FILE, RacksTrained, rack_folder, tr
 from surgeon.train.racks.model import RackModel
 from surgeon.train.racks.partition import Racks
 from surgeon.train.racks.run_files import ProcessOptions
+from surgeon.train.racks.subject import RacksToTrain
 from surgeon.train.racks.supervisor import train_in_processes
 from surgeon.train.settings import TrainSettings
 from surgeon.train.texts import TrainTexts
@@ -51,7 +52,7 @@ def racks_of(model: Any, texts: str = THREE) -> Racks:
 def one_after_the_other(folder: Path, settings: TrainSettings = SETTINGS) -> RacksTrained:
     """What three racks come to in one process."""
     model = whole()
-    return train_in_turn(model, racks_of(model), TEXTS, settings, folder)
+    return train_in_turn(RacksToTrain(model, racks_of(model), TEXTS, settings, folder))
 
 
 def weights(folder: Path, racks: int = 3) -> list[dict[str, Tensor]]:
@@ -65,7 +66,7 @@ def in_processes(
     """What they come to in processes of their own."""
     model = whole(dropout)
     given = ProcessOptions(**{"threads": 1, "away": 60.0} | options)
-    return train_in_processes(model, racks_of(model, racks), TEXTS, settings, folder, options=given)
+    return train_in_processes(RacksToTrain(model, racks_of(model, racks), TEXTS, settings, folder), given)
 
 
 def in_step(settings: TrainSettings, racks: str, average: int | None = None) -> tuple[list[RackModel], list[Any]]:

@@ -19,6 +19,7 @@ from surgeon.train.racks.in_turn import train_in_turn
 from surgeon.train.racks.model import RackModel
 from surgeon.train.racks.partition import Racks
 from surgeon.train.racks.run_files import ProcessOptions
+from surgeon.train.racks.subject import RacksToTrain
 from surgeon.train.racks.supervisor import train_in_processes
 from tests.models import tiny_model
 from tests.train.racks.local_run import SETTINGS, TEXTS, weights
@@ -158,18 +159,19 @@ def test_processes_come_to_the_same_bits(tmp_path: Path) -> None:
     """As racks in turn do."""
     model, racks = cut()
     settings = replace(SETTINGS, steps=2, distillation=Distillation(hidden=10.0))
-    found = train_in_turn(model, racks, TEXTS, settings, tmp_path / "turn", original)
+    asked = RacksToTrain(model, racks, TEXTS, settings, tmp_path / "turn", original)
+    found = train_in_turn(asked)
     options = ProcessOptions(threads=1, away=60.0)
-    others = train_in_processes(model, racks, TEXTS, settings, tmp_path / "once", original, options=options)
+    others = train_in_processes(replace(asked, folder=tmp_path / "once"), options)
     for mine, theirs in zip(*(weights(tmp_path / name, 2) for name in ("turn", "once")), strict=True):
         assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
     assert others.results[1].after.divergence == pytest.approx(found.results[1].after.divergence, rel=1e-5)
     shared = replace(options, replicas=2)  # two processes for each rack: the same up to rounding
-    train_in_processes(model, racks, TEXTS, settings, tmp_path / "shared", original, options=shared)
+    train_in_processes(replace(asked, folder=tmp_path / "shared"), shared)
     for mine, theirs in zip(*(weights(tmp_path / name, 2) for name in ("turn", "shared")), strict=True):
         assert all(torch.allclose(mine[name], theirs[name], atol=1e-5) for name in theirs)
     with pytest.raises(ValueError, match="of another run: its distillation was"):
-        train_in_turn(model, racks, TEXTS, replace(settings, distillation=None), tmp_path / "turn", original)
+        train_in_turn(replace(asked, settings=replace(settings, distillation=None)))
 
 
 def test_a_teacher_that_is_edited_is_refused() -> None:

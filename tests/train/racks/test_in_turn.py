@@ -19,6 +19,7 @@ from surgeon.train.racks.build import rack_of
 from surgeon.train.racks.in_turn import RacksTrained, rack_folder, train_in_turn
 from surgeon.train.racks.partition import Racks
 from surgeon.train.racks.streams import KeptStreams
+from surgeon.train.racks.subject import RacksToTrain
 from surgeon.train.racks.task import RackLoss
 from surgeon.train.run import train
 from surgeon.train.settings import TrainSettings
@@ -49,7 +50,7 @@ def cut(model: Any, texts: str = "0:1,1:3,3:4", depth: int = 1) -> Racks:
 
 
 def trained(folder: Path, model: Any, racks: Racks, **options: Any) -> RacksTrained:
-    return train_in_turn(model, racks, TEXTS, TrainSettings(**SETTINGS | options), folder)
+    return train_in_turn(RacksToTrain(model, racks, TEXTS, TrainSettings(**SETTINGS | options), folder))
 
 
 def test_racks_in_turn_are_racks_in_step(tmp_path: Path) -> None:
@@ -95,7 +96,8 @@ def test_what_is_measured_is_the_model(tmp_path: Path) -> None:
     model, ids = whole("gpt2", "A0 F0 A1 F1 A2 F2 A3 F3", 0.2), TEXTS.held_out.ids
     original = tiny_model("gpt2", 4, seed=5)
     settings = TrainSettings(**SETTINGS)
-    found = train_in_turn(model, cut(model, "0:2,2:4", 2), TEXTS, settings, tmp_path, lambda: original)
+    asked = RacksToTrain(model, cut(model, "0:2,2:4", 2), TEXTS, settings, tmp_path, lambda: original)
+    found = train_in_turn(asked)
     first, last = found.results
     for result, expected in ((last.before, model), (last.after, found.model)):
         wanted = text_quality(logits_of(expected), ids, logits_of(original))

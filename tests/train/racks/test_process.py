@@ -20,6 +20,7 @@ from surgeon.train.racks.pace import RackPace
 from surgeon.train.racks.preparing import gather, prepare
 from surgeon.train.racks.process import main
 from surgeon.train.racks.run_files import ProcessOptions, RacksPlan, read_texts
+from surgeon.train.racks.subject import RacksToTrain
 from surgeon.train.settings import TrainSettings
 from tests import warm
 from tests.runtime.processes.test_torchrun import free_port
@@ -31,7 +32,7 @@ SHORT = TrainSettings(scope="all", steps=2, batch=4, learning_rate=1e-2, evaluat
 
 def prepared(run: Path, options: ProcessOptions | None = None, racks: str = THREE) -> None:
     model = whole(0.0)
-    prepare(model, racks_of(model, racks), TEXTS, SHORT, run, options=options)
+    prepare(RacksToTrain(model, racks_of(model, racks), TEXTS, SHORT, run), options)
 
 
 def begin(run: Path, rack: int, *more: str, anew: bool = False, **environment: str) -> subprocess.Popen[str]:
@@ -121,7 +122,7 @@ def test_as_many_processes_as_were_prepared(refused: Any, tmp_path: Path) -> Non
         prepared(tmp_path / "other", ProcessOptions(replicas=3))
     sharded, two = replace(SHORT, arguments={"fsdp": True}), ProcessOptions(replicas=2)
     with pytest.raises(ValueError, match="holds all its weights; leave fsdp out, or cut more racks"):
-        prepare(whole(), racks_of(whole()), TEXTS, sharded, tmp_path / "other", options=two)
+        prepare(RacksToTrain(whole(), racks_of(whole()), TEXTS, sharded, tmp_path / "other"), two)
     with pytest.raises(ValueError, match="at least 1 process, not 0; give --rack-replicas 1"):
         ProcessOptions(replicas=0)
 
