@@ -26,7 +26,7 @@ GROUPS = [
 ]
 LEVELS = {name: level for level, group in enumerate(GROUPS) for name in group}
 # The floors of the runtime; what lies beside its folders is the client's side, which knows all of them.
-ROOMS = ["batching", "plan", "comm", "model", "processes"]
+ROOMS = ["kernels", "batching", "plan", "comm", "model", "processes"]
 WITHOUT_TORCH = ["batching", "plan"]
 HEAVY = {"torch", "transformers", "pandas", "matplotlib", "optuna", "numpy", "datasets", "lm_eval", "yaml"}
 

@@ -29,6 +29,7 @@ from surgeon.errors import did_you_mean
 from surgeon.runtime.batching.request import QueueFull, Request, Sampling, Stats
 from surgeon.runtime.batching.scheduler import Limits, Output, check_length
 from surgeon.runtime.batching.windows import PASS_TOKENS
+from surgeon.runtime.kernels.build import warn_without_kernels
 from surgeon.runtime.model.engine import Figures
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.codas import with_coda
@@ -158,6 +159,8 @@ class Service:
         self.plan, self.blocks = choose_cache(
             plan, device, options.max_batch, options.blocks, options.memory, ranks_of_this_machine(ranks)
         )
+        if device == "cpu" and self.plan.dtype == "float32":
+            warn_without_kernels()
         self.capacity = Capacity.of(self.plan, self.blocks, options.max_batch)
         self.max_tokens = self.capacity.longest
         pass_tokens = max(PASS_TOKENS, options.max_batch)

@@ -15,7 +15,7 @@ from torch import Tensor
 from surgeon.runtime.batching.request import UNDEFINED, TokenLogprob
 from surgeon.runtime.comm.collectives import Collectives, Counts
 from surgeon.runtime.model.layers import Norm, softcap, torch_dtype
-from surgeon.runtime.model.products import laid_out, product
+from surgeon.runtime.model.products import Transposed, laid_out
 from surgeon.runtime.model.scoring import score
 from surgeon.runtime.plan.specification import Plan
 from surgeon.weights import ModelWeights
@@ -89,7 +89,7 @@ class Vocabulary:
         rows: of each rank; the last ranks may have fewer, or none.
         first: the token id of this rank's first row.
         embedding: (rows, hidden).
-        head: (hidden, rows), as `products.product` takes it.
+        head: the product with the head: (tokens, hidden) to (tokens, rows).
     """
 
     def __init__(self, source: ModelWeights, plan: Plan, collectives: Collectives, device: torch.device) -> None:
@@ -101,7 +101,7 @@ class Vocabulary:
         bounds = self.first, min(self.first + self.rows, plan.vocabulary)
         self.embedding = read(source, plan, device, f"{family.embedding}.weight", bounds)
         head = self.embedding if plan.tied else read(source, plan, device, f"{family.head}.weight", bounds)
-        self.head = head.t() if plan.tied else laid_out(head)
+        self.head = Transposed(head.t()) if plan.tied else laid_out(head)
         bias = f"{family.head}.bias"
         self._bias = read(source, plan, device, bias, bounds) if bias in source else None
 
@@ -110,7 +110,7 @@ class Vocabulary:
         other, head, bias = copy(self), f"{plan.family.head}.weight", f"{plan.family.head}.bias"
         bounds = self.first, self.first + len(self.embedding)
         own = source.names.own(head) in source.store
-        other.head = laid_out(read(source, plan, device, head, bounds)) if own else self.embedding.t()
+        other.head = laid_out(read(source, plan, device, head, bounds)) if own else Transposed(self.embedding.t())
         other._bias = read(source, plan, device, bias, bounds) if bias in source else None
         return other
 
@@ -123,7 +123,7 @@ class Vocabulary:
 
     def logits(self, normed: Tensor) -> Tensor:
         """This rank's logits, (tokens, its rows), of a normed stream, (tokens, hidden)."""
-        logits = product(normed, self.head, self._bias)
+        logits = self.head(normed, self._bias)
         if self.plan.logit_scale is not None:
             logits = logits * self.plan.logit_scale
         return logits if self.plan.logit_softcap is None else softcap(logits, self.plan.logit_softcap)

@@ -21,6 +21,7 @@ from surgeon.runtime.batching.request import UNDEFINED, TokenLogprob, UndefinedL
 from surgeon.runtime.batching.sequence import Row, Wanted
 from surgeon.runtime.batching.windows import BLOCK_TOKENS, blocks_for
 from surgeon.runtime.comm.collectives import Collectives
+from surgeon.runtime.kernels.functions import use_threads
 from surgeon.runtime.model.coda import RankCoda
 from surgeon.runtime.model.ends import Ends, Index, Vocabulary
 from surgeon.runtime.model.layers import Angles, Attend, Pass, rotation
@@ -75,6 +76,7 @@ class RankEngine(RankProgram):
         self.figures = Figures()
         self.counts = self.figures.prefill
         self._since: float | None = None
+        use_threads(torch.get_num_threads())  # the kernels too, which may have been made for another number
         # Of several ranks none can tell by its own passes: they take as long as the slowest rank's.
         several = device.type == "cpu" and plan.ranks == 1
         self._threads = ThreadChoice(torch.get_num_threads() if several else 1)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surgeon.families import SublayerSpec
+from surgeon.runtime.kernels.functions import kernels_for
 from surgeon.runtime.model.linear import Maps, count_outputs, second_factor
 from surgeon.runtime.plan.specification import Plan, Rotary
 from surgeon.weights import Tensors
@@ -93,17 +94,12 @@ class Norm:
             self.gain = 1 + self.gain.to(torch.promote_types(self.gain.dtype, torch.float32))
         self.epsilon = plan.epsilon
         self.rms = plan.family.norm_kind == "rms"
-        self.mean_of: tuple[Tensor, Tensor] | None = None
-        if self.rms and self.gain.device.type == "cpu" and torch_dtype(plan) == torch.float32:
-            width = len(self.gain)
-            self.mean_of = self.gain.new_tensor(self.epsilon), self.gain.new_full((width,), 1 / width)
+        self.kernels = kernels_for(self.gain) if self.rms and torch_dtype(plan) == torch.float32 else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """The normed stream, (T, h)."""
-        if self.mean_of is not None:
-            # On CPUs PyTorch makes an RMS norm of eleven operations; one token's pass is a twentieth faster with these.
-            epsilon, weights = self.mean_of
-            return (x * torch.addmv(epsilon, x.square(), weights).rsqrt_().unsqueeze(-1)).mul_(self.gain)
+        if self.kernels is not None:
+            return self.kernels.rms_norm(x, self.gain, self.epsilon)
         if self.rms:
             return F.rms_norm(x.to(self.gain.dtype), self.gain.shape, self.gain, self.epsilon).to(x.dtype)
         return F.layer_norm(x, self.gain.shape, self.gain, self.shift, self.epsilon)
@@ -143,6 +139,8 @@ class Attention:
             self.rebuild = Rebuild(tensors, plan, key_gain, rotates)
         elif self.head_gain is not None and key_gain is not None:
             self.head_gain = torch.cat([self.head_gain, key_gain])
+        if self.head_gain is not None:
+            self.head_gain = self.head_gain.contiguous()
 
     def __call__(self, stream: Tensor, slot: int, forward: Pass) -> Tensor:
         """(T, h) to (T, h)."""
@@ -175,7 +173,7 @@ class Rebuild:
         self.ranks = [tensors[f"{role}.first.weight"].shape[0] for role in "kv"]
         self.width = count_outputs(tensors, "k")
         self.head_dim, self.epsilon = plan.head_dim, plan.epsilon
-        self.head_gain = head_gain
+        self.head_gain = None if head_gain is None else head_gain.contiguous()
         self.rotates = rotates
 
     def __call__(self, kept: Tensor, angles: Angles | None, out: Tensor) -> tuple[Tensor, Tensor]:
@@ -204,10 +202,16 @@ class FeedForward:
         self.up = maps.reading(["gate", "up"] if self.gated else ["up"])
         self.down = maps.writing("down")
         self.activation = activation(plan.activation)
+        self.kernels = kernels_for(self.norm.gain)
+        if not self.gated or self.kernels is None or plan.activation not in self.kernels.gates:
+            self.kernels = None
+        self.activation_name = plan.activation
 
     def __call__(self, stream: Tensor) -> Tensor:
         """(T, h) to (T, h)."""
         wide = self.up(self.norm(stream))
+        if self.kernels is not None:
+            return self.down(self.kernels.gate(self.activation_name, wide))
         if self.gated:
             gate, up = wide.chunk(2, dim=-1)
             return self.down(self.activation(gate) * up)
@@ -220,6 +224,10 @@ def place_(x: Tensor, head_gain: Tensor | None, epsilon: float, rotation: Angles
     Args:
         head_gain: of the heads' norms, (heads, D).
     """
+    kernels = kernels_for(x)
+    if kernels is not None and x.stride()[1:] == (x.shape[2], 1):
+        kernels.place_(x, head_gain, epsilon, rotation)
+        return
     if head_gain is not None:
         torch.mul(F.rms_norm(x, x.shape[-1:], None, epsilon), head_gain, out=x)
     if rotation is not None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from surgeon.runtime.model.products import laid_out, product
+from surgeon.runtime.model.products import laid_out
 from surgeon.weights import Tensors
 
 LinearMap = Callable[[Tensor], Tensor]  # of (T, in_features)
@@ -30,7 +30,7 @@ class Linear:
         self, weights: list[Tensor], biases: list[Tensor | None], scale: float | None = None, packs: bool = True
     ) -> None:
         self.scale = scale
-        self.weight = laid_out(torch.cat(weights), packs)
+        self.product = laid_out(torch.cat(weights), packs)
         self.bias: Tensor | None = None
         if any(bias is not None for bias in biases):
             filled = [w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, biases, strict=True)]
@@ -38,7 +38,7 @@ class Linear:
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """(T, in_features) to (T, all out_features), in a new tensor or in one that there is."""
-        y = product(x, self.weight, self.bias, out)
+        y = self.product(x, self.bias, out)
         return y if self.scale is None else y.mul_(self.scale)
 
 

@@ -29,6 +29,7 @@ from torch import Tensor
 from surgeon.runtime.batching.blocks import BlockRun
 from surgeon.runtime.batching.sequence import Row
 from surgeon.runtime.batching.windows import BLOCK_TOKENS, Windows
+from surgeon.runtime.kernels.functions import Runs, kernels_for
 from surgeon.runtime.model.ends import Index
 from surgeon.runtime.model.layers import Angles, Rebuild, Weighting, attention
 
@@ -80,6 +81,7 @@ class PagedCache:
         slots: its keys and its values, (K, places, D).
         rebuilds: of attentions in rank space, by slot.
         low_rank: what is stored of these instead, (places, R), by slot.
+        kernels: that attend over what is stored, and put it there, if they can.
         buffers: for reading that.
     """
 
@@ -98,6 +100,7 @@ class PagedCache:
         self.windows = windows
         self.rebuilds = rebuilds or {}
         self.device = like.device
+        self.kernels = kernels_for(like)
         places = blocks * BLOCK_TOKENS
         stored = [0 if slot in self.rebuilds else heads for slot, heads in enumerate(kv_heads)]
         groups = [[slot for slot, own in enumerate(self.group_of) if own == group] for group in range(len(windows))]
@@ -168,6 +171,7 @@ class PagedLayout:
             self.last.append(first - 1)
         self.positions = as_index(positions, cache.device)
         self.places = [as_index(found, cache.device) for found in places]
+        self._numbers = [as_numbers(found) for found in places] if cache.kernels is not None else []
 
     def attend(self, slot: int, queries: Tensor, kept: Tensor, weighting: Weighting) -> Tensor:
         """Put new keys and values into a slot; queries (T, H, D) to attended values (T, H * D).
@@ -175,13 +179,19 @@ class PagedLayout:
         Args:
             kept: keys and, behind them, values, (T, 2 * K, D), or what they are rebuilt of, (T, R).
         """
-        places = self.places[self.cache.group_of[slot]]
-        if slot in self.cache.rebuilds:
-            self.cache.low_rank[slot][places] = kept
-        else:
-            self.cache.pairs[slot][:, places] = kept.transpose(0, 1)
+        self._keep(slot, kept)
         attended = [part.attend(slot, queries, kept, weighting) for part in self._parts]
         return attended[0] if len(attended) == 1 else torch.cat(attended)
+
+    def _keep(self, slot: int, kept: Tensor) -> None:
+        """Put what is new into its places."""
+        cache, group = self.cache, self.cache.group_of[slot]
+        if slot in cache.rebuilds:
+            cache.low_rank[slot][self.places[group]] = kept
+        elif cache.kernels is not None:
+            cache.kernels.keep(kept, self._numbers[group], cache.pairs[slot])
+        else:
+            cache.pairs[slot][:, self.places[group]] = kept.transpose(0, 1)
 
 
 class _Singles:
@@ -192,6 +202,7 @@ class _Singles:
         self._sequences = [_Cached(row, cache, angles)]
         self._cache = cache
         self._angles = angles
+        self._runs: dict[tuple[int, int | None], Runs] = {}
 
     def add(self, row: Row) -> None:
         """Take in the row behind."""
@@ -202,6 +213,9 @@ class _Singles:
         heads, head_dim, kv_heads = queries.shape[1], queries.shape[2], self._cache.kv_heads[slot]
         count = len(self._sequences)
         own = queries[self._first : self._first + count]
+        if self._cache.kernels is not None and slot not in self._cache.rebuilds:
+            read = self._read(self._cache.group_of[slot], weighting.window)
+            return self._cache.kernels.attend(own, self._cache.pairs[slot], read, weighting.scale, weighting.softcap)
         # The heads of one KV group are like several tokens that may look at everything: no copies of keys.
         grouped = own.view(count, 1, kv_heads, heads // kv_heads, head_dim).unbind()
         attended = [
@@ -210,6 +224,16 @@ class _Singles:
         ]
         together = attended[0] if count == 1 else torch.cat(attended)
         return together.reshape(count, heads * head_dim)
+
+    def _read(self, group: int, window: int | None) -> Runs:
+        """Where attentions of a group with such a window read."""
+        key = group, window
+        if key not in self._runs:
+            runs = [sequence.stretches(group, window) for sequence in self._sequences]
+            ends = torch.tensor([len(own) for own in runs]).cumsum(0)
+            places = [(run.start, run.stop - run.start) for own in runs for run in own]
+            self._runs[key] = Runs(torch.tensor(places), ends)
+        return self._runs[key]
 
 
 class _Chunk:
@@ -274,7 +298,7 @@ class _Cached:
         Args:
             last: how many of them, from the end; None for all.
         """
-        first = 0 if last is None else max(0, self._end - last)
+        first = self._first(last)
         if slot in self._cache.rebuilds:
             return by_head(self._rebuilt(slot, first))
         key = self._cache.group_of[slot], first
@@ -286,6 +310,13 @@ class _Cached:
             return keys, values
         place = self._cache.places_in_group[slot]
         return found[2 * place], found[2 * place + 1]
+
+    def stretches(self, group: int, last: int | None) -> list[slice]:
+        """Where the last so many of them, or all, lie in the places of a group."""
+        return stretches(self._row.runs[group], self._first(last), self._end)
+
+    def _first(self, last: int | None) -> int:
+        return 0 if last is None else max(0, self._end - last)
 
     def _rebuilt(self, slot: int, first: int) -> tuple[Tensor, Tensor]:
         """Those of a slot in rank space from a token on, (N, K, D) each."""
@@ -332,7 +363,9 @@ def angles_at(angles: Angles | None, positions: Index) -> Angles | None:
 
 def as_index(parts: Sequence[slice], device: torch.device) -> Index:
     """What indexes all of these, one after the other: a slice (whose result is a view) where there is one only."""
-    if len(parts) == 1:
-        return parts[0]
-    places = [place for part in parts for place in range(part.start, part.stop)]
-    return torch.tensor(places, dtype=torch.long, device=device)
+    return parts[0] if len(parts) == 1 else as_numbers(parts).to(device)
+
+
+def as_numbers(parts: Sequence[slice]) -> Tensor:
+    """The numbers in all of these, one after the other."""
+    return torch.tensor([place for part in parts for place in range(part.start, part.stop)], dtype=torch.long)

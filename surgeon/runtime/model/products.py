@@ -2,9 +2,10 @@
 
 On x86 processors in float32 a weight is packed once for oneDNN, which PyTorch brings: 64 columns of the product side
 by side, 16 numbers of each at a time. On two AVX2 cores products of 2 to 32 tokens with packed weights take between
-half and two thirds of the time that they take with transposed ones, and those of one token, which two threads then
-share, nine tenths. The layout is the same for every number of tokens, so there is one copy only. Weights whose sides
-would be filled up by more than a tenth for it lie transposed, (in_features, out_features).
+half and two thirds of the time that they take with transposed ones. The layout is the same for every number of tokens,
+so there is one copy only. This package's own kernel (runtime/kernels) reads it, too: on the same cores it took 0.6 to
+0.9 of oneDNN's time for up to 48 tokens, and 0.8 to 1.1 for 128. Weights whose sides would be filled up by more than a
+tenth for packing lie transposed, (in_features, out_features).
 
 Shapes: T tokens of a pass.
 """
@@ -16,42 +17,85 @@ import platform
 import torch
 from torch import Tensor
 
+from surgeon.runtime.kernels.functions import kernels_for
+
 PACKED_OUTPUTS, PACKED_INPUTS = 64, 16  # what sides are filled up to
 MOST_FILLING = 1.1  # times the memory of the weight itself
 TOKENS = 8  # that oneDNN is told to expect; it chooses the same layout for all numbers but 1
+MOST_TOKENS = 128  # that the kernel multiplies; oneDNN's products of more are as fast, or faster
+SAME = 1e-4  # relative difference of products of one token, by oneDNN and by the kernel, with the same numbers
 
 
-def laid_out(weight: Tensor, packs: bool = True) -> Tensor:
-    """A weight, (out_features, in_features), as `product` takes it: packed, or seen as (in_features, out_features).
+class Transposed:
+    """A weight that lies as (in_features, out_features), or is seen so; on any device, in any dtype."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """Inputs (T, in_features) to (T, out_features).
+
+        Args:
+            bias: (out_features,), added.
+            out: where to write it.
+        """
+        return torch.mm(x, self.weight, out=out) if bias is None else torch.addmm(bias, x, self.weight, out=out)
+
+
+class Packed:
+    """A weight, (out_features, in_features), packed for oneDNN."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), TOKENS)
+        self._address = int(torch.ops.mkldnn.data_ptr(self.weight))
+        outputs, inputs = weight.shape
+        self._shape = inputs, _filled(inputs, PACKED_INPUTS), outputs
+        self._kernels = kernels_for(weight)
+        if self._kernels is not None and not self._lies_in_panels(weight.new_empty(0)):
+            self._kernels = None
+
+    def _lies_in_panels(self, like: Tensor) -> bool:
+        """Whether the kernel reads what oneDNN wrote, which promises no layout; all of the weight is compared."""
+        x = like.new_empty(1, self._shape[0]).uniform_(generator=torch.Generator().manual_seed(0))
+        expected = self.by_onednn(x)
+        return bool((self(x) - expected).norm() <= SAME * expected.norm())
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """Inputs (T, in_features) to (T, out_features), in memory of its own.
+
+        Args:
+            bias: (out_features,), added.
+        """
+        assert out is None, "products with packed weights make their own memory"
+        if self._kernels is not None and 0 < len(x) <= MOST_TOKENS:
+            x = x if x.stride(1) == 1 else x.contiguous()
+            return self._kernels.product(x, self._address, self._shape, bias)
+        return self.by_onednn(x, bias)
+
+    def by_onednn(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The same by oneDNN, for any number of tokens."""
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, bias, "none", [], "")
+        return y
+
+
+def laid_out(weight: Tensor, packs: bool = True) -> Packed | Transposed:
+    """A weight, (out_features, in_features), as products with it are fastest.
 
     Args:
         packs: False where products are to be written to memory that there is already, which packed weights cannot.
     """
     if weight.device.type != "cpu":
-        return weight.t()
-    if packs and _pays_packed(weight):
-        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), TOKENS)
-        return packed
-    return weight.t().contiguous()
+        return Transposed(weight.t())
+    return Packed(weight) if packs and _pays_packed(weight) else Transposed(weight.t().contiguous())
 
 
 def _pays_packed(weight: Tensor) -> bool:
     if weight.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
         return False
     outputs, inputs = weight.shape
-    filled = -(-outputs // PACKED_OUTPUTS) * PACKED_OUTPUTS * -(-inputs // PACKED_INPUTS) * PACKED_INPUTS
+    filled = _filled(outputs, PACKED_OUTPUTS) * _filled(inputs, PACKED_INPUTS)
     return platform.machine() in ("x86_64", "AMD64") and 0 < filled <= MOST_FILLING * weight.numel()
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """Inputs (T, in_features) times a weight that `laid_out` gave: (T, out_features).
-
-    Args:
-        bias: (out_features,), added.
-        out: where to write it, unless the weight is packed.
-    """
-    if weight.is_mkldnn:
-        assert out is None, "products with packed weights make their own memory"
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-        return y
-    return torch.mm(x, weight, out=out) if bias is None else torch.addmm(bias, x, weight, out=out)
+def _filled(side: int, unit: int) -> int:
+    return -(-side // unit) * unit

@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import fmean
 
-import torch
-
+from surgeon.runtime.kernels.functions import use_threads
 from surgeon.runtime.plan.kept import power_of_two
 
 FIRST_TRIAL = 4  # passes before it
@@ -37,7 +36,7 @@ class ThreadChoice:
         self,
         most: int,
         clock: Callable[[], float] = time.perf_counter,
-        use: Callable[[int], None] = torch.set_num_threads,
+        use: Callable[[int], None] = use_threads,
     ) -> None:
         """Begin with as many as there may be.
 

@@ -12,6 +12,7 @@ import torch
 
 from surgeon.runtime.comm.collectives import Alone, Collectives, Unconnected
 from surgeon.runtime.model.engine import RankEngine
+from surgeon.runtime.model.linear import Linear
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.groups import cache_groups
 from surgeon.runtime.plan.memory import Capacity, choose_cache, footprint
@@ -26,14 +27,13 @@ PROGRAMS = [
 
 def held(engine: RankEngine) -> int:
     """Bytes of the matrices, embedding and head of an engine."""
-    embedding, head = engine.vocabulary.embedding, engine.vocabulary.head
+    embedding, head = engine.vocabulary.embedding, engine.vocabulary.head.weight
     shared = head.untyped_storage().data_ptr() == embedding.untyped_storage().data_ptr()
     matrices = [embedding] if shared else [embedding, head]
     if engine.ends.positions is not None:
         matrices.append(engine.ends.positions)
     for made in engine.sublayers.values():
-        linears = [part for part in vars(made).values() if hasattr(part, "weight")]
-        matrices += [linear.weight for linear in linears]
+        matrices += [part.product.weight for part in vars(made).values() if isinstance(part, Linear)]
     return sum(matrix.nbytes for matrix in matrices)
 
 

@@ -1,0 +1,137 @@
+"""Compiles the kernels for this machine's processor at their first use, and keeps the library in the user's cache.
+
+It takes about two seconds once. The library is found again by the hash of the sources, the flags, the compiler and the
+processor, so that another version, machine or compiler makes another one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import warnings
+from contextlib import suppress
+from ctypes import CDLL
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+SWITCH = "SURGEON_KERNELS"  # in the environment: "off" for PyTorch's own operations
+COMPILERS = ("c++", "g++", "clang++")  # in this order, unless CXX names one
+SOURCES = Path(__file__).parent
+MAIN = "kernels.cpp"
+TARGET = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
+FLAGS = ("-std=c++17", "-O3", TARGET, "-pthread", "-fPIC", "-fvisibility=hidden")
+SECONDS = 120  # that a compiler may take
+
+
+class Built(NamedTuple):
+    """The library, or why there is none; neither where the user wants none."""
+
+    library: CDLL | None
+    problem: str | None = None
+
+
+@cache
+def built() -> Built:
+    """The compiled kernels, made now if they are not in the cache; the same for the whole process."""
+    if os.environ.get(SWITCH, "").lower() in ("off", "0"):
+        return Built(None)
+    compiler = find_compiler()
+    if compiler is None:
+        return Built(None, f"there is no C++ compiler ({os.environ.get('CXX') or ', '.join(COMPILERS)})")
+    try:
+        return Built(_loaded(compiler))
+    except subprocess.SubprocessError as error:
+        return Built(None, f"{compiler} did not compile them: {_first_line(error)}")
+    except OSError as error:
+        return Built(None, f"they could not be loaded: {error}")
+
+
+def warn_without_kernels() -> None:
+    """Say so if the kernels are wanted and cannot be had."""
+    problem = built().problem
+    if problem is not None:
+        warnings.warn(
+            f"texts are continued by PyTorch's own operations, which take about half as long again: {problem}; "
+            f"{SWITCH}=off silences this",
+            stacklevel=2,
+        )
+
+
+def find_compiler() -> str | None:
+    """The path of a C++ compiler, if there is one."""
+    wanted = os.environ.get("CXX")
+    found = (shutil.which(name) for name in ([wanted] if wanted else COMPILERS))
+    return next((path for path in found if path is not None), None)
+
+
+def cache_folder() -> Path:
+    """Where libraries are kept."""
+    kept = os.environ.get("XDG_CACHE_HOME")
+    return (Path(kept) if kept else Path.home() / ".cache") / "surgeon" / "kernels"
+
+
+def _loaded(compiler: str) -> CDLL:
+    path = cache_folder() / f"{_identity(compiler)}.so"
+    if path.is_file():
+        with suppress(OSError):  # it is no library; whatever it is, a new one takes its place
+            return CDLL(str(path))
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder) / path.name
+        _compile(compiler, made)
+        return CDLL(str(path if _keep(made, path) else made))
+
+
+def _identity(compiler: str) -> str:
+    """A hash of all that the library depends on."""
+    found = hashlib.sha256()
+    for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
+        found.update(source.name.encode() + source.read_bytes())
+    version = _run([compiler, "--version"])
+    found.update(repr((version, FLAGS, compiler, platform.machine(), _processor())).encode())
+    return found.hexdigest()[:32]
+
+
+def _processor() -> list[str]:
+    """What the processor can do, as far as Linux says; homes are shared by machines that differ."""
+    described = Path("/proc/cpuinfo")
+    if not described.is_file():
+        return [platform.processor()]
+    lines = described.read_text().splitlines()
+    return sorted({line for line in lines if line.split(":")[0].strip() in ("flags", "Features", "model name")})
+
+
+def _compile(compiler: str, library: Path) -> None:
+    _run([compiler, *FLAGS, "-shared", str(SOURCES / MAIN), "-o", str(library)])
+
+
+def _run(command: list[str]) -> str:
+    """What a command prints."""
+    return subprocess.run(command, capture_output=True, check=True, timeout=SECONDS, text=True).stdout
+
+
+def _keep(made: Path, path: Path) -> bool:
+    """Put a library into the cache, whole or not at all: where there is no room for it, it is made again next time."""
+    beside = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with beside.open("wb") as file:
+            file.write(made.read_bytes())
+            os.fsync(file.fileno())  # a process dies of a library that is cut off
+        beside.replace(path)
+    except OSError:
+        with suppress(OSError):
+            beside.unlink()
+        return False
+    return True
+
+
+def _first_line(error: subprocess.SubprocessError) -> str:
+    """What a compiler complained about, as far as one line goes."""
+    said = getattr(error, "stderr", None) or str(error)
+    lines = [line for line in said.splitlines() if "error" in line] or said.splitlines() or [str(error)]
+    return str(lines[0]).strip()

@@ -1,0 +1,154 @@
+"""The kernels as functions of tensors; what they compute is what PyTorch's operations in runtime/model compute.
+
+Shapes: T tokens of a pass, H heads and K KV heads of a slice, D head_dim.
+"""
+
+from __future__ import annotations
+
+from ctypes import CDLL, c_float, c_int64, c_void_p
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from surgeon.runtime.kernels.build import built
+from surgeon.threads import usable_cores
+
+_POINTER, _SIZE, _NUMBER = c_void_p, c_int64, c_float
+_ARGUMENTS: dict[str, list[Any]] = {
+    "set_threads": [_SIZE],
+    "product": [_POINTER, _SIZE, _SIZE, _POINTER, _POINTER, _SIZE, _SIZE, _SIZE, _POINTER],
+    "rms_norm": [_POINTER, _POINTER, _NUMBER, _SIZE, _SIZE, _POINTER],
+    "place": [_POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _POINTER, _NUMBER, _POINTER, _POINTER, _SIZE],
+    "gated_silu": [_POINTER, _SIZE, _SIZE, _POINTER],
+    "gated_tanh_gelu": [_POINTER, _SIZE, _SIZE, _POINTER],
+    "keep": [_POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _POINTER, _POINTER, _SIZE],
+    "attend": [_POINTER] + [_SIZE] * 5 + [_POINTER, _SIZE, _POINTER, _POINTER, _NUMBER, _NUMBER, _POINTER],
+}
+GATED = {
+    "silu": "gated_silu",
+    "swish": "gated_silu",
+    "gelu_new": "gated_tanh_gelu",
+    "gelu_pytorch_tanh": "gated_tanh_gelu",
+}  # by what transformers calls the activation
+
+
+@cache
+def kernels() -> Kernels | None:
+    """The kernels, compiled now if they never were; None where they cannot be (`build.built` says why).
+
+    None, too, where this thread is bound to fewer cores than PyTorch has threads, as vLLM binds each of its threads to
+    one: new threads would all be on this one's.
+    """
+    library = built().library
+    if library is None or usable_cores() < torch.get_num_threads():
+        return None
+    made = Kernels(library)
+    made.use_threads(torch.get_num_threads())
+    return made
+
+
+def use_threads(threads: int) -> None:
+    """Have so many threads of this process compute, in PyTorch and in the kernels."""
+    torch.set_num_threads(threads)
+    found = kernels()
+    if found is not None:
+        found.use_threads(threads)
+
+
+def kernels_for(tensor: Tensor) -> Kernels | None:
+    """The kernels, if they compute with tensors like this one: float32 on CPUs."""
+    return kernels() if tensor.device.type == "cpu" and tensor.dtype == torch.float32 else None
+
+
+class Runs(NamedTuple):
+    """What one token of each of some texts reads of a cache.
+
+    Attributes:
+        runs: first place and number of places of each run, (all runs, 2), int64.
+        ends: how many runs there are up to the end of each text, (texts,), int64.
+    """
+
+    runs: Tensor
+    ends: Tensor
+
+
+class Kernels:
+    """All functions want float32 tensors on the CPU whose last dimension lies side by side."""
+
+    def __init__(self, library: CDLL) -> None:
+        for name, arguments in _ARGUMENTS.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = arguments, None
+        self._library = library
+        self.gates = {name: getattr(library, function) for name, function in GATED.items()}
+
+    def use_threads(self, threads: int) -> None:
+        """Share all work from now on among so many threads of this process."""
+        self._library.set_threads(threads)
+
+    def product(self, x: Tensor, weight: int, shape: tuple[int, int, int], bias: Tensor | None) -> Tensor:
+        """Few tokens, (T, inputs), times a packed weight: (T, outputs).
+
+        Args:
+            weight: the address of a weight in panels of 64 columns.
+            shape: inputs, what they are filled up to, and outputs.
+            bias: (outputs,), of one piece.
+        """
+        y = x.new_empty(len(x), shape[-1])
+        self._library.product(x.data_ptr(), len(x), x.stride(0), weight, _address(bias), *shape, y.data_ptr())
+        return y
+
+    def rms_norm(self, x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
+        """RMS norm of a stream, (T, h)."""
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        self._library.rms_norm(x.data_ptr(), gain.data_ptr(), epsilon, *x.shape, y.data_ptr())
+        return y
+
+    def place_(self, x: Tensor, gain: Tensor | None, epsilon: float, angles: tuple[Tensor, Tensor] | None) -> None:
+        """Queries or keys, (T, heads, D), normed by head and turned, in place, as far as there is such.
+
+        Args:
+            gain: (heads, D), of one piece.
+            angles: cosine and signed sine, (T, 1, up to D) each.
+        """
+        cosine, sine = (None, None) if angles is None else (angles[0].contiguous(), angles[1].contiguous())
+        width = 0 if cosine is None else cosine.shape[-1]
+        tokens, heads, dim = x.shape
+        self._library.place(
+            *(x.data_ptr(), tokens, x.stride(0), heads, dim),
+            *(_address(gain), epsilon, _address(cosine), _address(sine), width),
+        )
+
+    def gate(self, activation: str, wide: Tensor) -> Tensor:
+        """Activated gates times values, (T, width), of both side by side, (T, 2 * width); for names in `gates`."""
+        wide = wide.contiguous()
+        tokens, width = len(wide), wide.shape[-1] // 2
+        y = wide.new_empty(tokens, width)
+        self.gates[activation](wide.data_ptr(), tokens, width, y.data_ptr())
+        return y
+
+    def keep(self, kept: Tensor, places: Tensor, pair: Tensor) -> None:
+        """Put keys and values, (T, 2 * K, D), into places (T,) of an attention's cache, (2 * K, places, D)."""
+        tokens, heads, dim = kept.shape
+        self._library.keep(
+            *(kept.data_ptr(), tokens, kept.stride(0), heads, dim),
+            *(places.data_ptr(), pair.data_ptr(), pair.stride(0)),
+        )
+
+    def attend(self, queries: Tensor, pair: Tensor, read: Runs, scale: float | None, softcap: float | None) -> Tensor:
+        """Attended values, (texts, H * D), of one token of each, (texts, H, D), over a cache, (2 * K, places, D)."""
+        texts, heads, dim = queries.shape
+        y = queries.new_empty(texts, heads * dim)
+        self._library.attend(
+            *(queries.data_ptr(), queries.stride(0), texts, heads, len(pair) // 2, dim),
+            *(pair.data_ptr(), pair.stride(0), read.runs.data_ptr(), read.ends.data_ptr()),
+            *(dim**-0.5 if scale is None else scale, softcap or 0.0, y.data_ptr()),
+        )
+        return y
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

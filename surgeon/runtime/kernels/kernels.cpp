@@ -1,0 +1,91 @@
+// The functions that Python calls (functions.py). Sizes count float32 numbers unless something else is said.
+
+#include <cstring>
+
+#include "attention.h"
+#include "pointwise.h"
+#include "pool.h"
+#include "product.h"
+#include "vector.h"
+
+#define EXPORTED extern "C" __attribute__((visibility("default")))
+
+// How many threads share work from now on, the calling one included.
+EXPORTED void set_threads(int64_t threads) { pool().set_threads(threads); }
+
+// Tokens, (tokens, inputs) and `stride` numbers apart, times a weight as oneDNN packs it, (panels, filled, 64): to
+// (tokens, outputs). Bias may be null.
+EXPORTED void product(
+    const float *x, int64_t tokens, int64_t stride, const float *weight, const float *bias, int64_t inputs,
+    int64_t filled, int64_t outputs, float *y) {
+    static thread_local std::vector<float> room;
+    const Tiles tiles(tokens);
+    if (tokens > 1) {
+        if (static_cast<int64_t>(room.size()) < tokens * inputs) room.resize(tokens * inputs);
+        pack_tokens(x, tiles, stride, inputs, room.data());
+        x = room.data();
+    }
+    pool().share((outputs + kPanel - 1) / kPanel, [&](int64_t number) {
+        const int64_t first = number * kPanel;
+        const float *panel = weight + first * filled, *added = bias ? bias + first : nullptr;
+        const int64_t columns = std::min(kPanel, outputs - first);
+        // As many sums as registers hold beside what they are made of: 16 of 8 numbers, or 32 of 16.
+        if constexpr (kVectors <= 4) multiply_panel<4>(x, tiles, panel, added, inputs, columns, y + first, outputs);
+        else if (tokens > 3) multiply_panel<2>(x, tiles, panel, added, inputs, columns, y + first, outputs);
+        else if (tokens > 1) multiply_panel<4>(x, tiles, panel, added, inputs, columns, y + first, outputs);
+        else multiply_panel<8>(x, tiles, panel, added, inputs, columns, y + first, outputs);
+    });
+}
+
+// RMS norms of tokens, (tokens, width).
+EXPORTED void rms_norm(const float *x, const float *gain, float epsilon, int64_t tokens, int64_t width, float *y) {
+    pool().share_rows(tokens, width, [&](int64_t token) { norm(x + token * width, gain, epsilon, width, y + token * width); });
+}
+
+// Norms heads of (tokens, heads, dim) and turns their first `width` features, in place. Gain, (heads, dim), and angles,
+// (tokens, width), may be null; tokens are `stride` numbers apart.
+EXPORTED void place(
+    float *x, int64_t tokens, int64_t stride, int64_t heads, int64_t dim, const float *gain, float epsilon,
+    const float *cosine, const float *sine, int64_t width) {
+    pool().share_rows(tokens, heads * dim, [&](int64_t token) {
+        for (int64_t head = 0; head < heads; ++head) {
+            float *own = x + token * stride + head * dim;
+            if (gain) norm(own, gain + head * dim, epsilon, dim, own);
+            if (cosine) turn(own, cosine + token * width, sine + token * width, width);
+        }
+    });
+}
+
+// Activated gates times values, (tokens, width), of both side by side, (tokens, 2, width).
+EXPORTED void gated_silu(const float *wide, int64_t tokens, int64_t width, float *y) {
+    gate<Silu>(wide, tokens, width, y);
+}
+
+EXPORTED void gated_tanh_gelu(const float *wide, int64_t tokens, int64_t width, float *y) {
+    gate<TanhGelu>(wide, tokens, width, y);
+}
+
+// Puts keys and values of tokens, (tokens, heads, dim), into their places of a cache, (heads, places, dim).
+EXPORTED void keep(
+    const float *x, int64_t tokens, int64_t stride, int64_t heads, int64_t dim, const int64_t *places, float *cache,
+    int64_t plane) {
+    for (int64_t head = 0; head < heads; ++head)
+        for (int64_t token = 0; token < tokens; ++token)
+            std::memcpy(
+                cache + head * plane + places[token] * dim, x + token * stride + head * dim, sizeof(float) * dim);
+}
+
+// Attended values, (texts, heads, dim), of one token of each text. Queries are `stride` numbers apart; keys and behind
+// them values are (2 * kv_heads, places, dim), `plane` numbers a head; text t reads runs[ends[t - 1]] to runs[ends[t]].
+EXPORTED void attend(
+    const float *queries, int64_t stride, int64_t texts, int64_t heads, int64_t kv_heads, int64_t dim,
+    const float *cache, int64_t plane, const Run *runs, const int64_t *ends, float scale, float softcap, float *y) {
+    const int64_t group = kv_heads ? heads / kv_heads : 0;
+    pool().share(texts * kv_heads, [&](int64_t task) {
+        const int64_t text = task / kv_heads, head = task % kv_heads, first = text ? ends[text - 1] : 0;
+        const Heads own{queries + text * stride + head * group * dim, group, dim};
+        attend_one(
+            own, cache + head * plane, cache + (kv_heads + head) * plane, runs + first, ends[text] - first, scale,
+            softcap, y + (text * heads + head * group) * dim);
+    });
+}

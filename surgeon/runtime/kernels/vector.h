@@ -1,0 +1,61 @@
+// Vectors of float32 as wide as the processor's, by the vector types of GCC and clang; loads need no alignment.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+typedef float Vector __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
+typedef int32_t Integers __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
+
+static inline Vector load(const float *from) { return *reinterpret_cast<const Vector *>(from); }
+
+static inline void store(float *to, Vector numbers) { *reinterpret_cast<Vector *>(to) = numbers; }
+
+// All lanes the same. Not `Vector{} + number`: -0 would become 0, so that compilers really add.
+static inline Vector spread(float number) {
+#if defined(__AVX512F__)
+    return Vector{number, number, number, number, number, number, number, number,
+                  number, number, number, number, number, number, number, number};
+#elif defined(__AVX__)
+    return Vector{number, number, number, number, number, number, number, number};
+#else
+    return Vector{number, number, number, number};
+#endif
+}
+
+static inline float sum(Vector numbers) {
+    float total = 0;
+    for (int lane = 0; lane < kLanes; ++lane) total += numbers[lane];
+    return total;
+}
+
+// exp to about one unit in the last place; below -87 as there, above 88 likewise. NaN stays NaN: comparisons with it
+// are false, which is why the bounds are asked for this way round.
+static inline Vector exponential(Vector x) {
+    x = x < spread(-87.0f) ? spread(-87.0f) : x;
+    x = x > spread(88.0f) ? spread(88.0f) : x;
+    const Vector scaled = x * 1.44269504f;
+    const Vector half = scaled < Vector{} ? spread(-0.5f) : spread(0.5f);
+    const Integers whole = __builtin_convertvector(scaled + half, Integers);
+    const Vector power = __builtin_convertvector(whole, Vector);
+    const Vector rest = (x - power * 0.693359375f) + power * 2.12194440e-4f;  // ln 2 in two parts
+    // 1 + r + r^2 (1/2 + r/6 + ...), coefficients fitted for |r| <= ln(2) / 2 (Cephes)
+    Vector series = spread(1.9875691500e-4f);
+    series = series * rest + 1.3981999507e-3f;
+    series = series * rest + 8.3334519073e-3f;
+    series = series * rest + 4.1665795894e-2f;
+    series = series * rest + 1.6666665459e-1f;
+    series = series * rest + 5.0000001201e-1f;
+    const Vector mantissa = series * (rest * rest) + rest + 1.0f;
+    const Integers exponent = (whole + 127) << 23;
+    Vector factor;
+    __builtin_memcpy(&factor, &exponent, sizeof factor);
+    return mantissa * factor;
+}

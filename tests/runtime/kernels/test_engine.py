@@ -1,0 +1,56 @@
+"""Whole engines with the kernels and without them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from surgeon.runtime.batching.sequence import Row, Wanted
+from surgeon.runtime.batching.windows import blocks_for
+from surgeon.runtime.comm.collectives import Alone
+from surgeon.runtime.kernels import functions
+from surgeon.runtime.model.engine import RankEngine
+from surgeon.runtime.plan.checks import make_plan
+
+FAMILIES = ("llama", "qwen3", "gemma2", "opt", "gpt_neox", "phi3", "gpt_neo", "smollm3", "granite", "mistral")
+LENGTHS = (3, 21, 40)  # of the prompts: fewer and more tokens than windows and blocks have
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_same_logits(
+    family: str, tiny_model: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of texts of several lengths, computed together, whose blocks lie scattered; the caches hold the same, too."""
+    model = tiny_model(family)
+    model.save_pretrained(tmp_path)
+    plan = make_plan(tmp_path, 1, 64)
+    found = logits_of(RankEngine(plan, Alone(), torch.device("cpu")))
+    monkeypatch.setattr(functions, "kernels", lambda: None)
+    without = RankEngine(plan, Alone(), torch.device("cpu"))
+    assert all(getattr(made, "kernels", None) is None for made in without.sublayers.values())
+    expected = logits_of(without)
+    assert (found - expected).norm() < 1e-5 * expected.norm()
+
+
+def logits_of(engine: RankEngine) -> torch.Tensor:
+    """Of some passes of texts that are continued, (passes * texts, vocabulary)."""
+    blocks = [blocks_for(length + 8) for length in LENGTHS]
+    cache = engine.new_cache(2 * sum(blocks))
+    rows: list[Row] = []
+    place = 0
+    for length, count in zip(LENGTHS, blocks, strict=True):
+        runs = [(place + 2 * number, 1) for number in range(count)]  # every other block
+        place += 2 * count
+        tokens = [(7 * at + length) % 50 for at in range(length)]
+        rows.append(Row(0, tokens, (runs,), Wanted.LOGITS))
+    found = []
+    for number in range(4):
+        results = engine.step(rows, cache)
+        assert results.logits is not None
+        found.append(results.logits)
+        rows = [Row(row.start + len(row.tokens), [number + at], row.runs, row.wanted) for at, row in enumerate(rows)]
+    return torch.cat(found)

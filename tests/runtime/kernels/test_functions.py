@@ -1,0 +1,195 @@
+"""The kernels against PyTorch in float64, of drawn sizes, each on one thread and on several."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.activations import ACT2FN
+
+from surgeon.runtime.kernels.functions import Kernels, Runs, kernels, kernels_for
+from surgeon.runtime.model.layers import rotate_
+from surgeon.runtime.model.products import PACKED_INPUTS, TOKENS
+
+DRAWS = 25
+
+
+@pytest.fixture(params=[1, 3])
+def own(request: pytest.FixtureRequest) -> Iterator[Kernels]:
+    found = kernels()
+    if found is None:
+        pytest.skip("there are no kernels here: no C++ compiler")
+    found.use_threads(request.param)
+    yield found
+    found.use_threads(torch.get_num_threads())
+
+
+def drawn(seed: int) -> Callable[..., int]:
+    """Integers from a first to a last, a new one at each call."""
+    generator = torch.Generator().manual_seed(seed)
+    return lambda first, last: int(torch.randint(first, last + 1, (), generator=generator))
+
+
+def close(found: Tensor, expected: Tensor, relative: float = 1e-6) -> bool:
+    """Whether numbers differ by no more than float32 sums of their size do."""
+    assert found.shape == expected.shape
+    return bool((found.double() - expected.double()).norm() <= relative * expected.double().norm() + 1e-30)
+
+
+@pytest.mark.parametrize("seed", range(DRAWS))
+def test_product(own: Kernels, seed: int) -> None:
+    """Of every number of tokens and columns, from rows of a wider tensor, with a bias and without."""
+    draw = drawn(seed)
+    tokens, inputs, outputs = draw(1, 40), draw(1, 300), draw(1, 300)
+    weight, wide = torch.randn(outputs, inputs), torch.randn(tokens, inputs + draw(0, 9))
+    bias = torch.randn(outputs) if draw(0, 1) else None
+    filled = -(-inputs // PACKED_INPUTS) * PACKED_INPUTS
+    panels = torch.zeros(-(-outputs // 64), filled, 64)
+    for output in range(outputs):
+        panels[output // 64, :inputs, output % 64] = weight[output]
+    x = wide[:, :inputs]
+    found = own.product(x, panels.data_ptr(), (inputs, filled, outputs), bias)
+    assert close(found, x.double() @ weight.double().t() + (0 if bias is None else bias.double()))
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch has no oneDNN here")
+@pytest.mark.parametrize("tokens", [1, 7, 33])
+def test_product_with_what_onednn_packed(own: Kernels, tokens: int) -> None:
+    """On x86 the layout is the one that oneDNN chooses; elsewhere weights are not packed."""
+    weight, x = torch.randn(192, 80), torch.randn(tokens, 80)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, TOKENS)
+    found = own.product(x, torch.ops.mkldnn.data_ptr(packed), (80, 80, 192), None)
+    assert close(found, x.double() @ weight.double().t())
+
+
+@pytest.mark.parametrize("seed", range(DRAWS))
+def test_rms_norm(own: Kernels, seed: int) -> None:
+    draw = drawn(seed)
+    x, epsilon = torch.randn(draw(0, 40), draw(1, 700)), 10.0 ** -draw(3, 8)
+    gain = torch.randn(x.shape[1])
+    expected = F.rms_norm(x.double(), gain.shape, gain.double(), epsilon)
+    assert close(own.rms_norm(x, gain, epsilon), expected)
+
+
+@pytest.mark.parametrize("seed", range(DRAWS))
+def test_place(own: Kernels, seed: int) -> None:
+    """Heads among others of a token are normed and turned, as far as wanted; what lies beside them stays."""
+    draw = drawn(seed)
+    tokens, heads, dim = draw(1, 20), draw(1, 5), 2 * draw(2, 40)
+    width = 2 * draw(1, dim // 2)
+    wide = torch.randn(tokens, heads + draw(0, 3), dim)
+    x, before = wide[:, :heads], wide.clone()
+    gain = torch.randn(heads, dim) if draw(0, 1) else None
+    angles = (torch.randn(tokens, 1, width), torch.randn(tokens, 1, width)) if draw(0, 3) else None
+    expected = x.double()
+    if gain is not None:
+        expected = F.rms_norm(expected, (dim,), None, 1e-6) * gain.double()
+    if angles is not None:
+        rotate_(expected, angles[0].double(), angles[1].double())
+    own.place_(x, gain, 1e-6, angles)
+    assert close(x, expected)
+    assert torch.equal(wide[:, heads:], before[:, heads:])
+
+
+@pytest.mark.parametrize("name", ["silu", "swish", "gelu_new", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("scale", [1.0, 40.0])
+def test_gate(own: Kernels, name: str, scale: float) -> None:
+    """Far from 0 too, where exp would be infinite or nothing."""
+    wide = torch.cat([torch.randn(9, 77) * scale, torch.randn(9, 77)], 1)
+    expected = ACT2FN[name](wide[:, :77].double()) * wide[:, 77:].double()
+    assert close(own.gate(name, wide), expected)
+
+
+@pytest.mark.parametrize("seed", range(DRAWS))
+def test_attend(own: Kernels, seed: int) -> None:
+    """Texts of any lengths in any runs of a cache, grouped heads, scales and bounds of scores."""
+    draw = drawn(seed)
+    texts, kv_heads, group, dim = draw(1, 6), draw(1, 3), draw(1, 4), draw(1, 80)
+    pair, wide = torch.randn(2 * kv_heads, 400, dim), torch.randn(texts, kv_heads * group + 2, dim)
+    scale, softcap = (None, 0.3)[draw(0, 1)], (None, 2.0)[draw(0, 1)]
+    runs = [[(first := draw(0, 300), draw(1, 400 - first)) for _ in range(draw(1, 4))] for _ in range(texts)]
+    read = Runs(torch.tensor([run for one in runs for run in one]), torch.tensor([len(one) for one in runs]).cumsum(0))
+    queries = wide[:, : kv_heads * group]
+    found = own.attend(queries, pair, read, scale, softcap).view(texts, kv_heads, group, dim)
+    for text, own_runs in enumerate(runs):
+        places = torch.cat([torch.arange(first, first + count) for first, count in own_runs])
+        keys, values = pair.double()[:, places].chunk(2)
+        scores = queries[text].double().view(kv_heads, group, dim) @ keys.mT * (dim**-0.5 if scale is None else scale)
+        if softcap is not None:
+            scores = softcap * (scores / softcap).tanh()
+        assert close(found[text], scores.softmax(-1) @ values)
+
+
+def test_attend_to_scores_far_apart(own: Kernels) -> None:
+    """One key takes all the weight where its score is a thousand more than the others'."""
+    pair, queries = torch.randn(2, 37, 16), torch.ones(1, 1, 16)
+    pair[0] = -100.0
+    pair[0, 5] = 100.0
+    read = Runs(torch.tensor([[0, 37]]), torch.tensor([1]))
+    assert torch.allclose(own.attend(queries, pair, read, None, None)[0], pair[1, 5])
+
+
+def test_what_is_no_number_stays_none(own: Kernels) -> None:
+    """NaN and infinity are seen in what comes out: an engine tells the user of them."""
+    nan, infinite = float("nan"), float("inf")
+    for wrong in (nan, infinite):
+        x = torch.ones(2, 64)
+        x[0, 3] = wrong
+        assert not own.rms_norm(x, torch.ones(64), 1e-6)[0].isfinite().all()
+        panels = torch.ones(1, 64, 64)
+        assert not own.product(x, panels.data_ptr(), (64, 64, 64), None)[0].isfinite().any()
+        wide = torch.ones(1, 64)
+        wide[0, 40] = wrong
+        assert not own.gate("silu", wide).isfinite().all()
+        queries = torch.full((1, 1, 16), wrong)
+        read = Runs(torch.tensor([[0, 8]]), torch.tensor([1]))
+        assert not own.attend(queries, torch.ones(2, 8, 16), read, None, None).isfinite().any()
+    wide = torch.ones(1, 64)
+    wide[0, 3] = nan
+    assert own.gate("gelu_new", wide).isnan().sum() == 1
+
+
+def test_keep(own: Kernels) -> None:
+    pair, kept, places = torch.zeros(4, 10, 6), torch.randn(3, 4, 6), torch.tensor([7, 0, 4])
+    own.keep(kept, places, pair)
+    expected = torch.zeros(4, 10, 6)
+    expected[:, places] = kept.transpose(0, 1)
+    assert torch.equal(pair, expected)
+
+
+def test_threads_change_no_bit(own: Kernels) -> None:
+    """Work is cut into the same pieces for every number of threads."""
+    x, gain, panels = torch.randn(50, 512), torch.randn(512), torch.randn(20, 512, 64)
+    found = []
+    for threads in (1, 2, 5):
+        own.use_threads(threads)
+        found.append((own.rms_norm(x, gain, 1e-6), own.product(x, panels.data_ptr(), (512, 512, 1280), None)))
+    assert all(torch.equal(one, other) for each in found[1:] for one, other in zip(found[0], each, strict=True))
+
+
+def test_several_threads_at_the_same_time(own: Kernels) -> None:
+    """Threads of Python that call at once get their own results, thousands of times."""
+    panels, inputs = torch.randn(8, 64, 64), [torch.randn(3, 64) for _ in range(4)]
+    expected = [own.product(x, panels.data_ptr(), (64, 64, 512), None) for x in inputs]
+    wrong: list[int] = []
+
+    def call(number: int) -> None:
+        found = (own.product(inputs[number], panels.data_ptr(), (64, 64, 512), None) for _ in range(2000))
+        wrong.extend(number for one in found if not torch.equal(one, expected[number]))
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_which_tensors_they_compute_with() -> None:
+    assert kernels_for(torch.zeros(1)) is kernels()
+    assert kernels_for(torch.zeros(1, dtype=torch.bfloat16)) is None
+    assert kernels_for(torch.zeros(1, device="meta")) is None
