@@ -24,6 +24,7 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "gated_silu": [_POINTER, _SIZE, _SIZE, _POINTER],
     "gated_tanh_gelu": [_POINTER, _SIZE, _SIZE, _POINTER],
     "keep": [_POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _POINTER, _POINTER, _SIZE],
+    "attend_text": [_POINTER] + [_SIZE] * 5 + [_POINTER, _SIZE, _POINTER] + [_SIZE] * 4 + [_NUMBER, _NUMBER, _POINTER],
     "attend": [_POINTER] + [_SIZE] * 5 + [_POINTER, _SIZE, _POINTER, _POINTER, _NUMBER, _NUMBER, _POINTER],
 }
 GATED = {
@@ -49,14 +50,6 @@ def kernels() -> Kernels | None:
     return made
 
 
-def use_threads(threads: int) -> None:
-    """Have so many threads of this process compute, in PyTorch and in the kernels."""
-    torch.set_num_threads(threads)
-    found = kernels()
-    if found is not None:
-        found.use_threads(threads)
-
-
 def kernels_for(tensor: Tensor) -> Kernels | None:
     """The kernels, if they compute with tensors like this one: float32 on CPUs."""
     return kernels() if tensor.device.type == "cpu" and tensor.dtype == torch.float32 else None
@@ -72,6 +65,22 @@ class Runs(NamedTuple):
 
     runs: Tensor
     ends: Tensor
+
+
+class Text(NamedTuple):
+    """What consecutive tokens of one text read of a cache.
+
+    Attributes:
+        runs: first place and number of places of each run, (runs, 2), int64.
+        first_key: position of the first key in them.
+        start: position of the first of the tokens.
+        window: how many keys a token looks at, itself the last; None for all up to itself.
+    """
+
+    runs: Tensor
+    first_key: int
+    start: int
+    window: int | None
 
 
 class Kernels:
@@ -146,6 +155,19 @@ class Kernels:
             *(queries.data_ptr(), queries.stride(0), texts, heads, len(pair) // 2, dim),
             *(pair.data_ptr(), pair.stride(0), read.runs.data_ptr(), read.ends.data_ptr()),
             *(dim**-0.5 if scale is None else scale, softcap or 0.0, y.data_ptr()),
+        )
+        return y
+
+    def attend_text(
+        self, queries: Tensor, pair: Tensor, text: Text, scale: float | None, softcap: float | None
+    ) -> Tensor:
+        """Attended values, (T, H * D), of consecutive tokens of one text, (T, H, D), over a cache, (2 * K, places, D)."""
+        tokens, heads, dim = queries.shape
+        y = queries.new_empty(tokens, heads * dim)
+        self._library.attend_text(
+            *(queries.data_ptr(), queries.stride(0), tokens, heads, len(pair) // 2, dim),
+            *(pair.data_ptr(), pair.stride(0), text.runs.data_ptr(), len(text.runs), text.first_key, text.start),
+            *(text.window or 0, dim**-0.5 if scale is None else scale, softcap or 0.0, y.data_ptr()),
         )
         return y
 

@@ -6,6 +6,7 @@
 #include "pointwise.h"
 #include "pool.h"
 #include "product.h"
+#include "prompt.h"
 #include "vector.h"
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
@@ -18,23 +19,9 @@ EXPORTED void set_threads(int64_t threads) { pool().set_threads(threads); }
 EXPORTED void product(
     const float *x, int64_t tokens, int64_t stride, const float *weight, const float *bias, int64_t inputs,
     int64_t filled, int64_t outputs, float *y) {
-    static thread_local std::vector<float> room;
-    const Tiles tiles(tokens);
-    if (tokens > 1) {
-        if (static_cast<int64_t>(room.size()) < tokens * inputs) room.resize(tokens * inputs);
-        pack_tokens(x, tiles, stride, inputs, room.data());
-        x = room.data();
-    }
-    pool().share((outputs + kPanel - 1) / kPanel, [&](int64_t number) {
-        const int64_t first = number * kPanel;
-        const float *panel = weight + first * filled, *added = bias ? bias + first : nullptr;
-        const int64_t columns = std::min(kPanel, outputs - first);
-        // As many sums as registers hold beside what they are made of: 16 of 8 numbers, or 32 of 16.
-        if constexpr (kVectors <= 4) multiply_panel<4>(x, tiles, panel, added, inputs, columns, y + first, outputs);
-        else if (tokens > 3) multiply_panel<2>(x, tiles, panel, added, inputs, columns, y + first, outputs);
-        else if (tokens > 1) multiply_panel<4>(x, tiles, panel, added, inputs, columns, y + first, outputs);
-        else multiply_panel<8>(x, tiles, panel, added, inputs, columns, y + first, outputs);
-    });
+    const Weight all{weight, bias, inputs, filled, outputs};
+    for (int64_t first = 0; first < tokens; first += kTogetherMost)
+        multiply(x + first * stride, std::min(kTogetherMost, tokens - first), stride, all, y + first * outputs);
 }
 
 // RMS norms of tokens, (tokens, width).
@@ -88,4 +75,15 @@ EXPORTED void attend(
             own, cache + head * plane, cache + (kv_heads + head) * plane, runs + first, ends[text] - first, scale,
             softcap, y + (text * heads + head * group) * dim);
     });
+}
+
+// Attended values, (tokens, heads, dim), of consecutive tokens of one text, the first at position `start`. Runs are of
+// keys from position `first_key` on; a token looks at `window` keys up to itself, or at all for 0.
+EXPORTED void attend_text(
+    const float *queries, int64_t stride, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t dim,
+    const float *cache, int64_t plane, const Run *runs, int64_t count_runs, int64_t first_key, int64_t start,
+    int64_t window, float scale, float softcap, float *y) {
+    attend_prompt(Prompt{
+        queries, stride, tokens, heads, kv_heads, dim, cache, plane, runs, count_runs, first_key, start, window, scale,
+        softcap, y});
 }

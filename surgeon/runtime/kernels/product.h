@@ -16,12 +16,13 @@ constexpr int64_t kPanel = 64;
 constexpr int64_t kChunk = 64;  // inputs: 16 KiB of a panel
 constexpr int kVectors = kPanel / kLanes;
 constexpr int64_t kTokens = 6;  // of a tile at most
+constexpr int64_t kTogetherMost = 126;  // tokens
 
 struct Chunk {
     const float *weight;  // (inputs, 64)
     const float *bias;    // (64), or null
-    float *y;             // where sums go after the last chunk: (all tokens, stride)
-    int64_t stride, inputs;
+    int64_t stride;       // of where sums go after the last chunk
+    int64_t inputs;
     bool first, last;     // of the panel
 };
 
@@ -86,29 +87,62 @@ static void pack_tokens(const float *x, const Tiles &tiles, int64_t stride, int6
     });
 }
 
-// All tokens times one panel, whose columns from `columns` on are none.
+struct Panel {
+    const float *weight, *bias;  // (filled, 64), and (columns) or null
+    int64_t inputs, columns;     // of the 64, fewer in a weight's last panel
+    int64_t stride;              // of what is written
+};
+
+// All tokens times one panel.
 template <int kColumns>
-static void multiply_panel(
-    const float *packed, const Tiles &tiles, const float *panel, const float *bias, int64_t inputs, int64_t columns,
-    float *y, int64_t stride) {
+static void multiply_panel(const float *packed, const Tiles &tiles, const Panel &panel, float *y) {
     static thread_local std::vector<float> room;
     if (static_cast<int64_t>(room.size()) < tiles.tokens * kPanel) room.resize(tiles.tokens * kPanel);
-    float whole[kPanel] = {};
-    if (bias && columns < kPanel) bias = std::copy_n(bias, columns, whole) - columns;
+    float padded[kPanel] = {};
+    const float *bias = panel.bias;
+    if (bias && panel.columns < kPanel) bias = std::copy_n(bias, panel.columns, padded) - panel.columns;
     const int64_t work = (kVectors / kColumns) * tiles.count, bytes = kPanel * sizeof(float);
-    for (int64_t begin = 0; begin < inputs; begin += kChunk) {
-        const bool last = begin + kChunk >= inputs && columns == kPanel;
-        const Chunk chunk{panel + begin * kPanel, bias, y, stride, std::min(kChunk, inputs - begin), begin == 0, last};
+    for (int64_t begin = 0; begin < panel.inputs; begin += kChunk) {
+        const bool last = begin + kChunk >= panel.inputs && panel.columns == kPanel;
+        const int64_t inputs = std::min(kChunk, panel.inputs - begin);
+        const Chunk chunk{panel.weight + begin * kPanel, bias, panel.stride, inputs, begin == 0, last};
         const char *next = reinterpret_cast<const char *>(chunk.weight + kChunk * kPanel);
         for (int64_t column = 0; column < kPanel; column += kColumns * kLanes)
             for (int64_t tile = 0; tile < tiles.count; ++tile, next += kChunk * bytes / work) {
                 const int64_t first = tiles.first(tile), rows = tiles.first(tile + 1) - first;
                 add_rows<kColumns>(
-                    rows, chunk, packed + first * inputs + begin * rows, column, room.data() + first * kPanel,
-                    y + first * stride, Fetch{next, bytes / work});
+                    rows, chunk, packed + first * panel.inputs + begin * rows, column, room.data() + first * kPanel,
+                    y + first * panel.stride, Fetch{next, bytes / work});
             }
     }
-    if (columns < kPanel)
+    if (panel.columns < kPanel)
         for (int64_t token = 0; token < tiles.tokens; ++token)
-            std::copy_n(room.data() + token * kPanel, columns, y + token * stride);
+            std::copy_n(room.data() + token * kPanel, panel.columns, y + token * panel.stride);
+}
+
+struct Weight {
+    const float *panels, *bias;  // (panels, filled, 64), and (outputs) or null
+    int64_t inputs, filled, outputs;
+};
+
+// As many tokens as fit beside a chunk into the caches of a core, times a weight.
+static void multiply(const float *x, int64_t tokens, int64_t stride, const Weight &weight, float *y) {
+    static thread_local std::vector<float> room;
+    const Tiles tiles(tokens);
+    if (tokens > 1) {
+        if (static_cast<int64_t>(room.size()) < tokens * weight.inputs) room.resize(tokens * weight.inputs);
+        pack_tokens(x, tiles, stride, weight.inputs, room.data());
+        x = room.data();
+    }
+    pool().share((weight.outputs + kPanel - 1) / kPanel, [&](int64_t number) {
+        const int64_t first = number * kPanel, columns = std::min(kPanel, weight.outputs - first);
+        const Panel panel{
+            weight.panels + first * weight.filled, weight.bias ? weight.bias + first : nullptr, weight.inputs, columns,
+            weight.outputs};
+        // As many sums as registers hold beside what they are made of: 16 of 8 numbers, or 32 of 16.
+        if constexpr (kVectors <= 4) multiply_panel<4>(x, tiles, panel, y + first);
+        else if (tokens > 3) multiply_panel<2>(x, tiles, panel, y + first);
+        else if (tokens > 1) multiply_panel<4>(x, tiles, panel, y + first);
+        else multiply_panel<8>(x, tiles, panel, y + first);
+    });
 }

@@ -21,7 +21,7 @@ from surgeon.runtime.batching.request import UNDEFINED, TokenLogprob, UndefinedL
 from surgeon.runtime.batching.sequence import Row, Wanted
 from surgeon.runtime.batching.windows import BLOCK_TOKENS, blocks_for
 from surgeon.runtime.comm.collectives import Collectives
-from surgeon.runtime.kernels.functions import use_threads
+from surgeon.runtime.kernels.functions import kernels_for
 from surgeon.runtime.model.coda import RankCoda
 from surgeon.runtime.model.ends import Ends, Index, Vocabulary
 from surgeon.runtime.model.layers import Angles, Attend, Pass, rotation
@@ -76,14 +76,11 @@ class RankEngine(RankProgram):
         self.figures = Figures()
         self.counts = self.figures.prefill
         self._since: float | None = None
-        use_threads(torch.get_num_threads())  # the kernels too, which may have been made for another number
-        # Of several ranks none can tell by its own passes: they take as long as the slowest rank's.
-        several = device.type == "cpu" and plan.ranks == 1
-        self._threads = ThreadChoice(torch.get_num_threads() if several else 1)
         self._static = self._static_decode()
         source = ModelWeights(Checkpoint(plan.folder), plan.family, plan.head_dim)
         self.load(source)
         self.vocabulary = Vocabulary(source, plan, collectives, device)
+        self._threads = self._thread_choice()
         self.ends = Ends(source, plan, device)
         self.coda: RankCoda | None = None
         if plan.coda is not None:
@@ -93,6 +90,15 @@ class RankEngine(RankProgram):
         self._angles = self.all_angles or self._turn(0)
         self._reusable: PagedCache | None = None
         self._reusable_grouped = False
+
+    def _thread_choice(self) -> ThreadChoice:
+        """How many threads compute; of the kernels always all, which wait for none that has no core."""
+        threads, kernels = torch.get_num_threads(), kernels_for(self.vocabulary.embedding)
+        if kernels is not None:
+            kernels.use_threads(threads)
+        # Of several ranks none can tell by its own passes: they take as long as the slowest rank's.
+        chooses = self.device.type == "cpu" and self.plan.ranks == 1 and kernels is None
+        return ThreadChoice(threads if chooses else 1)
 
     def _static_decode(self) -> StaticDecode | None:
         """What computes decode passes, if not the way all other passes are computed."""

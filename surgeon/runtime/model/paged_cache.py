@@ -29,7 +29,7 @@ from torch import Tensor
 from surgeon.runtime.batching.blocks import BlockRun
 from surgeon.runtime.batching.sequence import Row
 from surgeon.runtime.batching.windows import BLOCK_TOKENS, Windows
-from surgeon.runtime.kernels.functions import Runs, kernels_for
+from surgeon.runtime.kernels.functions import Runs, Text, kernels_for
 from surgeon.runtime.model.ends import Index
 from surgeon.runtime.model.layers import Angles, Rebuild, Weighting, attention
 
@@ -229,10 +229,9 @@ class _Singles:
         """Where attentions of a group with such a window read."""
         key = group, window
         if key not in self._runs:
-            runs = [sequence.stretches(group, window) for sequence in self._sequences]
+            runs = [sequence.stretches(group, window)[1] for sequence in self._sequences]
             ends = torch.tensor([len(own) for own in runs]).cumsum(0)
-            places = [(run.start, run.stop - run.start) for own in runs for run in own]
-            self._runs[key] = Runs(torch.tensor(places), ends)
+            self._runs[key] = Runs(as_runs([run for own in runs for run in own]), ends)
         return self._runs[key]
 
 
@@ -245,8 +244,9 @@ class _Chunk:
         self._own = slice(first, first + self._tokens)
         self._cache = cache
         self._angles = angles
-        # Of a whole prompt, all that is read comes with the pass itself.
-        self._cached = _Cached(row, cache, angles) if row.start else None
+        self._whole = not row.start  # a whole prompt: all that is read comes with the pass itself
+        self._cached = _Cached(row, cache, angles)
+        self._texts: dict[tuple[int, int | None], Text] = {}
         self._masks: dict[int | None, Tensor] = {}
 
     def attend(self, slot: int, queries: Tensor, kept: Tensor, weighting: Weighting) -> Tensor:
@@ -254,15 +254,29 @@ class _Chunk:
         own, window = self._own, weighting.window
         if window is not None and window >= self._end:
             window = None
-        if self._cached is None:
+        if self._cache.kernels is not None and slot not in self._cache.rebuilds:
+            text = self._text(self._cache.group_of[slot], window)
+            return self._cache.kernels.attend_text(
+                queries[own], self._cache.pairs[slot], text, weighting.scale, weighting.softcap
+            )
+        if self._whole:
             all_keys, all_values = self._fresh(slot, kept[own])
         else:
             # The first of these tokens looks back the furthest.
             all_keys, all_values = self._cached.read(slot, None if window is None else window + self._tokens - 1)
-        causal = self._cached is None and window is None
+        causal = self._whole and window is None
         mask = None if causal else self._mask(all_keys.shape[2], window)
         attended = attention(queries[own].transpose(0, 1)[None], all_keys, all_values, weighting, mask, causal)
         return attended.transpose(1, 2).flatten(2)[0]
+
+    def _text(self, group: int, window: int | None) -> Text:
+        """What attentions of a group with such a window read."""
+        key = group, window
+        if key not in self._texts:
+            last = None if window is None else window + self._tokens - 1
+            first_key, runs = self._cached.stretches(group, last)
+            self._texts[key] = Text(as_runs(runs), first_key, self._end - self._tokens, window)
+        return self._texts[key]
 
     def _fresh(self, slot: int, kept: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values, (1, K, tokens, D) each, of a whole prompt."""
@@ -311,9 +325,10 @@ class _Cached:
         place = self._cache.places_in_group[slot]
         return found[2 * place], found[2 * place + 1]
 
-    def stretches(self, group: int, last: int | None) -> list[slice]:
-        """Where the last so many of them, or all, lie in the places of a group."""
-        return stretches(self._row.runs[group], self._first(last), self._end)
+    def stretches(self, group: int, last: int | None) -> tuple[int, list[slice]]:
+        """The first of the last so many of them, or of all, and where these lie in the places of a group."""
+        first = self._first(last)
+        return first, stretches(self._row.runs[group], first, self._end)
 
     def _first(self, last: int | None) -> int:
         return 0 if last is None else max(0, self._end - last)
@@ -364,6 +379,11 @@ def angles_at(angles: Angles | None, positions: Index) -> Angles | None:
 def as_index(parts: Sequence[slice], device: torch.device) -> Index:
     """What indexes all of these, one after the other: a slice (whose result is a view) where there is one only."""
     return parts[0] if len(parts) == 1 else as_numbers(parts).to(device)
+
+
+def as_runs(parts: Sequence[slice]) -> Tensor:
+    """First place and number of places of each of these, (parts, 2)."""
+    return torch.tensor([(part.start, part.stop - part.start) for part in parts])
 
 
 def as_numbers(parts: Sequence[slice]) -> Tensor:

@@ -22,7 +22,6 @@ from surgeon.runtime.kernels.functions import kernels_for
 PACKED_OUTPUTS, PACKED_INPUTS = 64, 16  # what sides are filled up to
 MOST_FILLING = 1.1  # times the memory of the weight itself
 TOKENS = 8  # that oneDNN is told to expect; it chooses the same layout for all numbers but 1
-MOST_TOKENS = 128  # that the kernel multiplies; oneDNN's products of more are as fast, or faster
 SAME = 1e-4  # relative difference of products of one token, by oneDNN and by the kernel, with the same numbers
 
 
@@ -67,7 +66,7 @@ class Packed:
             bias: (out_features,), added.
         """
         assert out is None, "products with packed weights make their own memory"
-        if self._kernels is not None and 0 < len(x) <= MOST_TOKENS:
+        if self._kernels is not None:
             x = x if x.stride(1) == 1 else x.contiguous()
             return self._kernels.product(x, self._address, self._shape, bias)
         return self.by_onednn(x, bias)

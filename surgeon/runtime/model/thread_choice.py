@@ -7,6 +7,8 @@ work by about a hundredth; when passes become slower, one follows at once. Passe
 compared with each other; the first of a size have the number that the pass before them had, and a trial soon.
 
 Numbers of threads do not change what is computed, but may change its last bits, as the number of texts in a pass does.
+That is for PyTorch's own operations; threads of the kernels (runtime/kernels) never wait so.
+
 OMP_DYNAMIC=false in the environment, OpenMP's own word for it, keeps the number as it is.
 """
 
@@ -18,7 +20,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import fmean
 
-from surgeon.runtime.kernels.functions import use_threads
+import torch
+
 from surgeon.runtime.plan.kept import power_of_two
 
 FIRST_TRIAL = 4  # passes before it
@@ -36,7 +39,7 @@ class ThreadChoice:
         self,
         most: int,
         clock: Callable[[], float] = time.perf_counter,
-        use: Callable[[int], None] = use_threads,
+        use: Callable[[int], None] = torch.set_num_threads,
     ) -> None:
         """Begin with as many as there may be.
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.activations import ACT2FN
 
-from surgeon.runtime.kernels.functions import Kernels, Runs, kernels, kernels_for
+from surgeon.runtime.kernels.functions import Kernels, Runs, Text, kernels, kernels_for
 from surgeon.runtime.model.layers import rotate_
 from surgeon.runtime.model.products import PACKED_INPUTS, TOKENS
 
@@ -44,7 +44,7 @@ def close(found: Tensor, expected: Tensor, relative: float = 1e-6) -> bool:
 def test_product(own: Kernels, seed: int) -> None:
     """Of every number of tokens and columns, from rows of a wider tensor, with a bias and without."""
     draw = drawn(seed)
-    tokens, inputs, outputs = draw(1, 40), draw(1, 300), draw(1, 300)
+    tokens, inputs, outputs = draw(1, 40) if draw(0, 3) else draw(100, 400), draw(1, 300), draw(1, 300)
     weight, wide = torch.randn(outputs, inputs), torch.randn(tokens, inputs + draw(0, 9))
     bias = torch.randn(outputs) if draw(0, 1) else None
     filled = -(-inputs // PACKED_INPUTS) * PACKED_INPUTS
@@ -124,6 +124,34 @@ def test_attend(own: Kernels, seed: int) -> None:
         assert close(found[text], scores.softmax(-1) @ values)
 
 
+@pytest.mark.parametrize("seed", range(2 * DRAWS))
+def test_attend_text(own: Kernels, seed: int) -> None:
+    """Any number of tokens behind any number of others, in any runs, with windows, scales and bounds of scores."""
+    draw = drawn(seed)
+    tokens, kv_heads, group, dim = draw(1, 150), draw(1, 3), draw(1, 60 if seed == 0 else 6), draw(1, 150)
+    start = draw(0, 200) * draw(0, 1)
+    window = draw(1, 200) if draw(0, 1) else None
+    first_key = 0 if window is None else max(0, start + 1 - window)
+    scale, softcap = (None, 0.3)[draw(0, 1)], (None, 2.0)[draw(0, 1)]
+    pair, wide = torch.randn(2 * kv_heads, 500, dim), torch.randn(tokens, kv_heads * group + 1, dim)
+    ends = sorted({start + tokens, *(draw(first_key + 1, start + tokens) for _ in range(3))})
+    counts = [end - begin for begin, end in zip([first_key, *ends[:-1]], ends, strict=True)]
+    firsts = torch.randperm(500)[: len(counts)].clamp(max=500 - max(counts)).tolist()  # they may overlap
+    text = Text(torch.tensor(list(zip(firsts, counts, strict=True))), first_key, start, window)
+    queries = wide[:, : kv_heads * group]
+    found = own.attend_text(queries, pair, text, scale, softcap).view(tokens, kv_heads, group, dim)
+    places = torch.cat([torch.arange(first, first + count) for first, count in zip(firsts, counts, strict=True)])
+    keys, values = pair.double()[:, places].chunk(2)
+    by_head = queries.double().view(tokens, kv_heads, group, dim).permute(1, 2, 0, 3)
+    scores = by_head @ keys[:, None].mT * (dim**-0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    ago = torch.arange(start, start + tokens)[:, None] - torch.arange(first_key, start + tokens)
+    seen = (ago >= 0) & (ago < (window or 1000))
+    expected = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ values[:, None]
+    assert close(found, expected.permute(2, 0, 1, 3))
+
+
 def test_attend_to_scores_far_apart(own: Kernels) -> None:
     """One key takes all the weight where its score is a thousand more than the others'."""
     pair, queries = torch.randn(2, 37, 16), torch.ones(1, 1, 16)
@@ -146,8 +174,9 @@ def test_what_is_no_number_stays_none(own: Kernels) -> None:
         wide[0, 40] = wrong
         assert not own.gate("silu", wide).isfinite().all()
         queries = torch.full((1, 1, 16), wrong)
-        read = Runs(torch.tensor([[0, 8]]), torch.tensor([1]))
-        assert not own.attend(queries, torch.ones(2, 8, 16), read, None, None).isfinite().any()
+        pair, runs = torch.ones(2, 8, 16), torch.tensor([[0, 8]])
+        assert not own.attend(queries, pair, Runs(runs, torch.tensor([1])), None, None).isfinite().any()
+        assert not own.attend_text(queries, pair, Text(runs, 0, 7, None), None, None).isfinite().any()
     wide = torch.ones(1, 64)
     wide[0, 3] = nan
     assert own.gate("gelu_new", wide).isnan().sum() == 1
