@@ -161,7 +161,7 @@ class Kernels:
     def attend_text(
         self, queries: Tensor, pair: Tensor, text: Text, scale: float | None, softcap: float | None
     ) -> Tensor:
-        """Attended values, (T, H * D), of consecutive tokens of one text, (T, H, D), over a cache, (2 * K, places, D)."""
+        """Attended values, (T, H * D), of consecutive tokens of a text, (T, H, D), over a cache, (2 * K, places, D)."""
         tokens, heads, dim = queries.shape
         y = queries.new_empty(tokens, heads * dim)
         self._library.attend_text(
