@@ -4,8 +4,8 @@ On x86 processors in float32 a weight is packed once for oneDNN, which PyTorch b
 by side, 16 numbers of each at a time. On two AVX2 cores products of 2 to 32 tokens with packed weights take between
 half and two thirds of the time that they take with transposed ones. The layout is the same for every number of tokens,
 so there is one copy only. This package's own kernel (runtime/kernels) reads it, too: on the same cores it took 0.6 to
-0.9 of oneDNN's time for up to 48 tokens, 0.8 to 1.1 for 126, and a tenth more than it for more. Weights whose sides would be filled up by more than a
-tenth for packing lie transposed, (in_features, out_features).
+0.9 of oneDNN's time for up to 48 tokens, 0.8 to 1.1 for 126, and a tenth more than it for more. Weights whose sides
+would be filled up by more than a tenth for packing lie transposed, (in_features, out_features).
 
 Shapes: T tokens of a pass.
 """
