@@ -5,6 +5,7 @@ Shapes: T tokens of a pass, H heads and K KV heads of a slice, D head_dim.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from ctypes import CDLL, c_float, c_int64, c_void_p
 from functools import cache
 from typing import Any, NamedTuple
@@ -91,7 +92,6 @@ class Kernels:
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, None
         self._library = library
-        self.gates = {name: getattr(library, function) for name, function in GATED.items()}
 
     def use_threads(self, threads: int) -> None:
         """Share all work from now on among so many threads of this process."""
@@ -131,13 +131,24 @@ class Kernels:
             *(_address(gain), epsilon, _address(cosine), _address(sine), width),
         )
 
-    def gate(self, activation: str, wide: Tensor) -> Tensor:
-        """Activated gates times values, (T, width), of both side by side, (T, 2 * width); for names in `gates`."""
-        wide = wide.contiguous()
-        tokens, width = len(wide), wide.shape[-1] // 2
-        y = wide.new_empty(tokens, width)
-        self.gates[activation](wide.data_ptr(), tokens, width, y.data_ptr())
-        return y
+    def gate_of(self, activation: str) -> Callable[[Tensor], Tensor] | None:
+        """What makes activated gates times values, (T, width), of both side by side, (T, 2 * width).
+
+        Args:
+            activation: as transformers calls it; for others than those in `GATED` there is None.
+        """
+        if activation not in GATED:
+            return None
+        function = getattr(self._library, GATED[activation])
+
+        def gate(wide: Tensor) -> Tensor:
+            wide = wide.contiguous()
+            tokens, width = len(wide), wide.shape[-1] // 2
+            y = wide.new_empty(tokens, width)
+            function(wide.data_ptr(), tokens, width, y.data_ptr())
+            return y
+
+        return gate
 
     def keep(self, kept: Tensor, places: Tensor, pair: Tensor) -> None:
         """Put keys and values, (T, 2 * K, D), into places (T,) of an attention's cache, (2 * K, places, D)."""

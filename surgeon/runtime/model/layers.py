@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surgeon.families import SublayerSpec
-from surgeon.runtime.kernels.functions import kernels_for
+from surgeon.runtime.kernels.functions import Kernels, kernels_for
 from surgeon.runtime.model.linear import Maps, count_outputs, second_factor
 from surgeon.runtime.plan.specification import Plan, Rotary
 from surgeon.weights import Tensors
@@ -48,6 +48,15 @@ def torch_dtype(plan: Plan) -> torch.dtype:
     found = getattr(torch, plan.dtype)
     assert isinstance(found, torch.dtype)
     return found
+
+
+def plan_kernels(plan: Plan, like: Tensor) -> Kernels | None:
+    """The kernels, where a plan's streams are such as they compute with; gains may be wider than these.
+
+    Args:
+        like: on the same device.
+    """
+    return kernels_for(like) if torch_dtype(plan) == torch.float32 else None
 
 
 @dataclass(frozen=True)
@@ -94,7 +103,7 @@ class Norm:
             self.gain = 1 + self.gain.to(torch.promote_types(self.gain.dtype, torch.float32))
         self.epsilon = plan.epsilon
         self.rms = plan.family.norm_kind == "rms"
-        self.kernels = kernels_for(self.gain) if self.rms and torch_dtype(plan) == torch.float32 else None
+        self.kernels = plan_kernels(plan, self.gain) if self.rms else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """The normed stream, (T, h)."""
@@ -202,16 +211,14 @@ class FeedForward:
         self.up = maps.reading(["gate", "up"] if self.gated else ["up"])
         self.down = maps.writing("down")
         self.activation = activation(plan.activation)
-        self.kernels = kernels_for(self.norm.gain)
-        if not self.gated or self.kernels is None or plan.activation not in self.kernels.gates:
-            self.kernels = None
-        self.activation_name = plan.activation
+        kernels = plan_kernels(plan, self.norm.gain)
+        self.gate = kernels.gate_of(plan.activation) if self.gated and kernels is not None else None
 
     def __call__(self, stream: Tensor) -> Tensor:
         """(T, h) to (T, h)."""
         wide = self.up(self.norm(stream))
-        if self.kernels is not None:
-            return self.down(self.kernels.gate(self.activation_name, wide))
+        if self.gate is not None:
+            return self.down(self.gate(wide))
         if self.gated:
             gate, up = wide.chunk(2, dim=-1)
             return self.down(self.activation(gate) * up)

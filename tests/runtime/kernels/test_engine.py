@@ -20,18 +20,19 @@ FAMILIES = ("llama", "qwen3", "gemma2", "opt", "gpt_neox", "phi3", "gpt_neo", "s
 LENGTHS = (3, 21, 40)  # of the prompts: fewer and more tokens than windows and blocks have
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_same_logits(
-    family: str, tiny_model: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, dtype: str, tiny_model: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of texts of several lengths, computed together, whose blocks lie scattered; the caches hold the same, too."""
     model = tiny_model(family)
     model.save_pretrained(tmp_path)
-    plan = make_plan(tmp_path, 1, 64)
+    plan = make_plan(tmp_path, 1, 64, dtype=dtype)
     found = logits_of(RankEngine(plan, Alone(), torch.device("cpu")))
     monkeypatch.setattr(functions, "kernels", lambda: None)
     without = RankEngine(plan, Alone(), torch.device("cpu"))
-    assert all(getattr(made, "kernels", None) is None for made in without.sublayers.values())
+    assert all(made.norm.kernels is None for made in without.sublayers.values())
     expected = logits_of(without)
     assert (found - expected).norm() < 1e-5 * expected.norm()
 

@@ -101,7 +101,9 @@ def test_gate(own: Kernels, name: str, scale: float) -> None:
     """Far from 0 too, where exp would be infinite or nothing."""
     wide = torch.cat([torch.randn(9, 77) * scale, torch.randn(9, 77)], 1)
     expected = ACT2FN[name](wide[:, :77].double()) * wide[:, 77:].double()
-    assert close(own.gate(name, wide), expected)
+    gate = own.gate_of(name)
+    assert gate is not None
+    assert close(gate(wide), expected)
 
 
 @pytest.mark.parametrize("seed", range(DRAWS))
@@ -172,14 +174,19 @@ def test_what_is_no_number_stays_none(own: Kernels) -> None:
         assert not own.product(x, panels.data_ptr(), (64, 64, 64), None)[0].isfinite().any()
         wide = torch.ones(1, 64)
         wide[0, 40] = wrong
-        assert not own.gate("silu", wide).isfinite().all()
+        gate = own.gate_of("silu")
+        assert gate is not None
+        assert not gate(wide).isfinite().all()
         queries = torch.full((1, 1, 16), wrong)
         pair, runs = torch.ones(2, 8, 16), torch.tensor([[0, 8]])
         assert not own.attend(queries, pair, Runs(runs, torch.tensor([1])), None, None).isfinite().any()
         assert not own.attend_text(queries, pair, Text(runs, 0, 7, None), None, None).isfinite().any()
     wide = torch.ones(1, 64)
     wide[0, 3] = nan
-    assert own.gate("gelu_new", wide).isnan().sum() == 1
+    gate = own.gate_of("gelu_new")
+    assert gate is not None
+    assert gate(wide).isnan().sum() == 1
+    assert own.gate_of("relu") is None
 
 
 def test_keep(own: Kernels) -> None:
