@@ -29,9 +29,11 @@ LINE = 8  # words of 8 bytes in a cache line: every flag has its own
 # Looking for the others: for about a millisecond where every rank has a core, hardly where ranks outnumber the cores,
 # then sleeping. Giving way (sched_yield) instead costs a whole time slice of whoever else wants the core, even of the
 # lowest priority: on two busy cores two ranks of 75M parameters took 160 ms per pass with it and 54 ms without, four
-# ranks 200 and 165. Sleeps grow with the time waited, so that a rank with nothing to do costs next to nothing and is
-# late by a twentieth at most.
-SPINS, SPINS_OUTNUMBERED = 20_000, 200
+# ranks 200 and 165. Where waiting lasts longer than that, because whoever is waited for has no core, ranks look for a
+# shorter and shorter time, so that it may have this one's. Sleeps grow with the time waited, so that a rank with
+# nothing to do costs next to nothing and is late by a twentieth at most.
+SPINS, FEWEST_SPINS = 20_000, 200
+SPIN_SECONDS = 0.001  # that the former take, about
 SLEEP_SECONDS = 0.00002
 LONGEST_SLEEP_SECONDS = 0.005
 LATENESS = 0.05
@@ -75,7 +77,8 @@ class SharedMemoryCollectives(Collectives):
         super().__init__(rank, group)
         self.descriptor = descriptor
         self.ranks = ranks
-        self.spins = SPINS if ranks <= usable_cores() else SPINS_OUTNUMBERED
+        self.most_spins = SPINS if ranks <= usable_cores() else FEWEST_SPINS
+        self.spins = self.most_spins  # as many as have paid lately
         self.regions_used = 1
         self.member = group.index(rank) if rank in group else -1
         size = _region_bytes(ranks)
@@ -140,13 +143,15 @@ class SharedMemoryCollectives(Collectives):
         for member in range(len(self.group)):
             flag = first_flag + member * LINE
             spins = self.spins
+            began = time.monotonic()
             while words[flag] < number and spins:
                 spins -= 1
             if words[flag] < number:
-                self._sleep_until(flag, number, member)
+                self._sleep_until(flag, number, member, began)
+                longer = time.monotonic() - began < SPIN_SECONDS
+                self.spins = max(FEWEST_SPINS, min(2 * self.spins if longer else self.spins // 2, self.most_spins))
 
-    def _sleep_until(self, flag: int, number: int, member: int) -> None:
-        began = time.monotonic()
+    def _sleep_until(self, flag: int, number: int, member: int, began: float) -> None:
         while self.words[flag] < number:
             waited = time.monotonic() - began
             if waited < TIMEOUT.total_seconds():

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import pytest
 import torch
+from torch import Tensor
 
 from surgeon.runtime.comm import shared_memory
 from surgeon.runtime.comm.collectives import Counts
@@ -81,3 +82,34 @@ def test_idle_ranks_leave_the_processor_alone() -> None:
         waiting = ranks.call(on_collectives.wait_for_a_late_rank, 1.0)
     assert max(idle) < 0.02
     assert max(waiting) < 0.1  # of a second in which ranks 1 and 2 wait for rank 0
+
+
+def test_looking_lasts_as_long_as_it_has_paid_lately(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that waits for one without a core gives up its own sooner, and looks for longer when that one is back."""
+    descriptor = create_memory(2)
+    own, other = (SharedMemoryCollectives(rank, (0, 1), descriptor, 2) for rank in range(2))
+    own.spins = own.most_spins = 3000
+    now = arrival = 0.0
+    arrived: list[Callable[[], Tensor]] = []
+
+    def sleep(seconds: float) -> None:
+        """Let time pass; the other rank comes when it is due."""
+        nonlocal now
+        now += seconds
+        if now >= arrival:
+            arrived.append(other.all_reduce(torch.ones(1), Counts()))
+
+    def wait_for(seconds: float) -> int:
+        """Wait for a rank that is so late; how often it is looked for next time."""
+        nonlocal arrival
+        arrival = now + seconds
+        total = own.all_reduce(torch.ones(1), Counts())
+        assert total() == 2
+        assert arrived.pop()() == 2
+        return own.spins
+
+    monkeypatch.setattr(shared_memory.time, "sleep", sleep)
+    monkeypatch.setattr(shared_memory.time, "monotonic", lambda: now)
+    assert [wait_for(0.01) for _ in range(5)] == [1500, 750, 375, 200, 200]
+    assert [wait_for(0.0005) for _ in range(5)] == [400, 800, 1600, 3000, 3000]
+    os.close(descriptor)
