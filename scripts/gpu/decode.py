@@ -218,14 +218,14 @@ def decode(engine: RankEngine, texts: Load, rounds: int) -> Decoded:
 
 def bytes_read(engine: RankEngine, texts: Load) -> int:
     """Weights, head, and the keys and values of all texts halfway."""
-    matrices = [engine.vocabulary.head]
+    matrices = [engine.vocabulary.head.weight]
     token_bytes = 0
     for made in engine.sublayers.values():
         if isinstance(made, Attention):
-            matrices += [made.qkv.weight, made.o.weight]
+            matrices += [made.qkv.product.weight, made.o.product.weight]
             token_bytes += 2 * made.kv_heads * made.head_dim * engine.plan.dtype_bytes
         else:
-            matrices += [made.up.weight, made.down.weight]
+            matrices += [made.up.product.weight, made.down.product.weight]
     return sum(matrix.nbytes for matrix in matrices) + texts.batch * (texts.prompt + texts.new // 2) * token_bytes
 
 

@@ -68,7 +68,7 @@ class Runs(NamedTuple):
     ends: Tensor
 
 
-class Text(NamedTuple):
+class TextKeys(NamedTuple):
     """What consecutive tokens of one text read of a cache.
 
     Attributes:
@@ -170,7 +170,7 @@ class Kernels:
         return y
 
     def attend_text(
-        self, queries: Tensor, pair: Tensor, text: Text, scale: float | None, softcap: float | None
+        self, queries: Tensor, pair: Tensor, text: TextKeys, scale: float | None, softcap: float | None
     ) -> Tensor:
         """Attended values, (T, H * D), of consecutive tokens of a text, (T, H, D), over a cache, (2 * K, places, D)."""
         tokens, heads, dim = queries.shape

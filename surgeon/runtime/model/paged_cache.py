@@ -29,7 +29,7 @@ from torch import Tensor
 from surgeon.runtime.batching.blocks import BlockRun
 from surgeon.runtime.batching.sequence import Row
 from surgeon.runtime.batching.windows import BLOCK_TOKENS, Windows
-from surgeon.runtime.kernels.functions import Runs, Text, kernels_for
+from surgeon.runtime.kernels.functions import Runs, TextKeys, kernels_for
 from surgeon.runtime.model.ends import Index
 from surgeon.runtime.model.layers import Angles, Rebuild, Weighting, attention
 
@@ -246,7 +246,7 @@ class _Chunk:
         self._angles = angles
         self._whole = not row.start  # a whole prompt: all that is read comes with the pass itself
         self._cached = _Cached(row, cache, angles)
-        self._texts: dict[tuple[int, int | None], Text] = {}
+        self._texts: dict[tuple[int, int | None], TextKeys] = {}
         self._masks: dict[int | None, Tensor] = {}
 
     def attend(self, slot: int, queries: Tensor, kept: Tensor, weighting: Weighting) -> Tensor:
@@ -269,13 +269,13 @@ class _Chunk:
         attended = attention(queries[own].transpose(0, 1)[None], all_keys, all_values, weighting, mask, causal)
         return attended.transpose(1, 2).flatten(2)[0]
 
-    def _text(self, group: int, window: int | None) -> Text:
+    def _text(self, group: int, window: int | None) -> TextKeys:
         """What attentions of a group with such a window read."""
         key = group, window
         if key not in self._texts:
             last = None if window is None else window + self._tokens - 1
             first_key, runs = self._cached.stretches(group, last)
-            self._texts[key] = Text(as_runs(runs), first_key, self._end - self._tokens, window)
+            self._texts[key] = TextKeys(as_runs(runs), first_key, self._end - self._tokens, window)
         return self._texts[key]
 
     def _fresh(self, slot: int, kept: Tensor) -> tuple[Tensor, Tensor]:

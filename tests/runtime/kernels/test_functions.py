@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.activations import ACT2FN
 
-from surgeon.runtime.kernels.functions import Kernels, Runs, Text, kernels, kernels_for
+from surgeon.runtime.kernels.functions import Kernels, Runs, TextKeys, kernels, kernels_for
 from surgeon.runtime.model.layers import rotate_
 from surgeon.runtime.model.products import PACKED_INPUTS, TOKENS
 
@@ -139,7 +139,7 @@ def test_attend_text(own: Kernels, seed: int) -> None:
     ends = sorted({start + tokens, *(draw(first_key + 1, start + tokens) for _ in range(3))})
     counts = [end - begin for begin, end in zip([first_key, *ends[:-1]], ends, strict=True)]
     firsts = torch.randperm(500)[: len(counts)].clamp(max=500 - max(counts)).tolist()  # they may overlap
-    text = Text(torch.tensor(list(zip(firsts, counts, strict=True))), first_key, start, window)
+    text = TextKeys(torch.tensor(list(zip(firsts, counts, strict=True))), first_key, start, window)
     queries = wide[:, : kv_heads * group]
     found = own.attend_text(queries, pair, text, scale, softcap).view(tokens, kv_heads, group, dim)
     places = torch.cat([torch.arange(first, first + count) for first, count in zip(firsts, counts, strict=True)])
@@ -180,7 +180,7 @@ def test_what_is_no_number_stays_none(own: Kernels) -> None:
         queries = torch.full((1, 1, 16), wrong)
         pair, runs = torch.ones(2, 8, 16), torch.tensor([[0, 8]])
         assert not own.attend(queries, pair, Runs(runs, torch.tensor([1])), None, None).isfinite().any()
-        assert not own.attend_text(queries, pair, Text(runs, 0, 7, None), None, None).isfinite().any()
+        assert not own.attend_text(queries, pair, TextKeys(runs, 0, 7, None), None, None).isfinite().any()
     wide = torch.ones(1, 64)
     wide[0, 3] = nan
     gate = own.gate_of("gelu_new")

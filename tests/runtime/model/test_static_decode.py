@@ -28,6 +28,7 @@ from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.batching.sequence import Row, Targets, Wanted
 from surgeon.runtime.batching.windows import BLOCK_TOKENS, blocks_for
 from surgeon.runtime.comm.collectives import Alone, Collectives, Counts
+from surgeon.runtime.kernels import functions
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.model.layers import Weighting
 from surgeon.runtime.model.paged_cache import PagedCache
@@ -210,6 +211,12 @@ def test_cuda_graphs(program: str, checkpoints: dict[str, Path]) -> None:
     assert error_between(captured, engine_of(checkpoints["llama"], program, "dynamic", device="cuda")) < 1e-4
 
 
+@pytest.fixture
+def as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute with PyTorch's operations alone, which are all that a trace sees: kernels of ours are for CPUs."""
+    monkeypatch.setattr(functions, "kernels", lambda: None)
+
+
 class Trace:
     """Records passes as traces of PyTorch operations, which read and write the same tensors as the pass itself.
 
@@ -289,6 +296,7 @@ def test_what_becomes_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cuda.events[-2:] == ["replay", "replay"]
 
 
+@pytest.mark.usefixtures("as_on_gpus")
 @pytest.mark.parametrize("program", one_in(2, ["ladder over LP", "tracks"]))
 def test_a_recording_depends_on_its_inputs_only(program: str, checkpoints: dict[str, Path]) -> None:
     recorded = engine_of(checkpoints["llama"], program, "static")
@@ -298,6 +306,7 @@ def test_a_recording_depends_on_its_inputs_only(program: str, checkpoints: dict[
     assert (trace.made, trace.replays) == (2, 12)  # eight texts or four, of four blocks
 
 
+@pytest.mark.usefixtures("as_on_gpus")
 def test_a_cache_has_recordings_of_its_own(checkpoints: dict[str, Path]) -> None:
     engine, trace = engine_of(checkpoints["llama"], "dense", "static"), Trace()
     engine._static = StaticDecode(engine, trace)
@@ -307,6 +316,7 @@ def test_a_cache_has_recordings_of_its_own(checkpoints: dict[str, Path]) -> None
     assert len(engine._static._passes) < 2  # those of caches that are gone go with them
 
 
+@pytest.mark.usefixtures("as_on_gpus")
 @pytest.mark.parametrize("program", one_in(2, ["ladder over LP", "fork"], 1))
 def test_replays_count_their_collectives(program: str, checkpoints: dict[str, Path]) -> None:
     plan = replace(make_plan(checkpoints["llama"], 2, 128, PROGRAMS[program]), decoding="static")
