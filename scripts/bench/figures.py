@@ -72,9 +72,11 @@ FIGURES = [
     Figure("vllm", "scripts/vllm/bench.py --vllm-python {vllm} --rounds 1 --new 64 --prompt 32 --avx2", 40),
     Figure(
         "engines",
-        "scripts/bench/engines.py --vllm-python {vllm} --ranks 1 2 --prompt 64 --prefill 512 --prefill-batch 1",
-        20,
+        "scripts/bench/engines.py --vllm-python {vllm} --ranks 1 2 --batch 1 8 32 --prompt 64 --prefill 512 2048 "
+        "--prefill-batch 1",
+        15,
     ),
+    Figure("cpu-kernels", "scripts/bench/cpu_kernels.py", 3),
     Figure("loading", "scripts/bench/loading.py --layers 12", 5),
     Figure("scan", "scripts/bench/scan.py --every 3 --threads 1", 35),
     Figure("memory", "scripts/bench/memory.py --tokens 128 --every 4", 12),

@@ -50,25 +50,27 @@ class Rooflines:
 
     def rate(self, batch: int) -> float:
         """Tokens per second: as fast as weights can be read for one text, as products alone for more."""
-        return batch / (self._bytes / self.reading() if batch == 1 else self._products(batch) / self._share)
+        if batch == 1:
+            return self.reading() / self._bytes
+        return batch * self._share / min(self.products(batch), self.products(batch, by_onednn=True))
 
     def reading(self) -> float:
         """Bytes per second that all threads read."""
         pieces = self._read.split(len(self._read) // READ_PIECES)
         return pieces[0].nbytes / _seconds([lambda piece=piece: piece.sum() for piece in pieces])
 
-    def _products(self, batch: int) -> float:
-        inputs: dict[int, Tensor] = {width: torch.randn(batch, width) for width in set(self._inputs)}
+    def products(self, tokens: int, by_onednn: bool = False) -> float:
+        """Seconds of the products of the layers that are measured, as the runtime makes them, or all by oneDNN.
+
+        As the runtime makes them means the kernels' for few tokens, where there are kernels.
+        """
+        inputs: dict[int, Tensor] = {width: torch.randn(tokens, width) for width in set(self._inputs)}
 
         def all_products() -> None:
             for width, weight in zip(self._inputs, self._weights, strict=True):
-                weight(inputs[width])
+                (weight.by_onednn if by_onednn and isinstance(weight, Packed) else weight)(inputs[width])
 
-        def by_onednn() -> None:
-            for width, weight in zip(self._inputs, self._weights, strict=True):
-                weight.by_onednn(inputs[width]) if isinstance(weight, Packed) else weight(inputs[width])
-
-        return min(_seconds([one] * TIMES) for one in (all_products, by_onednn))
+        return _seconds([all_products] * TIMES)
 
 
 @torch.inference_mode()

@@ -1,6 +1,6 @@
 """Compiles the kernels for this machine's processor at their first use, and keeps the library in the user's cache.
 
-It takes about two seconds once. The library is found again by the hash of the sources, the flags, the compiler and the
+It takes some seconds once. The library is found again by the hash of the sources, the flags, the compiler and the
 processor, so that another version, machine or compiler makes another one.
 """
 
@@ -56,7 +56,7 @@ def warn_without_kernels() -> None:
     problem = built().problem
     if problem is not None:
         warnings.warn(
-            f"texts are continued by PyTorch's own operations, which take about half as long again: {problem}; "
+            f"texts are continued by PyTorch's own operations, which take nearly twice as long: {problem}; "
             f"{SWITCH}=off silences this",
             stacklevel=2,
         )

@@ -19,9 +19,7 @@ EXPORTED void set_threads(int64_t threads) { pool().set_threads(threads); }
 EXPORTED void product(
     const float *x, int64_t tokens, int64_t stride, const float *weight, const float *bias, int64_t inputs,
     int64_t filled, int64_t outputs, float *y) {
-    const Weight all{weight, bias, inputs, filled, outputs};
-    for (int64_t first = 0; first < tokens; first += kTogetherMost)
-        multiply(x + first * stride, std::min(kTogetherMost, tokens - first), stride, all, y + first * outputs);
+    multiply(x, tokens, stride, Weight{weight, bias, inputs, filled, outputs}, y);
 }
 
 // RMS norms of tokens, (tokens, width).

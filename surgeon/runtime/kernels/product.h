@@ -16,7 +16,6 @@ constexpr int64_t kPanel = 64;
 constexpr int64_t kChunk = 64;  // inputs: 16 KiB of a panel
 constexpr int kVectors = kPanel / kLanes;
 constexpr int64_t kTokens = 6;  // of a tile at most
-constexpr int64_t kTogetherMost = 126;  // tokens
 
 struct Chunk {
     const float *weight;  // (inputs, 64)
@@ -125,7 +124,7 @@ struct Weight {
     int64_t inputs, filled, outputs;
 };
 
-// As many tokens as fit beside a chunk into the caches of a core, times a weight.
+// Tokens, (tokens, inputs) and `stride` numbers apart, times a weight: to (tokens, outputs).
 static void multiply(const float *x, int64_t tokens, int64_t stride, const Weight &weight, float *y) {
     static thread_local std::vector<float> room;
     const Tiles tiles(tokens);

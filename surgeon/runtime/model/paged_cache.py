@@ -1,9 +1,10 @@
 """The keys and values a rank keeps, in blocks, and attention over them for sequences of any lengths at once.
 
 The tokens of one forward pass lie one after another, whichever sequences they belong to. All but attention treats
-every token alike; attention goes through the sequences one by one. On a CPU that is faster than padding them to one
-length: a sequence in one run of blocks is read where it lies, as a view; for one in several runs they are gathered
-first, which costs about a fifth more time than a view (padding costs several times as much).
+every token alike. In float32 on CPUs the kernels (runtime/kernels) read blocks where they lie, those of all sequences
+that add one token in one call. Elsewhere attention goes through the sequences one by one, which on a CPU is faster than
+padding them to one length: a sequence in one run of blocks is read where it lies, as a view; for one in several runs
+they are gathered first, which costs about a fifth more time than a view (padding costs several times as much).
 
 An attention with a window reads the window's keys only: for one more token of a sequence a shorter view. Attentions of
 one window are a group of slots where that saves memory (plan/groups.py), and a sequence has blocks of its own in each
@@ -171,7 +172,7 @@ class PagedLayout:
             self.last.append(first - 1)
         self.positions = as_index(positions, cache.device)
         self.places = [as_index(found, cache.device) for found in places]
-        self._numbers = [as_numbers(found) for found in places] if cache.kernels is not None else []
+        self._numbers = [numbers_of(place) for place in self.places] if cache.kernels is not None else []
 
     def attend(self, slot: int, queries: Tensor, kept: Tensor, weighting: Weighting) -> Tensor:
         """Put new keys and values into a slot; queries (T, H, D) to attended values (T, H * D).
@@ -378,7 +379,10 @@ def angles_at(angles: Angles | None, positions: Index) -> Angles | None:
 
 def as_index(parts: Sequence[slice], device: torch.device) -> Index:
     """What indexes all of these, one after the other: a slice (whose result is a view) where there is one only."""
-    return parts[0] if len(parts) == 1 else as_numbers(parts).to(device)
+    if len(parts) == 1:
+        return parts[0]
+    places = [place for part in parts for place in range(part.start, part.stop)]
+    return torch.tensor(places, dtype=torch.long, device=device)
 
 
 def as_runs(parts: Sequence[slice]) -> Tensor:
@@ -386,6 +390,6 @@ def as_runs(parts: Sequence[slice]) -> Tensor:
     return torch.tensor([(part.start, part.stop - part.start) for part in parts])
 
 
-def as_numbers(parts: Sequence[slice]) -> Tensor:
-    """The numbers in all of these, one after the other."""
-    return torch.tensor([place for part in parts for place in range(part.start, part.stop)], dtype=torch.long)
+def numbers_of(index: Index) -> Tensor:
+    """The numbers that an index stands for."""
+    return torch.arange(index.start, index.stop) if isinstance(index, slice) else index
