@@ -131,7 +131,7 @@ class Outbox:
         return sorted(found)
 
     def close(self) -> None:
-        """Stop listening, and end all connections; what is kept stays on disk."""
+        """Stop listening, and end all connections; what is kept stays on disk, and is not touched any more."""
         with self._changed:
             self._closed = True
             connections = [one.connection for shelf in self._shelves.values() for one in shelf.askers.values()]
@@ -186,8 +186,8 @@ class Outbox:
         asker = shelf.askers[rack]
         self._traffic.count("received", _answers(lane), None, ASK_BYTES)
         with self._changed:
-            if asker.connection is not connection:
-                return  # said by a process that has ended, after the one in its place has come
+            if self._closed or asker.connection is not connection:
+                return  # the folder may be another outbox's by now, or what was said a process's that has ended
             if asked.word is Word.ASK:
                 asker.ask(asked.key)
                 shelf.skip(asked.key)

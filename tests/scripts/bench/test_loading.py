@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from scripts.bench.large_model import make_model
-from scripts.bench.loading import Watch, anonymous, main
+from scripts.bench.loading import EVERY_SECONDS, Watch, anonymous, main
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.runtime.comm.collectives import Alone
 from surgeon.runtime.model.engine import RankEngine
@@ -32,16 +33,33 @@ def test_the_share_of_a_rank(tmp_path: Path) -> None:
 
 
 def test_the_most_memory_that_a_process_has_had() -> None:
-    watch = Watch([os.getpid()])
-    (before,), size = watch.peaks, 64 << 20
-    held, until = torch.ones(size // 4), time.monotonic() + 10
-    while watch.peaks[0] < before + 0.9 * held.nbytes and time.monotonic() < until:
-        time.sleep(0.01)
-    del held
-    watch.end()
-    (peak,) = watch.peaks
-    assert before + 0.9 * size < peak < before + 1.5 * size
-    assert anonymous(os.getpid()) < peak - 0.5 * size
+    """Of another process, which does nothing meanwhile but take and give back what is looked for."""
+    size, until = 64 << 20, time.monotonic() + 10
+    code = f"print(); input(); held = b'1' * {size}; print(); input(); del held; print(); input()"
+    with subprocess.Popen([sys.executable, "-uc", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+
+        def go_on() -> None:
+            assert process.stdin is not None
+            process.stdin.write(b"\n")
+            process.stdin.flush()
+
+        def wait() -> None:
+            assert process.stdout is not None
+            process.stdout.readline()
+
+        wait()
+        watch = Watch([process.pid])
+        before = watch.peaks[0]
+        go_on()
+        wait()
+        while watch.peaks[0] < before + 0.9 * size and time.monotonic() < until:
+            time.sleep(EVERY_SECONDS)
+        go_on()
+        wait()
+        watch.end()
+        assert before + 0.9 * size < watch.peaks[0] < before + 1.1 * size
+        assert anonymous(process.pid) < before + 0.1 * size
+        go_on()
 
 
 def test_the_table_is_made_of_a_model_that_is_gone_afterwards(

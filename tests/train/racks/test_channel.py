@@ -334,6 +334,22 @@ def test_a_connection_is_cut_in_the_middle(tmp_path: Path) -> None:
     wire.server.close()
 
 
+def test_what_is_heard_too_late_changes_nothing(tmp_path: Path) -> None:
+    """The folder is the next outbox's as soon as this one is closed."""
+    keys = order(2)
+    with joined(tmp_path, ahead=50) as (before, after):
+        offer(before, keys)
+        for key in keys:
+            after.ask(key)
+        with before._changed:
+            after.covered(2)
+            time.sleep(0.05)  # it has come, and waits for the lock
+            before.close()
+    assert [path.name for path in sorted((tmp_path / "streams").iterdir())] == [
+        f"step-{step:09}.items" for step in range(3)
+    ]
+
+
 class Drawn:
     """Two racks of which each has a checkpoint, and is killed now and then."""
 
