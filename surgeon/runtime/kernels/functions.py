@@ -98,7 +98,7 @@ class Kernels:
         self._library.set_threads(threads)
 
     def product(self, x: Tensor, weight: int, shape: tuple[int, int, int], bias: Tensor | None) -> Tensor:
-        """Few tokens, (T, inputs), times a packed weight: (T, outputs).
+        """Tokens, (T, inputs), times a packed weight: (T, outputs).
 
         Args:
             weight: the address of a weight in panels of 64 columns.

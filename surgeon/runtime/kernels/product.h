@@ -1,9 +1,10 @@
-// Products of few tokens with weights as oneDNN packs them: panels of 64 columns, of one input after the other.
+// Products with weights as oneDNN packs them: panels of 64 columns, of one input after the other.
 //
-// A panel is read from memory once, in chunks of inputs that stay in the nearest cache while all tokens are multiplied
-// with them, some tokens and columns at a time, whose sums stay in registers. Meanwhile the next chunk is fetched, evenly
-// spread over the work on this one: what few tokens have to wait for is memory, and many requests at once would stop
-// the work. Tokens are packed, too, so that what a tile reads of them lies side by side.
+// A panel is read from memory in chunks of inputs that stay in the nearest cache while tokens are multiplied with them,
+// some tokens and columns at a time, whose sums stay in registers. Meanwhile the next chunk is fetched, evenly spread
+// over the work on this one: what few tokens have to wait for is memory, and many requests at once would stop the work.
+// Tokens are packed, too, so that what a tile reads of them lies side by side. Where there are many of them, so that what
+// counts is computing, chunks have more inputs and fewer columns: sums are put away and taken up again less often.
 #pragma once
 
 #include <algorithm>
@@ -13,16 +14,21 @@
 #include "vector.h"
 
 constexpr int64_t kPanel = 64;
-constexpr int64_t kChunk = 64;  // inputs: 16 KiB of a panel
+constexpr int64_t kNear = 4096;  // numbers of a chunk that are worked with at a time: 16 KiB, half of the nearest cache
 constexpr int kVectors = kPanel / kLanes;
-constexpr int64_t kTokens = 6;  // of a tile at most
+// As many sums as registers hold beside what they are made of: 16 of 8 numbers, or 32 of 16.
+constexpr int64_t kTokens = 6;                  // of a tile at most
+constexpr int kColumns = kVectors <= 4 ? 4 : 2; // of a tile with so many, in vectors
+constexpr int64_t kMany = 96;                   // tokens
+constexpr int64_t kBlock = 32;                  // tiles that go through all panels while they stay in a cache
 
 struct Chunk {
-    const float *weight;  // (inputs, 64)
-    const float *bias;    // (64), or null
-    int64_t stride;       // of where sums go after the last chunk
+    const float *weight;  // (inputs, columns of a tile), `width` numbers apart
+    int64_t width;
+    const float *bias;  // of these columns, or null
+    int64_t stride;     // of where sums go after the last chunk
     int64_t inputs;
-    bool first, last;     // of the panel
+    bool first, last;   // of the columns
 };
 
 struct Fetch {
@@ -30,42 +36,40 @@ struct Fetch {
     int64_t step;  // bytes
 };
 
-// x: (inputs, kRows) of the chunk; sums: (kRows, 64), of the chunks before.
-template <int kRows, int kColumns>  // the latter in vectors
-static void add_tile(const Chunk &chunk, const float *x, int64_t column, float *sums, float *y, Fetch fetch) {
-    Vector totals[kRows][kColumns];
+// x: (inputs, kRows) of the chunk; sums: (kRows, kWide), 64 numbers apart, of the chunks before.
+template <int kRows, int kWide>  // the latter in vectors
+static void add_tile(const Chunk &chunk, const float *x, float *sums, float *y, Fetch fetch) {
+    Vector totals[kRows][kWide];
     for (int row = 0; row < kRows; ++row)
-        for (int part = 0; part < kColumns; ++part) {
-            const int64_t at = column + part * kLanes;
-            if (!chunk.first) totals[row][part] = load(sums + row * kPanel + at);
-            else totals[row][part] = chunk.bias ? load(chunk.bias + at) : Vector{};
+        for (int part = 0; part < kWide; ++part) {
+            if (!chunk.first) totals[row][part] = load(sums + row * kPanel + part * kLanes);
+            else totals[row][part] = chunk.bias ? load(chunk.bias + part * kLanes) : Vector{};
         }
-    const float *weight = chunk.weight + column;
-    for (int64_t input = 0; input < chunk.inputs; ++input, fetch.next += fetch.step) {
+    const float *weight = chunk.weight;
+    for (int64_t input = 0; input < chunk.inputs; ++input, weight += chunk.width, fetch.next += fetch.step) {
         __builtin_prefetch(fetch.next);
-        Vector weights[kColumns];
-        for (int part = 0; part < kColumns; ++part) weights[part] = load(weight + input * kPanel + part * kLanes);
+        Vector weights[kWide];
+        for (int part = 0; part < kWide; ++part) weights[part] = load(weight + part * kLanes);
         for (int row = 0; row < kRows; ++row) {
             const Vector number = spread(x[input * kRows + row]);
-            for (int part = 0; part < kColumns; ++part) totals[row][part] += number * weights[part];
+            for (int part = 0; part < kWide; ++part) totals[row][part] += number * weights[part];
         }
     }
     float *to = chunk.last ? y : sums;
     const int64_t stride = chunk.last ? chunk.stride : kPanel;
     for (int row = 0; row < kRows; ++row)
-        for (int part = 0; part < kColumns; ++part)
-            store(to + row * stride + column + part * kLanes, totals[row][part]);
+        for (int part = 0; part < kWide; ++part) store(to + row * stride + part * kLanes, totals[row][part]);
 }
 
-template <int kColumns, typename... Arguments>
+template <int kWide, typename... Arguments>
 static void add_rows(int64_t rows, const Arguments &...arguments) {
     switch (rows) {
-        case 1: return add_tile<1, kColumns>(arguments...);
-        case 2: return add_tile<2, kColumns>(arguments...);
-        case 3: return add_tile<3, kColumns>(arguments...);
-        case 4: return add_tile<4, kColumns>(arguments...);
-        case 5: return add_tile<5, kColumns>(arguments...);
-        default: return add_tile<6, kColumns>(arguments...);
+        case 1: return add_tile<1, kWide>(arguments...);
+        case 2: return add_tile<2, kWide>(arguments...);
+        case 3: return add_tile<3, kWide>(arguments...);
+        case 4: return add_tile<4, kWide>(arguments...);
+        case 5: return add_tile<5, kWide>(arguments...);
+        default: return add_tile<6, kWide>(arguments...);
     }
 }
 
@@ -88,35 +92,54 @@ static void pack_tokens(const float *x, const Tiles &tiles, int64_t stride, int6
 
 struct Panel {
     const float *weight, *bias;  // (filled, 64), and (columns) or null
+    const float *following;      // the panel that this thread will probably have next
     int64_t inputs, columns;     // of the 64, fewer in a weight's last panel
     int64_t stride;              // of what is written
 };
 
-// All tokens times one panel.
-template <int kColumns>
-static void multiply_panel(const float *packed, const Tiles &tiles, const Panel &panel, float *y) {
-    static thread_local std::vector<float> room;
-    if (static_cast<int64_t>(room.size()) < tiles.tokens * kPanel) room.resize(tiles.tokens * kPanel);
+// Parts of a chunk, (inputs, 64), side by side: (64 / width, inputs, width).
+template <int64_t kWidth>
+static void split_columns(const float *weight, int64_t inputs, float *parts) {
+    for (int64_t input = 0; input < inputs; ++input, weight += kPanel)
+        for (int64_t column = 0; column < kPanel; column += kWidth)
+            std::copy_n(weight + column, kWidth, parts + column * inputs + input * kWidth);
+}
+
+// The tokens of some tiles times one panel, so many columns at a time (in vectors). Chunks are as deep as fits the nearest
+// cache: of all columns, or of those of a tile, which are brought side by side for that.
+template <int kWide, bool kDeep>
+static void multiply_panel(
+    const float *packed, const Tiles &tiles, int64_t begin_tile, int64_t end_tile, const Panel &panel, float *y) {
+    constexpr int64_t kWidth = kWide * kLanes, kChunk = kNear / (kDeep ? kWidth : kPanel);
+    static thread_local std::vector<float> room, parts(kDeep ? kChunk * kPanel : 0);
+    const int64_t from = tiles.first(begin_tile), end = tiles.first(end_tile);
+    if (static_cast<int64_t>(room.size()) < (end - from) * kPanel) room.resize((end - from) * kPanel);
     float padded[kPanel] = {};
     const float *bias = panel.bias;
     if (bias && panel.columns < kPanel) bias = std::copy_n(bias, panel.columns, padded) - panel.columns;
-    const int64_t work = (kVectors / kColumns) * tiles.count, bytes = kPanel * sizeof(float);
+    const int64_t work = (kPanel / kWidth) * (end_tile - begin_tile), bytes = kPanel * sizeof(float);
     for (int64_t begin = 0; begin < panel.inputs; begin += kChunk) {
-        const bool last = begin + kChunk >= panel.inputs && panel.columns == kPanel;
+        const bool ends = begin + kChunk >= panel.inputs, last = ends && panel.columns == kPanel;
         const int64_t inputs = std::min(kChunk, panel.inputs - begin);
-        const Chunk chunk{panel.weight + begin * kPanel, bias, panel.stride, inputs, begin == 0, last};
-        const char *next = reinterpret_cast<const char *>(chunk.weight + kChunk * kPanel);
-        for (int64_t column = 0; column < kPanel; column += kColumns * kLanes)
-            for (int64_t tile = 0; tile < tiles.count; ++tile, next += kChunk * bytes / work) {
+        const float *weight = panel.weight + begin * kPanel;
+        const char *next = reinterpret_cast<const char *>(ends ? panel.following : weight + kChunk * kPanel);
+        if (kDeep) split_columns<kWidth>(weight, inputs, parts.data());
+        for (int64_t column = 0; column < kPanel; column += kWidth) {
+            const float *own = kDeep ? parts.data() + column * inputs : weight + column;
+            const Chunk chunk{
+                own, kDeep ? kWidth : kPanel, bias ? bias + column : nullptr, panel.stride, inputs, begin == 0, last};
+            for (int64_t tile = begin_tile; tile < end_tile; ++tile, next += kChunk * bytes / work) {
                 const int64_t first = tiles.first(tile), rows = tiles.first(tile + 1) - first;
-                add_rows<kColumns>(
-                    rows, chunk, packed + first * panel.inputs + begin * rows, column, room.data() + first * kPanel,
-                    y + first * panel.stride, Fetch{next, bytes / work});
+                add_rows<kWide>(
+                    rows, chunk, packed + first * panel.inputs + begin * rows,
+                    room.data() + (first - from) * kPanel + column, y + first * panel.stride + column,
+                    Fetch{next, bytes / work});
             }
+        }
     }
     if (panel.columns < kPanel)
-        for (int64_t token = 0; token < tiles.tokens; ++token)
-            std::copy_n(room.data() + token * kPanel, panel.columns, y + token * panel.stride);
+        for (int64_t token = from; token < end; ++token)
+            std::copy_n(room.data() + (token - from) * kPanel, panel.columns, y + token * panel.stride);
 }
 
 struct Weight {
@@ -126,6 +149,7 @@ struct Weight {
 
 // Tokens, (tokens, inputs) and `stride` numbers apart, times a weight: to (tokens, outputs).
 static void multiply(const float *x, int64_t tokens, int64_t stride, const Weight &weight, float *y) {
+    if (!tokens) return;
     static thread_local std::vector<float> room;
     const Tiles tiles(tokens);
     if (tokens > 1) {
@@ -133,15 +157,19 @@ static void multiply(const float *x, int64_t tokens, int64_t stride, const Weigh
         pack_tokens(x, tiles, stride, weight.inputs, room.data());
         x = room.data();
     }
-    pool().share((weight.outputs + kPanel - 1) / kPanel, [&](int64_t number) {
-        const int64_t first = number * kPanel, columns = std::min(kPanel, weight.outputs - first);
+    const int64_t panels = (weight.outputs + kPanel - 1) / kPanel;
+    const int64_t blocks = tokens < kMany ? 1 : (tiles.count + kBlock - 1) / kBlock;
+    pool().share(blocks * panels, [&](int64_t piece) {
+        const int64_t block = piece / panels, first = piece % panels * kPanel;
+        const int64_t begin = tiles.count * block / blocks, end = tiles.count * (block + 1) / blocks;
+        const int64_t following = (piece + pool().threads()) % panels * kPanel;
         const Panel panel{
-            weight.panels + first * weight.filled, weight.bias ? weight.bias + first : nullptr, weight.inputs, columns,
+            weight.panels + first * weight.filled, weight.bias ? weight.bias + first : nullptr,
+            weight.panels + following * weight.filled, weight.inputs, std::min(kPanel, weight.outputs - first),
             weight.outputs};
-        // As many sums as registers hold beside what they are made of: 16 of 8 numbers, or 32 of 16.
-        if constexpr (kVectors <= 4) multiply_panel<4>(x, tiles, panel, y + first);
-        else if (tokens > 3) multiply_panel<2>(x, tiles, panel, y + first);
-        else if (tokens > 1) multiply_panel<4>(x, tiles, panel, y + first);
-        else multiply_panel<8>(x, tiles, panel, y + first);
+        if (kColumns < kVectors && tokens >= kMany) multiply_panel<kColumns, true>(x, tiles, begin, end, panel, y + first);
+        else if (kColumns == 4 || tokens > 3) multiply_panel<kColumns, false>(x, tiles, begin, end, panel, y + first);
+        else if (tokens > 1) multiply_panel<4, false>(x, tiles, begin, end, panel, y + first);
+        else multiply_panel<kVectors, false>(x, tiles, begin, end, panel, y + first);
     });
 }

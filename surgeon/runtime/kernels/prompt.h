@@ -134,16 +134,16 @@ private:
 
     // Packed rows times a panel: written to sums, (rows, 64), or added to them.
     void multiply(const float *packed, const float *panel, int64_t inputs, bool first, float *sums) {
-        constexpr int kColumns = kVectors <= 4 ? 4 : 2;
-        const Chunk chunk{panel, nullptr, kPanel, inputs, first, false};
         const int64_t width = first ? inputs : kPanel;  // of what is packed
-        for (int64_t column = 0; column < kPanel; column += kColumns * kLanes)
+        for (int64_t column = 0; column < kPanel; column += kColumns * kLanes) {
+            const Chunk chunk{panel + column, kPanel, nullptr, kPanel, inputs, first, false};
             for (int64_t tile = 0; tile < tiles_.count; ++tile) {
                 const int64_t at = tiles_.first(tile), rows = tiles_.first(tile + 1) - at;
+                float *own = sums + at * kPanel + column;
                 add_rows<kColumns>(
-                    rows, chunk, packed + at * width, column, sums + at * kPanel, sums,
-                    Fetch{reinterpret_cast<const char *>(panel), 0});
+                    rows, chunk, packed + at * width, own, own, Fetch{reinterpret_cast<const char *>(panel), 0});
             }
+        }
     }
 
     // One row's scores of 64 keys to weights relative to the highest score so far.

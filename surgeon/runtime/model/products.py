@@ -3,8 +3,9 @@
 On x86 processors in float32 a weight is packed once for oneDNN, which PyTorch brings: 64 columns of the product side
 by side, 16 numbers of each at a time. On two AVX2 cores products of 2 to 32 tokens with packed weights take between
 half and two thirds of the time that they take with transposed ones. The layout is the same for every number of tokens,
-so there is one copy only. This package's own kernel (runtime/kernels) reads it, too, and is faster for few tokens
-(scripts/bench/cpu_kernels.py). Weights whose sides would be filled up by more than a tenth for packing lie transposed,
+so there is one copy only. This package's own kernel (runtime/kernels) reads it, too: it is faster for few tokens, as
+fast for many (scripts/bench/cpu_kernels.py), and waits for no thread that another process keeps from its core. oneDNN
+computes where there are no kernels. Weights whose sides would be filled up by more than a tenth for packing lie transposed,
 (in_features, out_features).
 
 Shapes: T tokens of a pass.
@@ -22,7 +23,6 @@ from surgeon.runtime.kernels.functions import kernels_for
 PACKED_OUTPUTS, PACKED_INPUTS = 64, 16  # what sides are filled up to
 MOST_FILLING = 1.1  # times the memory of the weight itself
 TOKENS = 8  # that oneDNN is told to expect; it chooses the same layout for all numbers but 1
-MOST_TOKENS = 64  # that the kernel multiplies; products of more take oneDNN no longer, and often less
 SAME = 1e-4  # relative difference of products of one token, by oneDNN and by the kernel, with the same numbers
 
 
@@ -67,7 +67,7 @@ class Packed:
             bias: (out_features,), added.
         """
         assert out is None, "products with packed weights make their own memory"
-        if self._kernels is not None and len(x) <= MOST_TOKENS:
+        if self._kernels is not None:
             x = x if x.stride(1) == 1 else x.contiguous()
             return self._kernels.product(x, self._address, self._shape, bias)
         return self.by_onednn(x, bias)

@@ -44,7 +44,7 @@ def close(found: Tensor, expected: Tensor, relative: float = 1e-6) -> bool:
 def test_product(own: Kernels, seed: int) -> None:
     """Of every number of tokens and columns, from rows of a wider tensor, with a bias and without."""
     draw = drawn(seed)
-    tokens, inputs, outputs = draw(1, 40) if draw(0, 3) else draw(100, 400), draw(1, 300), draw(1, 300)
+    tokens, inputs, outputs = draw(1, 40) if draw(0, 3) else draw(100, 400), draw(1, 600), draw(1, 300)
     weight, wide = torch.randn(outputs, inputs), torch.randn(tokens, inputs + draw(0, 9))
     bias = torch.randn(outputs) if draw(0, 1) else None
     filled = -(-inputs // PACKED_INPUTS) * PACKED_INPUTS
