@@ -28,7 +28,7 @@ from surgeon.runtime.model.layers import Angles, Attend, Pass, rotation
 from surgeon.runtime.model.paged_cache import PagedCache, PagedLayout, angles_at
 from surgeon.runtime.model.program import Phase, RankProgram
 from surgeon.runtime.model.static_decode import CudaRecorder, StaticDecode
-from surgeon.runtime.model.thread_choice import ThreadChoice
+from surgeon.runtime.model.thread_choice import OneThread, ThreadChoice
 from surgeon.runtime.plan.groups import cache_groups
 from surgeon.runtime.plan.kept import is_static, read_at_once
 from surgeon.runtime.plan.specification import Plan
@@ -91,11 +91,13 @@ class RankEngine(RankProgram):
         self._reusable: PagedCache | None = None
         self._reusable_grouped = False
 
-    def _thread_choice(self) -> ThreadChoice:
-        """How many threads compute; of the kernels always all, which wait for none that has no core."""
+    def _thread_choice(self) -> ThreadChoice | OneThread:
+        """How many threads PyTorch's operations have; the kernels always have all, and wait for none without a core."""
         threads, kernels = torch.get_num_threads(), kernels_for(self.vocabulary.embedding)
         if kernels is not None:
             kernels.use_threads(threads)
+            if all(made.by_kernels for made in self.sublayers.values()):
+                return OneThread()
         # Of several ranks none can tell by its own passes: they take as long as the slowest rank's.
         chooses = self.device.type == "cpu" and self.plan.ranks == 1 and kernels is None
         return ThreadChoice(threads if chooses else 1)

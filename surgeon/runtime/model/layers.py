@@ -16,7 +16,7 @@ from torch import Tensor
 
 from surgeon.families import SublayerSpec
 from surgeon.runtime.kernels.functions import Kernels, kernels_for
-from surgeon.runtime.model.linear import Maps, count_outputs, second_factor
+from surgeon.runtime.model.linear import Maps, by_kernels, count_outputs, second_factor
 from surgeon.runtime.plan.specification import Plan, Rotary
 from surgeon.weights import Tensors
 
@@ -151,6 +151,12 @@ class Attention:
         if self.head_gain is not None:
             self.head_gain = self.head_gain.contiguous()
 
+    @property
+    def by_kernels(self) -> bool:
+        """Whether kernels compute all that takes long."""
+        maps = by_kernels(self.qkv) and by_kernels(self.o)
+        return maps and self.norm.kernels is not None and self.rebuild is None
+
     def __call__(self, stream: Tensor, slot: int, forward: Pass) -> Tensor:
         """(T, h) to (T, h)."""
         qkv = self.qkv(self.norm(stream))
@@ -213,6 +219,12 @@ class FeedForward:
         self.activation = activation(plan.activation)
         kernels = plan_kernels(plan, self.norm.gain)
         self.gate = kernels.gate_of(plan.activation) if self.gated and kernels is not None else None
+
+    @property
+    def by_kernels(self) -> bool:
+        """Whether kernels compute all that takes long."""
+        maps = by_kernels(self.up) and by_kernels(self.down)
+        return maps and self.norm.kernels is not None and self.gate is not None
 
     def __call__(self, stream: Tensor) -> Tensor:
         """(T, h) to (T, h)."""

@@ -109,6 +109,11 @@ class Maps:
         return whole_map(self.tensors, [role], self.scale)
 
 
+def by_kernels(one: LinearMap) -> bool:
+    """Whether all of a map is computed by the kernels (runtime/kernels)."""
+    return isinstance(one, Linear) and one.product.by_kernels
+
+
 def whole_map(tensors: Tensors, roles: list[str], scale: float | None = None) -> Linear:
     """Projections that are whole matrices, as one product."""
     return Linear([tensors[f"{role}.weight"] for role in roles], [tensors.get(f"{role}.bias") for role in roles], scale)

@@ -5,8 +5,8 @@ by side, 16 numbers of each at a time. On two AVX2 cores products of 2 to 32 tok
 half and two thirds of the time that they take with transposed ones. The layout is the same for every number of tokens,
 so there is one copy only. This package's own kernel (runtime/kernels) reads it, too: it is faster for few tokens, as
 fast for many (scripts/bench/cpu_kernels.py), and waits for no thread that another process keeps from its core. oneDNN
-computes where there are no kernels. Weights whose sides would be filled up by more than a tenth for packing lie transposed,
-(in_features, out_features).
+computes where there are no kernels. Weights whose sides would be filled up by more than a tenth for packing lie
+transposed, (in_features, out_features).
 
 Shapes: T tokens of a pass.
 """
@@ -28,6 +28,8 @@ SAME = 1e-4  # relative difference of products of one token, by oneDNN and by th
 
 class Transposed:
     """A weight that lies as (in_features, out_features), or is seen so; on any device, in any dtype."""
+
+    by_kernels = False
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
@@ -53,6 +55,11 @@ class Packed:
         self._kernels = kernels_for(weight)
         if self._kernels is not None and not self._lies_in_panels(weight.new_empty(0)):
             self._kernels = None
+
+    @property
+    def by_kernels(self) -> bool:
+        """Whether it is this package's kernel that computes products."""
+        return self._kernels is not None
 
     def _lies_in_panels(self, like: Tensor) -> bool:
         """Whether the kernel reads what oneDNN wrote, which promises no layout; all of the weight is compared."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from surgeon.beside import torch_threads
 from surgeon.runtime.batching.sequence import Row, Wanted
 from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.comm.collectives import Alone
 from surgeon.runtime.kernels import functions
+from surgeon.runtime.kernels.functions import kernels
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.plan.checks import make_plan
 
@@ -35,6 +38,41 @@ def test_the_same_logits(
     assert all(made.norm.kernels is None for made in without.sublayers.values())
     expected = logits_of(without)
     assert (found - expected).norm() < 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "alone"),
+    [
+        ("llama", {}, True),
+        ("llama", {"hidden_act": "relu"}, False),
+        ("llama", {"hidden_size": 40}, False),  # of which weights would be filled up too far
+        ("opt", {"ffn_dim": 128, "word_embed_proj_dim": 64}, False),  # norms are PyTorch's
+    ],
+)
+def test_pytorch_has_one_thread_where_little_is_left_for_it(
+    family: str,
+    options: dict[str, Any],
+    alone: bool,
+    tiny_model: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128} if family == "llama" else {"hidden_size": 64}
+    tiny_model(family, **(sizes | options)).save_pretrained(tmp_path)
+    threads = list[int]()
+    with torch_threads(2):
+        engine = RankEngine(make_plan(tmp_path, 1, 64), Alone(), torch.device("cpu"))
+        embed = engine.vocabulary.embed
+
+        def noting(*arguments: Any) -> torch.Tensor:
+            threads.append(torch.get_num_threads())
+            return embed(*arguments)
+
+        monkeypatch.setattr(engine.vocabulary, "embed", noting)
+        logits_of(engine)
+        assert torch.get_num_threads() == 2
+    by_kernels = alone and kernels() is not None and platform.machine() in ("x86_64", "AMD64")
+    assert set(threads) == {1 if by_kernels else 2}
 
 
 def logits_of(engine: RankEngine) -> torch.Tensor:
