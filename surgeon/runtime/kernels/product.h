@@ -8,6 +8,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "pool.h"
@@ -61,16 +62,22 @@ static void add_tile(const Chunk &chunk, const float *x, float *sums, float *y, 
         for (int part = 0; part < kWide; ++part) store(to + row * stride + part * kLanes, totals[row][part]);
 }
 
-template <int kWide, typename... Arguments>
-static void add_rows(int64_t rows, const Arguments &...arguments) {
+// Calls body with `rows`, from 1 to kTokens, as a constant.
+template <typename Body>
+static void with_rows(int64_t rows, const Body &body) {
     switch (rows) {
-        case 1: return add_tile<1, kWide>(arguments...);
-        case 2: return add_tile<2, kWide>(arguments...);
-        case 3: return add_tile<3, kWide>(arguments...);
-        case 4: return add_tile<4, kWide>(arguments...);
-        case 5: return add_tile<5, kWide>(arguments...);
-        default: return add_tile<6, kWide>(arguments...);
+        case 1: return body(std::integral_constant<int, 1>{});
+        case 2: return body(std::integral_constant<int, 2>{});
+        case 3: return body(std::integral_constant<int, 3>{});
+        case 4: return body(std::integral_constant<int, 4>{});
+        case 5: return body(std::integral_constant<int, 5>{});
+        default: return body(std::integral_constant<int, 6>{});
     }
+}
+
+template <int kWide>
+static void add_rows(int64_t rows, const Chunk &chunk, const float *x, float *sums, float *y, Fetch fetch) {
+    with_rows(rows, [&](auto constant) { add_tile<constant(), kWide>(chunk, x, sums, y, fetch); });
 }
 
 // The tokens of each tile: as equal parts as can be.
@@ -83,10 +90,14 @@ struct Tiles {
 // Tokens, (tokens, inputs) and `stride` numbers apart, to (inputs, tokens) for each tile, one tile after the other.
 static void pack_tokens(const float *x, const Tiles &tiles, int64_t stride, int64_t inputs, float *packed) {
     pool().share_rows(tiles.count, kTokens * inputs, [&](int64_t tile) {
-        const int64_t first = tiles.first(tile), rows = tiles.first(tile + 1) - first;
+        const int64_t first = tiles.first(tile);
+        const float *from = x + first * stride;
         float *to = packed + first * inputs;
-        for (int64_t input = 0; input < inputs; ++input)
-            for (int64_t row = 0; row < rows; ++row) to[input * rows + row] = x[(first + row) * stride + input];
+        with_rows(tiles.first(tile + 1) - first, [&](auto constant) {
+            constexpr int kRows = constant();
+            for (int64_t input = 0; input < inputs; ++input)
+                for (int row = 0; row < kRows; ++row) to[input * kRows + row] = from[row * stride + input];
+        });
     });
 }
 
@@ -101,8 +112,8 @@ struct Panel {
 template <int64_t kWidth>
 static void split_columns(const float *weight, int64_t inputs, float *parts) {
     for (int64_t input = 0; input < inputs; ++input, weight += kPanel)
-        for (int64_t column = 0; column < kPanel; column += kWidth)
-            std::copy_n(weight + column, kWidth, parts + column * inputs + input * kWidth);
+        for (int64_t column = 0; column < kPanel; column += kLanes)  // a call of memmove for each would cost more
+            store(parts + column / kWidth * kWidth * inputs + input * kWidth + column % kWidth, load(weight + column));
 }
 
 // The tokens of some tiles times one panel, so many columns at a time (in vectors). Chunks are as deep as fits the nearest

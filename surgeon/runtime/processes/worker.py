@@ -7,6 +7,7 @@ the next rows. What each pass brings for the requests is sent to the starting pr
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Iterable
@@ -68,11 +69,20 @@ class Account(NamedTuple):
 def load(rank: Rank, plan: Plan, name: str = ENGINE) -> None:
     """Runs on a rank: load its slices of a model, and keep the engine under a name."""
     rank.kept[name] = RankEngine(plan, rank.collectives, rank.device)
+    _settle()
 
 
 def unload(rank: Rank, name: str = ENGINE) -> None:
     """Runs on a rank: forget an engine."""
     del rank.kept[name]
+    _settle()
+
+
+def _settle() -> None:
+    """Free what is no longer needed, and spare passes the walks of Python's garbage collector through what stays."""
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
 
 
 def complete(
