@@ -118,8 +118,8 @@ def state_of(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def wait_for_bytes(folder: Path, target: str, count: int, process: Any) -> None:
-    """Wait until an unfinished export beside the target has so many bytes."""
-    while sum(map(size_of, folder.glob(f".{target}.*"))) < count:
+    """Wait until an unfinished export beside the target has written so many bytes; files have their sizes earlier."""
+    while sum(512 * path.stat().st_blocks for path in folder.glob(f".{target}.*/*")) < count:
         if process.poll() is not None:
             raise SystemExit(f"the export ended too early: {process.stderr.read()}")
         time.sleep(0.01)

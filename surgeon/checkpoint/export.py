@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 import surgeon
-from surgeon.beside import Background, Beside, one_at_a_time, torch_threads
+from surgeon.beside import Background, Beside, Stopped, one_at_a_time, torch_threads
+from surgeon.checkpoint.awaited import WholeFiles
 from surgeon.checkpoint.card import write_card
 from surgeon.checkpoint.companions import companions_of
 from surgeon.checkpoint.describe import REPORT_FILE, Weights
@@ -23,7 +24,7 @@ from surgeon.checkpoint.inherit import inherit
 from surgeon.checkpoint.kept_factors import KeptFactors
 from surgeon.checkpoint.load import read_config, stored_program
 from surgeon.checkpoint.measured import Identity, Measured
-from surgeon.checkpoint.prove import Proof, original_model, prove, reference_of, require_alike
+from surgeon.checkpoint.prove import Proof, Reference, original_model, prove, reference_of, require_alike
 from surgeon.checkpoint.read import Checkpoint, locate
 from surgeon.checkpoint.staging import check_space, check_target, is_full, scratch, show_bytes, staged
 from surgeon.checkpoint.tokenizer import keep_tokenizer_class
@@ -263,16 +264,16 @@ def _write_and_prove(
     try:
         with staged(target, overwrite) as partial:
             _write_companions(partial, plan)
-            read_back = ReadBack()
-            write = work_of_writing(source, plan.tensors, partial, advance, read_back.add)
+            read_back, whole = ReadBack(), WholeFiles()
+            write = work_of_writing(source, plan.tensors, partial, whole, advance, read_back.add)
             with read_back, Beside(write) as writing:
                 with stretch(advance, size) as read:
                     reference = reference_of(source, plan.original.config, plan.program, read, plan.factors)
                 if alive is not None:
                     require_alike(reference, alive, {source.dtype(name) for name in source.names()})
-                records = writing.result()
                 with stretch(advance, (plan.passes - 2) * size) as read:
-                    proof = prove(reference, partial, plan.layout.form, plan.tensors, read)
+                    proof = _prove_beside(writing, plan, reference, partial, whole, read)
+                records = writing.result()
                 read_back.finish()
             hashing.result()
             report = {"surgeon": surgeon.__version__, "source": source_record(plan.original)} | told
@@ -287,6 +288,22 @@ def _write_and_prove(
     # Raised outside the handler, to stand for itself: it says more than the system's error that it comes from.
     needed = show_bytes(plan.needed_bytes)
     raise OSError(f"the disk of {target.parent} filled up: {needed} are needed; what was written is removed")
+
+
+def _prove_beside(
+    writing: Beside[dict[str, FileRecord]],
+    plan: ExportPlan,
+    reference: Reference,
+    partial: Path,
+    whole: WholeFiles,
+    advance: Advance,
+) -> Proof:
+    """Prove what is being written, of which some files are whole already."""
+    try:
+        return prove(reference, partial, plan.layout.form, plan.tensors, whole, advance)
+    except Stopped:
+        writing.result()  # raises what has kept a file from becoming whole
+        raise
 
 
 def _with_others(partial: Path, records: dict[str, FileRecord]) -> dict[str, FileRecord]:

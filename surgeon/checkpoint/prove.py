@@ -25,7 +25,9 @@ from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.utils import logging
 
+from surgeon.beside import Stopped
 from surgeon.checkpoint import on_demand
+from surgeon.checkpoint.awaited import StoredWhenWhole, WholeFiles
 from surgeon.checkpoint.forms import Form, PlannedTensor
 from surgeon.checkpoint.load import read_config
 from surgeon.checkpoint.on_demand import StoredNames, WeightsOnDemand, build_empty, match_names
@@ -197,20 +199,23 @@ def prove(
     folder: Path,
     form: Form,
     tensors: list[PlannedTensor],
+    whole: WholeFiles,
     advance: Advance = lambda _: None,
 ) -> Proof:
-    """Compare what was written in the folder with the reference.
+    """Compare what is written in the folder with the reference.
 
     Args:
+        whole: which of the folder's files are; they are waited for.
         advance: told of the bytes of every tensor when it is first read, in each of the one or two runs.
 
     Raises:
+        Stopped: if a file will never be whole.
         NotProven: if the logits differ by more than rounding can explain.
     """
     rounded = {tensor.dtype for tensor in tensors if tensor.rounded}
     tolerance = max((WRITTEN_TOLERANCE[dtype] for dtype in rounded), default=EXACT_TOLERANCE)
     checkpoint = Checkpoint(folder)
-    as_written = {name: Stored(checkpoint, name) for name in checkpoint.names()}
+    as_written = {name: StoredWhenWhole(Stored(checkpoint, name), whole) for name in checkpoint.names()}
     written = reference.difference(_run_written(checkpoint, form, reference.tokens, as_written, advance))
     exact = written
     if rounded:
@@ -231,7 +236,7 @@ def prove(
 class _BeforeRounding:
     """A tensor before it is rounded, checked to be, when rounded, what its file holds, bit for bit."""
 
-    def __init__(self, planned: PlannedTensor, written: Stored) -> None:
+    def __init__(self, planned: PlannedTensor, written: StoredWhenWhole) -> None:
         self.planned = planned
         self.written = written
         self.compared = False
@@ -306,7 +311,7 @@ def _logits(model: PreTrainedModel, tokens: Tensor, stored: Mapping[str, on_dema
     try:
         with WeightsOnDemand(model, stored, used):
             logits: Tensor = model(input_ids=tokens, use_cache=False, return_dict=True).logits
-    except (ValueError, OSError, MemoryError):
+    except (ValueError, OSError, MemoryError, Stopped):
         raise
     except Exception as error:  # config.json may ask for what no class can do
         raise ValueError(

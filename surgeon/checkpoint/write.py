@@ -9,6 +9,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from surgeon.checkpoint.awaited import WholeFiles
 from surgeon.checkpoint.forms import PlannedTensor
 from surgeon.checkpoint.header import DTYPES
 from surgeon.checkpoint.read import BLOCK, INDEX_FILE, SINGLE_FILE, Checkpoint
@@ -55,28 +57,63 @@ def work_of_writing(
     source: Checkpoint,
     tensors: Sequence[PlannedTensor],
     folder: Path,
+    whole: WholeFiles,
     advance: Advance,
     written: Callable[[Path, Expected], None],
 ) -> Callable[[Callable[[], None]], dict[str, FileRecord]]:
-    """`write_weights` in files like the source's, as work for `Beside`."""
+    """`fill_files`, which are like the source's and are begun at once, as work for `Beside`.
+
+    Args:
+        whole: is told of them, and closed at the end.
+    """
+    shards = split_into_shards(tensors, shard_limit(source))
+    begin_files(folder, shards)
 
     def work(go_on: Callable[[], None]) -> dict[str, FileRecord]:
         def told(amount: float) -> None:
             go_on()
             advance(amount)
 
-        return write_weights(folder, split_into_shards(tensors, shard_limit(source)), told, written)
+        def done(path: Path, expected: Expected) -> None:
+            whole.add(path.name)
+            written(path, expected)
+
+        try:
+            return fill_files(folder, shards, told, done)
+        finally:
+            whole.close()
 
     return work
 
 
-def write_weights(
+def begin_files(folder: Path, shards: dict[str, list[PlannedTensor]]) -> None:
+    """Make all files with their headers, as long as they will be, and their index if there are several.
+
+    So the folder can be opened as a checkpoint before its tensors are there.
+
+    Raises:
+        OSError: if files may not be so long, or cannot be written.
+    """
+    for name, tensors in shards.items():
+        header = header_of(_in_file(tensors))
+        with _named_in_errors(folder / name), (folder / name).open("wb") as file:
+            file.write(header)
+            file.truncate(len(header) + sum(tensor.num_bytes for tensor in tensors))
+    if len(shards) > 1:
+        total = sum(tensor.num_bytes for tensors in shards.values() for tensor in tensors)
+        weight_map = {tensor.name: name for name, tensors in shards.items() for tensor in tensors}
+        write_json(
+            folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        )
+
+
+def fill_files(
     folder: Path,
     shards: dict[str, list[PlannedTensor]],
     advance: Advance,
     written: Callable[[Path, Expected], None] = lambda *_: None,
 ) -> dict[str, FileRecord]:
-    """Write all files, and their index if there are several.
+    """Write the tensors of files that have been begun.
 
     Args:
         written: told of each weight file as soon as it is whole, and what it should hold: everything but the values
@@ -90,14 +127,8 @@ def write_weights(
     """
     records = {}
     for name, tensors in shards.items():
-        records[name] = _write_file(folder / name, tensors, advance)
+        records[name] = _fill_file(folder / name, tensors, advance)
         written(folder / name, partial(_expected, tensors))
-    if len(shards) > 1:
-        total = sum(tensor.num_bytes for tensors in shards.values() for tensor in tensors)
-        weight_map = {tensor.name: name for name, tensors in shards.items() for tensor in tensors}
-        write_json(
-            folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        )
     return records
 
 
@@ -118,20 +149,26 @@ def header_of(tensors: Sequence[PlannedTensor]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _write_file(path: Path, tensors: Sequence[PlannedTensor], advance: Advance) -> FileRecord:
+def _fill_file(path: Path, tensors: Sequence[PlannedTensor], advance: Advance) -> FileRecord:
     digest, size = hashlib.sha256(), 0
+    with _named_in_errors(path), path.open("r+b") as file:
+        for content, told in _contents(tensors):
+            digest.update(content)
+            file.write(content)
+            size += len(content)
+            advance(told)
+    return FileRecord(size, digest.hexdigest())
+
+
+@contextmanager
+def _named_in_errors(path: Path) -> Iterator[None]:
+    """Say which file the system could not write."""
     try:
-        with path.open("wb") as file:
-            for content, told in _contents(tensors):
-                digest.update(content)
-                file.write(content)
-                size += len(content)
-                advance(told)
+        yield
     except OSError as error:
         if error.filename is None and error.errno is not None:
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
-    return FileRecord(size, digest.hexdigest())
 
 
 def _in_file(tensors: Sequence[PlannedTensor]) -> list[PlannedTensor]:

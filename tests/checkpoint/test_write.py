@@ -14,12 +14,18 @@ from torch import Tensor
 
 from surgeon.checkpoint.forms import PlannedTensor
 from surgeon.checkpoint.read import Checkpoint
-from surgeon.checkpoint.write import shard_limit, split_into_shards, write_weights
+from surgeon.checkpoint.write import begin_files, fill_files, shard_limit, split_into_shards
+from surgeon.progress import Advance
 from tests.checkpoint.helpers import save_source
 
 
 def planned(name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> PlannedTensor:
     return PlannedTensor(name, tuple(tensor.shape), dtype or tensor.dtype, False, lambda: iter([tensor]))
+
+
+def write_weights(folder: Path, shards: dict[str, list[PlannedTensor]], advance: Advance = lambda _: None) -> None:
+    begin_files(folder, shards)
+    fill_files(folder, shards, advance)
 
 
 def test_files_hold_what_safetensors_reads(tmp_path: Path) -> None:
@@ -34,7 +40,7 @@ def test_files_hold_what_safetensors_reads(tmp_path: Path) -> None:
         "turned": torch.randn(4, 6).t(),
         "long": torch.arange(3),
     }
-    write_weights(tmp_path, {"model.safetensors": [planned(n, t) for n, t in tensors.items()]}, lambda _: None)
+    write_weights(tmp_path, {"model.safetensors": [planned(n, t) for n, t in tensors.items()]})
     found = load_file(tmp_path / "model.safetensors")
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -44,7 +50,7 @@ def test_files_hold_what_safetensors_reads(tmp_path: Path) -> None:
 
 def test_tensors_are_rounded_to_the_planned_dtype(tmp_path: Path) -> None:
     tensor = torch.randn(50)
-    write_weights(tmp_path, {"model.safetensors": [planned("x", tensor, torch.bfloat16)]}, lambda _: None)
+    write_weights(tmp_path, {"model.safetensors": [planned("x", tensor, torch.bfloat16)]})
     assert torch.equal(load_file(tmp_path / "model.safetensors")["x"], tensor.bfloat16())
 
 
@@ -61,7 +67,7 @@ def test_one_tensor_is_alive_at_a_time(tmp_path: Path) -> None:
 
     most: list[int] = []
     plan = [PlannedTensor(f"t{i}", (1000,), torch.float32, False, Counted()) for i in range(20)]
-    write_weights(tmp_path, {"model.safetensors": plan}, lambda _: None)
+    write_weights(tmp_path, {"model.safetensors": plan})
     assert max(most) <= 2  # the next one is built while the last one's name is still bound
 
 
@@ -81,7 +87,7 @@ def test_shards_follow_the_limit_and_the_index_is_right(tmp_path: Path) -> None:
         ["t5"],
         ["t6"],
     ]
-    write_weights(tmp_path, shards, lambda _: None)
+    write_weights(tmp_path, shards)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == 40 * 21
     for name, tensor in tensors.items():
@@ -99,4 +105,18 @@ def test_the_limit_is_the_sources_largest_shard(tmp_path: Path) -> None:
 def test_a_tensor_of_another_shape_than_planned_is_never_written_as_if_it_were_right(tmp_path: Path) -> None:
     plan = [PlannedTensor("t", (3,), torch.float32, False, lambda: iter([torch.zeros(4)]))]
     with pytest.raises(AssertionError, match="planned as"):
-        write_weights(tmp_path, {"model.safetensors": plan}, lambda _: None)
+        write_weights(tmp_path, {"model.safetensors": plan})
+
+
+def test_a_folder_can_be_opened_before_its_tensors_are_there(tmp_path: Path) -> None:
+    save_source(tmp_path / "new")
+    (tmp_path / "new" / "model.safetensors").unlink()
+    tensors = {f"t{i}": torch.randn(10, i) for i in range(1, 7)}
+    shards = split_into_shards([planned(n, t) for n, t in tensors.items()], 250)
+    begin_files(tmp_path / "new", shards)
+    checkpoint = Checkpoint(tmp_path / "new")
+    sizes = {path.name: path.stat().st_size for path in tmp_path.glob("new/*.safetensors")}
+    assert {name: checkpoint.shape(name) for name in checkpoint.names()} == {n: t.shape for n, t in tensors.items()}
+    fill_files(tmp_path / "new", shards, lambda _: None)
+    assert {path.name: path.stat().st_size for path in tmp_path.glob("new/*.safetensors")} == sizes
+    assert all(torch.equal(checkpoint.tensor(name), tensor) for name, tensor in tensors.items())
