@@ -29,7 +29,7 @@ from surgeon.runtime.model.program import RankMachine
 from surgeon.runtime.plan.placement import Group, Work
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.processes.rank import Rank
-from surgeon.runtime.processes.worker import complete
+from surgeon.runtime.processes.worker import complete, keep
 
 now = time.perf_counter  # one clock for all processes of a machine on Linux
 
@@ -320,7 +320,7 @@ def load_timed(rank: Rank, plan: Plan, name: str, connected: bool = True, link: 
             collectives = Unconnected(rank.rank, tuple(range(rank.settings.ranks)))
         elif link is not None:
             collectives = EmulatedLink(collectives, link)
-    rank.kept[name] = TimedEngine(plan, rank, collectives)
+    keep(rank, name, TimedEngine(plan, rank, collectives))
 
 
 def run_timed(

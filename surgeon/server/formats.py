@@ -75,7 +75,11 @@ class Format(ABC):
 
     @abstractmethod
     def pieces(self, index: int, answer: Answer, event: Event) -> list[dict[str, Any]]:
-        """What an event adds to a choice, as the choices of chunks; none if there is nothing to show yet."""
+        """What an event adds to a choice, as the choices of chunks; none before the first token.
+
+        A token whose text is kept back, because a character or a stop text may begin with it, has a chunk without text:
+        who reads a stream sees when tokens come.
+        """
 
 
 class CompletionFormat(Format):
@@ -98,8 +102,6 @@ class CompletionFormat(Format):
             return []  # the prompt is shown as a whole, once all of it has been scored
         begins, answer.begun = not answer.begun, True
         text = self._echoed(answer) + event.text if begins else event.text
-        if not (text or event.logprobs or event.finish_reason):
-            return []
         logprobs = self._logprobs(answer, event.logprobs, event.offsets, self.echo and begins)
         return [{"index": index, "text": text, "logprobs": logprobs, "finish_reason": event.finish_reason}]
 
@@ -160,7 +162,7 @@ class ChatFormat(Format):
         if not answer.begun:
             found.append(self._delta(index, {"role": "assistant", "content": ""}))
             answer.begun = True
-        if event.text or event.logprobs:
+        if event.text or event.logprobs or (event.tokens and not event.finish_reason):
             found.append(self._delta(index, {"content": event.text}, self._logprobs(event.logprobs)))
         if event.finish_reason:
             found.append(self._delta(index, {}) | {"finish_reason": event.finish_reason})

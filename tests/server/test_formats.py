@@ -9,7 +9,7 @@ import pytest
 from surgeon.runtime.batching.request import Event, Request, Sampling, TokenLogprob
 from surgeon.runtime.batching.scheduler import Output
 from surgeon.runtime.stream import OpenRequest
-from surgeon.server.formats import Answer, CompletionFormat
+from surgeon.server.formats import Answer, ChatFormat, CompletionFormat
 from surgeon.server.texts import UNFINISHED, Texts
 from tests.models import tiny_tokenizer
 from tests.runtime.test_text import byte_fallback_tokenizer
@@ -110,3 +110,17 @@ def test_offsets_in_long_texts() -> None:
         assert UNFINISHED in piece or text[event.offsets[0] :].startswith(piece)
     whole = [event.offsets[0] for event in events_of(tokenizer, [], tokens)]
     assert whole == [event.offsets[0] for event in events]
+
+
+def test_tokens_whose_text_is_kept_back_have_chunks_of_a_stream() -> None:
+    tokenizer = tiny_tokenizer()
+    texts, tokens = Texts(tokenizer), tokens_of(tokenizer, "🦊 dog")
+    events = events_of(tokenizer, [5], tokens)
+    assert "" in [event.text for event in events]
+    completion, chat = CompletionFormat("model", texts, False, False), ChatFormat("model", texts, False)
+    answers = Answer(texts.prompt([5], 99)), Answer(texts.prompt([5], 99))
+    pieces = [completion.pieces(0, answers[0], event) for event in events]
+    assert [[piece["text"] for piece in found] for found in pieces] == [[event.text] for event in events]
+    deltas = [[piece["delta"] for piece in chat.pieces(0, answers[1], event)] for event in events]
+    assert [found[0].get("content") for found in deltas[1:-1]] == [event.text for event in events[1:-1]]
+    assert deltas[0][0] == {"role": "assistant", "content": ""}

@@ -79,7 +79,7 @@ class Limits:
         max_batch: sequences in one pass.
         max_tokens: tokens of one sequence, prompt and output.
         max_waiting: how many requests may be open beyond `max_batch`.
-        pass_tokens: tokens of one pass.
+        pass_tokens: of prompts, in one pass; of texts that are continued, with what is drafted for them, as many more.
         ends: token ids that end a text.
         draft_tokens: how many tokens are drafted at a time for a sequence that is being continued.
         expected_share: what share of the tokens that they may add texts are expected to add, before any has ended.
@@ -162,7 +162,7 @@ class Scheduler:
     def plan(self) -> list[ScheduledChunk]:
         """The chunks of the next pass; empty only if no request is open."""
         chunks = self._drafting(self._continued())
-        budget = self.limits.pass_tokens - sum(chunk.tokens + chunk.drafts for chunk in chunks)
+        budget = self.limits.pass_tokens
         for sequence in tuple(self.running):
             if budget and len(sequence.tokens) - sequence.computed > 1 and sequence in self.running:
                 begun = self._begun(sequence, budget, alone=not chunks)

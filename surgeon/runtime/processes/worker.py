@@ -68,7 +68,12 @@ class Account(NamedTuple):
 
 def load(rank: Rank, plan: Plan, name: str = ENGINE) -> None:
     """Runs on a rank: load its slices of a model, and keep the engine under a name."""
-    rank.kept[name] = RankEngine(plan, rank.collectives, rank.device)
+    keep(rank, name, RankEngine(plan, rank.collectives, rank.device))
+
+
+def keep(rank: Rank, name: str, engine: RankEngine) -> None:
+    """Keep an engine under a name on its rank."""
+    rank.kept[name] = engine
     _settle()
 
 

@@ -143,7 +143,9 @@ class Machine:
         return chunks
 
     def check(self, chunks: list[ScheduledChunk]) -> None:
-        assert 0 < sum(chunk.tokens + chunk.drafts for chunk in chunks) <= self.pass_tokens
+        assert chunks
+        assert sum(chunk.tokens for chunk in chunks if chunk.tokens > 1) <= self.pass_tokens  # of prompts
+        assert sum(1 + chunk.drafts for chunk in chunks if chunk.tokens == 1) <= self.pass_tokens + self.max_batch
         held = [sequence.held for sequence in self.scheduler.running]
         for sequence in self.scheduler.running:  # what was for drafts only is given back, and what windows have left
             length, size, computed = len(sequence.tokens), self.block_tokens, sequence.computed
@@ -185,7 +187,7 @@ def test_prompts_in_chunks_beside_continuations() -> None:
     machine.scheduler.submit(ask(1, list(range(20)), 2))
     machine.run()
     sizes = [[(chunk.sequence.request.id, chunk.tokens) for chunk in chunks] for chunks in machine.passes]
-    assert sizes[:4] == [[(0, 3), (1, 5)], [(0, 1), (1, 7)], [(0, 1), (1, 7)], [(0, 1), (1, 1)]]
+    assert sizes[:4] == [[(0, 3), (1, 5)], [(0, 1), (1, 8)], [(0, 1), (1, 7)], [(0, 1), (1, 1)]]
     assert machine.tokens(0) == continued(ask(0, [1, 2, 3], 6))
     assert machine.tokens(1) == continued(ask(1, list(range(20)), 2))
 
@@ -359,7 +361,7 @@ def test_a_prompt_is_scored_anew_though_its_blocks_are_known() -> None:
 
 def test_a_prompt_whose_scoring_is_broken_off_goes_on_where_it_was() -> None:
     """The younger one is preempted amid its prompt, and what it has told is not told again."""
-    machine = Machine(blocks=6, max_batch=2, pass_tokens=3, share=0)
+    machine = Machine(blocks=6, max_batch=2, pass_tokens=2, share=0)
     machine.scheduler.submit(ask(0, [1] * 3, 12))
     machine.scheduler.submit(ask(1, list(range(1, 16)), 1, scored=True))
     while not machine.scheduler.tally.preempted:
