@@ -77,8 +77,10 @@ FIGURES = [
         15,
     ),
     Figure("cpu-kernels", "scripts/bench/cpu_kernels.py", 3),
-    Figure("loading", "scripts/bench/loading.py --layers 12", 5),
-    Figure("scan", "scripts/bench/scan.py --every 3 --threads 1", 35),
+    Figure("served", "scripts/bench/served.py --vllm-python {vllm} --rounds 1", 12),
+    Figure("loading", "scripts/bench/loading.py --layers 32", 3),
+    Figure("scan", "scripts/bench/scan.py --only demo --threads 1", 10),
+    Figure("scan-random", "scripts/bench/scan.py --only random --every 3 --threads 2", 13),
     Figure("memory", "scripts/bench/memory.py --tokens 128 --every 4", 12),
     Figure("export", "scripts/bench/export.py --size 8GB --no-faults", 10),
     Figure(
