@@ -112,7 +112,7 @@ def machine() -> dict[str, object]:
         "cores": usable_cores(),
         "instructions": [one for one in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if one in _flags()],
         "memory_gb": round(psutil.virtual_memory().total / 1e9),
-        "system": platform.platform(aliased=True, terse=True),
+        "system": f"{platform.system()} {platform.release().partition('-')[0]} {platform.machine()}",
         **versions(),
     }
 
