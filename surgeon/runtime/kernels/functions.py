@@ -105,8 +105,9 @@ class Kernels:
             shape: inputs, what they are filled up to, and outputs.
             bias: (outputs,), of one piece.
         """
-        y = x.new_empty(len(x), shape[-1])
-        self._library.product(x.data_ptr(), len(x), x.stride(0), weight, _address(bias), *shape, y.data_ptr())
+        tokens = x.shape[0]  # which is quicker than len(x)
+        y = x.new_empty(tokens, shape[-1])
+        self._library.product(x.data_ptr(), tokens, x.stride(0), weight, _address(bias), *shape, y.data_ptr())
         return y
 
     def rms_norm(self, x: Tensor, gain: Tensor, epsilon: float) -> Tensor:

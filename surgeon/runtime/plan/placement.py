@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from surgeon.program import ATTENTION, Fork, Node, Program, Step, Sublayer, ranks_per_branch
 from surgeon.runtime.plan.specification import Plan
@@ -40,7 +41,7 @@ class Work:
     step: Step
     parts: tuple[Part, ...]
 
-    @property
+    @cached_property
     def whole(self) -> bool:
         """Whether its parts are whole sublayers of the step; otherwise all of them are slices."""
         return all(part.sublayer == self.step.sublayers[part.index] for part in self.parts)
