@@ -100,6 +100,11 @@ class Collectives(ABC):
         """Whether a CUDA graph can hold these collectives: they wait on the device only, never in this process."""
         return False
 
+    @property
+    def recordable(self) -> bool:
+        """Whether sums can be part of a recording (kernels/recording.py), which knows nothing of other waiting."""
+        return False
+
     def subgroup(self, group: Group) -> Collectives:
         """The connection to some ranks of this group only.
 
@@ -131,6 +136,10 @@ class Alone(Collectives):
     def capturable(self) -> bool:
         return True
 
+    @property
+    def recordable(self) -> bool:
+        return True
+
     def _connect(self, group: Group) -> Collectives:
         raise AssertionError(f"one rank has no subgroup {group}")
 
@@ -150,6 +159,10 @@ class Unconnected(Collectives):
 
     @property
     def capturable(self) -> bool:
+        return True
+
+    @property
+    def recordable(self) -> bool:
         return True
 
     def all_reduce(self, tensor: Tensor, counts: Counts) -> Callable[[], Tensor]:  # noqa: ARG002 - nothing is sent

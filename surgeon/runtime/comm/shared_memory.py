@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from ctypes import Structure, addressof, c_char, c_int64, c_void_p
 
 import torch
 from torch import Tensor
@@ -60,6 +61,20 @@ def _region_bytes(ranks: int) -> int:
     return -(-flags // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY + SLOTS * ranks * SLOT_BYTES
 
 
+class Exchanges(Structure):
+    """What recorded sums know of a rank's view of a region (kernels/exchange.h, where fields are explained)."""
+
+    _fields_ = (
+        ("started", c_int64),
+        ("failed", c_int64),
+        ("words", c_void_p),
+        ("room", c_void_p),
+        *((name, c_int64) for name in ("slots", "room_bytes", "line", "ranks", "members", "member")),
+        *((f"{name}_microseconds", c_int64) for name in ("spin", "fewest", "most")),
+        ("timeout_seconds", c_int64),
+    )
+
+
 class SharedMemoryCollectives(Collectives):
     """One rank's view of a group's region of the shared memory.
 
@@ -86,14 +101,30 @@ class SharedMemoryCollectives(Collectives):
         self.words = memoryview(self.memory).cast("q")
         room = SLOTS * ranks * SLOT_BYTES
         self.room = torch.frombuffer(self.memory, dtype=torch.uint8, offset=size - room, count=room)
-        self.started = 0
+        self.exchanges = self._exchanges(size - room)
         self.in_flight: list[_Exchange | None] = [None] * SLOTS
         self.views: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
+
+    def _exchanges(self, flags: int) -> Exchanges:
+        """This view for recorded sums.
+
+        Args:
+            flags: how many bytes of the region they take.
+        """
+        memory = addressof(c_char.from_buffer(self.memory))
+        most = round(1e6 * SPIN_SECONDS * self.most_spins / SPINS)
+        fewest = round(1e6 * SPIN_SECONDS * FEWEST_SPINS / SPINS)
+        layout = SLOTS, SLOT_BYTES, LINE, self.ranks, len(self.group), self.member
+        return Exchanges(0, 0, memory, memory + flags, *layout, most, fewest, most, round(TIMEOUT.total_seconds()))
 
     def _connect(self, group: Group) -> Collectives:
         assert len(self.group) == self.ranks, "only the group of all ranks knows which regions are taken"
         region, self.regions_used = self.regions_used, self.regions_used + 1
         return SharedMemoryCollectives(self.rank, group, self.descriptor, self.ranks, region)
+
+    @property
+    def recordable(self) -> bool:
+        return True
 
     def _all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
         if tensor.nbytes <= SLOT_BYTES:
@@ -112,7 +143,8 @@ class SharedMemoryCollectives(Collectives):
 
     def _start(self, tensor: Tensor, combine: Callable[[list[Tensor]], Tensor]) -> _Exchange:
         """Write this rank's part."""
-        number, self.started = self.started, self.started + 1
+        number = self.exchanges.started
+        self.exchanges.started = number + 1
         slot = number % SLOTS
         before = self.in_flight[slot]
         if before is not None:  # nobody has asked for its result yet, and others may be waiting for it to be read
@@ -151,13 +183,25 @@ class SharedMemoryCollectives(Collectives):
                 longer = time.monotonic() - began < SPIN_SECONDS
                 self.spins = max(FEWEST_SPINS, min(2 * self.spins if longer else self.spins // 2, self.most_spins))
 
+    def check(self) -> None:
+        """See that recorded sums have waited for nobody in vain.
+
+        Raises:
+            TimeoutError: if they have.
+        """
+        if self.exchanges.failed:
+            raise self._in_vain(TIMEOUT.total_seconds(), self.exchanges.failed - 1)
+
+    def _in_vain(self, waited: float, member: int) -> TimeoutError:
+        return TimeoutError(f"rank {self.rank} has waited {waited:.0f} s for rank {self.group[member]}, in vain")
+
     def _sleep_until(self, flag: int, number: int, member: int, began: float) -> None:
         while self.words[flag] < number:
             waited = time.monotonic() - began
             if waited < TIMEOUT.total_seconds():
                 time.sleep(min(max(SLEEP_SECONDS, LATENESS * waited), LONGEST_SLEEP_SECONDS))
             else:
-                raise TimeoutError(f"rank {self.rank} has waited {waited:.0f} s for rank {self.group[member]}, in vain")
+                raise self._in_vain(waited, member)
 
 
 class _Exchange:

@@ -6,28 +6,16 @@ Shapes: T tokens of a pass, H heads and K KV heads of a slice, D head_dim.
 from __future__ import annotations
 
 from collections.abc import Callable
-from ctypes import CDLL, c_float, c_int64, c_void_p
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from surgeon.runtime.kernels.build import built
+from surgeon.runtime.kernels.library import Library
 from surgeon.threads import usable_cores
 
-_POINTER, _SIZE, _NUMBER = c_void_p, c_int64, c_float
-_ARGUMENTS: dict[str, list[Any]] = {
-    "set_threads": [_SIZE],
-    "product": [_POINTER, _SIZE, _SIZE, _POINTER, _POINTER, _SIZE, _SIZE, _SIZE, _POINTER],
-    "rms_norm": [_POINTER, _POINTER, _NUMBER, _SIZE, _SIZE, _POINTER],
-    "place": [_POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _POINTER, _NUMBER, _POINTER, _POINTER, _SIZE],
-    "gated_silu": [_POINTER, _SIZE, _SIZE, _POINTER],
-    "gated_tanh_gelu": [_POINTER, _SIZE, _SIZE, _POINTER],
-    "keep": [_POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _POINTER, _POINTER, _SIZE],
-    "attend_text": [_POINTER] + [_SIZE] * 5 + [_POINTER, _SIZE, _POINTER] + [_SIZE] * 4 + [_NUMBER, _NUMBER, _POINTER],
-    "attend": [_POINTER] + [_SIZE] * 5 + [_POINTER, _SIZE, _POINTER, _POINTER, _NUMBER, _NUMBER, _POINTER],
-}
 GATED = {
     "silu": "gated_silu",
     "swish": "gated_silu",
@@ -46,7 +34,7 @@ def kernels() -> Kernels | None:
     library = built().library
     if library is None or usable_cores() < torch.get_num_threads():
         return None
-    made = Kernels(library)
+    made = Kernels(Library(library))
     made.use_threads(torch.get_num_threads())
     return made
 
@@ -87,15 +75,12 @@ class TextKeys(NamedTuple):
 class Kernels:
     """All functions want float32 tensors on the CPU whose last dimension lies side by side."""
 
-    def __init__(self, library: CDLL) -> None:
-        for name, arguments in _ARGUMENTS.items():
-            function = getattr(library, name)
-            function.argtypes, function.restype = arguments, None
-        self._library = library
+    def __init__(self, library: Library) -> None:
+        self.library = library
 
     def use_threads(self, threads: int) -> None:
         """Share all work from now on among so many threads of this process."""
-        self._library.set_threads(threads)
+        self.library.call("set_threads", threads)
 
     def product(self, x: Tensor, weight: int, shape: tuple[int, int, int], bias: Tensor | None) -> Tensor:
         """Tokens, (T, inputs), times a packed weight: (T, outputs).
@@ -107,14 +92,17 @@ class Kernels:
         """
         tokens = x.shape[0]  # which is quicker than len(x)
         y = x.new_empty(tokens, shape[-1])
-        self._library.product(x.data_ptr(), tokens, x.stride(0), weight, _address(bias), *shape, y.data_ptr())
+        self.library.call(
+            *("product", x.data_ptr(), tokens, x.stride(0)),
+            *(weight, _address(bias), *shape, y.data_ptr()),
+        )
         return y
 
     def rms_norm(self, x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
         """RMS norm of a stream, (T, h)."""
         x = x.contiguous()
         y = torch.empty_like(x)
-        self._library.rms_norm(x.data_ptr(), gain.data_ptr(), epsilon, *x.shape, y.data_ptr())
+        self.library.call("rms_norm", x.data_ptr(), gain.data_ptr(), epsilon, *x.shape, y.data_ptr())
         return y
 
     def place_(self, x: Tensor, gain: Tensor | None, epsilon: float, angles: tuple[Tensor, Tensor] | None) -> None:
@@ -127,8 +115,8 @@ class Kernels:
         cosine, sine = (None, None) if angles is None else (angles[0].contiguous(), angles[1].contiguous())
         width = 0 if cosine is None else cosine.shape[-1]
         tokens, heads, dim = x.shape
-        self._library.place(
-            *(x.data_ptr(), tokens, x.stride(0), heads, dim),
+        self.library.call(
+            *("place", x.data_ptr(), tokens, x.stride(0), heads, dim),
             *(_address(gain), epsilon, _address(cosine), _address(sine), width),
         )
 
@@ -140,22 +128,26 @@ class Kernels:
         """
         if activation not in GATED:
             return None
-        function = getattr(self._library, GATED[activation])
+        name = GATED[activation]
 
         def gate(wide: Tensor) -> Tensor:
             wide = wide.contiguous()
-            tokens, width = len(wide), wide.shape[-1] // 2
+            tokens, width = wide.shape[0], wide.shape[-1] // 2
             y = wide.new_empty(tokens, width)
-            function(wide.data_ptr(), tokens, width, y.data_ptr())
+            self.library.call(name, wide.data_ptr(), tokens, width, y.data_ptr())
             return y
 
         return gate
 
+    def add(self, x: Tensor, y: Tensor, total: Tensor) -> None:
+        """The sum of two tensors of one shape, each of one piece, as is the third, where it is put."""
+        self.library.call("add", x.data_ptr(), y.data_ptr(), x.numel(), total.data_ptr())
+
     def keep(self, kept: Tensor, places: Tensor, pair: Tensor) -> None:
         """Put keys and values, (T, 2 * K, D), into places (T,) of an attention's cache, (2 * K, places, D)."""
         tokens, heads, dim = kept.shape
-        self._library.keep(
-            *(kept.data_ptr(), tokens, kept.stride(0), heads, dim),
+        self.library.call(
+            *("keep", kept.data_ptr(), tokens, kept.stride(0), heads, dim),
             *(places.data_ptr(), pair.data_ptr(), pair.stride(0)),
         )
 
@@ -163,8 +155,8 @@ class Kernels:
         """Attended values, (texts, H * D), of one token of each, (texts, H, D), over a cache, (2 * K, places, D)."""
         texts, heads, dim = queries.shape
         y = queries.new_empty(texts, heads * dim)
-        self._library.attend(
-            *(queries.data_ptr(), queries.stride(0), texts, heads, len(pair) // 2, dim),
+        self.library.call(
+            *("attend", queries.data_ptr(), queries.stride(0), texts, heads, len(pair) // 2, dim),
             *(pair.data_ptr(), pair.stride(0), read.runs.data_ptr(), read.ends.data_ptr()),
             *(dim**-0.5 if scale is None else scale, softcap or 0.0, y.data_ptr()),
         )
@@ -176,8 +168,8 @@ class Kernels:
         """Attended values, (T, H * D), of consecutive tokens of a text, (T, H, D), over a cache, (2 * K, places, D)."""
         tokens, heads, dim = queries.shape
         y = queries.new_empty(tokens, heads * dim)
-        self._library.attend_text(
-            *(queries.data_ptr(), queries.stride(0), tokens, heads, len(pair) // 2, dim),
+        self.library.call(
+            *("attend_text", queries.data_ptr(), queries.stride(0), tokens, heads, len(pair) // 2, dim),
             *(pair.data_ptr(), pair.stride(0), text.runs.data_ptr(), len(text.runs), text.first_key, text.start),
             *(text.window or 0, dim**-0.5 if scale is None else scale, softcap or 0.0, y.data_ptr()),
         )

@@ -3,13 +3,18 @@
 #include <cstring>
 
 #include "attention.h"
+#include "exchange.h"
 #include "pointwise.h"
 #include "pool.h"
 #include "product.h"
 #include "prompt.h"
+#include "replay.h"
 #include "vector.h"
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
+// What a recording calls in place of the function.
+#define RECORDABLE(name) \
+    EXPORTED void recorded_##name(const int64_t *words) { apply(name, words); }
 
 // How many threads share work from now on, the calling one included.
 EXPORTED void set_threads(int64_t threads) { pool().set_threads(threads); }
@@ -84,4 +89,32 @@ EXPORTED void attend_text(
     attend_prompt(Prompt{
         queries, stride, tokens, heads, kv_heads, dim, cache, plane, runs, count_runs, first_key, start, window, scale,
         softcap, y});
+}
+
+// x + y, of `count` numbers.
+EXPORTED void add(const float *x, const float *y, int64_t count, float *total) {
+    each(
+        count, [&](int64_t at) { store(total + at, load(x + at) + load(y + at)); },
+        [&](int64_t at) { total[at] = x[at] + y[at]; });
+}
+
+EXPORTED void start_exchange(Exchanges *own, const float *part, int64_t count) { start_sum(*own, part, count); }
+
+EXPORTED void finish_exchange(Exchanges *own, int64_t back, int64_t count, float *y) {
+    finish_sum(*own, back, count, y);
+}
+
+RECORDABLE(product)
+RECORDABLE(rms_norm)
+RECORDABLE(place)
+RECORDABLE(gated_silu)
+RECORDABLE(gated_tanh_gelu)
+RECORDABLE(keep)
+RECORDABLE(attend)
+RECORDABLE(add)
+RECORDABLE(start_exchange)
+RECORDABLE(finish_exchange)
+
+EXPORTED void replay(const Call *calls, int64_t count) {
+    for (const Call *call = calls; call < calls + count; ++call) call->apply(call->arguments);
 }

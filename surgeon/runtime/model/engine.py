@@ -27,6 +27,7 @@ from surgeon.runtime.model.ends import Ends, Index, Vocabulary
 from surgeon.runtime.model.layers import Angles, Attend, Pass, rotation
 from surgeon.runtime.model.paged_cache import PagedCache, PagedLayout, angles_at
 from surgeon.runtime.model.program import Phase, RankProgram
+from surgeon.runtime.model.recorded import RecordedDecode
 from surgeon.runtime.model.static_decode import CudaRecorder, StaticDecode
 from surgeon.runtime.model.thread_choice import OneThread, ThreadChoice
 from surgeon.runtime.plan.groups import cache_groups
@@ -69,6 +70,7 @@ class RankEngine(RankProgram):
         figures: what all passes so far have cost; may be replaced.
         all_angles: rotary angles of every position, where there are such and passes of fixed shapes.
         coda: that drafts tokens, if any.
+        recorded: decode passes that kernels compute by themselves, where they can.
     """
 
     def __init__(self, plan: Plan, collectives: Collectives, device: torch.device) -> None:
@@ -88,6 +90,7 @@ class RankEngine(RankProgram):
         # Static passes may be recorded with the address of theirs, which therefore never grow.
         self.all_angles = self._turn(plan.max_tokens) if self._static is not None else None
         self._angles = self.all_angles or self._turn(0)
+        self.recorded = self._recorded_decode()
         self._reusable: PagedCache | None = None
         self._reusable_grouped = False
 
@@ -113,6 +116,13 @@ class RankEngine(RankProgram):
             return None
         captured = gpu and wanted != "static" and self.collectives.capturable
         return StaticDecode(self, CudaRecorder(self.device) if captured else None)
+
+    def _recorded_decode(self) -> RecordedDecode | None:
+        """What computes decode passes without Python, where kernels compute all that takes long."""
+        kernels, wanted = kernels_for(self.vocabulary.embedding), self.plan.decoding == "auto" and self.coda is None
+        if kernels is None or not wanted or not isinstance(self._threads, OneThread):
+            return None
+        return RecordedDecode(self, kernels) if all(one.recordable for one in self.groups.values()) else None
 
     def new_cache(self, blocks: int, texts: int = 1, grouped: bool = False) -> PagedCache:
         """An empty cache for the attentions of this rank's work.
@@ -143,9 +153,10 @@ class RankEngine(RankProgram):
         Args:
             grouped: as of `new_cache`.
         """
-        if self._static is None:
+        if self._static is None and self.recorded is None:
             return self.new_cache(blocks, grouped=grouped)
-        tokens = (blocks + self._static.spare_blocks) * BLOCK_TOKENS
+        spare = 0 if self._static is None else self._static.spare_blocks
+        tokens = (blocks + spare) * BLOCK_TOKENS
         if self._reusable is None or self._reusable_grouped != grouped or self._reusable.tokens < tokens:
             self._reusable = None  # so that there is room for the new one
             self._reusable, self._reusable_grouped = self.new_cache(blocks, grouped=grouped), grouped
@@ -240,7 +251,10 @@ class RankEngine(RankProgram):
         """Where the rows' tokens are, and the stream after the program, (tokens, hidden)."""
         tokens, layout, shared = self._laid_out(rows, cache)
         if self.coda is None:
-            return layout, self.stream_after(self._embedded(tokens, layout.positions), shared)
+            stream = self._embedded(tokens, layout.positions)
+            if self.recorded is not None and self.recorded.fits(rows):
+                return layout, self.recorded.stream_after(stream, shared, layout)
+            return layout, self.stream_after(stream, shared)
         drafted, fresh = [row for row in rows if row.drafted], [row for row in rows if not row.drafted]
         streams = [self.coda.take(drafted)] if drafted else []
         if fresh:

@@ -1,0 +1,54 @@
+"""Sums over ranks in passes that are recorded (kernels/recording.py): a replay makes them without Python in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from ctypes import addressof
+
+import torch
+from torch import Tensor
+
+from surgeon.runtime.comm.collectives import Collectives
+from surgeon.runtime.comm.shared_memory import SLOT_BYTES, SLOTS, SharedMemoryCollectives
+from surgeon.runtime.kernels.recording import Recording
+from surgeon.runtime.plan.placement import Group
+
+
+class RecordedSums(Collectives):
+    """A group's collectives while a pass is recorded; what they send is sent, and noted if it is a sum."""
+
+    def __init__(self, collectives: SharedMemoryCollectives, recording: Recording) -> None:
+        super().__init__(collectives.rank, collectives.group)
+        self._collectives = collectives
+        self._recording = recording
+
+    def _connect(self, group: Group) -> Collectives:
+        raise AssertionError(f"groups such as {group} are connected before anything is recorded")
+
+    def _all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
+        self._recording.problem = "gathered tensors"
+        return self._collectives._all_gather(tensor)
+
+    def _all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
+        recording, exchanges = self._recording, self._collectives.exchanges
+        count, shape = tensor.numel(), tensor.shape
+        if tensor.dtype != torch.float32 or tensor.nbytes > SLOT_BYTES or not tensor.is_contiguous():
+            recording.problem = f"the sum of {tensor.nbytes} bytes of {tensor.dtype}"
+        if self._collectives.in_flight[exchanges.started % SLOTS] is not None:
+            recording.problem = f"more than {SLOTS} sums in flight"
+        recording.note("start_exchange", addressof(exchanges), tensor.data_ptr(), count)
+        number = exchanges.started
+        with recording.paused():
+            wait = self._collectives._all_reduce(tensor)
+        totals: list[Tensor] = []
+
+        def finish() -> Tensor:
+            if not totals:
+                totals.append(recording.empty(shape))
+                back = exchanges.started - number
+                with recording.paused():
+                    totals[0].copy_(wait())
+                recording.note("finish_exchange", addressof(exchanges), back, count, totals[0].data_ptr())
+            return totals[0]
+
+        return finish

@@ -1,0 +1,96 @@
+"""The compiled library's functions, what they are called with, and how calls are noted, to be made again at once.
+
+A call that is noted becomes a line of a table that C++ goes through (replay.h): the address of a function that takes
+its arguments from there, and the arguments. What lies at the addresses among them may change, the addresses may not.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from ctypes import CDLL, c_float, c_int64, c_void_p, cast
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+POINTER, SIZE, NUMBER = c_void_p, c_int64, c_float
+RECORDABLE: dict[str, list[Any]] = {
+    "product": [POINTER, SIZE, SIZE, POINTER, POINTER, SIZE, SIZE, SIZE, POINTER],
+    "rms_norm": [POINTER, POINTER, NUMBER, SIZE, SIZE, POINTER],
+    "place": [POINTER, SIZE, SIZE, SIZE, SIZE, POINTER, NUMBER, POINTER, POINTER, SIZE],
+    "gated_silu": [POINTER, SIZE, SIZE, POINTER],
+    "gated_tanh_gelu": [POINTER, SIZE, SIZE, POINTER],
+    "keep": [POINTER, SIZE, SIZE, SIZE, SIZE, POINTER, POINTER, SIZE],
+    "attend": [POINTER] + [SIZE] * 5 + [POINTER, SIZE, POINTER, POINTER, NUMBER, NUMBER, POINTER],
+    "add": [POINTER, POINTER, SIZE, POINTER],
+    "start_exchange": [POINTER, POINTER, SIZE],
+    "finish_exchange": [POINTER, SIZE, SIZE, POINTER],
+}
+OTHERS: dict[str, list[Any]] = {
+    "set_threads": [SIZE],
+    "attend_text": [POINTER] + [SIZE] * 5 + [POINTER, SIZE, POINTER] + [SIZE] * 4 + [NUMBER, NUMBER, POINTER],
+    "replay": [POINTER, SIZE],
+}
+ARGUMENTS = 16  # that a line of a table has room for, as in replay.h
+
+Call = tuple[str, tuple[Any, ...]]
+
+
+class Notes(Protocol):
+    """What calls are noted in."""
+
+    def note(self, name: str, *arguments: Any) -> None:
+        """Take in a call that is being made."""
+
+
+class _Noted(threading.local):
+    """What this thread's calls are noted in, if they are."""
+
+    notes: Notes | None = None
+
+
+_NOTED = _Noted()
+
+
+@contextmanager
+def noting(notes: Notes | None) -> Iterator[None]:
+    """Have this thread's calls noted besides being made; nowhere for None."""
+    before, _NOTED.notes = _NOTED.notes, notes
+    try:
+        yield
+    finally:
+        _NOTED.notes = before
+
+
+class Library:
+    """The functions."""
+
+    def __init__(self, library: CDLL) -> None:
+        self._functions = {name: getattr(library, name) for name in RECORDABLE | OTHERS}
+        for name, arguments in (RECORDABLE | OTHERS).items():
+            self._functions[name].argtypes, self._functions[name].restype = arguments, None
+        self._recorded = {name: cast(getattr(library, f"recorded_{name}"), c_void_p).value or 0 for name in RECORDABLE}
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Call a function, and note it where calls are."""
+        self._functions[name](*arguments)
+        if _NOTED.notes is not None:
+            _NOTED.notes.note(name, *arguments)
+
+    def table(self, calls: Sequence[Call]) -> Tensor:
+        """The calls as C++ goes through them, (calls, 1 + ARGUMENTS), int64."""
+        lines = torch.zeros(len(calls), 1 + ARGUMENTS, dtype=torch.int64)
+        for line, (name, arguments) in zip(lines, calls, strict=True):
+            words = [_word(kind, one) for kind, one in zip(RECORDABLE[name], arguments, strict=True)]
+            line[: 1 + len(words)] = torch.tensor([self._recorded[name], *words])
+        return lines
+
+
+def _word(kind: Any, argument: Any) -> int:
+    """An argument as a number of 8 bytes."""
+    if kind is NUMBER:
+        return int.from_bytes(struct.pack("<f", argument), "little")
+    return 0 if argument is None else int(argument)
