@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
+from typing import Any
 
 from torch import Tensor
 
@@ -22,6 +23,7 @@ from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.batching.sequence import Row
 from surgeon.runtime.comm.collectives import Collectives, Counts, Unconnected
 from surgeon.runtime.comm.link import EmulatedLink, Link
+from surgeon.runtime.kernels.recording import Recording, spanned
 from surgeon.runtime.model.engine import Figures, RankEngine, Results
 from surgeon.runtime.model.layers import Pass
 from surgeon.runtime.model.paged_cache import PagedCache
@@ -34,6 +36,7 @@ from surgeon.runtime.processes.worker import complete, keep
 now = time.perf_counter  # one clock for all processes of a machine on Linux
 
 EMBEDDING, HEAD, JOIN = "embedding", "head", "join"
+COMPUTING, STARTING, WAITING = "computing", "starting", "waiting"  # spans of passes that are recorded
 
 
 @dataclass(slots=True)
@@ -184,6 +187,18 @@ class PassRecorder:
         self.passes.append(timing)
         self.computations, self.exchanges, self.what = [], [], EMBEDDING
 
+    def replayed(self, spans: Sequence[tuple[Any, float, float]]) -> None:
+        """Note the steps and exchanges of a pass that is computed from a recording, in which spans were noted."""
+        found: dict[int, Exchange] = {}
+        for (kind, what), began, ended in spans:
+            if kind == COMPUTING:
+                self.computations.append(Computation(what, began, ended))
+            elif kind == STARTING and what:
+                found[id(what)] = replace(what[0], began=began, started=ended)
+                self.exchanges.append(found[id(what)])
+            elif what:
+                found[id(what)].waited, found[id(what)].ended = began, ended
+
     def is_vocabulary(self, counts: Counts) -> bool:
         """Whether what is counted here belongs to the embedding or the head."""
         return counts is self.figures.prefill.vocabulary or counts is self.figures.decode.vocabulary
@@ -206,6 +221,18 @@ class TimedCollectives(Collectives):
     def capturable(self) -> bool:
         return self.inner.capturable
 
+    @property
+    def recordable(self) -> bool:
+        return self.inner.recordable
+
+    def recorded(self, recording: Recording) -> Collectives:
+        """The same ranks while a pass is recorded."""
+        return TimedCollectives(self.inner.recorded(recording), self.recorder)
+
+    def failure(self) -> TimeoutError | None:
+        """Whom sums in recorded passes have waited for in vain, if for anybody."""
+        return self.inner.failure()
+
     def all_reduce(self, tensor: Tensor, counts: Counts) -> Callable[[], Tensor]:
         """Start summing a tensor over the group; waiting on the result gives the sum."""
         return self._timed(self.inner.all_reduce, tensor, counts)
@@ -223,8 +250,10 @@ class TimedCollectives(Collectives):
     ) -> Callable[[], Tensor]:
         recorder = self.recorder
         gathers, sent = counts.all_gathers, counts.bytes
+        span: list[Exchange] = []
         began = now()
-        wait = start(tensor, counts)
+        with spanned((STARTING, span)):
+            wait = start(tensor, counts)
         started = now()
         if counts.bytes == sent:
             return wait
@@ -239,10 +268,12 @@ class TimedCollectives(Collectives):
             started=started,
         )
         recorder.exchanges.append(exchange)
+        span.append(exchange)
 
         def timed_wait() -> Tensor:
             exchange.waited = now()
-            result = wait()
+            with spanned((WAITING, span)):
+                result = wait()
             exchange.ended = now()
             return result
 
@@ -279,6 +310,10 @@ class TimedEngine(RankEngine):
         self.recorder.close(decode, sum(len(row.tokens) for row in rows), began, self._since or now(), sent)
         return results
 
+    def replayed(self, spans: Sequence[tuple[Any, float, float]]) -> None:
+        """Note the steps and exchanges of a recorded pass."""
+        self.recorder.replayed(spans)
+
     def machine(self, shared: Pass, group: Group, work: Iterator[Work]) -> RankMachine:
         """What runs steps on a group of ranks."""
         return TimedMachine(self, shared, group, work, self.recorder)
@@ -296,7 +331,8 @@ class TimedMachine(RankMachine):
     def compute(self, step: Step, stream: Tensor) -> Partial:
         self.recorder.what = step
         before, began = len(self.recorder.exchanges), now()
-        partial = super().compute(step, stream)
+        with spanned((COMPUTING, step)):
+            partial = super().compute(step, stream)
         inside = self.recorder.exchanges[before:]
         waited = sum(exchange.seconds for exchange in inside)
         self.recorder.computations.append(Computation(step, began, now(), len(inside), waited))

@@ -22,6 +22,7 @@ from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.batching.sequence import Row
 from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.comm.collectives import Collectives
+from surgeon.runtime.kernels.recording import spanned
 from surgeon.runtime.model.engine import RankEngine, Results
 from surgeon.runtime.model.layers import Attention, Pass
 from surgeon.runtime.model.paged_cache import PagedCache
@@ -95,17 +96,22 @@ class Stopwatch:
         """The same function, every call of which is timed."""
         if self.device.type == "cuda":
             return self._with_events(name, function)
-        now, totals = time.perf_counter, self.totals
+        now = time.perf_counter
 
         def timed(*arguments: Any) -> Any:
             began = now()
-            result = function(*arguments)
-            total = totals[name]
-            total[0] += now() - began
-            total[1] += 1
+            with spanned(name):
+                result = function(*arguments)
+            self.add(name, now() - began)
             return result
 
         return timed
+
+    def add(self, name: str, seconds: float) -> None:
+        """Count something once."""
+        total = self.totals[name]
+        total[0] += seconds
+        total[1] += 1
 
     def _with_events(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any) -> Any:
@@ -160,6 +166,11 @@ class DissectedEngine(RankEngine):
         decode = self.counts is self.figures.decode
         self.passes_seen.append(PassParts(decode, tokens, cached, ended - began, self.watch.take()))
         return results
+
+    def replayed(self, spans: Sequence[tuple[Any, float, float]]) -> None:
+        """Count what a recorded pass has computed; it takes no time to time it."""
+        for name, began, ended in spans:
+            self.watch.add(name, ended - began + self.watch.own)
 
     def machine(self, shared: Pass, group: Group, work: Iterator[Work]) -> RankMachine:
         """What runs steps on a group of ranks."""

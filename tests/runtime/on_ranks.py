@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -191,3 +191,25 @@ def continued(engine: RankEngine, prompts: Tensor, new_tokens: int) -> Continued
     numbers = cache.nbytes / cache.tokens / cache.stored.element_size()
     chosen = torch.stack(found[1:])  # the first pass ends inside the prompts
     return Continued(chosen.argmax(-1).T, chosen, numbers, engine.figures.decode.layers)
+
+
+def continued_both_ways(rank: Rank, plan: Plan) -> tuple[Tensor, Tensor, list[Counts], str | None]:
+    """Logits of some texts, continued by recorded passes and by others, what these sent, and why none was recorded."""
+    logits, counts, problem = [], [], None
+    for way in ("auto", "dynamic"):
+        engine = RankEngine(replace(plan, decoding=way), rank.collectives, rank.device)
+        cache, found = engine.new_cache(12), []
+        cache.stored.fill_(0.5)  # what texts hold before their first token here
+        for number in range(9):  # of one, two and three texts
+            blocks = [([(4 * text, 4)],) for text in range(1 + number % 3)]
+            rows = [Row(number, [text + number], runs, Wanted.LOGITS) for text, runs in enumerate(blocks)]
+            made = engine.step(rows, cache).logits
+            assert made is not None
+            found.append(made)
+        logits.append(torch.cat(found))
+        counts.append(engine.figures.prefill.layers + engine.figures.decode.layers)
+        if engine.recorded is not None:
+            problem = engine.recorded.problem
+        elif way == "auto":
+            problem = "nothing is recorded"
+    return logits[0], logits[1], counts, problem

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch does export them
 
+from surgeon.runtime.kernels.recording import Recording
 from surgeon.runtime.plan.placement import Group
 
 # Longer than any prefill; a rank that dies is noticed by the process that started it long before.
@@ -104,6 +105,14 @@ class Collectives(ABC):
     def recordable(self) -> bool:
         """Whether sums can be part of a recording (kernels/recording.py), which knows nothing of other waiting."""
         return False
+
+    def recorded(self, recording: Recording) -> Collectives:  # noqa: ARG002 - nothing that is sent need be noted
+        """The same ranks while a pass is recorded."""
+        return self
+
+    def failure(self) -> TimeoutError | None:
+        """Whom sums in recorded passes have waited for in vain, if for anybody."""
+        return None
 
     def subgroup(self, group: Group) -> Collectives:
         """The connection to some ranks of this group only.

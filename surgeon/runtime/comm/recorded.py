@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from ctypes import addressof
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from surgeon.runtime.comm.collectives import Collectives
-from surgeon.runtime.comm.shared_memory import SLOT_BYTES, SLOTS, SharedMemoryCollectives
 from surgeon.runtime.kernels.recording import Recording
 from surgeon.runtime.plan.placement import Group
+
+if TYPE_CHECKING:
+    from surgeon.runtime.comm.shared_memory import SharedMemoryCollectives
 
 
 class RecordedSums(Collectives):
@@ -26,16 +29,16 @@ class RecordedSums(Collectives):
         raise AssertionError(f"groups such as {group} are connected before anything is recorded")
 
     def _all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
-        self._recording.problem = "gathered tensors"
+        self._recording.fail("gathered tensors")
         return self._collectives._all_gather(tensor)
 
     def _all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
         recording, exchanges = self._recording, self._collectives.exchanges
         count, shape = tensor.numel(), tensor.shape
-        if tensor.dtype != torch.float32 or tensor.nbytes > SLOT_BYTES or not tensor.is_contiguous():
-            recording.problem = f"the sum of {tensor.nbytes} bytes of {tensor.dtype}"
-        if self._collectives.in_flight[exchanges.started % SLOTS] is not None:
-            recording.problem = f"more than {SLOTS} sums in flight"
+        if tensor.dtype != torch.float32 or tensor.nbytes > exchanges.room_bytes or not tensor.is_contiguous():
+            recording.fail(f"the sum of {tensor.nbytes} bytes of {tensor.dtype}")
+        if self._collectives.in_flight[exchanges.started % exchanges.slots] is not None:
+            recording.fail(f"more than {exchanges.slots} sums in flight")
         recording.note("start_exchange", addressof(exchanges), tensor.data_ptr(), count)
         number = exchanges.started
         with recording.paused():

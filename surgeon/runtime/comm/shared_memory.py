@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from surgeon.runtime.comm.collectives import TIMEOUT, Collectives
+from surgeon.runtime.comm.recorded import RecordedSums
+from surgeon.runtime.kernels.recording import Recording
 from surgeon.runtime.plan.placement import Group
 from surgeon.threads import usable_cores
 
@@ -126,6 +128,10 @@ class SharedMemoryCollectives(Collectives):
     def recordable(self) -> bool:
         return True
 
+    def recorded(self, recording: Recording) -> Collectives:
+        """The same ranks while a pass is recorded."""
+        return RecordedSums(self, recording)
+
     def _all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
         if tensor.nbytes <= SLOT_BYTES:
             exchange = self._start(tensor, _add)
@@ -183,14 +189,10 @@ class SharedMemoryCollectives(Collectives):
                 longer = time.monotonic() - began < SPIN_SECONDS
                 self.spins = max(FEWEST_SPINS, min(2 * self.spins if longer else self.spins // 2, self.most_spins))
 
-    def check(self) -> None:
-        """See that recorded sums have waited for nobody in vain.
-
-        Raises:
-            TimeoutError: if they have.
-        """
-        if self.exchanges.failed:
-            raise self._in_vain(TIMEOUT.total_seconds(), self.exchanges.failed - 1)
+    def failure(self) -> TimeoutError | None:
+        """Whom sums in recorded passes have waited for in vain, if for anybody."""
+        failed = self.exchanges.failed
+        return self._in_vain(self.exchanges.timeout_seconds, failed - 1) if failed else None
 
     def _in_vain(self, waited: float, member: int) -> TimeoutError:
         return TimeoutError(f"rank {self.rank} has waited {waited:.0f} s for rank {self.group[member]}, in vain")

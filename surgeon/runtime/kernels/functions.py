@@ -143,6 +143,10 @@ class Kernels:
         """The sum of two tensors of one shape, each of one piece, as is the third, where it is put."""
         self.library.call("add", x.data_ptr(), y.data_ptr(), x.numel(), total.data_ptr())
 
+    def scale_(self, x: Tensor, factor: float) -> None:
+        """Multiply a tensor of one piece in place."""
+        self.library.call("scale", x.data_ptr(), factor, x.numel())
+
     def keep(self, kept: Tensor, places: Tensor, pair: Tensor) -> None:
         """Put keys and values, (T, 2 * K, D), into places (T,) of an attention's cache, (2 * K, places, D)."""
         tokens, heads, dim = kept.shape

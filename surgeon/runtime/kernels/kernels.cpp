@@ -1,5 +1,6 @@
 // The functions that Python calls (functions.py). Sizes count float32 numbers unless something else is said.
 
+#include <chrono>
 #include <cstring>
 
 #include "attention.h"
@@ -98,6 +99,11 @@ EXPORTED void add(const float *x, const float *y, int64_t count, float *total) {
         [&](int64_t at) { total[at] = x[at] + y[at]; });
 }
 
+// Multiplies `count` numbers in place.
+EXPORTED void scale(float *x, float factor, int64_t count) {
+    each(count, [&](int64_t at) { store(x + at, load(x + at) * factor); }, [&](int64_t at) { x[at] *= factor; });
+}
+
 EXPORTED void start_exchange(Exchanges *own, const float *part, int64_t count) { start_sum(*own, part, count); }
 
 EXPORTED void finish_exchange(Exchanges *own, int64_t back, int64_t count, float *y) {
@@ -112,9 +118,20 @@ RECORDABLE(gated_tanh_gelu)
 RECORDABLE(keep)
 RECORDABLE(attend)
 RECORDABLE(add)
+RECORDABLE(scale)
 RECORDABLE(start_exchange)
 RECORDABLE(finish_exchange)
 
-EXPORTED void replay(const Call *calls, int64_t count) {
-    for (const Call *call = calls; call < calls + count; ++call) call->apply(call->arguments);
+// Makes the calls; `times`, if not null, is told when the first one began and when each had ended, (count + 1), in
+// nanoseconds of the monotonic clock.
+EXPORTED void replay(const Call *calls, int64_t count, int64_t *times) {
+    const auto tell = [&](int64_t at) {
+        const auto now = std::chrono::steady_clock::now().time_since_epoch();
+        if (times) times[at] = std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+    };
+    tell(0);
+    for (int64_t at = 0; at < count; ++at) {
+        calls[at].apply(calls[at].arguments);
+        if (times) tell(at + 1);
+    }
 }

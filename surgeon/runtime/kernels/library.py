@@ -26,13 +26,14 @@ RECORDABLE: dict[str, list[Any]] = {
     "keep": [POINTER, SIZE, SIZE, SIZE, SIZE, POINTER, POINTER, SIZE],
     "attend": [POINTER] + [SIZE] * 5 + [POINTER, SIZE, POINTER, POINTER, NUMBER, NUMBER, POINTER],
     "add": [POINTER, POINTER, SIZE, POINTER],
+    "scale": [POINTER, NUMBER, SIZE],
     "start_exchange": [POINTER, POINTER, SIZE],
     "finish_exchange": [POINTER, SIZE, SIZE, POINTER],
 }
 OTHERS: dict[str, list[Any]] = {
     "set_threads": [SIZE],
     "attend_text": [POINTER] + [SIZE] * 5 + [POINTER, SIZE, POINTER] + [SIZE] * 4 + [NUMBER, NUMBER, POINTER],
-    "replay": [POINTER, SIZE],
+    "replay": [POINTER, SIZE, POINTER],
 }
 ARGUMENTS = 16  # that a line of a table has room for, as in replay.h
 
@@ -63,6 +64,11 @@ def noting(notes: Notes | None) -> Iterator[None]:
         yield
     finally:
         _NOTED.notes = before
+
+
+def noted() -> Notes | None:
+    """What this thread's calls are noted in now."""
+    return _NOTED.notes
 
 
 class Library:

@@ -2,9 +2,9 @@
 
 A pass is computed as it always is, by the same executor and the same layers. Meanwhile every call of a kernel is noted,
 and every one of PyTorch's operations is looked at: what only makes a view of something costs nothing and need not be
-done again, new tensors are given memory of the recording's, sums are computed by a kernel. With anything else in it a
-pass is computed to its end, and there is no recording. What is done again reads and writes the same addresses: who
-wants other numbers computed writes them there.
+done again, new tensors are given memory of the recording's, sums and multiples are computed by kernels. With anything
+else in it a pass is computed to its end, and there is no recording. What is done again reads and writes the same
+addresses: who wants other numbers computed writes them there.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import c_float
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from surgeon.runtime.kernels.functions import Kernels
-from surgeon.runtime.kernels.library import RECORDABLE, Call, noting
+from surgeon.runtime.kernels.library import RECORDABLE, Call, noted, noting
 
-Replay = Callable[[], None]
+Replay = Callable[[bool], list[float]]
 LEAST = 64  # numbers of a buffer
 aten = torch.ops.aten
 
@@ -57,7 +57,20 @@ class Arena:
 def _users(buffer: Tensor) -> int:
     """How many tensors there are that lie in a buffer, besides itself."""
     storage = buffer.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata)) - 2  # type: ignore[attr-defined]
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 2
+
+
+class Span(NamedTuple):
+    """Calls that somebody wants to know the time of.
+
+    Attributes:
+        what: they are for.
+        first, end: of the calls.
+    """
+
+    what: Any
+    first: int
+    end: int
 
 
 class Recording(TorchDispatchMode):
@@ -65,14 +78,17 @@ class Recording(TorchDispatchMode):
 
     Attributes:
         problem: what cannot be recorded and has been computed, if anything.
+        calls: of kernels, so far.
+        spans: of them, as `spanned` has noted them.
     """
 
     def __init__(self, kernels: Kernels, arena: Arena) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.problem: str | None = None
         self._kernels = kernels
         self._arena = arena
-        self._calls: list[Call] = []
+        self.calls: list[Call] = []
+        self.spans: list[Span] = []
         self._kept: list[Tensor] = []
 
     @contextmanager
@@ -90,49 +106,83 @@ class Recording(TorchDispatchMode):
     def note(self, name: str, *arguments: Any) -> None:
         """Take in a call of a kernel, whether it is made now or not."""
         if name in RECORDABLE:
-            self._calls.append((name, arguments))
+            self.calls.append((name, arguments))
         else:
-            self.problem = name
+            self.fail(name)
+
+    def fail(self, problem: str) -> None:
+        """Say that something has been computed that cannot be recorded; the first one is remembered."""
+        self.problem = self.problem or problem
 
     def empty(self, shape: Sequence[int]) -> Tensor:
         """A new tensor, whose memory is kept for it as long as anybody has it."""
-        return self._arena.empty(shape)
+        with self.paused():
+            return self._arena.empty(shape)
 
     def finished(self) -> Replay | None:
-        """What does all of it again; None if something in it could not be recorded."""
+        """What does all of it again; None if something in it could not be recorded.
+
+        Asked to, it says when the first call began and when each ended, in seconds of the monotonic clock.
+        """
         if self.problem is not None:
             return None
-        library, table = self._kernels.library, self._kernels.library.table(self._calls)
+        library, table = self._kernels.library, self._kernels.library.table(self.calls)
         kept = (table, *self._kept)
 
-        def replay() -> None:
-            library.call("replay", kept[0].data_ptr(), len(kept[0]))
+        def replay(timed: bool) -> list[float]:
+            times = torch.empty(len(table) + 1, dtype=torch.int64) if timed else None
+            library.call("replay", kept[0].data_ptr(), len(table), None if times is None else times.data_ptr())
+            return [] if times is None else (times.double() / 1e9).tolist()
 
         return replay
 
     def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.is_view:
-            return func(*args, **kwargs)
+            made = func(*args, **kwargs)
+            if not _views(made, args[0]):  # of some functions only some results are
+                self.fail(str(func))
+            return made
         asked = any(kwargs.values())  # for a dtype or a device; new tensors are told not to be pinned
         if func is aten.new_empty.default and not asked:
             return self.empty(args[1])
         if func is aten.empty_like.default and not asked:
             return self.empty(args[0].shape)
-        if func is aten.add.Tensor and not kwargs and _can_be_added(*args):
+        if func is aten.add.Tensor and not kwargs and _alike(*args):
             total = self.empty(args[0].shape)
-            self._kernels.add(*args, total)
+            self._kernels.add(args[0], args[1], total)
             return total
+        if func is aten.mul_.Tensor and isinstance(args[1], float) and _alike(args[0], args[0]):
+            self._kernels.scale_(args[0], args[1])
+            return args[0]
         made = func(*args, **kwargs)
         if func is aten.zeros_like.default:  # nothing writes to it
             self._kept.append(made)
         else:
-            self.problem = str(func)
+            self.fail(str(func))
         return made
 
 
-def _can_be_added(x: object, y: object) -> bool:
-    """Whether the kernel can."""
+@contextmanager
+def spanned(what: Any) -> Iterator[None]:
+    """Note which calls are made inside, where they are being recorded."""
+    recording = noted()
+    if not isinstance(recording, Recording):
+        yield
+        return
+    first = len(recording.calls)
+    yield
+    recording.spans.append(Span(what, first, len(recording.calls)))
+
+
+def _views(made: Any, tensor: Tensor) -> bool:
+    """Whether what was made of a tensor lies where that lies."""
+    parts = [made] if isinstance(made, Tensor) else made
+    return all(part.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() for part in parts)
+
+
+def _alike(x: object, y: object) -> bool:
+    """Whether these are such tensors as the kernels take, of one shape and without gaps."""
     if not (isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape == y.shape):
         return False
     return x.dtype == y.dtype == torch.float32 and x.is_contiguous() and y.is_contiguous()

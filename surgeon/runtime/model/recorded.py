@@ -18,10 +18,8 @@ from torch import Tensor
 
 from surgeon.runtime.batching.sequence import Row
 from surgeon.runtime.comm.collectives import Counts
-from surgeon.runtime.comm.recorded import RecordedSums
-from surgeon.runtime.comm.shared_memory import SharedMemoryCollectives
 from surgeon.runtime.kernels.functions import Kernels, Runs
-from surgeon.runtime.kernels.recording import Arena, Recording, Replay
+from surgeon.runtime.kernels.recording import Arena, Recording, Replay, Span
 from surgeon.runtime.model.layers import Angles, Attend, Pass, Weighting
 from surgeon.runtime.model.paged_cache import PagedCache, PagedLayout
 from surgeon.runtime.model.program import RankProgram
@@ -41,6 +39,7 @@ class RecordedPass:
         after: the stream after the program, (B, h).
         replay: computes it.
         layers: the collectives that a replay starts without counting them.
+        spans: calls in it that somebody wants to know the time of.
     """
 
     after: Tensor
@@ -52,6 +51,7 @@ class RecordedPass:
         self.reads: dict[Reading, Runs] = {}
         self.replay: Replay | None = None
         self.layers = Counts()
+        self.spans: list[Span] = []
 
     def load(self, stream: Tensor, angles: Angles | None, layout: PagedLayout) -> bool:
         """Write what the next pass is to read; False if there is no room for all of it."""
@@ -90,7 +90,6 @@ class RecordedDecode:
         self.problem: str | None = None
         self._program = rank_program
         self._kernels = kernels
-        self._shared = [one for one in rank_program.groups.values() if isinstance(one, SharedMemoryCollectives)]
         self._arena = Arena()
         # By cache, because recordings hold its address.
         self._passes: WeakKeyDictionary[PagedCache, dict[int, RecordedPass]] = WeakKeyDictionary()
@@ -110,16 +109,17 @@ class RecordedDecode:
         if known is None or not known.load(stream, shared.rotation, layout):
             return self._recorded(stream, shared, layout, passes)
         assert known.replay is not None
-        known.replay()
-        for collectives in self._shared:
-            collectives.check()
+        times = known.replay(bool(known.spans))
+        for collectives in self._program.groups.values():
+            if (failure := collectives.failure()) is not None:
+                raise failure
+        if times:
+            self._program.replayed([(what, times[first], times[end]) for what, first, end in known.spans])
         phase = self._program.counts
         phase.layers = phase.layers + known.layers
         return known.after
 
-    def _recorded(
-        self, stream: Tensor, shared: Pass, layout: PagedLayout, passes: dict[int, RecordedPass]
-    ) -> Tensor:
+    def _recorded(self, stream: Tensor, shared: Pass, layout: PagedLayout, passes: dict[int, RecordedPass]) -> Tensor:
         """The same, computed as any pass, and recorded if it can be."""
         held = self._arena.empty(stream.shape).copy_(stream)
         made = RecordedPass(self._arena.borrowed(held), shared.rotation, layout)
@@ -129,7 +129,7 @@ class RecordedDecode:
         with self._sums_recorded(recording), recording.during():
             after = self._program.stream_after(held, Pass(self._attend(made, layout, recording), made.angles))
         phase.layers = before + made.layers
-        made.after, made.replay = self._arena.borrowed(after), recording.finished()
+        made.after, made.replay, made.spans = self._arena.borrowed(after), recording.finished(), recording.spans
         if made.replay is not None:
             passes[len(stream)] = made
         self.problem = recording.problem
@@ -152,10 +152,7 @@ class RecordedDecode:
     def _sums_recorded(self, recording: Recording) -> Iterator[None]:
         """Have the program's sums over ranks recorded."""
         groups = self._program.groups
-        self._program.groups = {
-            group: RecordedSums(one, recording) if isinstance(one, SharedMemoryCollectives) else one
-            for group, one in groups.items()
-        }
+        self._program.groups = {group: one.recorded(recording) for group, one in groups.items()}
         try:
             yield
         finally:
