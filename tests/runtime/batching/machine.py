@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from surgeon.runtime.batching.blocks import GONE, BlockPool
+from surgeon.runtime.batching.blocks import GONE, BlockPool, HeldBlocks
 from surgeon.runtime.batching.request import Request, Sampling, TokenLogprob
 from surgeon.runtime.batching.scheduler import Limits, Output, Scheduler
 from surgeon.runtime.batching.sequence import Row, ScheduledChunk, Wanted
@@ -109,7 +109,10 @@ class Machine:
 
     def step(self) -> list[ScheduledChunk]:
         """One pass: what is read from the cache must be the tokens before, whoever wrote them."""
+        # A sequence that is preempted gets other blocks, and is one that begins, should it come back in the same pass.
+        going_on = [one.held for one in self.scheduler.running if len(one.tokens) - one.computed == 1]
         chunks = self.scheduler.plan()
+        self.check_sizes(chunks, going_on)
         self.passes.append(chunks)
         written: set[int] = set()
         chosen, scores = [], []
@@ -137,10 +140,22 @@ class Machine:
         self.check(chunks)
         return chunks
 
+    def check_sizes(self, chunks: list[ScheduledChunk], going_on: list[HeldBlocks]) -> None:
+        """Prompts have `pass_tokens` in a pass, and what goes on, with its drafts, as many more.
+
+        Args:
+            going_on: what is held by the sequences that lacked one token before the pass was planned.
+        """
+        goes_on = [any(chunk.sequence.held is held for held in going_on) for chunk in chunks]
+        continuations = [chunk for chunk, goes in zip(chunks, goes_on, strict=True) if goes]
+        prompts = [chunk for chunk, goes in zip(chunks, goes_on, strict=True) if not goes]
+        assert all(chunk.tokens == 1 for chunk in continuations)
+        assert sum(chunk.tokens + chunk.drafts for chunk in continuations) <= self.pass_tokens
+        assert not any(chunk.drafts for chunk in prompts)
+        assert sum(chunk.tokens for chunk in prompts) <= self.pass_tokens
+
     def check(self, chunks: list[ScheduledChunk]) -> None:
         assert chunks
-        assert sum(chunk.tokens for chunk in chunks if chunk.tokens > 1) <= self.pass_tokens  # of prompts
-        assert sum(1 + chunk.drafts for chunk in chunks if chunk.tokens == 1) <= self.pass_tokens + self.max_batch
         held = [sequence.held for sequence in self.scheduler.running]
         for sequence in self.scheduler.running:  # what was for drafts only is given back, and what windows have left
             length, size, computed = len(sequence.tokens), self.block_tokens, sequence.computed
