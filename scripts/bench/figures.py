@@ -7,8 +7,14 @@ Every benchmark runs in turn, as README gives its command, on a machine that sho
 hours (--list says how long each takes). What one prints lies in FOLDER/NAME.txt, under a head that names the command,
 the machine and how busy it was. One that is there is not run again: killed, the same command goes on. At the end the
 tables are compared with those of docs/measured, or of --against: rows that are worse by more than the tolerance are
-named, and the exit status is 1 if there are any or a benchmark failed. Between different machines only ratios are
-compared. Without --vllm-python what needs vLLM is left out, and said to be.
+named. Between different machines only ratios are compared. Without --vllm-python what needs vLLM is left out, and said
+to be.
+
+Some benchmarks have a goal of their own. One that measured everything and missed its goal has its table like the
+others, and is named; one that failed is named apart, what it had printed by then lies in FOLDER/NAME.failed.txt, and it
+is run again next time.
+
+Exit status: 0; 1 if figures are worse or a benchmark failed; 3 if nothing but goals was missed.
 """
 
 from __future__ import annotations
@@ -29,6 +35,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
+from scripts.bench.goals import MISSED, missed_in
 from scripts.bench.tables import Worse, worse
 from surgeon.provenance import versions, write_text
 from surgeon.threads import usable_cores
@@ -132,22 +139,27 @@ def _flags() -> set[str]:
 
 
 def run(figure: Figure, folder: Path, vllm: str | None) -> bool:
-    """Run one benchmark and keep what it prints; whether it came to its end."""
+    """Run one benchmark and keep what it prints; whether it came to its end, with its goal or without."""
     load, begun = os.getloadavg()[0], time.monotonic()
     print(f"{figure.name}: {figure.shown()}, about {figure.minutes} min", file=sys.stderr, flush=True)
     done = subprocess.run(figure.command(folder, vllm), stdout=subprocess.PIPE, text=True, check=False)
     minutes = (time.monotonic() - begun) / 60
-    if done.returncode:
-        print(f"{figure.name} failed with status {done.returncode}", file=sys.stderr, flush=True)
-        return False
+    whole = not done.returncode or (done.returncode == MISSED and missed_in(done.stdout) is not None)
     head = {
         "command": figure.shown(),
         "machine": machine(),
         "minutes": round(minutes, 1),
         "load_before": round(load, 2),
     }
-    write_text(folder / f"{figure.name}.txt", f"{json.dumps(head)}\n{done.stdout}")
-    return True
+    kept, broken = folder / f"{figure.name}.txt", folder / f"{figure.name}.failed.txt"
+    broken.unlink(missing_ok=True)
+    if whole:
+        write_text(kept, f"{json.dumps(head)}\n{done.stdout}")
+        return True
+    print(f"{figure.name} failed with status {done.returncode}", file=sys.stderr, flush=True)
+    if done.stdout:
+        write_text(broken, f"{json.dumps(head | {'status': done.returncode})}\n{done.stdout}")
+    return False
 
 
 def compare(names: Iterable[str], now: Path, before: Path, tolerance: float) -> int:
@@ -171,6 +183,14 @@ def _tell(name: str, found: Sequence[Worse], elsewhere: bool) -> None:
     print(f"{name}{what}: {f'{len(found)} figures are worse' if found else 'nothing is worse'}")
     for one in found:
         print(f"  {one.line()}")
+
+
+def _say_goal_missed(name: str, folder: Path) -> bool:
+    """Name the goal that a benchmark has missed, if it has."""
+    goal = missed_in((folder / f"{name}.txt").read_text(encoding="utf-8"))
+    if goal is not None:
+        print(f"{name}: goal missed: {goal}")
+    return goal is not None
 
 
 def _parse(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -211,9 +231,12 @@ def main(given: Sequence[str] | None = None) -> int:
         whole = (folder / f"{figure.name}.txt").exists() or run(figure, folder, arguments.vllm_python)
         (ran if whole else failed).append(figure.name)
     count = compare(ran, folder, arguments.against, arguments.tolerance)
+    short = [name for name in ran if _say_goal_missed(name, folder)]
     for name in failed:
         print(f"{name}: failed")
-    return 1 if count or failed else 0
+    if count or failed:
+        return 1
+    return MISSED if short else 0
 
 
 if __name__ == "__main__":

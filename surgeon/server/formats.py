@@ -162,7 +162,7 @@ class ChatFormat(Format):
         if not answer.begun:
             found.append(self._delta(index, {"role": "assistant", "content": ""}))
             answer.begun = True
-        if event.text or event.logprobs or (event.tokens and not event.finish_reason):
+        if event.text or event.tokens:
             found.append(self._delta(index, {"content": event.text}, self._logprobs(event.logprobs)))
         if event.finish_reason:
             found.append(self._delta(index, {}) | {"finish_reason": event.finish_reason})

@@ -124,3 +124,23 @@ def test_tokens_whose_text_is_kept_back_have_chunks_of_a_stream() -> None:
     deltas = [[piece["delta"] for piece in chat.pieces(0, answers[1], event)] for event in events]
     assert [found[0].get("content") for found in deltas[1:-1]] == [event.text for event in events[1:-1]]
     assert deltas[0][0] == {"role": "assistant", "content": ""}
+
+
+@pytest.mark.parametrize("wants_logprobs", [False, True])
+def test_chats_have_a_chunk_for_every_token_the_end_token_among_them(wants_logprobs: bool) -> None:
+    tokenizer = tiny_tokenizer()
+    texts, tokens = Texts(tokenizer), [*tokens_of(tokenizer, "🦊 dog"), tokenizer.eos_token_id]
+    opened = OpenRequest(Request(0, (5,), Sampling()), tokenizer)
+    chat, answer = ChatFormat("model", texts, wants_logprobs), Answer(texts.prompt([5], 99))
+    pieces = []
+    for token in tokens:
+        logprob = TokenLogprob(token, -1.0) if wants_logprobs else None
+        event = opened.event(Output(0, token, logprob, "stop" if token == tokens[-1] else None, 0, 0.0))
+        assert isinstance(event, Event)
+        pieces += chat.pieces(0, answer, event)
+    assert pieces[0]["delta"] == {"role": "assistant", "content": ""}
+    assert len(pieces) == 1 + len(tokens) + 1
+    assert "".join(piece["delta"]["content"] for piece in pieces[:-1]) == "🦊 dog"
+    assert (pieces[-1]["delta"], pieces[-1]["finish_reason"]) == ({}, "stop")
+    cancelled = chat.pieces(0, answer, OpenRequest(Request(1, (5,), Sampling()), tokenizer).cancelled())
+    assert [piece["delta"] for piece in cancelled] == [{}]
