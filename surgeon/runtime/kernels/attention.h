@@ -5,6 +5,7 @@
 #include <cmath>
 #include <vector>
 
+#include "pointwise.h"
 #include "vector.h"
 
 constexpr int64_t kTogether = 64;  // tokens whose values stay in the nearest cache while all heads of a group use them
@@ -36,8 +37,7 @@ static inline void score(const Heads &heads, const float *keys, int64_t tokens, 
 
 // Scores, a whole number of vectors, to weights whose sum is 1; those from `count` on become 0.
 static inline void soften(float *scores, int64_t count, int64_t filled, float softcap) {
-    if (softcap > 0)
-        for (int64_t at = 0; at < count; ++at) scores[at] = softcap * std::tanh(scores[at] / softcap);
+    if (softcap > 0) cap(scores, softcap, count);
     float most = scores[0];
     for (int64_t at = 1; at < count; ++at) most = std::max(most, scores[at]);
     for (int64_t at = count; at < filled; ++at) scores[at] = most;

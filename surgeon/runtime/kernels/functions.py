@@ -143,9 +143,47 @@ class Kernels:
         """The sum of two tensors of one shape, each of one piece, as is the third, where it is put."""
         self.library.call("add", x.data_ptr(), y.data_ptr(), x.numel(), total.data_ptr())
 
-    def scale_(self, x: Tensor, factor: float) -> None:
-        """Multiply a tensor of one piece in place."""
-        self.library.call("scale", x.data_ptr(), factor, x.numel())
+    def scale(self, x: Tensor, factor: float, scaled: Tensor) -> None:
+        """A multiple of a tensor of one piece, put into another one or into the same."""
+        self.library.call("scale", x.data_ptr(), factor, x.numel(), scaled.data_ptr())
+
+    def softcap_(self, x: Tensor, bound: float) -> None:
+        """Press numbers, (T, any) of one piece, between -bound and bound in place: bound * tanh(x / bound)."""
+        self.library.call("softcap", x.data_ptr(), bound, *x.shape)
+
+    def rows(self, table: Tensor, numbers: Tensor, first: int = 0) -> Tensor:
+        """Some rows of a table, (rows, width) of one piece: (numbers, width).
+
+        Args:
+            numbers: of the rows, int64; for those that none has there are zeros.
+            first: the number of the first row.
+        """
+        numbers = numbers.contiguous()
+        count, (rows, width) = numbers.shape[0], table.shape
+        y = table.new_empty(count, width)
+        self.library.call("take_rows", table.data_ptr(), first, rows, width, numbers.data_ptr(), count, y.data_ptr())
+        return y
+
+    def packed_rows(self, weight: int, shape: tuple[int, int, int], numbers: Tensor, first: int = 0) -> Tensor:
+        """The same of a weight, (outputs, inputs), that is packed.
+
+        Args:
+            weight, shape: as of `product`.
+        """
+        numbers = numbers.contiguous()
+        count, (inputs, filled, outputs) = numbers.shape[0], shape
+        y = numbers.new_empty(count, inputs, dtype=torch.float32)
+        self.library.call(
+            *("take_packed_rows", weight, filled, first, outputs, inputs),
+            *(numbers.data_ptr(), count, y.data_ptr()),
+        )
+        return y
+
+    def highest(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The highest number of each row, (T,), of (T, any) of one piece, and its place; NaN if there is any."""
+        best, places = x.new_empty(len(x)), x.new_empty(len(x), dtype=torch.int64)
+        self.library.call("highest", x.data_ptr(), *x.shape, best.data_ptr(), places.data_ptr())
+        return best, places
 
     def keep(self, kept: Tensor, places: Tensor, pair: Tensor) -> None:
         """Put keys and values, (T, 2 * K, D), into places (T,) of an attention's cache, (2 * K, places, D)."""

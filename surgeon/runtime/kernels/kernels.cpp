@@ -99,9 +99,64 @@ EXPORTED void add(const float *x, const float *y, int64_t count, float *total) {
         [&](int64_t at) { total[at] = x[at] + y[at]; });
 }
 
-// Multiplies `count` numbers in place.
-EXPORTED void scale(float *x, float factor, int64_t count) {
-    each(count, [&](int64_t at) { store(x + at, load(x + at) * factor); }, [&](int64_t at) { x[at] *= factor; });
+// `count` numbers times a factor.
+EXPORTED void scale(const float *x, float factor, int64_t count, float *y) {
+    each(count, [&](int64_t at) { store(y + at, load(x + at) * factor); }, [&](int64_t at) { y[at] = x[at] * factor; });
+}
+
+// Numbers of tokens, (tokens, width), between -bound and bound, in place.
+EXPORTED void softcap(float *x, float bound, int64_t tokens, int64_t width) {
+    pool().share_rows(tokens, width, [&](int64_t token) { cap(x + token * width, bound, width); });
+}
+
+// Rows of a table, (rows, width), of which the first has the number `first`; zeros for numbers that none has.
+EXPORTED void take_rows(
+    const float *table, int64_t first, int64_t rows, int64_t width, const int64_t *numbers, int64_t count, float *y) {
+    for (int64_t at = 0; at < count; ++at) {
+        const int64_t row = numbers[at] - first;
+        if (row < 0 || row >= rows) std::memset(y + at * width, 0, sizeof(float) * width);
+        else std::memcpy(y + at * width, table + row * width, sizeof(float) * width);
+    }
+}
+
+// The same of a table that is packed as a weight with `rows` outputs is, (panels, filled, 64).
+EXPORTED void take_packed_rows(
+    const float *panels, int64_t filled, int64_t first, int64_t rows, int64_t width, const int64_t *numbers,
+    int64_t count, float *y) {
+    pool().share_rows(count, kPanel * width, [&](int64_t at) {  // each number is in a line of the cache of its own
+        const int64_t row = numbers[at] - first;
+        const float *from = panels + row / kPanel * kPanel * filled + row % kPanel;
+        const bool known = row >= 0 && row < rows;
+        for (int64_t number = 0; number < width; ++number) y[at * width + number] = known ? from[number * kPanel] : 0.0f;
+    });
+}
+
+// The highest of the numbers of each token, (tokens, width), and the first place where it is; NaN, if there is one.
+EXPORTED void highest(const float *x, int64_t tokens, int64_t width, float *best, int64_t *places) {
+    pool().share_rows(tokens, width, [&](int64_t token) {
+        const float *own = x + token * width;
+        float most = own[0];
+        for (int64_t lane = 0; lane < std::min<int64_t>(kLanes, width); ++lane) most = own[lane] > most ? own[lane] : most;
+        Vector mosts = spread(most), odd{};
+        each(
+            width,
+            [&](int64_t at) {
+                const Vector numbers = load(own + at);
+                mosts = numbers > mosts ? numbers : mosts;
+                odd += numbers - numbers;  // NaN from the first number on that is not finite
+            },
+            [&](int64_t at) {
+                most = own[at] > most ? own[at] : most;
+                odd[0] += own[at] - own[at];
+            });
+        for (int64_t lane = 0; lane < kLanes; ++lane) most = mosts[lane] > most ? mosts[lane] : most;
+        int64_t place = 0;
+        if (sum(odd) != 0)  // which NaN is
+            for (int64_t at = 0; at < width && most == most; ++at) most = own[at] == own[at] ? most : own[at];
+        while (place < width - 1 && own[place] != most && (most == most || own[place] == own[place])) ++place;
+        best[token] = most;
+        places[token] = place;
+    });
 }
 
 EXPORTED void start_exchange(Exchanges *own, const float *part, int64_t count) { start_sum(*own, part, count); }
@@ -119,6 +174,9 @@ RECORDABLE(keep)
 RECORDABLE(attend)
 RECORDABLE(add)
 RECORDABLE(scale)
+RECORDABLE(softcap)
+RECORDABLE(take_rows)
+RECORDABLE(take_packed_rows)
 RECORDABLE(start_exchange)
 RECORDABLE(finish_exchange)
 

@@ -26,13 +26,17 @@ RECORDABLE: dict[str, list[Any]] = {
     "keep": [POINTER, SIZE, SIZE, SIZE, SIZE, POINTER, POINTER, SIZE],
     "attend": [POINTER] + [SIZE] * 5 + [POINTER, SIZE, POINTER, POINTER, NUMBER, NUMBER, POINTER],
     "add": [POINTER, POINTER, SIZE, POINTER],
-    "scale": [POINTER, NUMBER, SIZE],
+    "scale": [POINTER, NUMBER, SIZE, POINTER],
+    "softcap": [POINTER, NUMBER, SIZE, SIZE],
+    "take_rows": [POINTER, SIZE, SIZE, SIZE, POINTER, SIZE, POINTER],
+    "take_packed_rows": [POINTER, SIZE, SIZE, SIZE, SIZE, POINTER, SIZE, POINTER],
     "start_exchange": [POINTER, POINTER, SIZE],
     "finish_exchange": [POINTER, SIZE, SIZE, POINTER],
 }
 OTHERS: dict[str, list[Any]] = {
     "set_threads": [SIZE],
     "attend_text": [POINTER] + [SIZE] * 5 + [POINTER, SIZE, POINTER] + [SIZE] * 4 + [NUMBER, NUMBER, POINTER],
+    "highest": [POINTER, SIZE, SIZE, POINTER, POINTER],
     "replay": [POINTER, SIZE, POINTER],
 }
 ARGUMENTS = 16  # that a line of a table has room for, as in replay.h

@@ -47,6 +47,13 @@ static inline void turn(float *x, const float *cosine, const float *sine, int64_
         });
 }
 
+// Numbers between -bound and bound, in place: bound * tanh(x / bound).
+static inline void cap(float *x, float bound, int64_t count) {
+    each(
+        count, [&](int64_t at) { store(x + at, hyperbolic_tangent(load(x + at) / bound) * bound); },
+        [&](int64_t at) { x[at] = bound * std::tanh(x[at] / bound); });
+}
+
 struct Silu {
     static Vector of(Vector x) { return x / (exponential(-x) + 1.0f); }
     static float of(float x) { return x / (1.0f + std::exp(-x)); }

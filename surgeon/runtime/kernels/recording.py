@@ -10,7 +10,7 @@ addresses: who wants other numbers computed writes them there.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from ctypes import c_float
 from typing import Any, NamedTuple
@@ -143,18 +143,16 @@ class Recording(TorchDispatchMode):
             if not _views(made, args[0]):  # of some functions only some results are
                 self.fail(str(func))
             return made
-        asked = any(kwargs.values())  # for a dtype or a device; new tensors are told not to be pinned
-        if func is aten.new_empty.default and not asked:
-            return self.empty(args[1])
-        if func is aten.empty_like.default and not asked:
-            return self.empty(args[0].shape)
+        if func in (aten.new_empty.default, aten.empty_like.default) and _of_numbers(args[0], kwargs):
+            return self.empty(args[1] if func is aten.new_empty.default else args[0].shape)
         if func is aten.add.Tensor and not kwargs and _alike(*args):
             total = self.empty(args[0].shape)
             self._kernels.add(args[0], args[1], total)
             return total
-        if func is aten.mul_.Tensor and isinstance(args[1], float) and _alike(args[0], args[0]):
-            self._kernels.scale_(args[0], args[1])
-            return args[0]
+        if func in (aten.mul.Tensor, aten.mul_.Tensor) and isinstance(args[1], float) and _alike(args[0], args[0]):
+            multiple = args[0] if func is aten.mul_.Tensor else self.empty(args[0].shape)
+            self._kernels.scale(args[0], args[1], multiple)
+            return multiple
         made = func(*args, **kwargs)
         if func is aten.zeros_like.default:  # nothing writes to it
             self._kept.append(made)
@@ -179,6 +177,12 @@ def _views(made: Any, tensor: Tensor) -> bool:
     """Whether what was made of a tensor lies where that lies."""
     parts = [made] if isinstance(made, Tensor) else made
     return all(part.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() for part in parts)
+
+
+def _of_numbers(like: Tensor, asked: Mapping[str, Any]) -> bool:
+    """Whether a new tensor like another one is of float32, and nothing else is asked of it."""
+    others = (value for name, value in asked.items() if name != "dtype")
+    return (asked.get("dtype") or like.dtype) == torch.float32 and not any(others)
 
 
 def _alike(x: object, y: object) -> bool:

@@ -59,3 +59,16 @@ static inline Vector exponential(Vector x) {
     __builtin_memcpy(&factor, &exponent, sizeof factor);
     return mantissa * factor;
 }
+
+// tanh to about two units in the last place: 1 - 2 / (exp(2 x) + 1), or for small numbers, of which that would lose
+// digits, x + x^3 (...), coefficients fitted for |x| < 0.625 (Cephes).
+static inline Vector hyperbolic_tangent(Vector x) {
+    const Vector square = x * x;
+    Vector series = spread(-5.70498872745e-3f);
+    series = series * square + 2.06390887954e-2f;
+    series = series * square - 5.37397155531e-2f;
+    series = series * square + 1.33314422036e-1f;
+    series = series * square - 3.33332819422e-1f;
+    const Vector near = series * square * x + x, far = 1.0f - 2.0f / (exponential(x + x) + 1.0f);
+    return square < spread(0.625f * 0.625f) ? near : far;
+}

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from surgeon.runtime.batching.request import UNDEFINED, TokenLogprob
 from surgeon.runtime.comm.collectives import Collectives, Counts
+from surgeon.runtime.kernels.functions import kernels_for
 from surgeon.runtime.model.layers import Norm, softcap, torch_dtype
-from surgeon.runtime.model.products import Transposed, laid_out
+from surgeon.runtime.model.products import Packed, Transposed, laid_out
 from surgeon.runtime.model.scoring import score
 from surgeon.runtime.plan.specification import Plan
 from surgeon.weights import ModelWeights
@@ -47,9 +48,9 @@ class Ends:
 
     def __init__(self, source: ModelWeights, plan: Plan, device: torch.device) -> None:
         family = plan.family
-        self._scale: Tensor | None = None
+        self._scale: float | None = None
         if plan.embedding_scale is not None:  # rounded to the dtype first
-            self._scale = torch.tensor(plan.embedding_scale, dtype=torch_dtype(plan), device=device)
+            self._scale = float(torch.tensor(plan.embedding_scale, dtype=torch_dtype(plan)))
         self.positions: Tensor | None = None
         if family.position_embedding is not None:
             path = f"{family.position_embedding}.weight"
@@ -63,6 +64,25 @@ class Ends:
     def placed(self, embedded: Tensor, positions: Index) -> Tensor:
         """The stream, (tokens, hidden): scaled embeddings with what the stream has of their positions."""
         return embedded if self.positions is None else embedded + self.positions[positions]
+
+
+class Rows:
+    """Rows of an embedding, (rows, hidden)."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+        self._kernels = kernels_for(weight)
+
+    def rows(self, numbers: Tensor, first: int) -> Tensor:
+        """Some of them, (numbers, hidden); zeros for numbers that none has.
+
+        Args:
+            numbers: int64.
+            first: the number of the first row.
+        """
+        if self._kernels is not None:
+            return self._kernels.rows(self.weight, numbers, first)
+        return embedded_among(numbers, self.weight, first)
 
 
 def embedded_among(tokens: Tensor, rows: Tensor, first: int) -> Tensor:
@@ -88,8 +108,10 @@ class Vocabulary:
     Attributes:
         rows: of each rank; the last ranks may have fewer, or none.
         first: the token id of this rank's first row.
-        embedding: (rows, hidden).
-        head: the product with the head: (tokens, hidden) to (tokens, rows).
+        like: a tensor of the embedding's dtype, on its device.
+        embedding: its rows, (rows, hidden).
+        head: the product with the head: (tokens, hidden) to (tokens, rows). It has the rows of an embedding that it
+            is tied to where kernels can read them there: products are faster with weights that are packed.
     """
 
     def __init__(self, source: ModelWeights, plan: Plan, collectives: Collectives, device: torch.device) -> None:
@@ -99,27 +121,35 @@ class Vocabulary:
         self.rows = -(-plan.vocabulary // plan.ranks)
         self.first = min(collectives.rank * self.rows, plan.vocabulary)
         bounds = self.first, min(self.first + self.rows, plan.vocabulary)
-        self.embedding = read(source, plan, device, f"{family.embedding}.weight", bounds)
-        head = self.embedding if plan.tied else read(source, plan, device, f"{family.head}.weight", bounds)
-        self.head = Transposed(head.t()) if plan.tied else laid_out(head)
+        embedding = read(source, plan, device, f"{family.embedding}.weight", bounds)
+        self.like = embedding[:0]
+        self.embedding: Rows | Packed = Rows(embedding)
+        self.head: Transposed | Packed = Transposed(embedding.t())
+        if not plan.tied:
+            self.head = laid_out(read(source, plan, device, f"{family.head}.weight", bounds))
+        elif kernels_for(embedding) is not None:
+            head = laid_out(embedding)
+            if isinstance(head, Packed) and head.by_kernels:
+                self.embedding = self.head = head
         bias = f"{family.head}.bias"
         self._bias = read(source, plan, device, bias, bounds) if bias in source else None
 
     def with_head(self, source: ModelWeights, plan: Plan, device: torch.device) -> Vocabulary:
         """The same rows, with the head that other weights have, or the embedding for one where they have none."""
         other, head, bias = copy(self), f"{plan.family.head}.weight", f"{plan.family.head}.bias"
-        bounds = self.first, self.first + len(self.embedding)
+        bounds = self.first, min(self.first + self.rows, self.plan.vocabulary)
         own = source.names.own(head) in source.store
-        other.head = laid_out(read(source, plan, device, head, bounds)) if own else Transposed(self.embedding.t())
+        if own:
+            other.head = laid_out(read(source, plan, device, head, bounds))
+        else:
+            other.head = Transposed(self.embedding.weight.t()) if isinstance(self.embedding, Rows) else self.embedding
         other._bias = read(source, plan, device, bias, bounds) if bias in source else None
         return other
 
     def embed(self, tokens: Tensor, counts: Counts) -> Tensor:
         """The embeddings of tokens (tokens,), whole on every rank: (tokens, hidden)."""
-        if self.plan.ranks == 1:
-            return F.embedding(tokens, self.embedding)
-        own = embedded_among(tokens, self.embedding, self.first)
-        return self.collectives.exact.all_reduce(own, counts)()
+        own = self.embedding.rows(tokens, self.first)
+        return own if self.plan.ranks == 1 else self.collectives.exact.all_reduce(own, counts)()
 
     def logits(self, normed: Tensor) -> Tensor:
         """This rank's logits, (tokens, its rows), of a normed stream, (tokens, hidden)."""
@@ -148,8 +178,9 @@ class Vocabulary:
         It is UNDEFINED where the highest logit is not finite: NaN counts as higher than any number. Nothing waits for
         a GPU.
         """
+        kernels = kernels_for(own)
         if own.shape[-1]:
-            best, at = own.max(-1)
+            best, at = own.max(-1) if kernels is None else kernels.highest(own.contiguous())
         else:  # the vocabulary has fewer rows than there are ranks
             best, at = own.new_full(own.shape[:1], -torch.inf), own.new_zeros(own.shape[:1], dtype=torch.long)
         if self.plan.ranks == 1:

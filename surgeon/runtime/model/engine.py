@@ -22,6 +22,7 @@ from surgeon.runtime.batching.sequence import Row, Wanted
 from surgeon.runtime.batching.windows import BLOCK_TOKENS, blocks_for
 from surgeon.runtime.comm.collectives import Collectives
 from surgeon.runtime.kernels.functions import kernels_for
+from surgeon.runtime.kernels.recording import Recording
 from surgeon.runtime.model.coda import RankCoda
 from surgeon.runtime.model.ends import Ends, Index, Vocabulary
 from surgeon.runtime.model.layers import Angles, Attend, Pass, rotation
@@ -60,6 +61,7 @@ class Results(NamedTuple):
     scores: list[list[TokenLogprob]]
 
 
+FIRST_ANGLES = 4096  # positions whose rotary angles are computed at once where passes are recorded
 SCORED_TOKENS = 64  # whose logits are computed at a time: those of a long prompt would fill the memory
 
 
@@ -89,14 +91,16 @@ class RankEngine(RankProgram):
             self.coda = RankCoda(plan.coda, len(self.attentions()), self.vocabulary, collectives, device)
         # Static passes may be recorded with the address of theirs, which therefore never grow.
         self.all_angles = self._turn(plan.max_tokens) if self._static is not None else None
-        self._angles = self.all_angles or self._turn(0)
         self.recorded = self._recorded_decode()
+        # Of other recordings there are new ones when it grows.
+        first = 0 if self.recorded is None else min(plan.max_tokens, FIRST_ANGLES)
+        self._angles = self.all_angles or self._turn(first)
         self._reusable: PagedCache | None = None
         self._reusable_grouped = False
 
     def _thread_choice(self) -> ThreadChoice | OneThread:
         """How many threads PyTorch's operations have; the kernels always have all, and wait for none without a core."""
-        threads, kernels = torch.get_num_threads(), kernels_for(self.vocabulary.embedding)
+        threads, kernels = torch.get_num_threads(), kernels_for(self.vocabulary.like)
         if kernels is not None:
             kernels.use_threads(threads)
             if all(made.by_kernels for made in self.sublayers.values()):
@@ -119,7 +123,7 @@ class RankEngine(RankProgram):
 
     def _recorded_decode(self) -> RecordedDecode | None:
         """What computes decode passes without Python, where kernels compute all that takes long."""
-        kernels, wanted = kernels_for(self.vocabulary.embedding), self.plan.decoding == "auto" and self.coda is None
+        kernels, wanted = kernels_for(self.vocabulary.like), self.plan.decoding == "auto" and self.coda is None
         if kernels is None or not wanted or not isinstance(self._threads, OneThread):
             return None
         return RecordedDecode(self, kernels) if all(one.recordable for one in self.groups.values()) else None
@@ -133,7 +137,7 @@ class RankEngine(RankProgram):
                 each group then. Otherwise a row's blocks are those of all attentions.
         """
         spare = 0 if self._static is None else self._static.spare_blocks
-        like = self.vocabulary.embedding
+        like = self.vocabulary.like
         heads, rebuilds = self.kv_heads(), self.rebuilds()
         if self.coda is not None:
             rebuilds |= {len(heads) + slot: rebuild for slot, rebuild in self.coda.layers.rebuilds().items()}
@@ -203,6 +207,8 @@ class RankEngine(RankProgram):
 
     def _dynamic_step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
         """A pass of whatever shape the rows have."""
+        if self.recorded is not None and self.recorded.fits(rows) and all(row.wanted for row in rows):
+            return Results(*self._chosen(self.recorded.logits(rows, cache), [row.wanted for row in rows]), [])
         layout, stream = self._forward(rows, cache)
         return Results(*self._next(stream, layout, rows, self._own_logits), self._scores(stream, rows))
 
@@ -222,7 +228,10 @@ class RankEngine(RankProgram):
     def logits(self, rows: Sequence[Row], cache: PagedCache) -> Tensor:
         """One forward pass; logits of all its tokens, (tokens, vocabulary), on every rank."""
         self.counts = self.figures.prefill
-        own = self._own_logits(self._forward(rows, cache)[1])
+        if self.recorded is not None and self.recorded.fits(rows):
+            own = self.recorded.logits(rows, cache)
+        else:
+            own = self._own_logits(self._forward(rows, cache)[1])
         return self.vocabulary.gather(own, self.counts.vocabulary)
 
     def text_logits(self, tokens: list[int]) -> Tensor:
@@ -251,10 +260,7 @@ class RankEngine(RankProgram):
         """Where the rows' tokens are, and the stream after the program, (tokens, hidden)."""
         tokens, layout, shared = self._laid_out(rows, cache)
         if self.coda is None:
-            stream = self._embedded(tokens, layout.positions)
-            if self.recorded is not None and self.recorded.fits(rows):
-                return layout, self.recorded.stream_after(stream, shared, layout)
-            return layout, self.stream_after(stream, shared)
+            return layout, self.stream_after(self._embedded(tokens, layout.positions), shared)
         drafted, fresh = [row for row in rows if row.drafted], [row for row in rows if not row.drafted]
         streams = [self.coda.take(drafted)] if drafted else []
         if fresh:
@@ -273,10 +279,9 @@ class RankEngine(RankProgram):
         """The rows' tokens, (tokens,), where they are, and what their attentions share."""
         tokens = torch.tensor([token for row in rows for token in row.tokens], dtype=torch.long, device=self.device)
         longest = max(row.start + len(row.tokens) for row in rows)
-        if self._angles is not None and longest > len(self._angles[0]):
-            self._angles = self._turn(2 * longest)
-        layout = PagedLayout(rows, cache, self._angles)
-        turned = angles_at(self._angles, layout.positions)
+        angles = self.angles_up_to(longest)
+        layout = PagedLayout(rows, cache, angles)
+        turned = angles_at(angles, layout.positions)
         return tokens, layout, Pass(layout.attend, turned)
 
     def _embedded(self, tokens: Tensor, positions: Index) -> Tensor:
@@ -286,13 +291,40 @@ class RankEngine(RankProgram):
 
     def next_logits(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """This rank's logits, (texts, rows), of one token (texts,) of each of some texts; nothing waits for a GPU."""
-        turned = angles_at(self.all_angles, positions)
+        turned = angles_at(self._angles, positions)
         stream = self.stream_after(self._embedded(tokens, positions), Pass(attend, turned))
         return self._own_logits(stream)
 
+    def angles_up_to(self, tokens: int) -> Angles | None:
+        """Rotary angles of so many positions or more, if there are any; others than before if those were fewer."""
+        if self._angles is not None and tokens > len(self._angles[0]):
+            self._angles = self._turn(2 * tokens)
+        return self._angles
+
+    @contextmanager
+    def sums_recorded(self, recording: Recording) -> Iterator[None]:
+        """Have sums over ranks noted in a recording."""
+        groups = self.groups
+        self.groups = {group: one.recorded(recording) for group, one in groups.items()}
+        self.vocabulary.collectives = self.groups[self.collectives.group]
+        try:
+            yield
+        finally:
+            self.groups, self.vocabulary.collectives = groups, self.collectives
+
+    def check_collectives(self) -> None:
+        """See that sums in recorded passes have waited for nobody in vain.
+
+        Raises:
+            TimeoutError: if they have.
+        """
+        for collectives in self.groups.values():
+            if (failure := collectives.failure()) is not None:
+                raise failure
+
     def _turn(self, tokens: int) -> Angles | None:
         """Rotary angles of the first so many positions."""
-        return None if self.plan.rotary is None else rotation(self.plan.rotary, 0, tokens, self.vocabulary.embedding)
+        return None if self.plan.rotary is None else rotation(self.plan.rotary, 0, tokens, self.vocabulary.like)
 
     def _scores(self, stream: Tensor, rows: Sequence[Row]) -> list[list[TokenLogprob]]:
         """How likely the targets of rows are."""
@@ -323,7 +355,10 @@ class RankEngine(RankProgram):
                 wanted += [row.wanted] * count
         if not places:
             return [], None
-        own = head(stream if len(places) == len(stream) else stream[places])
+        return self._chosen(head(stream if len(places) == len(stream) else stream[places]), wanted)
+
+    def _chosen(self, own: Tensor, wanted: Sequence[Wanted]) -> tuple[list[int], Tensor | None]:
+        """What is wanted of this rank's logits, (tokens, rows)."""
         best = [at for at, want in enumerate(wanted) if want == Wanted.BEST]
         if len(best) == len(wanted):
             return self.best_tokens(own).tolist(), None

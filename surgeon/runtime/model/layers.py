@@ -310,6 +310,10 @@ def attention(
 
 
 def softcap(numbers: Tensor, bound: float) -> Tensor:
-    """Numbers of any shape, pressed between -bound and bound (Gemma2): bound * tanh(numbers / bound)."""
+    """Numbers, (T, any), pressed between -bound and bound (Gemma2), perhaps in place: bound * tanh(numbers / bound)."""
+    kernels = kernels_for(numbers)
+    if kernels is not None and numbers.dim() == 2 and numbers.is_contiguous():
+        kernels.softcap_(numbers, bound)
+        return numbers
     capped: Tensor = (numbers / bound).tanh_().mul_(bound)
     return capped

@@ -144,7 +144,6 @@ class PagedLayout:
     Attributes:
         positions: of the tokens, each in its sequence.
         last: which tokens of the pass are the last of their rows.
-        numbers: of the tokens' places in each group of the cache, (T,), where kernels read it.
     """
 
     def __init__(self, rows: Sequence[Row], cache: PagedCache, angles: Angles | None = None) -> None:
@@ -173,7 +172,7 @@ class PagedLayout:
             self.last.append(first - 1)
         self.positions = as_index(positions, cache.device)
         self.places = [as_index(found, cache.device) for found in places]
-        self.numbers = [numbers_of(place) for place in self.places] if cache.kernels is not None else []
+        self._numbers = [numbers_of(place) for place in self.places] if cache.kernels is not None else []
 
     def attend(self, slot: int, queries: Tensor, kept: Tensor, weighting: Weighting) -> Tensor:
         """Put new keys and values into a slot; queries (T, H, D) to attended values (T, H * D).
@@ -185,19 +184,13 @@ class PagedLayout:
         attended = [part.attend(slot, queries, kept, weighting) for part in self._parts]
         return attended[0] if len(attended) == 1 else torch.cat(attended)
 
-    def reads(self, group: int, window: int | None) -> Runs:
-        """What attentions of a group with such a window read, in a pass that adds one token to each text."""
-        (part,) = self._parts
-        assert isinstance(part, _Singles)
-        return part.reads(group, window)
-
     def _keep(self, slot: int, kept: Tensor) -> None:
         """Put what is new into its places."""
         cache, group = self.cache, self.cache.group_of[slot]
         if slot in cache.rebuilds:
             cache.low_rank[slot][self.places[group]] = kept
         elif cache.kernels is not None:
-            cache.kernels.keep(kept, self.numbers[group], cache.pairs[slot])
+            cache.kernels.keep(kept, self._numbers[group], cache.pairs[slot])
         else:
             cache.pairs[slot][:, self.places[group]] = kept.transpose(0, 1)
 
@@ -222,7 +215,7 @@ class _Singles:
         count = len(self._sequences)
         own = queries[self._first : self._first + count]
         if self._cache.kernels is not None and slot not in self._cache.rebuilds:
-            read = self.reads(self._cache.group_of[slot], weighting.window)
+            read = self._read(self._cache.group_of[slot], weighting.window)
             return self._cache.kernels.attend(own, self._cache.pairs[slot], read, weighting.scale, weighting.softcap)
         # The heads of one KV group are like several tokens that may look at everything: no copies of keys.
         grouped = own.view(count, 1, kv_heads, heads // kv_heads, head_dim).unbind()
@@ -233,7 +226,7 @@ class _Singles:
         together = attended[0] if count == 1 else torch.cat(attended)
         return together.reshape(count, heads * head_dim)
 
-    def reads(self, group: int, window: int | None) -> Runs:
+    def _read(self, group: int, window: int | None) -> Runs:
         """Where attentions of a group with such a window read."""
         key = group, window
         if key not in self._runs:
@@ -381,7 +374,13 @@ def by_head(keys_values: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 def angles_at(angles: Angles | None, positions: Index) -> Angles | None:
     """The angles of some positions."""
-    return None if angles is None else (angles[0][positions], angles[1][positions])
+    if angles is None:
+        return None
+    kernels = kernels_for(angles[0])
+    if kernels is None or isinstance(positions, slice):
+        return angles[0][positions], angles[1][positions]
+    cosine, sine = (kernels.rows(angle.flatten(1), positions)[:, None] for angle in angles)
+    return cosine, sine
 
 
 def as_index(parts: Sequence[slice], device: torch.device) -> Index:

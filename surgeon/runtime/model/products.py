@@ -79,6 +79,16 @@ class Packed:
             return self._kernels.product(x, self._address, self._shape, bias)
         return self.by_onednn(x, bias)
 
+    def rows(self, numbers: Tensor, first: int) -> Tensor:
+        """Some of its rows, (numbers, in_features), by the kernels.
+
+        Args:
+            numbers: int64; for those that no row has there are zeros.
+            first: the number of the first row.
+        """
+        assert self._kernels is not None, "what oneDNN has packed only products can read"
+        return self._kernels.packed_rows(self._address, self._shape, numbers, first)
+
     def by_onednn(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """The same by oneDNN, for any number of tokens."""
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, bias, "none", [], "")

@@ -1,159 +1,194 @@
 """Passes that add one token to each text, recorded once for each number of texts and then done again by one call.
 
-Such a pass is a few hundred small calls of the kernels; on a CPU Python takes as long between them as some of them take
-themselves. All that changes from one pass over as many texts to the next lies in few fixed tensors: the stream before
-the program, the angles of positions, and where texts lie in the cache. The first pass of a size is recorded while it is
+Such a pass is a few hundred small calls of the kernels, and between them Python takes about as long as some of them
+take themselves. All that changes from one pass over as many texts to the next is where these are: their newest tokens,
+positions and places in the cache, which lie in few fixed tensors. The first pass of a size is recorded while it is
 computed (kernels/recording.py); for the others those tensors are written anew. What comes out is the same to the bit.
 
-Shapes: B texts, h the stream's width.
+Shapes: B texts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 
 from surgeon.runtime.batching.sequence import Row
 from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.kernels.functions import Kernels, Runs
 from surgeon.runtime.kernels.recording import Arena, Recording, Replay, Span
-from surgeon.runtime.model.layers import Angles, Attend, Pass, Weighting
-from surgeon.runtime.model.paged_cache import PagedCache, PagedLayout
-from surgeon.runtime.model.program import RankProgram
+from surgeon.runtime.model.layers import Angles, Attend, Weighting
+from surgeon.runtime.model.paged_cache import PagedCache, stretches
+from surgeon.runtime.model.program import Phase
 from surgeon.runtime.plan.kept import power_of_two
 
 Reading = tuple[int, int | None]  # a group of the cache, and a window
+TOKEN, POSITION, PLACE = 0, 1, 2  # rows of the inputs; places in the cache's groups take all further ones
+
+
+class RecordableModel(Protocol):
+    """What computes the logits of one token of each of some texts: the engine.
+
+    Attributes:
+        counts: where collectives are counted now.
+    """
+
+    counts: Phase
+
+    def angles_up_to(self, tokens: int) -> Angles | None:
+        """Rotary angles of so many positions or more, if there are any; others than before if those were fewer."""
+
+    def next_logits(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """This rank's logits, (texts, rows), of tokens (texts,) at positions (texts,)."""
+
+    def sums_recorded(self, recording: Recording) -> AbstractContextManager[None]:
+        """Have sums over ranks noted in a recording."""
+
+    def check_collectives(self) -> None:
+        """See that sums in recorded passes have waited for nobody in vain."""
+
+    def replayed(self, spans: Sequence[tuple[Any, float, float]]) -> None:
+        """Take note of when a recorded pass has computed what spans of it were noted for."""
 
 
 class RecordedPass:
     """What a replay reads and writes, for so many texts.
 
     Attributes:
-        stream: before the program, (B, h).
-        angles: of the texts' positions, if there are rotary ones.
-        places: of the new tokens in each group of the cache, (B,).
+        inputs: (2 + groups of the cache, B).
+        angles: that it reads.
         reads: what attentions of a group with a window read.
-        after: the stream after the program, (B, h).
-        replay: computes it.
-        layers: the collectives that a replay starts without counting them.
+        logits: this rank's of each text, (B, rows of the vocabulary).
+        replay: computes them.
+        layers, vocabulary: the collectives that a replay starts without counting them.
         spans: calls in it that somebody wants to know the time of.
     """
 
-    after: Tensor
+    logits: Tensor
 
-    def __init__(self, stream: Tensor, angles: Angles | None, layout: PagedLayout) -> None:
-        self.stream = stream
-        self.angles = None if angles is None else (angles[0].clone(), angles[1].clone())
-        self.places = [numbers.clone() for numbers in layout.numbers]
+    def __init__(self, rows: Sequence[Row], angles: Angles | None) -> None:
+        self.angles = angles
+        self.inputs = torch.tensor(_inputs(rows))
+        self._numbers = self.inputs.numpy()
         self.reads: dict[Reading, Runs] = {}
         self.replay: Replay | None = None
-        self.layers = Counts()
+        self.layers, self.vocabulary = Counts(), Counts()
         self.spans: list[Span] = []
 
-    def load(self, stream: Tensor, angles: Angles | None, layout: PagedLayout) -> bool:
-        """Write what the next pass is to read; False if there is no room for all of it."""
-        reads = {key: layout.reads(*key) for key in self.reads}
-        if any(len(found.runs) > len(self.reads[key].runs) for key, found in reads.items()):
+    def load(self, rows: Sequence[Row], angles: Angles | None) -> bool:
+        """Write what the next pass is to read; False if another recording is needed for it."""
+        if angles is not self.angles:
             return False
-        self.stream.copy_(stream)
-        if self.angles is not None and angles is not None:
-            for own, new in zip(self.angles, angles, strict=True):
-                own.copy_(new)
-        for place, numbers in zip(self.places, layout.numbers, strict=True):
-            place.copy_(numbers)
-        for key, found in reads.items():
-            self.reads[key].runs[: len(found.runs)] = found.runs
-            self.reads[key].ends.copy_(found.ends)
+        for key, read in self.reads.items():
+            runs, ends = _runs(rows, key)
+            if len(runs) > len(read.runs):
+                return False
+            read.runs.numpy()[: len(runs)] = runs
+            read.ends.numpy()[:] = ends
+        self._numbers[:] = _inputs(rows)
         return True
 
-    def read(self, layout: PagedLayout, key: Reading) -> Runs:
+    def read(self, rows: Sequence[Row], key: Reading) -> Runs:
         """What such attentions read, where a replay will find it; there is room for some more runs than now."""
         if key not in self.reads:
-            found = layout.reads(*key)
-            room = found.runs.new_zeros(2 * power_of_two(len(found.runs)), 2)
-            room[: len(found.runs)] = found.runs
-            self.reads[key] = Runs(room, found.ends.clone())
+            runs, ends = _runs(rows, key)
+            room = torch.zeros(2 * power_of_two(len(runs)), 2, dtype=torch.int64)
+            room[: len(runs)] = torch.tensor(runs)
+            self.reads[key] = Runs(room, torch.tensor(ends))
         return self.reads[key]
 
 
+def _inputs(rows: Sequence[Row]) -> list[list[int]]:
+    """Token, position, and place in each group of the cache."""
+    tokens, positions = [row.tokens[0] for row in rows], [row.start for row in rows]
+    groups = range(len(rows[0].runs))
+    places = [[stretches(row.runs[group], row.start, row.start + 1)[0].start for row in rows] for group in groups]
+    return [tokens, positions, *places]
+
+
+def _runs(rows: Sequence[Row], key: Reading) -> tuple[list[tuple[int, int]], list[int]]:
+    """First place and number of places of each run that is read, and how many runs there are up to each text's end."""
+    group, window = key
+    runs, ends = list[tuple[int, int]](), list[int]()
+    for row in rows:
+        end = row.start + 1
+        found = stretches(row.runs[group], 0 if window is None else max(0, end - window), end)
+        runs += [(one.start, one.stop - one.start) for one in found]
+        ends.append(len(runs))
+    return runs, ends
+
+
 class RecordedDecode:
-    """The recorded passes of one rank's program.
+    """The recorded passes of one engine.
 
     Attributes:
         problem: why there are none, once one could not be recorded.
     """
 
-    def __init__(self, rank_program: RankProgram, kernels: Kernels) -> None:
+    def __init__(self, model: RecordableModel, kernels: Kernels) -> None:
         self.problem: str | None = None
-        self._program = rank_program
+        self._model = model
         self._kernels = kernels
         self._arena = Arena()
         # By cache, because recordings hold its address.
         self._passes: WeakKeyDictionary[PagedCache, dict[int, RecordedPass]] = WeakKeyDictionary()
 
     def fits(self, rows: Sequence[Row]) -> bool:
-        """Whether a pass of these rows can be recorded: each adds one token to a text."""
-        return self.problem is None and all(len(row.tokens) == 1 for row in rows)
+        """Whether a pass of these rows can be recorded: each adds one token to a text, and none is scored."""
+        return self.problem is None and all(len(row.tokens) == 1 and row.targets is None for row in rows)
 
-    def stream_after(self, stream: Tensor, shared: Pass, layout: PagedLayout) -> Tensor:
-        """The stream after the program, (B, h), which the next pass may overwrite.
+    def logits(self, rows: Sequence[Row], cache: PagedCache) -> Tensor:
+        """This rank's logits of each row, (B, rows of the vocabulary), which the next pass may overwrite.
 
         Raises:
             TimeoutError: if another rank does not come.
         """
-        passes = self._passes.setdefault(layout.cache, {})
-        known = passes.get(len(stream))
-        if known is None or not known.load(stream, shared.rotation, layout):
-            return self._recorded(stream, shared, layout, passes)
+        passes = self._passes.setdefault(cache, {})
+        angles = self._model.angles_up_to(1 + max(row.start for row in rows))
+        known = passes.get(len(rows))
+        if known is None or not known.load(rows, angles):
+            return self._recorded(rows, cache, angles, passes)
         assert known.replay is not None
         times = known.replay(bool(known.spans))
-        for collectives in self._program.groups.values():
-            if (failure := collectives.failure()) is not None:
-                raise failure
+        self._model.check_collectives()
         if times:
-            self._program.replayed([(what, times[first], times[end]) for what, first, end in known.spans])
-        phase = self._program.counts
-        phase.layers = phase.layers + known.layers
-        return known.after
+            self._model.replayed([(what, times[first], times[end]) for what, first, end in known.spans])
+        phase = self._model.counts
+        phase.layers, phase.vocabulary = phase.layers + known.layers, phase.vocabulary + known.vocabulary
+        return known.logits
 
-    def _recorded(self, stream: Tensor, shared: Pass, layout: PagedLayout, passes: dict[int, RecordedPass]) -> Tensor:
+    def _recorded(
+        self, rows: Sequence[Row], cache: PagedCache, angles: Angles | None, passes: dict[int, RecordedPass]
+    ) -> Tensor:
         """The same, computed as any pass, and recorded if it can be."""
-        held = self._arena.empty(stream.shape).copy_(stream)
-        made = RecordedPass(self._arena.borrowed(held), shared.rotation, layout)
-        recording = Recording(self._kernels, self._arena)
-        phase = self._program.counts
-        before, phase.layers = phase.layers, made.layers
-        with self._sums_recorded(recording), recording.during():
-            after = self._program.stream_after(held, Pass(self._attend(made, layout, recording), made.angles))
-        phase.layers = before + made.layers
-        made.after, made.replay, made.spans = self._arena.borrowed(after), recording.finished(), recording.spans
+        made, recording = RecordedPass(rows, angles), Recording(self._kernels, self._arena)
+        model, phase = self._model, self._model.counts
+        before = phase.layers, phase.vocabulary
+        phase.layers, phase.vocabulary = made.layers, made.vocabulary
+        attend = self._attend(made, rows, cache, recording)
+        with model.sums_recorded(recording), recording.during():
+            logits = model.next_logits(made.inputs[TOKEN], made.inputs[POSITION], attend)
+        phase.layers, phase.vocabulary = before[0] + made.layers, before[1] + made.vocabulary
+        made.logits, made.replay, made.spans = self._arena.borrowed(logits), recording.finished(), recording.spans
         if made.replay is not None:
-            passes[len(stream)] = made
+            passes[len(rows)] = made
         self.problem = recording.problem
-        return after
+        return logits
 
-    def _attend(self, made: RecordedPass, layout: PagedLayout, recording: Recording) -> Attend:
+    def _attend(self, made: RecordedPass, rows: Sequence[Row], cache: PagedCache, recording: Recording) -> Attend:
         """Attention over the cache that finds everything where a replay will find it."""
-        kernels, cache = self._kernels, layout.cache
+        kernels = self._kernels
 
         def attend(slot: int, queries: Tensor, kept: Tensor, weighting: Weighting) -> Tensor:
             group, pair = cache.group_of[slot], cache.pairs[slot]
             with recording.paused():
-                read = made.read(layout, (group, weighting.window))
-            kernels.keep(kept, made.places[group], pair)
+                read = made.read(rows, (group, weighting.window))
+            kernels.keep(kept, made.inputs[PLACE + group], pair)
             return kernels.attend(queries, pair, read, weighting.scale, weighting.softcap)
 
         return attend
-
-    @contextmanager
-    def _sums_recorded(self, recording: Recording) -> Iterator[None]:
-        """Have the program's sums over ranks recorded."""
-        groups = self._program.groups
-        self._program.groups = {group: one.recorded(recording) for group, one in groups.items()}
-        try:
-            yield
-        finally:
-            self._program.groups = groups

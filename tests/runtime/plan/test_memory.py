@@ -27,7 +27,7 @@ PROGRAMS = [
 
 def held(engine: RankEngine) -> int:
     """Bytes of the matrices, embedding and head of an engine."""
-    embedding, head = engine.vocabulary.embedding, engine.vocabulary.head.weight
+    embedding, head = engine.vocabulary.embedding.weight, engine.vocabulary.head.weight
     shared = head.untyped_storage().data_ptr() == embedding.untyped_storage().data_ptr()
     matrices = [embedding] if shared else [embedding, head]
     if engine.ends.positions is not None:
