@@ -16,11 +16,21 @@ struct Heads {
     int64_t group, dim;
 };
 
-// Scores of a run's keys, (tokens, dim), to (group, stride) from a place on.
-static inline void score(const Heads &heads, const float *keys, int64_t tokens, float scale, float *scores, int64_t stride) {
+// Has `count` numbers on their way to a cache. Keys and values of a text lie in several stretches, each too short for the
+// processor to see one coming; while one is worked with, the next one is fetched.
+static inline void fetch(const float *numbers, int64_t count) {
+    constexpr int64_t kLine = 64 / sizeof(float);
+    for (int64_t at = 0; at < count; at += kLine) __builtin_prefetch(numbers + at);
+}
+
+// Scores of a run's keys, (tokens, dim), to (group, stride) from a place on; the run's values are fetched meanwhile.
+static inline void score(
+    const Heads &heads, const float *keys, const float *values, int64_t tokens, float scale, float *scores,
+    int64_t stride) {
     const int64_t dim = heads.dim, whole = dim / (2 * kLanes) * (2 * kLanes);
     for (int64_t token = 0; token < tokens; ++token) {
         const float *key = keys + token * dim;
+        fetch(values + token * dim, dim);
         for (int64_t head = 0; head < heads.group; ++head) {
             const float *query = heads.query + head * dim;
             Vector even{}, odd{};
@@ -75,9 +85,11 @@ struct Run {
 };
 
 // One text and one head of keys and values.
+//
+// `following`: keys that this thread will probably read next, (tokens, dim), perhaps none.
 static inline void attend_one(
     const Heads &heads, const float *keys, const float *values, const Run *runs, int64_t count_runs, float scale,
-    float softcap, float *output) {
+    float softcap, float *output, const float *following, int64_t following_tokens) {
     static thread_local std::vector<float> room;
     int64_t count = 0;
     for (int64_t run = 0; run < count_runs; ++run) count += runs[run].tokens;
@@ -85,13 +97,17 @@ static inline void attend_one(
     if (static_cast<int64_t>(room.size()) < heads.group * filled) room.resize(heads.group * filled);
     float *scores = room.data();
     for (int64_t run = 0, at = 0; run < count_runs; at += runs[run++].tokens)
-        score(heads, keys + runs[run].first * heads.dim, runs[run].tokens, scale, scores + at, filled);
+        score(
+            heads, keys + runs[run].first * heads.dim, values + runs[run].first * heads.dim, runs[run].tokens, scale,
+            scores + at, filled);
     for (int64_t head = 0; head < heads.group; ++head) soften(scores + head * filled, count, filled, softcap);
     std::fill(output, output + heads.group * heads.dim, 0.0f);
     for (int64_t run = 0, at = 0; run < count_runs; at += runs[run++].tokens)
         for (int64_t begin = 0; begin < runs[run].tokens; begin += kTogether) {
             const int64_t tokens = std::min(kTogether, runs[run].tokens - begin);
             const float *own = values + (runs[run].first + begin) * heads.dim;
+            const int64_t next = std::min(at + begin + tokens, following_tokens) - (at + begin);
+            if (next > 0) fetch(following + (at + begin) * heads.dim, next * heads.dim);
             for (int64_t head = 0; head < heads.group; ++head)
                 weigh(scores + head * filled + at + begin, own, tokens, heads.dim, output + head * heads.dim);
         }

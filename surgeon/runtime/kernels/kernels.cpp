@@ -75,9 +75,12 @@ EXPORTED void attend(
     pool().share(texts * kv_heads, [&](int64_t task) {
         const int64_t text = task / kv_heads, head = task % kv_heads, first = text ? ends[text - 1] : 0;
         const Heads own{queries + text * stride + head * group * dim, group, dim};
+        const int64_t after = task + pool().threads(), next = after < texts * kv_heads ? after : task;
+        const Run &following = runs[next / kv_heads ? ends[next / kv_heads - 1] : 0];
         attend_one(
             own, cache + head * plane, cache + (kv_heads + head) * plane, runs + first, ends[text] - first, scale,
-            softcap, y + (text * heads + head * group) * dim);
+            softcap, y + (text * heads + head * group) * dim,
+            cache + next % kv_heads * plane + following.first * dim, next == task ? 0 : following.tokens);
     });
 }
 

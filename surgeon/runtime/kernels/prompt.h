@@ -155,9 +155,7 @@ private:
             std::fill_n(scores, kPanel, 0.0f);
             return;
         }
-        if (prompt_.softcap > 0)
-            for (int64_t at = from; at < end; ++at)
-                scores[at] = prompt_.softcap * std::tanh(scores[at] / prompt_.softcap);
+        if (prompt_.softcap > 0) cap(scores + from, prompt_.softcap, end - from);
         float highest = room_.highest[row];
         for (int64_t at = from; at < end; ++at) highest = std::max(highest, scores[at]);
         if (highest > room_.highest[row]) lower(row, highest);

@@ -197,6 +197,63 @@ def test_keep(own: Kernels) -> None:
     assert torch.equal(pair, expected)
 
 
+@pytest.mark.parametrize("seed", range(DRAWS))
+def test_sums_and_multiples(own: Kernels, seed: int) -> None:
+    draw = drawn(seed)
+    x, y = torch.randn(2, draw(1, 9), draw(1, 300)).unbind()
+    total, half = torch.empty_like(x), torch.empty_like(x)
+    own.add(x, y, total)
+    own.scale(x, 0.3, half)
+    assert torch.equal(total, x + y)
+    assert torch.equal(half, x * 0.3)
+    own.scale(x, -2.0, x)
+    assert torch.equal(half, x / -2 * 0.3)
+
+
+@pytest.mark.parametrize("spread", [0.01, 1.0, 30.0, 1e4])
+def test_softcap(own: Kernels, spread: float) -> None:
+    x = torch.randn(7, 333) * spread
+    expected = 15 * (x.double() / 15).tanh()
+    own.softcap_(x, 15.0)
+    assert close(x, expected)
+    assert ((x - expected).abs() <= 1e-6 * expected.abs()).all()
+
+
+@pytest.mark.parametrize("seed", range(DRAWS))
+def test_rows(own: Kernels, seed: int) -> None:
+    """Those of a part of a table, in any order, some more than once; zeros for what is in another part."""
+    draw = drawn(seed)
+    rows, width, first = draw(1, 300), draw(1, 90), draw(0, 20)
+    table = torch.randn(rows, width)
+    numbers = torch.tensor([draw(0, rows + 40) for _ in range(draw(0, 50))], dtype=torch.int64)
+    whole = torch.cat([torch.zeros(first, width), table, torch.zeros(41, width)])
+    assert torch.equal(own.rows(table, numbers, first), whole[numbers])
+    twice = torch.stack([numbers, numbers], 1)
+    assert torch.equal(own.rows(table, twice[:, 0], first), whole[numbers])
+    filled = width + draw(0, 15)
+    panels = torch.zeros(-(-rows // 64), filled, 64)
+    for row in range(rows):
+        panels[row // 64, :width, row % 64] = table[row]
+    found = own.packed_rows(panels.data_ptr(), (width, filled, rows), numbers, first)
+    assert torch.equal(found, whole[numbers])
+
+
+@pytest.mark.parametrize("seed", range(4 * DRAWS))
+def test_highest(own: Kernels, seed: int) -> None:
+    """The first of several that are alike; NaN and infinities, wherever they are."""
+    draw = drawn(seed)
+    tokens, width = draw(1, 9), draw(1, 700) if draw(0, 1) else draw(1, 9)
+    x = torch.randint(-5, 6, (tokens, width)).float() if draw(0, 1) else torch.randn(tokens, width)
+    for odd in [torch.nan, torch.inf, -torch.inf][: draw(0, 3)]:
+        x[draw(0, tokens - 1), draw(0, width - 1)] = odd
+    best, places = own.highest(x)
+    expected = x.amax(1)  # NaN where there is one
+    assert torch.equal(best.nan_to_num(777), expected.nan_to_num(777))
+    for own_places, row, highest in zip(places.tolist(), x, expected, strict=True):
+        alike = row.isnan() if highest.isnan() else row == highest
+        assert own_places == alike.nonzero()[0].item()
+
+
 def test_threads_change_no_bit(own: Kernels) -> None:
     """Work is cut into the same pieces for every number of threads."""
     x, gain, panels = torch.randn(50, 512), torch.randn(512), torch.randn(20, 512, 64)

@@ -35,7 +35,11 @@ from tests.models import tiny_model
 from tests.runtime.on_ranks import continued_both_ways
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 128}
-WIDE = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 256}  # so that slices of it are packed on four ranks
+WIDE = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "vocab_size": 256,
+}  # slices are packed on four ranks
 BLOCKS = 40
 PROGRAMS = {
     "dense": "A0 F0 A1 F1 A2 F2 A3 F3",
