@@ -21,12 +21,9 @@ from __future__ import annotations
 
 import argparse
 import signal
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -37,6 +34,7 @@ from surgeon.threads import wait_asleep
 
 wait_asleep()  # as the command does, before torch is imported
 
+from scripts.bench.busy import neighbour
 from scripts.bench.decoding import DENSE, SIZES, random_model, write_tables
 from scripts.bench.rooflines import Rooflines
 from scripts.vllm.engine import Measurer
@@ -48,7 +46,6 @@ from surgeon.runtime.batching.windows import PASS_TOKENS, blocks_for
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.processes.ranks import RankOptions, Ranks
 
-BUSY = "import os\nos.nice(19)\nwhile True: pass"
 CACHE_GIGABYTES = 3  # vLLM's; 32 texts of 1,024 tokens need 1.7
 HEAD = """\
 | ranks | beside | prompt | batch | first token, s | vLLM | x vLLM | tokens/s | vLLM | x vLLM | roofline | reached |
@@ -115,21 +112,6 @@ class Surgeon:
     def close(self) -> None:
         """End the ranks."""
         self._ranks.close()
-
-
-@contextmanager
-def neighbour(busy: bool) -> Iterator[None]:
-    """A busy process of the lowest priority, if wanted."""
-    if not busy:
-        yield
-        return
-    process = subprocess.Popen([sys.executable, "-c", BUSY])
-    try:
-        time.sleep(0.5)
-        yield
-    finally:
-        process.kill()
-        process.wait()
 
 
 def cells(ranks: int, options: argparse.Namespace) -> list[Cell]:

@@ -1,6 +1,6 @@
 """What `surgeon scan` wins over a plain loop over cells: sharing, and screening, on two models in one run.
 
-    python scripts/bench/scan.py [--every N] [--threads N] [--only demo|random]
+    python scripts/bench/scan.py [--every N] [--threads N] [--only demo|random] [--neighbour]
 
 The loop does for each cell what anybody would do: `surgeon.edit(model, program)`, the model's own forward pass, and
 the same quality numbers by the same fast head (so that the table shows what sharing wins, and nothing else). Each map
@@ -10,7 +10,8 @@ the shared way must agree with the loop's to 1e-4; a sample of cells is checked 
 screened scan, over the cells that the full one has below ten times the base perplexity.
 
 The models are the demo model on held-out text, and a random Llama of 24 layers, 512 wide, at 2,048 random tokens
-(where screening says nothing: nothing that is done to a random model matters).
+(where screening says nothing: nothing that is done to a random model matters). `--neighbour` has a busy process run
+beside both ways.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
 import surgeon
+from scripts.bench.busy import neighbour
 from scripts.bench.decoding import random_llama
 from surgeon.analysis.cells import SCANNED, Cell, scan_cells, select
 from surgeon.analysis.measure import TOKENS_AT_ONCE, MeasureOptions, measure
@@ -248,6 +250,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1, help="for the random model: a grid of stretches, as in scan")
     parser.add_argument("--only", choices=("demo", "random"))
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--neighbour", action="store_true", help="have a busy process beside both ways")
     arguments = parser.parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
@@ -256,10 +259,12 @@ def main() -> None:
     for name, (made, every) in cases.items():
         if arguments.only in (None, name):
             model, windows = made()
-            rows = run(name, model, windows, every)
+            with neighbour(arguments.neighbour):
+                rows = run(name, model, windows, every)
+            beside = ", beside a busy process" if arguments.neighbour else ""
             title = (
                 f"{name}: {model.config.num_hidden_layers} layers, {windows.ids.numel():,} tokens in windows of "
-                f"{windows.ids.shape[1]}, {torch.get_num_threads()} threads"
+                f"{windows.ids.shape[1]}, {torch.get_num_threads()} threads{beside}"
             )
             console.print(table_of(title, rows))
             for row in rows:

@@ -137,7 +137,8 @@ DecodingOption = Annotated[
         "--decoding",
         metavar="[auto|dynamic|static|captured]",
         help="How passes that add one token to each text are computed: like others (dynamic), in a few fixed shapes "
-        "(static), recorded as CUDA graphs (captured), or auto: dynamic on a CPU, captured on GPUs where it can be.",
+        "(static), recorded as CUDA graphs (captured), or auto: captured on GPUs where it can be; on a CPU recorded, "
+        "too, where the kernels compute all of it.",
     ),
 ]
 LowRankOption = Annotated[

@@ -3,10 +3,10 @@
 On x86 processors in float32 a weight is packed once for oneDNN, which PyTorch brings: 64 columns of the product side
 by side, 16 numbers of each at a time. On two AVX2 cores products of 2 to 32 tokens with packed weights take between
 half and two thirds of the time that they take with transposed ones. The layout is the same for every number of tokens,
-so there is one copy only. This package's own kernel (runtime/kernels) reads it, too: it is faster for few tokens, as
-fast for many (scripts/bench/cpu_kernels.py), and waits for no thread that another process keeps from its core. oneDNN
-computes where there are no kernels. Weights whose sides would be filled up by more than a tenth for packing lie
-transposed, (in_features, out_features).
+so there is one copy only. This package's own kernel (runtime/kernels) reads it, too: it is faster for few tokens, a
+tenth slower for hundreds (scripts/bench/cpu_kernels.py), and waits for no thread that another process keeps from its
+core. oneDNN computes where there are no kernels. Weights whose sides would be filled up by more than a tenth for
+packing lie transposed, (in_features, out_features).
 
 Shapes: T tokens of a pass.
 """

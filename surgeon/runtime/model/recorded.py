@@ -174,10 +174,10 @@ class RecordedDecode:
         with model.sums_recorded(recording), recording.during():
             logits = model.next_logits(made.inputs[TOKEN], made.inputs[POSITION], attend)
         phase.layers, phase.vocabulary = before[0] + made.layers, before[1] + made.vocabulary
-        made.logits, made.replay, made.spans = self._arena.borrowed(logits), recording.finished(), recording.spans
+        self.problem, made.replay = recording.problem, recording.finished()
         if made.replay is not None:
+            made.logits, made.spans = self._arena.borrowed(logits), recording.spans
             passes[len(rows)] = made
-        self.problem = recording.problem
         return logits
 
     def _attend(self, made: RecordedPass, rows: Sequence[Row], cache: PagedCache, recording: Recording) -> Attend:

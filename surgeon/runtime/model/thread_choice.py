@@ -81,9 +81,8 @@ class ThreadChoice:
 class OneThread:
     """PyTorch's operations on one thread: where kernels share all that takes long, little is left of them.
 
-    On several threads each of them, short as it is, would wait until a process that has the core of one gives it back:
-    beside a busy process a pass over prompts of 512 tokens on two threads was seen to take 1.6 s so, and 1.3 s with one
-    for these; with no such process both take as long.
+    On several threads each of them, short as it is, would wait until a process that has the core of one gives it back;
+    with no such process passes take as long either way.
     """
 
     def during_pass(self, _: int) -> AbstractContextManager[None]:
