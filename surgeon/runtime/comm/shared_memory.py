@@ -14,13 +14,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from ctypes import Structure, addressof, c_char, c_int64, c_void_p
+from ctypes import addressof, c_char
 
 import torch
 from torch import Tensor
 
 from surgeon.runtime.comm.collectives import TIMEOUT, Collectives
-from surgeon.runtime.comm.recorded import RecordedSums
+from surgeon.runtime.comm.recorded import Exchanges, RecordedSums
 from surgeon.runtime.kernels.recording import Recording
 from surgeon.runtime.plan.placement import Group
 from surgeon.threads import usable_cores
@@ -61,20 +61,6 @@ def create_memory(ranks: int) -> int:
 def _region_bytes(ranks: int) -> int:
     flags = 2 * SLOTS * ranks * LINE * 8
     return -(-flags // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY + SLOTS * ranks * SLOT_BYTES
-
-
-class Exchanges(Structure):
-    """What recorded sums know of a rank's view of a region (kernels/exchange.h, where fields are explained)."""
-
-    _fields_ = (
-        ("started", c_int64),
-        ("failed", c_int64),
-        ("words", c_void_p),
-        ("room", c_void_p),
-        *((name, c_int64) for name in ("slots", "room_bytes", "line", "ranks", "members", "member")),
-        *((f"{name}_microseconds", c_int64) for name in ("spin", "fewest", "most")),
-        ("timeout_seconds", c_int64),
-    )
 
 
 class SharedMemoryCollectives(Collectives):
@@ -130,7 +116,7 @@ class SharedMemoryCollectives(Collectives):
 
     def recorded(self, recording: Recording) -> Collectives:
         """The same ranks while a pass is recorded."""
-        return RecordedSums(self, recording)
+        return RecordedSums(self, self.exchanges, self.in_flight, recording)
 
     def _all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
         if tensor.nbytes <= SLOT_BYTES:
