@@ -56,7 +56,7 @@ def warn_without_kernels() -> None:
     problem = built().problem
     if problem is not None:
         warnings.warn(
-            f"texts are continued by PyTorch's own operations, which take nearly twice as long: {problem}; "
+            f"texts are continued by PyTorch's own operations, which take more than twice as long: {problem}; "
             f"{SWITCH}=off silences this",
             stacklevel=2,
         )

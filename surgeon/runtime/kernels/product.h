@@ -48,7 +48,7 @@ static void add_tile(const Chunk &chunk, const float *x, float *sums, float *y, 
         }
     const float *weight = chunk.weight;
     for (int64_t input = 0; input < chunk.inputs; ++input, weight += chunk.width, fetch.next += fetch.step) {
-        __builtin_prefetch(fetch.next);
+        if (kRows > 1) __builtin_prefetch(fetch.next);  // for one row the processor fetches in time by itself
         Vector weights[kWide];
         for (int part = 0; part < kWide; ++part) weights[part] = load(weight + part * kLanes);
         for (int row = 0; row < kRows; ++row) {

@@ -17,6 +17,7 @@ from surgeon.runtime.comm.collectives import Alone
 from surgeon.runtime.kernels import functions
 from surgeon.runtime.kernels.functions import kernels
 from surgeon.runtime.model.engine import RankEngine
+from surgeon.runtime.model.products import Packed, Transposed
 from surgeon.runtime.plan.checks import make_plan
 
 FAMILIES = ("llama", "qwen3", "gemma2", "opt", "gpt_neox", "phi3", "gpt_neo", "smollm3", "granite", "mistral")
@@ -36,6 +37,25 @@ def test_the_same_logits(
     monkeypatch.setattr(functions, "kernels", lambda: None)
     without = RankEngine(plan, Alone(), torch.device("cpu"))
     assert all(made.norm.kernels is None for made in without.sublayers.values())
+    expected = logits_of(without)
+    assert (found - expected).norm() < 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_head_that_is_tied_to_the_embedding(
+    family: str, tiny_model: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is packed, and there is no other copy of the embedding: rows of it are read where it is packed."""
+    tiny_model(family, vocab_size=128, hidden_size=64, tie_word_embeddings=True).save_pretrained(tmp_path)
+    plan = make_plan(tmp_path, 1, 64)
+    engine = RankEngine(plan, Alone(), torch.device("cpu"))
+    if kernels() is not None and platform.machine() in ("x86_64", "AMD64"):
+        assert isinstance(engine.vocabulary.head, Packed)
+        assert engine.vocabulary.embedding is engine.vocabulary.head
+    found = logits_of(engine)
+    monkeypatch.setattr(functions, "kernels", lambda: None)
+    without = RankEngine(plan, Alone(), torch.device("cpu"))
+    assert isinstance(without.vocabulary.head, Transposed)
     expected = logits_of(without)
     assert (found - expected).norm() < 1e-5 * expected.norm()
 
