@@ -92,11 +92,11 @@ class Library:
 
     def table(self, calls: Sequence[Call]) -> Tensor:
         """The calls as C++ goes through them, (calls, 1 + ARGUMENTS), int64."""
-        lines = torch.zeros(len(calls), 1 + ARGUMENTS, dtype=torch.int64)
-        for line, (name, arguments) in zip(lines, calls, strict=True):
+        lines = list[list[int]]()
+        for name, arguments in calls:
             words = [_word(kind, one) for kind, one in zip(RECORDABLE[name], arguments, strict=True)]
-            line[: 1 + len(words)] = torch.tensor([self._recorded[name], *words])
-        return lines
+            lines.append([self._recorded[name], *words, *[0] * (ARGUMENTS - len(words))])
+        return torch.tensor(lines, dtype=torch.int64).view(-1, 1 + ARGUMENTS)
 
 
 def _word(kind: Any, argument: Any) -> int:

@@ -91,6 +91,12 @@ class Recording(TorchDispatchMode):
         self.spans: list[Span] = []
         self._kept: list[Tensor] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return (
+            False  # nothing is compiled here, and to say so PyTorch imports a compiler: half a second of a first pass
+        )
+
     @contextmanager
     def during(self) -> Iterator[None]:
         """Record what is computed inside."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from itertools import pairwise
@@ -133,6 +135,24 @@ def test_what_other_threads_compute_is_not_recorded() -> None:
     assert len(recording.calls) == len(alone.calls)
     replay(False)
     assert torch.equal(found, computed(x))
+
+
+FIRST_RECORDING = """
+import sys, torch
+from surgeon.runtime.kernels.functions import kernels
+from surgeon.runtime.kernels.recording import Arena, Recording
+recording, x = Recording(kernels(), Arena()), torch.ones(2, 8)
+with torch.inference_mode(), recording.during():
+    x.view(4, 4) + x.view(4, 4)
+assert len(recording.calls) == 1
+print("torch._dynamo" in sys.modules)
+"""
+
+
+def test_no_compiler_is_imported_for_a_recording() -> None:
+    """PyTorch would do so for a mode like this one, which takes half a second or more of a rank's first pass."""
+    found = subprocess.run([sys.executable, "-c", FIRST_RECORDING], capture_output=True, text=True, check=True)
+    assert found.stdout == "False\n"
 
 
 def test_nothing_is_recorded_while_paused() -> None:
