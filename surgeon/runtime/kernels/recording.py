@@ -94,8 +94,6 @@ class Recording(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled here, and to say so PyTorch imports a compiler for half a second
-            False  # nothing is compiled here, and to say so PyTorch imports a compiler: half a second of a first pass
-        )
 
     @contextmanager
     def during(self) -> Iterator[None]:
