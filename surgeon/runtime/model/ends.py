@@ -67,10 +67,15 @@ class Ends:
 
 
 class Rows:
-    """Rows of an embedding, (rows, hidden)."""
+    """Rows of an embedding, (rows, hidden).
 
-    def __init__(self, weight: Tensor) -> None:
+    Args:
+        whole: whether these are all that it has.
+    """
+
+    def __init__(self, weight: Tensor, whole: bool) -> None:
         self.weight = weight
+        self.whole = whole
         self._kernels = kernels_for(weight)
 
     def rows(self, numbers: Tensor, first: int) -> Tensor:
@@ -82,7 +87,7 @@ class Rows:
         """
         if self._kernels is not None:
             return self._kernels.rows(self.weight, numbers, first)
-        return embedded_among(numbers, self.weight, first)
+        return F.embedding(numbers, self.weight) if self.whole else embedded_among(numbers, self.weight, first)
 
 
 def embedded_among(tokens: Tensor, rows: Tensor, first: int) -> Tensor:
@@ -122,8 +127,8 @@ class Vocabulary:
         self.first = min(collectives.rank * self.rows, plan.vocabulary)
         bounds = self.first, min(self.first + self.rows, plan.vocabulary)
         embedding = read(source, plan, device, f"{family.embedding}.weight", bounds)
-        self.like = embedding[:0]
-        self.embedding: Rows | Packed = Rows(embedding)
+        self.like = embedding.new_empty(0)  # no view, which would keep an embedding that has been packed
+        self.embedding: Rows | Packed = Rows(embedding, whole=plan.ranks == 1)
         self.head: Transposed | Packed = Transposed(embedding.t())
         if not plan.tied:
             self.head = laid_out(read(source, plan, device, f"{family.head}.weight", bounds))

@@ -52,6 +52,7 @@ def test_a_head_that_is_tied_to_the_embedding(
     if kernels() is not None and platform.machine() in ("x86_64", "AMD64"):
         assert isinstance(engine.vocabulary.head, Packed)
         assert engine.vocabulary.embedding is engine.vocabulary.head
+        assert engine.vocabulary.like.untyped_storage().nbytes() == 0
     found = logits_of(engine)
     monkeypatch.setattr(functions, "kernels", lambda: None)
     without = RankEngine(plan, Alone(), torch.device("cpu"))
