@@ -1,7 +1,9 @@
 // The functions that Python calls (functions.py). Sizes count float32 numbers unless something else is said.
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <limits>
 
 #include "attention.h"
 #include "exchange.h"
@@ -137,9 +139,8 @@ EXPORTED void take_packed_rows(
 // The highest of the numbers of each token, (tokens, width), and the first place where it is; NaN, if there is one.
 EXPORTED void highest(const float *x, int64_t tokens, int64_t width, float *best, int64_t *places) {
     pool().share_rows(tokens, width, [&](int64_t token) {
-        const float *own = x + token * width;
-        float most = own[0];
-        for (int64_t lane = 0; lane < std::min<int64_t>(kLanes, width); ++lane) most = own[lane] > most ? own[lane] : most;
+        const float *own = x + token * width, *end = own + width;
+        float most = -std::numeric_limits<float>::infinity();
         Vector mosts = spread(most), odd{};
         each(
             width,
@@ -149,16 +150,15 @@ EXPORTED void highest(const float *x, int64_t tokens, int64_t width, float *best
                 odd += numbers - numbers;  // NaN from the first number on that is not finite
             },
             [&](int64_t at) {
-                most = own[at] > most ? own[at] : most;
+                most = std::max(most, own[at]);
                 odd[0] += own[at] - own[at];
             });
-        for (int64_t lane = 0; lane < kLanes; ++lane) most = mosts[lane] > most ? mosts[lane] : most;
-        int64_t place = 0;
-        if (sum(odd) != 0)  // which NaN is
-            for (int64_t at = 0; at < width && most == most; ++at) most = own[at] == own[at] ? most : own[at];
-        while (place < width - 1 && own[place] != most && (most == most || own[place] == own[place])) ++place;
-        best[token] = most;
-        places[token] = place;
+        for (int64_t lane = 0; lane < kLanes; ++lane) most = std::max(most, mosts[lane]);
+        const float *found = end;
+        if (sum(odd) != 0) found = std::find_if(own, end, [](float number) { return number != number; });  // NaN is not 0
+        if (found == end) found = std::find(own, end, most);
+        best[token] = *found;
+        places[token] = found - own;
     });
 }
 
@@ -187,12 +187,13 @@ RECORDABLE(finish_exchange)
 // nanoseconds of the monotonic clock.
 EXPORTED void replay(const Call *calls, int64_t count, int64_t *times) {
     const auto tell = [&](int64_t at) {
+        if (!times) return;
         const auto now = std::chrono::steady_clock::now().time_since_epoch();
-        if (times) times[at] = std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+        times[at] = std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
     };
     tell(0);
     for (int64_t at = 0; at < count; ++at) {
         calls[at].apply(calls[at].arguments);
-        if (times) tell(at + 1);
+        tell(at + 1);
     }
 }
