@@ -193,9 +193,9 @@ def continued(engine: RankEngine, prompts: Tensor, new_tokens: int) -> Continued
     return Continued(chosen.argmax(-1).T, chosen, numbers, engine.figures.decode.layers)
 
 
-def continued_both_ways(rank: Rank, plan: Plan) -> tuple[Tensor, Tensor, list[Counts], str | None]:
+def continued_both_ways(rank: Rank, plan: Plan) -> tuple[Tensor, Tensor, list[Counts], dict[int, str]]:
     """Logits of some texts, continued by recorded passes and by others, what these sent, and why none was recorded."""
-    logits, counts, problem = [], [], None
+    logits, counts, problems = [], [], dict[int, str]()
     for way in ("auto", "dynamic"):
         engine = RankEngine(replace(plan, decoding=way), rank.collectives, rank.device)
         cache, found = engine.new_cache(12), []
@@ -209,7 +209,7 @@ def continued_both_ways(rank: Rank, plan: Plan) -> tuple[Tensor, Tensor, list[Co
         logits.append(torch.cat(found))
         counts.append(engine.figures.prefill.layers + engine.figures.decode.layers)
         if engine.recorded is not None:
-            problem = engine.recorded.problem
+            problems = engine.recorded.problems
         elif way == "auto":
-            problem = "nothing is recorded"
-    return logits[0], logits[1], counts, problem
+            problems = {0: "nothing is recorded"}
+    return logits[0], logits[1], counts, problems

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -92,7 +92,7 @@ class RankEngine(RankProgram):
         # Static passes may be recorded with the address of theirs, which therefore never grow.
         self.all_angles = self._turn(plan.max_tokens) if self._static is not None else None
         self.recorded = self._recorded_decode()
-        # Of other recordings there are new ones when it grows.
+        # Where kernels are recorded with the address of theirs, there are new recordings when it grows.
         first = 0 if self.recorded is None else min(plan.max_tokens, FIRST_ANGLES)
         self._angles = self.all_angles or self._turn(first)
         self._reusable: PagedCache | None = None
@@ -321,6 +321,9 @@ class RankEngine(RankProgram):
         for collectives in self.groups.values():
             if (failure := collectives.failure()) is not None:
                 raise failure
+
+    def replayed(self, spans: Sequence[tuple[Any, float, float]]) -> None:
+        """Take note of when a recorded pass has computed what spans of it were noted for (`recording.spanned`)."""
 
     def _turn(self, tokens: int) -> Angles | None:
         """Rotary angles of the first so many positions."""

@@ -230,9 +230,8 @@ class _Singles:
         """Where attentions of a group with such a window read."""
         key = group, window
         if key not in self._runs:
-            runs = [sequence.stretches(group, window)[1] for sequence in self._sequences]
-            ends = torch.tensor([len(own) for own in runs]).cumsum(0)
-            self._runs[key] = Runs(as_runs([run for own in runs for run in own]), ends)
+            runs, ends = runs_of([sequence.row for sequence in self._sequences], group, window)
+            self._runs[key] = Runs(torch.tensor(runs), torch.tensor(ends))
         return self._runs[key]
 
 
@@ -299,7 +298,7 @@ class _Cached:
     """The keys and values of one sequence up to the end of its row."""
 
     def __init__(self, row: Row, cache: PagedCache, angles: Angles | None) -> None:
-        self._row = row
+        self.row = row
         self._end = row.start + len(row.tokens)
         self._cache = cache
         self._angles = angles
@@ -329,7 +328,7 @@ class _Cached:
     def stretches(self, group: int, last: int | None) -> tuple[int, list[slice]]:
         """The first of the last so many of them, or of all, and where these lie in the places of a group."""
         first = self._first(last)
-        return first, stretches(self._row.runs[group], first, self._end)
+        return first, stretches(self.row.runs[group], first, self._end)
 
     def _first(self, last: int | None) -> int:
         return 0 if last is None else max(0, self._end - last)
@@ -337,7 +336,7 @@ class _Cached:
     def _rebuilt(self, slot: int, first: int) -> tuple[Tensor, Tensor]:
         """Those of a slot in rank space from a token on, (N, K, D) each."""
         cache = self._cache
-        own = self._row.runs[cache.group_of[slot]]
+        own = self.row.runs[cache.group_of[slot]]
         runs = [cache.low_rank[slot][run] for run in stretches(own, first, self._end)]
         kept = runs[0]
         if len(runs) > 1:
@@ -347,7 +346,7 @@ class _Cached:
     def _find(self, group: int, first: int) -> Sequence[Tensor] | Tensor:
         """Views of a group's keys and values from a token on, or the places where they lie scattered."""
         cache = self._cache
-        places = as_index(stretches(self._row.runs[group], first, self._end), cache.device)
+        places = as_index(stretches(self.row.runs[group], first, self._end), cache.device)
         if isinstance(places, Tensor):
             return places
         halves = cache.halves[group]
@@ -364,6 +363,21 @@ def stretches(runs: Sequence[BlockRun], first: int, end: int) -> list[slice]:
             found.append(slice(max(first, before) + offset, min(end, after) + offset))
         before = after
     return found
+
+
+def runs_of(rows: Sequence[Row], group: int, window: int | None) -> tuple[list[tuple[int, int]], list[int]]:
+    """Where the last token of each row looks, in a group of the cache, with such a window or without one.
+
+    Returns:
+        First place and number of places of each run, and how many runs there are up to the end of each row.
+    """
+    runs, ends = list[tuple[int, int]](), list[int]()
+    for row in rows:
+        end = row.start + len(row.tokens)
+        parts = stretches(row.runs[group], 0 if window is None else max(0, end - window), end)
+        runs += [(part.start, part.stop - part.start) for part in parts]
+        ends.append(len(runs))
+    return runs, ends
 
 
 def by_head(keys_values: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -6,10 +6,9 @@ and so has vLLM (vllm_plugin).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -204,9 +203,6 @@ class RankProgram:
     def stream_after(self, stream: Tensor, shared: Pass, first: int = 0, end: int | None = None) -> Tensor:
         """The stream after the program, or some of its nodes, (tokens, hidden)."""
         return land(self.run(State(stream), shared, first, end)).stream
-
-    def replayed(self, spans: Sequence[tuple[Any, float, float]]) -> None:
-        """Take note of when a recorded pass has computed what spans of it were noted for (`recording.spanned`)."""
 
     def machine(self, shared: Pass, group: Group, work: Iterator[Work]) -> RankMachine:
         """What runs steps on a group of ranks."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,7 +23,7 @@ from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.kernels.functions import Kernels, Runs
 from surgeon.runtime.kernels.recording import Arena, Recording, Replay, Span
 from surgeon.runtime.model.layers import Angles, Attend, Weighting
-from surgeon.runtime.model.paged_cache import PagedCache, stretches
+from surgeon.runtime.model.paged_cache import PagedCache, runs_of, stretches
 from surgeon.runtime.model.program import Phase
 from surgeon.runtime.plan.kept import power_of_two
 
@@ -56,54 +56,44 @@ class RecordableModel(Protocol):
         """Take note of when a recorded pass has computed what spans of it were noted for."""
 
 
-class RecordedPass:
-    """What a replay reads and writes, for so many texts.
+class PassInputs:
+    """All that changes between passes over as many texts, where recordings read it.
 
     Attributes:
-        inputs: (2 + groups of the cache, B).
-        angles: that it reads.
+        numbers: (2 + groups of the cache, B).
+        angles: of all positions, if there are rotary ones.
         reads: what attentions of a group with a window read.
-        logits: this rank's of each text, (B, rows of the vocabulary).
-        replay: computes them.
-        layers, vocabulary: the collectives that a replay starts without counting them.
-        spans: calls in it that somebody wants to know the time of.
     """
 
-    logits: Tensor
-
     def __init__(self, rows: Sequence[Row], angles: Angles | None) -> None:
+        self.numbers = torch.tensor(_numbers(rows))
         self.angles = angles
-        self.inputs = torch.tensor(_inputs(rows))
-        self._numbers = self.inputs.numpy()
         self.reads: dict[Reading, Runs] = {}
-        self.replay: Replay | None = None
-        self.layers, self.vocabulary = Counts(), Counts()
-        self.spans: list[Span] = []
 
     def load(self, rows: Sequence[Row], angles: Angles | None) -> bool:
         """Write what the next pass is to read; False if another recording is needed for it."""
         if angles is not self.angles:
             return False
         for key, read in self.reads.items():
-            runs, ends = _runs(rows, key)
+            runs, ends = runs_of(rows, *key)
             if len(runs) > len(read.runs):
                 return False
             read.runs.numpy()[: len(runs)] = runs
             read.ends.numpy()[:] = ends
-        self._numbers[:] = _inputs(rows)
+        self.numbers.numpy()[:] = _numbers(rows)
         return True
 
     def read(self, rows: Sequence[Row], key: Reading) -> Runs:
-        """What such attentions read, where a replay will find it; there is room for some more runs than now."""
+        """What such attentions read; there is room for some more runs than now."""
         if key not in self.reads:
-            runs, ends = _runs(rows, key)
+            runs, ends = runs_of(rows, *key)
             room = torch.zeros(2 * power_of_two(len(runs)), 2, dtype=torch.int64)
             room[: len(runs)] = torch.tensor(runs)
             self.reads[key] = Runs(room, torch.tensor(ends))
         return self.reads[key]
 
 
-def _inputs(rows: Sequence[Row]) -> list[list[int]]:
+def _numbers(rows: Sequence[Row]) -> list[list[int]]:
     """Token, position, and place in each group of the cache."""
     tokens, positions = [row.tokens[0] for row in rows], [row.start for row in rows]
     groups = range(len(rows[0].runs))
@@ -111,27 +101,34 @@ def _inputs(rows: Sequence[Row]) -> list[list[int]]:
     return [tokens, positions, *places]
 
 
-def _runs(rows: Sequence[Row], key: Reading) -> tuple[list[tuple[int, int]], list[int]]:
-    """First place and number of places of each run that is read, and how many runs there are up to each text's end."""
-    group, window = key
-    runs, ends = list[tuple[int, int]](), list[int]()
-    for row in rows:
-        end = row.start + 1
-        found = stretches(row.runs[group], 0 if window is None else max(0, end - window), end)
-        runs += [(one.start, one.stop - one.start) for one in found]
-        ends.append(len(runs))
-    return runs, ends
+class RecordedPass(NamedTuple):
+    """A pass over so many texts.
+
+    Attributes:
+        inputs: that it reads.
+        replay: computes it.
+        logits: this rank's of each text, (B, rows of the vocabulary).
+        layers, vocabulary: the collectives that a replay starts without counting them.
+        spans: calls in it that somebody wants to know the time of.
+    """
+
+    inputs: PassInputs
+    replay: Replay
+    logits: Tensor
+    layers: Counts
+    vocabulary: Counts
+    spans: list[Span]
 
 
 class RecordedDecode:
     """The recorded passes of one engine.
 
     Attributes:
-        problem: why there are none, once one could not be recorded.
+        problems: why passes over so many texts are not recorded, where that was tried in vain.
     """
 
     def __init__(self, model: RecordableModel, kernels: Kernels) -> None:
-        self.problem: str | None = None
+        self.problems: dict[int, str] = {}
         self._model = model
         self._kernels = kernels
         self._arena = Arena()
@@ -140,7 +137,7 @@ class RecordedDecode:
 
     def fits(self, rows: Sequence[Row]) -> bool:
         """Whether a pass of these rows can be recorded: each adds one token to a text, and none is scored."""
-        return self.problem is None and all(len(row.tokens) == 1 and row.targets is None for row in rows)
+        return len(rows) not in self.problems and all(len(row.tokens) == 1 and row.targets is None for row in rows)
 
     def logits(self, rows: Sequence[Row], cache: PagedCache) -> Tensor:
         """This rank's logits of each row, (B, rows of the vocabulary), which the next pass may overwrite.
@@ -151,9 +148,8 @@ class RecordedDecode:
         passes = self._passes.setdefault(cache, {})
         angles = self._model.angles_up_to(1 + max(row.start for row in rows))
         known = passes.get(len(rows))
-        if known is None or not known.load(rows, angles):
-            return self._recorded(rows, cache, angles, passes)
-        assert known.replay is not None
+        if known is None or not known.inputs.load(rows, angles):
+            return self._recorded(rows, cache, PassInputs(rows, angles), passes)
         times = known.replay(bool(known.spans))
         self._model.check_collectives()
         if times:
@@ -163,32 +159,32 @@ class RecordedDecode:
         return known.logits
 
     def _recorded(
-        self, rows: Sequence[Row], cache: PagedCache, angles: Angles | None, passes: dict[int, RecordedPass]
+        self, rows: Sequence[Row], cache: PagedCache, inputs: PassInputs, passes: dict[int, RecordedPass]
     ) -> Tensor:
         """The same, computed as any pass, and recorded if it can be."""
-        made, recording = RecordedPass(rows, angles), Recording(self._kernels, self._arena)
-        model, phase = self._model, self._model.counts
-        before = phase.layers, phase.vocabulary
-        phase.layers, phase.vocabulary = made.layers, made.vocabulary
-        attend = self._attend(made, rows, cache, recording)
+        model, phase, recording = self._model, self._model.counts, Recording(self._kernels, self._arena)
+        before, sent = (phase.layers, phase.vocabulary), (Counts(), Counts())
+        phase.layers, phase.vocabulary = sent
+        attend = self._attend(inputs, rows, cache, recording)
         with model.sums_recorded(recording), recording.during():
-            logits = model.next_logits(made.inputs[TOKEN], made.inputs[POSITION], attend)
-        phase.layers, phase.vocabulary = before[0] + made.layers, before[1] + made.vocabulary
-        self.problem, made.replay = recording.problem, recording.finished()
-        if made.replay is not None:
-            made.logits, made.spans = self._arena.borrowed(logits), recording.spans
-            passes[len(rows)] = made
+            logits = model.next_logits(inputs.numbers[TOKEN], inputs.numbers[POSITION], attend)
+        phase.layers, phase.vocabulary = before[0] + sent[0], before[1] + sent[1]
+        replay = recording.finished()
+        if replay is None:
+            self.problems[len(rows)] = str(recording.problem)
+        else:
+            passes[len(rows)] = RecordedPass(inputs, replay, self._arena.borrowed(logits), *sent, recording.spans)
         return logits
 
-    def _attend(self, made: RecordedPass, rows: Sequence[Row], cache: PagedCache, recording: Recording) -> Attend:
+    def _attend(self, inputs: PassInputs, rows: Sequence[Row], cache: PagedCache, recording: Recording) -> Attend:
         """Attention over the cache that finds everything where a replay will find it."""
         kernels = self._kernels
 
         def attend(slot: int, queries: Tensor, kept: Tensor, weighting: Weighting) -> Tensor:
             group, pair = cache.group_of[slot], cache.pairs[slot]
             with recording.paused():
-                read = made.read(rows, (group, weighting.window))
-            kernels.keep(kept, made.inputs[PLACE + group], pair)
+                read = inputs.read(rows, (group, weighting.window))
+            kernels.keep(kept, inputs.numbers[PLACE + group], pair)
             return kernels.attend(queries, pair, read, weighting.scale, weighting.softcap)
 
         return attend

@@ -33,6 +33,7 @@ from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.processes.ranks import RankOptions, Ranks
 from tests.models import tiny_model
+from tests.runtime.model.test_static_decode import PROGRAMS
 from tests.runtime.on_ranks import continued_both_ways
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 128}
@@ -42,14 +43,6 @@ WIDE = {
     "vocab_size": 256,
 }  # slices are packed on four ranks
 BLOCKS = 40
-PROGRAMS = {
-    "dense": "A0 F0 A1 F1 A2 F2 A3 F3",
-    "LP": "A0 F0 [A1 A2] [F1 F2] A3 F3",
-    "ladder over LP": "A0 F0 >[A1 A2] >[F1 F2] >A3 >F3",
-    "fork": "A0 F0 {A1 F1 | A2 F2} >A3 >F3",
-    "tracks": "A0 F0 {A1/2:0 F1/2:0 A2/2:0 F2/2:0 | A1/2:1 F1/2:1 A2/2:1 F2/2:1} A3 F3",
-    "a layer twice": "A0 F0 A1 F1 A1 F1",
-}
 FAMILIES = ("llama", "qwen3", "gemma2", "granite", "smollm3", "mistral")
 CASES = [("llama", name) for name in PROGRAMS] + [(family, "dense") for family in FAMILIES if family != "llama"]
 
@@ -120,7 +113,7 @@ def test_the_same_bits(family: str, program: str, passes: list[Texts], folders: 
         logits.append(found)
         caches.append(cache.stored)
         if engine.recorded is not None:
-            assert engine.recorded.problem is None
+            assert engine.recorded.problems == {}
     for own, expected in zip(*logits, strict=True):
         assert own is not None
         assert expected is not None
@@ -203,10 +196,27 @@ def test_what_cannot_be_recorded_is_tried_once(
     assert all(torch.equal(*each) for each in zip(*found, strict=True))  # type: ignore[arg-type]
     assert len(made) == 1
     assert engine.recorded is not None
-    assert engine.recorded.problem == "aten.exp.default"
+    assert engine.recorded.problems == {1: "aten.exp.default"}
 
 
-def test_drafts_prompts_and_slow_links_are_not_recorded(folders: Callable[[str], Path]) -> None:
+def test_one_size_that_cannot_be_recorded_leaves_the_others(
+    pair: tuple[RankEngine, RankEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the sum of a large batch does not fit into what ranks share."""
+    made, (engine, _) = recordings(monkeypatch), pair
+    for sublayer in engine.sublayers.values():
+        if isinstance(sublayer, FeedForward):
+            monkeypatch.setattr(sublayer, "down", lambda x, own=sublayer.down: own(x) if len(x) < 2 else own(x).exp())
+    cache = engine.new_cache(BLOCKS)
+    for texts in (1, 2, 1, 2, 1):
+        engine.step(one_more([(5, [0, 1]), (9, [2, 3])][:texts], 1), cache)
+    assert len(made) == 2
+    assert engine.recorded is not None
+    assert engine.recorded.problems == {2: "aten.exp.default"}
+    assert list(engine.recorded._passes[cache]) == [1]
+
+
+def test_prompts_and_slow_links_are_not_recorded(folders: Callable[[str], Path]) -> None:
     plan = make_plan(folders("llama"), 1, 100)
     slow = EmulatedLink(Alone(), Link(delay=0.1))
     assert RankEngine(plan, slow, torch.device("cpu")).recorded is None
@@ -226,7 +236,7 @@ def test_steps_of_recorded_passes_are_timed(folders: Callable[[str], Path]) -> N
     for number in range(3):
         engine.step(one_more([(5 + number, [0, 1])], number), cache)
     assert engine.recorded is not None
-    assert engine.recorded.problem is None
+    assert engine.recorded.problems == {}
     for one in engine.recorder.passes:
         assert len(one.steps) == 8
         assert 0 < sum(one.steps) < one.seconds
@@ -259,8 +269,8 @@ def several(request: pytest.FixtureRequest) -> Iterator[tuple[int, Ranks]]:
 def test_the_same_bits_on_ranks(name: str, several: tuple[int, Ranks], folders: Callable[[str], Path]) -> None:
     count, ranks = several
     plan = replace(make_plan(folders("wide llama"), count, 100), program=PROGRAMS[name])
-    for recorded, dynamic, counts, problem in ranks.call(continued_both_ways, plan):
-        assert problem is None
+    for recorded, dynamic, counts, problems in ranks.call(continued_both_ways, plan):
+        assert problems == {}
         assert torch.equal(recorded, dynamic)
         assert counts[0] == counts[1]
 
