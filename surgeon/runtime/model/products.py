@@ -5,7 +5,7 @@ by side, 16 numbers of each at a time. On two AVX2 cores products of 2 to 32 tok
 half and two thirds of the time that they take with transposed ones. The layout is the same for every number of tokens,
 so there is one copy only. This package's own kernel (runtime/kernels) reads it, too: it is faster for few tokens, a
 tenth slower for hundreds (scripts/bench/cpu_kernels.py), and waits for no thread that another process keeps from its
-core. oneDNN computes where there are no kernels. Weights whose sides would be filled up by more than a tenth for
+core. oneDNN computes where there are no kernels. Large weights whose sides would be filled up by more than a tenth for
 packing lie transposed, (in_features, out_features).
 
 Shapes: T tokens of a pass.
@@ -21,7 +21,10 @@ from torch import Tensor
 from surgeon.runtime.kernels.functions import kernels_for
 
 PACKED_OUTPUTS, PACKED_INPUTS = 64, 16  # what sides are filled up to
-MOST_FILLING = 1.1  # times the memory of the weight itself
+MOST_FILLING = 0.1  # of the weight itself
+# Numbers that may fill up a small weight, which is read fast however wide it is: one weight that lies transposed keeps
+# all passes of a model from being recorded (runtime/kernels/engine.py).
+LEAST_FILLING = 1 << 16
 TOKENS = 8  # that oneDNN is told to expect; it chooses the same layout for all numbers but 1
 SAME = 1e-4  # relative difference of products of one token, by oneDNN and by the kernel, with the same numbers
 
@@ -111,7 +114,8 @@ def _pays_packed(weight: Tensor) -> bool:
         return False
     outputs, inputs = weight.shape
     filled = _filled(outputs, PACKED_OUTPUTS) * _filled(inputs, PACKED_INPUTS)
-    return platform.machine() in ("x86_64", "AMD64") and 0 < filled <= MOST_FILLING * weight.numel()
+    most = weight.numel() + max(LEAST_FILLING, MOST_FILLING * weight.numel())
+    return platform.machine() in ("x86_64", "AMD64") and weight.numel() > 0 and filled <= most
 
 
 def _filled(side: int, unit: int) -> int:

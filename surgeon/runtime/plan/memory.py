@@ -29,7 +29,7 @@ from surgeon.weights.layout import Units
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes by rank. Norms and biases are left out: they are a thousandth of it.
+    """Bytes by rank. Norms, biases and what packing fills up (`products.laid_out`) are left out: they are little.
 
     Attributes:
         weights: matrices, embedding and head.

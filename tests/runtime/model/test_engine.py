@@ -214,5 +214,6 @@ def test_the_cache_before_is_gone_when_a_larger_one_is_made(tmp_path: Path, monk
 
 
 def test_without_recordings_every_cache_is_a_new_one(tmp_path: Path) -> None:
-    engine = engine_of(save_checkpoint(tmp_path / "tiny"))
+    plan = replace(make_plan(save_checkpoint(tmp_path / "tiny"), 1, 64), decoding="dynamic")
+    engine = RankEngine(plan, Alone(), torch.device("cpu"))
     assert engine.reusable_cache(4) is not engine.reusable_cache(4)

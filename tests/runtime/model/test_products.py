@@ -18,7 +18,7 @@ from surgeon.runtime.plan.checks import make_plan
 ON_X86 = isinstance(laid_out(torch.zeros(64, 16)), Packed)
 
 
-@pytest.mark.parametrize("shape", [(64, 16), (250, 500), (70, 33), (3, 7), (0, 16)])
+@pytest.mark.parametrize("shape", [(64, 16), (250, 500), (70, 33), (3, 7), (2, 1100), (0, 16)])
 @pytest.mark.parametrize("tokens", [0, 1, 2, 9, 70, 200])
 @pytest.mark.parametrize("biased", [False, True])
 def test_product(shape: tuple[int, int], tokens: int, biased: bool) -> None:
@@ -33,8 +33,10 @@ def test_product(shape: tuple[int, int], tokens: int, biased: bool) -> None:
 
 def test_which_weights_are_packed() -> None:
     """Where packing fills up little, in float32, and not where the product has to go to a given place."""
-    assert isinstance(laid_out(torch.zeros(1000, 500)), Packed) == ON_X86
-    assert not isinstance(laid_out(torch.zeros(70, 33)), Packed)
+    for shape in [(1000, 500), (70, 33), (344, 128), (20, 1024)]:
+        assert isinstance(laid_out(torch.zeros(shape)), Packed) == ON_X86, shape
+    for shape in [(1, 5000), (0, 16), (520, 2048)]:
+        assert not isinstance(laid_out(torch.zeros(shape)), Packed), shape
     assert not isinstance(laid_out(torch.zeros(64, 16, dtype=torch.bfloat16)), Packed)
     assert not isinstance(laid_out(torch.zeros(64, 16), packs=False), Packed)
 
