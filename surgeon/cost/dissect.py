@@ -147,11 +147,9 @@ class DissectedEngine(RankEngine):
         self.passes_seen: list[PassParts] = []
         for made in self.sublayers.values():
             kind = "A" if isinstance(made, Attention) else "F"
-            made.norm = watch.wrap(f"{NORM} {kind}", made.norm)  # type: ignore[assignment]
-            if isinstance(made, Attention):
-                made.qkv, made.o = watch.wrap(f"{READING} A", made.qkv), watch.wrap(f"{WRITING} A", made.o)
-            else:
-                made.up, made.down = watch.wrap(f"{READING} F", made.up), watch.wrap(f"{WRITING} F", made.down)
+            reading, writing = ("qkv", "o") if isinstance(made, Attention) else ("up", "down")
+            for what, attribute in ((NORM, "norm"), (READING, reading), (WRITING, writing)):
+                setattr(made, attribute, watch.wrap(f"{what} {kind}", getattr(made, attribute)))
         vocabulary: Any = self.vocabulary
         for name, method in ((EMBEDDING, "embed"), (HEAD, "logits"), (BEST, "best")):
             setattr(vocabulary, method, watch.wrap(name, getattr(vocabulary, method)))

@@ -87,7 +87,7 @@ def time_launches(rank: Rank, times: int) -> LaunchTimes:
     weight = torch.ones(SMALL, SMALL, device=rank.device)
     tensors = {f"{role}.{which}.weight": weight for role in roles for which in ("first", "second")}
     factored = LowRank(tensors, roles)
-    shared = Gathered(tensors, roles, Sharing(Alone(), Counts))
+    shared = Gathered(tensors, roles, Sharing(Alone, Counts))
     found = LaunchTimes([], [], [], [], [])
     replay = _captured(lambda: x + x) if rank.device.type == "cuda" else None
     for _ in range(times):

@@ -1,4 +1,7 @@
-"""Sums over ranks in passes that are recorded (kernels/recording.py): a replay makes them without Python in between."""
+"""Sums over ranks, and what all of them have, in passes that are recorded (kernels/recording.py).
+
+A replay makes them without Python in between.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,8 @@ class Exchanges(Structure):
     )
 
 
-class RecordedSums(Collectives):
-    """A group's collectives while a pass is recorded; what they send is sent, and noted if it is a sum."""
+class RecordedExchanges(Collectives):
+    """A group's collectives while a pass is recorded; what they send is sent, and noted."""
 
     def __init__(
         self, collectives: Collectives, exchanges: Exchanges, in_flight: Sequence[object], recording: Recording
@@ -49,29 +52,44 @@ class RecordedSums(Collectives):
         raise AssertionError(f"groups such as {group} are connected before anything is recorded")
 
     def _all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
-        self._recording.fail("gathered tensors")
-        return self._collectives._all_gather(tensor)
+        shape = (len(self.group), *tensor.shape)
+        return self._exchanged(tensor, self._collectives._all_gather, "finish_gather", shape)
 
     def _all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
+        return self._exchanged(tensor, self._collectives._all_reduce, "finish_sum", tensor.shape)
+
+    def _exchanged(
+        self,
+        tensor: Tensor,
+        exchange: Callable[[Tensor], Callable[[], Tensor]],
+        finishing: str,
+        shape: Sequence[int],
+    ) -> Callable[[], Tensor]:
+        """Start an exchange, and note it.
+
+        Args:
+            finishing: the kernel that does what waiting for it does.
+            shape: of the result.
+        """
         recording, exchanges = self._recording, self._exchanges
-        count, shape = tensor.numel(), tensor.shape
+        count = tensor.numel()
         if tensor.dtype != torch.float32 or tensor.nbytes > exchanges.room_bytes or not tensor.is_contiguous():
-            recording.fail(f"the sum of {tensor.nbytes} bytes of {tensor.dtype}")
+            recording.fail(f"an exchange of {tensor.nbytes} bytes of {tensor.dtype}")
         if self._in_flight[exchanges.started % exchanges.slots] is not None:
-            recording.fail(f"more than {exchanges.slots} sums in flight")
+            recording.fail(f"more than {exchanges.slots} exchanges in flight")
         recording.note("start_exchange", addressof(exchanges), tensor.data_ptr(), count)
         number = exchanges.started
         with recording.paused():
-            wait = self._collectives._all_reduce(tensor)
-        totals: list[Tensor] = []
+            wait = exchange(tensor)
+        results: list[Tensor] = []
 
         def finish() -> Tensor:
-            if not totals:
-                totals.append(recording.empty(shape))
+            if not results:
+                results.append(recording.empty(shape))
                 back = exchanges.started - number
                 with recording.paused():
-                    totals[0].copy_(wait())
-                recording.note("finish_exchange", addressof(exchanges), back, count, totals[0].data_ptr())
-            return totals[0]
+                    results[0].copy_(wait())
+                recording.note(finishing, addressof(exchanges), back, count, results[0].data_ptr())
+            return results[0]
 
         return finish

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from surgeon.runtime.comm.collectives import TIMEOUT, Collectives
-from surgeon.runtime.comm.recorded import Exchanges, RecordedSums
+from surgeon.runtime.comm.recorded import Exchanges, RecordedExchanges
 from surgeon.runtime.kernels.recording import Recording
 from surgeon.runtime.plan.placement import Group
 from surgeon.threads import usable_cores
@@ -116,7 +116,7 @@ class SharedMemoryCollectives(Collectives):
 
     def recorded(self, recording: Recording) -> Collectives:
         """The same ranks while a pass is recorded."""
-        return RecordedSums(self, self.exchanges, self.in_flight, recording)
+        return RecordedExchanges(self, self.exchanges, self.in_flight, recording)
 
     def _all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
         if tensor.nbytes <= SLOT_BYTES:

@@ -1,4 +1,5 @@
-// Sums over the ranks of one machine, through memory that all of them see: what shared_memory.py does, for replays.
+// Sums over the ranks of one machine, and what all of them have side by side, through memory that all of them see: what
+// shared_memory.py does, for replays.
 //
 // That file says how the memory is laid out, and why ranks wait as they do.
 #pragma once
@@ -69,22 +70,33 @@ static bool wait_for_all(Exchanges &own, bool read, int64_t slot, int64_t number
 }
 
 // Writes this rank's part, `count` numbers; nobody may wait for what was in its slot before.
-static void start_sum(Exchanges &own, const float *part, int64_t count) {
+static void start(Exchanges &own, const float *part, int64_t count) {
     const int64_t number = own.started++, slot = number % own.slots;
     if (!wait_for_all(own, true, slot, number - own.slots + 1)) return;
     std::memcpy(own.part(slot, own.member), part, sizeof(float) * count);
     __atomic_store_n(own.flag(false, slot, own.member), number + 1, __ATOMIC_RELEASE);
 }
 
-// The sum of all parts, in the order of the members, of the exchange that was started as the `back`-th from the end.
-static void finish_sum(Exchanges &own, int64_t back, int64_t count, float *y) {
+// Reads what all members wrote for the exchange that was started as the `back`-th from the end, in its slot.
+template <typename Read>
+static void finish(Exchanges &own, int64_t back, Read read) {
     const int64_t number = own.started - back, slot = number % own.slots;
     if (!wait_for_all(own, false, slot, number + 1)) return;
+    read(slot);
+    __atomic_store_n(own.flag(true, slot, own.member), number + 1, __ATOMIC_RELEASE);
+}
+
+// The sum of all parts, in the order of the members.
+static void sum_parts(const Exchanges &own, int64_t slot, int64_t count, float *y) {
     const float *first = own.part(slot, 0), *second = own.part(slot, 1);
     for (int64_t at = 0; at < count; ++at) y[at] = first[at] + second[at];
     for (int64_t of = 2; of < own.members; ++of) {
         const float *part = own.part(slot, of);
         for (int64_t at = 0; at < count; ++at) y[at] += part[at];
     }
-    __atomic_store_n(own.flag(true, slot, own.member), number + 1, __ATOMIC_RELEASE);
+}
+
+// All parts, (members, count).
+static void gather_parts(const Exchanges &own, int64_t slot, int64_t count, float *y) {
+    for (int64_t of = 0; of < own.members; ++of) std::memcpy(y + of * count, own.part(slot, of), sizeof(float) * count);
 }

@@ -147,6 +147,11 @@ class Kernels:
         """A multiple of a tensor of one piece, put into another one or into the same."""
         self.library.call("scale", x.data_ptr(), factor, x.numel(), scaled.data_ptr())
 
+    def copy_rows(self, x: Tensor, to: Tensor) -> None:
+        """Copy rows, (T, any), to some columns of another tensor or to all of them."""
+        rows, width = x.shape
+        self.library.call("copy_rows", x.data_ptr(), rows, x.stride(0), width, to.data_ptr(), to.stride(0))
+
     def softcap_(self, x: Tensor, bound: float) -> None:
         """Press numbers, (T, any) of one piece, between -bound and bound in place: bound * tanh(x / bound)."""
         self.library.call("softcap", x.data_ptr(), bound, *x.shape)

@@ -109,6 +109,12 @@ EXPORTED void scale(const float *x, float factor, int64_t count, float *y) {
     each(count, [&](int64_t at) { store(y + at, load(x + at) * factor); }, [&](int64_t at) { y[at] = x[at] * factor; });
 }
 
+// Copies rows of `width` numbers that are `stride` apart to where they are `to_stride` apart.
+EXPORTED void copy_rows(const float *x, int64_t rows, int64_t stride, int64_t width, float *to, int64_t to_stride) {
+    for (int64_t row = 0; row < rows; ++row)
+        std::memcpy(to + row * to_stride, x + row * stride, sizeof(float) * width);
+}
+
 // Numbers of tokens, (tokens, width), between -bound and bound, in place.
 EXPORTED void softcap(float *x, float bound, int64_t tokens, int64_t width) {
     pool().share_rows(tokens, width, [&](int64_t token) { cap(x + token * width, bound, width); });
@@ -162,10 +168,14 @@ EXPORTED void highest(const float *x, int64_t tokens, int64_t width, float *best
     });
 }
 
-EXPORTED void start_exchange(Exchanges *own, const float *part, int64_t count) { start_sum(*own, part, count); }
+EXPORTED void start_exchange(Exchanges *own, const float *part, int64_t count) { start(*own, part, count); }
 
-EXPORTED void finish_exchange(Exchanges *own, int64_t back, int64_t count, float *y) {
-    finish_sum(*own, back, count, y);
+EXPORTED void finish_sum(Exchanges *own, int64_t back, int64_t count, float *y) {
+    finish(*own, back, [&](int64_t slot) { sum_parts(*own, slot, count, y); });
+}
+
+EXPORTED void finish_gather(Exchanges *own, int64_t back, int64_t count, float *y) {
+    finish(*own, back, [&](int64_t slot) { gather_parts(*own, slot, count, y); });
 }
 
 RECORDABLE(product)
@@ -177,11 +187,13 @@ RECORDABLE(keep)
 RECORDABLE(attend)
 RECORDABLE(add)
 RECORDABLE(scale)
+RECORDABLE(copy_rows)
 RECORDABLE(softcap)
 RECORDABLE(take_rows)
 RECORDABLE(take_packed_rows)
 RECORDABLE(start_exchange)
-RECORDABLE(finish_exchange)
+RECORDABLE(finish_sum)
+RECORDABLE(finish_gather)
 
 // Makes the calls; `times`, if not null, is told when the first one began and when each had ended, (count + 1), in
 // nanoseconds of the monotonic clock.

@@ -27,11 +27,13 @@ RECORDABLE: dict[str, list[Any]] = {
     "attend": [POINTER] + [SIZE] * 5 + [POINTER, SIZE, POINTER, POINTER, NUMBER, NUMBER, POINTER],
     "add": [POINTER, POINTER, SIZE, POINTER],
     "scale": [POINTER, NUMBER, SIZE, POINTER],
+    "copy_rows": [POINTER, SIZE, SIZE, SIZE, POINTER, SIZE],
     "softcap": [POINTER, NUMBER, SIZE, SIZE],
     "take_rows": [POINTER, SIZE, SIZE, SIZE, POINTER, SIZE, POINTER],
     "take_packed_rows": [POINTER, SIZE, SIZE, SIZE, SIZE, POINTER, SIZE, POINTER],
     "start_exchange": [POINTER, POINTER, SIZE],
-    "finish_exchange": [POINTER, SIZE, SIZE, POINTER],
+    "finish_sum": [POINTER, SIZE, SIZE, POINTER],
+    "finish_gather": [POINTER, SIZE, SIZE, POINTER],
 }
 OTHERS: dict[str, list[Any]] = {
     "set_threads": [SIZE],

@@ -2,9 +2,9 @@
 
 A pass is computed as it always is, by the same executor and the same layers. Meanwhile every call of a kernel is noted,
 and every one of PyTorch's operations is looked at: what only makes a view of something costs nothing and need not be
-done again, new tensors are given memory of the recording's, sums and multiples are computed by kernels. With anything
-else in it a pass is computed to its end, and there is no recording. What is done again reads and writes the same
-addresses: who wants other numbers computed writes them there.
+done again, new tensors are given memory of the recording's, sums, multiples and copies are computed by kernels. With
+anything else in it a pass is computed to its end, and there is no recording. What is done again reads and writes the
+same addresses: who wants other numbers computed writes them there.
 """
 
 from __future__ import annotations
@@ -142,6 +142,8 @@ class Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is aten.contiguous.default and not kwargs and _of_rows(args[0]):
+            return self._side_by_side([args[0]])
         if func.is_view:
             made = func(*args, **kwargs)
             if not _views(made, args[0]):  # of some functions only some results are
@@ -157,11 +159,21 @@ class Recording(TorchDispatchMode):
             multiple = args[0] if func is aten.mul_.Tensor else self.empty(args[0].shape)
             self._kernels.scale(args[0], args[1], multiple)
             return multiple
+        if func is aten.cat.default and not kwargs and args[1:] in ((1,), (-1,)) and all(map(_of_rows, args[0])):
+            return self._side_by_side(args[0])
         made = func(*args, **kwargs)
-        if func is aten.zeros_like.default:  # nothing writes to it
+        if func in (aten.zeros_like.default, aten.new_zeros.default):  # nothing writes to them
             self._kept.append(made)
         else:
             self.fail(str(func))
+        return made
+
+    def _side_by_side(self, parts: Sequence[Tensor]) -> Tensor:
+        """A new tensor, (T, all widths), of parts, (T, width) each."""
+        made = self.empty((len(parts[0]), sum(part.shape[1] for part in parts)))
+        columns = made.split([part.shape[1] for part in parts], 1)
+        for part, column in zip(parts, columns, strict=True):
+            self._kernels.copy_rows(part, column)
         return made
 
 
@@ -187,6 +199,11 @@ def _of_numbers(like: Tensor, asked: Mapping[str, Any]) -> bool:
     """Whether a new tensor like another one is of float32, and nothing else is asked of it."""
     others = (value for name, value in asked.items() if name != "dtype")
     return (asked.get("dtype") or like.dtype) == torch.float32 and not any(others)
+
+
+def _of_rows(x: Tensor) -> bool:
+    """Whether this is (T, any) of such numbers as the kernels take, those of a row side by side."""
+    return x.dim() == 2 and x.dtype == torch.float32 and (x.stride(1) == 1 or x.shape[1] == 1)
 
 
 def _alike(x: object, y: object) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from surgeon.families import SublayerSpec
 from surgeon.runtime.kernels.functions import Kernels, kernels_for
-from surgeon.runtime.model.linear import Maps, by_kernels, count_outputs, second_factor
+from surgeon.runtime.model.linear import Maps, count_outputs, second_factor
 from surgeon.runtime.plan.specification import Plan, Rotary
 from surgeon.weights import Tensors
 
@@ -154,7 +154,7 @@ class Attention:
     @property
     def by_kernels(self) -> bool:
         """Whether kernels compute all that takes long."""
-        maps = by_kernels(self.qkv) and by_kernels(self.o)
+        maps = self.qkv.by_kernels and self.o.by_kernels
         return maps and self.norm.kernels is not None and self.rebuild is None
 
     def __call__(self, stream: Tensor, slot: int, forward: Pass) -> Tensor:
@@ -223,7 +223,7 @@ class FeedForward:
     @property
     def by_kernels(self) -> bool:
         """Whether kernels compute all that takes long."""
-        maps = by_kernels(self.up) and by_kernels(self.down)
+        maps = self.up.by_kernels and self.down.by_kernels
         return maps and self.norm.kernels is not None and self.gate is not None
 
     def __call__(self, stream: Tensor) -> Tensor:

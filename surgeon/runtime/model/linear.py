@@ -5,7 +5,7 @@ Shapes: T tokens of a pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,7 +13,16 @@ from torch import Tensor
 from surgeon.runtime.model.products import laid_out
 from surgeon.weights import Tensors
 
-LinearMap = Callable[[Tensor], Tensor]  # of (T, in_features)
+
+class LinearMap(Protocol):
+    """A linear map, or several of one input side by side."""
+
+    @property
+    def by_kernels(self) -> bool:
+        """Whether all of its products are computed by the kernels (runtime/kernels)."""
+
+    def __call__(self, x: Tensor, /) -> Tensor:
+        """(T, in_features) to (T, all out_features)."""
 
 
 class Linear:
@@ -35,6 +44,11 @@ class Linear:
         if any(bias is not None for bias in biases):
             filled = [w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, biases, strict=True)]
             self.bias = torch.cat(filled)
+
+    @property
+    def by_kernels(self) -> bool:
+        """Whether the kernels compute it."""
+        return self.product.by_kernels
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """(T, in_features) to (T, all out_features), in a new tensor or in one that there is."""
@@ -69,6 +83,11 @@ class LowRank:
             self.seconds.append(second_factor(tensors, role) if factored and role not in later else None)
         self.widths = [len(weight) for weight in weights]
         self.first = Linear(weights, biases)
+
+    @property
+    def by_kernels(self) -> bool:
+        """Whether the kernels compute all of it."""
+        return all(one is None or one.by_kernels for one in (self.first, *self.seconds))
 
     def __call__(self, x: Tensor) -> Tensor:
         """(T, in_features) to (T, all out_features)."""
@@ -107,11 +126,6 @@ class Maps:
         if is_factored(role, self.tensors):
             return LowRank(self.tensors, [role], self.scale)
         return whole_map(self.tensors, [role], self.scale)
-
-
-def by_kernels(one: LinearMap) -> bool:
-    """Whether all of a map is computed by the kernels (runtime/kernels)."""
-    return isinstance(one, Linear) and one.product.by_kernels
 
 
 def whole_map(tensors: Tensors, roles: list[str], scale: float | None = None) -> Linear:

@@ -33,31 +33,31 @@ class Sharing:
     """The ranks that share a sublayer, as one of them sees it.
 
     Attributes:
-        collectives: of these ranks.
+        collectives: of these ranks, which are others while passes are recorded.
         counts: where to count what is exchanged.
     """
 
-    collectives: Collectives
+    collectives: Callable[[], Collectives]
     counts: Callable[[], Counts]
 
     @property
     def member(self) -> int:
         """Which of the ranks this is."""
-        return self.collectives.group.index(self.collectives.rank)
+        collectives = self.collectives()
+        return collectives.group.index(collectives.rank)
 
     @property
     def members(self) -> int:
         """How many share the sublayer."""
-        return len(self.collectives.group)
+        return len(self.collectives().group)
 
     def gather(self, part: Tensor) -> Tensor:
         """The parts of all ranks, (T, c) each, side by side: (T, n * c)."""
-        gathered = self.collectives.all_gather(part, self.counts())
-        return gathered.transpose(0, 1).reshape(len(part), -1)
+        return torch.cat(self.collectives().all_gather(part, self.counts()).unbind(), -1)
 
     def sum(self, part: Tensor) -> Tensor:
         """The sum over all ranks."""
-        return self.collectives.all_reduce(part, self.counts())()
+        return self.collectives().all_reduce(part, self.counts())()
 
     def share(self, rank: int) -> slice:
         """This rank's part of a number of rank columns; the last ranks may have fewer."""
@@ -91,6 +91,11 @@ class Gathered:
         self.widths = [self.width, *(len(weight) for weight in weights[1:])]
         self.order = [([*factored, *whole]).index(role) for role in roles]
 
+    @property
+    def by_kernels(self) -> bool:
+        """Whether the kernels compute all products."""
+        return all(one is None or one.by_kernels for one in (self.first, *self.seconds))
+
     def __call__(self, x: Tensor) -> Tensor:
         """(T, in_features) to (T, all out_features)."""
         own, *outputs = self.first(x).split(self.widths, -1)
@@ -114,6 +119,43 @@ class SharedMaps(Maps):
         return Gathered(self.tensors, roles, self.sharing, self.later)
 
 
+class Summed:
+    """A projection whose products are summed over the ranks, each of which has some columns and rows of its factors.
+
+    Args:
+        own: this rank's part.
+    """
+
+    def __init__(self, own: LowRank, sharing: Sharing) -> None:
+        self.own = own
+        self.sharing = sharing
+
+    @property
+    def by_kernels(self) -> bool:
+        """Whether the kernels compute this rank's part."""
+        return self.own.by_kernels
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(T, in_features) to (T, out_features)."""
+        return self.sharing.sum(self.own(x))
+
+
+class SideBySide:
+    """Several maps of one input, one after the other."""
+
+    def __init__(self, maps: list[LinearMap]) -> None:
+        self.maps = maps
+
+    @property
+    def by_kernels(self) -> bool:
+        """Whether the kernels compute all products."""
+        return all(one.by_kernels for one in self.maps)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(T, in_features) to (T, all out_features)."""
+        return torch.cat([one(x) for one in self.maps], -1)
+
+
 class BaseMaps(Maps):
     """Every product of two factors is summed over the ranks by itself: what DeInfer is compared with.
 
@@ -128,32 +170,24 @@ class BaseMaps(Maps):
         self.sharing = sharing
 
     def reading(self, roles: list[str]) -> LinearMap:
-        maps = [
-            Gathered(self.tensors, [role], self.sharing, self.later) if role in self.later else self._summed(role)
-            for role in roles
-        ]
-        return lambda x: torch.cat([one(x) for one in maps], -1)
+        return SideBySide([self._read(role) for role in roles])
 
-    def _summed(self, role: str) -> LinearMap:
-        own, bias = LowRank(self._own(role), [role]), self.tensors.get(f"{role}.bias")
-
-        def compute(x: Tensor) -> Tensor:
-            total = self.sharing.sum(own(x))
-            return total if bias is None else total + bias
-
-        return compute
+    def _read(self, role: str) -> LinearMap:
+        if role in self.later:
+            return Gathered(self.tensors, [role], self.sharing, self.later)
+        return Summed(LowRank(self._own(role), [role]), self.sharing)
 
     def writing(self, role: str) -> LinearMap:
-        own = self._own(role)
-        if f"{role}.bias" in self.tensors and self.sharing.member == 0:  # it must not be added by every rank
-            own[f"{role}.bias"] = self.tensors[f"{role}.bias"]
-        return LowRank(own, [role], self.scale)
+        return LowRank(self._own(role), [role], self.scale)
 
     def _own(self, role: str) -> Tensors:
-        """This rank's part of the factors of a matrix."""
+        """This rank's part of the factors of a matrix, and the bias on one rank, as parts are summed."""
         first, second = (self.tensors[f"{role}.{which}.weight"] for which in ("first", "second"))
         share = self.sharing.share(len(first))
-        return {f"{role}.first.weight": first[share], f"{role}.second.weight": second[:, share]}
+        own = {f"{role}.first.weight": first[share], f"{role}.second.weight": second[:, share]}
+        if f"{role}.bias" in self.tensors and self.sharing.member == 0:
+            own[f"{role}.bias"] = self.tensors[f"{role}.bias"]
+        return own
 
 
 @torch.inference_mode()

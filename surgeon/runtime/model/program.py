@@ -135,7 +135,7 @@ class RankProgram:
         scale = self.plan.output_scale
         if len(part.sharers) == 1 or not part.sublayer.ranks:
             return Maps(tensors, scale, later)
-        sharing = Sharing(self.groups[part.sharers], lambda: self.counts.layers)
+        sharing = Sharing(lambda: self.groups[part.sharers], lambda: self.counts.layers)
         if based:
             return BaseMaps(tensors, scale, later, sharing)
         if part.index in self._in_rank_space(work.step):

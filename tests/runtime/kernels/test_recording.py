@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import pytest
@@ -81,6 +81,29 @@ def test_every_number_is_right() -> None:
 @pytest.mark.parametrize(
     "other",
     [
+        lambda x: torch.cat(x.split([7, 1, 16], -1)[::-1], -1),
+        lambda x: torch.cat([x], 1),
+        lambda x: x[:, 3:9].contiguous(),
+        lambda x: x[:, 5:6].contiguous(),
+        lambda x: torch.cat([x[:1, 2:5], x[2:, :4]], -1),
+        lambda x: x + x.new_zeros(3, 24),
+    ],
+)
+def test_copies(other: Callable[[Tensor], Tensor]) -> None:
+    recording, x = Recording(own(), Arena()), torch.randn(3, 24)
+    with recording.during():
+        found = other(x)
+    replay = recording.finished()
+    assert replay is not None, recording.problem
+    assert torch.equal(found, other(x))
+    x.copy_(torch.randn(3, 24))
+    replay(False)
+    assert torch.equal(found, other(x))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
         lambda x: x.exp(),
         lambda x: x + 1.0,
         lambda x: x + x[:1],
@@ -88,6 +111,8 @@ def test_every_number_is_right() -> None:
         lambda x: x.add_(1.0),
         lambda x: x * x,
         lambda x: torch.cat([x, x]),
+        lambda x: torch.cat([x.unflatten(-1, (2, 12)), x[:, :, None].expand(3, 24, 12)], -2),
+        lambda x: torch.cat([x.double(), x.double()], -1),
         lambda x: x.new_empty(2, dtype=torch.int64).zero_(),
         lambda x: x.T.contiguous(),
         lambda x: x.T.reshape(-1),

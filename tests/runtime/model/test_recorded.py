@@ -33,7 +33,7 @@ from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.processes.ranks import RankOptions, Ranks
 from tests.models import tiny_model
-from tests.runtime.model.test_static_decode import PROGRAMS
+from tests.runtime.model.test_static_decode import PROGRAMS as WHOLE
 from tests.runtime.on_ranks import continued_both_ways
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 128}
@@ -43,8 +43,15 @@ WIDE = {
     "vocab_size": 256,
 }  # slices are packed on four ranks
 BLOCKS = 40
+# Matrices that are two factors, and sublayers that are summed before the second one, alone and next to others.
+PROGRAMS = WHOLE | {
+    "factors": "A0@q9,k3,v5,o7 F0@gate11,up13,down6 >A1@k20 >F1 [A2@o9 A3@o5] [F2@down5 F3@down6,up60] A0@q5,o6 F1@up7",
+    "factors of many columns": "A0@q16,k8,v16,o24 F0@gate16,up24,down8 A1 F1 A2@q8 F2@up40",
+    "factors of pairs": "A0 F0 [A1@q9 A2@o7] [F1 F2@down6] A3@o16 F3@gate9",
+}
 FAMILIES = ("llama", "qwen3", "gemma2", "granite", "smollm3", "mistral")
 CASES = [("llama", name) for name in PROGRAMS] + [(family, "dense") for family in FAMILIES if family != "llama"]
+CASES += [("gemma2", "LP"), ("gemma2", "factors of pairs"), ("granite", "factors")]
 
 pytestmark = pytest.mark.skipif(
     not laid_out(torch.ones(64, 64)).by_kernels, reason="no kernels multiply: no C++ compiler, or another processor"
@@ -265,10 +272,17 @@ def several(request: pytest.FixtureRequest) -> Iterator[tuple[int, Ranks]]:
         yield request.param, started
 
 
-@pytest.mark.parametrize("name", ["dense", "ladder over LP", "fork", "tracks"])
-def test_the_same_bits_on_ranks(name: str, several: tuple[int, Ranks], folders: Callable[[str], Path]) -> None:
+ON_RANKS = [("wide llama", name, "auto") for name in ("dense", "ladder over LP", "fork", "tracks")]
+ON_RANKS += [("wide llama", "factors", way) for way in ("gather", "replicate")]
+ON_RANKS += [("wide qwen2", "factors of many columns", "base"), ("wide gemma2", "factors of pairs", "gather")]
+
+
+@pytest.mark.parametrize(("family", "name", "way"), ON_RANKS)
+def test_the_same_bits_on_ranks(
+    family: str, name: str, way: str, several: tuple[int, Ranks], folders: Callable[[str], Path]
+) -> None:
     count, ranks = several
-    plan = replace(make_plan(folders("wide llama"), count, 100), program=PROGRAMS[name])
+    plan = replace(make_plan(folders(family), count, 100, low_rank=way), program=PROGRAMS[name])
     for recorded, dynamic, counts, problems in ranks.call(continued_both_ways, plan):
         assert problems == {}
         assert torch.equal(recorded, dynamic)
@@ -295,7 +309,7 @@ def test_sums_in_flight_while_passes_are_recorded_and_replayed() -> None:
                 totals.append([wait() for wait in reversed(own_waits)])
     assert all(torch.equal(total, torch.arange(5.0) * 6) for own_totals in totals for total in own_totals)
     starts = [[name for name, _ in recording.calls] for recording in made]
-    assert starts == [["start_exchange"] * 3 + ["finish_exchange"] * 3] * 3
+    assert starts == [["start_exchange"] * 3 + ["finish_sum"] * 3] * 3
     assert [arguments[1] for _, arguments in made[0].calls[3:]] == [1, 2, 3]
     os.close(descriptor)
 
