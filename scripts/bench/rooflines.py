@@ -1,7 +1,7 @@
 """What a machine can do at most of a decoding pass: reading all weights once, and matrix products alone.
 
-Products are of the model's own shapes with weights packed for oneDNN, in the order of the model, on all cores, by
-oneDNN or by the runtime's own kernels, whichever is faster; of large models as many layers as a few hundred megabytes
+Products are of the model's own shapes with packed weights, in the order of the model, on all cores, by oneDNN or by the
+runtime's own kernels, whichever is faster; of large models as many layers as a few hundred megabytes
 hold, and the time of all in proportion.
 """
 
@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from statistics import median
 
 import torch
 from torch import Tensor
 
-from surgeon.runtime.model.products import Packed, laid_out
+from surgeon.runtime.model.products import Packed, Product, laid_out
 
 READ_BYTES, READ_PIECES = 1 << 28, 64
 WEIGHT_BYTES = 1 << 29
@@ -42,8 +43,8 @@ class Rooflines:
         shapes = layer_shapes(size)
         layer_bytes = 4 * sum(outputs * inputs for outputs, inputs in shapes)
         self._layers = max(1, min(size["num_hidden_layers"], WEIGHT_BYTES // layer_bytes))
-        self._weights = [laid_out(torch.randn(shape)) for _ in range(self._layers) for shape in shapes]
-        self._inputs = [shape[1] for _ in range(self._layers) for shape in shapes]
+        self._shapes = shapes * self._layers
+        self._own: list[Product] = [laid_out(torch.randn(shape)) for shape in self._shapes]
         self._share = self._layers * layer_bytes / (4 * weight_numbers(size))
         self._bytes = 4 * weight_numbers(size)
         self._read = torch.ones(READ_BYTES // 4)
@@ -60,17 +61,21 @@ class Rooflines:
         return pieces[0].nbytes / _seconds([lambda piece=piece: piece.sum() for piece in pieces])
 
     def products(self, tokens: int, by_onednn: bool = False) -> float:
-        """Seconds of the products of the layers that are measured, as the runtime makes them, or all by oneDNN.
-
-        As the runtime makes them means the kernels' for few tokens, where there are kernels.
-        """
-        inputs: dict[int, Tensor] = {width: torch.randn(tokens, width) for width in set(self._inputs)}
+        """Seconds of the products of the layers that are measured, as the runtime makes them, or by oneDNN."""
+        inputs: dict[int, Tensor] = {width: torch.randn(tokens, width) for _, width in self._shapes}
+        weights = self._onednn if by_onednn else self._own
 
         def all_products() -> None:
-            for width, weight in zip(self._inputs, self._weights, strict=True):
-                (weight.by_onednn if by_onednn and isinstance(weight, Packed) else weight)(inputs[width])
+            for (_, width), weight in zip(self._shapes, weights, strict=True):
+                weight(inputs[width])
 
         return _seconds([all_products] * TIMES)
+
+    @cached_property
+    def _onednn(self) -> list[Product]:
+        """The weights as oneDNN wants them; where it is not, as the runtime does."""
+        onednn = torch.backends.mkldnn.is_available()
+        return [Packed(torch.randn(shape)) for shape in self._shapes] if onednn else self._own
 
 
 @torch.inference_mode()

@@ -82,19 +82,18 @@ class Kernels:
         """Share all work from now on among so many threads of this process."""
         self.library.call("set_threads", threads)
 
-    def product(self, x: Tensor, weight: int, shape: tuple[int, int, int], bias: Tensor | None) -> Tensor:
-        """Tokens, (T, inputs), times a packed weight: (T, outputs).
+    def product(self, x: Tensor, panels: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
+        """Tokens, (T, inputs), times a weight that lies in panels: (T, outputs).
 
         Args:
-            weight: the address of a weight in panels of 64 columns.
-            shape: inputs, what they are filled up to, and outputs.
+            panels: (panels, inputs, 64), one output beside another; what fills up the last panel is not read.
             bias: (outputs,), of one piece.
         """
         tokens = x.shape[0]  # which is quicker than len(x)
-        y = x.new_empty(tokens, shape[-1])
+        y = x.new_empty(tokens, outputs)
         self.library.call(
             *("product", x.data_ptr(), tokens, x.stride(0)),
-            *(weight, _address(bias), *shape, y.data_ptr()),
+            *(panels.data_ptr(), _address(bias), panels.shape[1], outputs, y.data_ptr()),
         )
         return y
 
@@ -169,17 +168,13 @@ class Kernels:
         self.library.call("take_rows", table.data_ptr(), first, rows, width, numbers.data_ptr(), count, y.data_ptr())
         return y
 
-    def packed_rows(self, weight: int, shape: tuple[int, int, int], numbers: Tensor, first: int = 0) -> Tensor:
-        """The same of a weight, (outputs, inputs), that is packed.
-
-        Args:
-            weight, shape: as of `product`.
-        """
+    def packed_rows(self, panels: Tensor, rows: int, numbers: Tensor, first: int = 0) -> Tensor:
+        """The same of a table that lies in panels, (panels, width, 64), as a weight with so many outputs does."""
         numbers = numbers.contiguous()
-        count, (inputs, filled, outputs) = numbers.shape[0], shape
-        y = numbers.new_empty(count, inputs, dtype=torch.float32)
+        count, width = numbers.shape[0], panels.shape[1]
+        y = panels.new_empty(count, width)
         self.library.call(
-            *("take_packed_rows", weight, filled, first, outputs, inputs),
+            *("take_packed_rows", panels.data_ptr(), first, rows, width),
             *(numbers.data_ptr(), count, y.data_ptr()),
         )
         return y

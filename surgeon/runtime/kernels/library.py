@@ -18,7 +18,7 @@ from torch import Tensor
 
 POINTER, SIZE, NUMBER = c_void_p, c_int64, c_float
 RECORDABLE: dict[str, list[Any]] = {
-    "product": [POINTER, SIZE, SIZE, POINTER, POINTER, SIZE, SIZE, SIZE, POINTER],
+    "product": [POINTER, SIZE, SIZE, POINTER, POINTER, SIZE, SIZE, POINTER],
     "rms_norm": [POINTER, POINTER, NUMBER, SIZE, SIZE, POINTER],
     "place": [POINTER, SIZE, SIZE, SIZE, SIZE, POINTER, NUMBER, POINTER, POINTER, SIZE],
     "gated_silu": [POINTER, SIZE, SIZE, POINTER],
@@ -30,7 +30,7 @@ RECORDABLE: dict[str, list[Any]] = {
     "copy_rows": [POINTER, SIZE, SIZE, SIZE, POINTER, SIZE],
     "softcap": [POINTER, NUMBER, SIZE, SIZE],
     "take_rows": [POINTER, SIZE, SIZE, SIZE, POINTER, SIZE, POINTER],
-    "take_packed_rows": [POINTER, SIZE, SIZE, SIZE, SIZE, POINTER, SIZE, POINTER],
+    "take_packed_rows": [POINTER, SIZE, SIZE, SIZE, POINTER, SIZE, POINTER],
     "start_exchange": [POINTER, POINTER, SIZE],
     "finish_sum": [POINTER, SIZE, SIZE, POINTER],
     "finish_gather": [POINTER, SIZE, SIZE, POINTER],

@@ -1,4 +1,4 @@
-// Products with weights as oneDNN packs them: panels of 64 columns, of one input after the other.
+// Products with weights in panels of 64 columns, of one input after the other.
 //
 // A panel is read from memory in chunks of inputs that stay in the nearest cache while tokens are multiplied with them,
 // some tokens and columns at a time, whose sums stay in registers. Meanwhile the next chunk is fetched, evenly spread
@@ -102,7 +102,7 @@ static void pack_tokens(const float *x, const Tiles &tiles, int64_t stride, int6
 }
 
 struct Panel {
-    const float *weight, *bias;  // (filled, 64), and (columns) or null
+    const float *weight, *bias;  // (inputs, 64), and (columns) or null
     const float *following;      // the panel that this thread will probably have next
     int64_t inputs, columns;     // of the 64, fewer in a weight's last panel
     int64_t stride;              // of what is written
@@ -154,8 +154,8 @@ static void multiply_panel(
 }
 
 struct Weight {
-    const float *panels, *bias;  // (panels, filled, 64), and (outputs) or null
-    int64_t inputs, filled, outputs;
+    const float *panels, *bias;  // (panels, inputs, 64), and (outputs) or null
+    int64_t inputs, outputs;
 };
 
 // Tokens, (tokens, inputs) and `stride` numbers apart, times a weight: to (tokens, outputs).
@@ -175,8 +175,8 @@ static void multiply(const float *x, int64_t tokens, int64_t stride, const Weigh
         const int64_t begin = tiles.count * block / blocks, end = tiles.count * (block + 1) / blocks;
         const int64_t following = (piece + pool().threads()) % panels * kPanel;
         const Panel panel{
-            weight.panels + first * weight.filled, weight.bias ? weight.bias + first : nullptr,
-            weight.panels + following * weight.filled, weight.inputs, std::min(kPanel, weight.outputs - first),
+            weight.panels + first * weight.inputs, weight.bias ? weight.bias + first : nullptr,
+            weight.panels + following * weight.inputs, weight.inputs, std::min(kPanel, weight.outputs - first),
             weight.outputs};
         if (kColumns < kVectors && tokens >= kMany) multiply_panel<kColumns, true>(x, tiles, begin, end, panel, y + first);
         else if (kColumns == 4 || tokens > 3) multiply_panel<kColumns, false>(x, tiles, begin, end, panel, y + first);

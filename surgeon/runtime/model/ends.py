@@ -16,7 +16,7 @@ from surgeon.runtime.batching.request import UNDEFINED, TokenLogprob
 from surgeon.runtime.comm.collectives import Collectives, Counts
 from surgeon.runtime.kernels.functions import kernels_for
 from surgeon.runtime.model.layers import Norm, softcap, torch_dtype
-from surgeon.runtime.model.products import Packed, Transposed, laid_out
+from surgeon.runtime.model.products import Panels, Product, Transposed, laid_out
 from surgeon.runtime.model.scoring import score
 from surgeon.runtime.plan.specification import Plan
 from surgeon.weights import ModelWeights
@@ -128,13 +128,13 @@ class Vocabulary:
         bounds = self.first, min(self.first + self.rows, plan.vocabulary)
         embedding = read(source, plan, device, f"{family.embedding}.weight", bounds)
         self.like = embedding.new_empty(0)  # no view, which would keep an embedding that has been packed
-        self.embedding: Rows | Packed = Rows(embedding, whole=plan.ranks == 1)
-        self.head: Transposed | Packed = Transposed(embedding.t())
+        self.embedding: Rows | Panels = Rows(embedding, whole=plan.ranks == 1)
+        self.head: Product = Transposed(embedding.t())
         if not plan.tied:
             self.head = laid_out(read(source, plan, device, f"{family.head}.weight", bounds))
         elif kernels_for(embedding) is not None:
             head = laid_out(embedding)
-            if isinstance(head, Packed) and head.by_kernels:
+            if isinstance(head, Panels):
                 self.embedding = self.head = head
         bias = f"{family.head}.bias"
         self._bias = read(source, plan, device, bias, bounds) if bias in source else None

@@ -1,12 +1,11 @@
 """Matrix products as a device does them fastest: how weights lie in memory for that, and the product itself.
 
-On x86 processors in float32 a weight is packed once for oneDNN, which PyTorch brings: 64 columns of the product side
-by side, 16 numbers of each at a time. On two AVX2 cores products of 2 to 32 tokens with packed weights take between
-half and two thirds of the time that they take with transposed ones. The layout is the same for every number of tokens,
-so there is one copy only. This package's own kernel (runtime/kernels) reads it, too: it is faster for few tokens, a
-tenth slower for hundreds (scripts/bench/cpu_kernels.py), and waits for no thread that another process keeps from its
-core. oneDNN computes where there are no kernels. Large weights whose sides would be filled up by more than a tenth for
-packing lie transposed, (in_features, out_features).
+On x86 processors in float32 a weight is packed once, for this package's own kernel (runtime/kernels), or for oneDNN,
+which PyTorch brings, where there are no kernels. On two AVX2 cores products of 2 to 32 tokens with weights that oneDNN
+has packed take between half and two thirds of the time that they take with transposed ones. The kernel is faster still
+for few tokens, a tenth slower for hundreds (scripts/bench/cpu_kernels.py), and waits for no thread that another process
+keeps from its core. Either layout is the same for every number of tokens, so there is one copy only. Large weights
+whose outputs would be filled up by more than a tenth for packing lie transposed, (in_features, out_features).
 
 Shapes: T tokens of a pass.
 """
@@ -16,17 +15,17 @@ from __future__ import annotations
 import platform
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from surgeon.runtime.kernels.functions import kernels_for
+from surgeon.runtime.kernels.functions import Kernels, kernels_for
 
-PACKED_OUTPUTS, PACKED_INPUTS = 64, 16  # what sides are filled up to
+PANEL = 64  # outputs that lie side by side
 MOST_FILLING = 0.1  # of the weight itself
 # Numbers that may fill up a small weight, which is read fast however wide it is: one weight that lies transposed keeps
 # all passes of a model from being recorded (runtime/kernels/engine.py).
 LEAST_FILLING = 1 << 16
 TOKENS = 8  # that oneDNN is told to expect; it chooses the same layout for all numbers but 1
-SAME = 1e-4  # relative difference of products of one token, by oneDNN and by the kernel, with the same numbers
 
 
 class Transposed:
@@ -50,25 +49,10 @@ class Transposed:
 class Packed:
     """A weight, (out_features, in_features), packed for oneDNN."""
 
+    by_kernels = False
+
     def __init__(self, weight: Tensor) -> None:
         self.weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), TOKENS)
-        self._address = int(torch.ops.mkldnn.data_ptr(self.weight))
-        outputs, inputs = weight.shape
-        self._shape = inputs, _filled(inputs, PACKED_INPUTS), outputs
-        self._kernels = kernels_for(weight)
-        if self._kernels is not None and not self._lies_in_panels(weight.new_empty(0)):
-            self._kernels = None
-
-    @property
-    def by_kernels(self) -> bool:
-        """Whether it is this package's kernel that computes products."""
-        return self._kernels is not None
-
-    def _lies_in_panels(self, like: Tensor) -> bool:
-        """Whether the kernel reads what oneDNN wrote, which promises no layout; all of the weight is compared."""
-        x = like.new_empty(1, self._shape[0]).uniform_(generator=torch.Generator().manual_seed(0))
-        expected = self.by_onednn(x)
-        return bool((self(x) - expected).norm() <= SAME * expected.norm())
 
     def __call__(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """Inputs (T, in_features) to (T, out_features), in memory of its own.
@@ -77,28 +61,53 @@ class Packed:
             bias: (out_features,), added.
         """
         assert out is None, "products with packed weights make their own memory"
-        if self._kernels is not None:
-            x = x if x.stride(1) == 1 else x.contiguous()
-            return self._kernels.product(x, self._address, self._shape, bias)
-        return self.by_onednn(x, bias)
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, bias, "none", [], "")
+        return y
+
+
+class Panels:
+    """A weight, (out_features, in_features), packed for the kernel.
+
+    Attributes:
+        weight: (panels, in_features, 64), the last panel filled up with zeros.
+    """
+
+    by_kernels = True
+
+    def __init__(self, weight: Tensor, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self._outputs, inputs = weight.shape
+        whole = self._outputs // PANEL
+        self.weight = weight.new_empty(-(-self._outputs // PANEL), inputs, PANEL)
+        self.weight[:whole].copy_(weight[: whole * PANEL].unflatten(0, (whole, PANEL)).transpose(1, 2))
+        if whole < len(self.weight):
+            rest = weight[whole * PANEL :]
+            self.weight[whole].copy_(F.pad(rest.t(), (0, PANEL - len(rest))))
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """Inputs (T, in_features) to (T, out_features), in memory of its own.
+
+        Args:
+            bias: (out_features,), added.
+        """
+        assert out is None, "products with packed weights make their own memory"
+        x = x if x.stride(1) == 1 else x.contiguous()
+        return self._kernels.product(x, self.weight, self._outputs, bias)
 
     def rows(self, numbers: Tensor, first: int) -> Tensor:
-        """Some of its rows, (numbers, in_features), by the kernels.
+        """Some of its rows, (numbers, in_features).
 
         Args:
             numbers: int64; for those that no row has there are zeros.
             first: the number of the first row.
         """
-        assert self._kernels is not None, "what oneDNN has packed only products can read"
-        return self._kernels.packed_rows(self._address, self._shape, numbers, first)
-
-    def by_onednn(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The same by oneDNN, for any number of tokens."""
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, bias, "none", [], "")
-        return y
+        return self._kernels.packed_rows(self.weight, self._outputs, numbers, first)
 
 
-def laid_out(weight: Tensor, packs: bool = True) -> Packed | Transposed:
+Product = Transposed | Packed | Panels
+
+
+def laid_out(weight: Tensor, packs: bool = True) -> Product:
     """A weight, (out_features, in_features), as products with it are fastest.
 
     Args:
@@ -106,17 +115,18 @@ def laid_out(weight: Tensor, packs: bool = True) -> Packed | Transposed:
     """
     if weight.device.type != "cpu":
         return Transposed(weight.t())
-    return Packed(weight) if packs and _pays_packed(weight) else Transposed(weight.t().contiguous())
+    if packs and _pays_packed(weight):
+        kernels = kernels_for(weight)
+        if kernels is not None:
+            return Panels(weight, kernels)
+        if torch.backends.mkldnn.is_available():
+            return Packed(weight)
+    return Transposed(weight.t().contiguous())
 
 
 def _pays_packed(weight: Tensor) -> bool:
-    if weight.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
+    if weight.dtype != torch.float32 or platform.machine() not in ("x86_64", "AMD64"):
         return False
     outputs, inputs = weight.shape
-    filled = _filled(outputs, PACKED_OUTPUTS) * _filled(inputs, PACKED_INPUTS)
-    most = weight.numel() + max(LEAST_FILLING, MOST_FILLING * weight.numel())
-    return platform.machine() in ("x86_64", "AMD64") and weight.numel() > 0 and filled <= most
-
-
-def _filled(side: int, unit: int) -> int:
-    return -(-side // unit) * unit
+    filling = -outputs % PANEL * inputs
+    return weight.numel() > 0 and filling <= max(LEAST_FILLING, MOST_FILLING * weight.numel())

@@ -17,7 +17,7 @@ from surgeon.runtime.comm.collectives import Alone
 from surgeon.runtime.kernels import functions
 from surgeon.runtime.kernels.functions import kernels
 from surgeon.runtime.model.engine import RankEngine
-from surgeon.runtime.model.products import Packed, Transposed
+from surgeon.runtime.model.products import Panels, Transposed
 from surgeon.runtime.plan.checks import make_plan
 
 FAMILIES = ("llama", "qwen3", "gemma2", "opt", "gpt_neox", "phi3", "gpt_neo", "smollm3", "granite", "mistral")
@@ -50,7 +50,7 @@ def test_a_head_that_is_tied_to_the_embedding(
     plan = make_plan(tmp_path, 1, 64)
     engine = RankEngine(plan, Alone(), torch.device("cpu"))
     if kernels() is not None and platform.machine() in ("x86_64", "AMD64"):
-        assert isinstance(engine.vocabulary.head, Packed)
+        assert isinstance(engine.vocabulary.head, Panels)
         assert engine.vocabulary.embedding is engine.vocabulary.head
         assert engine.vocabulary.like.untyped_storage().nbytes() == 0
     found = logits_of(engine)

@@ -13,7 +13,6 @@ from transformers.activations import ACT2FN
 
 from surgeon.runtime.kernels.functions import Kernels, Runs, TextKeys, kernels, kernels_for
 from surgeon.runtime.model.layers import rotate_
-from surgeon.runtime.model.products import PACKED_INPUTS, TOKENS
 
 DRAWS = 25
 
@@ -47,23 +46,12 @@ def test_product(own: Kernels, seed: int) -> None:
     tokens, inputs, outputs = draw(1, 40) if draw(0, 3) else draw(100, 400), draw(1, 600), draw(1, 300)
     weight, wide = torch.randn(outputs, inputs), torch.randn(tokens, inputs + draw(0, 9))
     bias = torch.randn(outputs) if draw(0, 1) else None
-    filled = -(-inputs // PACKED_INPUTS) * PACKED_INPUTS
-    panels = torch.zeros(-(-outputs // 64), filled, 64)
+    panels = torch.randn(-(-outputs // 64), inputs, 64)
     for output in range(outputs):
-        panels[output // 64, :inputs, output % 64] = weight[output]
+        panels[output // 64, :, output % 64] = weight[output]
     x = wide[:, :inputs]
-    found = own.product(x, panels.data_ptr(), (inputs, filled, outputs), bias)
+    found = own.product(x, panels, outputs, bias)
     assert close(found, x.double() @ weight.double().t() + (0 if bias is None else bias.double()))
-
-
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch has no oneDNN here")
-@pytest.mark.parametrize("tokens", [1, 7, 33])
-def test_product_with_what_onednn_packed(own: Kernels, tokens: int) -> None:
-    """On x86 the layout is the one that oneDNN chooses; elsewhere weights are not packed."""
-    weight, x = torch.randn(192, 80), torch.randn(tokens, 80)
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight, TOKENS)
-    found = own.product(x, torch.ops.mkldnn.data_ptr(packed), (80, 80, 192), None)
-    assert close(found, x.double() @ weight.double().t())
 
 
 @pytest.mark.parametrize("seed", range(DRAWS))
@@ -171,7 +159,7 @@ def test_what_is_no_number_stays_none(own: Kernels) -> None:
         x[0, 3] = wrong
         assert not own.rms_norm(x, torch.ones(64), 1e-6)[0].isfinite().all()
         panels = torch.ones(1, 64, 64)
-        assert not own.product(x, panels.data_ptr(), (64, 64, 64), None)[0].isfinite().any()
+        assert not own.product(x, panels, 64, None)[0].isfinite().any()
         wide = torch.ones(1, 64)
         wide[0, 40] = wrong
         gate = own.gate_of("silu")
@@ -230,11 +218,10 @@ def test_rows(own: Kernels, seed: int) -> None:
     assert torch.equal(own.rows(table, numbers, first), whole[numbers])
     twice = torch.stack([numbers, numbers], 1)
     assert torch.equal(own.rows(table, twice[:, 0], first), whole[numbers])
-    filled = width + draw(0, 15)
-    panels = torch.zeros(-(-rows // 64), filled, 64)
+    panels = torch.randn(-(-rows // 64), width, 64)
     for row in range(rows):
-        panels[row // 64, :width, row % 64] = table[row]
-    found = own.packed_rows(panels.data_ptr(), (width, filled, rows), numbers, first)
+        panels[row // 64, :, row % 64] = table[row]
+    found = own.packed_rows(panels, rows, numbers, first)
     assert torch.equal(found, whole[numbers])
 
 
@@ -260,18 +247,18 @@ def test_threads_change_no_bit(own: Kernels) -> None:
     found = []
     for threads in (1, 2, 5):
         own.use_threads(threads)
-        found.append((own.rms_norm(x, gain, 1e-6), own.product(x, panels.data_ptr(), (512, 512, 1280), None)))
+        found.append((own.rms_norm(x, gain, 1e-6), own.product(x, panels, 1280, None)))
     assert all(torch.equal(one, other) for each in found[1:] for one, other in zip(found[0], each, strict=True))
 
 
 def test_several_threads_at_the_same_time(own: Kernels) -> None:
     """Threads of Python that call at once get their own results, thousands of times."""
     panels, inputs = torch.randn(8, 64, 64), [torch.randn(3, 64) for _ in range(4)]
-    expected = [own.product(x, panels.data_ptr(), (64, 64, 512), None) for x in inputs]
+    expected = [own.product(x, panels, 512, None) for x in inputs]
     wrong: list[int] = []
 
     def call(number: int) -> None:
-        found = (own.product(inputs[number], panels.data_ptr(), (64, 64, 512), None) for _ in range(2000))
+        found = (own.product(inputs[number], panels, 512, None) for _ in range(2000))
         wrong.extend(number for one in found if not torch.equal(one, expected[number]))
 
     threads = [threading.Thread(target=call, args=(number,)) for number in range(4)]
