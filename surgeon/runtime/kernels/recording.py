@@ -131,11 +131,12 @@ class Recording(TorchDispatchMode):
         if self.problem is not None:
             return None
         library, table = self._kernels.library, self._kernels.library.table(self.calls)
-        kept = (table, *self._kept)
+        memory = self._arena, *self._kept
 
         def replay(timed: bool) -> list[float]:
+            assert memory  # the table has addresses in it
             times = torch.empty(len(table) + 1, dtype=torch.int64) if timed else None
-            library.call("replay", kept[0].data_ptr(), len(table), None if times is None else times.data_ptr())
+            library.call("replay", table.data_ptr(), len(table), None if times is None else times.data_ptr())
             return [] if times is None else (times.double() / 1e9).tolist()
 
         return replay

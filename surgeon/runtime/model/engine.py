@@ -303,14 +303,13 @@ class RankEngine(RankProgram):
 
     @contextmanager
     def sums_recorded(self, recording: Recording) -> Iterator[None]:
-        """Have sums over ranks noted in a recording."""
-        groups = self.groups
-        self.groups = {group: one.recorded(recording) for group, one in groups.items()}
-        self.vocabulary.collectives = self.groups[self.collectives.group]
-        try:
-            yield
-        finally:
-            self.groups, self.vocabulary.collectives = groups, self.collectives
+        """Have what is sent between ranks noted in a recording."""
+        with self.groups_recorded(recording):
+            self.vocabulary.collectives = self.groups[self.collectives.group]
+            try:
+                yield
+            finally:
+                self.vocabulary.collectives = self.collectives
 
     def check_collectives(self) -> None:
         """See that sums in recorded passes have waited for nobody in vain.

@@ -190,29 +190,29 @@ class BaseMaps(Maps):
         return own
 
 
-@torch.inference_mode()
-def gathering_is_faster(alone: LinearMap, shared: LinearMap, x: Tensor, collectives: Collectives) -> bool:
-    """Whether sharing out first factors pays on these ranks and what connects them, for one token.
+def gathering_is_faster(
+    alone: Callable[[], object], shared: Callable[[], object], collectives: Collectives, device: torch.device
+) -> bool:
+    """Whether sharing out first factors pays on these ranks and what connects them.
 
     All ranks that share the sublayer ask at the same time, and get the same answer: that of the sum of their times.
 
     Args:
-        alone, shared: the maps of the same projections.
-        x: an input, (1, h).
+        alone, shared: compute the same projections of a token.
     """
-    times = torch.tensor([_time_of(one, x) for one in (alone, shared)], dtype=torch.float64, device=x.device)
+    times = torch.tensor([_time_of(one, device) for one in (alone, shared)], dtype=torch.float64, device=device)
     total = collectives.exact.all_reduce(times, Counts())()
     return bool(total[1] < total[0])
 
 
-def _time_of(compute: LinearMap, x: Tensor) -> float:
+def _time_of(compute: Callable[[], object], device: torch.device) -> float:
     """Seconds that it takes, the best of a few times."""
     best = float("inf")
     for turn in range(WARM_UPS + ROUNDS):
         began = time.perf_counter()
-        compute(x)
-        if x.device.type == "cuda":
-            torch.cuda.synchronize(x.device)
+        compute()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         if turn >= WARM_UPS:
             best = min(best, time.perf_counter() - began)
     return best

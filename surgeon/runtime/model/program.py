@@ -6,9 +6,10 @@ and so has vLLM (vllm_plugin).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import partial, reduce
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from surgeon.execute import Branch, Machine, Partial, Pending, State, advance, l
 from surgeon.families import Projection
 from surgeon.program import ATTENTION, WRITING, Fork, Program, Step, Sublayer
 from surgeon.runtime.comm.collectives import Collectives, Counts
+from surgeon.runtime.kernels.functions import kernels_for
+from surgeon.runtime.kernels.recording import Arena, Recording
 from surgeon.runtime.model.layers import Attention, FeedForward, Norm, Pass, Rebuild, torch_dtype
 from surgeon.runtime.model.linear import Linear, LinearMap, Maps, count_outputs, is_factored
 from surgeon.runtime.model.low_rank import BaseMaps, SharedMaps, Sharing, gathering_is_faster
@@ -154,12 +157,35 @@ class RankProgram:
         if key not in self._ways:
             like = next(iter(alone.tensors.values()))
             x = torch.zeros(1, self.plan.hidden, dtype=like.dtype, device=like.device)
-            collectives = self.groups[part.sharers]
             before = self.counts
             self.counts = Phase()  # what measuring sends is no pass's
-            self._ways[key] = gathering_is_faster(alone.reading(roles), shared.reading(roles), x, collectives)
+            with torch.inference_mode():
+                by_itself, together = (self._repeatable(maps.reading(roles), x) for maps in (alone, shared))
+                self._ways[key] = gathering_is_faster(by_itself, together, self.groups[part.sharers], self.device)
             self.counts = before
         return self._ways[key]
+
+    def _repeatable(self, compute: LinearMap, x: Tensor) -> Callable[[], object]:
+        """Computes once, and gives what does so again as passes will: without Python where they are recorded."""
+        kernels, recordable = kernels_for(x), all(one.recordable for one in self.groups.values())
+        if kernels is None or not recordable or self.plan.decoding != "auto" or not compute.by_kernels:
+            compute(x)
+            return partial(compute, x)
+        recording = Recording(kernels, Arena())
+        with self.groups_recorded(recording), recording.during():
+            compute(x)
+        replay = recording.finished()
+        return partial(compute, x) if replay is None else partial(replay, False)
+
+    @contextmanager
+    def groups_recorded(self, recording: Recording) -> Iterator[None]:
+        """Have what is sent between ranks noted in a recording."""
+        groups = self.groups
+        self.groups = {group: one.recorded(recording) for group, one in groups.items()}
+        try:
+            yield
+        finally:
+            self.groups = groups
 
     def attentions(self) -> list[Sublayer]:
         """The attentions of this rank's work, by cache slot."""

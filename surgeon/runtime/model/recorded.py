@@ -47,7 +47,7 @@ class RecordableModel(Protocol):
         """This rank's logits, (texts, rows), of tokens (texts,) at positions (texts,)."""
 
     def sums_recorded(self, recording: Recording) -> AbstractContextManager[None]:
-        """Have sums over ranks noted in a recording."""
+        """Have what is sent between ranks noted in a recording."""
 
     def check_collectives(self) -> None:
         """See that sums in recorded passes have waited for nobody in vain."""
