@@ -22,9 +22,9 @@ from surgeon.runtime.kernels.functions import Kernels, kernels_for
 
 PANEL = 64  # outputs that lie side by side
 MOST_FILLING = 0.1  # of the weight itself
-# Numbers that may fill up a small weight, which is read fast however wide it is: one weight that lies transposed keeps
-# all passes of a model from being recorded (runtime/kernels/engine.py).
-LEAST_FILLING = 1 << 16
+# Numbers that may fill up a small weight: 1 MB, read in some 50 us. One weight that lies transposed keeps all passes of
+# a model from being recorded (runtime/model/recorded.py), which takes several times as long for every layer.
+LEAST_FILLING = 1 << 18
 TOKENS = 8  # that oneDNN is told to expect; it chooses the same layout for all numbers but 1
 
 

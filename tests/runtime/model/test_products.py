@@ -46,9 +46,9 @@ def test_product(
 
 def test_which_weights_are_packed() -> None:
     """Where packing fills up little, in float32, and not where the product has to go to a given place."""
-    for shape in [(1000, 500), (70, 33), (344, 128), (20, 1024)]:
+    for shape in [(1000, 500), (70, 33), (344, 128), (20, 1024), (75, 1376), (65, 4096)]:
         assert packed(torch.zeros(shape)) == ON_X86, shape
-    for shape in [(1, 5000), (0, 16), (520, 2048)]:
+    for shape in [(1, 5000), (0, 16), (520, 8192)]:
         assert not packed(torch.zeros(shape)), shape
     assert not packed(torch.zeros(64, 16, dtype=torch.bfloat16))
     assert not packed(torch.zeros(64, 16), packs=False)
