@@ -19,7 +19,7 @@ from surgeon.families import Projection
 from surgeon.program import ATTENTION, WRITING, Fork, Program, Step, Sublayer
 from surgeon.runtime.comm.collectives import Collectives, Counts
 from surgeon.runtime.kernels.functions import kernels_for
-from surgeon.runtime.kernels.recording import Arena, Recording
+from surgeon.runtime.kernels.recording import Arena, Recording, Replay
 from surgeon.runtime.model.layers import Attention, FeedForward, Norm, Pass, Rebuild, torch_dtype
 from surgeon.runtime.model.linear import Linear, LinearMap, Maps, count_outputs, is_factored
 from surgeon.runtime.model.low_rank import BaseMaps, SharedMaps, Sharing, gathering_is_faster
@@ -175,7 +175,7 @@ class RankProgram:
         with self.groups_recorded(recording), recording.during():
             compute(x)
         replay = recording.finished()
-        return partial(compute, x) if replay is None else partial(replay, False)
+        return partial(compute, x) if replay is None else partial(_replayed, replay, (compute, x))
 
     @contextmanager
     def groups_recorded(self, recording: Recording) -> Iterator[None]:
@@ -233,6 +233,11 @@ class RankProgram:
     def machine(self, shared: Pass, group: Group, work: Iterator[Work]) -> RankMachine:
         """What runs steps on a group of ranks."""
         return RankMachine(self, shared, group, work)
+
+
+def _replayed(replay: Replay, owners: object) -> None:  # noqa: ARG001 - of the memory that a replay reads
+    """Compute again what was recorded."""
+    replay(False)
 
 
 PartKey = tuple[Sublayer, Group]

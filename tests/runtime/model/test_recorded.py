@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from surgeon.runtime.kernels.functions import kernels
 from surgeon.runtime.kernels.recording import Arena, Recording
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.model.layers import FeedForward
+from surgeon.runtime.model.linear import Linear
 from surgeon.runtime.model.paged_cache import PagedCache
 from surgeon.runtime.model.products import laid_out
 from surgeon.runtime.plan.checks import make_plan
@@ -260,6 +262,22 @@ def test_parts_of_recorded_passes_are_dissected(folders: Callable[[str], Path]) 
         counted = {name: times for name, (_, times) in one.parts.items()}
         assert counted == {name: times for name, (_, times) in recorded.parts.items()}
         assert 0 < one.parts[f"{READING} A"][0] < one.parts[f"{SUBLAYER} A"][0] < one.seconds
+
+
+def test_what_is_computed_again_keeps_its_weights(pair: tuple[RankEngine, RankEngine]) -> None:
+    """Ways of sharing factors are measured with maps that nobody else has."""
+    for engine in pair:
+        x, linear = torch.randn(1, 64), Linear([torch.randn(64, 64)], [None])
+        with torch.inference_mode():
+            again = engine._repeatable(linear, x)
+        there = weakref.ref(linear)
+        del linear
+        gc.collect()
+        assert there() is not None
+        again()
+        del again
+        gc.collect()
+        assert there() is None
 
 
 # Ranks.
