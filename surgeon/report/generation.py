@@ -50,6 +50,8 @@ def _collectives(
     vocabulary = _PerPass(figures, lambda phase: phase.vocabulary)
     expected = program.sync_points(plan.ranks)
     agrees = "as the program has" if layers.calls == expected else f"but the program has {expected}!"
+    if layers.calls > expected and any(sublayer.ranks for sublayer in program.sublayers()):
+        agrees = f"{layers.calls - expected:g} of them between factors"  # how they are shared out is not the program's
     packed = f" of {compression} integers" if compression and layers.counts.all_gathers else ""
     return [
         f"sync     {layers.words}{packed} per {unit}, {agrees}; {layers.bytes} bytes per token and rank",

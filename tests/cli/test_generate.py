@@ -75,6 +75,21 @@ def test_text_on_stdout_and_figures_on_stderr(
     assert "room for" not in err  # said where some texts have to wait for others
 
 
+@pytest.mark.parametrize(
+    ("way", "sent"),
+    [
+        ("gather", "8 all-reduces and 2 all-gathers per token, 2 of them between factors"),
+        ("replicate", "8 all-reduces per token, as the program has"),
+    ],
+)
+def test_what_is_sent_between_factors(
+    way: str, sent: str, tiny_checkpoint: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    program = "A0@q4,k4 F0@up4 A1 F1 A2 F2 A3 F3"
+    assert generate(tiny_checkpoint, "--program", program, "--tp", "2", "--low-rank", way) == 0
+    assert sent in capfd.readouterr().err
+
+
 def test_other_dtypes_and_ways_of_decoding(tiny_checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert generate(tiny_checkpoint, "--dtype", "bfloat16") == 0
     assert "ranks    1 (cpu, shm, bfloat16)" in capfd.readouterr().err
