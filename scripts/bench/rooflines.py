@@ -1,8 +1,8 @@
 """What a machine can do at most of a decoding pass: reading all weights once, and matrix products alone.
 
 Products are of the model's own shapes with packed weights, in the order of the model, on all cores, by oneDNN or by the
-runtime's own kernels, whichever is faster; of large models as many layers as a few hundred megabytes
-hold, and the time of all in proportion.
+runtime's own kernels, whichever is faster; of large models as many layers as a few hundred megabytes hold, and the time
+of all in proportion.
 """
 
 from __future__ import annotations

@@ -143,6 +143,7 @@ class Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # PyTorch says that this is a view, which it is only where nothing need be copied.
         if func is aten.contiguous.default and not kwargs and _of_rows(args[0]):
             return self._side_by_side([args[0]])
         if func.is_view:

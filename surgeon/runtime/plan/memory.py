@@ -29,7 +29,9 @@ from surgeon.weights.layout import Units
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes by rank. Norms, biases and what packing fills up (`products.laid_out`) are left out: they are little.
+    """Bytes by rank, without norms and biases, a thousandth of it, and without what packing fills up.
+
+    That is at most a megabyte or a tenth of each matrix (`products.laid_out`): much only of narrow factors.
 
     Attributes:
         weights: matrices, embedding and head.
