@@ -48,8 +48,7 @@ static inline void score(
 // Scores, a whole number of vectors, to weights whose sum is 1; those from `count` on become 0.
 static inline void soften(float *scores, int64_t count, int64_t filled, float softcap) {
     if (softcap > 0) cap(scores, softcap, count);
-    float most = scores[0];
-    for (int64_t at = 1; at < count; ++at) most = std::max(most, scores[at]);
+    const float most = greatest(scores, count);
     for (int64_t at = count; at < filled; ++at) scores[at] = most;
     Vector total{};
     for (int64_t at = 0; at < filled; at += kLanes) {

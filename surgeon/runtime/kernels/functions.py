@@ -86,14 +86,15 @@ class Kernels:
         """Tokens, (T, inputs), times a weight that lies in panels: (T, outputs).
 
         Args:
-            panels: (panels, inputs, 64), one output beside another; what fills up the last panel is not read.
+            panels: of 64 outputs each, (inputs, 64), one after the other; the last has those that are left, up to a
+                multiple of 16.
             bias: (outputs,), of one piece.
         """
-        tokens = x.shape[0]  # which is quicker than len(x)
+        tokens, inputs = x.shape
         y = x.new_empty(tokens, outputs)
         self.library.call(
             *("product", x.data_ptr(), tokens, x.stride(0)),
-            *(panels.data_ptr(), _address(bias), panels.shape[1], outputs, y.data_ptr()),
+            *(panels.data_ptr(), _address(bias), inputs, outputs, y.data_ptr()),
         )
         return y
 
@@ -168,10 +169,10 @@ class Kernels:
         self.library.call("take_rows", table.data_ptr(), first, rows, width, numbers.data_ptr(), count, y.data_ptr())
         return y
 
-    def packed_rows(self, panels: Tensor, rows: int, numbers: Tensor, first: int = 0) -> Tensor:
-        """The same of a table that lies in panels, (panels, width, 64), as a weight with so many outputs does."""
+    def packed_rows(self, panels: Tensor, shape: tuple[int, int], numbers: Tensor, first: int = 0) -> Tensor:
+        """The same of a table, (rows, width), that lies in panels as a weight with so many outputs and inputs does."""
         numbers = numbers.contiguous()
-        count, width = numbers.shape[0], panels.shape[1]
+        count, (rows, width) = numbers.shape[0], shape
         y = panels.new_empty(count, width)
         self.library.call(
             *("take_packed_rows", panels.data_ptr(), first, rows, width),

@@ -22,8 +22,8 @@
 // How many threads share work from now on, the calling one included.
 EXPORTED void set_threads(int64_t threads) { pool().set_threads(threads); }
 
-// Tokens, (tokens, inputs) and `stride` numbers apart, times a weight in panels, (panels, inputs, 64): to
-// (tokens, outputs). Bias may be null.
+// Tokens, (tokens, inputs) and `stride` numbers apart, times a weight in panels (product.h): to (tokens, outputs). Bias
+// may be null.
 EXPORTED void product(
     const float *x, int64_t tokens, int64_t stride, const float *weight, const float *bias, int64_t inputs,
     int64_t outputs, float *y) {
@@ -130,14 +130,15 @@ EXPORTED void take_rows(
     }
 }
 
-// The same of a table that lies in panels, (panels, width, 64), as a weight with `rows` outputs does.
+// The same of a table that lies in panels, as a weight with `rows` outputs and `width` inputs does.
 EXPORTED void take_packed_rows(
     const float *panels, int64_t first, int64_t rows, int64_t width, const int64_t *numbers, int64_t count, float *y) {
     pool().share_rows(count, kPanel * width, [&](int64_t at) {  // each number is in a line of the cache of its own
         const int64_t row = numbers[at] - first;
-        const float *from = panels + row / kPanel * kPanel * width + row % kPanel;
         const bool known = row >= 0 && row < rows;
-        for (int64_t number = 0; number < width; ++number) y[at * width + number] = known ? from[number * kPanel] : 0.0f;
+        const int64_t begin = row / kPanel * kPanel, columns = width_of(rows - begin);
+        const float *from = panels + begin * width + row % kPanel;
+        for (int64_t number = 0; number < width; ++number) y[at * width + number] = known ? from[number * columns] : 0.0f;
     });
 }
 

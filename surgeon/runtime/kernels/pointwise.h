@@ -22,6 +22,21 @@ static inline float sum_of_squares(const float *x, int64_t count) {
     return sum(squares) + rest;
 }
 
+// The highest of `count` numbers, one at least; comparisons with NaN are false, which is passed over unless it comes first.
+static inline float greatest(const float *x, int64_t count) {
+    float most = x[0];
+    Vector mosts = spread(most);
+    each(
+        count,
+        [&](int64_t at) {
+            const Vector own = load(x + at);
+            mosts = own > mosts ? own : mosts;
+        },
+        [&](int64_t at) { most = std::max(most, x[at]); });
+    for (int lane = 0; lane < kLanes; ++lane) most = std::max(most, mosts[lane]);
+    return most;
+}
+
 // y = x / sqrt(mean(x^2) + epsilon) * gain, of `count` numbers.
 static inline void norm(const float *x, const float *gain, float epsilon, int64_t count, float *y) {
     const float factor = 1.0f / std::sqrt(sum_of_squares(x, count) / static_cast<float>(count) + epsilon);

@@ -1,4 +1,5 @@
-// Products with weights in panels of 64 columns, of one input after the other.
+// Products with weights in panels of 64 columns, of one input after the other; the last panel has as many as a weight
+// still has, up to a multiple of 16.
 //
 // A panel is read from memory in chunks of inputs that stay in the nearest cache while tokens are multiplied with them,
 // some tokens and columns at a time, whose sums stay in registers. Meanwhile the next chunk is fetched, evenly spread
@@ -14,7 +15,7 @@
 #include "pool.h"
 #include "vector.h"
 
-constexpr int64_t kPanel = 64;
+constexpr int64_t kPanel = 64, kLeast = 16;  // columns
 constexpr int64_t kNear = 4096;  // numbers of a chunk that are worked with at a time: 16 KiB, half of the nearest cache
 constexpr int kVectors = kPanel / kLanes;
 // As many sums as registers hold beside what they are made of: 16 of 8 numbers, or 32 of 16.
@@ -37,9 +38,9 @@ struct Fetch {
     int64_t step;  // bytes
 };
 
-// x: (inputs, kRows) of the chunk; sums: (kRows, kWide), 64 numbers apart, of the chunks before.
-template <int kRows, int kWide>  // the latter in vectors
-static void add_tile(const Chunk &chunk, const float *x, float *sums, float *y, Fetch fetch) {
+// sums: (kRows, kWide), 64 numbers apart, of the chunks before. number(input, row): what the weights are multiplied by.
+template <int kRows, int kWide, typename Number>  // kWide in vectors
+static void add_tile(const Chunk &chunk, const Number &number, float *sums, float *y, Fetch fetch) {
     Vector totals[kRows][kWide];
     for (int row = 0; row < kRows; ++row)
         for (int part = 0; part < kWide; ++part) {
@@ -52,8 +53,8 @@ static void add_tile(const Chunk &chunk, const float *x, float *sums, float *y, 
         Vector weights[kWide];
         for (int part = 0; part < kWide; ++part) weights[part] = load(weight + part * kLanes);
         for (int row = 0; row < kRows; ++row) {
-            const Vector number = spread(x[input * kRows + row]);
-            for (int part = 0; part < kWide; ++part) totals[row][part] += number * weights[part];
+            const Vector many = spread(number(input, row));
+            for (int part = 0; part < kWide; ++part) totals[row][part] += many * weights[part];
         }
     }
     float *to = chunk.last ? y : sums;
@@ -75,9 +76,14 @@ static void with_rows(int64_t rows, const Body &body) {
     }
 }
 
+// x: (inputs, rows) of the chunk.
 template <int kWide>
 static void add_rows(int64_t rows, const Chunk &chunk, const float *x, float *sums, float *y, Fetch fetch) {
-    with_rows(rows, [&](auto constant) { add_tile<constant(), kWide>(chunk, x, sums, y, fetch); });
+    with_rows(rows, [&](auto constant) {
+        constexpr int kRows = constant();
+        const auto number = [x](int64_t input, int row) { return x[input * kRows + row]; };
+        add_tile<kRows, kWide>(chunk, number, sums, y, fetch);
+    });
 }
 
 // The tokens of each tile: as equal parts as can be.
@@ -101,11 +107,14 @@ static void pack_tokens(const float *x, const Tiles &tiles, int64_t stride, int6
     });
 }
 
+// Columns that a panel lies in memory with, of `columns` that are left of a weight.
+static inline int64_t width_of(int64_t columns) { return std::min(kPanel, (columns + kLeast - 1) / kLeast * kLeast); }
+
 struct Panel {
-    const float *weight, *bias;  // (inputs, 64), and (columns) or null
-    const float *following;      // the panel that this thread will probably have next
-    int64_t inputs, columns;     // of the 64, fewer in a weight's last panel
-    int64_t stride;              // of what is written
+    const float *weight, *bias;      // (inputs, width), and (columns) or null
+    const float *following;          // the panel that this thread will probably have next
+    int64_t inputs, width, columns;  // the latter fewer where a weight's last panel is filled up
+    int64_t stride;                  // of what is written
 };
 
 // Parts of a chunk, (inputs, 64), side by side: (64 / width, inputs, width).
@@ -121,25 +130,27 @@ static void split_columns(const float *weight, int64_t inputs, float *parts) {
 template <int kWide, bool kDeep>
 static void multiply_panel(
     const float *packed, const Tiles &tiles, int64_t begin_tile, int64_t end_tile, const Panel &panel, float *y) {
-    constexpr int64_t kWidth = kWide * kLanes, kChunk = kNear / (kDeep ? kWidth : kPanel);
-    static thread_local std::vector<float> room, parts(kDeep ? kChunk * kPanel : 0);
-    const int64_t from = tiles.first(begin_tile), end = tiles.first(end_tile);
+    constexpr int64_t kWidth = kWide * kLanes, kDepth = kNear / kWidth;
+    static thread_local std::vector<float> room, parts(kDeep ? kDepth * kPanel : 0);
+    const int64_t from = tiles.first(begin_tile), end = tiles.first(end_tile), width = panel.width;
     if (static_cast<int64_t>(room.size()) < (end - from) * kPanel) room.resize((end - from) * kPanel);
+    const bool filled = panel.columns < width;
     float padded[kPanel] = {};
     const float *bias = panel.bias;
-    if (bias && panel.columns < kPanel) bias = std::copy_n(bias, panel.columns, padded) - panel.columns;
-    const int64_t work = (kPanel / kWidth) * (end_tile - begin_tile), bytes = kPanel * sizeof(float);
-    for (int64_t begin = 0; begin < panel.inputs; begin += kChunk) {
-        const bool ends = begin + kChunk >= panel.inputs, last = ends && panel.columns == kPanel;
-        const int64_t inputs = std::min(kChunk, panel.inputs - begin);
-        const float *weight = panel.weight + begin * kPanel;
-        const char *next = reinterpret_cast<const char *>(ends ? panel.following : weight + kChunk * kPanel);
+    if (bias && filled) bias = std::copy_n(bias, panel.columns, padded) - panel.columns;
+    const int64_t depth = kDeep ? kDepth : kNear / width;
+    const int64_t work = (width / kWidth) * (end_tile - begin_tile), bytes = width * sizeof(float);
+    for (int64_t begin = 0; !begin || begin < panel.inputs; begin += depth) {  // once of no inputs, too
+        const bool ends = begin + depth >= panel.inputs, last = ends && !filled;
+        const int64_t inputs = std::min(depth, panel.inputs - begin);
+        const float *weight = panel.weight + begin * width;
+        const char *next = reinterpret_cast<const char *>(ends ? panel.following : weight + depth * width);
         if (kDeep) split_columns<kWidth>(weight, inputs, parts.data());
-        for (int64_t column = 0; column < kPanel; column += kWidth) {
+        for (int64_t column = 0; column < width; column += kWidth) {
             const float *own = kDeep ? parts.data() + column * inputs : weight + column;
             const Chunk chunk{
-                own, kDeep ? kWidth : kPanel, bias ? bias + column : nullptr, panel.stride, inputs, begin == 0, last};
-            for (int64_t tile = begin_tile; tile < end_tile; ++tile, next += kChunk * bytes / work) {
+                own, kDeep ? kWidth : width, bias ? bias + column : nullptr, panel.stride, inputs, begin == 0, last};
+            for (int64_t tile = begin_tile; tile < end_tile; ++tile, next += depth * bytes / work) {
                 const int64_t first = tiles.first(tile), rows = tiles.first(tile + 1) - first;
                 add_rows<kWide>(
                     rows, chunk, packed + first * panel.inputs + begin * rows,
@@ -148,13 +159,13 @@ static void multiply_panel(
             }
         }
     }
-    if (panel.columns < kPanel)
+    if (filled)
         for (int64_t token = from; token < end; ++token)
             std::copy_n(room.data() + (token - from) * kPanel, panel.columns, y + token * panel.stride);
 }
 
 struct Weight {
-    const float *panels, *bias;  // (panels, inputs, 64), and (outputs) or null
+    const float *panels, *bias;  // of (inputs, 64) each, and (outputs) or null
     int64_t inputs, outputs;
 };
 
@@ -174,11 +185,12 @@ static void multiply(const float *x, int64_t tokens, int64_t stride, const Weigh
         const int64_t block = piece / panels, first = piece % panels * kPanel;
         const int64_t begin = tiles.count * block / blocks, end = tiles.count * (block + 1) / blocks;
         const int64_t following = (piece + pool().threads()) % panels * kPanel;
+        const int64_t columns = std::min(kPanel, weight.outputs - first), width = width_of(columns);
         const Panel panel{
             weight.panels + first * weight.inputs, weight.bias ? weight.bias + first : nullptr,
-            weight.panels + following * weight.inputs, weight.inputs, std::min(kPanel, weight.outputs - first),
-            weight.outputs};
-        if (kColumns < kVectors && tokens >= kMany) multiply_panel<kColumns, true>(x, tiles, begin, end, panel, y + first);
+            weight.panels + following * weight.inputs, weight.inputs, width, columns, weight.outputs};
+        if (width < kPanel) multiply_panel<kLeast / kLanes, false>(x, tiles, begin, end, panel, y + first);
+        else if (kColumns < kVectors && tokens >= kMany) multiply_panel<kColumns, true>(x, tiles, begin, end, panel, y + first);
         else if (kColumns == 4 || tokens > 3) multiply_panel<kColumns, false>(x, tiles, begin, end, panel, y + first);
         else if (tokens > 1) multiply_panel<4, false>(x, tiles, begin, end, panel, y + first);
         else multiply_panel<kVectors, false>(x, tiles, begin, end, panel, y + first);

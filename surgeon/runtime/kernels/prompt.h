@@ -1,19 +1,21 @@
 // Attention of many tokens of one text, such as a prompt, over its keys and values in a paged cache.
 //
-// Tokens go through in blocks, with all heads that share a head of keys, over 64 keys at a time: scores are a product
-// with the transposed keys as its panel, and what is attended one with the values, both with the tiles of product.h.
-// Weights are made relative to the highest score so far; when a higher one comes, what has been summed is scaled down
-// (as FlashAttention does).
+// Rows are tokens and heads that share a head of keys. They go through in blocks of up to 64, over 64 keys at a time: the
+// scores, (keys, rows), are a product of keys where they lie with the block's queries as its panel, and what is attended
+// is one of those with the values, both with the tiles of product.h. So rows lie side by side in vectors when weights are
+// made of their scores, relative to the highest so far; when a higher one comes, what has been summed is scaled down (as
+// FlashAttention does).
 #pragma once
 
 #include <algorithm>
+#include <cfloat>
 #include <cmath>
 #include <vector>
 
 #include "attention.h"
 #include "product.h"
 
-constexpr int64_t kBlockRows = 48;  // of a token and a head each, about, that share what is read of keys and values
+constexpr float kUnseen = -FLT_MAX;  // in place of the score of a key that a row does not look at
 
 // What one text's tokens look at.
 struct Prompt {
@@ -30,56 +32,49 @@ struct Prompt {
 
 // Room for one block's work: what belongs to its rows, and to 64 keys.
 struct BlockRoom {
-    std::vector<float> queries, keys, values, scores, weights, sums, highest, total;
+    std::vector<float> queries, values, scores, sums, highest, factors, total;
     std::vector<int64_t> places;
 
     // Panels of values, (64, 64) each, have `dim` columns together.
-    void reserve(int64_t rows, int64_t dim, int64_t panels) {
-        queries.resize(rows * dim);
-        keys.resize(dim * kPanel);
+    void reserve(int64_t dim, int64_t panels) {
+        queries.assign(dim * kPanel, 0.0f);
         values.resize(panels * kPanel * kPanel);
-        scores.resize(rows * kPanel);
-        weights.resize(rows * kPanel);
-        sums.assign(panels * rows * kPanel, 0.0f);
-        highest.assign(rows, -INFINITY);
-        total.assign(rows, 0.0f);
+        scores.resize(kPanel * kPanel);
+        sums.assign(panels * kPanel * kPanel, 0.0f);
+        highest.assign(kPanel, kUnseen);
+        factors.resize(kPanel);
+        total.assign(kPanel, 0.0f);
     }
 };
 
 class PromptBlock {
 public:
-    // Some tokens of a text, from `token` on, with the heads of one head of keys.
-    PromptBlock(const Prompt &prompt, int64_t head, int64_t token, int64_t tokens, BlockRoom &room)
-        : prompt_(prompt), head_(head), token_(token), group_(prompt.heads / prompt.kv_heads), tiles_(tokens * group_),
-          panels_((prompt.dim + kPanel - 1) / kPanel), room_(room) {}
+    // Some rows of a text, of one head of keys.
+    PromptBlock(const Prompt &prompt, int64_t head, int64_t first, int64_t rows, BlockRoom &room)
+        : prompt_(prompt), head_(head), first_(first), rows_(rows), group_(prompt.heads / prompt.kv_heads),
+          panels_((prompt.dim + kPanel - 1) / kPanel), tiles_(rows), room_(room) {}
 
     void attend() {
-        room_.reserve(tiles_.tokens, prompt_.dim, panels_);
+        room_.reserve(prompt_.dim, panels_);
         find_places();
         pack_queries();
-        const int64_t last = position(tiles_.tokens - 1);
-        for (int64_t key = seen_from(position(0)); key <= last; key += kPanel) {
+        const int64_t last = position(rows_ - 1);
+        const int64_t from = prompt_.window ? position(0) + 1 - prompt_.window : 0;
+        for (int64_t key = std::max(from, prompt_.first_key); key <= last; key += kPanel) {
             const int64_t keys = std::min(kPanel, last + 1 - key);
-            pack_keys(key, keys);
-            multiply(room_.queries.data(), room_.keys.data(), prompt_.dim, true, room_.scores.data());
-            for (int64_t row = 0; row < tiles_.tokens; ++row) soften_row(row, key);
-            pack_rows(room_.scores.data(), kPanel, room_.weights.data());
-            for (int64_t panel = 0; panel < panels_; ++panel)
-                multiply(
-                    room_.weights.data(), room_.values.data() + panel * kPanel * kPanel, keys, false,
-                    room_.sums.data() + panel * tiles_.tokens * kPanel);
+            score(key, keys);
+            if (prompt_.softcap > 0) cap(room_.scores.data(), prompt_.softcap, keys * kPanel);
+            for (int64_t at = 0; at < keys; ++at) hide(key + at, room_.scores.data() + at * kPanel);
+            for (int64_t row = 0; row < rows_; row += kLanes) soften(row, keys);
+            scale_down();
+            pack_values(key, keys);
+            for (int64_t panel = 0; panel < panels_; ++panel) weigh(panel, keys);
         }
         write();
     }
 
 private:
-    int64_t position(int64_t row) const { return prompt_.start + token_ + row / group_; }
-
-    // The first position that a token at this one looks at.
-    int64_t seen_from(int64_t position) const {
-        const int64_t first = prompt_.window ? position + 1 - prompt_.window : 0;
-        return std::max(first, prompt_.first_key);
-    }
+    int64_t position(int64_t row) const { return prompt_.start + (first_ + row) / group_; }
 
     void find_places() {
         room_.places.clear();
@@ -88,122 +83,141 @@ private:
                 room_.places.push_back(prompt_.runs[run].first + at);
     }
 
-    const float *query(int64_t row) const {
-        const int64_t head = head_ * group_ + row % group_;
-        return prompt_.queries + (token_ + row / group_) * prompt_.stride + head * prompt_.dim;
+    // Where a row is in queries, `stride` numbers a token, or in what is written.
+    int64_t offset(int64_t row, int64_t stride) const {
+        return (first_ + row) / group_ * stride + (head_ * group_ + (first_ + row) % group_) * prompt_.dim;
     }
 
+    // As (dim, 64).
     void pack_queries() {
-        for (int64_t tile = 0; tile < tiles_.count; ++tile) {
-            const int64_t first = tiles_.first(tile), rows = tiles_.first(tile + 1) - first;
-            for (int64_t row = 0; row < rows; ++row) {
-                const float *from = query(first + row);
-                float *to = room_.queries.data() + first * prompt_.dim + row;
-                for (int64_t at = 0; at < prompt_.dim; ++at) to[at * rows] = from[at] * prompt_.scale;
+        for (int64_t row = 0; row < rows_; ++row) {
+            const float *from = prompt_.queries + offset(row, prompt_.stride);
+            for (int64_t at = 0; at < prompt_.dim; ++at) room_.queries[at * kPanel + row] = from[at] * prompt_.scale;
+        }
+    }
+
+    const float *key(int64_t position) const {
+        return prompt_.cache + head_ * prompt_.plane + room_.places[position - prompt_.first_key] * prompt_.dim;
+    }
+
+    // Scores of some keys from a position on: (keys, 64).
+    void score(int64_t first, int64_t keys) {
+        const Tiles tiles(keys);
+        for (int64_t tile = 0; tile < tiles.count; ++tile) {
+            const int64_t begin = tiles.first(tile);
+            with_rows(tiles.first(tile + 1) - begin, [&](auto constant) {
+                constexpr int kRows = constant();
+                const float *from[kRows];
+                for (int row = 0; row < kRows; ++row) from[row] = key(first + begin + row);
+                const auto number = [&from](int64_t input, int row) { return from[row][input]; };
+                for (int64_t column = 0; column < rows_; column += kColumns * kLanes) {
+                    const float *queries = room_.queries.data() + column;
+                    const Chunk chunk{queries, kPanel, nullptr, kPanel, prompt_.dim, true, false};
+                    float *to = room_.scores.data() + begin * kPanel + column;
+                    add_tile<kRows, kColumns>(chunk, number, to, to, still(queries));
+                }
+            });
+        }
+    }
+
+    // Overwrites the scores of one key for the rows that do not look at it, which come before others or after them.
+    void hide(int64_t key, float *scores) const {
+        const int64_t before = (key - prompt_.start) * group_ - first_;
+        std::fill_n(scores, std::clamp<int64_t>(before, 0, rows_), kUnseen);
+        if (!prompt_.window) return;
+        const int64_t end = std::clamp<int64_t>(before + prompt_.window * group_, 0, rows_);
+        std::fill(scores + end, scores + rows_, kUnseen);
+    }
+
+    // Scores of a vector of rows to weights relative to the highest score so far.
+    void soften(int64_t row, int64_t keys) {
+        float *scores = room_.scores.data() + row;
+        const Vector before = load(room_.highest.data() + row), unseen = spread(kUnseen);
+        Vector highest = before;
+        for (int64_t at = 0; at < keys; ++at) {
+            const Vector own = load(scores + at * kPanel);
+            highest = own > highest ? own : highest;
+        }
+        Vector total{};
+        for (int64_t at = 0; at < keys; ++at) {
+            const Vector own = load(scores + at * kPanel);
+            const Vector weight = own == unseen ? Vector{} : exponential(own - highest);
+            store(scores + at * kPanel, weight);
+            total += weight;
+        }
+        const Vector factor = exponential(before - highest);
+        store(room_.highest.data() + row, highest);
+        store(room_.factors.data() + row, factor);
+        store(room_.total.data() + row, load(room_.total.data() + row) * factor + total);
+    }
+
+    // What has been summed of rows, to their new highest scores.
+    void scale_down() {
+        for (int64_t row = 0; row < rows_; ++row) {
+            const float factor = room_.factors[row];
+            if (factor == 1.0f) continue;
+            for (int64_t panel = 0; panel < panels_; ++panel) {
+                float *sums = room_.sums.data() + (panel * kPanel + row) * kPanel;
+                for (int64_t at = 0; at < kPanel; at += kLanes) store(sums + at, load(sums + at) * factor);
             }
         }
     }
 
-    // Rows, (rows, 64), to (64, rows of the tile) for each tile.
-    void pack_rows(const float *from, int64_t columns, float *packed) {
-        for (int64_t tile = 0; tile < tiles_.count; ++tile) {
-            const int64_t first = tiles_.first(tile), rows = tiles_.first(tile + 1) - first;
-            float *to = packed + first * columns;
-            for (int64_t row = 0; row < rows; ++row)
-                for (int64_t at = 0; at < columns; ++at) to[at * rows + row] = from[(first + row) * kPanel + at];
-        }
-    }
-
-    // Keys as (dim, 64) and values as (keys, 64) for each panel.
-    void pack_keys(int64_t first, int64_t keys) {
+    // Values of some keys from a position on, as (keys, 64) for each panel.
+    void pack_values(int64_t first, int64_t keys) {
         const int64_t dim = prompt_.dim;
-        const float *head_keys = prompt_.cache + head_ * prompt_.plane;
-        const float *head_values = head_keys + prompt_.kv_heads * prompt_.plane;
-        for (int64_t key = 0; key < keys; ++key) {
-            const int64_t place = room_.places[first - prompt_.first_key + key];
-            const float *from = head_keys + place * dim, *value = head_values + place * dim;
-            for (int64_t at = 0; at < dim; ++at) room_.keys[at * kPanel + key] = from[at];
+        for (int64_t at = 0; at < keys; ++at) {
+            const float *from = key(first + at) + prompt_.kv_heads * prompt_.plane;
             for (int64_t panel = 0; panel < panels_; ++panel)
                 std::copy_n(
-                    value + panel * kPanel, std::min(kPanel, dim - panel * kPanel),
-                    room_.values.data() + (panel * kPanel + key) * kPanel);
+                    from + panel * kPanel, std::min(kPanel, dim - panel * kPanel),
+                    room_.values.data() + (panel * kPanel + at) * kPanel);
         }
-        for (int64_t key = keys; key < kPanel; ++key)
-            for (int64_t at = 0; at < dim; ++at) room_.keys[at * kPanel + key] = 0;
     }
 
-    // Packed rows times a panel: written to sums, (rows, 64), or added to them.
-    void multiply(const float *packed, const float *panel, int64_t inputs, bool first, float *sums) {
-        const int64_t width = first ? inputs : kPanel;  // of what is packed
-        for (int64_t column = 0; column < kPanel; column += kColumns * kLanes) {
-            const Chunk chunk{panel + column, kPanel, nullptr, kPanel, inputs, first, false};
+    // Adds values of some keys, times their weights, to sums of one panel, (64, 64).
+    void weigh(int64_t panel, int64_t keys) {
+        const float *values = room_.values.data() + panel * kPanel * kPanel;
+        const int64_t columns = std::min(kPanel, prompt_.dim - panel * kPanel);
+        for (int64_t column = 0; column < columns; column += kColumns * kLanes) {
+            const Chunk chunk{values + column, kPanel, nullptr, kPanel, keys, false, false};
             for (int64_t tile = 0; tile < tiles_.count; ++tile) {
-                const int64_t at = tiles_.first(tile), rows = tiles_.first(tile + 1) - at;
-                float *own = sums + at * kPanel + column;
-                add_rows<kColumns>(
-                    rows, chunk, packed + at * width, own, own, Fetch{reinterpret_cast<const char *>(panel), 0});
+                const int64_t begin = tiles_.first(tile);
+                const float *weights = room_.scores.data() + begin;
+                float *sums = room_.sums.data() + (panel * kPanel + begin) * kPanel + column;
+                const auto number = [weights](int64_t at, int row) { return weights[at * kPanel + row]; };
+                with_rows(tiles_.first(tile + 1) - begin, [&](auto constant) {
+                    add_tile<constant(), kColumns>(chunk, number, sums, sums, still(values));
+                });
             }
         }
     }
 
-    // One row's scores of 64 keys to weights relative to the highest score so far.
-    void soften_row(int64_t row, int64_t key) {
-        float *scores = room_.scores.data() + row * kPanel;
-        const int64_t own = position(row);
-        const int64_t from = std::max<int64_t>(0, seen_from(own) - key), end = std::min(kPanel, own + 1 - key);
-        if (from >= end) {
-            std::fill_n(scores, kPanel, 0.0f);
-            return;
-        }
-        if (prompt_.softcap > 0) cap(scores + from, prompt_.softcap, end - from);
-        float highest = room_.highest[row];
-        for (int64_t at = from; at < end; ++at) highest = std::max(highest, scores[at]);
-        if (highest > room_.highest[row]) lower(row, highest);
-        for (int64_t at = 0; at < kPanel; at += kLanes)
-            store(scores + at, exponential(load(scores + at) - room_.highest[row]));
-        std::fill(scores, scores + from, 0.0f);
-        std::fill(scores + end, scores + kPanel, 0.0f);
-        Vector total{};
-        for (int64_t at = 0; at < kPanel; at += kLanes) total += load(scores + at);
-        room_.total[row] += sum(total);
-    }
-
-    // Scale what has been summed of a row down to a new highest score.
-    void lower(int64_t row, float highest) {
-        const float factor = std::exp(room_.highest[row] - highest);  // 0 at first
-        room_.highest[row] = highest;
-        room_.total[row] *= factor;
-        for (int64_t panel = 0; panel < panels_; ++panel) {
-            float *sums = room_.sums.data() + (panel * tiles_.tokens + row) * kPanel;
-            for (int64_t at = 0; at < kPanel; at += kLanes) store(sums + at, load(sums + at) * factor);
-        }
-    }
+    static Fetch still(const float *there) { return Fetch{reinterpret_cast<const char *>(there), 0}; }
 
     void write() {
-        for (int64_t row = 0; row < tiles_.tokens; ++row) {
-            const int64_t head = head_ * group_ + row % group_;
-            float *to = prompt_.y + ((token_ + row / group_) * prompt_.heads + head) * prompt_.dim;
-            const float inverse = 1.0f / room_.total[row];
+        for (int64_t row = 0; row < rows_; ++row) {
+            float *to = prompt_.y + offset(row, prompt_.heads * prompt_.dim);
+            // The highest score has the weight 1; without one none was a number, or all were -inf.
+            const float inverse = room_.total[row] >= 0.5f ? 1.0f / room_.total[row] : NAN;
             for (int64_t at = 0; at < prompt_.dim; ++at)
-                to[at] = room_.sums[(at / kPanel * tiles_.tokens + row) * kPanel + at % kPanel] * inverse;
+                to[at] = room_.sums[(at / kPanel * kPanel + row) * kPanel + at % kPanel] * inverse;
         }
     }
 
     const Prompt &prompt_;
-    const int64_t head_, token_, group_;
+    const int64_t head_, first_, rows_, group_, panels_;
     const Tiles tiles_;  // of rows
-    const int64_t panels_;
     BlockRoom &room_;
 };
 
 static void attend_prompt(const Prompt &prompt) {
     if (!prompt.kv_heads) return;
-    const int64_t group = prompt.heads / prompt.kv_heads;
-    const int64_t together = std::max<int64_t>(1, kBlockRows / group), blocks = (prompt.tokens + together - 1) / together;
+    const int64_t rows = prompt.tokens * (prompt.heads / prompt.kv_heads), blocks = (rows + kPanel - 1) / kPanel;
     pool().share(blocks * prompt.kv_heads, [&](int64_t task) {
         static thread_local BlockRoom room;
-        const int64_t token = (blocks - 1 - task / prompt.kv_heads) * together;  // those with most keys first
-        const int64_t tokens = std::min(together, prompt.tokens - token);
-        PromptBlock(prompt, task % prompt.kv_heads, token, tokens, room).attend();
+        const int64_t block = blocks - 1 - task / prompt.kv_heads;  // those with most keys first
+        const int64_t first = rows * block / blocks, end = rows * (block + 1) / blocks;
+        PromptBlock(prompt, task % prompt.kv_heads, first, end - first, room).attend();
     });
 }

@@ -4,8 +4,8 @@ On x86 processors in float32 a weight is packed once, for this package's own ker
 which PyTorch brings, where there are no kernels. On two AVX2 cores products of 2 to 32 tokens with weights that oneDNN
 has packed take between half and two thirds of the time that they take with transposed ones. The kernel is faster still
 for few tokens, a tenth slower for hundreds (scripts/bench/cpu_kernels.py), and waits for no thread that another process
-keeps from its core. Either layout is the same for every number of tokens, so there is one copy only. Large weights
-whose outputs would be filled up by more than a tenth for packing lie transposed, (in_features, out_features).
+keeps from its core. Either layout is the same for every number of tokens, so there is one copy only. Other weights lie
+transposed, (in_features, out_features).
 
 Shapes: T tokens of a pass.
 """
@@ -20,11 +20,8 @@ from torch import Tensor
 
 from surgeon.runtime.kernels.functions import Kernels, kernels_for
 
-PANEL = 64  # outputs that lie side by side
-MOST_FILLING = 0.1  # of the weight itself
-# Numbers that may fill up a small weight: 1 MB, read in some 50 us. One weight that lies transposed keeps all passes of
-# a model from being recorded (runtime/model/recorded.py), which takes several times as long for every layer.
-LEAST_FILLING = 1 << 18
+PANEL, LEAST = 64, 16  # outputs that lie side by side, and of which there are a multiple
+MOST_FILLING = 0.1  # of a weight itself, for oneDNN, which fills up outputs
 TOKENS = 8  # that oneDNN is told to expect; it chooses the same layout for all numbers but 1
 
 
@@ -69,20 +66,22 @@ class Panels:
     """A weight, (out_features, in_features), packed for the kernel.
 
     Attributes:
-        weight: (panels, in_features, 64), the last panel filled up with zeros.
+        weight: panels of 64 outputs, (in_features, 64), one after the other; the last of those that are left, filled up
+            with zeros to a multiple of 16.
     """
 
     by_kernels = True
 
     def __init__(self, weight: Tensor, kernels: Kernels) -> None:
         self._kernels = kernels
-        self._outputs, inputs = weight.shape
-        whole = self._outputs // PANEL
-        self.weight = weight.new_empty(-(-self._outputs // PANEL), inputs, PANEL)
-        self.weight[:whole].copy_(weight[: whole * PANEL].unflatten(0, (whole, PANEL)).transpose(1, 2))
-        if whole < len(self.weight):
-            rest = weight[whole * PANEL :]
-            self.weight[whole].copy_(F.pad(rest.t(), (0, PANEL - len(rest))))
+        self._shape = outputs, inputs = weight.shape
+        whole = outputs // PANEL * PANEL
+        filled = whole + -(-(outputs - whole) // LEAST) * LEAST
+        self.weight = weight.new_empty(filled * inputs)
+        panels, last = self.weight.split([whole * inputs, (filled - whole) * inputs])
+        panels = panels.view(whole // PANEL, inputs, PANEL)
+        panels.copy_(weight[:whole].reshape(whole // PANEL, PANEL, inputs).transpose(1, 2))
+        last.view(inputs, filled - whole).copy_(F.pad(weight[whole:].t(), (0, filled - outputs)))
 
     def __call__(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """Inputs (T, in_features) to (T, out_features), in memory of its own.
@@ -92,7 +91,7 @@ class Panels:
         """
         assert out is None, "products with packed weights make their own memory"
         x = x if x.stride(1) == 1 else x.contiguous()
-        return self._kernels.product(x, self.weight, self._outputs, bias)
+        return self._kernels.product(x, self.weight, self._shape[0], bias)
 
     def rows(self, numbers: Tensor, first: int) -> Tensor:
         """Some of its rows, (numbers, in_features).
@@ -101,7 +100,7 @@ class Panels:
             numbers: int64; for those that no row has there are zeros.
             first: the number of the first row.
         """
-        return self._kernels.packed_rows(self.weight, self._outputs, numbers, first)
+        return self._kernels.packed_rows(self.weight, self._shape, numbers, first)
 
 
 Product = Transposed | Packed | Panels
@@ -115,18 +114,18 @@ def laid_out(weight: Tensor, packs: bool = True) -> Product:
     """
     if weight.device.type != "cpu":
         return Transposed(weight.t())
-    if packs and _pays_packed(weight):
+    if packs and _is_packable(weight):
         kernels = kernels_for(weight)
         if kernels is not None:
             return Panels(weight, kernels)
-        if torch.backends.mkldnn.is_available():
+        if torch.backends.mkldnn.is_available() and _pays_in_onednn(weight):
             return Packed(weight)
     return Transposed(weight.t().contiguous())
 
 
-def _pays_packed(weight: Tensor) -> bool:
-    if weight.dtype != torch.float32 or platform.machine() not in ("x86_64", "AMD64"):
-        return False
-    outputs, inputs = weight.shape
-    filling = -outputs % PANEL * inputs
-    return weight.numel() > 0 and filling <= max(LEAST_FILLING, MOST_FILLING * weight.numel())
+def _pays_in_onednn(weight: Tensor) -> bool:
+    return weight.numel() > 0 and -len(weight) % PANEL <= MOST_FILLING * len(weight)
+
+
+def _is_packable(weight: Tensor) -> bool:
+    return weight.dtype == torch.float32 and platform.machine() in ("x86_64", "AMD64")

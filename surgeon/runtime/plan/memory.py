@@ -31,7 +31,7 @@ from surgeon.weights.layout import Units
 class Footprint:
     """Bytes by rank, without norms and biases, a thousandth of it, and without what packing fills up.
 
-    That is at most a megabyte or a tenth of each matrix (`products.laid_out`): much only of narrow factors.
+    That is up to 15 rows of each matrix (`products.Panels`): much only of narrow factors.
 
     Attributes:
         weights: matrices, embedding and head.

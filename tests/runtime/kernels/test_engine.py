@@ -66,7 +66,7 @@ def test_a_head_that_is_tied_to_the_embedding(
     [
         ("llama", {}, True),
         ("llama", {"hidden_act": "relu"}, False),
-        ("llama", {"hidden_size": 24, "intermediate_size": 7000}, False),  # of which weights would be filled up too far
+        ("llama", {"hidden_size": 24, "intermediate_size": 7000}, True),
         ("opt", {"ffn_dim": 128, "word_embed_proj_dim": 64}, False),  # norms are PyTorch's
     ],
 )
