@@ -4,6 +4,9 @@
 // is given back, at every loop. Here whoever has time takes the next piece, the calling thread like any other, and it
 // waits at the end only for pieces that others have begun. Threads without work look for some for a short while, then
 // sleep. Who calls while another thread's work is shared does its own work alone.
+//
+// A thread that loses its core in the middle of a piece holds up the others. Where that takes much of the time, another
+// process wants that core: one thread fewer works for a while, which is faster than waiting, and leaves the core to it.
 #pragma once
 
 #include <algorithm>
@@ -28,12 +31,16 @@ public:
     void set_threads(int64_t threads) {
         const std::lock_guard<std::mutex> lock(mutex_);
         wanted_.store(threads);
+        resting_.store(0);
         while (started_ + 1 < threads) std::thread(&Pool::help, this, ++started_).detach();
         awake_.notify_all();
         recalled_.notify_all();
     }
 
-    int64_t threads() const { return wanted_.load(std::memory_order_relaxed); }
+    // How many may at present.
+    int64_t threads() const {
+        return std::max<int64_t>(1, wanted_.load(std::memory_order_relaxed) - resting_.load(std::memory_order_relaxed));
+    }
 
     // Calls body(row) for all rows, of `width` numbers each; as many of them as are worth another thread's taking are one
     // piece.
@@ -50,7 +57,8 @@ public:
     template <typename Body>
     void share(int64_t pieces, const Body &body) {
         std::unique_lock<std::mutex> ours(callers_, std::defer_lock);
-        if (pieces <= 1 || threads() <= 1 || !ours.try_lock()) {
+        if (pieces > 1 && wanted_.load(std::memory_order_relaxed) > 1 && ours.try_lock()) judge();
+        if (!ours.owns_lock() || threads() <= 1) {
             for (int64_t piece = 0; piece < pieces; ++piece) body(piece);
             return;
         }
@@ -64,17 +72,52 @@ public:
             awake_.notify_all();
         }
         while (work()) {}
-        for (int looks = 0; done_.load(std::memory_order_acquire) < pieces; ++looks)
-            if (looks < kLooks) PAUSE();
-            else std::this_thread::yield();
+        wait([&] { return done_.load(std::memory_order_acquire) == pieces; });
     }
 
 private:
+    using Clock = std::chrono::steady_clock;
+    using Time = Clock::time_point;
+
     static constexpr int64_t kWorthTaking = 1 << 13;          // numbers: some microseconds
     static constexpr int kLooks = 1000;                       // before a core is offered to others
     static constexpr std::chrono::microseconds kIdle{200};    // before a thread sleeps
+    static constexpr std::chrono::milliseconds kWatched{100}; // time of which no more than `kLost` is to be lost
+    static constexpr std::chrono::milliseconds kLost{40};     // two threads do less then than one
+    static constexpr int kOften = 3;                          // and not by an interruption or two of all the machine
+    static constexpr std::chrono::seconds kRest{1};           // of a thread, before it is tried again
 
     using Call = void (*)(const void *, int64_t);
+
+    // Waits for pieces that others have begun, and takes note if one of them seems to have no core.
+    template <typename Done>
+    void wait(const Done &done) {
+        for (int looks = 0; looks < kLooks && !done(); ++looks) PAUSE();
+        if (done()) return;
+        const Time begun = Clock::now();
+        while (!done()) std::this_thread::yield();
+        lost_.fetch_add((Clock::now() - begun).count());
+        times_.fetch_add(1);
+    }
+
+    // Has one thread fewer work from now on where too much time is lost, and one more again when it has rested.
+    void judge() {
+        const bool rests = resting_.load(std::memory_order_relaxed) > 0, loses = times_.load(std::memory_order_relaxed) > 0;
+        if (!rests && !loses) return;
+        const Time now = Clock::now();
+        const bool too_much = times_.load() >= kOften && Clock::duration(lost_.load()) >= kLost;
+        if (too_much || now - watched_since_ > kWatched) {
+            watched_since_ = now;
+            lost_.store(0);
+            times_.store(0);
+        }
+        if (!too_much && !(rests && now >= rested_)) return;
+        rested_ = now + kRest;
+        const std::lock_guard<std::mutex> lock(mutex_);
+        const int64_t resting = resting_.load() + (too_much ? 1 : -1);
+        resting_.store(std::clamp<int64_t>(resting, 0, wanted_.load() - 1));
+        recalled_.notify_all();
+    }
 
     static bool any(uint64_t left) { return static_cast<uint32_t>(left) > 0; }
 
@@ -98,17 +141,19 @@ private:
     }
 
     void help(int64_t number) {
-        auto since = std::chrono::steady_clock::now();
+        Time since = Clock::now();
         for (int looks = 1;; ++looks) {
             const bool wanted = number < threads();
             if (wanted && work()) {
                 while (work()) {}
-                since = std::chrono::steady_clock::now();
+                const uint64_t round = left_.load();
+                if (!any(round)) wait([&] { return left_.load() != round || done_.load() == pieces_.load(); });
+                since = Clock::now();
             }
             PAUSE();
-            if (wanted && (looks % 64 || std::chrono::steady_clock::now() - since < kIdle)) continue;
+            if (wanted && (looks % 64 || Clock::now() - since < kIdle)) continue;
             sleep(number);
-            since = std::chrono::steady_clock::now();
+            since = Clock::now();
         }
     }
 
@@ -123,7 +168,10 @@ private:
     std::atomic<uint64_t> left_{0};  // the round's number, and in the lower half how many pieces are left
     std::atomic<Call> call_{nullptr};
     std::atomic<const void *> context_{nullptr};
-    std::atomic<int64_t> pieces_{0}, done_{0}, wanted_{1}, sleeping_{0};
+    std::atomic<int64_t> pieces_{0}, done_{0}, wanted_{1}, resting_{0}, sleeping_{0};
+    std::atomic<Clock::rep> lost_{0};  // time that threads have waited for others that seem to have no core
+    std::atomic<int64_t> times_{0};
+    Time watched_since_{}, rested_{};  // the caller's whose work is shared
     uint64_t round_ = 0;
     int64_t started_ = 0;
     std::mutex callers_, mutex_;

@@ -43,7 +43,10 @@ def in_panels(weight: Tensor) -> Tensor:
     """As the kernels read a weight, (outputs, inputs); what fills up the last panel is drawn, for nobody may read it."""
     parts = weight.split(64)
     widths = [-(-len(part) // 16) * 16 for part in parts]
-    filled = [torch.cat([part, torch.randn(width - len(part), part.shape[1])]) for part, width in zip(parts, widths, strict=True)]
+    filled = [
+        torch.cat([part, torch.randn(width - len(part), part.shape[1])])
+        for part, width in zip(parts, widths, strict=True)
+    ]
     return torch.cat([part.t().reshape(-1) for part in filled])
 
 

@@ -26,7 +26,9 @@ def packed(weight: Tensor, packs: bool = True) -> bool:
 ON_X86 = packed(torch.zeros(64, 16))
 
 
-@pytest.mark.parametrize("shape", [(64, 16), (250, 500), (192, 512), (70, 33), (3, 7), (1, 300), (2, 1100), (0, 16), (70, 0)])
+@pytest.mark.parametrize(
+    "shape", [(64, 16), (250, 500), (192, 512), (70, 33), (3, 7), (1, 300), (2, 1100), (0, 16), (70, 0)]
+)
 @pytest.mark.parametrize("tokens", [0, 1, 2, 9, 70, 200])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("by_kernels", [False, True])
