@@ -67,8 +67,16 @@ class Original(StoredModel):
             ValueError: if a file is damaged, the architecture is not supported, or the model is an edited one, which
                 does not run each of its layers whole and once.
         """
-        folder = locate(path_or_name)
-        checkpoint = Checkpoint(folder)
+        return cls.of(Checkpoint(locate(path_or_name)), str(path_or_name))
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, name: str) -> Original:
+        """The same of a checkpoint that is open.
+
+        Raises:
+            ValueError: as `open`.
+        """
+        folder = checkpoint.folder
         form, own = form_of(checkpoint), stored_program(checkpoint)
         if form.shipped is not None and (
             own is None or not runs_whole_layers(own, read_config(checkpoint).num_hidden_layers)
@@ -84,7 +92,7 @@ class Original(StoredModel):
         config = read_config(checkpoint)
         family = family_of(config)
         _check_tensors(checkpoint, config, family)
-        return cls(checkpoint, config, family, str(path_or_name), own)
+        return cls(checkpoint, config, family, name, own)
 
     @property
     def public_name(self) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -104,6 +105,7 @@ class Checkpoint:
         self._stored: dict[str, StoredTensor] = {}
         self.files: dict[str, Path] = {}
         self._weights_hash = ""
+        self._hashing = Lock()
         for file, names in self._index().items():
             self._add(folder / file, names)
         if not self.files:
@@ -230,16 +232,17 @@ class Checkpoint:
         return hashlib.sha256(f"{text}\n{self.weights_hash()}".encode()).hexdigest()
 
     def weights_hash(self) -> str:
-        """SHA-256 over the names and contents of the weight files, which are read once."""
-        if not self._weights_hash:
-            digest = hashlib.sha256()
-            for path in sorted(set(self.files.values())):
-                digest.update(path.name.encode())
-                with path.open("rb", buffering=0) as file:
-                    for block in blocks_of(file, path.stat().st_size, path):
-                        digest.update(block)
-            self._weights_hash = digest.hexdigest()
-        return self._weights_hash
+        """SHA-256 over the names and contents of the weight files, which are read once, whichever threads ask."""
+        with self._hashing:
+            if not self._weights_hash:
+                digest = hashlib.sha256()
+                for path in sorted(set(self.files.values())):
+                    digest.update(path.name.encode())
+                    with path.open("rb", buffering=0) as file:
+                        for block in blocks_of(file, path.stat().st_size, path):
+                            digest.update(block)
+                self._weights_hash = digest.hexdigest()
+            return self._weights_hash
 
 
 @dataclass(frozen=True)

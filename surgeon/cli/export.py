@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from surgeon.analysis.recipe_factors import RecipeFactors
     from surgeon.checkpoint.export import ExportPlan, Original
     from surgeon.checkpoint.prove import Proof
+    from surgeon.checkpoint.read import Checkpoint
     from surgeon.recipe import Recipe
 
 
@@ -41,6 +42,10 @@ class FactorArguments:
         Raises:
             FileNotFoundError, ValueError, OSError: as `make_recipe_factors`.
         """
+        from surgeon.analysis.factor_plan import plan_factors
+
+        if not plan_factors(steps, original.config, original.own).is_calibrated:
+            return None  # before what makes them is imported
         from surgeon.analysis.recipe_factors import make_recipe_factors
         from surgeon.memory import parse_size
 
@@ -104,15 +109,19 @@ def export(
     Where the recipe has lowrank with a method other than plain, factors are made first, layer by layer, on the text
     that it names. Interrupted, the same command goes on where it was.
     """
-    from surgeon.checkpoint.export import plan_export, write_export
-    from surgeon.checkpoint.measured import read_measured
     from surgeon.checkpoint.staging import check_target
     from surgeon.progress import progress
     from surgeon.recipe import read_recipe
 
     steps = read_recipe(recipe)
     check_target(output, overwrite)
-    original, steps = _opened(steps, model)
+    checkpoint = _being_hashed(model or steps.model)
+    from surgeon.checkpoint.export import Original, plan_export, write_export
+    from surgeon.checkpoint.measured import read_measured
+
+    original = Original.of(checkpoint, model or steps.model)
+    if steps.weights is not None:
+        steps = _bound(steps, original, chosen=model is not None)
     made = calibrated.make(steps, original, output)
     if made is not None:
         steps = made.published(steps)
@@ -129,12 +138,14 @@ def export(
     print(output)
 
 
-def _opened(steps: Recipe, model: str | None) -> tuple[Original, Recipe]:
-    """The model that is exported, and the recipe, bound to its weights if it was bound to some."""
-    from surgeon.checkpoint.export import Original
+def _being_hashed(path_or_name: str) -> Checkpoint:
+    """A model's checkpoint, whose files are being hashed from now on: what comes next takes seconds to import."""
+    from surgeon.beside import Background
+    from surgeon.checkpoint.read import Checkpoint, locate
 
-    original = Original.open(model or steps.model)
-    return original, steps if steps.weights is None else _bound(steps, original, chosen=model is not None)
+    checkpoint = Checkpoint(locate(path_or_name))
+    Background(checkpoint.weights_hash)
+    return checkpoint
 
 
 def _bound(steps: Recipe, original: Original, chosen: bool) -> Recipe:

@@ -74,7 +74,8 @@ class Panels:
 
     def __init__(self, weight: Tensor, kernels: Kernels) -> None:
         self._kernels = kernels
-        self._shape = outputs, inputs = weight.shape
+        outputs, inputs = weight.shape
+        self._shape = (outputs, inputs)
         whole = outputs // PANEL * PANEL
         filled = whole + -(-(outputs - whole) // LEAST) * LEAST
         self.weight = weight.new_empty(filled * inputs)

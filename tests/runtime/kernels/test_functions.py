@@ -40,14 +40,12 @@ def close(found: Tensor, expected: Tensor, relative: float = 1e-6) -> bool:
 
 
 def in_panels(weight: Tensor) -> Tensor:
-    """As the kernels read a weight, (outputs, inputs); what fills up the last panel is drawn, for nobody may read it."""
-    parts = weight.split(64)
-    widths = [-(-len(part) // 16) * 16 for part in parts]
-    filled = [
-        torch.cat([part, torch.randn(width - len(part), part.shape[1])])
-        for part, width in zip(parts, widths, strict=True)
-    ]
-    return torch.cat([part.t().reshape(-1) for part in filled])
+    """As the kernels read a weight, (outputs, inputs); what fills up the last panel is drawn: nobody may read it."""
+    panels = []
+    for part in weight.split(64):
+        width = -(-len(part) // 16) * 16
+        panels.append(torch.cat([part, torch.randn(width - len(part), part.shape[1])]).t().reshape(-1))
+    return torch.cat(panels)
 
 
 @pytest.mark.parametrize("seed", range(DRAWS))
