@@ -105,7 +105,8 @@ private:
         const bool rests = resting_.load(std::memory_order_relaxed) > 0, loses = times_.load(std::memory_order_relaxed) > 0;
         if (!rests && !loses) return;
         const Time now = Clock::now();
-        const bool too_much = times_.load() >= kOften && Clock::duration(lost_.load()) >= kLost;
+        const int64_t others = threads() - 1;  // all of them take note of one that holds them up
+        const bool too_much = others && times_.load() >= kOften * others && Clock::duration(lost_.load()) >= kLost * others;
         if (too_much || now - watched_since_ > kWatched) {
             watched_since_ = now;
             lost_.store(0);

@@ -125,7 +125,7 @@ def test_attend(own: Kernels, seed: int) -> None:
 def test_attend_text(own: Kernels, seed: int) -> None:
     """Any number of tokens behind any number of others, in any runs, with windows, scales and bounds of scores."""
     draw = drawn(seed)
-    tokens, kv_heads, group, dim = draw(1, 150), draw(1, 3), draw(1, 60 if seed == 0 else 6), draw(1, 150)
+    tokens, kv_heads, group, dim = draw(1, 150), draw(1, 3), draw(1, 160 if seed < 2 else 6), draw(1, 150)
     start = draw(0, 200) * draw(0, 1)
     window = draw(1, 200) if draw(0, 1) else None
     first_key = 0 if window is None else max(0, start + 1 - window)
@@ -158,10 +158,22 @@ def test_attend_to_scores_far_apart(own: Kernels) -> None:
     assert torch.allclose(own.attend(queries, pair, read, None, None)[0], pair[1, 5])
 
 
+@pytest.mark.parametrize("step", [30.0, -30.0])
+def test_tokens_of_a_text_to_scores_far_apart(own: Kernels, step: float) -> None:
+    """Scores that rise or fall by thousands over the keys; what has been summed is made smaller or stays."""
+    pair, queries = torch.randn(2, 200, 8), torch.rand(200, 1, 8) + 0.1
+    pair[0] = torch.arange(200)[:, None] * step
+    found = own.attend_text(queries, pair, TextKeys(torch.tensor([[0, 200]]), 0, 0, None), None, None)
+    scores = queries.double()[:, 0] @ pair[0].double().t() * 8**-0.5
+    seen = torch.ones(200, 200, dtype=torch.bool).tril()
+    expected = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ pair[1].double()
+    assert close(found, expected)
+
+
 def test_what_is_no_number_stays_none(own: Kernels) -> None:
     """NaN and infinity are seen in what comes out: an engine tells the user of them."""
     nan, infinite = float("nan"), float("inf")
-    for wrong in (nan, infinite):
+    for wrong in (nan, infinite, -infinite):
         x = torch.ones(2, 64)
         x[0, 3] = wrong
         assert not own.rms_norm(x, torch.ones(64), 1e-6)[0].isfinite().all()
