@@ -50,6 +50,8 @@ class Arena:
     @staticmethod
     def borrowed(tensor: Tensor) -> Tensor:
         """The same numbers, which do not keep others from being given their memory; as long as the arena lives."""
+        if not tensor.numel():  # as a rank's logits where there are fewer tokens than ranks
+            return tensor.new_empty(tensor.shape)
         numbers = (c_float * tensor.numel()).from_address(tensor.data_ptr())
         return torch.frombuffer(numbers, dtype=torch.float32).view(tensor.shape)
 

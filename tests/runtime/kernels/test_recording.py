@@ -203,6 +203,11 @@ def test_memory_is_given_to_nobody_who_shares_it(wanted: list[tuple[int, int]]) 
     assert arena.nbytes <= 6 * 4 * (64 + 128 + 256)  # of each size as many as live at a time, the new one among them
 
 
+def test_what_is_empty_is_borrowed_too() -> None:
+    """As the logits of a rank that has none of a few tokens."""
+    assert Arena.borrowed(torch.empty(3, 0)).shape == (3, 0)
+
+
 def test_memory_is_used_again() -> None:
     arena = Arena()
     for count in range(1, 100):
