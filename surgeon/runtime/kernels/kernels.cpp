@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstring>
 #include <limits>
+#include <vector>
 
 #include "attention.h"
 #include "exchange.h"
@@ -92,8 +93,12 @@ EXPORTED void attend_text(
     const float *queries, int64_t stride, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t dim,
     const float *cache, int64_t plane, const Run *runs, int64_t count_runs, int64_t first_key, int64_t start,
     int64_t window, float scale, float softcap, float *y) {
+    static thread_local std::vector<int64_t> places;
+    places.clear();
+    for (int64_t run = 0; run < count_runs; ++run)
+        for (int64_t at = 0; at < runs[run].tokens; ++at) places.push_back(runs[run].first + at);
     attend_prompt(Prompt{
-        queries, stride, tokens, heads, kv_heads, dim, cache, plane, runs, count_runs, first_key, start, window, scale,
+        queries, stride, tokens, heads, kv_heads, dim, cache, plane, places.data(), first_key, start, window, scale,
         softcap, y});
 }
 

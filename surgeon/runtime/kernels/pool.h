@@ -82,7 +82,7 @@ private:
     static constexpr int64_t kWorthTaking = 1 << 13;          // numbers: some microseconds
     static constexpr int kLooks = 1000;                       // before a core is offered to others
     static constexpr std::chrono::microseconds kIdle{200};    // before a thread sleeps
-    static constexpr std::chrono::microseconds kStall{500};   // longer than other pieces than the largest take
+    static constexpr std::chrono::microseconds kStall{500};   // a shorter wait is for a piece, not for a core
     static constexpr std::chrono::milliseconds kWatched{100}; // time of which no more than `kLost` is to be lost
     static constexpr std::chrono::milliseconds kLost{40};     // two threads do less then than one
     static constexpr int kOften = 3;                          // and not by an interruption or two of all the machine

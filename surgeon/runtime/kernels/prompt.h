@@ -23,9 +23,9 @@ struct Prompt {
     int64_t stride, tokens, heads, kv_heads, dim;
     const float *cache;  // (2 * kv_heads, places, dim), `plane` numbers a head
     int64_t plane;
-    const Run *runs;  // of keys, from position `first_key` on
-    int64_t count_runs, first_key, start;  // of the first query's position
-    int64_t window;                        // keys that a token looks at, itself the last; 0 for all up to itself
+    const int64_t *places;     // of keys in it, from position `first_key` on
+    int64_t first_key, start;  // the latter the first query's position
+    int64_t window;            // keys that a token looks at, itself the last; 0 for all up to itself
     float scale, softcap;
     float *y;  // (tokens, heads, dim)
 };
@@ -33,7 +33,6 @@ struct Prompt {
 // Room for one block's work: what belongs to its rows, and to 64 keys.
 struct BlockRoom {
     std::vector<float> queries, values, scores, sums, highest, factors, total;
-    std::vector<int64_t> places;
 
     // Panels of values, (64, 64) each, have `dim` columns together.
     void reserve(int64_t dim, int64_t panels) {
@@ -56,7 +55,6 @@ public:
 
     void attend() {
         room_.reserve(prompt_.dim, panels_);
-        find_places();
         pack_queries();
         const int64_t last = position(rows_ - 1);
         const int64_t from = prompt_.window ? position(0) + 1 - prompt_.window : 0;
@@ -76,13 +74,6 @@ public:
 private:
     int64_t position(int64_t row) const { return prompt_.start + (first_ + row) / group_; }
 
-    void find_places() {
-        room_.places.clear();
-        for (int64_t run = 0; run < prompt_.count_runs; ++run)
-            for (int64_t at = 0; at < prompt_.runs[run].tokens; ++at)
-                room_.places.push_back(prompt_.runs[run].first + at);
-    }
-
     // Where a row is in queries, `stride` numbers a token, or in what is written.
     int64_t offset(int64_t row, int64_t stride) const {
         return (first_ + row) / group_ * stride + (head_ * group_ + (first_ + row) % group_) * prompt_.dim;
@@ -97,7 +88,7 @@ private:
     }
 
     const float *key(int64_t position) const {
-        return prompt_.cache + head_ * prompt_.plane + room_.places[position - prompt_.first_key] * prompt_.dim;
+        return prompt_.cache + head_ * prompt_.plane + prompt_.places[position - prompt_.first_key] * prompt_.dim;
     }
 
     // Scores of some keys from a position on: (keys, 64).
