@@ -7,11 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from surgeon.analysis.calibration import load_recorded, recorded
 from surgeon.analysis.factor_folder import FactorFolder
 from surgeon.analysis.factor_plan import plan_factors
-from surgeon.analysis.make_factors import make_factors
-from surgeon.analysis.subject import load_for_analysis
 from surgeon.checkpoint.load import read_config, stored_program
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.operations.lowrank import Calibration
@@ -59,6 +56,11 @@ def make_recipe_factors(
     plan = plan_factors(recipe, read_config(checkpoint), stored_program(checkpoint))
     if not plan.is_calibrated:
         return None
+    # What makes them takes a second to import, which most recipes have no use for.
+    from surgeon.analysis.calibration import load_recorded, recorded
+    from surgeon.analysis.make_factors import make_factors
+    from surgeon.analysis.subject import load_for_analysis
+
     windows = load_recorded(checkpoint.folder, plan.calibration)
     model_hash = checkpoint.model_hash()
     model = load_for_analysis(checkpoint, memory)

@@ -42,10 +42,6 @@ class FactorArguments:
         Raises:
             FileNotFoundError, ValueError, OSError: as `make_recipe_factors`.
         """
-        from surgeon.analysis.factor_plan import plan_factors
-
-        if not plan_factors(steps, original.config, original.own).is_calibrated:
-            return None  # before what makes them is imported
         from surgeon.analysis.recipe_factors import make_recipe_factors
         from surgeon.memory import parse_size
 
