@@ -48,7 +48,7 @@ def test_product(
 
 def test_which_weights_are_packed() -> None:
     """Of any shape for the kernels, in float32, and not where the product has to go to a given place."""
-    for shape in [(1000, 500), (70, 33), (1, 5000), (0, 16), (16, 0)]:
+    for shape in [(1000, 500), (70, 33), (344, 128), (20, 1024), (520, 2048), (1, 5000), (0, 16), (16, 0)]:
         assert packed(torch.zeros(shape)) == ON_X86, shape
     assert not packed(torch.zeros(64, 16, dtype=torch.bfloat16))
     assert not packed(torch.zeros(64, 16), packs=False)
