@@ -66,7 +66,10 @@ class Figure:
     def command(self, folder: Path, vllm: str | None) -> list[str]:
         """What runs it."""
         given = {VLLM: vllm or "", OUTPUT: str(folder / self.name)}
-        return [sys.executable, *(given.get(part, part) for part in shlex.split(self.script))]
+        parts = shlex.split(self.script)
+        for word, meant in given.items():
+            parts = [part.replace(word, meant) for part in parts]
+        return [sys.executable, *parts]
 
     def shown(self) -> str:
         """The command as README gives it."""
@@ -95,7 +98,11 @@ FIGURES = [
         "scripts/bench/lowrank.py -o {folder} --tokens 2048 --calibration-tokens 8192 --damage-tokens 1024",
         30,
     ),
-    Figure("low-rank-ranks", "scripts/bench/deinfer.py --links shm 0.2ms 1ms --rounds 2 --new 20 --prompt 32", 25),
+    Figure(
+        "low-rank-ranks",
+        "scripts/bench/deinfer.py --links shm 0.2ms 1ms --rounds 2 --new 20 --prompt 32 -o {folder}.md",
+        25,
+    ),
     Figure("optimum", "scripts/search/optimum.py demo --tokens 1024", 20),
     Figure("mixtures", "scripts/search/mixtures.py demo --tokens 1024 --trials 40", 25),
     Figure("trial", "scripts/search/cost.py --threads 1", 10),
