@@ -77,7 +77,7 @@ class Figure:
 
 
 FIGURES = [
-    Figure("runtime", "scripts/bench/runtime.py --vllm-python {vllm} --vllm-avx2", 60),
+    Figure("runtime", "scripts/bench/runtime.py", 20),
     Figure("runtime-int8", "scripts/bench/runtime.py --links 10MB/s 10MB/s+int8 --batch 8 --new 32 --rounds 2", 15),
     Figure("vllm", "scripts/vllm/bench.py --vllm-python {vllm} --rounds 1 --new 64 --prompt 32 --avx2", 40),
     Figure(
