@@ -16,21 +16,17 @@ struct Heads {
     int64_t group, dim;
 };
 
-// Has `count` numbers on their way to a cache. Keys and values of a text lie in several stretches, each too short for the
-// processor to see one coming; while one is worked with, the next one is fetched.
-static inline void fetch(const float *numbers, int64_t count) {
-    constexpr int64_t kLine = 64 / sizeof(float);
-    for (int64_t at = 0; at < count; at += kLine) __builtin_prefetch(numbers + at);
-}
-
-// Scores of a run's keys, (tokens, dim), to (group, stride) from a place on; the run's values are fetched meanwhile.
+// Scores of a run's keys, (tokens, dim), to (group, stride) from a place on.
+//
+// Keys and values of a text lie in several stretches, each too short for the processor to see one coming: while one is
+// worked with, the next one is fetched, here the run's values.
 static inline void score(
     const Heads &heads, const float *keys, const float *values, int64_t tokens, float scale, float *scores,
     int64_t stride) {
     const int64_t dim = heads.dim, whole = dim / (2 * kLanes) * (2 * kLanes);
     for (int64_t token = 0; token < tokens; ++token) {
         const float *key = keys + token * dim;
-        fetch(values + token * dim, dim);
+        fetch(values + token * dim, dim * sizeof(float));
         for (int64_t head = 0; head < heads.group; ++head) {
             const float *query = heads.query + head * dim;
             Vector even{}, odd{};
@@ -106,7 +102,7 @@ static inline void attend_one(
             const int64_t tokens = std::min(kTogether, runs[run].tokens - begin);
             const float *own = values + (runs[run].first + begin) * heads.dim;
             const int64_t next = std::min(at + begin + tokens, following_tokens) - (at + begin);
-            if (next > 0) fetch(following + (at + begin) * heads.dim, next * heads.dim);
+            if (next > 0) fetch(following + (at + begin) * heads.dim, next * heads.dim * sizeof(float));
             for (int64_t head = 0; head < heads.group; ++head)
                 weigh(scores + head * filled + at + begin, own, tokens, heads.dim, output + head * heads.dim);
         }

@@ -17,11 +17,14 @@
 
 constexpr int64_t kPanel = 64, kLeast = 16;  // columns
 constexpr int64_t kNear = 4096;  // numbers of a chunk that are worked with at a time: 16 KiB, half of the nearest cache
+constexpr int64_t kFar = 8 * kNear;  // of one in the cache behind that, which is wide enough for such vectors as need it
 constexpr int kVectors = kPanel / kLanes;
 // As many sums as registers hold beside what they are made of: 16 of 8 numbers, or 32 of 16.
 constexpr int64_t kTokens = 6;                  // of a tile at most
 constexpr int kColumns = kVectors <= 4 ? 4 : 2; // of a tile with so many, in vectors
-constexpr int64_t kMany = 96;                   // tokens
+constexpr bool kSplit = kColumns < kVectors;    // chunks for many tokens are of a tile's columns
+constexpr int kFewColumns = kSplit ? kColumns : 1;  // of a tile for few tokens: narrow ones fetch more evenly
+constexpr int64_t kMany = kSplit ? 96 : 48;     // tokens
 constexpr int64_t kBlock = 32;                  // tiles that go through all panels while they stay in a cache
 
 struct Chunk {
@@ -33,14 +36,16 @@ struct Chunk {
     bool first, last;   // of the columns
 };
 
-struct Fetch {
+struct Ahead {  // what will be read next, so much of it with each input
     const char *next;
     int64_t step;  // bytes
 };
 
 // sums: (kRows, kWide), 64 numbers apart, of the chunks before. number(input, row): what the weights are multiplied by.
+//
+// Inlined everywhere: where it is called, compilers keep sums in memory until the first input.
 template <int kRows, int kWide, typename Number>  // kWide in vectors
-static void add_tile(const Chunk &chunk, const Number &number, float *sums, float *y, Fetch fetch) {
+__attribute__((always_inline)) static inline void add_tile(const Chunk &chunk, const Number &number, float *sums, float *y, Ahead ahead) {
     Vector totals[kRows][kWide];
     for (int row = 0; row < kRows; ++row)
         for (int part = 0; part < kWide; ++part) {
@@ -48,8 +53,8 @@ static void add_tile(const Chunk &chunk, const Number &number, float *sums, floa
             else totals[row][part] = chunk.bias ? load(chunk.bias + part * kLanes) : Vector{};
         }
     const float *weight = chunk.weight;
-    for (int64_t input = 0; input < chunk.inputs; ++input, weight += chunk.width, fetch.next += fetch.step) {
-        if (kRows > 1) __builtin_prefetch(fetch.next);  // for one row the processor fetches in time by itself
+    for (int64_t input = 0; input < chunk.inputs; ++input, weight += chunk.width, ahead.next += ahead.step) {
+        if (kRows > 1) fetch(ahead.next, ahead.step);  // for one row the processor fetches in time by itself
         Vector weights[kWide];
         for (int part = 0; part < kWide; ++part) weights[part] = load(weight + part * kLanes);
         for (int row = 0; row < kRows; ++row) {
@@ -78,11 +83,11 @@ static void with_rows(int64_t rows, const Body &body) {
 
 // x: (inputs, rows) of the chunk.
 template <int kWide>
-static void add_rows(int64_t rows, const Chunk &chunk, const float *x, float *sums, float *y, Fetch fetch) {
+static void add_rows(int64_t rows, const Chunk &chunk, const float *x, float *sums, float *y, Ahead ahead) {
     with_rows(rows, [&](auto constant) {
         constexpr int kRows = constant();
         const auto number = [x](int64_t input, int row) { return x[input * kRows + row]; };
-        add_tile<kRows, kWide>(chunk, number, sums, y, fetch);
+        add_tile<kRows, kWide>(chunk, number, sums, y, ahead);
     });
 }
 
@@ -126,12 +131,13 @@ static void split_columns(const float *weight, int64_t inputs, float *parts) {
 }
 
 // The tokens of some tiles times one panel, so many columns at a time (in vectors). Chunks are as deep as fits the nearest
-// cache: of all columns, or of those of a tile, which are brought side by side for that.
+// cache. Deep ones are, too, as of a tile's columns only, which are brought side by side for that; where a tile has all
+// columns, they lie in the cache behind that.
 template <int kWide, bool kDeep>
 static void multiply_panel(
     const float *packed, const Tiles &tiles, int64_t begin_tile, int64_t end_tile, const Panel &panel, float *y) {
-    constexpr int64_t kWidth = kWide * kLanes, kDepth = kNear / kWidth;
-    static thread_local std::vector<float> room, parts(kDeep ? kDepth * kPanel : 0);
+    constexpr int64_t kWidth = kWide * kLanes, kDepth = (kSplit ? kNear : kFar) / kWidth;
+    static thread_local std::vector<float> room, parts(kDeep && kSplit ? kDepth * kPanel : 0);
     const int64_t from = tiles.first(begin_tile), end = tiles.first(end_tile), width = panel.width;
     if (static_cast<int64_t>(room.size()) < (end - from) * kPanel) room.resize((end - from) * kPanel);
     const bool filled = panel.columns < width;
@@ -145,17 +151,17 @@ static void multiply_panel(
         const int64_t inputs = std::min(depth, panel.inputs - begin);
         const float *weight = panel.weight + begin * width;
         const char *next = reinterpret_cast<const char *>(ends ? panel.following : weight + depth * width);
-        if (kDeep) split_columns<kWidth>(weight, inputs, parts.data());
+        if (kDeep && kSplit) split_columns<kWidth>(weight, inputs, parts.data());
         for (int64_t column = 0; column < width; column += kWidth) {
-            const float *own = kDeep ? parts.data() + column * inputs : weight + column;
+            const float *own = kDeep && kSplit ? parts.data() + column * inputs : weight + column;
             const Chunk chunk{
-                own, kDeep ? kWidth : width, bias ? bias + column : nullptr, panel.stride, inputs, begin == 0, last};
+                own, kDeep && kSplit ? kWidth : width, bias ? bias + column : nullptr, panel.stride, inputs, begin == 0, last};
             for (int64_t tile = begin_tile; tile < end_tile; ++tile, next += depth * bytes / work) {
                 const int64_t first = tiles.first(tile), rows = tiles.first(tile + 1) - first;
                 add_rows<kWide>(
                     rows, chunk, packed + first * panel.inputs + begin * rows,
                     room.data() + (first - from) * kPanel + column, y + first * panel.stride + column,
-                    Fetch{next, bytes / work});
+                    Ahead{next, bytes / work});
             }
         }
     }
@@ -190,9 +196,9 @@ static void multiply(const float *x, int64_t tokens, int64_t stride, const Weigh
             weight.panels + first * weight.inputs, weight.bias ? weight.bias + first : nullptr,
             weight.panels + following * weight.inputs, weight.inputs, width, columns, weight.outputs};
         if (width < kPanel) multiply_panel<kLeast / kLanes, false>(x, tiles, begin, end, panel, y + first);
-        else if (kColumns < kVectors && tokens >= kMany) multiply_panel<kColumns, true>(x, tiles, begin, end, panel, y + first);
-        else if (kColumns == 4 || tokens > 3) multiply_panel<kColumns, false>(x, tiles, begin, end, panel, y + first);
-        else if (tokens > 1) multiply_panel<4, false>(x, tiles, begin, end, panel, y + first);
-        else multiply_panel<kVectors, false>(x, tiles, begin, end, panel, y + first);
+        else if (tokens >= kMany) multiply_panel<kColumns, true>(x, tiles, begin, end, panel, y + first);
+        else if (tokens == 1) multiply_panel<kVectors, false>(x, tiles, begin, end, panel, y + first);
+        else if (kSplit ? tokens <= 3 : tokens > 16) multiply_panel<4, false>(x, tiles, begin, end, panel, y + first);
+        else multiply_panel<kFewColumns, false>(x, tiles, begin, end, panel, y + first);
     });
 }

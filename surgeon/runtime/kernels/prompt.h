@@ -184,7 +184,7 @@ private:
         }
     }
 
-    static Fetch still(const float *there) { return Fetch{reinterpret_cast<const char *>(there), 0}; }
+    static Ahead still(const float *there) { return Ahead{reinterpret_cast<const char *>(there), 0}; }
 
     void write() {
         for (int64_t row = 0; row < rows_; ++row) {
