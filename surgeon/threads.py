@@ -1,10 +1,13 @@
-"""How many cores there are, and how threads that compute together wait for each other."""
+"""How many cores there are, who uses which, and how threads that compute together wait for each other."""
 
 from __future__ import annotations
 
 import os
+from contextlib import suppress
+from pathlib import Path
 
 SPIN, POLICY = "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"
+TOPOLOGY = Path("/sys/devices/system/cpu")
 LOOKS = "100000"  # before a thread sleeps: some tenths of a millisecond
 
 
@@ -24,3 +27,33 @@ def wait_asleep() -> None:
 def usable_cores() -> int:
     """How many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def keep_to_share(number: int, count: int) -> None:
+    """Let this thread, and those that it starts from now on, use their own part of the cores only.
+
+    Of processes that wait for each other two come to lie on one core where a third one is busy, and stay there: what
+    wakes another is near it. With cores of their own they lose to a process of lower priority what that is due, which
+    is next to nothing (scripts/bench/engines.py --neighbour). Where there are fewer cores than processes, and on
+    systems that know no such thing, nothing happens.
+
+    Args:
+        number: of this process among `count`, from 0.
+        count: how many processes have the cores of this one together.
+    """
+    if not hasattr(os, "sched_setaffinity") or usable_cores() < count:
+        return
+    cores = sorted(os.sched_getaffinity(0), key=_whereabouts)
+    with suppress(OSError):  # where that is forbidden, things are as they were
+        os.sched_setaffinity(0, cores[len(cores) * number // count : len(cores) * (number + 1) // count])
+
+
+def _whereabouts(core: int) -> tuple[int, int, int]:
+    """Of a core as the system counts them: its processor and the physical core in it, which two may share."""
+    found = []
+    for name in ("physical_package_id", "core_id"):
+        try:
+            found.append(int((TOPOLOGY / f"cpu{core}" / "topology" / name).read_text()))
+        except (OSError, ValueError):
+            found.append(0)
+    return found[0], found[1], core

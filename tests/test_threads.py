@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from surgeon.threads import LOOKS, POLICY, SPIN, wait_asleep
+from surgeon import threads
+from surgeon.threads import LOOKS, POLICY, SPIN, keep_to_share, wait_asleep
 
 LATE = """
 import sys
@@ -50,3 +52,49 @@ def test_said_before_torch_is_imported(start: str) -> None:
     code = LATE + STARTS[start]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
     assert done.stdout == "found 100000\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("cores", "count", "shares"),
+    [
+        (range(8), 2, [{0, 1, 4, 5}, {2, 3, 6, 7}]),  # a processor each, of which a core is two
+        (range(8), 4, [{0, 4}, {1, 5}, {2, 6}, {3, 7}]),
+        (range(8), 3, [{0, 4}, {1, 5, 2}, {6, 3, 7}]),
+        ((1, 5, 7), 2, [{1}, {5, 7}]),
+        ((2,), 2, [None, None]),  # fewer cores than processes
+    ],
+)
+def test_shares_of_the_cores(
+    cores: range | tuple[int, ...],
+    count: int,
+    shares: list[set[int] | None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Cores of one processor together, and those that are one physical core."""
+    for core in range(8):
+        folder = tmp_path / f"cpu{core}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "physical_package_id").write_text(f"{core % 4 // 2}\n")
+        (folder / "core_id").write_text(f"{core % 4}\n")
+    monkeypatch.setattr(threads, "TOPOLOGY", tmp_path)
+    bound: list[set[int] | None] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(cores), raising=False)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, chosen: bound.append(set(chosen)), raising=False)
+    for number in range(count):
+        before = len(bound)
+        keep_to_share(number, count)
+        bound += [None] * (before + 1 - len(bound))
+    assert bound == shares
+
+
+def test_cores_of_which_the_system_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "TOPOLOGY", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 0, 1, 2}, raising=False)
+
+    def forbidden(_: int, chosen: list[int]) -> None:
+        assert list(chosen) == [2, 3]
+        raise PermissionError
+
+    monkeypatch.setattr(os, "sched_setaffinity", forbidden, raising=False)
+    keep_to_share(1, 2)

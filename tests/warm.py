@@ -71,7 +71,7 @@ class Request:
     environment: dict[str, str]
     folder: str
     descriptors: list[int]
-    new_session: bool
+    own_group: bool
 
 
 class Forks:
@@ -106,7 +106,7 @@ def _start_forking() -> socket.socket:
             env=os.environ | {"PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)},
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            start_new_session=True,
+            process_group=0,
         )
     atexit.register(process.wait)
     atexit.register(ours.close)
@@ -128,7 +128,7 @@ class RankPopen(ColdPopen):  # type: ignore[type-arg]
             dict(os.environ if environment is None else environment),
             os.fspath(folder or Path.cwd()),
             [0, 1, 2, *pass_fds],
-            new_session=others[17],
+            own_group=others[18] == 0,
         )
         try:
             self.pid = FORKS.start(request, [*own, *pass_fds])
@@ -160,7 +160,7 @@ def install() -> None:
 def spawn(_: str, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
     """What `multiprocessing.util.spawnv_passfds` does, with a fork."""
     code, *others = arguments[list(arguments).index("-c") + 1 :]
-    request = Request(code, others, dict(os.environ), str(Path.cwd()), [0, 1, 2, *descriptors], new_session=False)
+    request = Request(code, others, dict(os.environ), str(Path.cwd()), [0, 1, 2, *descriptors], own_group=False)
     return FORKS.start(request, [0, 1, 2, *descriptors])
 
 
@@ -216,8 +216,8 @@ def become(request: Request, descriptors: Sequence[int]) -> NoReturn:
     """Go on as the command."""
     code: Any = 1
     try:
-        if request.new_session:
-            os.setsid()
+        if request.own_group:
+            os.setpgid(0, 0)
         _take_over(descriptors, request.descriptors)
         os.chdir(request.folder)
         os.environ.clear()

@@ -74,7 +74,7 @@ class WorkerProcesses:
                 stdin=subprocess.PIPE,  # nothing is sent: that it closes tells the worker that this process has gone
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # Ctrl-C reaches this process only, which then ends the others
+                process_group=0,  # Ctrl-C reaches this process only, which then ends the others
             )
         self.processes.append(process)
         watch = threading.Thread(target=self._watch, args=(index, process), daemon=True)

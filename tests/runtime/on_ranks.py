@@ -16,6 +16,7 @@ from surgeon.runtime.batching.scheduler import Limits, Tally
 from surgeon.runtime.batching.sequence import Row, Wanted
 from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.comm.collectives import Collectives, Counts
+from surgeon.runtime.comm.shared_memory import SharedMemoryCollectives
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.processes.rank import Rank
@@ -145,6 +146,22 @@ def fail(rank: Rank, who: int, how: str) -> None:
 
 def sleep(_: Rank, seconds: float) -> None:
     time.sleep(seconds)
+
+
+@dataclass
+class Whereabouts:
+    """Where a rank runs: session, group of processes, cores, and whether its collectives think these too few."""
+
+    session: int
+    group: int
+    cores: set[int]
+    crowded: bool
+
+
+def whereabouts(rank: Rank) -> Whereabouts:
+    collectives = rank.collectives
+    assert isinstance(collectives, SharedMemoryCollectives)
+    return Whereabouts(os.getsid(0), os.getpgid(0), os.sched_getaffinity(0), collectives.crowded)
 
 
 def process_id(_: Rank) -> int:

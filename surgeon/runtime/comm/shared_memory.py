@@ -70,17 +70,21 @@ class SharedMemoryCollectives(Collectives):
     the last one it has read there, and room for one tensor.
     """
 
-    def __init__(self, rank: int, group: Group, descriptor: int, ranks: int, region: int = 0) -> None:
+    def __init__(
+        self, rank: int, group: Group, descriptor: int, ranks: int, region: int = 0, crowded: bool | None = None
+    ) -> None:
         """Map a region.
 
         Args:
             descriptor: from `create_memory`, for all `ranks`.
             region: which one; a group's own.
+            crowded: whether ranks outnumber the cores; by default those that this process may use count.
         """
         super().__init__(rank, group)
         self.descriptor = descriptor
         self.ranks = ranks
-        self.most_spins = SPINS if ranks <= usable_cores() else FEWEST_SPINS
+        self.crowded = ranks > usable_cores() if crowded is None else crowded
+        self.most_spins = FEWEST_SPINS if self.crowded else SPINS
         self.spins = self.most_spins  # as many as have paid lately
         self.regions_used = 1
         self.member = group.index(rank) if rank in group else -1
@@ -108,7 +112,7 @@ class SharedMemoryCollectives(Collectives):
     def _connect(self, group: Group) -> Collectives:
         assert len(self.group) == self.ranks, "only the group of all ranks knows which regions are taken"
         region, self.regions_used = self.regions_used, self.regions_used + 1
-        return SharedMemoryCollectives(self.rank, group, self.descriptor, self.ranks, region)
+        return SharedMemoryCollectives(self.rank, group, self.descriptor, self.ranks, region, self.crowded)
 
     @property
     def recordable(self) -> bool:

@@ -28,7 +28,7 @@ from surgeon.runtime.comm.pipes import Receiver, Sender
 from surgeon.runtime.comm.quantised import Compressed, Compression
 from surgeon.runtime.comm.shared_memory import SharedMemoryCollectives
 from surgeon.runtime.processes.torchrun import RankLocation
-from surgeon.threads import usable_cores
+from surgeon.threads import keep_to_share, usable_cores
 
 _SENDING = threading.Lock()  # a long message is sent in parts
 
@@ -107,6 +107,8 @@ class Rank:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self.collectives = self._connect()
+        if self.device.type == "cpu":
+            keep_to_share(settings.location.local_rank, settings.location.local_ranks)
 
     def _connect(self) -> Collectives:
         if self.settings.ranks == 1:

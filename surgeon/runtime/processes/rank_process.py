@@ -122,7 +122,9 @@ class StartedRank(RankProcess):
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # Ctrl-C at a terminal reaches this process only, which then ends the ranks
+                # Ctrl-C at a terminal reaches this process only, which then ends the ranks. With a session of its own
+                # each would, on Linux, share its core evenly with others whatever their priorities.
+                process_group=0,
             )
         super().__init__(rank, location, self._process.pid, ours, lifeline)
 

@@ -82,7 +82,7 @@ class RackProcesses:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    start_new_session=True,  # Ctrl-C at a terminal reaches the supervisor only, which ends the racks
+                    process_group=0,  # Ctrl-C at a terminal reaches the supervisor only, which ends the racks
                 )
 
     def _meeting_place(self) -> dict[str, str]:

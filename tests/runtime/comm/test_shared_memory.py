@@ -13,7 +13,13 @@ from torch import Tensor
 
 from surgeon.runtime.comm import shared_memory
 from surgeon.runtime.comm.collectives import Counts
-from surgeon.runtime.comm.shared_memory import SLOT_BYTES, SharedMemoryCollectives, create_memory
+from surgeon.runtime.comm.shared_memory import (
+    FEWEST_SPINS,
+    SLOT_BYTES,
+    SPINS,
+    SharedMemoryCollectives,
+    create_memory,
+)
 from surgeon.runtime.processes.ranks import RankOptions, Ranks
 from tests.runtime import on_ranks
 from tests.runtime.comm import on_collectives
@@ -112,4 +118,15 @@ def test_looking_lasts_as_long_as_it_has_paid_lately(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(shared_memory.time, "monotonic", lambda: now)
     assert [wait_for(0.01) for _ in range(5)] == [1500, 750, 375, 200, 200]
     assert [wait_for(0.0005) for _ in range(5)] == [400, 800, 1600, 3000, 3000]
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize("crowded", [False, True])
+def test_groups_look_as_long_as_all_ranks_do(crowded: bool) -> None:
+    """Though a rank that is bound to its own cores sees fewer of them by then."""
+    descriptor = create_memory(3)
+    ranks = SharedMemoryCollectives(0, (0, 1, 2), descriptor, 3, crowded=crowded)
+    group = ranks.subgroup((0, 1))
+    assert isinstance(group, SharedMemoryCollectives)
+    assert group.most_spins == ranks.most_spins == (FEWEST_SPINS if crowded else SPINS)
     os.close(descriptor)

@@ -114,6 +114,21 @@ def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         assert threads_per_rank(2) == threads
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system binds no processes to cores")
+def test_ranks_share_out_the_cores_and_stay_in_the_session() -> None:
+    """So that a neighbour of low priority neither drives two ranks to one core nor counts as much as a rank."""
+    mine = os.sched_getaffinity(0)
+    with Ranks(RankOptions(2)) as ranks:
+        found, pids = ranks.call(on_ranks.whereabouts), ranks.pids
+    assert [one.session for one in found] == [os.getsid(0)] * 2
+    assert [one.group for one in found] == pids  # what a terminal sends to the command does not reach them
+    assert [one.crowded for one in found] == [len(mine) < 2] * 2
+    if len(mine) >= 2:
+        assert found[0].cores | found[1].cores == mine
+        assert not found[0].cores & found[1].cores
+    assert os.sched_getaffinity(0) == mine
+
+
 STARTER = """
 import sys, time
 from surgeon.runtime.processes.ranks import RankOptions, Ranks
