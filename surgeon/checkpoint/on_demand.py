@@ -4,16 +4,19 @@ The model is built without numbers (on PyTorch's meta device), by the very class
 every operation that is given one of its parameters gets the stored tensor instead, in float32: a linear map a block of
 rows at a time (blocks side by side where torch leaves cores idle), an embedding only the rows of its tokens. So memory
 holds a few blocks, whatever the model's size.
+
+Linear maps may have two versions of their weights, of which each half of a batch gets one: what both have in common is
+then read and made float32 once.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from accelerate import init_empty_weights
@@ -40,6 +43,14 @@ class Readable(Protocol):
     def tensor(self) -> Tensor: ...
 
     def rows(self, count: int) -> Iterable[Tensor]: ...
+
+
+@runtime_checkable
+class TwoVersions(Readable, Protocol):
+    """A tensor for linear maps that differs for the two halves of a batch; elsewhere its first version counts."""
+
+    def both(self, count: int) -> Iterable[tuple[Tensor, Tensor]]:
+        """All rows of both versions in order, about so many at a time."""
 
 
 class WeightsOnDemand(TorchFunctionMode):
@@ -102,10 +113,16 @@ class WeightsOnDemand(TorchFunctionMode):
         """`functional.linear`, a block of output features at a time, several blocks in threads side by side."""
         assert self.pool is not None
         step = max(1, BLOCK // max(1, weight.shape[1]))
-        blocks = (block for rows in self.read(weight).rows(READ_AT_ONCE * step) for block in rows.split(step))
+        rows = _versions(self.read(weight), READ_AT_ONCE * step)
+        blocks = (block for some in rows for block in zip(*(one.split(step) for one in some), strict=True))
         product = partial(_product, x, torch.is_inference_mode_enabled())
         output = torch.cat(list(in_order(self.pool, product, blocks, 2 * self.at_once)), dim=-1)
-        return output if bias is None else output + self.whole(bias)
+        if bias is None:
+            return output
+        if id(bias) not in self.stored:
+            return output + bias
+        parts = [torch.cat(some) for some in zip(*_versions(self.read(bias), len(bias)), strict=True)]
+        return _by_parts(output, lambda part, own: part + own.float(), parts)
 
     def embedding(self, ids: Tensor, weight: Tensor, *_: Any, **__: Any) -> Tensor:
         """`functional.embedding`, of which only the rows looked up are read."""
@@ -113,9 +130,20 @@ class WeightsOnDemand(TorchFunctionMode):
         return self.read(weight).tensor()[rows].float()[place]
 
 
-def _product(x: Tensor, inference: bool, block: Tensor) -> Tensor:
+def _product(x: Tensor, inference: bool, versions: Sequence[Tensor]) -> Tensor:
     with torch.inference_mode(inference), torch.no_grad():  # a thread has modes of its own
-        return functional.linear(x, block.float())
+        return _by_parts(x, lambda part, block: functional.linear(part, block.float()), versions)
+
+
+def _versions(stored: Readable, count: int) -> Iterable[tuple[Tensor, ...]]:
+    """All rows of one version, or of two, about so many at a time."""
+    return stored.both(count) if isinstance(stored, TwoVersions) else ((rows,) for rows in stored.rows(count))
+
+
+def _by_parts(x: Tensor, compute: Callable[[Tensor, Tensor], Tensor], versions: Sequence[Tensor]) -> Tensor:
+    """What is computed of equal parts of a batch, each with its own version of something."""
+    found = [compute(part, own) for part, own in zip(x.chunk(len(versions)), versions, strict=True)]
+    return found[0] if len(found) == 1 else torch.cat(found)
 
 
 _BY_ROWS: dict[Any, Any] = {

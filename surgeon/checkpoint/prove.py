@@ -14,7 +14,7 @@ Weights are read from their files when they are needed, so that a model of any s
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -206,7 +206,8 @@ def prove(
 
     Args:
         whole: which of the folder's files are; they are waited for.
-        advance: told of the bytes of every tensor when it is first read, in each of the one or two runs.
+        advance: told of the bytes of every tensor when it is first read, in each of the one or two runs, of which the
+            latter may be made as one.
 
     Raises:
         Stopped: if a file will never be whole.
@@ -214,15 +215,19 @@ def prove(
     """
     rounded = {tensor.dtype for tensor in tensors if tensor.rounded}
     tolerance = max((WRITTEN_TOLERANCE[dtype] for dtype in rounded), default=EXACT_TOLERANCE)
-    checkpoint = Checkpoint(folder)
-    as_written = {name: StoredWhenWhole(Stored(checkpoint, name), whole) for name in checkpoint.names()}
-    written = reference.difference(_run_written(checkpoint, form, reference.tokens, as_written, advance))
-    exact = written
-    if rounded:
-        before = {tensor.name: _BeforeRounding(tensor, as_written[tensor.name]) for tensor in tensors}
-        exact = reference.difference(_run_written(checkpoint, form, reference.tokens, before, advance))
-        for value in before.values():
-            value.compare_unread()
+    run = _WrittenForm(Checkpoint(folder), form, whole, advance)
+    before = {tensor.name: _BothRoundings(tensor, run.stored[tensor.name]) for tensor in tensors if tensor.rounded}
+    if not before:
+        exact = written = reference.difference(run.logits(reference.tokens))
+    elif run.maps_only(before):
+        halves = run.logits(reference.tokens.repeat(2, 1), before, runs=2).chunk(2)
+        exact, written = map(reference.difference, halves)
+    else:
+        written = reference.difference(run.logits(reference.tokens))
+        first = {name: _FirstVersion(one) for name, one in before.items()}
+        exact = reference.difference(run.logits(reference.tokens, first))
+    for value in before.values():
+        value.compare_unread()
     for name, found, bound in (("before rounding", exact, EXACT_TOLERANCE), ("as written", written, tolerance)):
         if not found <= bound:  # so that nan is refused too
             raise NotProven(
@@ -233,8 +238,11 @@ def prove(
     return Proof(reference.tokens.numel(), reference.scale, exact, written, tolerance, dtype)
 
 
-class _BeforeRounding:
-    """A tensor before it is rounded, checked to be, when rounded, what its file holds, bit for bit."""
+class _BothRoundings:
+    """A tensor before it is rounded and as it was written, compared bit for bit when it is read.
+
+    Other tensors are compared by whoever reads their files back (write.py).
+    """
 
     def __init__(self, planned: PlannedTensor, written: StoredWhenWhole) -> None:
         self.planned = planned
@@ -242,26 +250,28 @@ class _BeforeRounding:
         self.compared = False
 
     def compare_unread(self) -> None:
-        """Check values that are rounded, and that the model did not use (buffers of old checkpoints)."""
-        if self.planned.rounded and not self.compared:
+        """Check values that the model did not use (buffers of old checkpoints)."""
+        if not self.compared:
             self.tensor()
 
     def tensor(self) -> Tensor:
+        """Before it is rounded."""
         value = self.planned.build()
         self._check(value, self.written.tensor())
         self.compared = True
         return value
 
     def rows(self, count: int) -> Iterator[Tensor]:
-        if self.planned.copy_of is not None:
-            for value, written in zip(self.planned.copy_of.rows(count), self.written.rows(count), strict=True):
-                self._check(value, written)
-                yield value
-            return
+        """Before they are rounded."""
+        return (value for value, _ in self.both(count))
+
+    def both(self, _: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Rows before they are rounded, as many at a time as are computed together, and as they were written."""
         written, first = self.written.tensor(), 0
         for value in self.planned.rows():
-            self._check(value, written[first : first + len(value)])
-            yield value
+            own = written[first : first + len(value)]
+            self._check(value, own)
+            yield value, own
             first += len(value)
         self.compared = True
 
@@ -273,23 +283,63 @@ class _BeforeRounding:
             )
 
 
-def _run_written(
-    checkpoint: Checkpoint, form: Form, tokens: Tensor, stored: Mapping[str, on_demand.Readable], advance: Advance
-) -> Tensor:
-    """Logits of the checkpoint in the class of its own modeling file, with the weights given under stored names."""
-    config = read_config(checkpoint)
-    with _quiet():
-        model = build_empty(*form.written_class(checkpoint, config))
-    names = match_names(model, checkpoint, family_of(config))
-    for what, which in (("missing", names.missing), ("unexpected", names.unexpected)):
-        if which:
-            raise NotProven(f"the {form} form has {what} tensors: {', '.join(sorted(which)[:3])}")
-    for name, of in names.by_parameter.items():
-        if checkpoint.shape(of) != tuple(model.get_parameter(name).shape):
-            raise NotProven(f"the {form} form has a tensor of a wrong shape: {of}, {checkpoint.shape(of)}")
-    of_parameters = {name: stored[of] for name, of in names.by_parameter.items()}
-    in_files = {name: Stored(checkpoint, of) for name, of in names.by_parameter.items()}
-    return _logits(model, tokens, of_parameters, _told(checkpoint, in_files, advance))
+@dataclass(frozen=True)
+class _FirstVersion:
+    """What both roundings are of, where all of a batch gets that."""
+
+    of: _BothRoundings
+
+    def tensor(self) -> Tensor:
+        return self.of.tensor()
+
+    def rows(self, count: int) -> Iterator[Tensor]:
+        return self.of.rows(count)
+
+
+class _WrittenForm:
+    """The checkpoint in the class of its own modeling file.
+
+    Attributes:
+        stored: its tensors.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, form: Form, whole: WholeFiles, advance: Advance) -> None:
+        """Build the class.
+
+        Raises:
+            NotProven: if the checkpoint does not have its tensors.
+        """
+        config = read_config(checkpoint)
+        with _quiet():
+            self.model = build_empty(*form.written_class(checkpoint, config))
+        self.checkpoint, self.advance = checkpoint, advance
+        self.stored = {name: StoredWhenWhole(Stored(checkpoint, name), whole) for name in checkpoint.names()}
+        names = match_names(self.model, checkpoint, family_of(config))
+        for what, which in (("missing", names.missing), ("unexpected", names.unexpected)):
+            if which:
+                raise NotProven(f"the {form} form has {what} tensors: {', '.join(sorted(which)[:3])}")
+        for name, of in names.by_parameter.items():
+            if checkpoint.shape(of) != tuple(self.model.get_parameter(name).shape):
+                raise NotProven(f"the {form} form has a tensor of a wrong shape: {of}, {checkpoint.shape(of)}")
+        self.by_parameter = names.by_parameter
+
+    def maps_only(self, stored: Collection[str]) -> bool:
+        """Whether some stored tensors, as far as the model has any use for them, belong to linear maps."""
+        used = (name.rpartition(".")[0] for name, of in self.by_parameter.items() if of in stored)
+        return all(isinstance(self.model.get_submodule(module), nn.Linear) for module in used)
+
+    def logits(self, tokens: Tensor, others: Mapping[str, on_demand.Readable] | None = None, runs: int = 1) -> Tensor:
+        """Logits, (batch, tokens, vocabulary), with other tensors in the place of some stored ones.
+
+        Args:
+            runs: that this one stands for, which is what it advances by.
+        """
+        weights = self.stored | dict(others or {})
+        of_parameters = {name: weights[of] for name, of in self.by_parameter.items()}
+        in_files = {name: Stored(self.checkpoint, of) for name, of in self.by_parameter.items()}
+        return _logits(
+            self.model, tokens, of_parameters, _told(self.checkpoint, in_files, lambda size: self.advance(runs * size))
+        )
 
 
 def _told(checkpoint: Checkpoint, stored: Mapping[str, Stored], advance: Advance) -> Any:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 import surgeon
 from surgeon.checkpoint.export import Original, plan_export, write_export
 from surgeon.checkpoint.forms import FORMS, Form
+from surgeon.checkpoint.prove import _WrittenForm
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.families import FAMILIES, family_of
 from surgeon.program import Program, layer_nodes
@@ -37,6 +38,7 @@ from tests.selection import one_in
 PRUNED = "A0 F0 A2 F2 A3 F3 A5 F5"
 SHUFFLED = "A0 F0 A3 F3 A1 F1 A2 F4"
 MERGED = "A0 F0 A1~A2~A3 F1~F2~F3 A4 F4 A5 F5"
+FACTORS = "A0 F0@up3 A1 F1 A2 F2 A3 F3 A4 F4 A5 F5"
 PAIRS = "A0 F0 [A1 A2] [F1 F2] A3 F3 [A4 A5] [F4 F5]"
 TRIPLET = "A0 F0 [A1 A2 A3] [F2 F1] A5 F5"
 NARROW = "A0 F0 A1/2:1 F1/4:2 [A2/2:0 A2/2:1] [F2 F3/2:0]"
@@ -138,6 +140,29 @@ def test_an_attention_that_occurs_twice_has_two_caches(tmp_path: Path) -> None:
     for _ in range(8):
         grown = torch.cat([grown, plain_logits(model, program, grown)[:, -1:].argmax(-1)], dim=1)
     assert torch.equal(written.generate(IDS, **options), grown)
+
+
+@pytest.mark.parametrize(("family", "program"), [("llama", PAIRS), ("opt", PAIRS), ("qwen2", FACTORS)])
+def test_both_roundings_are_proven_in_one_run_as_in_two(
+    family: str, program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With biases that have shifts folded in, and with two factors, too."""
+    save_source(tmp_path / "source", family, dtype=torch.bfloat16)
+    runs = list[int]()
+    logits_of_form = _WrittenForm.logits
+
+    def counted(form: _WrittenForm, tokens: Tensor, *others: Any, **more: Any) -> Tensor:
+        runs.append(len(tokens))
+        return logits_of_form(form, tokens, *others, **more)
+
+    monkeypatch.setattr(_WrittenForm, "logits", counted)
+    together = run_export(tmp_path / "source", tmp_path / "together", program)
+    monkeypatch.setattr(_WrittenForm, "maps_only", lambda *_: False)
+    apart = run_export(tmp_path / "source", tmp_path / "apart", program)
+    assert runs == [4, 2, 2]
+    assert together.exact < 1e-5 < together.written
+    assert together.exact == pytest.approx(apart.exact, abs=1e-6)
+    assert together.written == pytest.approx(apart.written, rel=1e-3)
 
 
 def test_folding_a_16_bit_model_is_proven_before_and_after_rounding(tmp_path: Path) -> None:
