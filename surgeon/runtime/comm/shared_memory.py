@@ -13,7 +13,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import addressof, c_char
 
 import torch
@@ -26,7 +26,7 @@ from surgeon.runtime.plan.placement import Group
 from surgeon.threads import usable_cores
 
 SLOTS = 4  # reductions in flight; a ladder has two
-SLOT_BYTES = 1 << 20  # per rank and slot; longer tensors travel in several pieces
+SLOT_BYTES = 1 << 21  # per rank and slot, of which what is written to is taken; longer tensors travel in several pieces
 LINE = 8  # words of 8 bytes in a cache line: every flag has its own
 
 # Looking for the others: for about a millisecond where every rank has a core, hardly where ranks outnumber the cores,
@@ -123,22 +123,16 @@ class SharedMemoryCollectives(Collectives):
         return RecordedExchanges(self, self.exchanges, self.in_flight, recording)
 
     def _all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
-        if tensor.nbytes <= SLOT_BYTES:
-            exchange = self._start(tensor, _add)
-            return lambda: exchange.result().view(tensor.shape)
-        pieces = [self._start(piece, _add).result() for piece in _pieces(tensor)]
-        return lambda: torch.cat(pieces).view(tensor.shape)
+        exchanges = [self._start(piece, _add) for piece in _pieces(tensor)]
+        return lambda: _joined(exchanges, 0).view(tensor.shape)
 
     def _all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
         shape = len(self.group), *tensor.shape
-        if tensor.nbytes <= SLOT_BYTES:
-            exchange = self._start(tensor, torch.stack)
-            return lambda: exchange.result().view(shape)
-        pieces = [self._start(piece, torch.stack).result() for piece in _pieces(tensor)]
-        return lambda: torch.cat(pieces, 1).view(shape)
+        exchanges = [self._start(piece, torch.stack) for piece in _pieces(tensor)]
+        return lambda: _joined(exchanges, 1).view(shape)
 
     def _start(self, tensor: Tensor, combine: Callable[[list[Tensor]], Tensor]) -> _Exchange:
-        """Write this rank's part."""
+        """Write this rank's part, which is flat."""
         number = self.exchanges.started
         self.exchanges.started = number + 1
         slot = number % SLOTS
@@ -147,7 +141,7 @@ class SharedMemoryCollectives(Collectives):
             before.result()
         self._wait_until_all(self._flag(slot, 0, read=True), number - SLOTS + 1)
         views = self._views(slot, tensor)
-        views[self.member].copy_(tensor.reshape(-1))
+        views[self.member].copy_(tensor)
         fence()
         self.words[self._flag(slot, self.member)] = number + 1
         exchange = _Exchange(self, number, views, combine)
@@ -233,8 +227,18 @@ def _add(parts: list[Tensor]) -> Tensor:
 
 
 def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
-    pieces: tuple[Tensor, ...] = tensor.contiguous().view(-1).split(SLOT_BYTES // tensor.element_size())
+    """What goes through a slot each, flat."""
+    flat = tensor.reshape(-1)
+    if flat.nbytes <= SLOT_BYTES:
+        return (flat,)
+    pieces: tuple[Tensor, ...] = flat.split(SLOT_BYTES // flat.element_size())
     return pieces
+
+
+def _joined(exchanges: Sequence[_Exchange], dim: int) -> Tensor:
+    """The results of a tensor's pieces, one after the other."""
+    results = [exchange.result() for exchange in exchanges]
+    return results[0] if len(results) == 1 else torch.cat(results, dim)
 
 
 _LOCK = threading.Lock()

@@ -63,6 +63,11 @@ def test_elsewhere_ratios_only(made_up: Path, tmp_path: Path, capfd: pytest.Capt
     made_up.write_text("10")
     assert main(["-o", str(now), "--only", "quick", "--against", str(before)]) == 0
     assert "quick (ratios only: another machine): nothing is worse" in capfd.readouterr().out
+    record = json.loads(head)
+    record["machine"]["instructions"] = ["another"]  # of a processor that has the same name
+    (before / "quick.txt").write_text(f"{json.dumps(record)}\n{rest}")
+    assert main(["-o", str(now), "--only", "quick", "--against", str(before)]) == 0
+    assert "quick (ratios only: another machine): nothing is worse" in capfd.readouterr().out
 
 
 def test_what_fails_or_is_left_out_is_said(made_up: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
