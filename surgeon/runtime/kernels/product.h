@@ -17,7 +17,7 @@
 
 constexpr int64_t kPanel = 64, kLeast = 16;  // columns
 constexpr int64_t kNear = 4096;  // numbers of a chunk that are worked with at a time: 16 KiB, half of the nearest cache
-constexpr int64_t kFar = 8 * kNear;  // of one in the cache behind that, which is wide enough for such vectors as need it
+constexpr int64_t kFar = 8 * kNear;  // of a deep one in the cache behind that, where tiles have all columns of a panel
 constexpr int kVectors = kPanel / kLanes;
 // As many sums as registers hold beside what they are made of: 16 of 8 numbers, or 32 of 16.
 constexpr int64_t kTokens = 6;                  // of a tile at most
@@ -43,9 +43,10 @@ struct Ahead {  // what will be read next, so much of it with each input
 
 // sums: (kRows, kWide), 64 numbers apart, of the chunks before. number(input, row): what the weights are multiplied by.
 //
-// Inlined everywhere: where it is called, compilers keep sums in memory until the first input.
+// It is always inlined: as a function of its own it was seen to have its sums in memory before the first input.
 template <int kRows, int kWide, typename Number>  // kWide in vectors
-__attribute__((always_inline)) static inline void add_tile(const Chunk &chunk, const Number &number, float *sums, float *y, Ahead ahead) {
+__attribute__((always_inline)) static inline void add_tile(
+    const Chunk &chunk, const Number &number, float *sums, float *y, Ahead ahead) {
     Vector totals[kRows][kWide];
     for (int row = 0; row < kRows; ++row)
         for (int part = 0; part < kWide; ++part) {
@@ -131,13 +132,14 @@ static void split_columns(const float *weight, int64_t inputs, float *parts) {
 }
 
 // The tokens of some tiles times one panel, so many columns at a time (in vectors). Chunks are as deep as fits the nearest
-// cache. Deep ones are, too, as of a tile's columns only, which are brought side by side for that; where a tile has all
-// columns, they lie in the cache behind that.
+// cache. So are deep ones, for many tokens, because they have a tile's columns only, which are brought side by side for
+// that; where a tile has all columns they lie in the cache behind it.
 template <int kWide, bool kDeep>
 static void multiply_panel(
     const float *packed, const Tiles &tiles, int64_t begin_tile, int64_t end_tile, const Panel &panel, float *y) {
+    constexpr bool kApart = kDeep && kSplit;
     constexpr int64_t kWidth = kWide * kLanes, kDepth = (kSplit ? kNear : kFar) / kWidth;
-    static thread_local std::vector<float> room, parts(kDeep && kSplit ? kDepth * kPanel : 0);
+    static thread_local std::vector<float> room, parts(kApart ? kDepth * kPanel : 0);
     const int64_t from = tiles.first(begin_tile), end = tiles.first(end_tile), width = panel.width;
     if (static_cast<int64_t>(room.size()) < (end - from) * kPanel) room.resize((end - from) * kPanel);
     const bool filled = panel.columns < width;
@@ -151,11 +153,11 @@ static void multiply_panel(
         const int64_t inputs = std::min(depth, panel.inputs - begin);
         const float *weight = panel.weight + begin * width;
         const char *next = reinterpret_cast<const char *>(ends ? panel.following : weight + depth * width);
-        if (kDeep && kSplit) split_columns<kWidth>(weight, inputs, parts.data());
+        if (kApart) split_columns<kWidth>(weight, inputs, parts.data());
         for (int64_t column = 0; column < width; column += kWidth) {
-            const float *own = kDeep && kSplit ? parts.data() + column * inputs : weight + column;
+            const float *own = kApart ? parts.data() + column * inputs : weight + column;
             const Chunk chunk{
-                own, kDeep && kSplit ? kWidth : width, bias ? bias + column : nullptr, panel.stride, inputs, begin == 0, last};
+                own, kApart ? kWidth : width, bias ? bias + column : nullptr, panel.stride, inputs, begin == 0, last};
             for (int64_t tile = begin_tile; tile < end_tile; ++tile, next += depth * bytes / work) {
                 const int64_t first = tiles.first(tile), rows = tiles.first(tile + 1) - first;
                 add_rows<kWide>(
