@@ -12,12 +12,16 @@ BUSY = "import os\nos.nice(19)\nwhile True: pass"
 
 
 @contextmanager
-def neighbour(busy: bool) -> Iterator[None]:
-    """A busy process of the lowest priority, if wanted."""
+def neighbour(busy: bool, own_session: bool = False) -> Iterator[None]:
+    """A busy process of the lowest priority, if wanted.
+
+    Args:
+        own_session: where Linux groups processes by session, priorities count within one only.
+    """
     if not busy:
         yield
         return
-    process = subprocess.Popen([sys.executable, "-c", BUSY])
+    process = subprocess.Popen([sys.executable, "-c", BUSY], start_new_session=own_session)
     try:
         time.sleep(0.5)
         yield

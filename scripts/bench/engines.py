@@ -1,7 +1,7 @@
 """Decoding and prompts in this runtime and in vLLM on CPUs, in turns, beside what the machine can do at most.
 
     python scripts/bench/engines.py --vllm-python PYTHON [--size 75M] [--ranks 1 2] [--batch 1 8 32] [--prompt 64 1024]
-        [--prefill 512 2048] [--prefill-batch 1 8] [--neighbour] [--rounds 3] [--new 24] [-o FILE.md]
+        [--prefill 512 2048] [--prefill-batch 1 8] [--neighbour [--own-session]] [--rounds 3] [--new 24] [-o FILE.md]
 
 A random Llama in float32: 75M (24 layers, 512 wide) or 1.1B (22 layers, 2,048 wide; it needs 14 GB). Both engines are
 loaded, and every round measures every cell in each of them, one right after the other; who is not measured stands
@@ -9,7 +9,8 @@ still. Tokens per second are those of passes that bring every text one token: in
 token is the time until every text has one. Figures are medians over the rounds with the lowest and highest, "x vLLM"
 the median of the rounds' ratios; more is better in both.
 
-With --neighbour every cell is also measured beside a busy process of the lowest priority, which the script starts.
+With --neighbour every cell is also measured beside a busy process of the lowest priority, which the script starts, with
+--own-session in a session of its own, where Linux may count it as much as this script with all that it starts.
 
 The roofline of batch 1 is reading all weights once; that of larger batches is the model's matrix products alone, with
 weights packed for oneDNN. It is measured in every round, alone and beside the neighbour, on all cores.
@@ -134,7 +135,7 @@ def measure(folder: Path, ranks: int, rooflines: Rooflines, options: argparse.Na
         with progress(f"{ranks} ranks", options.rounds * len(rows), "cells") as advance:
             for number in range(options.rounds):
                 for row in rows:
-                    measure_row(row, own, vllm, rooflines, number)
+                    measure_row(row, own, vllm, rooflines, number, options)
                     advance(1)
     finally:
         own.close()
@@ -142,11 +143,13 @@ def measure(folder: Path, ranks: int, rooflines: Rooflines, options: argparse.Na
     return rows
 
 
-def measure_row(row: Row, own: Surgeon, vllm: Measurer, rooflines: Rooflines, number: int) -> None:
+def measure_row(
+    row: Row, own: Surgeon, vllm: Measurer, rooflines: Rooflines, number: int, options: argparse.Namespace
+) -> None:
     """One round of one cell; who comes first alternates."""
     cell = row.cell
     engines: list[tuple[Surgeon | Measurer, Measured]] = [(own, row.own), (vllm, row.vllm)]
-    with neighbour(cell.busy):
+    with neighbour(cell.busy, options.own_session):
         for engine, found in engines if number % 2 == 0 else reversed(engines):
             found.add(cell.batch, *engine.measure(cell.batch, cell.prompt, cell.new))
         if cell.new > 1:
@@ -188,6 +191,7 @@ def main() -> None:
     for name, default in (("prefill", [512, 2048]), ("prefill-batch", [1, 8])):
         parser.add_argument(f"--{name}", nargs="*", type=int, default=default)
     parser.add_argument("--neighbour", action="store_true", help="every cell beside a busy process, too")
+    parser.add_argument("--own-session", action="store_true", help="that process in a session of its own")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--new", type=int, default=24)
     parser.add_argument("-o", "--output", type=Path, help="write the table here too, every round beside it as JSON")
