@@ -198,6 +198,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.new < 3:
         parser.error("--new must be at least 3: passes behind the first token are measured")
+    if options.own_session and not options.neighbour:
+        parser.error("--own-session is of the busy process that --neighbour starts; give both, or neither")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # vLLM's processes would stand still for ever
     rooflines, rows = Rooflines(SIZES[options.size]), list[Row]()
     with tempfile.TemporaryDirectory() as folder:
