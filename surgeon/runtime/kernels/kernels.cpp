@@ -63,10 +63,11 @@ EXPORTED void gated_tanh_gelu(const float *wide, int64_t tokens, int64_t width, 
 EXPORTED void keep(
     const float *x, int64_t tokens, int64_t stride, int64_t heads, int64_t dim, const int64_t *places, float *cache,
     int64_t plane) {
-    for (int64_t head = 0; head < heads; ++head)
+    pool().share_rows(heads, tokens * dim, [&](int64_t head) {
         for (int64_t token = 0; token < tokens; ++token)
             std::memcpy(
                 cache + head * plane + places[token] * dim, x + token * stride + head * dim, sizeof(float) * dim);
+    });
 }
 
 // Attended values, (texts, heads, dim), of one token of each text. Queries are `stride` numbers apart; keys and behind

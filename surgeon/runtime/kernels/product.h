@@ -36,17 +36,39 @@ struct Chunk {
     bool first, last;   // of the columns
 };
 
-struct Ahead {  // what will be read next, so much of it with each input
+// What is read next, fetched evenly with each input that is worked with; `weight` is that input's.
+struct Ahead {
     const char *next;
     int64_t step;  // bytes
+    void fetch(const float *) {
+        constexpr uintptr_t kLine = 64;
+        const char *const end = next + step;
+        const char *line = next + (-reinterpret_cast<uintptr_t>(next) & (kLine - 1));
+        for (; line < end; line += kLine) __builtin_prefetch(line);
+        next = end;
+    }
+};
+
+// As before, where the chunk itself lies in a cache that is not the nearest.
+struct FarAhead : Ahead {
+    static constexpr int64_t kInputs = 4;
+    void fetch(const float *weight) {
+        Ahead::fetch(weight);
+        ::fetch(weight + kInputs * kPanel, kPanel * sizeof(float));
+    }
+};
+
+// Nothing: all that is read is near, or the processor fetches it in time by itself.
+struct Near : Ahead {
+    void fetch(const float *) {}
 };
 
 // sums: (kRows, kWide), 64 numbers apart, of the chunks before. number(input, row): what the weights are multiplied by.
 //
 // It is always inlined: as a function of its own it was seen to have its sums in memory before the first input.
-template <int kRows, int kWide, typename Number>  // kWide in vectors
+template <int kRows, int kWide, typename Number, typename Next>  // kWide in vectors
 __attribute__((always_inline)) static inline void add_tile(
-    const Chunk &chunk, const Number &number, float *sums, float *y, Ahead ahead) {
+    const Chunk &chunk, const Number &number, float *sums, float *y, Next ahead) {
     Vector totals[kRows][kWide];
     for (int row = 0; row < kRows; ++row)
         for (int part = 0; part < kWide; ++part) {
@@ -54,8 +76,8 @@ __attribute__((always_inline)) static inline void add_tile(
             else totals[row][part] = chunk.bias ? load(chunk.bias + part * kLanes) : Vector{};
         }
     const float *weight = chunk.weight;
-    for (int64_t input = 0; input < chunk.inputs; ++input, weight += chunk.width, ahead.next += ahead.step) {
-        if (kRows > 1) fetch(ahead.next, ahead.step);  // for one row the processor fetches in time by itself
+    for (int64_t input = 0; input < chunk.inputs; ++input, weight += chunk.width) {
+        ahead.fetch(weight);
         Vector weights[kWide];
         for (int part = 0; part < kWide; ++part) weights[part] = load(weight + part * kLanes);
         for (int row = 0; row < kRows; ++row) {
@@ -82,12 +104,24 @@ static void with_rows(int64_t rows, const Body &body) {
     }
 }
 
-// x: (inputs, rows) of the chunk.
-template <int kWide>
-static void add_rows(int64_t rows, const Chunk &chunk, const float *x, float *sums, float *y, Ahead ahead) {
+// Some inputs of a tile's tokens: packed, (inputs, rows), or one token after the other.
+struct Inputs {
+    const float *numbers;
+    int64_t stride;  // between tokens, or 0 if packed
+};
+
+template <int kWide, typename Next>
+static void add_rows(int64_t rows, const Chunk &chunk, Inputs inputs, float *sums, float *y, Next ahead) {
     with_rows(rows, [&](auto constant) {
         constexpr int kRows = constant();
-        const auto number = [x](int64_t input, int row) { return x[input * kRows + row]; };
+        if (!inputs.stride) {
+            const auto number = [&](int64_t input, int row) { return inputs.numbers[input * kRows + row]; };
+            using Needed = std::conditional_t<kRows == 1, Near, Next>;  // one row's weights come in time by themselves
+            return add_tile<kRows, kWide>(chunk, number, sums, y, Needed{ahead});
+        }
+        const float *from[kRows];
+        for (int row = 0; row < kRows; ++row) from[row] = inputs.numbers + row * inputs.stride;
+        const auto number = [&from](int64_t input, int row) { return from[row][input]; };
         add_tile<kRows, kWide>(chunk, number, sums, y, ahead);
     });
 }
@@ -113,6 +147,17 @@ static void pack_tokens(const float *x, const Tiles &tiles, int64_t stride, int6
     });
 }
 
+// What is multiplied: packed, (inputs, tokens) for each tile, or as it came.
+struct Tokens {
+    const float *numbers;
+    int64_t inputs, stride;  // the latter 0 if packed
+
+    // Of a tile that has `rows` tokens from `first` on, what comes from an input on.
+    Inputs of(int64_t first, int64_t input, int64_t rows) const {
+        return {numbers + (stride ? first * stride + input : first * inputs + input * rows), stride};
+    }
+};
+
 // Columns that a panel lies in memory with, of `columns` that are left of a weight.
 static inline int64_t width_of(int64_t columns) { return std::min(kPanel, (columns + kLeast - 1) / kLeast * kLeast); }
 
@@ -136,8 +181,9 @@ static void split_columns(const float *weight, int64_t inputs, float *parts) {
 // that; where a tile has all columns they lie in the cache behind it.
 template <int kWide, bool kDeep>
 static void multiply_panel(
-    const float *packed, const Tiles &tiles, int64_t begin_tile, int64_t end_tile, const Panel &panel, float *y) {
+    const Tokens &x, const Tiles &tiles, int64_t begin_tile, int64_t end_tile, const Panel &panel, float *y) {
     constexpr bool kApart = kDeep && kSplit;
+    using Next = std::conditional_t<kDeep && !kSplit, FarAhead, Ahead>;
     constexpr int64_t kWidth = kWide * kLanes, kDepth = (kSplit ? kNear : kFar) / kWidth;
     static thread_local std::vector<float> room, parts(kApart ? kDepth * kPanel : 0);
     const int64_t from = tiles.first(begin_tile), end = tiles.first(end_tile), width = panel.width;
@@ -160,10 +206,10 @@ static void multiply_panel(
                 own, kApart ? kWidth : width, bias ? bias + column : nullptr, panel.stride, inputs, begin == 0, last};
             for (int64_t tile = begin_tile; tile < end_tile; ++tile, next += depth * bytes / work) {
                 const int64_t first = tiles.first(tile), rows = tiles.first(tile + 1) - first;
+                Next ahead{next, bytes / work};
                 add_rows<kWide>(
-                    rows, chunk, packed + first * panel.inputs + begin * rows,
-                    room.data() + (first - from) * kPanel + column, y + first * panel.stride + column,
-                    Ahead{next, bytes / work});
+                    rows, chunk, x.of(first, begin, rows), room.data() + (first - from) * kPanel + column,
+                    y + first * panel.stride + column, ahead);
             }
         }
     }
@@ -182,11 +228,12 @@ static void multiply(const float *x, int64_t tokens, int64_t stride, const Weigh
     if (!tokens) return;
     static thread_local std::vector<float> room;
     const Tiles tiles(tokens);
-    if (tokens > 1) {
+    if (tokens > 1 && tokens < kMany) {
         if (static_cast<int64_t>(room.size()) < tokens * weight.inputs) room.resize(tokens * weight.inputs);
         pack_tokens(x, tiles, stride, weight.inputs, room.data());
         x = room.data();
     }
+    const Tokens own{x, weight.inputs, tokens < kMany ? 0 : stride};
     const int64_t panels = (weight.outputs + kPanel - 1) / kPanel;
     const int64_t blocks = tokens < kMany ? 1 : (tiles.count + kBlock - 1) / kBlock;
     pool().share(blocks * panels, [&](int64_t piece) {
@@ -197,10 +244,10 @@ static void multiply(const float *x, int64_t tokens, int64_t stride, const Weigh
         const Panel panel{
             weight.panels + first * weight.inputs, weight.bias ? weight.bias + first : nullptr,
             weight.panels + following * weight.inputs, weight.inputs, width, columns, weight.outputs};
-        if (width < kPanel) multiply_panel<kLeast / kLanes, false>(x, tiles, begin, end, panel, y + first);
-        else if (tokens >= kMany) multiply_panel<kColumns, true>(x, tiles, begin, end, panel, y + first);
-        else if (tokens == 1) multiply_panel<kVectors, false>(x, tiles, begin, end, panel, y + first);
-        else if (kSplit ? tokens <= 3 : tokens > 16) multiply_panel<4, false>(x, tiles, begin, end, panel, y + first);
-        else multiply_panel<kFewColumns, false>(x, tiles, begin, end, panel, y + first);
+        if (width < kPanel) multiply_panel<kLeast / kLanes, false>(own, tiles, begin, end, panel, y + first);
+        else if (tokens >= kMany) multiply_panel<kColumns, true>(own, tiles, begin, end, panel, y + first);
+        else if (tokens == 1) multiply_panel<kVectors, false>(own, tiles, begin, end, panel, y + first);
+        else if (kSplit ? tokens <= 3 : tokens > 16) multiply_panel<4, false>(own, tiles, begin, end, panel, y + first);
+        else multiply_panel<kFewColumns, false>(own, tiles, begin, end, panel, y + first);
     });
 }

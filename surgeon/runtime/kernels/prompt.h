@@ -62,10 +62,12 @@ public:
             const int64_t keys = std::min(kPanel, last + 1 - key);
             score(key, keys);
             if (prompt_.softcap > 0) cap(room_.scores.data(), prompt_.softcap, keys * kPanel);
-            for (int64_t at = 0; at < keys; ++at) hide(key + at, room_.scores.data() + at * kPanel);
-            for (int64_t row = 0; row < rows_; row += kLanes) soften(row, keys);
+            const bool seen = key + keys - 1 <= position(0) && (!prompt_.window || key > last - prompt_.window);
+            if (!seen)
+                for (int64_t at = 0; at < keys; ++at) hide(key + at, room_.scores.data() + at * kPanel);
+            for (int64_t row = 0; row < rows_; row += kLanes) seen ? soften<true>(row, keys) : soften<false>(row, keys);
             scale_down();
-            pack_values(key, keys);
+            find_values(key, keys);
             for (int64_t panel = 0; panel < panels_; ++panel) weigh(panel, keys);
         }
         write();
@@ -81,6 +83,8 @@ private:
 
     // As (dim, 64).
     void pack_queries() {
+        for (int64_t row = 0; row < rows_; ++row)
+            fetch(prompt_.queries + offset(row, prompt_.stride), prompt_.dim * sizeof(float));
         for (int64_t row = 0; row < rows_; ++row) {
             const float *from = prompt_.queries + offset(row, prompt_.stride);
             for (int64_t at = 0; at < prompt_.dim; ++at) room_.queries[at * kPanel + row] = from[at] * prompt_.scale;
@@ -90,6 +94,8 @@ private:
     const float *key(int64_t position) const {
         return prompt_.cache + head_ * prompt_.plane + prompt_.places[position - prompt_.first_key] * prompt_.dim;
     }
+
+    const float *value(int64_t position) const { return key(position) + prompt_.kv_heads * prompt_.plane; }
 
     // Scores of some keys from a position on: (keys, 64).
     void score(int64_t first, int64_t keys) {
@@ -105,7 +111,7 @@ private:
                     const float *queries = room_.queries.data() + column;
                     const Chunk chunk{queries, kPanel, nullptr, kPanel, prompt_.dim, true, false};
                     float *to = room_.scores.data() + begin * kPanel + column;
-                    add_tile<kRows, kColumns>(chunk, number, to, to, still(queries));
+                    add_tile<kRows, kColumns>(chunk, number, to, to, Near{});
                 }
             });
         }
@@ -120,7 +126,8 @@ private:
         std::fill(scores + end, scores + rows_, kUnseen);
     }
 
-    // Scores of a vector of rows to weights relative to the highest score so far.
+    // Scores of a vector of rows to weights relative to the highest score so far. kSeen: all rows look at all keys.
+    template <bool kSeen>
     void soften(int64_t row, int64_t keys) {
         float *scores = room_.scores.data() + row;
         const Vector before = load(room_.highest.data() + row), unseen = spread(kUnseen);
@@ -132,7 +139,8 @@ private:
         Vector total{};
         for (int64_t at = 0; at < keys; ++at) {
             const Vector own = load(scores + at * kPanel);
-            const Vector weight = own == unseen ? Vector{} : exponential(own - highest);
+            Vector weight = exponential(own - highest);
+            if (!kSeen) weight = own == unseen ? Vector{} : weight;
             store(scores + at * kPanel, weight);
             total += weight;
         }
@@ -154,45 +162,49 @@ private:
         }
     }
 
-    // Values of some keys from a position on, as (keys, 64) for each panel.
-    void pack_values(int64_t first, int64_t keys) {
-        const int64_t dim = prompt_.dim;
-        for (int64_t at = 0; at < keys; ++at) {
-            const float *from = key(first + at) + prompt_.kv_heads * prompt_.plane;
-            for (int64_t panel = 0; panel < panels_; ++panel)
+    // Values of some keys from a position on: where they lie if that is side by side, else as (keys, 64) for each panel.
+    void find_values(int64_t first, int64_t keys) {
+        const int64_t dim = prompt_.dim, place = prompt_.places[first - prompt_.first_key];
+        bool together = dim % kPanel == 0;
+        for (int64_t at = 0; at < keys; ++at)
+            together &= prompt_.places[first + at - prompt_.first_key] == place + at;
+        values_ = together ? value(first) : room_.values.data();
+        width_ = together ? dim : kPanel;
+        apart_ = together ? kPanel : kPanel * kPanel;
+        for (int64_t at = 0; at < (together ? 0 : keys); ++at)
+            for (int64_t column = 0; column < dim; column += kPanel)
                 std::copy_n(
-                    from + panel * kPanel, std::min(kPanel, dim - panel * kPanel),
-                    room_.values.data() + (panel * kPanel + at) * kPanel);
-        }
+                    value(first + at) + column, std::min(kPanel, dim - column),
+                    room_.values.data() + (column + at) * kPanel);
     }
 
     // Adds values of some keys, times their weights, to sums of one panel, (64, 64).
     void weigh(int64_t panel, int64_t keys) {
-        const float *values = room_.values.data() + panel * kPanel * kPanel;
+        const float *values = values_ + panel * apart_;
         const int64_t columns = std::min(kPanel, prompt_.dim - panel * kPanel);
         for (int64_t column = 0; column < columns; column += kColumns * kLanes) {
-            const Chunk chunk{values + column, kPanel, nullptr, kPanel, keys, false, false};
+            const Chunk chunk{values + column, width_, nullptr, kPanel, keys, false, false};
             for (int64_t tile = 0; tile < tiles_.count; ++tile) {
                 const int64_t begin = tiles_.first(tile);
                 const float *weights = room_.scores.data() + begin;
                 float *sums = room_.sums.data() + (panel * kPanel + begin) * kPanel + column;
                 const auto number = [weights](int64_t at, int row) { return weights[at * kPanel + row]; };
                 with_rows(tiles_.first(tile + 1) - begin, [&](auto constant) {
-                    add_tile<constant(), kColumns>(chunk, number, sums, sums, still(values));
+                    add_tile<constant(), kColumns>(chunk, number, sums, sums, Near{});
                 });
             }
         }
     }
-
-    static Ahead still(const float *there) { return Ahead{reinterpret_cast<const char *>(there), 0}; }
 
     void write() {
         for (int64_t row = 0; row < rows_; ++row) {
             float *to = prompt_.y + offset(row, prompt_.heads * prompt_.dim);
             // The highest score has the weight 1; without one none was a number, or all were -inf.
             const float inverse = room_.total[row] >= 0.5f ? 1.0f / room_.total[row] : NAN;
-            for (int64_t at = 0; at < prompt_.dim; ++at)
-                to[at] = room_.sums[(at / kPanel * kPanel + row) * kPanel + at % kPanel] * inverse;
+            for (int64_t column = 0; column < prompt_.dim; column += kPanel) {
+                const float *sums = room_.sums.data() + (column + row) * kPanel;
+                for (int64_t at = 0; at < std::min(kPanel, prompt_.dim - column); ++at) to[column + at] = sums[at] * inverse;
+            }
         }
     }
 
@@ -200,6 +212,8 @@ private:
     const int64_t head_, first_, rows_, group_, panels_;
     const Tiles tiles_;  // of rows
     BlockRoom &room_;
+    const float *values_ = nullptr;  // of the keys that are looked at: of one panel, (keys, 64), tokens `width_` apart
+    int64_t width_ = 0, apart_ = 0;  // the latter between panels
 };
 
 static void attend_prompt(const Prompt &prompt) {

@@ -47,10 +47,9 @@ static inline float sum(Vector numbers) {
 static inline Vector exponential(Vector x) {
     x = x < spread(-87.0f) ? spread(-87.0f) : x;
     x = x > spread(88.0f) ? spread(88.0f) : x;
-    const Vector scaled = x * 1.44269504f;
-    const Vector half = scaled < Vector{} ? spread(-0.5f) : spread(0.5f);
-    const Integers whole = __builtin_convertvector(scaled + half, Integers);
-    const Vector power = __builtin_convertvector(whole, Vector);
+    // The last digits of a number this large are whole ones: so it is rounded, and they are the exponent.
+    const Vector large = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23
+    const Vector power = large - 12582912.0f;
     const Vector rest = (x - power * 0.693359375f) + power * 2.12194440e-4f;  // ln 2 in two parts
     // 1 + r + r^2 (1/2 + r/6 + ...), coefficients fitted for |r| <= ln(2) / 2 (Cephes)
     Vector series = spread(1.9875691500e-4f);
@@ -60,7 +59,9 @@ static inline Vector exponential(Vector x) {
     series = series * rest + 1.6666665459e-1f;
     series = series * rest + 5.0000001201e-1f;
     const Vector mantissa = series * (rest * rest) + rest + 1.0f;
-    const Integers exponent = (whole + 127) << 23;
+    Integers exponent;
+    __builtin_memcpy(&exponent, &large, sizeof exponent);
+    exponent = (exponent + 127) << 23;  // what made the number large is shifted out
     Vector factor;
     __builtin_memcpy(&factor, &exponent, sizeof factor);
     return mantissa * factor;
