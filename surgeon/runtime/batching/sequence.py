@@ -54,6 +54,34 @@ class Row(NamedTuple):
     drafted: bool = False
 
 
+class Asked(NamedTuple):
+    """Of which tokens of a pass a next one is asked for or likely ones are; of no others is the stream needed.
+
+    Attributes:
+        places: of those tokens in the pass: first those below, then those that predict targets.
+        wanted: of each of the first.
+    """
+
+    places: list[int]
+    wanted: list[Wanted]
+
+
+def asked_of(rows: Several[Row]) -> Asked:
+    """What the rows of a pass ask for."""
+    asked, predicting, end = Asked([], []), list[int](), 0
+    for row in rows:
+        start, end = end, end + len(row.tokens)
+        if row.wanted:
+            first = start if row.drafted else end - 1
+            asked.places.extend(range(first, end))
+            asked.wanted.extend([row.wanted] * (end - first))
+        if row.targets is not None:
+            first = start + row.targets.first
+            predicting += range(first, first + len(row.targets.tokens))
+    asked.places.extend(predicting)
+    return asked
+
+
 @dataclass(eq=False)
 class Sequence:
     """An open request.

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.runtime.batching.request import UNDEFINED, TokenLogprob, UndefinedLogits
-from surgeon.runtime.batching.sequence import Row, Wanted
+from surgeon.runtime.batching.sequence import Row, Wanted, asked_of
 from surgeon.runtime.batching.windows import BLOCK_TOKENS, blocks_for
 from surgeon.runtime.comm.collectives import Collectives
 from surgeon.runtime.kernels.functions import kernels_for
@@ -189,7 +189,8 @@ class RankEngine(RankProgram):
             stream = self.stream_after(self._embedded(tokens, layout.positions), shared, end=coda.nodes)
             coda.keep(stream)
             stream = coda.stream_after(stream, shared, self.counts)
-            return Results(*self._next(stream, layout, rows, coda.logits), [])
+            asked = asked_of(rows)
+            return Results(*self._next(stream[asked.places], asked.wanted, coda.logits), [])
 
     @contextmanager
     def _counted(self, phase: Phase, rows: Sequence[Row]) -> Iterator[None]:
@@ -209,8 +210,10 @@ class RankEngine(RankProgram):
         """A pass of whatever shape the rows have."""
         if self.recorded is not None and self.recorded.fits(rows) and all(row.wanted for row in rows):
             return Results(*self._chosen(self.recorded.logits(rows, cache), [row.wanted for row in rows]), [])
-        layout, stream = self._forward(rows, cache)
-        return Results(*self._next(stream, layout, rows, self._own_logits), self._scores(stream, rows))
+        asked = asked_of(rows)
+        stream = self._forward(rows, cache, asked.places)
+        last, rest = stream.split([len(asked.wanted), len(asked.places) - len(asked.wanted)])
+        return Results(*self._next(last, asked.wanted, self._own_logits), self._scores(rest, rows))
 
     def _static_step(self, static: StaticDecode, rows: Sequence[Row], cache: PagedCache) -> Results:
         """A decode pass of one of a few shapes."""
@@ -231,7 +234,7 @@ class RankEngine(RankProgram):
         if self.recorded is not None and self.recorded.fits(rows):
             own = self.recorded.logits(rows, cache)
         else:
-            own = self._own_logits(self._forward(rows, cache)[1])
+            own = self._own_logits(self._forward(rows, cache))
         return self.vocabulary.gather(own, self.counts.vocabulary)
 
     def text_logits(self, tokens: list[int]) -> Tensor:
@@ -256,18 +259,18 @@ class RankEngine(RankProgram):
             found += best
         return found
 
-    def _forward(self, rows: Sequence[Row], cache: PagedCache) -> tuple[PagedLayout, Tensor]:
-        """Where the rows' tokens are, and the stream after the program, (tokens, hidden)."""
+    def _forward(self, rows: Sequence[Row], cache: PagedCache, places: list[int] | None = None) -> Tensor:
+        """The stream after the program, (tokens, hidden), of the rows' tokens or of those at some places."""
         tokens, layout, shared = self._laid_out(rows, cache)
         if self.coda is None:
-            return layout, self.stream_after(self._embedded(tokens, layout.positions), shared)
+            return self.stream_after(self._embedded(tokens, layout.positions), shared, places=places)
         drafted, fresh = [row for row in rows if row.drafted], [row for row in rows if not row.drafted]
         streams = [self.coda.take(drafted)] if drafted else []
         if fresh:
             inside = self._laid_out(fresh, cache) if drafted else (tokens, layout, shared)
             streams.append(self._through_rack(*inside, self.coda))
         stream = streams[0] if len(streams) == 1 else torch.cat(streams)
-        return layout, self.stream_after(stream, shared, self.coda.nodes)
+        return self.stream_after(stream, shared, self.coda.nodes, places=places)
 
     def _through_rack(self, tokens: Tensor, layout: PagedLayout, shared: Pass, coda: RankCoda) -> Tensor:
         """The stream after rack 0, (tokens, hidden); the coda caches what it needs of it."""
@@ -329,35 +332,23 @@ class RankEngine(RankProgram):
         return None if self.plan.rotary is None else rotation(self.plan.rotary, 0, tokens, self.vocabulary.like)
 
     def _scores(self, stream: Tensor, rows: Sequence[Row]) -> list[list[TokenLogprob]]:
-        """How likely the targets of rows are."""
+        """How likely the targets of rows are, given the stream before each, (all targets, hidden)."""
         found: list[list[TokenLogprob]] = []
         start = 0
-        for row in rows:
-            if row.targets is not None:
-                first, tokens, top = row.targets
-                places = stream[start + first : start + first + len(tokens)].split(SCORED_TOKENS)
-                found.append([])
-                for number, part in enumerate(places):
-                    begin = number * SCORED_TOKENS
-                    targets = tokens[begin : begin + SCORED_TOKENS]
-                    found[-1] += self.vocabulary.score(self._own_logits(part), targets, top, self.counts.vocabulary)
-            start += len(row.tokens)
+        for _, targets, top in (row.targets for row in rows if row.targets is not None):
+            found.append([])
+            for begin in range(0, len(targets), SCORED_TOKENS):
+                tokens = targets[begin : begin + SCORED_TOKENS]
+                own = self._own_logits(stream[start + begin : start + begin + len(tokens)])
+                found[-1] += self.vocabulary.score(own, tokens, top, self.counts.vocabulary)
+            start += len(targets)
         return found
 
     def _next(
-        self, stream: Tensor, layout: PagedLayout, rows: Sequence[Row], head: Callable[[Tensor], Tensor]
+        self, stream: Tensor, wanted: Sequence[Wanted], head: Callable[[Tensor], Tensor]
     ) -> tuple[list[int], Tensor | None]:
-        """What the rows want of their last tokens, or of all; only these go through the head."""
-        places: list[int] = []
-        wanted: list[Wanted] = []
-        for last, row in zip(layout.last, rows, strict=True):
-            if row.wanted:
-                count = len(row.tokens) if row.drafted else 1
-                places += range(last + 1 - count, last + 1)
-                wanted += [row.wanted] * count
-        if not places:
-            return [], None
-        return self._chosen(head(stream if len(places) == len(stream) else stream[places]), wanted)
+        """What is wanted of tokens' next ones, given their stream, (wanted, hidden)."""
+        return self._chosen(head(stream), wanted) if wanted else ([], None)
 
     def _chosen(self, own: Tensor, wanted: Sequence[Wanted]) -> tuple[list[int], Tensor | None]:
         """What is wanted of this rank's logits, (tokens, rows)."""

@@ -143,7 +143,6 @@ class PagedLayout:
 
     Attributes:
         positions: of the tokens, each in its sequence.
-        last: which tokens of the pass are the last of their rows.
     """
 
     def __init__(self, rows: Sequence[Row], cache: PagedCache, angles: Angles | None = None) -> None:
@@ -153,7 +152,6 @@ class PagedLayout:
             angles: of all positions up to the last one, if there are rotary ones.
         """
         self.cache = cache
-        self.last: list[int] = []
         self._parts: list[_Singles | _Chunk] = []
         positions, first = [], 0
         places: list[list[slice]] = [[] for _ in cache.windows]
@@ -169,7 +167,6 @@ class PagedLayout:
             else:
                 self._parts.append(_Singles(first, row, cache, angles))
             first += len(row.tokens)
-            self.last.append(first - 1)
         self.positions = as_index(positions, cache.device)
         self.places = [as_index(found, cache.device) for found in places]
         self._numbers = [numbers_of(place) for place in self.places] if cache.kernels is not None else []

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from surgeon.execute import Branch, Machine, Partial, Pending, State, advance, land
 from surgeon.families import Projection
-from surgeon.program import ATTENTION, WRITING, Fork, Program, Step, Sublayer
+from surgeon.program import ATTENTION, WRITING, Fork, Program, Step, Sublayer, steps_of
 from surgeon.runtime.comm.collectives import Collectives, Counts
 from surgeon.runtime.kernels.functions import kernels_for
 from surgeon.runtime.kernels.recording import Arena, Recording, Replay
@@ -75,6 +75,7 @@ class RankProgram:
         self.norms: dict[Sublayer, Norm] = {}
         self.outputs: dict[Step, StepOutputs] = {}  # of steps that this rank has slices of
         self._works = {0: 0}
+        self._attended = _end_of_attention(self.program)
         self._ways: dict[tuple[object, ...], bool] = {}  # whether first factors of one shape are shared out
 
     def load(self, source: ModelWeights) -> None:
@@ -212,7 +213,7 @@ class RankProgram:
         """The state after the program; what its last node left pending may be on its way still.
 
         Args:
-            first, end: of the nodes that are run, all by default; the first may be no late step.
+            first, end: of the nodes that are run, all by default; the first may be late if something is pending.
         """
         work = iter(self.work[self._work_before(first) :])
         machine = self.machine(shared, self.collectives.group, work)
@@ -226,13 +227,42 @@ class RankProgram:
             self._works[node] = len(rank_work(Program(self.program.nodes[:node]), self.rank, self.plan.ranks))
         return self._works[node]
 
-    def stream_after(self, stream: Tensor, shared: Pass, first: int = 0, end: int | None = None) -> Tensor:
-        """The stream after the program, or some of its nodes, (tokens, hidden)."""
-        return land(self.run(State(stream), shared, first, end)).stream
+    def stream_after(
+        self,
+        stream: Tensor,
+        shared: Pass,
+        first: int = 0,
+        end: int | None = None,
+        places: list[int] | None = None,
+    ) -> Tensor:
+        """The stream after the program, or some of its nodes, (tokens, hidden).
+
+        Args:
+            places: of the tokens whose stream is wanted, all by default; of others, nothing is computed behind the last
+                attention, where nobody looks at them any more.
+        """
+        if places is None or places == list(range(len(stream))):
+            return land(self.run(State(stream), shared, first, end)).stream
+        last = max(first, self._attended)
+        state = self.run(State(stream), shared, first, last)
+        few = _of_places(state, places or [0])  # one at least: who times steps counts on all in every pass
+        return land(self.run(few, shared, last, end)).stream[: len(places)]
 
     def machine(self, shared: Pass, group: Group, work: Iterator[Work]) -> RankMachine:
         """What runs steps on a group of ranks."""
         return RankMachine(self, shared, group, work)
+
+
+def _end_of_attention(program: Program) -> int:
+    """How many nodes there are up to the last one that has an attention."""
+    kinds = [{one.kind for step in steps_of((node,)) for one in step.sublayers} for node in program.nodes]
+    return max((1 + number for number, found in enumerate(kinds) if ATTENTION in found), default=0)
+
+
+def _of_places(state: State, places: list[int]) -> State:
+    """Some tokens' state between two nodes of a program."""
+    chosen, pending = torch.tensor(places, device=state.stream.device), state.pending
+    return State(state.stream[chosen], None if pending is None else lambda: pending()[chosen])
 
 
 def _replayed(replay: Replay, owners: object) -> None:  # noqa: ARG001 - of the memory that a replay reads

@@ -17,10 +17,10 @@ import surgeon
 from surgeon.checkpoint.export import Original, plan_export, write_export
 from surgeon.program import Program
 from surgeon.runtime.batching.request import UNDEFINED, UndefinedLogits
-from surgeon.runtime.batching.sequence import Row, Wanted
+from surgeon.runtime.batching.sequence import Row, Targets, Wanted
 from surgeon.runtime.comm.collectives import Alone
 from surgeon.runtime.model.engine import RankEngine
-from surgeon.runtime.model.layers import rotation
+from surgeon.runtime.model.layers import FeedForward, rotation
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Rotary
 from tests.models import damage, save_checkpoint
@@ -182,6 +182,50 @@ def test_logits_that_are_not_finite_have_no_likeliest_token(decoding: Any, value
     assert good >= 0
     with pytest.raises(UndefinedLogits, match="not finite after 2 tokens"):
         engine.greedy([5, BAD], 3)
+
+
+@pytest.mark.parametrize(
+    ("program", "behind"),
+    [
+        ("A0 F0 A1 F1 A2 F2 A3 F3", 1),
+        ("A0 F0 >A1 >F1 A2 F2 >A3 >F3", 1),
+        ("A0 A1 [A2 A3] F0 [F1 F2 F3]", 4),
+        ("A0 F0 {A1 F1 | A2 F2} F3 F3", 2),
+        ("A0 F0 A1 {F1 | F2 F3}", 3),
+        ("[A0 F0] [A1 F1]", 0),
+    ],
+)
+def test_behind_the_last_attention_only_tokens_are_computed_that_something_is_asked_of(
+    program: str, behind: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(save_checkpoint(tmp_path / "tiny"), program)
+    texts, cache, widths = IDS[0, :22].tolist(), engine.new_cache(3), list[int]()
+    own = [texts[:9], texts[9:16], texts[16:]]
+    expected = [engine.text_logits(tokens) for tokens in own]
+    rows = [
+        Row(0, own[0], ([(0, 1)],), Wanted.BEST),
+        Row(0, own[1], ([(1, 1)],), Wanted.NOTHING),
+        Row(0, own[2], ([(2, 1)],), Wanted.LOGITS, Targets(1, own[2][2:5], 1)),
+    ]
+    compute = FeedForward.__call__
+
+    def noting(self: FeedForward, x: Tensor) -> Tensor:
+        widths.append(len(x))
+        return compute(self, x)
+
+    monkeypatch.setattr(FeedForward, "__call__", noting)
+    found = engine.step(rows, cache)
+    assert found.best == [int(expected[0][-1].argmax())]
+    assert found.logits is not None
+    torch.testing.assert_close(found.logits[0], expected[2][-1])
+    chances = expected[2][1:4].log_softmax(-1)
+    told = [chance[token].item() for chance, token in zip(chances, own[2][2:5], strict=True)]
+    assert [one.logprob for one in found.scores[0]] == pytest.approx(told, abs=1e-4)
+    total = program.count("F")
+    assert widths == [22] * (total - behind) + [5] * behind  # two tokens' next ones, and three targets
+    widths.clear()
+    assert engine.step([row._replace(wanted=Wanted.NOTHING, targets=None) for row in rows], cache).best == []
+    assert widths == [22] * (total - behind) + [1] * behind
 
 
 def test_a_cache_is_used_again_while_it_is_large_enough_and_of_the_same_kind(tmp_path: Path) -> None:
