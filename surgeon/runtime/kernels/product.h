@@ -4,8 +4,9 @@
 // A panel is read from memory in chunks of inputs that stay in the nearest cache while tokens are multiplied with them,
 // some tokens and columns at a time, whose sums stay in registers. Meanwhile the next chunk is fetched, evenly spread
 // over the work on this one: what few tokens have to wait for is memory, and many requests at once would stop the work.
-// Tokens are packed, too, so that what a tile reads of them lies side by side. Where there are many of them, so that what
-// counts is computing, chunks have more inputs and fewer columns: sums are put away and taken up again less often.
+// Few tokens are packed, too, so that what a tile reads of them lies side by side. Many are read where they lie: packing them
+// takes longer than it saves. What counts then is computing, and chunks have more inputs, perhaps of fewer columns: sums are
+// put away and taken up again less often.
 #pragma once
 
 #include <algorithm>
@@ -107,14 +108,15 @@ static void with_rows(int64_t rows, const Body &body) {
 // Some inputs of a tile's tokens: packed, (inputs, rows), or one token after the other.
 struct Inputs {
     const float *numbers;
-    int64_t stride;  // between tokens, or 0 if packed
+    bool packed;
+    int64_t stride;  // between tokens, if not
 };
 
 template <int kWide, typename Next>
 static void add_rows(int64_t rows, const Chunk &chunk, Inputs inputs, float *sums, float *y, Next ahead) {
     with_rows(rows, [&](auto constant) {
         constexpr int kRows = constant();
-        if (!inputs.stride) {
+        if (inputs.packed) {
             const auto number = [&](int64_t input, int row) { return inputs.numbers[input * kRows + row]; };
             using Needed = std::conditional_t<kRows == 1, Near, Next>;  // one row's weights come in time by themselves
             return add_tile<kRows, kWide>(chunk, number, sums, y, Needed{ahead});
@@ -150,11 +152,12 @@ static void pack_tokens(const float *x, const Tiles &tiles, int64_t stride, int6
 // What is multiplied: packed, (inputs, tokens) for each tile, or as it came.
 struct Tokens {
     const float *numbers;
-    int64_t inputs, stride;  // the latter 0 if packed
+    bool packed;
+    int64_t stride;  // between tokens; of packed ones how many inputs there are
 
     // Of a tile that has `rows` tokens from `first` on, what comes from an input on.
     Inputs of(int64_t first, int64_t input, int64_t rows) const {
-        return {numbers + (stride ? first * stride + input : first * inputs + input * rows), stride};
+        return {numbers + first * stride + input * (packed ? rows : 1), packed, stride};
     }
 };
 
@@ -228,12 +231,13 @@ static void multiply(const float *x, int64_t tokens, int64_t stride, const Weigh
     if (!tokens) return;
     static thread_local std::vector<float> room;
     const Tiles tiles(tokens);
-    if (tokens > 1 && tokens < kMany) {
+    const bool packed = tokens < kMany;
+    if (tokens > 1 && packed) {
         if (static_cast<int64_t>(room.size()) < tokens * weight.inputs) room.resize(tokens * weight.inputs);
         pack_tokens(x, tiles, stride, weight.inputs, room.data());
         x = room.data();
     }
-    const Tokens own{x, weight.inputs, tokens < kMany ? 0 : stride};
+    const Tokens own{x, packed, packed ? weight.inputs : stride};
     const int64_t panels = (weight.outputs + kPanel - 1) / kPanel;
     const int64_t blocks = tokens < kMany ? 1 : (tiles.count + kBlock - 1) / kBlock;
     pool().share(blocks * panels, [&](int64_t piece) {

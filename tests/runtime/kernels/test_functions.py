@@ -50,13 +50,13 @@ def in_panels(weight: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("seed", range(DRAWS))
 def test_product(own: Kernels, seed: int) -> None:
-    """Of every number of tokens and columns, from rows of a wider tensor, with a bias and without."""
+    """Of every number of tokens and columns, from rows of a wider tensor or one for all, with a bias or without."""
     draw = drawn(seed)
-    tokens, inputs, outputs = draw(1, 40) if draw(0, 3) else draw(100, 400), draw(1, 600), draw(1, 300)
+    tokens, inputs, outputs = draw(1, 40) if draw(0, 3) else draw(40, 400), draw(1, 600), draw(1, 300)
     weight, wide = torch.randn(outputs, inputs), torch.randn(tokens, inputs + draw(0, 9))
     bias = torch.randn(outputs) if draw(0, 1) else None
     panels = in_panels(weight)
-    x = wide[:, :inputs]
+    x = wide[:, :inputs] if draw(0, 5) else wide[:1, :inputs].expand(tokens, inputs)
     found = own.product(x, panels, outputs, bias)
     assert close(found, x.double() @ weight.double().t() + (0 if bias is None else bias.double()))
 
