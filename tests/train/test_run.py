@@ -51,9 +51,10 @@ def test_training_is_plain_adamw(tmp_path: Path) -> None:
     for step in range(4):
         optimiser.param_groups[0]["lr"] = 1e-2 * (1 - step / 4)
         ids = TEXTS.training.ids[order[4 * step : 4 * step + 4]]
-        logits = other(input_ids=ids).logits[:, :-1].flatten(0, 1)
         optimiser.zero_grad()
-        functional.cross_entropy(logits, ids[:, 1:].flatten()).backward()
+        for part in ids.split(2):  # as there: where a gradient is almost 0, Adam makes a step of how it was rounded
+            logits = other(input_ids=part).logits[:, :-1].flatten(0, 1)
+            (functional.cross_entropy(logits, part[:, 1:].flatten()) / 2).backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimiser.step()
     for (name, mine), theirs in zip(found.model.named_parameters(), other.parameters(), strict=True):

@@ -54,7 +54,7 @@ class Row(NamedTuple):
     drafted: bool = False
 
 
-class Asked(NamedTuple):
+class AskedPlaces(NamedTuple):
     """Of which tokens of a pass a next one is asked for or likely ones are; of no others is the stream needed.
 
     Attributes:
@@ -66,9 +66,9 @@ class Asked(NamedTuple):
     wanted: list[Wanted]
 
 
-def asked_of(rows: Several[Row]) -> Asked:
+def asked_of(rows: Several[Row]) -> AskedPlaces:
     """What the rows of a pass ask for."""
-    asked, predicting, end = Asked([], []), list[int](), 0
+    asked, predicting, end = AskedPlaces([], []), list[int](), 0
     for row in rows:
         start, end = end, end + len(row.tokens)
         if row.wanted:

@@ -212,20 +212,27 @@ def report(error: Exception, connection: Connection) -> None:
         _send(connection, "error", message)
 
 
-def end_with(lifeline: Connection, folder: str) -> None:
-    """End this process when the starting one has gone, even while it waits for another rank, and leave no files."""
+def end_with(lifeline: Connection, folder: str) -> threading.Thread:
+    """End this process when the starting one has gone, even while it waits for another rank, and leave no files.
+
+    Returns:
+        What does so.
+    """
 
     def watch() -> None:
         wait([lifeline])
         shutil.rmtree(folder, ignore_errors=True)  # the other ranks do the same
         os._exit(1)
 
-    threading.Thread(target=watch, daemon=True).start()
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    return thread
 
 
 def main() -> None:
     """Be a rank; the command line has the ranks' folder, then descriptors: of commands, the lifeline, the channel."""
     folder = sys.argv[1]
     commands, lifeline, *channel = map(int, sys.argv[2:])
-    end_with(Connection(lifeline), folder)
+    watcher = end_with(Connection(lifeline), folder)
     serve(Connection(commands), channel)
+    watcher.join()  # no more commands: the starting process has gone, and files are being removed
