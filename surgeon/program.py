@@ -204,6 +204,12 @@ class Program:
         """Every sublayer in program order, once per occurrence."""
         return (sublayer for step in steps_of(self.nodes) for sublayer in step.sublayers)
 
+    @property
+    def attended(self) -> int:
+        """How many nodes there are up to the last one that has an attention; behind it no token looks at another."""
+        kinds = [{one.kind for step in steps_of((node,)) for one in step.sublayers} for node in self.nodes]
+        return max((1 + number for number, found in enumerate(kinds) if ATTENTION in found), default=0)
+
     def renamed(self, rename: Callable[[Sublayer], Sublayer]) -> Program:
         """The same program with other sublayers in the place of its own."""
         return Program(_renamed(self.nodes, rename))

@@ -121,6 +121,21 @@ def test_common_prefix(start: Program, first: Program, second: Program) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "nodes"),
+    [
+        ("A0 F0 A1 F1", 3),
+        ("A0 F0 >A1 >F1 F1", 3),
+        ("[A0 F0] [A1 F1]", 2),
+        ("A0 {A1 F1 | F2 {F1 | A2}} F3 F3", 2),
+        ("A0 {F1 | F2}", 1),
+        ("F0 F1", 0),
+    ],
+)
+def test_where_the_last_attention_is(text: str, nodes: int) -> None:
+    assert Program.parse(text).attended == nodes
+
+
+@pytest.mark.parametrize(
     ("text", "depth", "syncs"),
     [
         (str(Program.dense(4)), 4, 8),

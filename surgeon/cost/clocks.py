@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from surgeon.execute import Branch, Machine, Partial, Pending, run
+from surgeon.execute import Branch, Machine, Partial, Pending, State, advance, land
 from surgeon.program import Fork, Program, Step
 from surgeon.runtime.plan.placement import Group, assigned_branches
 
@@ -83,6 +83,10 @@ class Swap:
 
 class Costs(Protocol):
     """What takes how long; asked in the order in which the executor comes to the nodes."""
+
+    def leave_attention(self) -> None:
+        """From the next node on there is no attention any more; to some costs that is all the same."""
+        return
 
     def items(self, rank: int, step: Step) -> Sequence[Burst | Swap]:
         """What a rank computes of a step, and exchanges in between."""
@@ -173,7 +177,12 @@ class RankClock:
 def pass_seconds(program: Program, clocks: list[RankClock], costs: Costs) -> None:
     """Let the program run on some ranks' clocks."""
     machine = SimulatedRanks(clocks, tuple(range(len(clocks))), costs)
-    run(program, torch.zeros(1), machine)
+    state, attended = State(torch.zeros(1)), program.attended
+    for number, node in enumerate(program.nodes):
+        if number == attended:
+            costs.leave_attention()
+        state = advance(state, node, machine)
+    land(state)
 
 
 def exchange(clocks: Sequence[RankClock], transfers: Sequence[Transfer]) -> list[Arrival]:
@@ -227,8 +236,9 @@ class SimulatedRanks(Machine):
                 clock.land(transfer, arrival)
 
     def _finishing(self, step: Step, stream: Tensor) -> Callable[[Tensor], Tensor]:
+        burst = self.costs.finish(step, self.group)
+
         def finish(_: Tensor) -> Tensor:
-            burst = self.costs.finish(step, self.group)
             for rank in self.group:
                 self.clocks[rank].spend(burst)
             return stream

@@ -127,6 +127,10 @@ class PassCosts(Costs):
         self._known: dict[object, Timed] = {}
         self._reductions: dict[object, tuple[Transfer, Counts]] = {}
 
+    def leave_attention(self) -> None:
+        self.forward = self.forward.ending
+        self._known.clear()
+
     def items(self, rank: int, step: Step) -> Sequence[Burst | Swap]:
         work, like = self.setting.work[rank][next(self._next[rank])]
         assert work.step is step, f"the executor is at {step}, the rank's work at {work.step}"

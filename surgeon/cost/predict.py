@@ -160,7 +160,7 @@ def predict(
     length = workload.prompt + workload.new
     plan = shapes.plan(program, deployment.ranks, length, dtype, deployment.low_rank, deployment.kv)
     ranks = PredictedRanks(shapes, plan, hardware, deployment)
-    prefill = ranks.forward(Forward(workload.batch, workload.prompt), graphs=False)
+    prefill = ranks.forward(Forward(workload.batch, workload.prompt, asked=1), graphs=False)
     decode = _mean_decode(ranks, workload) if workload.new > 1 else None
     memory = room(shapes, plan, hardware, workload.batch, workload.prompt)
     return Prediction(plan, workload, prefill, decode, memory)

@@ -29,16 +29,25 @@ class Forward:
         texts: computed together.
         new: tokens of each.
         before: tokens of each that came before.
+        asked: of how many of each text's new tokens, the last ones, something is asked; of others nothing is computed
+            behind the last attention. None for all of them.
     """
 
     texts: int
     new: int
     before: int = 0
+    asked: int | None = None
 
     @property
     def tokens(self) -> int:
         """Of the pass."""
         return self.texts * self.new
+
+    @property
+    def ending(self) -> Forward:
+        """What there is of it behind the last attention."""
+        asked = self.new if self.asked is None else self.asked
+        return Forward(self.texts, asked, self.before + self.new - asked)
 
     def keys(self, window: int | None) -> int:
         """How many tokens' keys and values are read of each text."""

@@ -14,7 +14,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from surgeon.cost.predict import Deployment, PredictedRanks
 from surgeon.cost.shapes import ModelShapes
 from surgeon.cost.work import Forward
-from surgeon.execute import State, land
 from surgeon.families import family_of
 from surgeon.program import Program
 from surgeon.runtime.comm.collectives import Collectives, Counts
@@ -57,14 +56,16 @@ def weights_of(config: Any, program: Program) -> ModelWeights:
     return ModelWeights(NamedTensors(named), family, family.head_dim(config))
 
 
-def counted(config: Any, ranks: PredictedRanks, rank: int, compress: Compression | None) -> Counts:
-    """What a rank of the runtime counts in one pass."""
+def counted(
+    config: Any, ranks: PredictedRanks, rank: int, compress: Compression | None, places: list[int] | None = None
+) -> Counts:
+    """What a rank of the runtime counts in one pass, in which something is asked of the tokens at some places."""
     nobody: Collectives = Nobody(rank, tuple(range(ranks.plan.ranks)))
     collectives = Compressed(nobody, compress) if compress else nobody
     runtime = RankProgram(ranks.plan, collectives, torch.device("meta"))
     runtime.load(weights_of(config, ranks.program))
     stream = torch.empty(TOKENS, ranks.plan.hidden, device="meta")
-    land(runtime.run(State(stream), Pass(lambda _, queries, *__: queries.flatten(1), None)))
+    runtime.stream_after(stream, Pass(lambda _, queries, *__: queries.flatten(1), None), places=places)
     return runtime.counts.layers
 
 
@@ -83,6 +84,8 @@ def check(
     ranks = PredictedRanks(shapes, replace(plan, activation="silu"), hardware(), deployment)
     predicted = ranks.forward(Forward(1, TOKENS), graphs=False)
     assert predicted.layers == counted(config, ranks, 0, compress)
+    last = ranks.forward(Forward(1, TOKENS, asked=1), graphs=False)
+    assert last.layers == counted(config, ranks, 0, compress, [TOKENS - 1])
     return predicted.layers
 
 

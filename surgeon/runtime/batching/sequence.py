@@ -55,11 +55,11 @@ class Row(NamedTuple):
 
 
 class AskedPlaces(NamedTuple):
-    """Of which tokens of a pass a next one is asked for or likely ones are; of no others is the stream needed.
+    """The tokens of a pass that something is asked of; of no others is the stream needed behind the last attention.
 
     Attributes:
-        places: of those tokens in the pass: first those below, then those that predict targets.
-        wanted: of each of the first.
+        places: of those whose next token or logits are wanted, then of those that predict targets.
+        wanted: what, of each of the former.
     """
 
     places: list[int]
@@ -68,18 +68,17 @@ class AskedPlaces(NamedTuple):
 
 def asked_of(rows: Several[Row]) -> AskedPlaces:
     """What the rows of a pass ask for."""
-    asked, predicting, end = AskedPlaces([], []), list[int](), 0
+    places, wanted, predicting, end = list[int](), list[Wanted](), list[int](), 0
     for row in rows:
         start, end = end, end + len(row.tokens)
         if row.wanted:
             first = start if row.drafted else end - 1
-            asked.places.extend(range(first, end))
-            asked.wanted.extend([row.wanted] * (end - first))
+            places += range(first, end)
+            wanted += [row.wanted] * (end - first)
         if row.targets is not None:
             first = start + row.targets.first
             predicting += range(first, first + len(row.targets.tokens))
-    asked.places.extend(predicting)
-    return asked
+    return AskedPlaces(places + predicting, wanted)
 
 
 @dataclass(eq=False)

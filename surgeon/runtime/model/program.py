@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from surgeon.execute import Branch, Machine, Partial, Pending, State, advance, land
 from surgeon.families import Projection
-from surgeon.program import ATTENTION, WRITING, Fork, Program, Step, Sublayer, steps_of
+from surgeon.program import ATTENTION, WRITING, Fork, Program, Step, Sublayer
 from surgeon.runtime.comm.collectives import Collectives, Counts
 from surgeon.runtime.kernels.functions import kernels_for
 from surgeon.runtime.kernels.recording import Arena, Recording, Replay
@@ -75,7 +75,7 @@ class RankProgram:
         self.norms: dict[Sublayer, Norm] = {}
         self.outputs: dict[Step, StepOutputs] = {}  # of steps that this rank has slices of
         self._works = {0: 0}
-        self._attended = _end_of_attention(self.program)
+        self._attended = self.program.attended
         self._ways: dict[tuple[object, ...], bool] = {}  # whether first factors of one shape are shared out
 
     def load(self, source: ModelWeights) -> None:
@@ -243,26 +243,20 @@ class RankProgram:
         """
         if places is None or places == list(range(len(stream))):
             return land(self.run(State(stream), shared, first, end)).stream
-        last = max(first, self._attended)
-        state = self.run(State(stream), shared, first, last)
+        behind = max(first, self._attended)
+        state = self.run(State(stream), shared, first, behind)
         few = _of_places(state, places or [0])  # one at least: who times steps counts on all in every pass
-        return land(self.run(few, shared, last, end)).stream[: len(places)]
+        return land(self.run(few, shared, behind, end)).stream[: len(places)]
 
     def machine(self, shared: Pass, group: Group, work: Iterator[Work]) -> RankMachine:
         """What runs steps on a group of ranks."""
         return RankMachine(self, shared, group, work)
 
 
-def _end_of_attention(program: Program) -> int:
-    """How many nodes there are up to the last one that has an attention."""
-    kinds = [{one.kind for step in steps_of((node,)) for one in step.sublayers} for node in program.nodes]
-    return max((1 + number for number, found in enumerate(kinds) if ATTENTION in found), default=0)
-
-
 def _of_places(state: State, places: list[int]) -> State:
     """Some tokens' state between two nodes of a program."""
     chosen, pending = torch.tensor(places, device=state.stream.device), state.pending
-    return State(state.stream[chosen], None if pending is None else lambda: pending()[chosen])
+    return replace(state, stream=state.stream[chosen], pending=None if pending is None else lambda: pending()[chosen])
 
 
 def _replayed(replay: Replay, owners: object) -> None:  # noqa: ARG001 - of the memory that a replay reads

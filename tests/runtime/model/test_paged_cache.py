@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from surgeon.runtime.batching.blocks import BlockTable
-from surgeon.runtime.batching.sequence import Row, Wanted
+from surgeon.runtime.batching.sequence import Row, Wanted, asked_of
 from surgeon.runtime.batching.windows import BLOCK_TOKENS
 from surgeon.runtime.model.layers import Weighting
 from surgeon.runtime.model.paged_cache import PagedCache, PagedLayout, as_index, stretches
@@ -130,6 +130,7 @@ def test_a_rank_without_attentions() -> None:
     assert cache.nbytes == 0
     rows = [Row(0, [1, 2], ([(0, 1)],), Wanted.BEST), Row(3, [1], ([(1, 1)],), Wanted.BEST)]
     assert PagedLayout(rows, cache).positions.tolist() == [0, 1, 3]
+    assert asked_of(rows).places == [1, 2]
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 4)), min_size=1, max_size=4), st.data())

@@ -1,0 +1,38 @@
+"""Passes that are taken apart: that a sublayer's time stands for all of its kind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from surgeon.cost.dissect import DissectedEngine
+from surgeon.runtime.batching.sequence import Row, Wanted
+from surgeon.runtime.comm.collectives import Alone
+from surgeon.runtime.model.engine import RankEngine
+from surgeon.runtime.model.layers import FeedForward
+from surgeon.runtime.plan.checks import make_plan
+from tests.models import save_checkpoint
+
+
+def test_all_tokens_of_a_prompt_go_through_all_sublayers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unlike in other engines, where only the last one does behind the last attention."""
+    plan, widths = make_plan(save_checkpoint(tmp_path / "tiny"), 1, 64), list[int]()
+    compute = FeedForward.__call__
+
+    def noting(self: FeedForward, x: Tensor) -> Tensor:
+        widths.append(len(x))
+        return compute(self, x)
+
+    monkeypatch.setattr(FeedForward, "__call__", noting)
+    found = []
+    for kind in (RankEngine, DissectedEngine):
+        engine = kind(plan, Alone(), torch.device("cpu"))
+        logits = engine.step([Row(0, [5, 7, 9, 11], ([(0, 1)],), Wanted.LOGITS)], engine.new_cache(1)).logits
+        assert logits is not None
+        found.append(logits)
+    layers = len(widths) // 2
+    assert widths == [4] * (layers - 1) + [1] + [4] * layers
+    torch.testing.assert_close(*found)
