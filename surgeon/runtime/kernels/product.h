@@ -105,24 +105,30 @@ static void with_rows(int64_t rows, const Body &body) {
     }
 }
 
-// Some inputs of a tile's tokens: packed, (inputs, rows), or one token after the other.
-struct Inputs {
+// What is multiplied: packed, (inputs, tokens) for each tile, or one token after the other.
+struct Tokens {
     const float *numbers;
     bool packed;
-    int64_t stride;  // between tokens, if not
+    int64_t stride;  // between tokens; of packed ones how many inputs there are
+
+    // Of a tile that has `rows` tokens from `first` on, what comes from an input on.
+    Tokens from(int64_t first, int64_t input, int64_t rows) const {
+        return {numbers + first * stride + input * (packed ? rows : 1), packed, stride};
+    }
 };
 
+// The first `rows` tokens.
 template <int kWide, typename Next>
-static void add_rows(int64_t rows, const Chunk &chunk, Inputs inputs, float *sums, float *y, Next ahead) {
+static void add_rows(int64_t rows, const Chunk &chunk, const Tokens &x, float *sums, float *y, Next ahead) {
     with_rows(rows, [&](auto constant) {
         constexpr int kRows = constant();
-        if (inputs.packed) {
-            const auto number = [&](int64_t input, int row) { return inputs.numbers[input * kRows + row]; };
+        if (x.packed) {
+            const auto number = [&x](int64_t input, int row) { return x.numbers[input * kRows + row]; };
             using Needed = std::conditional_t<kRows == 1, Near, Next>;  // one row's weights come in time by themselves
             return add_tile<kRows, kWide>(chunk, number, sums, y, Needed{ahead});
         }
         const float *from[kRows];
-        for (int row = 0; row < kRows; ++row) from[row] = inputs.numbers + row * inputs.stride;
+        for (int row = 0; row < kRows; ++row) from[row] = x.numbers + row * x.stride;
         const auto number = [&from](int64_t input, int row) { return from[row][input]; };
         add_tile<kRows, kWide>(chunk, number, sums, y, ahead);
     });
@@ -148,18 +154,6 @@ static void pack_tokens(const float *x, const Tiles &tiles, int64_t stride, int6
         });
     });
 }
-
-// What is multiplied: packed, (inputs, tokens) for each tile, or as it came.
-struct Tokens {
-    const float *numbers;
-    bool packed;
-    int64_t stride;  // between tokens; of packed ones how many inputs there are
-
-    // Of a tile that has `rows` tokens from `first` on, what comes from an input on.
-    Inputs of(int64_t first, int64_t input, int64_t rows) const {
-        return {numbers + first * stride + input * (packed ? rows : 1), packed, stride};
-    }
-};
 
 // Columns that a panel lies in memory with, of `columns` that are left of a weight.
 static inline int64_t width_of(int64_t columns) { return std::min(kPanel, (columns + kLeast - 1) / kLeast * kLeast); }
@@ -211,7 +205,7 @@ static void multiply_panel(
                 const int64_t first = tiles.first(tile), rows = tiles.first(tile + 1) - first;
                 Next ahead{next, bytes / work};
                 add_rows<kWide>(
-                    rows, chunk, x.of(first, begin, rows), room.data() + (first - from) * kPanel + column,
+                    rows, chunk, x.from(first, begin, rows), room.data() + (first - from) * kPanel + column,
                     y + first * panel.stride + column, ahead);
             }
         }
@@ -239,7 +233,7 @@ static void multiply(const float *x, int64_t tokens, int64_t stride, const Weigh
     }
     const Tokens own{x, packed, packed ? weight.inputs : stride};
     const int64_t panels = (weight.outputs + kPanel - 1) / kPanel;
-    const int64_t blocks = tokens < kMany ? 1 : (tiles.count + kBlock - 1) / kBlock;
+    const int64_t blocks = packed ? 1 : (tiles.count + kBlock - 1) / kBlock;
     pool().share(blocks * panels, [&](int64_t piece) {
         const int64_t block = piece / panels, first = piece % panels * kPanel;
         const int64_t begin = tiles.count * block / blocks, end = tiles.count * (block + 1) / blocks;
@@ -249,7 +243,7 @@ static void multiply(const float *x, int64_t tokens, int64_t stride, const Weigh
             weight.panels + first * weight.inputs, weight.bias ? weight.bias + first : nullptr,
             weight.panels + following * weight.inputs, weight.inputs, width, columns, weight.outputs};
         if (width < kPanel) multiply_panel<kLeast / kLanes, false>(own, tiles, begin, end, panel, y + first);
-        else if (tokens >= kMany) multiply_panel<kColumns, true>(own, tiles, begin, end, panel, y + first);
+        else if (!packed) multiply_panel<kColumns, true>(own, tiles, begin, end, panel, y + first);
         else if (tokens == 1) multiply_panel<kVectors, false>(own, tiles, begin, end, panel, y + first);
         else if (kSplit ? tokens <= 3 : tokens > 16) multiply_panel<4, false>(own, tiles, begin, end, panel, y + first);
         else multiply_panel<kFewColumns, false>(own, tiles, begin, end, panel, y + first);

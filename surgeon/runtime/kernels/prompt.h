@@ -171,7 +171,8 @@ private:
         values_ = together ? value(first) : room_.values.data();
         width_ = together ? dim : kPanel;
         apart_ = together ? kPanel : kPanel * kPanel;
-        for (int64_t at = 0; at < (together ? 0 : keys); ++at)
+        if (together) return;
+        for (int64_t at = 0; at < keys; ++at)
             for (int64_t column = 0; column < dim; column += kPanel)
                 std::copy_n(
                     value(first + at) + column, std::min(kPanel, dim - column),

@@ -125,7 +125,8 @@ def test_attend(own: Kernels, seed: int) -> None:
 def test_attend_text(own: Kernels, seed: int) -> None:
     """Any number of tokens behind any number of others, in any runs, with windows, scales and bounds of scores."""
     draw = drawn(seed)
-    tokens, kv_heads, group, dim = draw(1, 150), draw(1, 3), draw(1, 160 if seed < 2 else 6), draw(1, 150)
+    tokens, kv_heads, group = draw(1, 150), draw(1, 3), draw(1, 160 if seed < 2 else 6)
+    dim = draw(1, 150) if draw(0, 1) else 64 * draw(1, 2)  # of such, values are read where they lie side by side
     start = draw(0, 200) * draw(0, 1)
     window = draw(1, 200) if draw(0, 1) else None
     first_key = 0 if window is None else max(0, start + 1 - window)

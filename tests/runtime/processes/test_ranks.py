@@ -12,10 +12,12 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
 
+from surgeon.runtime.processes import rank
 from surgeon.runtime.processes.rank import threads_per_rank
 from surgeon.runtime.processes.ranks import RankFailed, RankOptions, Ranks
 from tests.runtime import on_ranks
@@ -127,6 +129,26 @@ def test_ranks_share_out_the_cores_and_stay_in_the_session() -> None:
         assert found[0].cores | found[1].cores == mine
         assert not found[0].cores & found[1].cores
     assert os.sched_getaffinity(0) == mine
+
+
+def test_a_rank_without_commands_ends_when_the_folder_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its starter is, too, and only the lifeline's watcher removes what it has left."""
+    folder, ended, (lifeline, watched) = tmp_path / "ranks", list[int](), Pipe()
+    folder.mkdir()
+    monkeypatch.setattr(rank, "serve", lambda *_: None)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    with watched:
+        descriptors = [str(os.dup(watched.fileno())) for _ in range(2)]  # of commands, and the lifeline
+    monkeypatch.setattr(sys, "argv", ["rank", str(folder), *descriptors])
+    thread = threading.Thread(target=rank.main)
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive()
+    lifeline.close()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert ended == [1]
+    assert not folder.exists()
 
 
 STARTER = """
