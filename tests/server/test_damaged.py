@@ -46,7 +46,8 @@ def test_no_numbers_are_an_error_of_their_own_request(damaged: Server, fields: d
     error = answer.json()["error"]
     assert (error["type"], error["code"]) == ("server_error", "undefined_logits")
     assert "the model's logits are not finite" in error["message"]
-    assert damaged.post(COMPLETIONS, prompt=GOOD, max_tokens=3).status_code == 200
+    # The likeliest tokens: a drawn one could be the damaged one.
+    assert damaged.post(COMPLETIONS, prompt=GOOD, max_tokens=3, temperature=0).status_code == 200
     assert httpx2.get(f"{damaged.url}/health").status_code == 200
 
 
