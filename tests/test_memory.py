@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import pytest
 
-from surgeon.memory import parse_size, resident_bytes, show_size, stay_below
+from surgeon.memory import HUGE_PAGES, parse_size, resident_bytes, show_size, stay_below, use_huge_pages
 
 
 @pytest.mark.parametrize(
@@ -40,3 +41,12 @@ def test_freed_memory_is_given_back_near_a_limit() -> None:
     stay_below(held)
     assert len(kept) == 60
     assert resident_bytes() < between - (50 << 20) or between < held - (100 << 20)
+
+
+@pytest.mark.parametrize(("given", "left"), [({}, "1"), ({HUGE_PAGES: "0"}, "0")])
+def test_what_the_user_has_set_of_huge_pages_stays(
+    given: dict[str, str], left: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(given))
+    use_huge_pages()
+    assert os.environ == {HUGE_PAGES: left}

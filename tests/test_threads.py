@@ -1,4 +1,4 @@
-"""Waiting threads sleep, unless the user wants something else."""
+"""Waiting threads sleep and ranks have huge pages, unless the user wants something else."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from surgeon import threads
+from surgeon.memory import HUGE_PAGES
 from surgeon.threads import LOOKS, POLICY, SPIN, keep_to_share, wait_asleep
 
 LATE = """
@@ -19,7 +20,7 @@ class Finder:
     def find_spec(self, name, path=None, target=None):
         if name == "torch":
             import os
-            print("found", os.environ.get("GOMP_SPINCOUNT"), flush=True)
+            print(os.environ.get("GOMP_SPINCOUNT"), os.environ.get("THP_MEM_ALLOC_ENABLE"), flush=True)
             os._exit(0)
 sys.meta_path.insert(0, Finder())
 """
@@ -48,10 +49,11 @@ def test_what_the_user_has_set_stays(
 
 @pytest.mark.parametrize("start", STARTS)
 def test_said_before_torch_is_imported(start: str) -> None:
-    environment = {name: value for name, value in os.environ.items() if name not in (SPIN, POLICY)}
+    environment = {name: value for name, value in os.environ.items() if name not in (SPIN, POLICY, HUGE_PAGES)}
     code = LATE + STARTS[start]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
-    assert done.stdout == "found 100000\n", done.stderr
+    huge_pages = "1" if start == "rank" else None
+    assert done.stdout == f"100000 {huge_pages}\n", done.stderr
 
 
 @pytest.mark.parametrize(

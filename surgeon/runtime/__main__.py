@@ -1,8 +1,10 @@
 """The process of one rank; see processes/rank.py."""
 
+from surgeon.memory import use_huge_pages
 from surgeon.threads import wait_asleep
 
 wait_asleep()
+use_huge_pages()
 
 from surgeon.runtime.processes.rank import main  # noqa: E402 - imports torch
 
