@@ -12,8 +12,9 @@ the median of the rounds' ratios; more is better in both.
 With --neighbour every cell is also measured beside a busy process of the lowest priority, which the script starts, with
 --own-session in a session of its own, where Linux may count it as much as this script with all that it starts.
 
-The roofline of batch 1 is reading all weights once; that of larger batches is the model's matrix products alone, with
-weights packed for oneDNN. It is measured in every round, alone and beside the neighbour, on all cores.
+The roofline of batch 1 is reading all weights once; that of larger batches is the model's matrix products alone, by
+oneDNN with packed weights, and by oneDNN or this runtime's kernels, whichever is faster. Keys and values are read in
+none of them. They are measured in every round, alone and beside the neighbour, on all cores.
 """
 
 # ruff: noqa: E402 - how threads wait is settled before torch is imported
@@ -37,7 +38,7 @@ wait_asleep()  # as the command does, before torch is imported
 
 from scripts.bench.busy import neighbour
 from scripts.bench.decoding import DENSE, SIZES, random_model, write_tables
-from scripts.bench.rooflines import Rooflines
+from scripts.bench.rooflines import Rates, Rooflines
 from scripts.vllm.engine import Measurer
 from surgeon.bench.measure import Load
 from surgeon.bench.timing import RankRun, load_timed, run_timed
@@ -48,9 +49,11 @@ from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.processes.ranks import RankOptions, Ranks
 
 CACHE_GIGABYTES = 3  # vLLM's; 32 texts of 1,024 tokens need 1.7
-HEAD = """\
-| ranks | beside | prompt | batch | first token, s | vLLM | x vLLM | tokens/s | vLLM | x vLLM | roofline | reached |
-|--:|:--|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|"""
+COLUMNS = [
+    *("ranks", "beside", "prompt", "batch", "first token, s", "vLLM", "x vLLM", "tokens/s", "vLLM", "x vLLM"),
+    *("oneDNN's", "reached", "fastest", "reached"),
+]
+HEAD = "| " + " | ".join(COLUMNS) + " |\n|--:|:--|" + "--:|" * (len(COLUMNS) - 2)
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ class Row:
     cell: Cell
     own: Measured = field(default_factory=Measured)
     vllm: Measured = field(default_factory=Measured)
-    roofline: list[float] = field(default_factory=list)
+    most: list[Rates] = field(default_factory=list)
 
 
 class Surgeon:
@@ -153,7 +156,7 @@ def measure_row(
         for engine, found in engines if number % 2 == 0 else reversed(engines):
             found.add(cell.batch, *engine.measure(cell.batch, cell.prompt, cell.new))
         if cell.new > 1:
-            row.roofline.append(rooflines.rate(cell.batch))
+            row.most.append(rooflines.rate(cell.batch))
 
 
 def lines(rows: Sequence[Row]) -> list[str]:
@@ -164,7 +167,8 @@ def lines(rows: Sequence[Row]) -> list[str]:
         texts = [str(cell.ranks), "a busy process" if cell.busy else "nothing", f"{cell.prompt:,}", str(cell.batch)]
         texts += [spread(own.first, 2), spread(vllm.first, 2), ratio(vllm.first, own.first)]
         texts += [spread(own.rate, 1), spread(vllm.rate, 1), ratio(own.rate, vllm.rate)]
-        texts += [spread(row.roofline, 1), ratio(own.rate, row.roofline)]
+        for most in ([one.onednn for one in row.most], [one.fastest for one in row.most]):
+            texts += [spread(most, 1), ratio(own.rate, most)]
         found.append("| " + " | ".join(texts) + " |")
     return found
 
@@ -218,7 +222,13 @@ def table(rows: Sequence[Row], options: argparse.Namespace) -> str:
 def write(rows: Sequence[Row], options: argparse.Namespace) -> None:
     """The table, and every round's figures beside it, if wanted."""
     record = [
-        {"cell": vars(row.cell), "own": vars(row.own), "vllm": vars(row.vllm), "roofline": row.roofline} for row in rows
+        {
+            "cell": vars(row.cell),
+            "own": vars(row.own),
+            "vllm": vars(row.vllm),
+            "most": [one._asdict() for one in row.most],
+        }
+        for row in rows
     ]
     write_tables(options.output, [table(rows, options)], {"rows": record})
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from statistics import median
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +37,18 @@ def weight_numbers(size: Mapping[str, int]) -> int:
     return size["num_hidden_layers"] * layer + size["vocab_size"] * size["hidden_size"]
 
 
+class Rates(NamedTuple):
+    """The most tokens per second.
+
+    Attributes:
+        onednn: with products by oneDNN, with packed weights.
+        fastest: by oneDNN or by the runtime's own kernels.
+    """
+
+    onednn: float
+    fastest: float
+
+
 class Rooflines:
     """The most tokens per second of decoding, measured when asked."""
 
@@ -49,11 +62,13 @@ class Rooflines:
         self._bytes = 4 * weight_numbers(size)
         self._read = torch.ones(READ_BYTES // 4)
 
-    def rate(self, batch: int) -> float:
+    def rate(self, batch: int) -> Rates:
         """Tokens per second: as fast as weights can be read for one text, as products alone for more."""
         if batch == 1:
-            return self.reading() / self._bytes
-        return batch * self._share / min(self.products(batch), self.products(batch, by_onednn=True))
+            reading = self.reading() / self._bytes
+            return Rates(reading, reading)
+        own, onednn = self.products(batch), self.products(batch, by_onednn=True)
+        return Rates(batch * self._share / onednn, batch * self._share / min(own, onednn))
 
     def reading(self) -> float:
         """Bytes per second that all threads read."""

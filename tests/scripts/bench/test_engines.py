@@ -39,7 +39,8 @@ def test_the_table() -> None:
     for seconds, others in ((0.5, 1.0), (1.0, 1.0), (0.25, 1.0)):
         own.add(8, 3 * seconds, [seconds] * 3)
         vllm.add(8, 3 * others, [others, 9.0, others])
-    head, line = engines.lines([Row(Cell(1, 1024, 8, 4, True), own, vllm, [32.0, 16.0, 64.0])])
+    most = [rooflines.Rates(one, 2 * one) for one in (32.0, 16.0, 64.0)]
+    head, line = engines.lines([Row(Cell(1, 1024, 8, 4, True), own, vllm, most)])
     names, rule = head.split("\n")
     assert names.count("|") == rule.count("|") == line.count("|")
     assert [text.strip() for text in line.strip("| ").split("|")] == [
@@ -55,13 +56,15 @@ def test_the_table() -> None:
         "2.00",
         "32.0 (16.0 to 64.0)",
         "0.50",
+        "64.0 (32.0 to 128.0)",
+        "0.25",
     ]
 
 
 def test_prompts_alone_have_no_rate() -> None:
     own = Measured()
     own.add(1, 0.5, [])
-    assert engines.lines([Row(Cell(1, 8, 1, 1, False), own, own)])[1].endswith("| 1.00 |  |  |  |  |  |")
+    assert engines.lines([Row(Cell(1, 8, 1, 1, False), own, own)])[1].endswith("| 1.00 |  |  |  |  |  |  |  |")
 
 
 @pytest.mark.parametrize("size", [TINY, SIZES["75M"]])
@@ -73,14 +76,17 @@ def test_weights_are_those_of_the_model(size: dict[str, int]) -> None:
 
 
 def test_rooflines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the layers that fit, in proportion to all."""
+    """Of the layers that fit, in proportion to all; by oneDNN, and by what is faster."""
     layer = 4 * sum(outputs * inputs for outputs, inputs in rooflines.layer_shapes(TINY))
     monkeypatch.setattr(rooflines, "WEIGHT_BYTES", 2 * layer)
     monkeypatch.setattr(rooflines, "READ_BYTES", 1 << 16)
-    monkeypatch.setattr(rooflines, "_seconds", lambda _: 0.5)
     found = rooflines.Rooflines(TINY)
-    assert found.rate(1) == pytest.approx((1 << 16) / 64 / 0.5 / (4 * rooflines.weight_numbers(TINY)))
-    assert found.rate(8) == pytest.approx(8 / 0.5 * 2 * layer / (4 * rooflines.weight_numbers(TINY)))
+    for own, onednn in ((0.5, 0.25), (0.25, 0.5)):
+        monkeypatch.setattr(found, "products", lambda _, by_onednn=False, both=(own, onednn): both[by_onednn])
+        share = 2 * layer / (4 * rooflines.weight_numbers(TINY))
+        assert found.rate(8) == pytest.approx((8 / onednn * share, 8 / 0.25 * share))
+    monkeypatch.setattr(rooflines, "_seconds", lambda _: 0.5)
+    assert found.rate(1) == pytest.approx([(1 << 16) / 64 / 0.5 / (4 * rooflines.weight_numbers(TINY))] * 2)
 
 
 def test_a_neighbour_ends() -> None:
