@@ -120,7 +120,11 @@ class Surgeon:
 
 def cells(ranks: int, options: argparse.Namespace) -> list[Cell]:
     """What is measured on so many ranks."""
-    sizes = [(prompt, batch, options.new) for prompt in options.prompt for batch in options.batch]
+    sizes = [
+        (prompt, batch, max(options.new, 8 + prompt * batch // PASS_TOKENS))  # the first text goes on beside the last
+        for prompt in options.prompt
+        for batch in options.batch
+    ]
     sizes += [(prompt, batch, 1) for prompt in options.prefill for batch in options.prefill_batch]
     return [Cell(ranks, *size, busy) for size in sizes for busy in [False, True][: 1 + options.neighbour]]
 
@@ -197,7 +201,7 @@ def main() -> None:
     parser.add_argument("--neighbour", action="store_true", help="every cell beside a busy process, too")
     parser.add_argument("--own-session", action="store_true", help="that process in a session of its own")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--new", type=int, default=24)
+    parser.add_argument("--new", type=int, default=24, help="of each text; more where prompts take many passes")
     parser.add_argument("-o", "--output", type=Path, help="write the table here too, every round beside it as JSON")
     options = parser.parse_args()
     if options.new < 3:

@@ -33,6 +33,12 @@ def test_the_cells() -> None:
     assert [cell.busy for cell in found] == [False, True] * 3
 
 
+def test_all_texts_go_on_together_for_some_passes() -> None:
+    """Prompts of 1,024 tokens take two passes each, and the first text gets a token in all later ones."""
+    options = argparse.Namespace(prompt=[1024], batch=[1, 32], new=24, prefill=[], prefill_batch=[], neighbour=False)
+    assert [cell.new for cell in engines.cells(1, options)] == [24, 72]
+
+
 def test_the_table() -> None:
     """Ratios are medians of the rounds' own: 2, 1 and 4 here, not that of the medians."""
     own, vllm = Measured(), Measured()
