@@ -121,12 +121,16 @@ class Surgeon:
 def cells(ranks: int, options: argparse.Namespace) -> list[Cell]:
     """What is measured on so many ranks."""
     sizes = [
-        (prompt, batch, max(options.new, 8 + prompt * batch // PASS_TOKENS))  # the first text goes on beside the last
-        for prompt in options.prompt
-        for batch in options.batch
+        (prompt, batch, new_tokens(prompt, batch, options.new)) for prompt in options.prompt for batch in options.batch
     ]
     sizes += [(prompt, batch, 1) for prompt in options.prefill for batch in options.prefill_batch]
     return [Cell(ranks, *size, busy) for size in sizes for busy in [False, True][: 1 + options.neighbour]]
+
+
+def new_tokens(prompt: int, batch: int, wanted: int) -> int:
+    """So many that all texts go on together for some passes: the first gets one in each that is for others' prompts."""
+    later = (prompt * batch - 1) // PASS_TOKENS
+    return max(wanted, 8 + later) if later else wanted
 
 
 def measure(folder: Path, ranks: int, rooflines: Rooflines, options: argparse.Namespace) -> list[Row]:

@@ -34,9 +34,9 @@ def test_the_cells() -> None:
 
 
 def test_all_texts_go_on_together_for_some_passes() -> None:
-    """Prompts of 1,024 tokens take two passes each, and the first text gets a token in all later ones."""
+    """32 prompts of 1,024 tokens take 64 passes, and the first text gets a token in nearly all of them."""
     options = argparse.Namespace(prompt=[1024], batch=[1, 32], new=24, prefill=[], prefill_batch=[], neighbour=False)
-    assert [cell.new for cell in engines.cells(1, options)] == [24, 72]
+    assert [cell.new for cell in engines.cells(1, options)] == [24, 71]
 
 
 def test_the_table() -> None:
