@@ -94,16 +94,17 @@ def most_resident() -> int:
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's count of memory")
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     wide = {"hidden_size": 512, "intermediate_size": 2048, "head_dim": 128}
-    save_source(tmp_path / "source", num_layers=8, dtype=torch.bfloat16, shards="20MB", **wide)
-    assert sum(path.stat().st_size for path in (tmp_path / "source").glob("*.safetensors")) > 55 * 2**20
+    save_source(tmp_path / "source", num_layers=16, dtype=torch.bfloat16, shards="20MB", **wide)
+    assert sum(path.stat().st_size for path in (tmp_path / "source").glob("*.safetensors")) > 110 * 2**20
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     before = resident_bytes()
-    run_export(tmp_path / "source", tmp_path / "target", "A0 F0 [A1 A2] [F1 F2] [A3 A4] [F3 F4] A5 F5 A6 F6 A7 F7")
+    others = " ".join(f"A{layer} F{layer}" for layer in range(5, 16))
+    run_export(tmp_path / "source", tmp_path / "target", f"A0 F0 [A1 A2] [F1 F2] [A3 A4] [F3 F4] {others}")
     # The largest tensor, of a fused layer, takes 8 MB in float32, and what is written, run and read back side by side
-    # has some of them each. All weights in float32: 111 MB.
-    assert most_resident() - before < 85 * 2**20
+    # has some of them each, 70 to 105 MB together, of 8 layers as well. All weights in float32: 222 MB.
+    assert most_resident() - before < 140 * 2**20
 
 
 def test_surgeon_json_says_what_every_file_holds(tmp_path: Path) -> None:
