@@ -23,9 +23,11 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
+from surgeon.memory import use_huge_pages
 from surgeon.threads import wait_asleep
 
-wait_asleep()  # as the command does, before torch is imported
+wait_asleep()  # as ranks do, before torch is imported
+use_huge_pages()
 
 from scripts.bench.decoding import SIZES, random_model
 from scripts.bench.engines import Surgeon, ratio

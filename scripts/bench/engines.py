@@ -14,7 +14,7 @@ With --neighbour every cell is also measured beside a busy process of the lowest
 
 The roofline of batch 1 is reading all weights once; that of larger batches is the model's matrix products alone, by
 oneDNN with packed weights, and by oneDNN or this runtime's kernels, whichever is faster. Keys and values are read in
-none of them. They are measured in every round, alone and beside the neighbour, on all cores.
+none of them. They are measured in every round, alone and beside the neighbour, on all cores, in huge pages like ranks'.
 """
 
 # ruff: noqa: E402 - how threads wait is settled before torch is imported
@@ -22,6 +22,7 @@ none of them. They are measured in every round, alone and beside the neighbour, 
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import tempfile
@@ -32,9 +33,12 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
+from surgeon.memory import use_huge_pages
 from surgeon.threads import wait_asleep
 
-wait_asleep()  # as the command does, before torch is imported
+AS_FOUND = dict(os.environ)  # which vLLM gets
+wait_asleep()  # as ranks do, before torch is imported: rooflines are measured in this process
+use_huge_pages()
 
 from scripts.bench.busy import neighbour
 from scripts.bench.decoding import DENSE, SIZES, random_model, write_tables
@@ -138,7 +142,7 @@ def measure(folder: Path, ranks: int, rooflines: Rooflines, options: argparse.Na
     rows = [Row(cell) for cell in cells(ranks, options)]
     longest, batch = max(row.cell.prompt + row.cell.new for row in rows), max(row.cell.batch for row in rows)
     own = Surgeon(folder, ranks, longest)
-    vllm = Measurer(options.vllm_python, folder, ranks, longest, batch, CACHE_GIGABYTES)
+    vllm = Measurer(options.vllm_python, folder, ranks, longest, batch, CACHE_GIGABYTES, AS_FOUND)
     try:
         for size in sorted({row.cell.batch for row in rows}):  # libraries make themselves ready
             own.measure(size, 16, 8)

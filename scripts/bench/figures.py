@@ -92,6 +92,17 @@ FIGURES = [
         "--prefill-batch 8 --neighbour --rounds 2",
         15,
     ),
+    Figure(
+        "engines-large",
+        "scripts/bench/engines.py --vllm-python {vllm} --size 1.1B --ranks 1 2 --batch 1 8 32 --prompt 64 "
+        "--prefill 512 --prefill-batch 1 --rounds 2 --new 8",
+        20,
+    ),
+    Figure(
+        "engines-long",
+        "scripts/bench/engines.py --vllm-python {vllm} --ranks 1 2 --batch 1 8 32 --prompt 1024 --prefill --rounds 2",
+        20,
+    ),
     Figure("cpu-kernels", "scripts/bench/cpu_kernels.py", 3),
     Figure("served", "scripts/bench/served.py --vllm-python {vllm} --rounds 1", 12),
     Figure("loading", "scripts/bench/loading.py --layers 32", 3),

@@ -87,7 +87,7 @@ def direction(heading: str, anywhere: bool) -> int:
     Args:
         anywhere: only of what can be compared between machines.
     """
-    words = set(re.findall(r"[a-z/]+", heading.lower()))
+    words = set(re.findall(r"[a-z/']+", heading.lower()))  # the s of "oneDNN's" is no unit
     if words & (MORE_ANYWHERE if anywhere else MORE_ANYWHERE | MORE_HERE):
         return 1
     return -1 if words & (LESS_ANYWHERE if anywhere else LESS_ANYWHERE | LESS_HERE) else 0

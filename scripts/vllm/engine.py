@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,15 @@ class Sizes:
     batches: tuple[int, ...]
 
 
-def vllm_environment(ranks: int, cache_gigabytes: int = 1) -> dict[str, str]:
-    """The environment of a process in which vLLM is to run on so many CPU ranks: a core for each, or all for one."""
+def vllm_environment(ranks: int, cache_gigabytes: int = 1, given: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment of a process in which vLLM is to run on so many CPU ranks: a core for each, or all for one.
+
+    Args:
+        given: what else is in it, but for a number of threads.
+    """
     cores = sorted(os.sched_getaffinity(0))
     bound = ",".join(map(str, cores)) if ranks == 1 else "|".join(map(str, cores[:ranks]))
-    inherited = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    inherited = {key: value for key, value in given.items() if key != "OMP_NUM_THREADS"}
     return inherited | {"VLLM_CPU_KVCACHE_SPACE": str(cache_gigabytes), "VLLM_CPU_OMP_THREADS_BIND": bound}
 
 
@@ -66,20 +71,30 @@ def vllm_rates(
 class Measurer:
     """vLLM with a model loaded, in a process that stands still but for what it is asked to measure."""
 
-    def __init__(self, python: str, model: Path, ranks: int, longest: int, batch: int, cache_gigabytes: int) -> None:
+    def __init__(
+        self,
+        python: str,
+        model: Path,
+        ranks: int,
+        longest: int,
+        batch: int,
+        cache_gigabytes: int,
+        given: Mapping[str, str],
+    ) -> None:
         """Load it.
 
         Args:
             python: the Python of an environment with vllm-cpu.
             longest: most tokens of a text with its continuation.
             batch: most texts at a time.
+            given: the environment that it is started in.
 
         Raises:
             ChildProcessError: if vLLM ends; it has said why.
         """
         command = [python, str(CELLS), *map(str, (model, ranks, longest, batch))]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        environment = vllm_environment(ranks, cache_gigabytes)
+        environment = vllm_environment(ranks, cache_gigabytes, given)
         # A group of its own, so that all of vLLM's processes can be stopped.
         self._process: Any = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
         try:

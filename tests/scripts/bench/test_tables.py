@@ -68,6 +68,7 @@ def test_drawn_tables_are_read() -> None:
         ("divergence", -1, -1),
         ("cells", 0, 0),
         ("bound", 0, 0),
+        ("oneDNN's", 0, 0),
     ],
 )
 def test_what_headings_say(heading: str, here: int, anywhere: int) -> None:
