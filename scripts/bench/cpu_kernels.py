@@ -1,11 +1,13 @@
-"""What the kernels for CPUs win: decoding with them and with PyTorch's own operations, and products beside oneDNN's.
+"""What the kernels for CPUs win over PyTorch's own operations when decoding, and over oneDNN's products.
 
     python scripts/bench/cpu_kernels.py [--size 75M] [--ranks 1] [--batch 1 8 32] [--tokens 1 4 16 48 126 512]
-                                        [--rounds 3]
+                                        [--keys 1024] [--rounds 3]
 
 Both are loaded, and every round measures every batch in each of them, one right after the other: milliseconds of a pass
 that brings every text one token, behind prompts of 64. Then all products of the model, in its order, with so many
-tokens. Figures are medians over the rounds, ratios the medians of the rounds' ratios: how many times faster it is.
+tokens. Then attention alone of such a pass, of all layers, over so many keys of each text; PyTorch's has the keys of
+all texts as one tensor, the runtime's lie in a paged cache. Figures are medians over the rounds, ratios the medians of
+the rounds' ratios: how many times faster it is.
 """
 
 # ruff: noqa: E402 - how threads wait is settled before torch is imported
@@ -20,6 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
+from time import perf_counter
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
@@ -29,13 +32,18 @@ from surgeon.threads import wait_asleep
 wait_asleep()  # as ranks do, before torch is imported
 use_huge_pages()
 
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
 from scripts.bench.decoding import SIZES, random_model
 from scripts.bench.engines import Surgeon, ratio
 from scripts.bench.rooflines import Rooflines
 from surgeon.progress import progress
 from surgeon.runtime.kernels.build import SWITCH, built
+from surgeon.runtime.kernels.functions import Kernels, Runs, kernels
 
 PROMPT, NEW = 64, 24
+CACHE_BYTES = 1 << 30  # keys and values of as many layers as lie in so many are measured
 Times = tuple[list[float], list[float]]  # with the kernels and without, by round
 
 
@@ -82,6 +90,32 @@ def products(options: argparse.Namespace) -> dict[int, Times]:
     return found
 
 
+def attentions(own: Kernels, options: argparse.Namespace) -> dict[int, Times]:
+    """Seconds of the attention of all layers, by texts."""
+    size, keys = SIZES[options.size], options.keys
+    heads, kv_heads = size["num_attention_heads"], size["num_key_value_heads"]
+    dim, layers = size["hidden_size"] // heads, size["num_hidden_layers"]
+    found: dict[int, Times] = {}
+    for texts in options.batch:
+        measured = max(1, min(layers, CACHE_BYTES // (2 * kv_heads * texts * keys * dim * 4)))
+        pairs = [torch.randn(2 * kv_heads, texts * keys, dim) for _ in range(measured)]
+        wholes = [pair.view(2, kv_heads, texts, keys, dim).transpose(1, 2).contiguous() for pair in pairs]
+        read = Runs(torch.tensor([[text * keys, keys] for text in range(texts)]), torch.arange(1, texts + 1))
+        queries = torch.randn(texts, heads, dim)
+        times: Times = ([], [])
+        for _ in range(1 + options.rounds):
+            began = perf_counter()
+            for pair in pairs:
+                own.attend(queries, pair, read, None, None)
+            then = perf_counter()
+            for whole in wholes:
+                scaled_dot_product_attention(queries[:, :, None], *whole, enable_gqa=heads != kv_heads)
+            for seconds, one in zip(times, (then - began, perf_counter() - then), strict=True):
+                seconds.append(one * layers / measured)
+        found[texts] = (times[0][1:], times[1][1:])  # libraries made themselves ready in the first round
+    return found
+
+
 def lines(head: tuple[str, str, str], found: dict[int, Times]) -> list[str]:
     """A table."""
     rows = [f"| {' | '.join(head)} | times as fast |", "|--:|--:|--:|--:|"]
@@ -96,15 +130,19 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 4, 16, 48, 126, 512])
+    parser.add_argument("--keys", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    if built().library is None:
+    own = kernels()
+    if own is None:
         parser.error(f"there are no kernels to measure: {built().problem or f'{SWITCH} is off'}")
     with tempfile.TemporaryDirectory() as folder:
         found = passes(random_model(Path(folder), options.size), options)
     print("\n".join(lines(("batch", "ms of a pass", "PyTorch's operations"), found)))
     print()
     print("\n".join(lines(("tokens", "ms of all products", "oneDNN's"), products(options))))
+    print()
+    print("\n".join(lines(("texts", f"ms of attention, {options.keys} keys", "PyTorch's"), attentions(own, options))))
 
 
 if __name__ == "__main__":

@@ -96,6 +96,12 @@ FIGURES = [
         "engines-large",
         "scripts/bench/engines.py --vllm-python {vllm} --size 1.1B --ranks 1 2 --batch 1 8 32 --prompt 64 "
         "--prefill 512 --prefill-batch 1 --rounds 2 --new 8",
+        8,
+    ),
+    Figure(
+        "engines-large-long",
+        "scripts/bench/engines.py --vllm-python {vllm} --size 1.1B --ranks 1 2 --batch 1 8 32 --prompt 1024 --prefill "
+        "--rounds 1 --new 8",
         20,
     ),
     Figure(

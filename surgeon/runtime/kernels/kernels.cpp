@@ -75,16 +75,15 @@ EXPORTED void keep(
 EXPORTED void attend(
     const float *queries, int64_t stride, int64_t texts, int64_t heads, int64_t kv_heads, int64_t dim,
     const float *cache, int64_t plane, const Run *runs, const int64_t *ends, float scale, float softcap, float *y) {
-    const int64_t group = kv_heads ? heads / kv_heads : 0;
-    pool().share(texts * kv_heads, [&](int64_t task) {
-        const int64_t text = task / kv_heads, head = task % kv_heads, first = text ? ends[text - 1] : 0;
-        const Heads own{queries + text * stride + head * group * dim, group, dim};
-        const int64_t after = task + pool().threads(), next = after < texts * kv_heads ? after : task;
-        const Run &following = runs[next / kv_heads ? ends[next / kv_heads - 1] : 0];
-        attend_one(
-            own, cache + head * plane, cache + (kv_heads + head) * plane, runs + first, ends[text] - first, scale,
-            softcap, y + (text * heads + head * group) * dim,
-            cache + next % kv_heads * plane + following.first * dim, next == task ? 0 : following.tokens);
+    const int64_t group = kv_heads ? heads / kv_heads : 0, tasks = texts * kv_heads;
+    const auto text = [&](int64_t task) {
+        const int64_t own = task / kv_heads, head = task % kv_heads, first = own ? ends[own - 1] : 0;
+        return Text{cache + head * plane, cache + (kv_heads + head) * plane, runs + first, ends[own] - first};
+    };
+    pool().share(tasks, [&](int64_t task) {
+        const int64_t head = task % kv_heads, next = task + pool().threads();
+        const Heads own{queries + task / kv_heads * stride + head * group * dim, group, dim};
+        attend_one(own, text(task), next < tasks ? text(next) : Text{}, scale, softcap, y + task * group * dim);
     });
 }
 

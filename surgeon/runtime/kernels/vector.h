@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
@@ -36,10 +37,36 @@ static inline void fetch(const void *from, int64_t bytes) {
     for (int64_t at = 0; at < bytes; at += kLine) __builtin_prefetch(static_cast<const char *>(from) + at);
 }
 
-static inline float sum(Vector numbers) {
-    float total = 0;
-    for (int lane = 0; lane < kLanes; ++lane) total += numbers[lane];
+typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
+
+// Sums over every fourth lane, from the first four on.
+static inline Four fold(Vector x) {
+    Four total{x[0], x[1], x[2], x[3]};
+    for (int at = 4; at < kLanes; at += 4) total += Four{x[at], x[at + 1], x[at + 2], x[at + 3]};
     return total;
+}
+
+static inline float sum(Vector numbers) {
+    const Four folded = fold(numbers);
+    return (folded[0] + folded[2]) + (folded[1] + folded[3]);
+}
+
+// Of every four lanes of both, (a0 + a2, b0 + b2, a1 + a3, b1 + b3). What compilers make of such lists are shuffles.
+template <int... lane> static inline Vector add_halves(Vector a, Vector b, std::integer_sequence<int, lane...>) {
+    return Vector{(lane % 2 ? b : a)[lane / 4 * 4 + lane % 4 / 2]...} +
+           Vector{(lane % 2 ? b : a)[lane / 4 * 4 + lane % 4 / 2 + 2]...};
+}
+
+// Of every four lanes of both, (a0 + a2, a1 + a3, b0 + b2, b1 + b3).
+template <int... lane> static inline Vector join_halves(Vector a, Vector b, std::integer_sequence<int, lane...>) {
+    return Vector{(lane % 4 / 2 ? b : a)[lane / 4 * 4 + lane % 2]...} +
+           Vector{(lane % 4 / 2 ? b : a)[lane / 4 * 4 + lane % 2 + 2]...};
+}
+
+// The sums of four vectors, for little more than one takes.
+static inline Four sums(Vector a, Vector b, Vector c, Vector d) {
+    constexpr std::make_integer_sequence<int, kLanes> lanes{};
+    return fold(join_halves(add_halves(a, b, lanes), add_halves(c, d, lanes), lanes));
 }
 
 // exp to about one unit in the last place; below -87 as there, above 88 likewise. NaN stays NaN: comparisons with it
