@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import os
+import platform
+import subprocess
 import sys
 
 import pytest
 
-from surgeon.memory import HUGE_PAGES, parse_size, resident_bytes, show_size, stay_below, use_huge_pages
+from surgeon.memory import HUGE_PAGES, KEPT_FREE, parse_size, resident_bytes, show_size, stay_below, use_huge_pages
+
+FAULTS = """
+from resource import RUSAGE_SELF, getrusage
+{}
+pass_ = lambda: [bytearray(b"x") * (16 << 20) for _ in range(3)]
+pass_()
+before = getrusage(RUSAGE_SELF).ru_minflt
+for _ in range(3): pass_()
+print(getrusage(RUSAGE_SELF).ru_minflt - before)
+"""
+KEEP = "from surgeon.memory import keep_freed_memory; keep_freed_memory()"
 
 
 @pytest.mark.parametrize(
@@ -50,3 +63,17 @@ def test_what_the_user_has_set_of_huge_pages_stays(
     monkeypatch.setattr(os, "environ", dict(given))
     use_huge_pages()
     assert os.environ == {HUGE_PAGES: left}
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of other C libraries nothing is asked")
+def test_what_a_pass_frees_is_there_for_the_next() -> None:
+    """Counted by the pages that the system has to bring; what the user has set stays."""
+
+    def faults(code: str, **given: str) -> int:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")} | given
+        command = [sys.executable, "-c", FAULTS.format(code)]
+        return int(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
+
+    brought = faults("")
+    assert faults(KEEP) < brought / 4
+    assert faults(KEEP, **{KEPT_FREE[0]: str(1 << 20)}) > brought / 2

@@ -73,7 +73,7 @@ class Rooflines:
     def reading(self) -> float:
         """Bytes per second that all threads read."""
         pieces = self._read.split(len(self._read) // READ_PIECES)
-        return pieces[0].nbytes / _seconds([lambda piece=piece: piece.sum() for piece in pieces])
+        return pieces[0].nbytes / _seconds([lambda piece=piece: piece.sum() for piece in pieces] * TIMES)
 
     def products(self, tokens: int, by_onednn: bool = False) -> float:
         """Seconds of the products of the layers that are measured, as the runtime makes them, or by oneDNN."""
