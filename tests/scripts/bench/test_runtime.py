@@ -77,7 +77,7 @@ def test_what_is_expected_of_a_known_link(name: str, seconds: float) -> None:
 def test_other_delays_make_the_expectation_of_dense_right() -> None:
     dense = result("dense", runtime.programs()["dense"], 0.05, other=0.01)
     delays = runtime.delays(runtime.parse_way("shm"), dense)
-    assert delays == pytest.approx([0.06 / 50] * 2)
+    assert delays == [(pytest.approx(0.06 / 50), 0.0)] * 2
     assert runtime.expected(dense, dense, delays) == pytest.approx(dense.rounds[0].per_token)
 
 
@@ -85,7 +85,7 @@ def test_ways_of_connecting_ranks() -> None:
     way = runtime.parse_way("10MB/s+int8")
     assert (way.collectives, way.link, way.compression) == ("shm", Link(bandwidth=10e6), "int8")
     dense = result("dense", runtime.programs()["dense"], 0.05)
-    assert runtime.delays(way, dense) == [BYTES / 10e6] * 2
+    assert runtime.delays(way, dense) == [(0.0, BYTES / 10e6)] * 2
     for text in ("tcp", "1s", "ms", "1ms+int7"):
         with pytest.raises(argparse.ArgumentTypeError, match="is not shm, gloo"):
             runtime.parse_way(text)
