@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 # What glibc keeps of freed memory: variables that set it, parameters of mallopt(3), and bytes.
-KEPT_FREE = ("MALLOC_TRIM_THRESHOLD_", -1, 64 << 20)  # at the end of its heap
+KEPT_FREE = ("MALLOC_TRIM_THRESHOLD_", -1, 128 << 20)  # at the end of its heap, or nothing
 ON_HEAP = ("MALLOC_MMAP_THRESHOLD_", -3, 32 << 20)  # tensors up to this size, the most that it takes
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _NEAR = 0.9

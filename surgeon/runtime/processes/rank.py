@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from surgeon.memory import keep_freed_memory
 from surgeon.runtime.comm.collectives import Alone, Collectives, StoreAddress, TorchCollectives, Unconnected
 from surgeon.runtime.comm.link import EmulatedLink, Link
 from surgeon.runtime.comm.pipes import Receiver, Sender
@@ -178,6 +179,7 @@ def threads_per_rank(ranks: int) -> int:
 
 def serve(connection: Connection, channel: Sequence[int]) -> None:
     """Connect to the other ranks (`channel` as `Rank` takes it), then answer calls until the other end closes."""
+    keep_freed_memory()
     try:
         rank = Rank(pickle.loads(connection.recv_bytes()), connection, channel)
         _send(connection, "result", None)

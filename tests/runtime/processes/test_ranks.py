@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from surgeon.memory import HUGE_PAGES
 from surgeon.runtime.processes import rank
 from surgeon.runtime.processes.rank import threads_per_rank
 from surgeon.runtime.processes.ranks import RankFailed, RankOptions, Ranks
@@ -129,6 +131,14 @@ def test_ranks_share_out_the_cores_and_stay_in_the_session() -> None:
         assert found[0].cores | found[1].cores == mine
         assert not found[0].cores & found[1].cores
     assert os.sched_getaffinity(0) == mine
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of other C libraries nothing is asked")
+def test_ranks_keep_what_passes_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """48 MB are 12,288 pages, or 24 huge ones."""
+    monkeypatch.setenv(HUGE_PAGES, "0")
+    with Ranks(RankOptions(1)) as ranks:
+        assert ranks.call(on_ranks.faults)[0] < 100
 
 
 def test_a_rank_without_commands_ends_when_the_folder_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
