@@ -97,7 +97,7 @@ static inline void weigh_vectors(
         for (int part = 0; part < parts; ++part) store(outputs + head * dim + part * kLanes, sums[head][part]);
 }
 
-// All of them.
+// All vectors of the values, and the numbers that are left.
 template <int heads>
 static inline void weigh(
     const float *weights, int64_t stride, const float *values, int64_t tokens, int64_t dim, float *outputs) {
