@@ -135,7 +135,7 @@ def main() -> None:
     options = parser.parse_args()
     own = kernels()
     if own is None:
-        parser.error(f"there are no kernels to measure: {built().problem or f'{SWITCH} is off'}")
+        parser.error(f"there are no kernels to measure: {built().problem or f'{SWITCH} is off, or cores are too few'}")
     with tempfile.TemporaryDirectory() as folder:
         found = passes(random_model(Path(folder), options.size), options)
     print("\n".join(lines(("batch", "ms of a pass", "PyTorch's operations"), found)))
