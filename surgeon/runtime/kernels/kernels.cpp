@@ -200,6 +200,14 @@ RECORDABLE(start_exchange)
 RECORDABLE(finish_sum)
 RECORDABLE(finish_gather)
 
+// What the first product among some calls reads first.
+static ReadNext first_weight(const Call *call, const Call *end) {
+    call = std::find_if(call, end, [](const Call &one) { return one.apply == recorded_product; });
+    if (call == end) return {};
+    const auto *words = call->arguments;  // as `product` has them
+    return {argument<const float *>(words[3]), words[5] * words[6]};
+}
+
 // Makes the calls; `times`, if not null, is told when the first one began and when each had ended, (count + 1), in
 // nanoseconds of the monotonic clock.
 EXPORTED void replay(const Call *calls, int64_t count, int64_t *times) {
@@ -210,6 +218,8 @@ EXPORTED void replay(const Call *calls, int64_t count, int64_t *times) {
     };
     tell(0);
     for (int64_t at = 0; at < count; ++at) {
+        const bool waits = calls[at].apply == recorded_finish_sum;
+        read_next = waits ? first_weight(calls + at + 1, calls + count) : ReadNext{};
         calls[at].apply(calls[at].arguments);
         tell(at + 1);
     }
