@@ -48,7 +48,7 @@ public:
     }
 
 private:
-    static constexpr int64_t kMost = 1 << 18;  // bytes: what the cache behind the nearest has room for beside other things
+    static constexpr int64_t kMost = 1 << 18;  // bytes: the second cache has room for them and for more
     static constexpr int kLine = 64, kLines = 4;  // no more between two looks: a request too many stops the thread
     const char *next_ = nullptr, *end_ = nullptr;
 };
