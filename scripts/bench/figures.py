@@ -102,7 +102,7 @@ FIGURES = [
         "engines-large-long",
         "scripts/bench/engines.py --vllm-python {vllm} --size 1.1B --ranks 1 2 --batch 1 8 32 --prompt 1024 --prefill "
         "--rounds 1 --new 8",
-        20,
+        40,
     ),
     Figure(
         "engines-long",
