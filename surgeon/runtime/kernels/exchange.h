@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "pool.h"
+#include "vector.h"
 
 // One rank's view of a group's memory; shared_memory.py has the same fields.
 struct Exchanges {
@@ -43,13 +44,14 @@ public:
     // Asks for the next few lines; false if all have been asked for.
     bool fetch() {
         if (next_ >= end_) return false;
-        for (int line = 0; line < kLines; ++line, next_ += kLine) __builtin_prefetch(next_);
+        ::fetch(next_, kAtOnce);
+        next_ += kAtOnce;
         return true;
     }
 
 private:
     static constexpr int64_t kMost = 1 << 18;  // bytes: the second cache has room for them and for more
-    static constexpr int kLine = 64, kLines = 4;  // no more between two looks: a request too many stops the thread
+    static constexpr int64_t kAtOnce = 256;  // of them between two looks: too many requests stop the thread
     const char *next_ = nullptr, *end_ = nullptr;
 };
 
