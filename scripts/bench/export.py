@@ -2,12 +2,13 @@
 
     python scripts/bench/export.py [--size 8GB] [--folder DIR] [--only plain] [--no-faults]
 
-Makes a sharded random Llama in bfloat16 (in DIR, or in a temporary folder that is removed), copies its files with
-`cp -r` and waits until they are on the disk, then exports it in each form, each in a process of its own, and prints
-seconds, GB/s, the ratio to the copy, and the most resident memory. After that an export is killed halfway and started
-again, and others meet a limit on file sizes and a disk that fills up (where a small one may be mounted): the source
-and what was under the target's name must stay as they were. An export should take at most twice as long as the copy,
-factors excepted, and 1500MB of memory; at the end it is said which do not, and the exit status is 3 then.
+Makes a sharded random Llama in bfloat16 (in DIR, or in a temporary folder that is removed) and exports it in each
+form, each in a process of its own. Before each, and at the end, its files are copied with `cp -r`, until they are on
+the disk. Prints seconds, GB/s, the ratio to the mean speed of the two copies beside it (disks are not always equally
+fast), and the most resident memory. After that an export is killed halfway and started again, and others meet a limit
+on file sizes and a disk that fills up (where a small one may be mounted): the source and what was under the target's
+name must stay as they were. An export should take at most twice as long as a copy, factors excepted, and 1500MB of
+memory; at the end it is said which do not, and the exit status is 3 then.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 from rich.console import Console
@@ -57,6 +59,11 @@ class Run:
     size: int
     seconds: float
     peak: int | None = None
+
+    @property
+    def speed(self) -> float:
+        """Bytes per second."""
+        return self.size / self.seconds
 
 
 def config_for(size: int) -> LlamaConfig:
@@ -236,32 +243,42 @@ def main() -> None:
 
 def measure(model: Path, place: Path, forms: list[str]) -> list[str]:
     """Print the table; says which exports were too slow or too large."""
-    runs = {"cp -r and fsync": copy_of(model, place / "copy")}
+    copies, runs = [copy_of(model, place / "copy")], {}
     for form in forms:
         runs[form] = export(recipe_for(model, form, place), place / "target")
         shutil.rmtree(place / "target")
-    copied = runs["cp -r and fsync"]
-    speed = copied.size / copied.seconds
-    table = Table(title=f"surgeon export of {show_size(size_of(model))} in bfloat16")
+        copies.append(copy_of(model, place / "copy"))
+    beside = {form: fmean(copy.speed for copy in copies[at : at + 2]) for at, form in enumerate(forms)}
+    show(f"surgeon export of {show_size(size_of(model))} in bfloat16", copies, runs, beside)
+    return [line for form, run in runs.items() for line in short_of_goals(form, run, beside[form])]
+
+
+def show(title: str, copies: list[Run], runs: dict[str, Run], beside: dict[str, float]) -> None:
+    """Print the table.
+
+    Args:
+        beside: the speed of copies before and after an export, in bytes per second, by its form.
+    """
+    table = Table(title=title)
     for heading in ("", "written", "seconds", "GB/s", "of the copy's speed", "peak resident"):
         table.add_column(heading, justify="right" if heading else "left")
-    for name, run in runs.items():
-        share = run.size / run.seconds / speed
+    seconds, speed = [copy.seconds for copy in copies], median(copy.speed for copy in copies)
+    spread = f"{median(seconds):.1f} ({min(seconds):.1f} to {max(seconds):.1f})"
+    table.add_row("cp -r and fsync", show_size(copies[0].size), spread, f"{speed / 1e9:.2f}", "1.00", "")
+    for form, run in runs.items():
         peak = "" if run.peak is None else show_size(run.peak)
-        table.add_row(
-            name, show_size(run.size), f"{run.seconds:.1f}", f"{run.size / run.seconds / 1e9:.2f}", f"{share:.2f}", peak
-        )
+        numbers = f"{run.seconds:.1f}", f"{run.speed / 1e9:.2f}", f"{run.speed / beside[form]:.2f}"
+        table.add_row(form, show_size(run.size), *numbers, peak)
     Console(width=100).print(table)
-    return [line for name, run in runs.items() for line in short_of_goals(name, run, speed)]
 
 
 def short_of_goals(name: str, run: Run, speed: float) -> Iterator[str]:
     """In what a way of writing misses the goals.
 
     Args:
-        speed: of a plain copy, in bytes per second.
+        speed: of plain copies beside it, in bytes per second.
     """
-    share = run.size / run.seconds / speed
+    share = run.speed / speed
     if name != LOW_RANK and share * SLOWEST < 1:  # factors take as long as they take
         yield f"{name} has {share:.2f} of the copy's speed, not {1 / SLOWEST:g}"
     if run.peak is not None and run.peak > PEAK_LIMIT:

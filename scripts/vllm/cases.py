@@ -24,7 +24,6 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Iterator, Sequence
-from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +32,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for scripts and the tests' models
 
 from scripts.vllm.checkpoints import NARROWEST, Case, cases_of, random_source, with_wide_heads
-from scripts.vllm.engine import vllm_environment
+from scripts.vllm.engine import PROJECT, has_plugin, vllm_environment
 from surgeon.checkpoint.read import locate
 from surgeon.errors import did_you_mean
 from surgeon.families import FAMILIES
 
-PROJECT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("greedy.py")
 REASON = 240  # characters of a reason below the table
 PROMPTS, NEW_TOKENS = (9, 14), 16  # longer than the tiny models' attention windows
@@ -86,12 +84,6 @@ def read_options() -> argparse.Namespace:
     options.forms = options.forms.split(",") if options.forms else None
     options.ranks = [options.ranks] if options.ranks else [1, 2]
     return options
-
-
-def has_plugin() -> bool:
-    """Whether the project's folder says that it has one; without it, vLLM runs the modeling files in checkpoints."""
-    entries = [entry for one in distributions(path=[str(PROJECT)]) for entry in one.entry_points]
-    return any(entry.group == "vllm.general_plugins" for entry in entries)
 
 
 def prepare(name: str, folder: Path, options: argparse.Namespace) -> list[Case]:

