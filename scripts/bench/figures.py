@@ -80,7 +80,7 @@ class Figure:
 FIGURES = [
     Figure("runtime", "scripts/bench/runtime.py", 20),
     Figure("runtime-int8", "scripts/bench/runtime.py --links 10MB/s 10MB/s+int8 --batch 8 --new 32 --rounds 2", 15),
-    Figure("vllm", "scripts/vllm/bench.py --vllm-python {vllm} --rounds 1 --new 64 --prompt 32 --avx2", 40),
+    Figure("vllm", "scripts/vllm/bench.py --vllm-python {vllm} --rounds 1 --new 64 --prompt 32 --avx2", 15),
     Figure(
         "engines",
         "scripts/bench/engines.py --vllm-python {vllm} --ranks 1 2 --batch 1 8 32 --prompt 64 --prefill 512 2048 "
@@ -91,7 +91,7 @@ FIGURES = [
         "engines-busy",
         "scripts/bench/engines.py --vllm-python {vllm} --ranks 1 2 --batch 1 8 32 --prompt 64 --prefill 512 "
         "--prefill-batch 8 --neighbour --rounds 2",
-        15,
+        5,
     ),
     Figure(
         "engines-large",
@@ -103,7 +103,7 @@ FIGURES = [
         "engines-large-long",
         "scripts/bench/engines.py --vllm-python {vllm} --size 1.1B --ranks 1 2 --batch 1 8 32 --prompt 1024 --prefill "
         "--rounds 1 --new 8",
-        40,
+        25,
     ),
     Figure(
         "engines-long",
@@ -114,7 +114,7 @@ FIGURES = [
     Figure("served", "scripts/bench/served.py --vllm-python {vllm} --rounds 1", 12),
     Figure("loading", "scripts/bench/loading.py --layers 32", 3),
     Figure("scan", "scripts/bench/scan.py --only demo --threads 1", 10),
-    Figure("scan-random", "scripts/bench/scan.py --only random --every 3 --threads 2", 13),
+    Figure("scan-random", "scripts/bench/scan.py --only random --every 3 --threads 2", 10),
     Figure("memory", "scripts/bench/memory.py --tokens 128 --every 4", 12),
     Figure("export", "scripts/bench/export.py --size 8GB --no-faults", 10),
     Figure(
