@@ -134,7 +134,7 @@ FIGURES = [
         "heal",
         "scripts/bench/heal.py --batch 4 --steps 48 --eval-tokens 8192 --rates "
         "distilled=0.0003,full=0.0001,lora=0.001 --methods full,distilled,lora -o {folder}",
-        60,
+        15,
     ),
     Figure("tracks", "scripts/bench/tracks.py --ranks 2 --links 1 --depths 2 4 8 --minutes 5", 6),
     Figure("racks", "scripts/bench/racks.py -o {folder} --ranks 4,2", 60),
