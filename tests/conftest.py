@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import settings
 
 from surgeon.threads import wait_asleep
 from tests import warm
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
 
 # Nothing in the tests may reach for the network; set before transformers is asked for anything by name.
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+# How long a case takes says nothing where tests share their cores.
+settings.register_profile("tests", deadline=None)
+settings.load_profile("tests")
 
 wait_asleep()  # tests share their cores with each other, and with the ranks they start
 warm.install()
@@ -131,14 +136,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture
 def drawn_settings(request: pytest.FixtureRequest) -> Any:
     """Of hypothesis: a few cases, always the same, or as many others as `--cases` says."""
-    from hypothesis import HealthCheck, Phase, settings
+    from hypothesis import HealthCheck, Phase
 
     asked = request.config.getoption("--cases")
     return settings(
         max_examples=asked or 2,
         derandomize=asked is None,
         phases=(Phase.generate, Phase.shrink) if asked else (Phase.generate,),  # making a case smaller takes minutes
-        deadline=None,
         database=None,
         suppress_health_check=list(HealthCheck),
     )

@@ -112,7 +112,7 @@ def test_sync_points_equal_a_walk_of_every_rank(program: Program, ranks: int) ->
         assert counted == max(syncs_of_each_rank(program.nodes, list(range(ranks))).values())
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(programs, programs, programs)
 def test_common_prefix(start: Program, first: Program, second: Program) -> None:
     shared = common_prefix(start + first, start + second)

@@ -144,7 +144,7 @@ ANYTHING = st.recursive(
 )
 
 
-@settings(deadline=None, derandomize=True, database=None, max_examples=30)
+@settings(derandomize=True, database=None, max_examples=30)
 @given(ANYTHING, st.sampled_from(["surgeon: 1", "1", "some/model", "pair", '"4:10"', "13", "layers", "pair:"]))
 def test_whatever_stands_in_it_is_a_recipe_or_a_mistake_on_a_line(text: str, place: str) -> None:
     for recipe in (text, GOOD.replace(place, text, 1)):

@@ -18,9 +18,7 @@ from surgeon.program import Program
 from tests.checkpoint.helpers import save_source
 
 PROGRAM = Program.parse("A0 F0 >A1 >F1")
-SETTINGS = settings(
-    deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+SETTINGS = settings(derandomize=True, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 INDEX = "model.safetensors.index.json"
 
 NUMBERS = st.one_of(

@@ -50,7 +50,7 @@ KNOWN = {
 
 
 @pytest.mark.parametrize("name", KNOWN)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(parts=st.lists(st.sampled_from(PARTS), max_size=30))
 def test_no_text_has_fewer(name: str, parts: list[str]) -> None:
     encoder, text = KNOWN[name], "".join(parts)

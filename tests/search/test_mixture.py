@@ -180,7 +180,7 @@ def test_any_two_edits_of_any_spaces(family: str) -> None:
             check_choice(searching, (one, other), written=False)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.data(), st.sampled_from(["llama", "gpt_neox", "opt", "gemma2"]), st.integers(1, 12))
 def test_drawn_choices(data: st.DataObject, family: str, layers: int) -> None:
     ladder = data.draw(st.sampled_from(["ladder", "ladder:sublayers", "ladder:ranges"]))

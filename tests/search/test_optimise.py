@@ -37,7 +37,7 @@ def every_choice(savings: Savings, excluded: np.ndarray) -> list[tuple[int, ...]
 
 
 @given(st.integers(0, 10_000), st.integers(1, 2))
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 def test_a_plain_sum_is_minimised_exactly_with_one_choice_of_a_group(seed: int, limits: int) -> None:
     damage, savings, excluded = problem(seed, limits, crossing=0)
     every = every_choice(savings, excluded)
@@ -48,7 +48,7 @@ def test_a_plain_sum_is_minimised_exactly_with_one_choice_of_a_group(seed: int, 
 
 
 @given(st.integers(0, 10_000))
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 def test_cross_terms_are_taken_into_account(seed: int) -> None:
     damage, savings, excluded = problem(seed, 1, crossing=0.5)
     enough = every_choice(savings, excluded)

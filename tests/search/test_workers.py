@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -16,6 +15,7 @@ import torch
 
 from surgeon.search import workers
 from surgeon.search.workers import WorkerProcesses, gpu_of, interruptible, worker_command
+from tests.waiting import wait_until
 
 # What a worker runs in these tests: it writes down what it was given, and that it was interrupted.
 CODE = """
@@ -58,13 +58,6 @@ def program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
 
 
-def wait_for(there: Callable[[], bool]) -> None:
-    ending = time.monotonic() + 60
-    while not there():
-        assert time.monotonic() < ending
-        time.sleep(0.01)
-
-
 def test_they_are_this_command_with_a_share_of_the_cores(tmp_path: Path) -> None:
     said: list[str] = []
     with WorkerProcesses(3, ["search", str(tmp_path), "end"], tmp_path, said.append) as others:
@@ -78,7 +71,7 @@ def test_they_are_this_command_with_a_share_of_the_cores(tmp_path: Path) -> None
 def test_one_that_fails_is_told_of(tmp_path: Path) -> None:
     said: list[str] = []
     with WorkerProcesses(4, ["search", str(tmp_path), "fail"], tmp_path, said.append) as others:
-        wait_for(lambda: bool(said))
+        wait_until(lambda: bool(said))
     number = others.processes[1].pid
     assert said == [f"worker 2 (process {number}) ended with exit code 1: error: no such model; the others go on"]
 
@@ -87,9 +80,9 @@ def test_one_that_is_killed_is_told_of(tmp_path: Path) -> None:
     said: list[str] = []
     others = WorkerProcesses(3, ["search", str(tmp_path), "sleep"], tmp_path, said.append)
     others.__enter__()
-    wait_for(lambda: (tmp_path / "1").exists() and (tmp_path / "2").exists())
+    wait_until(lambda: (tmp_path / "1").exists() and (tmp_path / "2").exists())
     others.processes[0].kill()
-    wait_for(lambda: bool(said))
+    wait_until(lambda: bool(said))
     others.__exit__(KeyboardInterrupt, None, None)
     assert "worker 1 (process" in said[0]
     assert said[0].endswith("was ended by SIGKILL; the others go on")
@@ -112,11 +105,11 @@ def test_only_a_search_can_be_started_again(tmp_path: Path) -> None:
 def test_they_are_interrupted_when_the_first_is_killed(tmp_path: Path) -> None:
     (tmp_path / "child").write_text(CHILD)
     first = subprocess.Popen([sys.executable, "-c", ORPHAN, str(tmp_path), str(tmp_path / "child")])
-    wait_for((tmp_path / "started").exists)
+    wait_until((tmp_path / "started").exists)
     children = psutil.Process(first.pid).children()
     first.kill()
     first.wait()
-    wait_for((tmp_path / "interrupted").exists)
+    wait_until((tmp_path / "interrupted").exists)
     assert psutil.wait_procs(children, timeout=30)[1] == []
 
 

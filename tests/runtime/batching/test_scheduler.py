@@ -143,7 +143,7 @@ jobs = st.tuples(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(jobs, min_size=1, max_size=9),
     st.integers(7, 12),

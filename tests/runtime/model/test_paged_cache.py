@@ -69,7 +69,7 @@ def check(
                 assert torch.equal(kept[:, places_of(own, text.shape[1])], given_.transpose(0, 1))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(0, 40), st.sampled_from([1, 1, 1, 2, 5, 20])), min_size=1, max_size=5),
     st.permutations(range(BLOCKS)),
@@ -81,7 +81,7 @@ def test_any_pass_over_any_blocks(rows: list[tuple[int, int]], order: list[int],
     check(rows, blocks, [(4, 2), (2, 2), (3, 1)])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(0, 40), st.sampled_from([1, 1, 1, 2, 5, 20])), min_size=1, max_size=5),
     st.permutations(range(BLOCKS)),

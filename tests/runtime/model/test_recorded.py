@@ -109,7 +109,7 @@ def drawn_texts(draw: st.DrawFn) -> list[Texts]:
 
 
 @pytest.mark.parametrize(("family", "program"), CASES)
-@settings(max_examples=8, deadline=None)  # the first saves a model
+@settings(max_examples=8)  # the first saves a model
 @given(passes=drawn_texts())
 def test_the_same_bits(family: str, program: str, passes: list[Texts], folders: Callable[[str], Path]) -> None:
     """Whatever texts a pass continues, wherever they lie; the caches hold the same afterwards."""

@@ -41,7 +41,7 @@ def kept_by_lists(scores: list[float], sampling: Sampling) -> dict[int, float]:
     return {token: chance / sum(chances.values()) for token, chance in chances.items()}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(0, 10**6),
     st.sampled_from([0.3, 1.0, 2.5]),

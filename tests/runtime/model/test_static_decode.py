@@ -82,7 +82,7 @@ TABLES = [[5, 6], [9], [0], [20, 3, 7], [20, 11, 12, 2]]
 TEXTS[4][:BLOCK_TOKENS] = TEXTS[3][:BLOCK_TOKENS]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(st.integers(1, 60), min_size=1, max_size=5),
     st.permutations(range(BLOCKS)),

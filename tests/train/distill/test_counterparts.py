@@ -52,7 +52,7 @@ def named(texts: list[str]) -> set[int]:
     return {int(word[1:]) for word in wholes if word[:1] in ("A", "F")}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.one_of(programs(LAYERS, FAMILIES["llama"]), edits()))
 def test_against_the_definition(program: Program) -> None:
     found = [(one.node, one.layer) for one in counterparts(program, LAYERS)]

@@ -408,7 +408,7 @@ class Drawn:
 
 
 def test_either_side_is_killed_at_any_moment(tmp_path_factory: pytest.TempPathFactory) -> None:
-    @settings(max_examples=25, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=25, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
     @given(
         ahead=st.integers(1, 6),
         every=st.integers(1, 3),

@@ -64,7 +64,7 @@ def cuts(program: Program) -> dict[int, set[int]]:
     return found
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(programs, st.lists(st.integers(1, LAYERS - 1), max_size=3, unique=True).map(sorted), st.integers(0, 3))
 def test_racks_are_those_of_the_definition(program: Program, ends: list[int], depth: int) -> None:
     legal, end = cuts(program), 1 + max(layers_of(*program.nodes))

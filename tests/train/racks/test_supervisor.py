@@ -8,7 +8,6 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ from tests.train.racks.local_run import (
     weights,
     whole,
 )
+from tests.waiting import wait_until
 
 REPOSITORY = Path(__file__).parents[3]
 CODE = "import sys; from tests.train.racks import local_run as run; run.main(*sys.argv[1:])"
@@ -67,13 +67,6 @@ def require_same(folder: Path, found: RacksTrained, expected: tuple[Path, RacksT
 def process_of(folder: Path, rack: int, replica: int = 0) -> int:
     found: dict[str, Any] = json.loads((replica_folder(folder, rack, replica) / "address.json").read_text())
     return int(found["process"])
-
-
-def wait_until(holds: Callable[[], bool], seconds: float = 300.0) -> None:
-    until = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < until
-        time.sleep(0.005)
 
 
 def kill_at(folder: Path, *ends: tuple[int, int, int]) -> threading.Thread:
