@@ -144,7 +144,8 @@ class Bench:
             if whole(cell, folder):
                 continue
             if time.monotonic() - begun > 60 * minutes:
-                print(f"{minutes:g} minutes are over: {folder} and what follows is left out", flush=True)
+                left_out = folder.relative_to(self.output)
+                print(f"{minutes:g} minutes are over: {left_out} and what follows is left out", flush=True)
                 return
             if cell.way == PROCESSES:
                 run_racks(job, model, texts, folder)
@@ -325,7 +326,7 @@ def main() -> None:
     if arguments.quality:
         rack_claims.show(bench, found, arguments.quality)
     for picture in rack_pictures.draw(bench, found, arguments.quality):
-        print(picture)
+        print(picture.relative_to(arguments.output))
 
 
 if __name__ == "__main__":
