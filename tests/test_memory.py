@@ -9,7 +9,16 @@ import sys
 
 import pytest
 
-from surgeon.memory import HUGE_PAGES, KEPT_FREE, parse_size, resident_bytes, show_size, stay_below, use_huge_pages
+from surgeon.memory import (
+    ARENAS,
+    HUGE_PAGES,
+    KEPT_FREE,
+    parse_size,
+    resident_bytes,
+    show_size,
+    stay_below,
+    use_huge_pages,
+)
 
 FAULTS = """
 from resource import RUSAGE_SELF, getrusage
@@ -19,6 +28,22 @@ pass_()
 before = getrusage(RUSAGE_SELF).ru_minflt
 for _ in range(3): pass_()
 print(getrusage(RUSAGE_SELF).ru_minflt - before)
+"""
+HEAPS = """
+import ctypes, threading
+{}
+together = threading.Barrier(6)
+def take() -> None:
+    together.wait()
+    held = bytearray(60_000)
+    together.wait()
+threads = [threading.Thread(target=take) for _ in range(6)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+libc = ctypes.CDLL(None)
+libc.fdopen.restype = ctypes.c_void_p
+libc.malloc_info(0, ctypes.c_void_p(libc.fdopen(1, b"w")))
+libc.fflush(None)
 """
 KEEP = "from surgeon.memory import keep_freed_memory; keep_freed_memory()"
 
@@ -68,12 +93,23 @@ def test_what_the_user_has_set_of_huge_pages_stays(
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of other C libraries nothing is asked")
 def test_what_a_pass_frees_is_there_for_the_next() -> None:
     """Counted by the pages that the system has to bring; what the user has set stays."""
+    brought = int(told(FAULTS, ""))
+    assert int(told(FAULTS, KEEP)) < brought / 4
+    assert int(told(FAULTS, KEEP, **{KEPT_FREE[0]: str(1 << 20)})) > brought / 2
 
-    def faults(code: str, **given: str) -> int:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")} | given
-        command = [sys.executable, "-c", FAULTS.format(code)]
-        return int(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
 
-    brought = faults("")
-    assert faults(KEEP) < brought / 4
-    assert faults(KEEP, **{KEPT_FREE[0]: str(1 << 20)}) > brought / 2
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of other C libraries nothing is asked")
+def test_threads_share_two_heaps() -> None:
+    """Six of them; what the user has set stays."""
+    share = "from surgeon.memory import share_heaps; share_heaps()"
+    found = [told(HEAPS, *how).count("<heap nr=") for how in ([""], [share])]
+    assert found[0] > 3
+    assert found[1] == 2
+    assert told(HEAPS, share, **{ARENAS[0]: "3"}).count("<heap nr=") == 3
+
+
+def told(code: str, first: str, **given: str) -> str:
+    """What a process prints whose allocator nothing has set but this."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")} | given
+    command = [sys.executable, "-c", code.format(first)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout

@@ -106,9 +106,11 @@ def export(
     that it names. Interrupted, the same command goes on where it was.
     """
     from surgeon.checkpoint.staging import check_target
+    from surgeon.memory import share_heaps
     from surgeon.progress import progress
     from surgeon.recipe import read_recipe
 
+    share_heaps()
     steps = read_recipe(recipe)
     check_target(output, overwrite)
     checkpoint = _being_hashed(model or steps.model)
