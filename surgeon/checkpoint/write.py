@@ -206,8 +206,8 @@ def content_of(planned: PlannedTensor) -> Iterator[memoryview]:
     for rows in planned.rows():
         flat = rows.reshape(-1)
         size += len(flat)
-        for first in range(0, len(flat), BLOCK):
-            array: Any = as_bytes(flat[first : first + BLOCK].to(planned.dtype)).numpy()
+        for part in flat.split(BLOCK // planned.dtype.itemsize):
+            array: Any = as_bytes(part.to(planned.dtype)).numpy()
             yield memoryview(array)
     expected = torch.Size(planned.shape).numel()
     assert size == expected, f"{planned.name} has {size} elements, planned as {planned.shape}"
