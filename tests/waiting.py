@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 
-def wait_until(holds: Callable[[], bool], seconds: float = 120.0) -> None:
+def wait_until(holds: Callable[[], bool], seconds: float = 300.0) -> None:
     """Wait until something holds, and fail if it does not in time."""
     end = time.monotonic() + seconds
     while not holds():

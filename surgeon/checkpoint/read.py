@@ -41,8 +41,7 @@ NOT_COMPUTED = frozenset(
         *("dtype", "torch_dtype", "use_cache", "initializer_range", WEIGHTS_KEY),
     )
 )
-# Bytes that are read or written at a time: they stay in the processor's cache. Linux 6.18 was seen to write files in
-# pieces of just 1 MB, but of no other size, four to ten times as slowly.
+# Bytes that are read or written at a time, as cp does: they stay in the processor's cache.
 BLOCK = 1 << 18
 
 
