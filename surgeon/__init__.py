@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from surgeon.checkpoint.load import load
     from surgeon.demo import demo_data, demo_model
-    from surgeon.model import edit, program_of, restore
-    from surgeon.program import Fork, Program, Step, Sublayer
+    from surgeon.language.program import Fork, Program, Step, Sublayer
+    from surgeon.models.edit import edit, program_of, restore
 
 __version__ = "0.1.0"
 
@@ -35,17 +35,17 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Fork": "surgeon.program",
-    "Program": "surgeon.program",
-    "Step": "surgeon.program",
-    "Sublayer": "surgeon.program",
+    "Fork": "surgeon.language.program",
+    "Program": "surgeon.language.program",
+    "Step": "surgeon.language.program",
+    "Sublayer": "surgeon.language.program",
     "demo_data": "surgeon.demo",
     "demo_model": "surgeon.demo",
-    "edit": "surgeon.model",
-    "export": "surgeon.checkpoint.in_memory",
+    "edit": "surgeon.models.edit",
+    "export": "surgeon.exports.in_memory",
     "load": "surgeon.checkpoint.load",
-    "program_of": "surgeon.model",
-    "restore": "surgeon.model",
+    "program_of": "surgeon.models.edit",
+    "restore": "surgeon.models.edit",
 }
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from surgeon.checkpoint.codas import write_codas
-from surgeon.families import family_of
-from surgeon.model import program_of
-from surgeon.train.racks.build import rack_of
-from surgeon.train.racks.partition import Racks
+from surgeon.models.edit import program_of
+from surgeon.models.families import family_of
+from surgeon.training.racks.build import rack_of
+from surgeon.training.racks.partition import Racks
 
 
 def save_codas(folder: Path, model: Any, cut: int = 2, depth: int = 1, noise: float = 0.0, tied: bool = False) -> None:

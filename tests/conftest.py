@@ -1,4 +1,4 @@
-"""Fixtures that every test can use; the functions behind them, with their parameters, are in tests/models.py.
+"""Fixtures that every test can use; the functions behind them, with their parameters, are in tests/tiny_models.py.
 
 Torch and transformers are imported by the fixtures that need them, so that pytest starts at once.
 """
@@ -83,14 +83,14 @@ def _same_random_numbers() -> None:
 @pytest.fixture
 def tiny_model() -> Callable[..., Any]:
     """A factory: `tiny_model("llama" | "qwen3" | "opt", num_layers=4, **config_overrides)`."""
-    from tests import models
+    from tests import tiny_models as models
 
     return models.tiny_model
 
 
 @pytest.fixture(scope="session")
 def _saved_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests import models
+    from tests import tiny_models as models
 
     return models.save_checkpoint(tmp_path_factory.mktemp("saved") / "tiny-llama")
 
@@ -108,7 +108,7 @@ def tiny_checkpoint(_saved_checkpoint: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def tiny_text(tmp_path: Path) -> Path:
     """A text file of about 20 KB, one sentence a line."""
-    from tests import models
+    from tests import tiny_models as models
 
     path = tmp_path / "text.txt"
     path.write_text("\n".join(islice(models.sample_sentences(), 300)) + "\n")
@@ -120,7 +120,7 @@ def tokens() -> Tensor:
     """Token ids of two sequences, (2, 11), for models with the tiny models' vocabulary."""
     import torch
 
-    from tests import models
+    from tests import tiny_models as models
 
     return torch.randint(2, models.VOCABULARY, (2, 11), generator=torch.Generator().manual_seed(7))
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from surgeon.families import FAMILIES, Family
-from surgeon.program import KINDS, Fork, Node, Program, Step, Sublayer
-from tests.models import tiny_model
+from surgeon.language.program import KINDS, Fork, Node, Program, Step, Sublayer
+from surgeon.models.families import FAMILIES, Family
+from tests.tiny_models import tiny_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ACTIVATIONS = ("silu", "gelu", "relu", "gelu_new", "gelu_pytorch_tanh")

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from surgeon.families import Family, family_named
+from surgeon.models.families import Family, family_named
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

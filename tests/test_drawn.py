@@ -19,15 +19,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import surgeon
-from surgeon.analysis.machine import PlanMachine, run_plan
-from surgeon.analysis.sharing import share
-from surgeon.checkpoint.export import Original, plan_export, write_export
+from surgeon.analysis.engine.machine import PlanMachine, run_plan
+from surgeon.analysis.engine.sharing import share
 from surgeon.checkpoint.streamed import load_streamed
-from surgeon.families import FAMILIES, family_of
-from surgeon.model import edit, program_of, restore
-from surgeon.program import Program
+from surgeon.exports.export import Original, plan_export, write_export
+from surgeon.language.program import Program
+from surgeon.models.edit import edit, program_of, restore
+from surgeon.models.families import FAMILIES, family_of
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.processes.ranks import RankOptions, Ranks
+from surgeon.runtime.worker.ranks import RankOptions, Ranks
 from tests.checkpoint.helpers import IDS, load_shipped, logits_of, plain_logits, relative_error
 from tests.drawn import DTYPES, Case, cases
 from tests.runtime.on_ranks import logits_in_chunks

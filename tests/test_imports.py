@@ -194,7 +194,7 @@ def modules_imported_by(code: str) -> set[str]:
         "from surgeon.cli.app import main; main(['scan', '--help'])",
         "from surgeon.cli.app import main; main(['--version'])",
         "import surgeon.runtime.batching.scheduler",
-        "import surgeon.search.quantities; surgeon.search.quantities.aspect_of('depth', None, 'depth')",
+        "import surgeon.searches.quantities; surgeon.searches.quantities.aspect_of('depth', None, 'depth')",
         "import surgeon.runtime.plan.placement, surgeon.runtime.plan.specification",
     ],
 )
@@ -202,7 +202,7 @@ def test_light_things_import_nothing_heavy(code: str) -> None:
     assert modules_imported_by(code) & HEAVY == set()
 
 
-@pytest.mark.parametrize("listed", ["surgeon.operations", "surgeon.search.spaces"])
+@pytest.mark.parametrize("listed", ["surgeon.language.operations", "surgeon.searches.spaces"])
 def test_what_help_texts_list_is_light(listed: str) -> None:
     assert modules_imported_by(f"import {listed}") & {*HEAVY, "pydantic"} == set()
 
@@ -211,7 +211,7 @@ def test_what_help_texts_list_is_light(listed: str) -> None:
     ("code", "left_out"),
     [
         (
-            "import surgeon.runtime.processes.rank, surgeon.runtime.processes.worker",
+            "import surgeon.runtime.worker.rank, surgeon.runtime.worker.worker",
             ["transformers", "pandas", "scipy", "datasets"],
         ),
         (

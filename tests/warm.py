@@ -34,11 +34,11 @@ from typing import Any, NoReturn
 import psutil
 
 RANK = [sys.executable, "-P", "-m", "surgeon.runtime"]
-RACK = [sys.executable, "-P", "-m", "surgeon.train.racks.process"]
+RACK = [sys.executable, "-P", "-m", "surgeon.training.racks.process"]
 CODE = [sys.executable, "-c"]
-FOR_RANKS = ("surgeon.runtime.processes.worker",)
+FOR_RANKS = ("surgeon.runtime.worker.worker",)
 FOR_RACKS = (
-    "surgeon.train.racks.process",
+    "surgeon.training.racks.process",
     "transformers.models.llama.modeling_llama",
     "transformers.trainer",
     "torch.utils.tensorboard",
@@ -49,7 +49,7 @@ FOR_COMMANDS = (
     "surgeon.server.run",
     "transformers.models.llama.modeling_llama",
 )
-BE_A_RACK = "from surgeon.train.racks.process import main; main()"
+BE_A_RACK = "from surgeon.training.racks.process import main; main()"
 NAME = "surgeon.runtime"  # of forks that are ranks; Linux keeps 15 characters
 MOST_BYTES, MOST_DESCRIPTORS = 1 << 20, 64
 SET_NAME, SET_CHILD_SUBREAPER = 15, 36  # of Linux's prctl

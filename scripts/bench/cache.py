@@ -13,8 +13,8 @@ from dataclasses import replace
 
 from surgeon.checkpoint.load import read_config
 from surgeon.checkpoint.read import Checkpoint, locate
+from surgeon.language.program import ATTENTION, Program, Sublayer
 from surgeon.memory import parse_size
-from surgeon.program import ATTENTION, Program, Sublayer
 from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.memory import choose_cache

@@ -18,10 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from surgeon.checkpoint.codas import Coda, has_codas, write_codas
 from surgeon.checkpoint.read import locate
-from surgeon.program import Program
+from surgeon.checkpoint.texts import open_tokenizer
+from surgeon.language.program import Program
 from surgeon.quality.data import load_windows
 from surgeon.quality.sources import DEMO_TRAINING
-from surgeon.runtime.text import open_tokenizer
 
 WINDOW, BATCH, RATE, WARMUP = 128, 8, 1e-3, 20
 TOKENS = 2_000_000  # of training text, at most

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from surgeon.operations import fuse_attention_mlp, ladder, pair, tracks
-from surgeon.program import Program
+from surgeon.language.operations import fuse_attention_mlp, ladder, pair, tracks
+from surgeon.language.program import Program
 from surgeon.provenance import versions, write_text
 
 RANKS = 2

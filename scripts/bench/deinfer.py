@@ -29,14 +29,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts fi
 
 from scripts.bench.decoding import DENSE, add_options, parse, random_model, write_tables
 from scripts.bench.runtime import Way, measure_candidates, parse_way
-from surgeon.bench.measure import Candidate, Result
-from surgeon.checkpoint.export import Original, plan_export, write_export
-from surgeon.operations import OPERATIONS
-from surgeon.program import Program, Sublayer
+from surgeon.benchmarks.measure import Candidate, Result
+from surgeon.exports.export import Original, plan_export, write_export
+from surgeon.language.operations import OPERATIONS
+from surgeon.language.program import Program, Sublayer
+from surgeon.models.weights import Factors, WeightMatrix
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.processes.rank import threads_per_rank
-from surgeon.runtime.processes.ranks import RankOptions, Ranks
-from surgeon.weights import Factors, WeightMatrix
+from surgeon.runtime.worker.rank import threads_per_rank
+from surgeon.runtime.worker.ranks import RankOptions, Ranks
 
 BASE, DEINFER, AUTO = "Base", "DeInfer", "auto"
 WAYS = {BASE: "base", DEINFER: "gather", AUTO: "auto"}

@@ -10,6 +10,7 @@ from itertools import product
 from pathlib import Path
 
 from scripts.bench.wavefront import Racks
+from surgeon.checkpoint.texts import open_tokenizer
 from surgeon.quality.data import DEMO, load_windows
 from surgeon.runtime.batching.request import Request, Sampling
 from surgeon.runtime.batching.scheduler import Limits, Output
@@ -17,10 +18,9 @@ from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.comm.link import Link
 from surgeon.runtime.model.engine import Figures
 from surgeon.runtime.plan.specification import Plan
-from surgeon.runtime.processes.rank import Rank
-from surgeon.runtime.processes.ranks import RankOptions, Ranks
-from surgeon.runtime.processes.worker import complete, load
-from surgeon.runtime.text import open_tokenizer
+from surgeon.runtime.worker.rank import Rank
+from surgeon.runtime.worker.ranks import RankOptions, Ranks
+from surgeon.runtime.worker.worker import complete, load
 
 PLAIN, CODA = "plain", "coda"
 DRAWN = Sampling(temperature=0.8, top_p=0.95)

@@ -44,13 +44,13 @@ from scripts.bench.busy import neighbour
 from scripts.bench.decoding import DENSE, SIZES, random_model, write_tables
 from scripts.bench.rooflines import Rates, Rooflines
 from scripts.vllm.engine import Measurer, vllm_python
-from surgeon.bench.measure import Load
-from surgeon.bench.timing import RankRun, load_timed, run_timed
+from surgeon.benchmarks.measure import Load
+from surgeon.benchmarks.timing import RankRun, load_timed, run_timed
 from surgeon.progress import progress
 from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.batching.windows import PASS_TOKENS, blocks_for
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.processes.ranks import RankOptions, Ranks
+from surgeon.runtime.worker.ranks import RankOptions, Ranks
 
 CACHE_GIGABYTES = 3  # vLLM's; 32 texts of 1,024 tokens need 1.7
 COLUMNS = [

@@ -37,19 +37,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts fi
 from scripts.bench.heal_table import RECORD, WINDOWS, is_whole, show_tables
 from surgeon.checkpoint.load import load
 from surgeon.checkpoint.read import Checkpoint, locate
-from surgeon.model import edit
-from surgeon.program import Program
+from surgeon.checkpoint.texts import open_tokenizer
+from surgeon.language.program import Program
+from surgeon.language.recipe import Recipe, parse_recipe
+from surgeon.models.edit import edit
 from surgeon.provenance import provenance, write_json, write_table
 from surgeon.quality.data import DEMO, load_windows
 from surgeon.quality.sources import DEMO_TRAINING
 from surgeon.quality.summary import Values
 from surgeon.quality.text import logits_of, text_quality, text_values
-from surgeon.recipe import Recipe, parse_recipe
-from surgeon.runtime.text import open_tokenizer
-from surgeon.train.distill.distiller import Distillation
-from surgeon.train.run import train
-from surgeon.train.settings import TrainSettings
-from surgeon.train.texts import TrainTexts, load_train_texts
+from surgeon.training.distill.distiller import Distillation
+from surgeon.training.run import train
+from surgeon.training.settings import TrainSettings
+from surgeon.training.texts import TrainTexts, load_train_texts
 
 LAYERS, ALL_TEXT = 16, 1_000_000  # tokens: more than a run goes through
 RATES = {"lora": 1e-3, "full": 1e-4, "distilled": 3e-4, "control": 1e-4}  # the best of --sweep on lp-9

@@ -27,25 +27,25 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
-from surgeon.analysis.allocation import Allocation, Curve, Ranks, parameters, total_cost
-from surgeon.analysis.calibration import load_calibration
-from surgeon.analysis.corrections import MeasuredText, corrected_ranks, plan_of, ranked
-from surgeon.analysis.factor_plan import Making, Target
-from surgeon.analysis.inputs import ProgramRun, reads_stream
-from surgeon.analysis.make_factors import make_factors
-from surgeon.analysis.matrices import Matrices, parse_ranks
-from surgeon.analysis.rank_recipe import RankBudget, Share
+from surgeon.analysis.factors.allocation import Allocation, Curve, Ranks, parameters, total_cost
+from surgeon.analysis.factors.calibration import load_calibration
+from surgeon.analysis.factors.corrections import MeasuredText, corrected_ranks, plan_of, ranked
+from surgeon.analysis.factors.factor_plan import Making, Target
+from surgeon.analysis.factors.inputs import ProgramRun, reads_stream
+from surgeon.analysis.factors.make_factors import make_factors
+from surgeon.analysis.factors.matrices import Matrices, parse_ranks
+from surgeon.analysis.factors.rank_recipe import RankBudget, Share
 from surgeon.analysis.spectrum import request, spectrum
 from surgeon.analysis.subject import Subject, open_subject
-from surgeon.model import program_of
-from surgeon.operations.lowrank import Calibration, Method
-from surgeon.program import Program, Sublayer
+from surgeon.language.operations.lowrank import Calibration, Method
+from surgeon.language.program import Program, Sublayer
+from surgeon.models.edit import program_of
+from surgeon.models.weights import Factors, FactorSource
+from surgeon.models.weights.decompose import truncation_loss
+from surgeon.models.weights.whitening import SecondMoment
 from surgeon.provenance import write_json, write_table
 from surgeon.quality.data import Windows
 from surgeon.quality.head import joined
-from surgeon.weights import Factors, FactorSource
-from surgeon.weights.decompose import truncation_loss
-from surgeon.weights.whitening import SecondMoment
 
 DAMAGE_RANKS = "1/16,1/8,1/4,3/8,1/2,5/8"
 

@@ -23,14 +23,14 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
 from surgeon.checkpoint.read import locate
+from surgeon.checkpoint.texts import open_tokenizer
 from surgeon.demo import demo_data, demo_training_data
 from surgeon.quality.data import DEMO, Windows, digest_of
 from surgeon.quality.sources import DEMO_TRAINING
-from surgeon.runtime.text import open_tokenizer
-from surgeon.train.texts import RunOrder, TrainTexts, load_train_texts
+from surgeon.training.texts import RunOrder, TrainTexts, load_train_texts
 
 if TYPE_CHECKING:
-    from surgeon.train.settings import TrainSettings
+    from surgeon.training.settings import TrainSettings
 
 ALL_TEXT = 100_000_000  # tokens: more than there are
 NO_DECAY = ("norm", "bias")  # in the names of parameters that transformers' Trainer does not decay
@@ -255,7 +255,7 @@ class Optimisation:
         Args:
             arguments: of transformers' TrainingArguments, beside weight decay and the longest gradient.
         """
-        from surgeon.train.settings import TrainSettings
+        from surgeon.training.settings import TrainSettings
 
         return TrainSettings(
             scope="all",
@@ -292,10 +292,10 @@ def train_whole(
     model: PreTrainedModel, texts: TrainTexts, optimisation: Optimisation, folder: Path
 ) -> tuple[list[float], PreTrainedModel]:
     """The loss of every step, and the trained model, of surgeon's own run in one process."""
-    from surgeon.model import edit
-    from surgeon.program import Program
-    from surgeon.train.run import train
-    from surgeon.train.run_log import TRAINING_FILE, read_rows
+    from surgeon.language.program import Program
+    from surgeon.models.edit import edit
+    from surgeon.training.run import train
+    from surgeon.training.run_log import TRAINING_FILE, read_rows
 
     settings = optimisation.settings(logging_steps=1)
     edited = edit(model, Program.dense(model.config.num_hidden_layers))

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts fi
 from scripts.bench.pipelined_ranks import LOCAL, SCHEDULES, Job, read_outcome
 from scripts.bench.rack_processes import PROCESSES, RackRun
 from scripts.bench.rack_quality import HIDDEN, Run, found_in, gaps
-from surgeon.report.front import COLOURS, MARKERS
+from surgeon.reports.front import COLOURS, MARKERS
 
 if TYPE_CHECKING:
     from scripts.bench.racks import Bench, Cell, Figures

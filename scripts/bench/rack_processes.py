@@ -1,4 +1,4 @@
-"""surgeon's own processes (`surgeon.train.racks.supervisor`) on what the other ways are measured on."""
+"""surgeon's own processes (`surgeon.training.racks.supervisor`) on what the other ways are measured on."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts fi
 from scripts.bench.pipelined_ranks import LOCAL, Job
 from scripts.bench.rack_model import cut, head_units
 from surgeon.checkpoint.read import read_json
-from surgeon.model import edit
-from surgeon.program import Program
-from surgeon.train.racks.in_turn import rack_folder
-from surgeon.train.racks.pace import RackPace
-from surgeon.train.racks.partition import Racks
-from surgeon.train.racks.run_files import RESULT_FILE, ProcessOptions
-from surgeon.train.racks.subject import RacksToTrain
-from surgeon.train.racks.supervisor import train_in_processes
-from surgeon.train.racks.traffic import TIMELINE_FILE, TRAFFIC_FILE
-from surgeon.train.run_log import read_rows
-from surgeon.train.texts import TrainTexts
+from surgeon.language.program import Program
+from surgeon.models.edit import edit
+from surgeon.training.racks.in_turn import rack_folder
+from surgeon.training.racks.pace import RackPace
+from surgeon.training.racks.partition import Racks
+from surgeon.training.racks.run_files import RESULT_FILE, ProcessOptions
+from surgeon.training.racks.subject import RacksToTrain
+from surgeon.training.racks.supervisor import train_in_processes
+from surgeon.training.racks.traffic import TIMELINE_FILE, TRAFFIC_FILE
+from surgeon.training.run_log import read_rows
+from surgeon.training.texts import TrainTexts
 
 PROCESSES = "racks"
 WAITING = ("wait_input", "wait_room")

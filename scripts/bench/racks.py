@@ -44,8 +44,8 @@ from scripts.bench.rack_model import Optimisation, build, bytes_of, config_of
 from scripts.bench.rack_processes import PROCESSES, RackRun, is_there, paced_seconds, run_racks
 from surgeon.checkpoint.read import read_json
 from surgeon.quality.data import digest_of
-from surgeon.train.racks.run_files import PLAN_FILE
-from surgeon.train.texts import TrainTexts
+from surgeon.training.racks.run_files import PLAN_FILE
+from surgeon.training.texts import TrainTexts
 
 HIDDEN, WINDOW, BYTES, BATCH = 64, 128, 256, 8
 WARM, MEASURED = 1, 2  # steps

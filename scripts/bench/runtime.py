@@ -38,16 +38,16 @@ from scripts.bench.decoding import (
     random_model,
     write_tables,
 )
-from surgeon.bench.expected import ENDS, expected_decode
-from surgeon.bench.measure import Candidate, Load, Result, Split, load_candidates, measure
-from surgeon.bench.timing import RankRun
-from surgeon.program import Program
+from surgeon.benchmarks.expected import ENDS, expected_decode
+from surgeon.benchmarks.measure import Candidate, Load, Result, Split, load_candidates, measure
+from surgeon.benchmarks.timing import RankRun
+from surgeon.language.program import Program
 from surgeon.progress import progress
 from surgeon.runtime.comm.link import Link
 from surgeon.runtime.comm.quantised import LARGEST_INTEGER, Compression
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.processes.rank import threads_per_rank
-from surgeon.runtime.processes.ranks import RankOptions, Ranks
+from surgeon.runtime.worker.rank import threads_per_rank
+from surgeon.runtime.worker.ranks import RankOptions, Ranks
 
 UPPER_BOUND = "upper bound"
 WAYS = ("shm", "gloo", "1ms", "0.2ms")

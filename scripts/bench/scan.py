@@ -39,13 +39,13 @@ import surgeon
 from scripts.bench.busy import neighbour
 from scripts.bench.decoding import random_llama
 from surgeon.analysis.cells import SCANNED, Cell, scan_cells, select
-from surgeon.analysis.measure import TOKENS_AT_ONCE, MeasureOptions, measure
+from surgeon.analysis.engine.measure import TOKENS_AT_ONCE, MeasureOptions, measure
+from surgeon.analysis.engine.sharing import plain_sublayers, share, simplify
 from surgeon.analysis.scan import Scan, scan
 from surgeon.analysis.screen import HOPELESS
-from surgeon.analysis.sharing import plain_sublayers, share, simplify
-from surgeon.families import family_of
-from surgeon.model import decoder_inputs
-from surgeon.program import Program
+from surgeon.language.program import Program
+from surgeon.models.edit import decoder_inputs
+from surgeon.models.families import family_of
 from surgeon.quality.data import Windows, load_windows
 from surgeon.quality.head import OutputHead, Quality, ReferencePredictions
 

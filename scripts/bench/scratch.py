@@ -33,20 +33,20 @@ from transformers import AutoModelForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
 from surgeon.checkpoint.read import Checkpoint
-from surgeon.model import edit, restore
+from surgeon.models.edit import edit, restore
 from surgeon.provenance import provenance, write_table
 from surgeon.quality.data import DEMO
 from surgeon.quality.sources import DEMO_TRAINING
 from surgeon.quality.summary import Values, interval
 from surgeon.quality.text import logits_of, text_values
-from surgeon.train.resume import RECORD_FILE, finish_run, read_record
-from surgeon.train.run import train
-from surgeon.train.scratch.build import Blueprint, blueprint
-from surgeon.train.scratch.config import ScratchConfig, parse_config
-from surgeon.train.scratch.run import ScratchTrained, train_blueprint
-from surgeon.train.scratch.tracks import count_parameters
-from surgeon.train.scratch.write import story_of
-from surgeon.train.texts import TrainTexts
+from surgeon.training.resume import RECORD_FILE, finish_run, read_record
+from surgeon.training.run import train
+from surgeon.training.scratch.build import Blueprint, blueprint
+from surgeon.training.scratch.config import ScratchConfig, parse_config
+from surgeon.training.scratch.run import ScratchTrained, train_blueprint
+from surgeon.training.scratch.tracks import count_parameters
+from surgeon.training.scratch.write import story_of
+from surgeon.training.texts import TrainTexts
 
 DENSE = "dense"
 LAYERS = 8

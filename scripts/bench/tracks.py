@@ -36,14 +36,23 @@ from transformers.utils import logging
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
 from scripts.bench.decoding import llama_config, write_tables
-from surgeon.bench.measure import Candidate, Load, Measurement, Result, load_candidates, measure, run_once, summarise
-from surgeon.operations import tracks
-from surgeon.program import Program
+from surgeon.benchmarks.measure import (
+    Candidate,
+    Load,
+    Measurement,
+    Result,
+    load_candidates,
+    measure,
+    run_once,
+    summarise,
+)
+from surgeon.language.operations import tracks
+from surgeon.language.program import Program
 from surgeon.runtime.comm.link import Link
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.processes.rank import threads_per_rank, usable_cores
-from surgeon.runtime.processes.ranks import RankOptions, Ranks
-from surgeon.train.scratch.tracks import count_parameters, narrow, track_program
+from surgeon.runtime.worker.rank import threads_per_rank, usable_cores
+from surgeon.runtime.worker.ranks import RankOptions, Ranks
+from surgeon.training.scratch.tracks import count_parameters, narrow, track_program
 
 LAYERS = 16
 CONFIG = llama_config(num_hidden_layers=LAYERS)

@@ -381,7 +381,7 @@ class Racks:
 
 def even_racks(plan: Plan, racks: int, nodes: int) -> tuple[int, ...]:
     """After how many nodes each rack ends: the first after its own, the others share what is left."""
-    from surgeon.program import Program
+    from surgeon.language.program import Program
 
     total = len(Program.parse(plan.program))
     others = racks - 1

@@ -38,8 +38,8 @@ from scripts.bench.decoding import random_model
 from scripts.bench.deinfer import export_factors
 from scripts.bench.runtime import Way, parse_way
 from scripts.cost.against import Cell, draw, lines
-from surgeon.bench.measure import Candidate, Load, run_once
-from surgeon.bench.timing import load_timed
+from surgeon.benchmarks.measure import Candidate, Load, run_once
+from surgeon.benchmarks.timing import load_timed
 from surgeon.checkpoint.load import read_config
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.cost.calibrate import MachineCalibration, hardware_text
@@ -49,14 +49,14 @@ from surgeon.cost.samples import Round, load_sampled, sample_exchanges, sample_p
 from surgeon.cost.samples import loads as steps
 from surgeon.cost.shapes import ModelShapes
 from surgeon.demo import MODEL_FOLDER
-from surgeon.operations import fuse_attention_mlp, ladder, pair, tracks
-from surgeon.program import Program
+from surgeon.language.operations import fuse_attention_mlp, ladder, pair, tracks
+from surgeon.language.program import Program
 from surgeon.progress import progress
 from surgeon.provenance import versions, write_text
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Plan
-from surgeon.runtime.processes.rank import threads_per_rank
-from surgeon.runtime.processes.ranks import RankOptions, Ranks
+from surgeon.runtime.worker.rank import threads_per_rank
+from surgeon.runtime.worker.ranks import RankOptions, Ranks
 
 MODELS = ("demo", "random")
 LINKS = ("none", "0.2ms", "1ms", "10MB/s")

@@ -23,7 +23,7 @@ from surgeon.cost.hardware_file import load_hardware
 from surgeon.cost.predict import Deployment, PassCost, PredictedRanks, Workload, predict
 from surgeon.cost.shapes import ModelShapes
 from surgeon.cost.work import Forward
-from surgeon.program import LayerShapes, Program
+from surgeon.language.program import LayerShapes, Program
 
 Values = Mapping[str, float]
 _PARTS = ("seconds", "compute", "launches", "exposed", "communication")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import warnings
 
-from surgeon.operations.fuse_attention_mlp import fuse_attention_mlp
-from surgeon.operations.ladder import ladder
-from surgeon.operations.lowrank import lowrank
-from surgeon.operations.pair import pair
-from surgeon.operations.tracks import tracks
-from surgeon.program import LayerShapes, Program
+from surgeon.language.operations.fuse_attention_mlp import fuse_attention_mlp
+from surgeon.language.operations.ladder import ladder
+from surgeon.language.operations.lowrank import lowrank
+from surgeon.language.operations.pair import pair
+from surgeon.language.operations.tracks import tracks
+from surgeon.language.program import LayerShapes, Program
 
 KEEP = 0.6  # DeInfer's compression of 40%, read as the share of parameters that every matrix's factors keep
 LOW_RANK = {"base": "base", "deinfer": "gather"}

@@ -13,10 +13,10 @@ import json
 
 from surgeon.analysis.subject import Subject, open_subject
 from surgeon.demo import demo_model
-from surgeon.operations import ladder, pair, parallel, prune
-from surgeon.program import Program
-from surgeon.search.evaluate import Evaluator
-from surgeon.search.trial import MeasuredProgram
+from surgeon.language.operations import ladder, pair, parallel, prune
+from surgeon.language.program import Program
+from surgeon.searches.evaluate import Evaluator
+from surgeon.searches.trial import MeasuredProgram
 
 TOKENS = 32768
 

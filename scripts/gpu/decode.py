@@ -33,7 +33,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.utils import logging
 
-from surgeon.program import Program, Step
+from surgeon.language.program import Program, Step
 from surgeon.provenance import command_line, versions, write_text
 from surgeon.runtime.batching.request import Request, Sampling
 from surgeon.runtime.batching.scheduler import Limits
@@ -44,8 +44,8 @@ from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.model.layers import Attention
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Decoding
-from surgeon.runtime.processes.ranks import RankOptions, Ranks
-from surgeon.runtime.processes.worker import complete, load
+from surgeon.runtime.worker.ranks import RankOptions, Ranks
+from surgeon.runtime.worker.worker import complete, load
 
 TARGET = 0.75  # of the measured bandwidth, at batch 1
 BANDWIDTH_BYTES = 2 << 30  # of one tensor; far more than any cache holds

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 import surgeon
+from surgeon.checkpoint.texts import open_tokenizer
 from surgeon.demo.corpus import library_files
 from surgeon.progress import progress
-from surgeon.runtime.text import open_tokenizer
 
 
 @dataclass(frozen=True)

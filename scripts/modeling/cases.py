@@ -18,9 +18,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the tests' tiny models
 
 import surgeon
-from surgeon.checkpoint.export import Original, plan_export, write_export
-from surgeon.families import FAMILIES, Family
-from surgeon.program import Program
+from surgeon.exports.export import Original, plan_export, write_export
+from surgeon.language.program import Program
+from surgeon.models.families import FAMILIES, Family
 from tests.checkpoint.helpers import IDS, plain_logits, save_source
 
 NEW_TOKENS = 8

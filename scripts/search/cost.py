@@ -28,11 +28,11 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
 from scripts.search.drawn import Opened, drawn, moved, opened
-from surgeon.program import Program
+from surgeon.language.program import Program
 from surgeon.quality.references import TextReferences
-from surgeon.search.evaluate import Evaluator
-from surgeon.search.mixture import Mixture
-from surgeon.search.trial import MeasuredProgram
+from surgeon.searches.evaluate import Evaluator
+from surgeon.searches.mixture import Mixture
+from surgeon.searches.trial import MeasuredProgram
 
 AHEAD = 2  # trials of the first round
 Rounds = list[list[Program]]

@@ -13,14 +13,14 @@ from transformers import PreTrainedModel
 
 import surgeon
 from surgeon.checkpoint.read import Checkpoint, locate
+from surgeon.checkpoint.texts import open_tokenizer
 from surgeon.cost.shapes import ModelShapes
-from surgeon.program import Program
+from surgeon.language.program import Program
 from surgeon.quality.data import Windows, load_windows, window_for
-from surgeon.runtime.text import open_tokenizer
-from surgeon.search.edit import Choice, Edit, as_choice
-from surgeon.search.evaluate import Evaluator
-from surgeon.search.mixture import Mixture
-from surgeon.search.spaces import Searched, parse_spaces
+from surgeon.searches.edit import Choice, Edit, as_choice
+from surgeon.searches.evaluate import Evaluator
+from surgeon.searches.mixture import Mixture
+from surgeon.searches.spaces import Searched, parse_spaces
 
 NOISE = 0.7  # of the logarithm of an edit's damage: some choices are near the best guess, some far
 

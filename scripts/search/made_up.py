@@ -14,10 +14,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from surgeon.search.edit import Edit, as_choice
-from surgeon.search.rounds import RoundStudy
-from surgeon.search.storage import open_storage
-from surgeon.search.trial import MeasuredProgram, Proposal, Trial
+from surgeon.searches.edit import Edit, as_choice
+from surgeon.searches.study.rounds import RoundStudy
+from surgeon.searches.study.storage import open_storage
+from surgeon.searches.trial import MeasuredProgram, Proposal, Trial
 
 LAYERS, ROUNDS = 17, 4
 EDITS = [Edit(first, first + 2, "pair", "lp") for first in range(LAYERS - 1)]

@@ -19,17 +19,17 @@ from surgeon.analysis.subject import open_subject
 from surgeon.cost.predict import Deployment, Workload
 from surgeon.cost.shapes import ModelShapes
 from surgeon.runtime.comm.link import parse_link
-from surgeon.search.evaluate import Evaluator
-from surgeon.search.limits import SearchBudget, parse_limits
-from surgeon.search.mixture import Mixture
-from surgeon.search.objectives import parse_objectives
-from surgeon.search.pricing import Pricing, open_pricing
-from surgeon.search.quantities import Aspect
-from surgeon.search.question import Question
-from surgeon.search.search import Search
-from surgeon.search.spaces import Searched, parse_spaces
-from surgeon.search.terms import Terms, measure_terms
-from surgeon.search.trial import MeasuredProgram, Trial
+from surgeon.searches.evaluate import Evaluator
+from surgeon.searches.limits import SearchBudget, parse_limits
+from surgeon.searches.mixture import Mixture
+from surgeon.searches.objectives import parse_objectives
+from surgeon.searches.pricing import Pricing, open_pricing
+from surgeon.searches.quantities import Aspect
+from surgeon.searches.question import Question
+from surgeon.searches.search import Search
+from surgeon.searches.spaces import Searched, parse_spaces
+from surgeon.searches.terms import Terms, measure_terms
+from surgeon.searches.trial import MeasuredProgram, Trial
 
 
 @dataclass(frozen=True)

@@ -27,19 +27,19 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from surgeon.analysis.subject import Subject, open_subject
 from surgeon.checkpoint.read import DEMO, locate
 from surgeon.cost.shapes import ModelShapes
-from surgeon.program import Program
-from surgeon.search.edit import Choice
-from surgeon.search.evaluate import Evaluator
-from surgeon.search.limits import SearchBudget, parse_limits
-from surgeon.search.mixture import Mixture
-from surgeon.search.objectives import parse_objectives
-from surgeon.search.pricing import Pricing
-from surgeon.search.proposer import ADDITIVE
-from surgeon.search.question import DEPTH, Question
-from surgeon.search.search import Search
-from surgeon.search.spaces import Searched, parse_spaces
-from surgeon.search.terms import Terms, measure_terms
-from surgeon.search.trial import Trial
+from surgeon.language.program import Program
+from surgeon.searches.edit import Choice
+from surgeon.searches.evaluate import Evaluator
+from surgeon.searches.limits import SearchBudget, parse_limits
+from surgeon.searches.mixture import Mixture
+from surgeon.searches.objectives import parse_objectives
+from surgeon.searches.pricing import Pricing
+from surgeon.searches.proposer import ADDITIVE
+from surgeon.searches.question import DEPTH, Question
+from surgeon.searches.search import Search
+from surgeon.searches.spaces import Searched, parse_spaces
+from surgeon.searches.terms import Terms, measure_terms
+from surgeon.searches.trial import Trial
 
 TRIALS = (30, 60, 120)
 ENUMERATED = 16  # layers, up to which all choices are measured

@@ -30,10 +30,10 @@ from optuna.trial import TrialState
 
 from scripts.search.made_up import divergence, open_study
 from scripts.search.server import PASSWORD, Server
-from surgeon.search.edit import Edit
-from surgeon.search.rounds import RoundStudy
-from surgeon.search.storage import open_storage
-from surgeon.search.trial import Proposal
+from surgeon.searches.edit import Edit
+from surgeon.searches.study.rounds import RoundStudy
+from surgeon.searches.study.storage import open_storage
+from surgeon.searches.trial import Proposal
 
 SECONDS_A_TRIAL = 0.5
 SECONDS_AWAY = 8.0

@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts fi
 
 from scripts.search.drawn import drawn, opened
 from surgeon.quality.summary import Values
-from surgeon.search.evaluate import Evaluator
-from surgeon.search.race import ROUNDING, Race
+from surgeon.searches.evaluate import Evaluator
+from surgeon.searches.race import ROUNDING, Race
 
 NEAR = 1.01
 KINDS = {"pair": (8, 4, 2.7), "drop": (8, 5), "ladder": (2,), "par": (4,), "pair,ladder,drop": (3,)}
@@ -82,7 +82,7 @@ class Kind:
 
 
 def looks(windows: int, first: int, at_once: int) -> Iterator[int]:
-    """After how many windows a program is looked at, as `surgeon.analysis.measure` runs them."""
+    """After how many windows a program is looked at, as `surgeon.analysis.engine.measure` runs them."""
     done = 0
     while (done := done + min(at_once, max(first, done))) < windows:
         yield done

@@ -31,8 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts fi
 
 from scripts.bench.decoding import RANKS, add_options, compared, lp_name, parse, random_model, write_tables
 from scripts.vllm.engine import PROJECT, Sizes, has_plugin, vllm_python, vllm_rates
-from surgeon.checkpoint.export import Original, plan_export, write_export
-from surgeon.program import Program
+from surgeon.exports.export import Original, plan_export, write_export
+from surgeon.language.program import Program
 from surgeon.progress import progress
 
 NATIVE, PLUGIN = "native", "plugin"

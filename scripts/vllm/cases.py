@@ -35,7 +35,7 @@ from scripts.vllm.checkpoints import NARROWEST, Case, cases_of, random_source, w
 from scripts.vllm.engine import PROJECT, has_plugin, vllm_environment
 from surgeon.checkpoint.read import locate
 from surgeon.errors import did_you_mean
-from surgeon.families import FAMILIES
+from surgeon.models.families import FAMILIES
 
 WORKER = Path(__file__).with_name("greedy.py")
 REASON = 240  # characters of a reason below the table

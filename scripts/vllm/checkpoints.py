@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from surgeon.checkpoint.export import Original, plan_export, write_export
 from surgeon.checkpoint.forms.program import needs_plugin
-from surgeon.families import Family, family_of
-from surgeon.model import edit
-from surgeon.operations import ladder, lowrank, pair, parallel, prune, tracks
-from surgeon.program import Program, Sublayer
-from surgeon.train.scratch.tracks import narrow
-from tests.models import disturb, tiny_model
+from surgeon.exports.export import Original, plan_export, write_export
+from surgeon.language.operations import ladder, lowrank, pair, parallel, prune, tracks
+from surgeon.language.program import Program, Sublayer
+from surgeon.models.edit import edit
+from surgeon.models.families import Family, family_of
+from surgeon.training.scratch.tracks import narrow
+from tests.tiny_models import disturb, tiny_model
 
 # Heads of a width that vLLM's attention on CPUs has; tied random embeddings would only ever repeat the last token.
 TINY = {"hidden_size": 128, "num_attention_heads": 4, "tie_word_embeddings": False}

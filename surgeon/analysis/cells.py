@@ -12,10 +12,10 @@ from functools import partial
 from typing import Any
 
 from surgeon.errors import did_you_mean, shown
-from surgeon.operations.base import show_range
-from surgeon.operations.declare import HEATMAPS, Heatmap
-from surgeon.operations.within import changed_within
-from surgeon.program import LayerShapes, Program
+from surgeon.language.operations.base import show_range
+from surgeon.language.operations.declare import HEATMAPS, Heatmap
+from surgeon.language.operations.within import changed_within
+from surgeon.language.program import LayerShapes, Program
 
 SCANNED = tuple(name for name, heatmap in HEATMAPS.items() if heatmap.paper)  # unless others are asked for
 ALL = "all"

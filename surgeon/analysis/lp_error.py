@@ -23,8 +23,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from surgeon.analysis.engine.walk import LayerPass, Walk
 from surgeon.analysis.jacobian import OperatorNorm, PowerIteration, push
-from surgeon.analysis.walk import LayerPass, Walk
 
 _JACOBIANS = ("attention_jacobian", "mlp_jacobian", "next_mlp_jacobian")
 TERMS = (

@@ -31,7 +31,7 @@ from surgeon.analysis.sensitivity import TABLE as PAIRS
 from surgeon.analysis.similarity import CKA_COLUMNS, Similarity
 from surgeon.checkpoint.read import read_json
 from surgeon.errors import did_you_mean
-from surgeon.operations.declare import HEATMAPS
+from surgeon.language.operations.declare import HEATMAPS
 from surgeon.provenance import write_table
 
 PROXIES_TABLE = "proxies.csv"

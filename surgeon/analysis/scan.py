@@ -13,15 +13,15 @@ from transformers import PreTrainedModel
 
 from surgeon.analysis import screen
 from surgeon.analysis.cells import Cell, Selection, selected_cells
-from surgeon.analysis.measure import MeasuredWindows, MeasureOptions, measure, windows_at_once
+from surgeon.analysis.engine.measure import MeasuredWindows, MeasureOptions, measure, windows_at_once
+from surgeon.analysis.engine.sharing import SharedPlan, plain_sublayers, share_after, simplify
+from surgeon.analysis.engine.workers import Job, Workers, measure_in_workers
 from surgeon.analysis.scan_journal import ScanJournal
-from surgeon.analysis.sharing import SharedPlan, plain_sublayers, share_after, simplify
 from surgeon.analysis.tables import Base, Outcome, cell_values, cells_table, permutations_table
-from surgeon.analysis.workers import Job, Workers, measure_in_workers
-from surgeon.families import family_of
+from surgeon.language.program import Program
 from surgeon.memory import stay_below
-from surgeon.model import as_stored
-from surgeon.program import Program
+from surgeon.models.edit import as_stored
+from surgeon.models.families import family_of
 from surgeon.progress import Advance, progress
 from surgeon.provenance import write_json, write_table
 from surgeon.quality.data import Windows

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from surgeon.analysis.cells import Selection
-from surgeon.analysis.program_journal import ProgramJournal
+from surgeon.analysis.engine.program_journal import ProgramJournal
 from surgeon.provenance import FORMAT
 
 JOURNAL = "journal.jsonl"

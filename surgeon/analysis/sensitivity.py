@@ -19,14 +19,14 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from surgeon.analysis.correlation import rank_correlation
+from surgeon.analysis.engine.measure import MeasureOptions, measure, windows_at_once
+from surgeon.analysis.engine.program_journal import ProgramJournal
+from surgeon.analysis.engine.sharing import share
+from surgeon.analysis.engine.walk import Walk
 from surgeon.analysis.jacobian import OperatorNorm, PowerIteration, differentiable
 from surgeon.analysis.lp_error import TERMS, layer_norm, pair_terms
-from surgeon.analysis.measure import MeasureOptions, measure, windows_at_once
-from surgeon.analysis.program_journal import ProgramJournal
-from surgeon.analysis.sharing import share
-from surgeon.analysis.walk import Walk
-from surgeon.model import program_of, require_unedited
-from surgeon.operations.pair import pair
+from surgeon.language.operations.pair import pair
+from surgeon.models.edit import program_of, require_unedited
 from surgeon.progress import progress
 from surgeon.provenance import FORMAT, write_json, write_table
 from surgeon.quality.data import Windows

@@ -22,13 +22,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from surgeon.analysis.cka import LEAST_SAMPLES, LinearCKA
-from surgeon.analysis.layer_runs import layers_run, runs_of
-from surgeon.analysis.measure import windows_in_a_walk
-from surgeon.analysis.streams import Streams, compare_streams
-from surgeon.analysis.walk import walks
-from surgeon.families import family_of
-from surgeon.model import as_stored, program_of
-from surgeon.program import Fork, Program
+from surgeon.analysis.engine.layer_runs import layers_run, runs_of
+from surgeon.analysis.engine.measure import windows_in_a_walk
+from surgeon.analysis.engine.streams import Streams, compare_streams
+from surgeon.analysis.engine.walk import walks
+from surgeon.language.program import Fork, Program
+from surgeon.models.edit import as_stored, program_of
+from surgeon.models.families import family_of
 from surgeon.progress import progress
 from surgeon.provenance import write_json, write_table
 from surgeon.quality.data import Windows

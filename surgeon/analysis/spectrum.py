@@ -17,9 +17,10 @@ from typing import Any, Literal, get_args
 import pandas as pd
 from transformers import PreTrainedModel
 
-from surgeon.analysis.allocation import Curve, curves_of
-from surgeon.analysis.dense_run import DenseRun
-from surgeon.analysis.matrices import (
+from surgeon.analysis.engine.dense_run import DenseRun
+from surgeon.analysis.engine.walk import HEAD_NOT_FINITE
+from surgeon.analysis.factors.allocation import Curve, curves_of
+from surgeon.analysis.factors.matrices import (
     Matrices,
     Matrix,
     TargetRank,
@@ -32,19 +33,18 @@ from surgeon.analysis.matrices import (
 from surgeon.analysis.spectrum_journal import SingularValues, SpectrumJournal, Truncation, WindowQuality
 from surgeon.analysis.spectrum_tables import damage_table, spectrum_table, values_table
 from surgeon.analysis.tables import Base
-from surgeon.analysis.walk import HEAD_NOT_FINITE
 from surgeon.errors import shown
-from surgeon.families import family_of
-from surgeon.model import as_stored, program_of
-from surgeon.operations.base import show_range
-from surgeon.program import Program, Sublayer
+from surgeon.language.operations.base import show_range
+from surgeon.language.program import Program, Sublayer
+from surgeon.models.edit import as_stored, program_of
+from surgeon.models.families import family_of
+from surgeon.models.weights.decompose import Decomposition, decompose, truncate
+from surgeon.models.weights.whitening import Whitening, whiten
 from surgeon.progress import progress
 from surgeon.provenance import write_json, write_table
 from surgeon.quality.data import Windows
 from surgeon.quality.head import OutputHead, ReferencePredictions, joined
 from surgeon.quality.summary import perplexity
-from surgeon.weights.decompose import Decomposition, decompose, truncate
-from surgeon.weights.whitening import Whitening, whiten
 
 SPECTRUM_TABLE, VALUES_TABLE, DAMAGE_TABLE = "spectrum.csv", "singular_values.csv", "damage.csv"
 RECORD = "spectrum.json"

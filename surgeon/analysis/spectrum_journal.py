@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from surgeon.analysis.matrices import Matrix
-from surgeon.journal import Journal
+from surgeon.analysis.factors.matrices import Matrix
+from surgeon.processes.journal import Journal
 from surgeon.provenance import FORMAT
 
 JOURNAL = "journal.jsonl"

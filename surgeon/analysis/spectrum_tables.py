@@ -7,8 +7,8 @@ from typing import Any
 
 import pandas as pd
 
-from surgeon.analysis.lowrank import effective_rank, energy_rank, kept_parameters
-from surgeon.analysis.matrices import Matrix
+from surgeon.analysis.factors.lowrank import effective_rank, energy_rank, kept_parameters
+from surgeon.analysis.factors.matrices import Matrix
 from surgeon.analysis.spectrum_journal import SingularValues, Truncation, WindowQuality
 from surgeon.analysis.tables import Base
 from surgeon.quality.summary import ESTIMATE_COLUMNS, estimate

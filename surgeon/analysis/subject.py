@@ -14,11 +14,11 @@ from surgeon.checkpoint.forms import form_of
 from surgeon.checkpoint.load import compute_dtype, load, read_config
 from surgeon.checkpoint.read import DEMO, Checkpoint, locate
 from surgeon.checkpoint.streamed import load_streamed
-from surgeon.families import family_of
+from surgeon.checkpoint.texts import open_tokenizer
 from surgeon.memory import FREE_SHARE, free_bytes, resident_bytes, show_size
+from surgeon.models.families import family_of
 from surgeon.provenance import provenance
 from surgeon.quality.data import DEFAULT_TOKENS, Windows, load_windows, window_for
-from surgeon.runtime.text import open_tokenizer
 
 _LEAST_ROOM = 64 << 20  # for the numbers of a single small task
 

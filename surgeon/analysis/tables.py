@@ -9,8 +9,8 @@ import numpy as np
 import pandas as pd
 
 from surgeon.analysis.cells import Cell
-from surgeon.operations.declare import HEATMAPS
-from surgeon.program import ATTENTION, Program
+from surgeon.language.operations.declare import HEATMAPS
+from surgeon.language.program import ATTENTION, Program
 from surgeon.quality.summary import ESTIMATE_COLUMNS, Values, estimate, perplexity_interval
 
 COLUMNS = ["operation", "first", "last", *ESTIMATE_COLUMNS, "tokens", "sublayers_run"]

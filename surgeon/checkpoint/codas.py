@@ -1,4 +1,4 @@
-"""Codas beside a checkpoint: what lets every rack of a model predict by itself (see `surgeon.train.racks`).
+"""Codas beside a checkpoint: what lets every rack of a model predict by itself (see `surgeon.training.racks`).
 
 The checkpoint itself is the whole program, an ordinary checkpoint that everything loads; in its folder lies
 
@@ -26,7 +26,7 @@ from surgeon.checkpoint.read import Checkpoint, check_inside, read_json
 from surgeon.checkpoint.replaceable import CODAS
 from surgeon.checkpoint.verify import sync
 from surgeon.errors import first_line, shown
-from surgeon.program import Program
+from surgeon.language.program import Program
 from surgeon.provenance import write_json
 
 INDEX = "codas.json"
@@ -59,7 +59,7 @@ class Coda:
         Raises:
             ValueError: if a tensor is missing or of another shape.
         """
-        from surgeon.checkpoint.stretch import build_stretch, fed, output_head  # a service needs none of these
+        from surgeon.training.racks.stretch import build_stretch, fed, output_head  # a service needs none of these
 
         if not len(self.program):
             head = output_head(self.config, self.tensors)

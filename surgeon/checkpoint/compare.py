@@ -23,8 +23,8 @@ from surgeon.checkpoint.hunks import Hunk, hunks
 from surgeon.checkpoint.ranks import Layer, RankDifference, rank_differences
 from surgeon.checkpoint.read import Checkpoint, locate
 from surgeon.checkpoint.write import as_bytes
+from surgeon.models.weights import Names
 from surgeon.progress import Advance
-from surgeon.weights import Names
 
 PART = 1 << 24  # bytes of a tensor that are compared at a time
 

@@ -13,10 +13,10 @@ from surgeon.checkpoint.remote_code import FAMILY_KEY
 from surgeon.checkpoint.training import is_no_source
 from surgeon.demo import demo_model
 from surgeon.errors import shown
-from surgeon.families import family_named, family_of
-from surgeon.families.fused import FUSED
-from surgeon.model import PROGRAM_KEY, PROGRAM_PREFIX
-from surgeon.program import Program
+from surgeon.language.program import Program
+from surgeon.models.edit import PROGRAM_KEY, PROGRAM_PREFIX
+from surgeon.models.families import family_named, family_of
+from surgeon.models.families.fused import FUSED
 
 CONFIG = "config.json"
 
@@ -106,7 +106,7 @@ def _find(what: str | Path) -> Path:
 def _fetched(name: str) -> Path:
     from huggingface_hub import hf_hub_download
 
-    from surgeon.quality.offline import without_retries
+    from surgeon.checkpoint.offline import without_retries
 
     try:
         with without_retries():

@@ -9,16 +9,16 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from surgeon.checkpoint.card_text import plural
 from surgeon.checkpoint.codas import read_codas
 from surgeon.checkpoint.forms import Form, form_of
 from surgeon.checkpoint.load import read_config, stored_program
 from surgeon.checkpoint.read import DEMO, Checkpoint, locate, read_json
 from surgeon.checkpoint.training import is_no_source, lacking
 from surgeon.errors import shown
-from surgeon.families import Family, family_of
-from surgeon.program import Program
-from surgeon.recipe import Recipe, is_recipe, read_recipe
+from surgeon.language.program import Program
+from surgeon.language.recipe import Recipe, is_recipe, read_recipe
+from surgeon.models.families import Family, family_of
+from surgeon.results.card_text import plural
 
 REPORT_FILE = "surgeon.json"
 MOST_LAYERS = 10_000  # a number beyond is damage, which would fill the memory
@@ -122,7 +122,7 @@ def _config_only(model: str) -> tuple[Any, Program | None]:
     if model == DEMO or Path(model).exists() or model.count("/") != 1:
         checkpoint = Checkpoint(locate(model))
         return read_config(checkpoint), stored_program(checkpoint)
-    from surgeon.quality.offline import without_retries
+    from surgeon.checkpoint.offline import without_retries
 
     try:
         with without_retries():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from itertools import pairwise
 
-from surgeon.program import Node, Program, steps_of
+from surgeon.language.program import Node, Program, steps_of
 
 LEFT_OUT, UNEDITED = "left out", "as unedited"
 

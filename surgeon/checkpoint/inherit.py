@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from surgeon.errors import first_line, shown
-from surgeon.safe_yaml import read_yaml
+from surgeon.language.yaml import read_yaml
 
 CARD_FILE = "README.md"
 LARGEST_CARD = 1 << 20  # bytes; what is larger is no card

@@ -15,8 +15,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from surgeon.checkpoint.header import read_header
-from surgeon.program import Sublayer
-from surgeon.weights import Factors, FactorSource, WeightMatrix
+from surgeon.language.program import Sublayer
+from surgeon.models.weights import Factors, FactorSource, WeightMatrix
 
 
 class KeptFactors:

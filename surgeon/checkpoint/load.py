@@ -11,11 +11,11 @@ from surgeon.checkpoint.forms import FORMS, form_of
 from surgeon.checkpoint.forms.fused import GLOBAL_WIDTHS_KEY, WIDTHS_KEY
 from surgeon.checkpoint.read import Checkpoint, locate
 from surgeon.errors import shown
-from surgeon.families import Family, family_named, family_of
-from surgeon.families.fused import FUSED
-from surgeon.model import PROGRAM_KEY, PROGRAM_PREFIX, edit
-from surgeon.program import Program
-from surgeon.weights import Names
+from surgeon.language.program import Program
+from surgeon.models.edit import PROGRAM_KEY, PROGRAM_PREFIX, edit
+from surgeon.models.families import Family, family_named, family_of
+from surgeon.models.families.fused import FUSED
+from surgeon.models.weights import Names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -28,9 +28,9 @@ from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from surgeon.beside import in_order
-from surgeon.families import Family
+from surgeon.models.families import Family
+from surgeon.models.weights import Names, Store
 from surgeon.threads import usable_cores
-from surgeon.weights import Names, Store
 
 BLOCK = 1 << 20  # elements of a weight that are held in float32 at a time: they stay in the processor's cache
 READ_AT_ONCE = 8  # blocks

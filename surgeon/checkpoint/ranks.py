@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from surgeon.program import ROLES, Program
+from surgeon.language.program import ROLES, Program
 
 Layer = tuple[tuple[int, ...], int]  # the layers of the unedited model that one comes from, and which copy it is
 WHOLE, ABSENT = "whole", "not there"

@@ -65,7 +65,7 @@ def locate(path_or_name: str | Path) -> Path:
         raise FileNotFoundError(f"there is no model folder {name}")
     from huggingface_hub import snapshot_download
 
-    from surgeon.quality.offline import without_retries
+    from surgeon.checkpoint.offline import without_retries
 
     try:
         with without_retries():

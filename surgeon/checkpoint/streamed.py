@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from surgeon.checkpoint.forms import form_of
 from surgeon.checkpoint.load import check_complete, compute_dtype, read_config
 from surgeon.checkpoint.read import Checkpoint
-from surgeon.families import Family, SublayerSpec, family_of
-from surgeon.weights import FactorSource, ModelWeights, Names
+from surgeon.models.families import Family, SublayerSpec, family_of
+from surgeon.models.weights import FactorSource, ModelWeights, Names
 
 
 class StreamedLayers(nn.ModuleList):

@@ -12,7 +12,7 @@ from surgeon.checkpoint.header import read_header
 
 
 class TensorFile:
-    """The tensors of a file, read whole or in part when they are asked for (a `Store` of `surgeon.weights`).
+    """The tensors of a file, read whole or in part when they are asked for (a `Store` of `surgeon.models.weights`).
 
     Raises:
         ValueError: if the file is damaged.

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from surgeon.checkpoint.forms import Layout
-from surgeon.checkpoint.measured import public
-from surgeon.checkpoint.prove import NotProven
 from surgeon.errors import shown
-from surgeon.program import Fork, Node, Program, Sublayer
+from surgeon.exports.prove import NotProven
+from surgeon.language.program import Fork, Node, Program, Sublayer
+from surgeon.results.measured import public
 
 _ENTRIES: dict[str, type] = {"method": str, "data": str, "data_hash": str, "steps": int, "tokens": int}
 _SOURCE: dict[str, type] = {"model": str, "num_layers": int, "parameters": int, "model_hash": str}
@@ -33,7 +33,7 @@ class Training:
         recipe: the recipe's text, to be kept; None where there was none.
         recipe_program: the program over the layers of the original; of a model from scratch, over those that it was
             begun with.
-        source: of the original, as surgeon.json has it (`source_record` of surgeon.checkpoint.export): its model,
+        source: of the original, as surgeon.json has it (`source_record` of surgeon.exports.export): its model,
             num_layers, parameters, model_hash and card. Where there was no original, `no_source`.
         training: JSON values. `method`, `data` and `data_hash` are texts, `steps` and `tokens` numbers; the STAGES
             that are there are qualities (`TextQuality.to_json`) on the text `held_out` (with `held_out_hash`);

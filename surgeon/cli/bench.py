@@ -26,14 +26,14 @@ from surgeon.cli.options import (
     parse_batches,
 )
 from surgeon.cli.sending import Sending, parse_sending
-from surgeon.operations.declare import VARIANTS, described
+from surgeon.language.operations.declare import VARIANTS, described
 
 if TYPE_CHECKING:
-    from surgeon.bench.candidates import Needs
-    from surgeon.bench.compression_cost import CompressionCost
-    from surgeon.bench.measure import Candidate, Load, Result
+    from surgeon.benchmarks.candidates import Needs
+    from surgeon.benchmarks.compression_cost import CompressionCost
+    from surgeon.benchmarks.measure import Candidate, Load, Result
     from surgeon.runtime.comm.quantised import Compression
-    from surgeon.runtime.processes.ranks import RankOptions
+    from surgeon.runtime.worker.ranks import RankOptions
 
 COMPARED_TOKENS = 1024  # predicted with exact and with compressed reductions
 RANDOM = "random tokens"
@@ -70,8 +70,8 @@ class ProgramArguments:
         Raises:
             FileNotFoundError, ValueError: as `open_candidates`; and if the layers are no range.
         """
-        from surgeon.bench.candidates import open_candidates
-        from surgeon.recipe import parse_range
+        from surgeon.benchmarks.candidates import open_candidates
+        from surgeon.language.recipe import parse_range
 
         stretch = None if self.layers is None else parse_range(self.layers)
         return open_candidates(model, self.compare or [], needs, self.program, stretch)
@@ -98,7 +98,7 @@ class LoadArguments:
         Raises:
             ValueError: if --batch is no list of sizes.
         """
-        from surgeon.bench.measure import Load
+        from surgeon.benchmarks.measure import Load
 
         return [Load(size, self.prompt, self.new, self.seed) for size in parse_batches(self.batch)]
 
@@ -137,7 +137,7 @@ class RanksArguments:
         Raises:
             ValueError: if these options do not fit each other or this machine.
         """
-        from surgeon.runtime.processes.ranks import RankOptions, choose_device
+        from surgeon.runtime.worker.ranks import RankOptions, choose_device
 
         device = choose_device(self.device, tp)
         return RankOptions(tp, device, self.collectives, sending.link, sending.compression)
@@ -165,7 +165,7 @@ class BenchFiles:
         Raises:
             ValueError: if there can be no trace, or not there.
         """
-        from surgeon.runtime.processes.torchrun import read_environment
+        from surgeon.processes.torchrun import read_environment
 
         trace = self.trace
         if trace is not None and device != "cpu":
@@ -206,10 +206,10 @@ def bench(
     With --compress the same weights also predict some tokens with exact and with compressed reductions: divergence is
     KL(exact || compressed) over the full vocabulary.
     """
-    from surgeon.bench.candidates import Needs
-    from surgeon.bench.measure import load_candidates, measure
+    from surgeon.benchmarks.candidates import Needs
+    from surgeon.benchmarks.measure import load_candidates, measure
     from surgeon.progress import progress
-    from surgeon.runtime.processes.ranks import Ranks
+    from surgeon.runtime.worker.ranks import Ranks
 
     loads, sending = load.loads(), on.sending(tp)
     options = on.options(tp, sending)
@@ -234,8 +234,8 @@ def bench(
 
 def _say(heading: str, results: list[Result], costs: dict[str, CompressionCost], text: str) -> dict[str, Any]:
     """Print what was measured; returns what the record says of compression."""
-    from surgeon.report.bench import bench_table, describe_bench
-    from surgeon.report.compression import compression_record, describe_compression
+    from surgeon.reports.bench import bench_table, describe_bench
+    from surgeon.reports.compression import compression_record, describe_compression
 
     typer.echo(f"{heading}\n\n{describe_bench(bench_table(results))}")
     if not costs:
@@ -248,7 +248,7 @@ def _texts(
     candidates: list[Candidate], compression: str | None, data: str | None, load: LoadArguments
 ) -> dict[str, list[list[int]]]:
     """What each program that sends anything is to predict; empty without compression."""
-    from surgeon.bench.compression_cost import windows_of
+    from surgeon.benchmarks.compression_cost import windows_of
 
     if compression is None:
         if data is not None:
@@ -262,7 +262,7 @@ def _texts(
 def _compression_costs(
     ranks: Any, candidates: list[Candidate], texts: dict[str, list[list[int]]], kind: Compression | None
 ) -> dict[str, CompressionCost]:
-    from surgeon.bench.compression_cost import measure_compression
+    from surgeon.benchmarks.compression_cost import measure_compression
 
     plans = {one.name: one.plan for one in candidates}
     if kind is None:
@@ -273,9 +273,9 @@ def _compression_costs(
 def _write_trace(path: Path, ranks: Any, candidates: list[Candidate], load: Load, options: RankOptions) -> None:
     import json
 
-    from surgeon.bench.measure import shared_vocabulary
-    from surgeon.bench.measure import trace as run_traced
-    from surgeon.bench.trace import Wires, chrome_trace
+    from surgeon.benchmarks.measure import shared_vocabulary
+    from surgeon.benchmarks.measure import trace as run_traced
+    from surgeon.benchmarks.trace import Wires, chrome_trace
     from surgeon.provenance import write_text
 
     runs = run_traced(ranks, candidates, load, shared_vocabulary(candidates))
@@ -286,7 +286,7 @@ def _write_trace(path: Path, ranks: Any, candidates: list[Candidate], load: Load
 def _write(folder: Path, model: str, results: list[Result], settings: dict[str, Any], heading: str) -> None:
     from surgeon.checkpoint.read import Checkpoint
     from surgeon.provenance import provenance, write_json, write_table
-    from surgeon.report.bench import bench_record, bench_table, draw_bench
+    from surgeon.reports.bench import bench_record, bench_table, draw_bench
 
     table = bench_table(results)
     model_hash = Checkpoint(results[0].candidate.plan.folder).model_hash()

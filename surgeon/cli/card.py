@@ -25,10 +25,10 @@ def card(
     its source's weights under the same program or unedited: others are refused. A README.md that surgeon did not
     write, or that was changed since, is kept unless you say --overwrite. Prints the file's name.
     """
-    from surgeon.checkpoint.card import identity_of, open_edited, require_own_card, write_card
     from surgeon.checkpoint.inherit import CARD_FILE
-    from surgeon.checkpoint.measured import Measured, read_measured
     from surgeon.checkpoint.read import Checkpoint
+    from surgeon.results.card import identity_of, open_edited, require_own_card, write_card
+    from surgeon.results.measured import Measured, read_measured
 
     found = open_edited(checkpoint)
     if not overwrite:

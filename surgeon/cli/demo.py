@@ -16,7 +16,7 @@ from surgeon.cli.scan import scan
 from surgeon.cli.search import search
 
 if TYPE_CHECKING:
-    from surgeon.search.trial import MeasuredProgram
+    from surgeon.searches.trial import MeasuredProgram
 
 RANKS = 2
 NEW_TOKENS = 64
@@ -77,7 +77,7 @@ class Contender:
 
 
 def _variants(found: Path, ladder: Path, fused: Path, late: Path) -> list[Contender]:
-    from surgeon.recipe import read_recipe
+    from surgeon.language.recipe import read_recipe
 
     pairs = " ".join(operation.layers_text for operation in read_recipe(found).operations)
     return [
@@ -98,9 +98,9 @@ def _quoted(path: Path) -> str:
 def _measure(variants: list[Contender], tokens: int) -> list[MeasuredProgram]:
     """Perplexity and divergence of every variant, on the text that the scan and the search were measured on."""
     from surgeon.analysis.subject import open_subject
-    from surgeon.program import Program
-    from surgeon.recipe import read_recipe
-    from surgeon.search.evaluate import Evaluator
+    from surgeon.language.program import Program
+    from surgeon.language.recipe import read_recipe
+    from surgeon.searches.evaluate import Evaluator
 
     subject = open_subject("demo", "demo", tokens=tokens)
     config = subject.model.config
@@ -115,10 +115,10 @@ def _speeds(variants: list[Contender]) -> dict[str, list[tuple[float, float, int
 
     The fastest of some interleaved rounds counts: what else runs on the machine can only slow a round down.
     """
-    from surgeon.bench.measure import Candidate, Load, load_candidates, measure
-    from surgeon.program import Program
+    from surgeon.benchmarks.measure import Candidate, Load, load_candidates, measure
+    from surgeon.language.program import Program
     from surgeon.runtime.plan.checks import make_plan
-    from surgeon.runtime.processes.ranks import RankOptions, Ranks, choose_device
+    from surgeon.runtime.worker.ranks import RankOptions, Ranks, choose_device
 
     device = choose_device("auto", RANKS)
     load = Load(batch=1, prompt=PROMPT_TOKENS, new=NEW_TOKENS)

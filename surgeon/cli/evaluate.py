@@ -17,10 +17,10 @@ from surgeon.cli.opening import warn
 from surgeon.cli.options import DATA_HELP, ProgramOption, TextArguments
 
 if TYPE_CHECKING:
+    from surgeon.opened import UnloadedModel
     from surgeon.quality.data import Windows
     from surgeon.quality.tasks import TaskSettings
     from surgeon.quality.tasks_load import Tasks
-    from surgeon.quality.tasks_subject import UnloadedModel
 
 
 @dataclass(frozen=True)
@@ -130,9 +130,9 @@ def evaluate(
     context_options, continuation, gold (one text after several contexts); context, continuation (LAMBADA); context,
     answer, and if there is one chain_of_thought (a number, as in GSM8K). Its few-shot examples are its other rows.
     """
+    from surgeon.opened import choose_device, open_candidate
     from surgeon.quality.tasks import TaskSettings
     from surgeon.quality.tasks_load import Seeds, load_tasks, split_names
-    from surgeon.quality.tasks_subject import choose_device, open_candidate
 
     seeds = Seeds.all(prompts.seed)
     settings = TaskSettings(asking.limit, asking.batch_size, prompts.apply_chat_template, seeds)
@@ -156,10 +156,10 @@ def evaluate(
 @contextmanager
 def _factors(candidate: UnloadedModel, output: Path | None) -> Iterator[UnloadedModel]:
     """The candidate with a folder for factors of its program's ranks: they are made once, as its recipe says."""
-    from surgeon.analysis.recipe_factors import make_recipe_factors
+    from surgeon.analysis.factors.recipe_factors import make_recipe_factors
     from surgeon.checkpoint.kept_factors import KeptFactors
-    from surgeon.recipe import parse_recipe
-    from surgeon.weights import TruncatedSVD
+    from surgeon.language.recipe import parse_recipe
+    from surgeon.models.weights import TruncatedSVD
 
     if candidate.program is None or not any(sublayer.ranks for sublayer in candidate.program.sublayers()):
         yield candidate
@@ -187,7 +187,7 @@ def _on_text(
     candidate: UnloadedModel, original: UnloadedModel | None, windows: Windows, device: str, output: Path | None
 ) -> None:
     """Print and write perplexity, and divergence where there is something to compare with."""
-    from surgeon.model import edit, restore
+    from surgeon.models.edit import edit, restore
     from surgeon.provenance import write_json
     from surgeon.quality.text import logits_of, text_quality
 
@@ -223,7 +223,7 @@ def _on_tasks(
     """Print and write lm-eval's results."""
     from surgeon.quality.tasks import run_tasks
     from surgeon.quality.tasks_model import Answers, TaskModel
-    from surgeon.quality.tasks_results import scores, table, write_results
+    from surgeon.results.tasks import scores, table, write_results
 
     for note in loaded.notes:
         print(f"note: {note}", file=sys.stderr)

@@ -15,11 +15,11 @@ from surgeon.cli.opening import warn
 from surgeon.cli.options import MemoryOption, ResultsOption
 
 if TYPE_CHECKING:
-    from surgeon.analysis.recipe_factors import RecipeFactors
-    from surgeon.checkpoint.export import ExportPlan, Original
-    from surgeon.checkpoint.prove import Proof
+    from surgeon.analysis.factors.recipe_factors import RecipeFactors
     from surgeon.checkpoint.read import Checkpoint
-    from surgeon.recipe import Recipe
+    from surgeon.exports.export import ExportPlan, Original
+    from surgeon.exports.prove import Proof
+    from surgeon.language.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class FactorArguments:
         Raises:
             FileNotFoundError, ValueError, OSError: as `make_recipe_factors`.
         """
-        from surgeon.analysis.recipe_factors import make_recipe_factors
+        from surgeon.analysis.factors.recipe_factors import make_recipe_factors
         from surgeon.memory import parse_size
 
         memory = None if self.memory is None else parse_size(self.memory)
@@ -105,17 +105,17 @@ def export(
     Where the recipe has lowrank with a method other than plain, factors are made first, layer by layer, on the text
     that it names. Interrupted, the same command goes on where it was.
     """
-    from surgeon.checkpoint.staging import check_target
+    from surgeon.exports.staging import check_target
+    from surgeon.language.recipe import read_recipe
     from surgeon.memory import share_heaps
     from surgeon.progress import progress
-    from surgeon.recipe import read_recipe
 
     share_heaps()
     steps = read_recipe(recipe)
     check_target(output, overwrite)
     checkpoint = _being_hashed(model or steps.model)
-    from surgeon.checkpoint.export import Original, plan_export, write_export
-    from surgeon.checkpoint.measured import read_measured
+    from surgeon.exports.export import Original, plan_export, write_export
+    from surgeon.results.measured import read_measured
 
     original = Original.of(checkpoint, model or steps.model)
     if steps.weights is not None:
@@ -157,7 +157,7 @@ def _bound(steps: Recipe, original: Original, chosen: bool) -> Recipe:
 
 def _summary(plan: ExportPlan, proof: Proof) -> str:
     """What was measured, in a sentence or two."""
-    from surgeon.checkpoint.staging import show_bytes
+    from surgeon.exports.staging import show_bytes
 
     depth = plan.program.effective_depth(plan.original.family.steps_per_layer)
     exact = f"by {proof.exact:.1g} of their scale in float32"

@@ -16,9 +16,9 @@ from surgeon.cli.options import CheckpointArgument, DraftArguments, RunArguments
 from surgeon.cli.prompts import read_prompts
 
 if TYPE_CHECKING:
+    from surgeon.checkpoint.encoding import Encoder
+    from surgeon.checkpoint.generation_defaults import Defaults
     from surgeon.runtime.batching.request import Event, Sampling, Usage
-    from surgeon.runtime.defaults import Defaults
-    from surgeon.runtime.encoding import Encoder
     from surgeon.runtime.service import Stream
 
 SHOWN_CHARACTERS = 60  # of a prompt, above its text
@@ -126,8 +126,8 @@ def generate(
     torchrun (see --tp); every rank loads its own slices of the weights only. The texts are the same for any number of
     ranks.
     """
-    from surgeon.runtime.defaults import read_defaults
-    from surgeon.runtime.processes.ranks import early_ranks
+    from surgeon.checkpoint.generation_defaults import read_defaults
+    from surgeon.runtime.worker.ranks import early_ranks
 
     defaults = read_defaults(model)
     sampling = choosing.sampling(defaults)
@@ -139,11 +139,11 @@ def generate(
     ranks = run.ranks(sending)
     with early_ranks(ranks) as started:
         # These need `transformers`, and take as long to import as ranks take to start.
-        from surgeon.report.generation import describe_generation
-        from surgeon.runtime.encoding import Encoder
+        from surgeon.checkpoint.encoding import Encoder
+        from surgeon.checkpoint.texts import open_tokenizer
+        from surgeon.reports.generation import describe_generation
         from surgeon.runtime.plan.checks import make_plan
         from surgeon.runtime.service import Service
-        from surgeon.runtime.text import open_tokenizer
 
         tokenizer, most = open_tokenizer(model), make_plan(model, run.tp, None, run.program).max_tokens
         encoder = Encoder(tokenizer)
@@ -188,7 +188,7 @@ def _warn_of_unapplied(defaults: Defaults, sampling: Sampling) -> None:
 
 def _encode(encoder: Encoder, prompt: str, most: int, place: str | None) -> list[int]:
     """The tokens of a prompt; an error says where it stands, if that is given."""
-    from surgeon.runtime.text import encode
+    from surgeon.checkpoint.texts import encode
 
     try:
         return encode(encoder, prompt, most)

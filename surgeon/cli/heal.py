@@ -15,10 +15,10 @@ from surgeon.cli.options import DATA_HELP, ProgramOption, SeparatorOption, Windo
 from surgeon.cli.proofs import proof_line
 
 if TYPE_CHECKING:
-    from surgeon.train.distill.distiller import Distillation
-    from surgeon.train.heal.subject import HealSubject
-    from surgeon.train.settings import TrainSettings
-    from surgeon.train.texts import TrainTexts
+    from surgeon.training.distill.distiller import Distillation
+    from surgeon.training.heal.subject import HealSubject
+    from surgeon.training.settings import TrainSettings
+    from surgeon.training.texts import TrainTexts
 
 ALL_TOKENS = 1 << 50  # more than any text has
 HIDDEN_WEIGHT = 10.0  # of the streams beside the logits: in three of three edits it left a lower divergence than 1
@@ -193,13 +193,13 @@ def heal(
     On transformers' Trainer; under accelerate launch or torchrun in several processes. Killed, the same command goes on
     where it was. The result is a checkpoint as surgeon export writes it, proven to run the same program.
     """
-    from surgeon.checkpoint.adapters import export_with_adapter
-    from surgeon.checkpoint.staging import check_target
-    from surgeon.train.arguments import join_processes
-    from surgeon.train.heal.subject import open_heal_subject
-    from surgeon.train.heal.write import check_adapter, record_of, write_healed
-    from surgeon.train.resume import finish_run, run_folder
-    from surgeon.train.run import train
+    from surgeon.exports.adapters import export_with_adapter
+    from surgeon.exports.staging import check_target
+    from surgeon.training.arguments import join_processes
+    from surgeon.training.heal.subject import open_heal_subject
+    from surgeon.training.heal.write import check_adapter, record_of, write_healed
+    from surgeon.training.resume import finish_run, run_folder
+    from surgeon.training.run import train
 
     by_racks.check(method.keep_adapter)
     settings = _settings(method, schedule, by_racks.racks is not None)
@@ -248,9 +248,9 @@ def _silent(_: str) -> None:
 
 def _settings(method: MethodArguments, schedule: ScheduleArguments, by_racks: bool) -> TrainSettings:
     """The run's settings: the preset's, and over them what the user gives; printed where there is a preset."""
-    from surgeon.train.arguments import parse_trainer_arguments
-    from surgeon.train.presets import preset
-    from surgeon.train.settings import TrainSettings
+    from surgeon.training.arguments import parse_trainer_arguments
+    from surgeon.training.presets import preset
+    from surgeon.training.settings import TrainSettings
 
     given: dict[str, Any] = {
         name: getattr(schedule, name)
@@ -273,7 +273,7 @@ def _settings(method: MethodArguments, schedule: ScheduleArguments, by_racks: bo
 
 def _distillation(method: MethodArguments) -> Distillation | None:
     """What is learned from the original."""
-    from surgeon.train.distill.distiller import Distillation
+    from surgeon.training.distill.distiller import Distillation
 
     if method.distill is None:
         _refuse_without(method)
@@ -296,7 +296,7 @@ def _refuse_without(method: MethodArguments) -> None:
 def _texts(subject: HealSubject, text: HealTextArguments, settings: TrainSettings) -> TrainTexts:
     """Both texts; of the training text as much as the steps go through."""
     from surgeon.quality.data import window_for
-    from surgeon.train.texts import load_train_texts
+    from surgeon.training.texts import load_train_texts
 
     window = window_for(subject.edited.config, text.window)
     needed = None if settings.epochs is not None and settings.steps is None else settings.steps_on(settings.batch)

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from surgeon.checkpoint.prove import Proof
-    from surgeon.train.heal.subject import HealSubject
-    from surgeon.train.racks.run_files import ProcessOptions
-    from surgeon.train.racks.subject import RacksToTrain
-    from surgeon.train.settings import TrainSettings
-    from surgeon.train.texts import TrainTexts
+    from surgeon.exports.prove import Proof
+    from surgeon.training.heal.subject import HealSubject
+    from surgeon.training.racks.run_files import ProcessOptions
+    from surgeon.training.racks.subject import RacksToTrain
+    from surgeon.training.settings import TrainSettings
+    from surgeon.training.texts import TrainTexts
 
 
 @dataclass(frozen=True)
@@ -118,10 +118,10 @@ def heal_by_racks(
     Raises:
         FileNotFoundError, OSError, ValueError: as `train_in_turn` and `surgeon.export`.
     """
-    from surgeon.train.racks.healing import heal_racks, racks_to_heal
-    from surgeon.train.racks.partition import Racks
-    from surgeon.train.racks.run_files import ProcessOptions
-    from surgeon.train.racks.ways import finish_racks
+    from surgeon.training.racks.healing import heal_racks, racks_to_heal
+    from surgeon.training.racks.partition import Racks
+    from surgeon.training.racks.run_files import ProcessOptions
+    from surgeon.training.racks.ways import finish_racks
 
     assert asked.racks is not None
     racks = Racks.parse(asked.racks, subject.program, 1 if asked.coda is None else asked.coda)
@@ -144,7 +144,7 @@ def heal_by_racks(
 
 def _prepare_by_hand(asked: RacksToTrain, options: ProcessOptions | None) -> None:
     """Print how the racks are started by hand, and end, unless they are done."""
-    from surgeon.train.racks.preparing import commands_by_hand, prepare
+    from surgeon.training.racks.preparing import commands_by_hand, prepare
 
     prepare(asked, options)
     if commands := commands_by_hand(asked.folder, len(asked.racks)):

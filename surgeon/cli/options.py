@@ -15,8 +15,8 @@ from surgeon.cli.ranks import settle_ranks
 from surgeon.cli.sending import Sending, parse_sending
 
 if TYPE_CHECKING:
-    from surgeon.runtime.processes.ranks import RankOptions
     from surgeon.runtime.service import ServiceOptions
+    from surgeon.runtime.worker.ranks import RankOptions
 
 DEFAULT_TOKENS = 8192  # surgeon.quality.data.DEFAULT_TOKENS, which is not light
 
@@ -219,7 +219,7 @@ class RunArguments:
         Raises:
             ValueError: if these options do not fit each other or this machine.
         """
-        from surgeon.runtime.processes.ranks import RankOptions, choose_device
+        from surgeon.runtime.worker.ranks import RankOptions, choose_device
 
         device = choose_device(self.device, self.tp)
         return RankOptions(self.tp, device, self.collectives, sending.link, sending.compression)

@@ -13,7 +13,7 @@ from surgeon.cli.grouped import grouped
 from surgeon.cli.options import CompressOption, ProgramOption, VariantLayersOption, parse_batches
 from surgeon.cli.predict_best import BestPrograms, choose, default_axes
 from surgeon.cli.predict_racks import RacksArguments, train_on_racks
-from surgeon.operations.declare import VARIANTS, described
+from surgeon.language.operations.declare import VARIANTS, described
 
 if TYPE_CHECKING:
     from surgeon.cost.costed import Costed
@@ -58,7 +58,7 @@ class PredictedPrograms:
         Raises:
             ValueError: if they are no range.
         """
-        from surgeon.recipe import parse_range
+        from surgeon.language.recipe import parse_range
 
         return None if self.layers is None else parse_range(self.layers)
 
@@ -298,7 +298,7 @@ def _refuse(cells: list[SweepCell], hardware: Hardware) -> None:
 
 def _heading(name: str, hardware: Hardware, cells: list[SweepCell]) -> str:
     """What all predictions have in common."""
-    from surgeon.report.predict import words_of
+    from surgeon.reports.predict import words_of
 
     deployments, loads = [cell.deployment for cell in cells], [cell.workload for cell in cells]
     ranks, common = {one.ranks for one in deployments}, deployments[0]
@@ -316,7 +316,7 @@ def _heading(name: str, hardware: Hardware, cells: list[SweepCell]) -> str:
 
 
 def _say(cells: list[SweepCell], heading: str, swept: bool) -> None:
-    from surgeon.report.predict import describe_predictions, describe_sweep, prediction_table
+    from surgeon.reports.predict import describe_predictions, describe_sweep, prediction_table
 
     table = prediction_table(cells)
     typer.echo(f"{heading}\n\n{describe_sweep(table) if swept else describe_predictions(table)}")
@@ -327,7 +327,7 @@ def _write(folder: Path, model: str, cells: list[SweepCell], hardware: Hardware,
 
     from surgeon.cost.hardware_file import write_hardware
     from surgeon.provenance import provenance, write_json, write_table
-    from surgeon.report.predict import draw_predictions, draw_sweep, prediction_table
+    from surgeon.reports.predict import draw_predictions, draw_sweep, prediction_table
 
     table = prediction_table(cells)
     programs = {

@@ -96,7 +96,7 @@ def choose(
     from surgeon.cost.best import METRICS, reaches, survey
     from surgeon.errors import did_you_mean
     from surgeon.progress import progress
-    from surgeon.report.best import describe_choices, describe_reaches
+    from surgeon.reports.best import describe_choices, describe_reaches
 
     if asked.by not in METRICS:
         raise ValueError(f"there is no --by {asked.by!r}; {did_you_mean(asked.by, METRICS)}")
@@ -124,7 +124,7 @@ def default_axes(hardware: Hardware) -> dict[str, list[int]]:
 
 def _write(folder: Path, found: Sequence[Choice], heading: str, known: Sequence[Costed]) -> None:
     from surgeon.provenance import provenance, write_json, write_table
-    from surgeon.report.best import choice_table, draw_choices
+    from surgeon.reports.best import choice_table, draw_choices
 
     programs = {one.name: str(one.program(2)) for one in known}
     write_table(folder / "best.csv", choice_table(found))

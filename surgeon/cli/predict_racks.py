@@ -42,7 +42,7 @@ def train_on_racks(asked: RacksArguments, shapes: ModelShapes, hardware: Hardwar
         ValueError: if the layers do not divide into the racks, or the hardware has no network.
     """
     from surgeon.cost.racks import RackTraining, local, pipelined
-    from surgeon.report.bench import aligned
+    from surgeon.reports.bench import aligned
 
     assert asked.racks is not None
     training = RackTraining.of(shapes, hardware, asked.racks, asked.microbatches, asked.tokens, asked.coda)

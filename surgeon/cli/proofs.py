@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from surgeon.checkpoint.prove import Proof
+    from surgeon.exports.prove import Proof
 
 
 def proof_line(proof: Proof, whose: str) -> str:

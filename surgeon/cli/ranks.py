@@ -14,7 +14,7 @@ def settle_ranks(context: typer.Context, tp: int) -> int:
         ValueError: if --tp is given and torchrun has started another number, or its variables make no sense.
         OSError: if rank 0 is not found, or goes.
     """
-    from surgeon.runtime.processes.torchrun import check_ranks, read_environment
+    from surgeon.processes.torchrun import check_ranks, read_environment
 
     torchrun = read_environment()
     if torchrun is None:
@@ -23,10 +23,10 @@ def settle_ranks(context: typer.Context, tp: int) -> int:
     if given is not None and given.name != "DEFAULT":
         check_ranks(torchrun, tp)
     if torchrun.rank:
-        from surgeon.runtime.processes.joining import be_rank
+        from surgeon.runtime.worker.joining import be_rank
 
         be_rank(torchrun)
-    from surgeon.runtime.processes.rendezvous import rendezvous_at
+    from surgeon.processes.rendezvous import rendezvous_at
 
     rendezvous_at(torchrun)  # now, so that the others wait for this process, not for a time-out, and end when it does
     return torchrun.ranks

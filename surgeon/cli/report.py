@@ -26,7 +26,7 @@ def report(
     It begins with a summary: which layers can be touched, at which cost, and which cannot. Runs of the same weights
     go together; other models get chapters of their own. Layers count from 0; stretches are named by both their ends.
     """
-    from surgeon.report.page import write_page
+    from surgeon.reports.page import write_page
 
     write_page(runs, output)
     typer.echo(f"{output}: {output.stat().st_size / 2**20:.2f} MB")

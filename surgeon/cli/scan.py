@@ -11,7 +11,7 @@ import typer
 from surgeon.cli.grouped import grouped
 from surgeon.cli.opening import open_measured, warn
 from surgeon.cli.options import DataOption, MemoryOption, ModelArgument, OutputOption, TextArguments
-from surgeon.operations.declare import HEATMAPS, described
+from surgeon.language.operations.declare import HEATMAPS, described
 
 if TYPE_CHECKING:
     from surgeon.analysis.cells import Selection
@@ -73,7 +73,7 @@ class CellArguments:
         from surgeon.analysis.cells import SCANNED, check_operations, select
         from surgeon.checkpoint.load import read_config
         from surgeon.checkpoint.read import Checkpoint, locate
-        from surgeon.recipe import parse_range
+        from surgeon.language.recipe import parse_range
 
         operations = check_operations(self.operation or SCANNED)
         return select(
@@ -140,10 +140,10 @@ def scan(
     the table then has a column of that name. Interrupted, the same command goes on where it was; another one
     on the same folder adds its cells.
     """
+    from surgeon.analysis.engine.workers import Workers
     from surgeon.analysis.scan import scan as run_scan
-    from surgeon.analysis.workers import Workers
-    from surgeon.report.curves import draw_curves
-    from surgeon.report.heatmap import draw_heatmaps
+    from surgeon.reports.curves import draw_curves
+    from surgeon.reports.heatmap import draw_heatmaps
 
     selection = cells.selection(model)  # what is wrong with it is said before a large model is loaded
     workers, batch = effort.workers, effort.batch

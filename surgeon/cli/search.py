@@ -20,16 +20,16 @@ from surgeon.cli.search_workers import SearchWorkers
 if TYPE_CHECKING:
     from surgeon.analysis.subject import Subject
     from surgeon.cost.hardware import Hardware
-    from surgeon.program import Program
-    from surgeon.search.accuracy import TaskAccuracy
-    from surgeon.search.evaluate import Evaluator
-    from surgeon.search.mixture import Mixture
-    from surgeon.search.objectives import Objective
-    from surgeon.search.question import Question
-    from surgeon.search.rounds import RoundStudy
-    from surgeon.search.storage import StudyStorage
-    from surgeon.search.terms import Terms
-    from surgeon.search.trial import Trial
+    from surgeon.language.program import Program
+    from surgeon.searches.accuracy import TaskAccuracy
+    from surgeon.searches.evaluate import Evaluator
+    from surgeon.searches.mixture import Mixture
+    from surgeon.searches.objectives import Objective
+    from surgeon.searches.question import Question
+    from surgeon.searches.study.rounds import RoundStudy
+    from surgeon.searches.study.storage import StudyStorage
+    from surgeon.searches.terms import Terms
+    from surgeon.searches.trial import Trial
 
 
 @grouped
@@ -56,9 +56,9 @@ def search(
     it was; with more --trials it adds to them.
     """
     from surgeon.checkpoint.config_only import read_config_only
-    from surgeon.model import restore
-    from surgeon.search.choosing import compared_by
-    from surgeon.search.question import Question
+    from surgeon.models.edit import restore
+    from surgeon.searches.choosing import compared_by
+    from surgeon.searches.question import Question
 
     # What cannot be had is said before a large model is loaded.
     healing.require_sense(held.holdout)
@@ -95,7 +95,7 @@ def search(
 def _evaluator(subject: Subject, output: Path, workers: int, own: Program | None) -> Evaluator:
     """What measures programs; several workers divide the memory that what they keep may take."""
     from surgeon.memory import free_bytes
-    from surgeon.search.evaluate import KEPT_SHARE, Evaluator
+    from surgeon.searches.evaluate import KEPT_SHARE, Evaluator
 
     kept = None if workers == 1 else int(KEPT_SHARE * free_bytes() / workers)
     model, windows, model_hash = subject.model, subject.windows, subject.model_hash
@@ -106,8 +106,8 @@ def _tasks(subject: Subject, objectives: Sequence[Objective], output: Path) -> T
     """What measures the tasks among the objectives; None if there are none."""
     if not any(objective.is_of_few for objective in objectives):
         return None
-    from surgeon.runtime.text import open_tokenizer  # lm-eval takes seconds to import
-    from surgeon.search.accuracy import TaskAccuracy
+    from surgeon.checkpoint.texts import open_tokenizer  # lm-eval takes seconds to import
+    from surgeon.searches.accuracy import TaskAccuracy
 
     identity = {"model_hash": subject.model_hash}
     return TaskAccuracy(subject.model, open_tokenizer(subject.folder), objectives, identity, output)
@@ -123,8 +123,8 @@ def _study(
 ) -> RoundStudy:
     """The study in its storage, new or gone on with; ValueError if it is another one."""
     from surgeon.provenance import FORMAT
-    from surgeon.search.question import told_names
-    from surgeon.search.rounds import RoundStudy
+    from surgeon.searches.question import told_names
+    from surgeon.searches.study.rounds import RoundStudy
 
     known = {"format": FORMAT, "model_hash": subject.model_hash, "data": subject.windows.digest, **settings}
     return RoundStudy(
@@ -140,7 +140,7 @@ def _study(
 def _here(study: RoundStudy, subject: Subject, use: PredictedUse) -> Hardware:
     """This machine, calibrated by one worker for all."""
     from surgeon.cost.hardware_file import parse_hardware
-    from surgeon.search.here import calibrate_here
+    from surgeon.searches.here import calibrate_here
 
     return parse_hardware(study.shared("here", lambda: calibrate_here(subject.folder, use.ranks)))
 
@@ -148,7 +148,7 @@ def _here(study: RoundStudy, subject: Subject, use: PredictedUse) -> Hardware:
 def _terms(study: RoundStudy, question: Question, evaluator: Evaluator) -> Terms:
     """What edits do alone, measured by one worker for all."""
     from surgeon.progress import progress
-    from surgeon.search.terms import Terms, measure_terms, work_of_terms
+    from surgeon.searches.terms import Terms, measure_terms, work_of_terms
 
     mixture = question.mixture
     programs = [mixture.program((edit,)) for edit in mixture.edits]
@@ -169,8 +169,8 @@ def _run(
 ) -> list[Trial]:
     """Run all trials, and keep the tables true meanwhile."""
     from surgeon.progress import progress
-    from surgeon.search.results import write_progress
-    from surgeon.search.search import BATCH, Search
+    from surgeon.searches.results import write_progress
+    from surgeon.searches.search import BATCH, Search
 
     searching = Search(question, terms, evaluator, trials)
     found = {trial.proposal.key: trial for trial in study.finished()}
@@ -186,7 +186,7 @@ def _run(
 
 def _best_so_far(question: Question, trials: Iterable[Trial]) -> str:
     """The best trial in a few words, or where there is no single one, how many are on the front."""
-    from surgeon.search.front import pareto_front
+    from surgeon.searches.front import pareto_front
 
     if question.along is not None and not question.budget.of_quality:
         whole = [trial for trial in trials if trial.measured.whole]

@@ -13,9 +13,9 @@ from surgeon.cli.opening import warn
 if TYPE_CHECKING:
     from surgeon.analysis.subject import Subject
     from surgeon.quality.data import Windows
-    from surgeon.search.healer import CandidateHealer
-    from surgeon.search.healing import HealedComparison
-    from surgeon.search.winners import HeldOutComparison, Measured
+    from surgeon.searches.healer import CandidateHealer
+    from surgeon.searches.healing import HealedComparison
+    from surgeon.searches.winners import HeldOutComparison, Measured
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,10 @@ class SearchHealing:
             ValueError: if it is too short, or not apart from the text that is searched or judged on; or if the model
                 does not fit into memory.
         """
+        from surgeon.checkpoint.texts import open_tokenizer
         from surgeon.quality.data import load_windows
-        from surgeon.runtime.text import open_tokenizer
-        from surgeon.search.healer import CandidateHealer, brief_settings, require_apart
-        from surgeon.train.texts import TrainTexts
+        from surgeon.searches.healer import CandidateHealer, brief_settings, require_apart
+        from surgeon.training.texts import TrainTexts
 
         if self.heal is None or self.heal_data is None or unseen is None:
             return None
@@ -112,7 +112,7 @@ class SearchHealing:
 
 def healed(healer: CandidateHealer, before: HeldOutComparison, output: Path) -> HealedComparison:
     """The candidates once they are healed; what is in the output folder already is not healed again."""
-    from surgeon.search.healing import JOURNAL_FILE, HealedPrograms, heal_candidates
+    from surgeon.searches.healing import JOURNAL_FILE, HealedPrograms, heal_candidates
 
     with HealedPrograms(output / JOURNAL_FILE, healer.key) as kept:
         return heal_candidates(before, healer, kept, healer.how, lambda line: typer.echo(line, err=True))

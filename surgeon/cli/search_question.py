@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from surgeon.analysis.subject import Subject
     from surgeon.cost.hardware import Hardware
     from surgeon.cost.predict import Deployment, Workload
-    from surgeon.program import Program
+    from surgeon.language.program import Program
     from surgeon.quality.data import Windows
-    from surgeon.search.limits import Limit, SearchBudget
-    from surgeon.search.mixture import Mixture
-    from surgeon.search.objectives import Objective
-    from surgeon.search.quantities import Aspect
+    from surgeon.searches.limits import Limit, SearchBudget
+    from surgeon.searches.mixture import Mixture
+    from surgeon.searches.objectives import Objective
+    from surgeon.searches.quantities import Aspect
 
 
 @dataclass(frozen=True)
@@ -103,13 +103,13 @@ class SearchQuestion:
 
     def limits(self) -> tuple[Limit, ...]:
         """Of --budget; ValueError as `parse_limits`."""
-        from surgeon.search.limits import parse_limits
+        from surgeon.searches.limits import parse_limits
 
         return () if self.budget is None else parse_limits(self.budget)
 
     def objectives(self) -> tuple[Objective, ...]:
         """Of --objective; ValueError as `parse_objectives`."""
-        from surgeon.search.objectives import parse_objectives
+        from surgeon.searches.objectives import parse_objectives
 
         return parse_objectives(self.objective)
 
@@ -123,9 +123,9 @@ class SearchQuestion:
             ValueError: if there is no such space, the model can have none of its edits, or it is an edited one.
         """
         from surgeon.cost.shapes import ModelShapes
-        from surgeon.operations.within import require_whole_layers
-        from surgeon.search.mixture import Mixture
-        from surgeon.search.spaces import Searched, parse_spaces
+        from surgeon.language.operations.within import require_whole_layers
+        from surgeon.searches.mixture import Mixture
+        from surgeon.searches.spaces import Searched, parse_spaces
 
         if own is not None:
             try:
@@ -138,9 +138,9 @@ class SearchQuestion:
 
     def aspects(self) -> tuple[Aspect, ...]:
         """The costs that have to be known; ValueError as `limits`, `objectives` and `require_quality`."""
-        from surgeon.search.limits import aspects_of
-        from surgeon.search.objectives import aspects_to_price
-        from surgeon.search.question import looked_along, require_quality
+        from surgeon.searches.limits import aspects_of
+        from surgeon.searches.objectives import aspects_to_price
+        from surgeon.searches.question import looked_along, require_quality
 
         limits, objectives = self.limits(), self.objectives()
         require_quality(limits, objectives)
@@ -150,7 +150,7 @@ class SearchQuestion:
     @property
     def is_timed_here(self) -> bool:
         """Whether a cost is a time on this machine; ValueError as `aspects`."""
-        from surgeon.search.quantities import HERE
+        from surgeon.searches.quantities import HERE
 
         return any(aspect.on == HERE for aspect in self.aspects())
 
@@ -164,10 +164,10 @@ class SearchQuestion:
             FileNotFoundError, ValueError: if there is no such quantity or hardware, or the spaces do not bring the
                 model to the budget.
         """
-        from surgeon.search.limits import SearchBudget
-        from surgeon.search.pricing import open_pricing
-        from surgeon.search.question import levels_of, looked_along
-        from surgeon.search.reach import require_reachable
+        from surgeon.searches.limits import SearchBudget
+        from surgeon.searches.pricing import open_pricing
+        from surgeon.searches.question import levels_of, looked_along
+        from surgeon.searches.reach import require_reachable
 
         shapes = mixture.model.shapes
         workload = use.workload(shapes.positions)
@@ -211,8 +211,8 @@ class HeldOutText:
         Raises:
             FileNotFoundError, ValueError: as `held_out`.
         """
+        from surgeon.checkpoint.texts import open_tokenizer
         from surgeon.quality.held_out import held_out
-        from surgeon.runtime.text import open_tokenizer
 
         if self.holdout == 0:
             return None

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from surgeon.analysis.subject import Subject
     from surgeon.cli.search_question import PredictedUse
     from surgeon.quality.data import Windows
-    from surgeon.search.front import DepthCurve
-    from surgeon.search.healer import CandidateHealer
-    from surgeon.search.question import Question
-    from surgeon.search.results import Winner
-    from surgeon.search.trial import Trial
-    from surgeon.search.winners import HeldOutComparison
+    from surgeon.searches.front import DepthCurve
+    from surgeon.searches.healer import CandidateHealer
+    from surgeon.searches.question import Question
+    from surgeon.searches.results import Winner
+    from surgeon.searches.trial import Trial
+    from surgeon.searches.winners import HeldOutComparison
 
 _WIDTH, _KEY = 80, 12  # columns of a terminal, and of what stands before a line
 _FIXED = "\N{NO-BREAK SPACE}"
@@ -43,10 +43,10 @@ def finish(
         unseen: the held-out text, if there is one.
         healer: of the winner and the runners-up, before the last choice among them; None to choose as they are.
     """
-    from surgeon.search.choosing import choose
-    from surgeon.search.front import depth_curves
-    from surgeon.search.question import DEPTH
-    from surgeon.search.results import Winner, write_record, write_winner
+    from surgeon.searches.choosing import choose
+    from surgeon.searches.front import depth_curves
+    from surgeon.searches.question import DEPTH
+    from surgeon.searches.results import Winner, write_record, write_winner
 
     along_depth = question.along == DEPTH
     curves = depth_curves(trials, question.original, question.budget.pricing) if along_depth else []
@@ -72,10 +72,10 @@ def _fast_enough_here(
     Raises:
         ValueError: if none of the first few does.
     """
-    from surgeon.program import Program
-    from surgeon.search.here import measured_here, missed_here
-    from surgeon.search.quantities import HERE
-    from surgeon.search.winners import RUNNERS_UP
+    from surgeon.language.program import Program
+    from surgeon.searches.here import measured_here, missed_here
+    from surgeon.searches.quantities import HERE
+    from surgeon.searches.winners import RUNNERS_UP
 
     limits, dense = question.budget.limits, question.mixture.model.dense
     if not any(limit.aspect.on == HERE for limit in limits):
@@ -100,9 +100,9 @@ def _compared(
     question: Question, first: Trial, others: Sequence[Trial], unseen: Windows, subject: Subject, output: Path
 ) -> HeldOutComparison:
     """The winner and the runners-up on held-out text."""
-    from surgeon.search.choosing import compared_by
-    from surgeon.search.evaluate import Evaluator
-    from surgeon.search.winners import RUNNERS_UP, remeasure
+    from surgeon.searches.choosing import compared_by
+    from surgeon.searches.evaluate import Evaluator
+    from surgeon.searches.winners import RUNNERS_UP, remeasure
 
     evaluator = Evaluator(subject.model, unseen, subject.memory, output, own=question.mixture.model.own)
     by = compared_by(question.objectives)
@@ -112,13 +112,13 @@ def _compared(
 def _draw(
     question: Question, trials: Sequence[Trial], curves: Sequence[DepthCurve], subject: Subject, output: Path
 ) -> None:
-    from surgeon.report.front import draw_depths, draw_front
-    from surgeon.report.search_history import draw_search
-    from surgeon.report.search_trials import SearchedTrials
-    from surgeon.search.choosing import compared_by
-    from surgeon.search.front import pareto_front
-    from surgeon.search.front_files import write_depths, write_front
-    from surgeon.search.results import trials_table
+    from surgeon.reports.front import draw_depths, draw_front
+    from surgeon.reports.search_history import draw_search
+    from surgeon.reports.search_trials import SearchedTrials
+    from surgeon.searches.choosing import compared_by
+    from surgeon.searches.front import pareto_front
+    from surgeon.searches.front_files import write_depths, write_front
+    from surgeon.searches.results import trials_table
 
     searched = SearchedTrials(trials_table(question, trials), compared_by(question.objectives))
     draw_search(output / "search.png", searched, question.mixture.model.layers, f"{subject.label}: the search")

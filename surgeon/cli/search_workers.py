@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from surgeon.search.storage import StudyStorage
+    from surgeon.searches.study.storage import StudyStorage
 
 STORAGE_VARIABLE = "SURGEON_STORAGE"
 DEFAULT_STUDY = "search"
@@ -54,8 +54,8 @@ class SearchWorkers:
         return self.worker == 0
 
     def open(self, output: Path) -> StudyStorage:
-        """The storage; errors as `surgeon.search.storage.open_storage` raises them."""
-        from surgeon.search.storage import open_storage
+        """The storage; errors as `surgeon.searches.study.storage.open_storage` raises them."""
+        from surgeon.searches.study.storage import open_storage
 
         return open_storage(self.storage, output)
 
@@ -78,7 +78,7 @@ class SearchWorkers:
         Raises:
             ValueError: if others cannot be started from here.
         """
-        from surgeon.search.workers import WorkerProcesses, interruptible
+        from surgeon.searches.study.workers import WorkerProcesses, interruptible
 
         with interruptible(self.worker), WorkerProcesses(self.workers if self.is_first else 1, sys.argv[1:], output):
             yield

@@ -41,7 +41,7 @@ def sensitivity(
     """
     from surgeon.analysis.jacobian import PowerIteration
     from surgeon.analysis.sensitivity import sensitivity as measure_sensitivity
-    from surgeon.report.sensitivity import draw_sensitivity, print_sensitivity
+    from surgeon.reports.sensitivity import draw_sensitivity, print_sensitivity
 
     subject = open_measured(model, data, text, memory)
     found = measure_sensitivity(

@@ -112,9 +112,9 @@ def serve(
     -d '{"prompt": "import os", "max_tokens": 20}'
     """
     import surgeon.server  # noqa: F401 - first, because it says at once if a package is missing
-    from surgeon.runtime.defaults import read_defaults
+    from surgeon.checkpoint.generation_defaults import read_defaults
+    from surgeon.checkpoint.texts import open_tokenizer
     from surgeon.runtime.service import Service
-    from surgeon.runtime.text import open_tokenizer
     from surgeon.server.run import bind, url_of
     from surgeon.server.run import run as run_server
     from surgeon.server.state import ServerState

@@ -11,7 +11,7 @@ import typer
 
 if TYPE_CHECKING:
     from surgeon.checkpoint.describe import Description
-    from surgeon.program import Program
+    from surgeon.language.program import Program
 
 WIDTH = 80
 LABEL = 12  # columns
@@ -52,7 +52,7 @@ def show(
     if verified is not None:
         print(f"{'files':<{LABEL}}{verified} files are as they were written (sizes and SHA-256)")
     if output is not None:
-        from surgeon.report.program import draw_program
+        from surgeon.reports.program import draw_program
 
         depth = found.program.effective_depth(found.family.steps_per_layer)
         syncs = found.program.sync_points(2)
@@ -65,7 +65,7 @@ def _verify(what: str) -> int:
     from surgeon.checkpoint.describe import REPORT_FILE
     from surgeon.checkpoint.read import locate
     from surgeon.checkpoint.verify import verify
-    from surgeon.recipe import is_recipe
+    from surgeon.language.recipe import is_recipe
 
     if is_recipe(Path(what)):
         raise ValueError(f"{what} is a recipe, which has no files to verify; name a folder that surgeon export wrote")
@@ -76,7 +76,7 @@ def _verify(what: str) -> int:
 def facts(found: Description) -> Iterator[tuple[str, str]]:
     """What there is to say, by label."""
     from surgeon.checkpoint.ranks import rank_lines
-    from surgeon.report.outline import outline_text
+    from surgeon.reports.outline import outline_text
 
     program, steps = found.program, found.family.steps_per_layer
     dense = found.unedited
@@ -105,7 +105,7 @@ def facts(found: Description) -> Iterator[tuple[str, str]]:
 
 
 def _model(found: Description) -> str:
-    from surgeon.checkpoint.staging import show_bytes
+    from surgeon.exports.staging import show_bytes
 
     units = found.family.units(found.config)
     text = (

@@ -55,7 +55,7 @@ def similarity(
     """
     from surgeon.analysis.proxies import read_pairs, read_scan
     from surgeon.analysis.similarity import similarity as measure_similarity
-    from surgeon.report.similarity import draw_distances, draw_similarity
+    from surgeon.reports.similarity import draw_distances, draw_similarity
 
     if sensitivity is not None and scan is None:
         raise ValueError("--sensitivity is used with --scan only; add --scan and a folder made by surgeon scan")
@@ -77,7 +77,7 @@ def similarity(
 def _correlate(scan: MeasuredScan, found: Similarity, pairs: pd.DataFrame | None, output: Path) -> None:
     """Write proxies.csv, and print it."""
     from surgeon.analysis.proxies import correlate, write_proxies
-    from surgeon.report.similarity import print_proxies
+    from surgeon.reports.similarity import print_proxies
 
     table = correlate(scan, found, pairs)
     path = write_proxies(table, output)

@@ -14,11 +14,11 @@ from surgeon.cli.options import DataOption, ModelArgument, OutputOption, TextArg
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from surgeon.analysis.allocation import Ranks
-    from surgeon.analysis.rank_recipe import Share
+    from surgeon.analysis.factors.allocation import Ranks
+    from surgeon.analysis.factors.rank_recipe import Share
     from surgeon.analysis.spectrum import Spectrum, SpectrumRequest
     from surgeon.analysis.subject import Subject
-    from surgeon.operations.lowrank import Calibration
+    from surgeon.language.operations.lowrank import Calibration
     from surgeon.quality.data import Windows
 
 
@@ -60,11 +60,11 @@ class MatrixArguments:
         Raises:
             ValueError: if the model has no such layers or matrices, or something is no rank.
         """
-        from surgeon.analysis.matrices import parse_ranks, parse_weights
+        from surgeon.analysis.factors.matrices import parse_ranks, parse_weights
         from surgeon.analysis.spectrum import request
         from surgeon.checkpoint.load import read_config
         from surgeon.checkpoint.read import Checkpoint, locate
-        from surgeon.recipe import parse_range
+        from surgeon.language.recipe import parse_range
 
         return request(
             read_config(Checkpoint(locate(model))),
@@ -111,7 +111,7 @@ class ShareArguments:
         Raises:
             ValueError: if the budget makes no sense, or goes by damage that is not to be measured.
         """
-        from surgeon.analysis.rank_recipe import RankBudget, Share, parse_budget
+        from surgeon.analysis.factors.rank_recipe import RankBudget, Share, parse_budget
 
         if self.keep is None and self.budget is None:
             return None
@@ -158,14 +158,14 @@ class CalibrationArguments:
         Raises:
             FileNotFoundError, ValueError: as `load_calibration`.
         """
-        from surgeon.analysis.calibration import load_calibration
+        from surgeon.analysis.factors.calibration import load_calibration
 
         wanted = self.calibration_tokens
         return load_calibration(model, data, text.tokens, wanted, text.window, text.separator, self.calibration)
 
     def recorded(self, loaded: Windows, measured: int) -> Calibration:
         """How a recipe names that text; `measured` tokens come before it where it is no text of its own."""
-        from surgeon.analysis.calibration import recorded
+        from surgeon.analysis.factors.calibration import recorded
 
         size = loaded.ids.shape[1]
         return recorded(loaded, after=0 if self.calibration is not None else measured // size * size)
@@ -193,10 +193,10 @@ def spectrum(
     command goes on where it was; other ranks, layers or matrices of the same model and text are added to what the
     folder has.
     """
-    from surgeon.analysis.rank_recipe import write_recipe
+    from surgeon.analysis.factors.rank_recipe import write_recipe
     from surgeon.analysis.spectrum import spectrum as find_spectrum
     from surgeon.analysis.spectrum_tables import notes_on
-    from surgeon.report.spectrum import draw_spectrum
+    from surgeon.reports.spectrum import draw_spectrum
 
     wanted = matrices.request(model)  # what is wrong with it is said before a large model is loaded
     share = ranks.share(model, matrices.no_damage)
@@ -231,7 +231,7 @@ def _ranks(share: Share, subject: Subject, found: Spectrum, calibration: Windows
     """A rank for each matrix; by damage, after a second look at what layers' matrices do together."""
     import shutil
 
-    from surgeon.analysis.corrections import corrected_ranks
+    from surgeon.analysis.factors.corrections import corrected_ranks
 
     if share.allocation != "damage":
         return share.ranks(found.curves)
@@ -245,7 +245,7 @@ def _ranks(share: Share, subject: Subject, found: Spectrum, calibration: Windows
 
 def _say(found: Spectrum, wanted: SpectrumRequest, subject: Subject) -> None:
     """Print what was measured."""
-    from surgeon.report.spectrum import print_spectrum
+    from surgeon.reports.spectrum import print_spectrum
 
     base = found.record["base_perplexity"]
     typer.echo(f"base perplexity {base:.4g} over {subject.windows.predicted:,} predicted tokens\n")

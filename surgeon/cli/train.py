@@ -13,7 +13,7 @@ from surgeon.cli.proofs import proof_line
 MOST_SHOWN = 60  # characters of a program
 
 if TYPE_CHECKING:
-    from surgeon.train.scratch.build import Blueprint
+    from surgeon.training.scratch.build import Blueprint
 
 
 def train(
@@ -60,13 +60,13 @@ def train(
     On transformers' Trainer; under accelerate launch or torchrun in several processes. Killed, the same command goes on
     where it was. The result is a checkpoint as surgeon export writes it, which says that it was trained from scratch.
     """
-    from surgeon.checkpoint.staging import check_target
-    from surgeon.train.arguments import join_processes, parse_trainer_arguments
-    from surgeon.train.resume import run_folder
-    from surgeon.train.scratch.build import blueprint
-    from surgeon.train.scratch.config import read_config_file
-    from surgeon.train.scratch.run import train_blueprint as run
-    from surgeon.train.scratch.write import record_of, story_of, write_trained
+    from surgeon.exports.staging import check_target
+    from surgeon.training.arguments import join_processes, parse_trainer_arguments
+    from surgeon.training.resume import run_folder
+    from surgeon.training.scratch.build import blueprint
+    from surgeon.training.scratch.config import read_config_file
+    from surgeon.training.scratch.run import train_blueprint as run
+    from surgeon.training.scratch.write import record_of, story_of, write_trained
 
     check_target(output, overwrite)
     read = read_config_file(config)

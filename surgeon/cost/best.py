@@ -13,10 +13,10 @@ from surgeon.cost.predict import Deployment, Prediction, Workload
 from surgeon.cost.shapes import ModelShapes
 from surgeon.cost.sweep import SweepCell, sweep
 from surgeon.errors import did_you_mean
-from surgeon.operations.lowrank import lowrank
-from surgeon.operations.pair import pair
-from surgeon.operations.variants import DENSE, middle_layers, variant
-from surgeon.program import Program
+from surgeon.language.operations.lowrank import lowrank
+from surgeon.language.operations.pair import pair
+from surgeon.language.operations.variants import DENSE, middle_layers, variant
+from surgeon.language.program import Program
 
 PAYS = 1.02  # times the dense program's speed: less is within what predictions miss by
 TRACK_DEPTH = 4

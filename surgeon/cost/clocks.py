@@ -15,8 +15,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from surgeon.execute import Branch, Machine, Partial, Pending, State, advance, land
-from surgeon.program import Fork, Program, Step
+from surgeon.language.execute import Branch, Machine, Partial, Pending, State, advance, land
+from surgeon.language.program import Fork, Program, Step
 from surgeon.runtime.plan.placement import Group, assigned_branches
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from surgeon.checkpoint.config_only import CONFIG, read_config_only
 from surgeon.cost.shapes import ModelShapes
-from surgeon.operations.variants import DENSE, UPPER_BOUND, is_variant, middle_layers, variant
-from surgeon.program import Program
-from surgeon.recipe import is_recipe, read_recipe
+from surgeon.language.operations.variants import DENSE, UPPER_BOUND, is_variant, middle_layers, variant
+from surgeon.language.program import Program
+from surgeon.language.recipe import is_recipe, read_recipe
 
 _PROGRAM = re.compile(r"\s*(>|\[|\{|[AF]\d)")
 _LONGEST_NAME = 18  # so that tables fit a terminal

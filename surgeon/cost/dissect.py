@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgeon.execute import Partial, Pending
+from surgeon.language.execute import Partial, Pending
 from surgeon.runtime.batching.request import Request, Sampling
 from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.batching.sequence import Row
@@ -29,8 +29,8 @@ from surgeon.runtime.model.paged_cache import PagedCache
 from surgeon.runtime.model.program import RankMachine
 from surgeon.runtime.plan.placement import Group, Part, Work
 from surgeon.runtime.plan.specification import Plan
-from surgeon.runtime.processes.rank import Rank
-from surgeon.runtime.processes.worker import complete
+from surgeon.runtime.worker.rank import Rank
+from surgeon.runtime.worker.worker import complete
 
 # What is timed: sublayers, and inside them norms, the maps that read the stream, those that write to it, and attention.
 SUBLAYER, NORM, READING, WRITING, ATTENDING = "sublayer", "norm", "reading", "writing", "attending"

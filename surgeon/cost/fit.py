@@ -16,7 +16,7 @@ from surgeon.cost.kernels import Kernel
 from surgeon.cost.samples import PROMPT, SHORT, SIZES, WHOLE, PassSample, Round
 from surgeon.cost.shapes import ModelShapes
 from surgeon.cost.work import Forward, RankWork
-from surgeon.program import Program
+from surgeon.language.program import Program
 from surgeon.runtime.plan.placement import rank_work
 from surgeon.runtime.plan.specification import Plan
 

@@ -13,7 +13,7 @@ import yaml
 from surgeon.cost.figure import Figure
 from surgeon.cost.hardware import KINDS, Algorithm, Device, Hardware, Host, Interconnect, RankShare, Shares
 from surgeon.errors import did_you_mean, shown
-from surgeon.safe_yaml import YamlError, read_yaml
+from surgeon.language.yaml import YamlError, read_yaml
 
 MACHINES = Path(__file__).parent / "machines"
 SUFFIX = ".yaml"

@@ -14,7 +14,7 @@ from surgeon.cost.clocks import Burst, Costs, RankClock, Swap, Transfer, exchang
 from surgeon.cost.collectives import Operation, Wiring
 from surgeon.cost.kernels import Kernel, RankSpeed, burst
 from surgeon.cost.work import Forward, Item, RankWork, Sent
-from surgeon.program import Fork, Step
+from surgeon.language.program import Fork, Step
 from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.comm.quantised import Compression, Packing
 from surgeon.runtime.plan.placement import Group, Work, step_parts

@@ -13,7 +13,7 @@ from surgeon.cost.passes import PassCosts, Setting, one_token
 from surgeon.cost.room import KEPT, Room, room
 from surgeon.cost.shapes import ModelShapes
 from surgeon.cost.work import Forward, GathersFirst, RankWork
-from surgeon.program import Program, Step
+from surgeon.language.program import Program, Step
 from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.comm.link import Link
 from surgeon.runtime.comm.quantised import Compression

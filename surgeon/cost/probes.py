@@ -11,7 +11,7 @@ import torch
 from surgeon.runtime.comm.collectives import Alone, Counts
 from surgeon.runtime.model.linear import Linear, LowRank
 from surgeon.runtime.model.low_rank import Gathered, Sharing
-from surgeon.runtime.processes.rank import Rank
+from surgeon.runtime.worker.rank import Rank
 
 SMALL = 8  # features of a product that takes no time
 CHAIN = 100  # operations in a captured graph

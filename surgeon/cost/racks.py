@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.shapes import ModelShapes
-from surgeon.program import Program
+from surgeon.language.program import Program
 
 BACKWARD = 2  # a backward pass computes twice what a forward pass does
 

@@ -12,9 +12,9 @@ from statistics import median
 
 from surgeon.cost.dissect import PassParts, PassTexts, load_dissected, run_dissected
 from surgeon.cost.probes import ExchangeTimes, LaunchTimes, time_exchanges, time_launches
-from surgeon.program import Program
+from surgeon.language.program import Program
 from surgeon.runtime.plan.specification import Plan
-from surgeon.runtime.processes.ranks import RankOptions, Ranks
+from surgeon.runtime.worker.ranks import RankOptions, Ranks
 
 WHOLE, SHORT = "whole", "short"  # the model's program, and its first layers
 SHORT_LAYERS = 2

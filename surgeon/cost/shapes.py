@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from surgeon.families import Family, Projection, family_of
-from surgeon.model import check_layers
-from surgeon.program import KINDS, LayerShapes, Program, Sublayer
+from surgeon.language.program import KINDS, LayerShapes, Program, Sublayer
+from surgeon.models.edit import check_layers
+from surgeon.models.families import Family, Projection, family_of
+from surgeon.models.weights import require_sliceable, unit_bounds
+from surgeon.models.weights.layout import Units
 from surgeon.runtime.plan.division import check_division
 from surgeon.runtime.plan.specification import Plan
-from surgeon.weights import require_sliceable, unit_bounds
-from surgeon.weights.layout import Units
 
 _NOWHERE = Path()  # no checkpoint
 

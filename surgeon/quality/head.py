@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from surgeon.families import family_of
+from surgeon.models.families import family_of
 
 # A block of logits stays in a CPU's cache: computing 4,096 tokens at once took 1.7 times as long.
 BLOCK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}

@@ -16,9 +16,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from surgeon.models.weights import Tensors
 from surgeon.provenance import FORMAT, whole_file
 from surgeon.quality.head import Quality, ReferencePredictions
-from surgeon.weights import Tensors
 
 REFERENCE_FILE = "reference.safetensors"
 _WORDS = {

@@ -16,8 +16,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from surgeon.checkpoint.offline import without_retries
 from surgeon.errors import first_line, shown
-from surgeon.quality.offline import without_retries
 
 DEMO = "demo"
 DEMO_TRAINING = "demo:train"

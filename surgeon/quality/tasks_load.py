@@ -18,9 +18,9 @@ from lm_eval.api.group import Group
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 
+from surgeon.checkpoint.offline import without_retries
 from surgeon.errors import did_you_mean, first_line
 from surgeon.progress import progress
-from surgeon.quality.offline import without_retries
 from surgeon.quality.tasks_files import MOST_NEW_TOKENS, SUFFIX, file_task
 
 YAML = (".yaml", ".yml")

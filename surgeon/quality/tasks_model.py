@@ -13,7 +13,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs
 
 from surgeon.errors import shown
-from surgeon.journal import Journal
+from surgeon.processes.journal import Journal
 from surgeon.progress import Advance, progress
 
 

@@ -6,6 +6,6 @@ from surgeon.threads import wait_asleep
 wait_asleep()
 use_huge_pages()
 
-from surgeon.runtime.processes.rank import main  # noqa: E402 - imports torch
+from surgeon.runtime.worker.rank import main  # noqa: E402 - imports torch
 
 main()

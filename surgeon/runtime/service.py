@@ -26,6 +26,8 @@ from types import TracebackType
 from typing import Any
 
 from surgeon.errors import did_you_mean
+from surgeon.processes.torchrun import ranks_of_this_machine
+from surgeon.processes.watchdog import PATIENCE_SECONDS, Pulse, Watchdog
 from surgeon.runtime.batching.request import QueueFull, Request, Sampling, Stats
 from surgeon.runtime.batching.scheduler import Limits, Output, check_length
 from surgeon.runtime.batching.windows import PASS_TOKENS
@@ -34,11 +36,9 @@ from surgeon.runtime.model.engine import Figures
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.codas import with_coda
 from surgeon.runtime.plan.memory import Capacity, choose_cache
-from surgeon.runtime.processes.ranks import RankFailed, RankOptions, Ranks
-from surgeon.runtime.processes.torchrun import ranks_of_this_machine
-from surgeon.runtime.processes.watchdog import PATIENCE_SECONDS, Pulse, Watchdog
-from surgeon.runtime.processes.worker import Account, Cancel, Progress, Report, load, serve
 from surgeon.runtime.stream import Listener, OpenRequest, Stream
+from surgeon.runtime.worker.ranks import RankFailed, RankOptions, Ranks
+from surgeon.runtime.worker.worker import Account, Cancel, Progress, Report, load, serve
 
 __all__ = ["Listener", "Service", "ServiceOptions", "Stream"]
 

@@ -11,9 +11,9 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
+from surgeon.checkpoint.texts import Continuation, StopTexts
 from surgeon.runtime.batching.request import Event, Request, UndefinedLogits, Usage
 from surgeon.runtime.batching.scheduler import Output
-from surgeon.runtime.text import Continuation, StopTexts
 
 _LOG = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from surgeon.checkpoint.generation_defaults import Defaults
 from surgeon.errors import did_you_mean
 from surgeon.runtime.batching.request import Sampling
-from surgeon.runtime.defaults import Defaults
 from surgeon.server.errors import invalid, shown
 
 MOST_CHOICES = 128

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from surgeon.runtime.defaults import Defaults
+from surgeon.checkpoint.generation_defaults import Defaults
 from surgeon.runtime.service import Service
 from surgeon.server.meters import Meters
 from surgeon.server.texts import Texts

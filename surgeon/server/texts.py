@@ -8,8 +8,8 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from surgeon.runtime.encoding import Encoder
-from surgeon.runtime.text import Continuation
+from surgeon.checkpoint.encoding import Encoder
+from surgeon.checkpoint.texts import Continuation
 from surgeon.server.errors import ApiError, invalid, shown
 
 UNFINISHED = "\ufffd"  # what a token decodes to that holds a part of a character

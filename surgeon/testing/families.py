@@ -11,14 +11,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # type: ignore[attr-defined]
 
-from surgeon.checkpoint.export import Original, plan_export, write_export
 from surgeon.checkpoint.load import load
 from surgeon.checkpoint.remote_code import PROGRAM
-from surgeon.families import family_of
-from surgeon.model import decoder_layers, edit, program_of, restore
-from surgeon.program import KINDS, Program, Sublayer
+from surgeon.exports.export import Original, plan_export, write_export
+from surgeon.language.program import KINDS, Program, Sublayer
+from surgeon.models.edit import decoder_layers, edit, program_of, restore
+from surgeon.models.families import family_of
+from surgeon.models.weights import Dense, ModelWeights, ModuleStore, NamedTensors, packed
 from surgeon.testing.sublayers import EDITS, LAYERS, OwnSublayers, Sublayers, sliced
-from surgeon.weights import Dense, ModelWeights, ModuleStore, NamedTensors, packed
 
 
 class FamilyContract:

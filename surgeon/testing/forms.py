@@ -12,12 +12,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from surgeon.checkpoint.compare import Compared
 from surgeon.checkpoint.describe import describe
-from surgeon.checkpoint.export import Original, plan_export, write_export
 from surgeon.checkpoint.forms import FORMS, Form, StoredModel, form_of
 from surgeon.checkpoint.load import load, read_config
 from surgeon.checkpoint.read import Checkpoint
-from surgeon.model import edit, restore
-from surgeon.program import Program
+from surgeon.exports.export import Original, plan_export, write_export
+from surgeon.language.program import Program
+from surgeon.models.edit import edit, restore
 
 LAYERS = 6
 Exported = dict[str, Path]  # folders by program

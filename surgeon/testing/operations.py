@@ -9,14 +9,14 @@ from typing import Any, ClassVar
 
 import pytest
 
-from surgeon.operations.applied import AppliedOperation
-from surgeon.operations.base import Operation, show_range
-from surgeon.operations.declare import VARIANTS
-from surgeon.operations.pair import pair
-from surgeon.operations.prune import prune
-from surgeon.operations.variants import variant
-from surgeon.program import LayerShapes, Program
-from surgeon.recipe import Recipe, parse_recipe
+from surgeon.language.operations.applied import AppliedOperation
+from surgeon.language.operations.base import Operation, show_range
+from surgeon.language.operations.declare import VARIANTS
+from surgeon.language.operations.pair import pair
+from surgeon.language.operations.prune import prune
+from surgeon.language.operations.variants import variant
+from surgeon.language.program import LayerShapes, Program
+from surgeon.language.recipe import Recipe, parse_recipe
 
 LAYERS = 8
 STRETCHES = (range(2, 6), range(0, 8), range(1, 3), range(3, 4), range(2, 7))
@@ -46,8 +46,10 @@ class OperationContract:
 
     @pytest.fixture
     def operation(self) -> Operation:
-        """The operation: an entry of `surgeon.operations.OPERATIONS`."""
-        raise NotImplementedError("give a fixture `operation` that returns an entry of surgeon.operations.OPERATIONS")
+        """The operation: an entry of `surgeon.language.operations.OPERATIONS`."""
+        raise NotImplementedError(
+            "give a fixture `operation` that returns an entry of surgeon.language.operations.OPERATIONS"
+        )
 
     @pytest.fixture
     def given(self, operation: Operation) -> dict[str, Any]:  # noqa: ARG002 - of which several may be tested in turn

@@ -10,12 +10,12 @@ from itertools import combinations
 import pytest
 
 from surgeon.cost.shapes import ModelShapes
-from surgeon.families import FAMILIES
-from surgeon.program import Program
-from surgeon.recipe import Recipe, parse_recipe
-from surgeon.search.edit import Choice, Edit, as_choice
-from surgeon.search.mixture import Mixture
-from surgeon.search.spaces import SPACES, Searched, Space, parse_spaces
+from surgeon.language.program import Program
+from surgeon.language.recipe import Recipe, parse_recipe
+from surgeon.models.families import FAMILIES
+from surgeon.searches.edit import Choice, Edit, as_choice
+from surgeon.searches.mixture import Mixture
+from surgeon.searches.spaces import SPACES, Searched, Space, parse_spaces
 
 RANKS = 2
 _FAMILIES = ("llama", "gpt_neox")  # layers of two steps, and of one
@@ -52,8 +52,8 @@ class SpaceContract:
 
     @pytest.fixture
     def space(self) -> Space:
-        """The space: an object of an entry of `surgeon.search.spaces.SPACES`."""
-        raise NotImplementedError("give a fixture `space` that returns an object of surgeon.search.spaces.SPACES")
+        """The space: an object of an entry of `surgeon.searches.spaces.SPACES`."""
+        raise NotImplementedError("give a fixture `space` that returns an object of surgeon.searches.spaces.SPACES")
 
     @pytest.fixture(params=_FAMILIES)
     def model(self, request: pytest.FixtureRequest) -> Searched:

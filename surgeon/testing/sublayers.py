@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from surgeon.families import SublayerSpec, family_of
-from surgeon.operations.ladder import ladder
-from surgeon.operations.merge import merge
-from surgeon.operations.pair import pair
-from surgeon.operations.parallel import parallel
-from surgeon.operations.prune import prune
-from surgeon.program import Program
+from surgeon.language.operations.ladder import ladder
+from surgeon.language.operations.merge import merge
+from surgeon.language.operations.pair import pair
+from surgeon.language.operations.parallel import parallel
+from surgeon.language.operations.prune import prune
+from surgeon.language.program import Program
+from surgeon.models.families import SublayerSpec, family_of
 
 LAYERS = 4  # of the models under contract
 _STREAM = object()  # stands in an attention's arguments for the normed stream

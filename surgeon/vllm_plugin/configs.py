@@ -10,7 +10,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING
 
 from surgeon.checkpoint.remote_code import PROGRAM
-from surgeon.families import FAMILIES
+from surgeon.models.families import FAMILIES
 
 
 def _program_config(model_type: str) -> Any:

@@ -10,9 +10,9 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Any
 
-from surgeon.families import FAMILIES
-from surgeon.model import PROGRAM_KEY, PROGRAM_PREFIX
-from surgeon.program import ATTENTION, Node, Program, Step
+from surgeon.language.program import ATTENTION, Node, Program, Step
+from surgeon.models.edit import PROGRAM_KEY, PROGRAM_PREFIX
+from surgeon.models.families import FAMILIES
 
 
 def attentions_at_once(program: Program) -> int:

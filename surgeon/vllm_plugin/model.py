@@ -29,8 +29,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.sequence import IntermediateTensors
 
 from surgeon.checkpoint.read import Checkpoint
-from surgeon.execute import State, land
-from surgeon.program import Program, Sublayer
+from surgeon.language.execute import State, land
+from surgeon.language.program import Program, Sublayer
+from surgeon.models.weights import ModelWeights, unit_bounds
 from surgeon.runtime.model.ends import Ends, embedded_among, read
 from surgeon.runtime.model.layers import Pass, Weighting, rotation, torch_dtype
 from surgeon.runtime.model.program import RankProgram
@@ -38,7 +39,6 @@ from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Plan
 from surgeon.vllm_plugin.reduce import connect
 from surgeon.vllm_plugin.requirements import read_settings, reason_against, stage_nodes
-from surgeon.weights import ModelWeights, unit_bounds
 
 
 class ProgramForCausalLM(nn.Module):

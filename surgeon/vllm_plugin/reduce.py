@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from vllm.distributed.parallel_state import get_tp_group, in_the_same_node_as
 
-from surgeon.program import Program, steps_of
+from surgeon.language.program import Program, steps_of
 from surgeon.runtime.comm.collectives import Alone, Collectives, TorchCollectives
 from surgeon.runtime.comm.shared_memory import SharedMemoryCollectives, create_memory
 from surgeon.runtime.plan.placement import Group

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from surgeon.errors import did_you_mean
-from surgeon.program import Node
+from surgeon.language.program import Node
 
 FORMATS = ("auto", "hf", "safetensors")  # of vLLM's --load-format
 REDUCE = ("auto", "shm", "torch", "vllm")

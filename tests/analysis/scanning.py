@@ -11,11 +11,11 @@ from torch.nn import functional
 
 import surgeon
 from surgeon.analysis.cells import SCANNED, select
-from surgeon.analysis.measure import measure
+from surgeon.analysis.engine.measure import measure
 from surgeon.analysis.scan import Scan, scan
-from surgeon.program import Program
+from surgeon.language.program import Program
 from surgeon.quality.data import Windows
-from tests.models import tiny_model
+from tests.tiny_models import tiny_model
 
 LAYERS = 4
 

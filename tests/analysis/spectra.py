@@ -11,11 +11,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from surgeon.analysis.matrices import parse_ranks
+from surgeon.analysis.factors.matrices import parse_ranks
 from surgeon.analysis.spectrum import Spectrum, request, spectrum
 from surgeon.quality.data import Windows
 from tests.analysis.texts import random_windows
-from tests.models import HEADS, HIDDEN, KV_HEADS
+from tests.tiny_models import HEADS, HIDDEN, KV_HEADS
 
 LAYERS = 3
 Place = tuple[nn.Module, list[int] | None, bool]  # the module, which of its output features, whether it is transposed

@@ -18,8 +18,8 @@ from surgeon.analysis.cells import (
     selected_cells,
     stretches,
 )
-from surgeon.operations import shuffle
-from surgeon.program import LayerShapes, Program
+from surgeon.language.operations import shuffle
+from surgeon.language.program import LayerShapes, Program
 
 DENSE = "A0 F0 A1 F1 A2 F2 A3 F3"
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.autograd.functional import jacobian
 
+from surgeon.analysis.engine.walk import Walk
 from surgeon.analysis.jacobian import PowerIteration, differentiable, push
-from surgeon.analysis.walk import Walk
-from tests.models import VOCABULARY, tiny_model
 from tests.reference import Reference
 from tests.selection import one_in
+from tests.tiny_models import VOCABULARY, tiny_model
 
 TOKENS = 6
 EXACT = PowerIteration(iterations=5000, tolerance=1e-9)

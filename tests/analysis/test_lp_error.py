@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from surgeon.analysis.engine.walk import Walk
 from surgeon.analysis.jacobian import PowerIteration, differentiable
 from surgeon.analysis.lp_error import TERMS, PairTerms, pair_terms
-from surgeon.analysis.walk import Walk
 from tests.analysis.test_jacobian import EXACT, dense_jacobian
-from tests.models import VOCABULARY, tiny_model
 from tests.reference import Reference
+from tests.tiny_models import VOCABULARY, tiny_model
 
 TOKENS = 5
 TOGETHER = "gpt_neox"  # attention and MLP of a layer read the same stream

@@ -16,16 +16,16 @@ from torch.nn import functional
 import surgeon
 from surgeon.analysis.cells import HEATMAPS, SCANNED, permutation_seeds, scan_cells
 from surgeon.analysis.tables import COLUMNS, PERMUTATION_COLUMNS
-from surgeon.families import family_of
-from surgeon.model import program_of
-from surgeon.operations.shuffle import permutation
-from surgeon.program import Program
+from surgeon.language.operations.shuffle import permutation
+from surgeon.language.program import Program
+from surgeon.models.edit import program_of
+from surgeon.models.families import family_of
 from surgeon.quality.data import Windows
-from surgeon.train.scratch.tracks import track_program
+from surgeon.training.scratch.tracks import track_program
 from tests.analysis.scanning import LAYERS, plain_nll, run
-from tests.models import tiny_model
 from tests.reference import Reference
 from tests.selection import one_in
+from tests.tiny_models import tiny_model
 
 WINDOWS, TOKENS = 5, 12
 
@@ -74,7 +74,7 @@ def test_a_scan_equals_a_plain_loop(family: str, windows: Windows, tmp_path: Pat
         assert row.divergence == pytest.approx(divergence, rel=1e-5, abs=2e-6), cell
     dense = Program.dense(LAYERS, steps)
     assert result.base_perplexity == pytest.approx(plain_loop(model, windows.ids, dense)[0], rel=1e-5)
-    assert isinstance(surgeon.model.decoder_layers(model), torch.nn.ModuleList), "the model is left as it was"
+    assert isinstance(surgeon.models.edit.decoder_layers(model), torch.nn.ModuleList), "the model is left as it was"
 
 
 def test_what_is_written(windows: Windows, tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ from surgeon.analysis.scan_journal import JOURNAL
 from surgeon.quality.data import Windows
 from tests import warm
 from tests.analysis.scanning import LAYERS, Stopped, run, stopping
-from tests.models import save_checkpoint, tiny_model
 from tests.selection import one_in
+from tests.tiny_models import save_checkpoint, tiny_model
 
 WINDOWS, TOKENS = 5, 12
 

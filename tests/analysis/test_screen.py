@@ -19,11 +19,11 @@ from surgeon.analysis.cells import scan_cells, select
 from surgeon.analysis.scan import Scan, scan
 from surgeon.analysis.scan_journal import JOURNAL
 from surgeon.analysis.screen import HOPELESS, LARGEST_ERROR, SHARE_OF_DAMAGE, is_settled, rounds, spread
-from surgeon.program import Program
+from surgeon.language.program import Program
 from surgeon.quality.data import Windows
 from tests.analysis.scanning import Stopped, plain_nll, stopping
-from tests.models import VOCABULARY, tiny_model
 from tests.selection import one_in
+from tests.tiny_models import VOCABULARY, tiny_model
 
 LAYERS, WINDOWS, TOKENS = 4, 20, 64
 OPERATIONS = ["shuffle", "prune", "parallel", "lp", "prune-mlp"]

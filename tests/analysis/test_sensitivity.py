@@ -16,16 +16,16 @@ from torch.nn import functional
 import surgeon
 from surgeon.analysis import sensitivity as sensitivity_module
 from surgeon.analysis.correlation import rank_correlation
+from surgeon.analysis.engine.walk import Walk
 from surgeon.analysis.jacobian import PowerIteration, differentiable
 from surgeon.analysis.lp_error import pair_terms
 from surgeon.analysis.sensitivity import JOURNAL, Sensitivity, SensitivityJournal, sensitivity, spread
-from surgeon.analysis.walk import Walk
 from surgeon.quality.data import Windows
 from tests.analysis.test_jacobian import dense_jacobian
 from tests.analysis.texts import random_windows
-from tests.models import tiny_model
 from tests.reference import Reference
 from tests.selection import one_in
+from tests.tiny_models import tiny_model
 
 LAYERS, WINDOWS, TOKENS = 4, 5, 6
 POWER = PowerIteration(iterations=300, tolerance=1e-6, seed=2)

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 import surgeon
-from surgeon.analysis import measure as measure_module
+from surgeon.analysis.engine import measure as measure_module
 from surgeon.analysis.similarity import CKA_COLUMNS, Similarity, similarity
 from surgeon.checkpoint.load import load
 from surgeon.checkpoint.streamed import load_streamed, streamed_layers
-from surgeon.model import program_of
+from surgeon.models.edit import program_of
 from surgeon.quality.data import Windows
 from tests.analysis.test_cka import biased_hsic, by_kernels, unbiased_hsic
-from tests.models import save_checkpoint, tiny_model
 from tests.reference import Reference
+from tests.tiny_models import save_checkpoint, tiny_model
 
 LAYERS, WINDOWS, TOKENS = 3, 5, 12
 FAMILIES = ("llama", "opt", "gpt_neox")

@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.nn import functional
 
 import surgeon
-from surgeon.analysis import dense_run, measure
+from surgeon.analysis.engine import dense_run, measure
 from surgeon.analysis.spectrum_journal import JOURNAL
-from surgeon.families import family_of
-from surgeon.model import program_of
+from surgeon.models.edit import program_of
+from surgeon.models.families import family_of
 from surgeon.quality.data import Windows
 from surgeon.quality.head import OutputHead
-from surgeon.train.scratch.tracks import track_program
+from surgeon.training.scratch.tracks import track_program
 from tests.analysis.spectra import (
     CALIBRATION,
     LAYERS,
@@ -35,7 +35,7 @@ from tests.analysis.spectra import (
     text,
     written_out,
 )
-from tests.models import tiny_model
+from tests.tiny_models import tiny_model
 
 FAMILIES = ["llama", "gpt2", "phi3", "gpt_neox", "gemma2"]
 

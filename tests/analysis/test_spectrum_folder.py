@@ -17,7 +17,7 @@ import surgeon
 from surgeon.analysis.spectrum_journal import JOURNAL
 from surgeon.quality.head import OutputHead
 from tests.analysis.spectra import LAYERS, run, text
-from tests.models import HIDDEN, tiny_model
+from tests.tiny_models import HIDDEN, tiny_model
 
 
 def contents(folder: Path) -> dict[str, str]:

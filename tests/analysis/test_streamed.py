@@ -11,18 +11,18 @@ import pytest
 import torch
 
 import surgeon
-from surgeon.analysis import measure as measure_module
-from surgeon.analysis.measure import MeasureOptions, measure, windows_at_once
-from surgeon.analysis.order import by_layer, place
-from surgeon.analysis.sharing import Extend, Reach, RunStep, reads, share
+from surgeon.analysis.engine import measure as measure_module
+from surgeon.analysis.engine.measure import MeasureOptions, measure, windows_at_once
+from surgeon.analysis.engine.order import by_layer, place
+from surgeon.analysis.engine.sharing import Extend, Reach, RunStep, reads, share
 from surgeon.checkpoint.load import load
 from surgeon.checkpoint.streamed import load_streamed, streamed_layers
-from surgeon.families import FAMILIES, family_of
+from surgeon.language.operations import ladder, merge, pair, parallel, prune, shuffle
+from surgeon.language.program import Program, steps_of
 from surgeon.memory import resident_bytes
-from surgeon.operations import ladder, merge, pair, parallel, prune, shuffle
-from surgeon.program import Program, steps_of
-from tests.models import VOCABULARY, save_checkpoint, tiny_model
+from surgeon.models.families import FAMILIES, family_of
 from tests.selection import case
+from tests.tiny_models import VOCABULARY, save_checkpoint, tiny_model
 
 IDS = torch.randint(2, VOCABULARY, (3, 12), generator=torch.Generator().manual_seed(0))
 

@@ -11,7 +11,7 @@ from surgeon.analysis.subject import load_for_analysis, model_bytes, open_subjec
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.streamed import streamed_layers
 from surgeon.memory import resident_bytes
-from tests.models import tiny_model
+from tests.tiny_models import tiny_model
 
 
 def test_what_does_not_fit_is_streamed(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from surgeon.quality.data import Windows
-from tests.models import VOCABULARY
+from tests.tiny_models import VOCABULARY
 
 
 def random_windows(windows: int, tokens: int, seed: int = 5, digest: str = "digest") -> Windows:

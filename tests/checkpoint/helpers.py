@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from surgeon.checkpoint.export import Original, plan_export, write_export
 from surgeon.checkpoint.forms import form_of
-from surgeon.checkpoint.prove import Proof
 from surgeon.checkpoint.read import Checkpoint
-from surgeon.program import Fork, Node, Program, Step, Sublayer
-from tests.models import VOCABULARY, tiny_model
+from surgeon.exports.export import Original, plan_export, write_export
+from surgeon.exports.prove import Proof
+from surgeon.language.program import Fork, Node, Program, Step, Sublayer
 from tests.reference import Reference
+from tests.tiny_models import VOCABULARY, tiny_model
 
 IDS = torch.randint(2, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(1))
 BIASES = {"attention_bias": True, "mlp_bias": True}

@@ -13,12 +13,12 @@ import surgeon
 from surgeon.checkpoint.codas import StoredCodas, has_codas, read_codas, write_codas
 from surgeon.checkpoint.describe import describe
 from surgeon.checkpoint.replaceable import why_kept
-from surgeon.model import edit, program_of
-from surgeon.program import Program
-from surgeon.train.racks.build import assemble, rack_of
-from surgeon.train.racks.model import RackModel
-from surgeon.train.racks.partition import Racks
-from tests.models import save_checkpoint, tiny_model
+from surgeon.language.program import Program
+from surgeon.models.edit import edit, program_of
+from surgeon.training.racks.build import assemble, rack_of
+from surgeon.training.racks.model import RackModel
+from surgeon.training.racks.partition import Racks
+from tests.tiny_models import save_checkpoint, tiny_model
 
 IDS = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(3))
 PAIRS = "A0 F0 A1 F1 [A2 A3] [F2 F3]"

@@ -14,10 +14,10 @@ from torch import Tensor
 from surgeon.checkpoint import compare
 from surgeon.checkpoint.compare import Compared, Comparison, Difference
 from surgeon.checkpoint.hunks import Hunk, hunks
-from surgeon.program import Program
+from surgeon.language.program import Program
 from tests.checkpoint.helpers import run_export
-from tests.models import save_checkpoint
 from tests.stored import with_head_only, with_own_head
+from tests.tiny_models import save_checkpoint
 
 DENSE = "A0 F0 A1 F1 A2 F2 A3 F3 A4 F4"
 

@@ -11,12 +11,12 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 
 import surgeon
-from surgeon.checkpoint.export import Original, plan_export, write_export
 from surgeon.checkpoint.kept_factors import KeptFactors, file_name
-from surgeon.program import Program, Sublayer
-from surgeon.weights import Factors, Groups, ModelWeights, TruncatedSVD, WeightMatrix
+from surgeon.exports.export import Original, plan_export, write_export
+from surgeon.language.program import Program, Sublayer
+from surgeon.models.weights import Factors, Groups, ModelWeights, TruncatedSVD, WeightMatrix
 from tests.checkpoint.helpers import IDS, load_shipped, logits_of, plain_logits, relative_error, run_export, save_source
-from tests.models import save_checkpoint
+from tests.tiny_models import save_checkpoint
 
 PROGRAM = "A0@q5,o6 F0@gate9 A1 F1 >A2~A3@k3 F2/2:1@down4"
 

@@ -12,9 +12,9 @@ import pytest
 import surgeon
 from surgeon.checkpoint.forms import FORMS, StoredLayer, form_of, lay_out, per_layer_lists
 from surgeon.cli.export import export
-from surgeon.families import FAMILIES, family_of
-from surgeon.program import Program, Sublayer
-from tests.models import tiny_model
+from surgeon.language.program import Program, Sublayer
+from surgeon.models.families import FAMILIES, family_of
+from tests.tiny_models import tiny_model
 
 PACKAGE = Path(surgeon.__file__).parent
 LLAMA = tiny_model("llama", num_layers=6).config

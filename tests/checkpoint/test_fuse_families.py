@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import surgeon
-from surgeon.families import FAMILIES, family_of
+from surgeon.models.families import FAMILIES, family_of
 from tests.checkpoint.helpers import (
     BIASES,
     IDS,

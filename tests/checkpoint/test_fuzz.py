@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from surgeon.checkpoint.export import Original, plan_export, write_export
 from surgeon.checkpoint.verify import verify
-from surgeon.program import Program
+from surgeon.exports.export import Original, plan_export, write_export
+from surgeon.language.program import Program
 from tests.checkpoint.helpers import save_source
 
 PROGRAM = Program.parse("A0 F0 >A1 >F1")

@@ -14,12 +14,12 @@ from surgeon.analysis.subject import model_bytes
 from surgeon.checkpoint.load import compute_dtype
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.streamed import load_streamed
-from surgeon.families import FAMILIES
-from surgeon.model import program_of
+from surgeon.models.edit import program_of
+from surgeon.models.families import FAMILIES
 from surgeon.runtime.plan.checks import make_plan
 from tests.checkpoint.helpers import logits_of, run_export, save_source
-from tests.models import tiny_model
 from tests.stored import configure, store, tensors_of, with_buffers
+from tests.tiny_models import tiny_model
 
 GLOBAL = {"allow_global_per_layer_attribute_access": True}
 

@@ -18,13 +18,13 @@ import surgeon
 from surgeon.checkpoint.forms.program import family_row
 from surgeon.checkpoint.remote_code import PROGRAM
 from surgeon.checkpoint.remote_code import modeling_surgeon_program as shipped
-from surgeon.families import FAMILIES, family_of
-from surgeon.program import KINDS, Program, Sublayer
-from surgeon.runtime.text import open_tokenizer
-from surgeon.weights import ModelWeights, ModuleStore
+from surgeon.checkpoint.texts import open_tokenizer
+from surgeon.language.program import KINDS, Program, Sublayer
+from surgeon.models.families import FAMILIES, family_of
+from surgeon.models.weights import ModelWeights, ModuleStore
 from tests.checkpoint.helpers import IDS, load_shipped, logits_of, plain_logits, relative_error, run_export, save_source
-from tests.models import TEXT, save_checkpoint, tiny_model
 from tests.selection import one_in
+from tests.tiny_models import TEXT, save_checkpoint, tiny_model
 
 TRACKS = "{A0/2:0 F0/2:0 | A0/2:1 F0/2:1} A1/2:0 F1/2:0 [A1/2:1 F1/2:1] A2 F2"
 UNSLICED = "{A0 F0 | F1 A1} >A2 >F2"

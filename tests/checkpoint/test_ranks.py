@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from surgeon.checkpoint.ranks import RankDifference, layers_text, rank_differences, rank_lines
-from surgeon.program import Program
+from surgeon.language.program import Program
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from surgeon.checkpoint.export import Original
 from surgeon.checkpoint.header import read_header
 from surgeon.checkpoint.read import Checkpoint, read_json
+from surgeon.exports.export import Original
 from tests.checkpoint.helpers import run_export, save_source, weights_of
 from tests.stored import configure, with_index
 

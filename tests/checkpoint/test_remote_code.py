@@ -17,10 +17,10 @@ import surgeon
 from surgeon.checkpoint.forms import FORMS
 from surgeon.checkpoint.forms.program import family_row
 from surgeon.checkpoint.remote_code import modeling_surgeon_program as shipped
-from surgeon.families import FAMILIES, family_of
-from surgeon.program import Program
+from surgeon.language.program import Program
+from surgeon.models.families import FAMILIES, family_of
 from tests.checkpoint.helpers import IDS, logits_of, relative_error, run_export, save_source
-from tests.models import tiny_model
+from tests.tiny_models import tiny_model
 
 SHIPPED = {form.name: form.shipped for form in FORMS.values() if form.shipped is not None}
 WITHOUT_SURGEON = """

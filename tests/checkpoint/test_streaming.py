@@ -15,14 +15,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import surgeon
-from surgeon.checkpoint.export import Original
 from surgeon.checkpoint.on_demand import WeightsOnDemand
-from surgeon.checkpoint.prove import original_model, reference_of
 from surgeon.checkpoint.read import Checkpoint, Stored
 from surgeon.checkpoint.verify import Expected, FileRecord, ReadBack, verify
-from surgeon.families import FAMILIES
+from surgeon.exports.export import Original
+from surgeon.exports.prove import original_model, reference_of
+from surgeon.language.program import Program
 from surgeon.memory import resident_bytes
-from surgeon.program import Program
+from surgeon.models.families import FAMILIES
 from tests.checkpoint.helpers import logits_of, relative_error, run_export, save_source, weights_of
 from tests.selection import one_in
 

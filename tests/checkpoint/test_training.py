@@ -11,20 +11,20 @@ import pytest
 import torch
 
 import surgeon
-from surgeon.checkpoint.card import identity_of, open_edited, write_card
-from surgeon.checkpoint.card_training import trained_how
 from surgeon.checkpoint.compare import Compared
 from surgeon.checkpoint.describe import describe
-from surgeon.checkpoint.export import Original, source_record
-from surgeon.checkpoint.measured import MeasuredElsewhere
-from surgeon.checkpoint.prove import NotProven
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.training import Training, layers_by_recipe
 from surgeon.cli.diff import lines
 from surgeon.cli.show import facts
-from surgeon.program import Program
+from surgeon.exports.export import Original, source_record
+from surgeon.exports.prove import NotProven
+from surgeon.language.program import Program
+from surgeon.results.card import identity_of, open_edited, write_card
+from surgeon.results.card_training import trained_how
+from surgeon.results.measured import MeasuredElsewhere
 from tests.checkpoint.helpers import load_shipped, logits_of, relative_error, run_export
-from tests.models import save_checkpoint
+from tests.tiny_models import save_checkpoint
 
 RECIPE = 'surgeon: 1\nmodel: tiny\noperations:\n  - tracks: {layers: "1:2", count: 2, depth: 1}\n'
 PROGRAM = "A5 F5 {A1/2:0 F1/2:0 | A1/2:1 F1/2:1} [A2 A3~A4] F3~F4 A0 F0 F2"

@@ -15,10 +15,10 @@ from surgeon.checkpoint.forms import lay_out
 from surgeon.checkpoint.forms.program import family_row
 from surgeon.checkpoint.remote_code import PROGRAM
 from surgeon.checkpoint.remote_code import modeling_surgeon_program as shipped
-from surgeon.families import FAMILIES, family_of
-from surgeon.program import Program, Sublayer
+from surgeon.language.program import Program, Sublayer
+from surgeon.models.families import FAMILIES, family_of
 from tests.checkpoint.helpers import IDS, load_shipped, logits_of, plain_logits, relative_error, run_export, save_source
-from tests.models import tiny_model
+from tests.tiny_models import tiny_model
 
 DIVIDED = sorted(name for name, family in FAMILIES.items() if not family.attention.counts)
 EVERYWHERE = "A0@q5,k3,v4,o6 F0@gate7,up9,down9 A1@q5,k3,v4,o6 F1@gate7,up9,down9"

@@ -9,7 +9,7 @@ import pytest
 
 from surgeon.cli import demo
 from surgeon.cli.app import main
-from surgeon.recipe import read_recipe
+from surgeon.language.recipe import read_recipe
 
 
 @pytest.mark.long

@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM
 from surgeon.cli.app import main
 from surgeon.cli.options import DraftArguments
 from surgeon.runtime.batching.request import Sampling
-from surgeon.runtime.processes.ranks import RankOptions
 from surgeon.runtime.service import Service, ServiceOptions
+from surgeon.runtime.worker.ranks import RankOptions
 from surgeon.server.meters import Meters
 from tests.codas import save_codas
-from tests.models import save_checkpoint
+from tests.tiny_models import save_checkpoint
 
 PROMPTS = ["The quick brown fox", "went on sleeping:", "the lazy dog, and the dog (who had"]
 

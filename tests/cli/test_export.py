@@ -14,10 +14,10 @@ import torch
 import surgeon
 from surgeon.checkpoint.kept_factors import KeptFactors
 from surgeon.checkpoint.read import Checkpoint
-from surgeon.recipe import parse_recipe, read_recipe
-from surgeon.weights import TruncatedSVD
+from surgeon.language.recipe import parse_recipe, read_recipe
+from surgeon.models.weights import TruncatedSVD
 from tests.cli.conftest import Run
-from tests.models import VOCABULARY
+from tests.tiny_models import VOCABULARY
 
 
 @pytest.fixture

@@ -16,12 +16,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from surgeon.checkpoint.texts import Continuation
 from surgeon.cli.app import main
 from surgeon.runtime import service
-from surgeon.runtime.processes import ranks
-from surgeon.runtime.text import Continuation
+from surgeon.runtime.worker import ranks
 from tests import warm
-from tests.models import damage
+from tests.tiny_models import damage
 
 REPOSITORY = Path(__file__).parents[2]
 PROMPT = "The quick brown fox"

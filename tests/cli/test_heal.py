@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 import surgeon
 from surgeon.checkpoint.codas import read_codas
 from surgeon.checkpoint.verify import verify
-from surgeon.model import program_of
+from surgeon.models.edit import program_of
 from tests.cli.conftest import Run
 
 RECIPE = """\
@@ -244,15 +244,15 @@ def test_racks_by_hand(heal: Any, tmp_path: Path) -> None:
     assert code == 0, err
     run = tmp_path / "healed.run"
     assert out.splitlines() == [
-        f"python -m surgeon.train.racks.process {run} 0 --listen HOST0:PORT0 --peer 1=HOST1:PORT1",
-        f"python -m surgeon.train.racks.process {run} 1 --listen HOST1:PORT1 --peer 0=HOST0:PORT0",
+        f"python -m surgeon.training.racks.process {run} 0 --listen HOST0:PORT0 --peer 1=HOST1:PORT1",
+        f"python -m surgeon.training.racks.process {run} 1 --listen HOST1:PORT1 --peer 0=HOST0:PORT0",
     ]
     assert sorted(path.name for path in (run / "start").iterdir()) == ["rack-0.safetensors", "rack-1.safetensors"]
     assert not (tmp_path / "healed").exists()
     code, out, err = heal("pair: {layers: '0:2'}", *by_hand, "--rack-replicas", 2, output="two")
     assert code == 0, err
     assert out.splitlines()[1] == (
-        f"torchrun --standalone --nproc-per-node 2 -m surgeon.train.racks.process {tmp_path / 'two.run'} 1 "
+        f"torchrun --standalone --nproc-per-node 2 -m surgeon.training.racks.process {tmp_path / 'two.run'} 1 "
         "--listen HOST1:PORT1 --peer 0=HOST0:PORT0"
     )
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from surgeon.cli.app import main
-from tests.report.read_page import Page, map_named
+from tests.reports.read_page import Page, map_named
 
 Result = tuple[int, str, str]
 

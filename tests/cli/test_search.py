@@ -20,13 +20,13 @@ from surgeon.cli.options import DATA_HELP
 from surgeon.cost.hardware_file import MACHINES, load_hardware
 from surgeon.cost.predict import Deployment, Workload, predict
 from surgeon.cost.shapes import ModelShapes
-from surgeon.model import program_of
-from surgeon.program import Program
-from surgeon.recipe import read_recipe
-from surgeon.search.evaluate import Evaluator
-from surgeon.train.run import train
-from tests.models import save_checkpoint
+from surgeon.language.program import Program
+from surgeon.language.recipe import read_recipe
+from surgeon.models.edit import program_of
+from surgeon.searches.evaluate import Evaluator
+from surgeon.training.run import train
 from tests.stored import configure
+from tests.tiny_models import save_checkpoint
 
 SIZES = ["--tokens", "256", "--window", "64", "--trials", "6"]
 
@@ -148,7 +148,7 @@ def test_candidates_are_healed_before_the_choice(
             raise KeyboardInterrupt
         return train(student, *args, **kwargs)
 
-    monkeypatch.setattr("surgeon.search.healer.train", interrupted)
+    monkeypatch.setattr("surgeon.searches.healer.train", interrupted)
     assert search(tiny_checkpoint, tiny_text, output, *healing) == 130
     assert not (output / "recipe.yaml").exists()
     assert search(tiny_checkpoint, tiny_text, output, *healing) == 0

@@ -9,11 +9,11 @@ import pytest
 
 from surgeon.cli.search_question import PredictedUse
 from surgeon.cli.search_results import _fast_enough_here
-from surgeon.program import Program
-from surgeon.search import here
-from surgeon.search.here import TimeHere
-from surgeon.search.limits import parse_limits
-from surgeon.search.trial import MeasuredProgram, Proposal, Trial
+from surgeon.language.program import Program
+from surgeon.searches import here
+from surgeon.searches.here import TimeHere
+from surgeon.searches.limits import parse_limits
+from surgeon.searches.trial import MeasuredProgram, Proposal, Trial
 
 DENSE = Program.dense(4)
 TEXTS = ["[A0 A1] [F0 F1] A2 F2 A3 F3", "A0 F0 [A1 A2] [F1 F2] A3 F3", "A0 F0 A1 F1 [A2 A3] [F2 F3]"]

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from surgeon.cli.app import main
-from tests.models import save_checkpoint
+from tests.tiny_models import save_checkpoint
 
 
 def test_table_picture_and_correlations(

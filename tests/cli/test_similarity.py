@@ -11,7 +11,7 @@ import torch
 
 from surgeon.analysis import subject
 from tests.cli.conftest import Run
-from tests.models import save_checkpoint
+from tests.tiny_models import save_checkpoint
 
 
 @pytest.fixture

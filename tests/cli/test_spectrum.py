@@ -9,12 +9,12 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from surgeon.analysis.calibration import load_recorded
+from surgeon.analysis.factors.calibration import load_recorded
 from surgeon.checkpoint.load import read_config
 from surgeon.checkpoint.read import Checkpoint
-from surgeon.families.llama import LLAMA
-from surgeon.program import Program
-from surgeon.recipe import read_recipe
+from surgeon.language.program import Program
+from surgeon.language.recipe import read_recipe
+from surgeon.models.families.llama import LLAMA
 from tests.cli.conftest import Run
 
 

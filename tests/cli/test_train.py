@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import surgeon
 from surgeon.checkpoint.verify import verify
-from surgeon.model import program_of
-from surgeon.train import run
-from surgeon.train.scratch.build import blueprint
-from surgeon.train.scratch.config import parse_config
+from surgeon.models.edit import program_of
+from surgeon.training import run
+from surgeon.training.scratch.build import blueprint
+from surgeon.training.scratch.config import parse_config
 from tests.cli.conftest import Run
 
 CONFIG = """\
@@ -198,7 +198,7 @@ def test_another_model_is_not_gone_on_with(train: Any) -> None:
 
 
 def test_a_full_disk_leaves_the_run(train: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    from surgeon.train import checkpoints
+    from surgeon.training import checkpoints
 
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")

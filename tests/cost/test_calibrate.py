@@ -18,8 +18,8 @@ from surgeon.cost.predict import Deployment, Workload, predict
 from surgeon.cost.samples import EXCHANGES, SHORT, SIZES, WHOLE, PassSample, Round, loads
 from surgeon.cost.shapes import ModelShapes
 from surgeon.cost.work import Forward, RankWork
-from surgeon.operations import fuse_attention_mlp, ladder, pair
-from surgeon.program import Program
+from surgeon.language.operations import fuse_attention_mlp, ladder, pair
+from surgeon.language.program import Program
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.placement import rank_work
 from surgeon.runtime.plan.specification import Plan

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from surgeon.cost.clocks import Burst, Costs, RankClock, Swap, Transfer, pass_seconds
-from surgeon.operations.ladder import ladder
-from surgeon.program import Fork, Program, Step
+from surgeon.language.operations.ladder import ladder
+from surgeon.language.program import Fork, Program, Step
 from surgeon.runtime.plan.placement import Group
 
 

@@ -13,7 +13,7 @@ import pytest
 from surgeon.checkpoint.config_only import read_config_only
 from surgeon.cost.costed import apart, open_costed
 from surgeon.cost.shapes import ModelShapes
-from surgeon.program import Program
+from surgeon.language.program import Program
 from tests.cost.examples import SIZES, shapes
 
 

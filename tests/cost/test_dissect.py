@@ -14,7 +14,7 @@ from surgeon.runtime.comm.collectives import Alone
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.model.layers import FeedForward
 from surgeon.runtime.plan.checks import make_plan
-from tests.models import save_checkpoint
+from tests.tiny_models import save_checkpoint
 
 
 def test_all_tokens_of_a_prompt_go_through_all_sublayers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

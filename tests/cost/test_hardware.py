@@ -8,7 +8,7 @@ import pytest
 
 from surgeon.cost.figure import Figure
 from surgeon.cost.hardware_file import known_hardware, load_hardware, parse_hardware, write_hardware
-from surgeon.safe_yaml import YamlError
+from surgeon.language.yaml import YamlError
 
 SMALL = """\
 name: small

@@ -14,15 +14,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from surgeon.cost.predict import Deployment, PredictedRanks
 from surgeon.cost.shapes import ModelShapes
 from surgeon.cost.work import Forward
-from surgeon.families import family_of
-from surgeon.program import Program
+from surgeon.language.program import Program
+from surgeon.models.families import family_of
+from surgeon.models.weights import ModelWeights, NamedTensors
 from surgeon.runtime.comm.collectives import Collectives, Counts
 from surgeon.runtime.comm.quantised import Compressed, Compression
 from surgeon.runtime.model.layers import Pass
 from surgeon.runtime.model.program import RankProgram
 from surgeon.runtime.plan.placement import Group
 from surgeon.runtime.plan.specification import LowRankMode
-from surgeon.weights import ModelWeights, NamedTensors
 from tests.cost.examples import SIZES, hardware
 
 TOKENS = 3

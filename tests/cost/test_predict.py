@@ -8,8 +8,8 @@ from math import isnan
 import pytest
 
 from surgeon.cost.predict import Deployment, Prediction, Workload, predict
-from surgeon.operations.variants import variant
-from surgeon.program import Program
+from surgeon.language.operations.variants import variant
+from surgeon.language.program import Program
 from surgeon.runtime.comm.link import Link
 from tests.cost.examples import hardware, shapes
 

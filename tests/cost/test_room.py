@@ -14,7 +14,7 @@ from surgeon.checkpoint.read import Checkpoint
 from surgeon.cost.hardware import RankShare
 from surgeon.cost.room import most_texts, room
 from surgeon.cost.shapes import ModelShapes
-from surgeon.program import Program
+from surgeon.language.program import Program
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.memory import footprint
 from tests.cost.examples import hardware, shapes

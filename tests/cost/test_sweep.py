@@ -7,8 +7,8 @@ import pytest
 from surgeon.cost.costed import Costed
 from surgeon.cost.predict import Deployment, Workload
 from surgeon.cost.sweep import cell, parse_sweep, ranks_with_room, sweep
-from surgeon.operations.variants import variant
-from surgeon.program import Program
+from surgeon.language.operations.variants import variant
+from surgeon.language.program import Program
 from tests.cost.examples import hardware, shapes
 
 DENSE = Program.dense(4)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from surgeon.quality.data import DEMO, load_windows, window_for
-from tests.models import TEXT, tiny_tokenizer
+from tests.tiny_models import TEXT, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from surgeon.quality import head as head_module
 from surgeon.quality.head import OutputHead
-from tests.models import HIDDEN, VOCABULARY, tiny_model
+from tests.tiny_models import HIDDEN, VOCABULARY, tiny_model
 
 
 @pytest.fixture(params=["llama", "opt", "gemma2", "granite", "llama with a biased head", "granite with a biased head"])

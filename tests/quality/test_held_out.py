@@ -9,7 +9,7 @@ import pytest
 
 from surgeon.quality.data import DEMO, load_windows
 from surgeon.quality.held_out import held_out
-from tests.models import TEXT, tiny_tokenizer
+from tests.tiny_models import TEXT, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")

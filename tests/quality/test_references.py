@@ -10,7 +10,7 @@ import torch
 from surgeon.quality import references as references_module
 from surgeon.quality.head import OutputHead
 from surgeon.quality.references import TextReferences
-from tests.models import HIDDEN, VOCABULARY, tiny_model
+from tests.tiny_models import HIDDEN, VOCABULARY, tiny_model
 
 IDS = torch.randint(VOCABULARY, (5, 9), generator=torch.Generator().manual_seed(2))
 STREAM = torch.randn(5, 9, HIDDEN, generator=torch.Generator().manual_seed(3))

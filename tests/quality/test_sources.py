@@ -16,11 +16,11 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from surgeon.checkpoint.offline import hub_answers, without_retries
 from surgeon.quality import sources
 from surgeon.quality.data import load_windows
-from surgeon.quality.offline import hub_answers, without_retries
 from surgeon.quality.sources import documents, read_table
-from tests.models import tiny_tokenizer
+from tests.tiny_models import tiny_tokenizer
 
 ALL = 1 << 30
 Row = dict[str, Any]

@@ -19,9 +19,9 @@ from transformers import PreTrainedTokenizerFast
 import surgeon
 from surgeon.quality.tasks import TaskSettings
 from surgeon.quality.tasks_model import Answers
-from tests.models import tiny_model, tiny_tokenizer
 from tests.quality.tasks_helpers import CHOICES, CONTEXTS, CONTINUATIONS, NUMBERS, Row, evaluate, write_rows
 from tests.reference import Reference
+from tests.tiny_models import tiny_model, tiny_tokenizer
 
 POSITIONS = 128
 

@@ -7,10 +7,10 @@ import torch
 from torch.nn import functional
 
 import surgeon
-from surgeon.analysis.measure import MeasureOptions, measure
-from surgeon.program import Program
+from surgeon.analysis.engine.measure import MeasureOptions, measure
+from surgeon.language.program import Program
 from surgeon.quality.text import logits_of, text_quality, text_values
-from tests.models import VOCABULARY, tiny_model
+from tests.tiny_models import VOCABULARY, tiny_model
 
 IDS = torch.randint(VOCABULARY, (3, 9), generator=torch.Generator().manual_seed(0))
 

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
 
 import surgeon
-from surgeon.recipe import Recipe, read_recipe
+from surgeon.language.recipe import Recipe, read_recipe
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes"
 RECIPES = {path.stem: read_recipe(path) for path in sorted(FOLDER.glob("*.yaml"))}

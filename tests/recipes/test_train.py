@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import surgeon
-from surgeon.train.scratch.build import Blueprint, blueprint
-from surgeon.train.scratch.config import read_config_file
-from surgeon.train.scratch.tracks import count_parameters
+from surgeon.training.scratch.build import Blueprint, blueprint
+from surgeon.training.scratch.config import read_config_file
+from surgeon.training.scratch.tracks import count_parameters
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes" / "train"
 SYNCS = {

@@ -20,8 +20,8 @@ from surgeon.runtime.comm.collectives import Collectives, Counts
 from surgeon.runtime.comm.shared_memory import SharedMemoryCollectives
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.plan.specification import Plan
-from surgeon.runtime.processes.rank import Rank
-from surgeon.runtime.processes.worker import ENGINE, Leader, follow
+from surgeon.runtime.worker.rank import Rank
+from surgeon.runtime.worker.worker import ENGINE, Leader, follow
 
 
 def logits_in_chunks(rank: Rank, plan: Plan, chunks: list[Tensor]) -> tuple[Tensor, list[Counts], Counts]:

@@ -18,12 +18,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from surgeon.model import edit
+from surgeon.models.edit import edit
 from surgeon.runtime.batching.request import Event, QueueFull, Sampling, Stats, UndefinedLogits
 from surgeon.runtime.comm.link import Link
-from surgeon.runtime.processes.ranks import RankFailed, RankOptions
 from surgeon.runtime.service import Service, ServiceOptions, Stream
-from tests.models import damage, save_checkpoint
+from surgeon.runtime.worker.ranks import RankFailed, RankOptions
+from tests.tiny_models import damage, save_checkpoint
 
 PROMPT = "The quick brown fox"
 NEW = 12

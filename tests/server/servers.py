@@ -20,7 +20,7 @@ import httpx2
 import psutil
 
 from tests import warm
-from tests.models import save_checkpoint, tiny_tokenizer
+from tests.tiny_models import save_checkpoint, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 120

@@ -19,8 +19,8 @@ COMPLETIONS = "/v1/completions"
 
 @pytest.fixture(scope="module")
 def damaged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    from tests.models import damage, save_checkpoint
     from tests.server.servers import serving
+    from tests.tiny_models import damage, save_checkpoint
 
     folder: Path = save_checkpoint(tmp_path_factory.mktemp("damaged") / "tiny")
     damage(folder, BAD[1])

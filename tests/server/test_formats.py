@@ -11,8 +11,8 @@ from surgeon.runtime.batching.scheduler import Output
 from surgeon.runtime.stream import OpenRequest
 from surgeon.server.formats import Answer, ChatFormat, CompletionFormat
 from surgeon.server.texts import UNFINISHED, Texts
-from tests.models import tiny_tokenizer
-from tests.runtime.test_text import byte_fallback_tokenizer
+from tests.checkpoint.test_texts import byte_fallback_tokenizer
+from tests.tiny_models import tiny_tokenizer
 
 PROMPT = "The naïve 🦊 dog"
 NEW = " went — on:\u200b 🦊🦊 狐狸, sleeping"

@@ -27,8 +27,8 @@ def test_scores_through_a_server_are_those_of_surgeon_eval(
 
     import surgeon
     from surgeon.quality.tasks_load import load_tasks
-    from tests.models import tiny_tokenizer
     from tests.quality import tasks_helpers as helpers
+    from tests.tiny_models import tiny_tokenizer
 
     monkeypatch.setattr("surgeon.quality.tasks.add_env_info", lambda _: None)  # it takes most of a second
     texts = {"choices": helpers.CHOICES, "contexts": helpers.CONTEXTS, "continuations": helpers.CONTINUATIONS}

@@ -8,7 +8,7 @@ import pytest
 
 from surgeon.server.errors import ApiError
 from surgeon.server.texts import Prompt, Texts, separate
-from tests.models import tiny_tokenizer
+from tests.tiny_models import tiny_tokenizer
 
 
 def test_a_model_without_a_chat_template_refuses_chats() -> None:

@@ -16,19 +16,19 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from surgeon.checkpoint.forms import FORMS, Form
 from surgeon.checkpoint.forms.plain import Plain
-from surgeon.families import FAMILIES, Family
-from surgeon.families.llama import LLAMA
-from surgeon.operations.applied import AppliedOperation
-from surgeon.operations.base import OPERATIONS, Operation, find_stretch, operation
-from surgeon.operations.declare import HEATMAPS, VARIANTS, Heatmap, Variant
-from surgeon.program import Program
-from surgeon.search.edit import Edit
-from surgeon.search.mixture import Mixture
-from surgeon.search.spaces import SPACES, Searched, Space, register
-from surgeon.search.spaces.base import Claim, claims_of_ranks, claims_of_shape
+from surgeon.language.operations.applied import AppliedOperation
+from surgeon.language.operations.base import OPERATIONS, Operation, find_stretch, operation
+from surgeon.language.operations.declare import HEATMAPS, VARIANTS, Heatmap, Variant
+from surgeon.language.program import Program
+from surgeon.models.families import FAMILIES, Family
+from surgeon.models.families.llama import LLAMA
+from surgeon.searches.edit import Edit
+from surgeon.searches.mixture import Mixture
+from surgeon.searches.spaces import SPACES, Searched, Space, register
+from surgeon.searches.spaces.base import Claim, claims_of_ranks, claims_of_shape
 from surgeon.testing import FamilyContract, FormContract, OperationContract, OwnSublayers, SpaceContract
 from surgeon.testing.spaces import searched
-from tests.models import disturb
+from tests.tiny_models import disturb
 
 # -- an operation --
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 import surgeon
-from surgeon.families import FAMILIES
-from surgeon.train.scratch.tracks import track_program
+from surgeon.models.families import FAMILIES
+from surgeon.training.scratch.tracks import track_program
 from tests.checkpoint.helpers import plain_logits, relative_error
-from tests.models import VOCABULARY, tiny_model
 from tests.stored import configure, with_head_only, with_own_head
+from tests.tiny_models import VOCABULARY, tiny_model
 from tests.vllm_plugin import fake_vllm
 
 OVERRIDES: dict[str, dict[str, Any]] = {

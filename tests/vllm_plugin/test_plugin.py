@@ -15,13 +15,13 @@ import pytest
 from transformers import AutoConfig, LlamaConfig
 
 from surgeon.checkpoint.remote_code import PROGRAM
-from surgeon.families import FAMILIES
-from surgeon.program import Program
-from surgeon.train.scratch.tracks import narrow
+from surgeon.language.program import Program
+from surgeon.models.families import FAMILIES
+from surgeon.training.scratch.tracks import narrow
 from surgeon.vllm_plugin.heads import attentions_at_once, with_all_heads
 from surgeon.vllm_plugin.requirements import reason_against, stage_nodes
 from tests.checkpoint.helpers import run_export, save_source
-from tests.models import tiny_model
+from tests.tiny_models import tiny_model
 from tests.vllm_plugin.fake_vllm import configuration
 
 GROUP = "vllm.general_plugins"

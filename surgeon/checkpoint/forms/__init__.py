@@ -20,8 +20,8 @@ from surgeon.checkpoint.forms.program import PROGRAM
 from surgeon.checkpoint.forms.stored_layers import Inexpressible, StoredLayer, per_layer_lists
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.errors import did_you_mean
-from surgeon.families import Family
-from surgeon.program import Program
+from surgeon.language.program import Program
+from surgeon.models.families import Family
 
 __all__ = [
     "FORMS",

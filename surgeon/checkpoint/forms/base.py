@@ -13,10 +13,10 @@ from surgeon.checkpoint.forms.planning import PlannedTensor, TensorPlanner
 from surgeon.checkpoint.forms.stored_layers import StoredLayer, per_layer_lists, stored_layers
 from surgeon.checkpoint.read import WEIGHTS_KEY, Checkpoint
 from surgeon.checkpoint.remote_code import FAMILY_KEY, RemoteCode
-from surgeon.families import Family
-from surgeon.model import PROGRAM_KEY
-from surgeon.program import Program
-from surgeon.weights import FactorSource
+from surgeon.language.program import Program
+from surgeon.models.edit import PROGRAM_KEY
+from surgeon.models.families import Family
+from surgeon.models.weights import FactorSource
 
 BY_THE_FILE = "Unmodified vLLM, without surgeon, by the modeling file in this folder:"
 

@@ -22,13 +22,13 @@ from surgeon.checkpoint.forms.stored_layers import (
     stored_layers,
 )
 from surgeon.checkpoint.read import Checkpoint
-from surgeon.families import Family
-from surgeon.families.base import Unit
-from surgeon.families.fused import FUSED as FUSED_FAMILY
-from surgeon.families.fused import POSITIONS, PROJECTIONS
-from surgeon.model import PROGRAM_PREFIX
-from surgeon.program import Program
-from surgeon.weights import FactorSource
+from surgeon.language.program import Program
+from surgeon.models.edit import PROGRAM_PREFIX
+from surgeon.models.families import Family
+from surgeon.models.families.base import Unit
+from surgeon.models.families.fused import FUSED as FUSED_FAMILY
+from surgeon.models.families.fused import POSITIONS, PROJECTIONS
+from surgeon.models.weights import FactorSource
 
 WIDTHS_KEY = "per_layer_config"
 GLOBAL_WIDTHS_KEY = "allow_global_per_layer_attribute_access"  # lets transformers read the other layers' widths

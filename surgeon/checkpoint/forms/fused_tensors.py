@@ -29,10 +29,10 @@ from surgeon.checkpoint.forms.planning import (
 )
 from surgeon.checkpoint.forms.stored_layers import StoredLayer
 from surgeon.checkpoint.read import Checkpoint
-from surgeon.families import Family, Projection
-from surgeon.families.fused import FUSED, POSITIONS, PROJECTIONS
-from surgeon.program import ATTENTION, FEED_FORWARD, Sublayer
-from surgeon.weights import ModelWeights
+from surgeon.language.program import ATTENTION, FEED_FORWARD, Sublayer
+from surgeon.models.families import Family, Projection
+from surgeon.models.families.fused import FUSED, POSITIONS, PROJECTIONS
+from surgeon.models.weights import ModelWeights
 
 ROWS = 64  # that are computed at a time: they stay in the second cache, and the heap keeps them for the next ones
 

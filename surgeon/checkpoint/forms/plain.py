@@ -9,8 +9,8 @@ from transformers import AutoConfig
 from surgeon.checkpoint.forms.base import Form, Layout
 from surgeon.checkpoint.forms.stored_layers import Inexpressible, per_layer_lists, require_uniform, stored_layers
 from surgeon.checkpoint.read import Checkpoint
-from surgeon.families import Family
-from surgeon.program import Program
+from surgeon.language.program import Program
+from surgeon.models.families import Family
 
 
 class Plain(Form):

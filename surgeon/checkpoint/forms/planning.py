@@ -15,10 +15,10 @@ from torch import Tensor
 
 from surgeon.checkpoint.forms.stored_layers import StoredLayer
 from surgeon.checkpoint.read import Checkpoint, Stored
-from surgeon.families import Family, SublayerSpec
-from surgeon.program import Sublayer
-from surgeon.weights import Factored, Factorised, Factors, FactorSource, ModelWeights, WeightMatrix, mean
-from surgeon.weights.layout import modules_of, own_path
+from surgeon.language.program import Sublayer
+from surgeon.models.families import Family, SublayerSpec
+from surgeon.models.weights import Factored, Factorised, Factors, FactorSource, ModelWeights, WeightMatrix, mean
+from surgeon.models.weights.layout import modules_of, own_path
 
 # A tensor, or its rows in order, some at a time: what is computed of large tensors is never held as a whole.
 Computed = Tensor | Iterator[Tensor]

@@ -16,10 +16,10 @@ from surgeon.checkpoint.forms.planning import PlannedTensor
 from surgeon.checkpoint.forms.stored_layers import Inexpressible, StoredLayer, require_divisible
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.remote_code import FAMILY_KEY
-from surgeon.families import Family, family_of
-from surgeon.model import PROGRAM_KEY
-from surgeon.program import ATTENTION, FEED_FORWARD, Program
-from surgeon.weights import FactorSource, Groups, ModelWeights, make_room_for_factors
+from surgeon.language.program import ATTENTION, FEED_FORWARD, Program
+from surgeon.models.edit import PROGRAM_KEY
+from surgeon.models.families import Family, family_of
+from surgeon.models.weights import FactorSource, Groups, ModelWeights, make_room_for_factors
 
 
 class ProgramForm(Form):

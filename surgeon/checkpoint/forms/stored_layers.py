@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from surgeon.families import Family
-from surgeon.program import ATTENTION, FEED_FORWARD, Fork, Node, Program, Step, Sublayer
-from surgeon.weights import indivisible
+from surgeon.language.program import ATTENTION, FEED_FORWARD, Fork, Node, Program, Step, Sublayer
+from surgeon.models.families import Family
+from surgeon.models.weights import indivisible
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import CONFIG_MAPPING
 
-from surgeon.model import PROGRAM_PREFIX
+from surgeon.models.edit import PROGRAM_PREFIX
 
 if TYPE_CHECKING:  # takes seconds, and ranks do without
     from transformers import PreTrainedConfig, PreTrainedModel

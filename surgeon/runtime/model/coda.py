@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from surgeon.checkpoint.tensor_file import TensorFile
+from surgeon.models.weights import ModelWeights
 from surgeon.runtime.batching.sequence import Row
 from surgeon.runtime.comm.collectives import Collectives
 from surgeon.runtime.model.ends import Vocabulary, final_norm
 from surgeon.runtime.model.layers import Pass, Weighting
 from surgeon.runtime.model.program import Phase, RankProgram
 from surgeon.runtime.plan.specification import CodaPlan
-from surgeon.weights import ModelWeights
 
 
 class RankCoda:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from surgeon.models.weights import ModelWeights
 from surgeon.runtime.batching.request import UNDEFINED, TokenLogprob
 from surgeon.runtime.comm.collectives import Collectives, Counts
 from surgeon.runtime.kernels.functions import kernels_for
@@ -19,7 +20,6 @@ from surgeon.runtime.model.layers import Norm, softcap, torch_dtype
 from surgeon.runtime.model.products import Panels, Product, Transposed, laid_out
 from surgeon.runtime.model.scoring import score
 from surgeon.runtime.plan.specification import Plan
-from surgeon.weights import ModelWeights
 
 Index = slice | Tensor  # which of some places, in order
 

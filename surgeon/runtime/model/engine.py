@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from surgeon.checkpoint.read import Checkpoint
+from surgeon.models.weights import ModelWeights
 from surgeon.runtime.batching.request import UNDEFINED, TokenLogprob, UndefinedLogits
 from surgeon.runtime.batching.sequence import Row, Wanted, asked_of
 from surgeon.runtime.batching.windows import BLOCK_TOKENS, blocks_for
@@ -34,7 +35,6 @@ from surgeon.runtime.model.thread_choice import OneThread, ThreadChoice
 from surgeon.runtime.plan.groups import cache_groups
 from surgeon.runtime.plan.kept import is_static, read_at_once
 from surgeon.runtime.plan.specification import Plan
-from surgeon.weights import ModelWeights
 
 
 @dataclass

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surgeon.families import SublayerSpec
+from surgeon.models.families import SublayerSpec
+from surgeon.models.weights import Tensors
 from surgeon.runtime.kernels.functions import Kernels, kernels_for
 from surgeon.runtime.model.linear import Maps, count_outputs, second_factor
 from surgeon.runtime.plan.specification import Plan, Rotary
-from surgeon.weights import Tensors
 
 Activation = Callable[[Tensor], Tensor]
 

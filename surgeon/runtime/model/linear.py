@@ -10,8 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from surgeon.models.weights import Tensors
 from surgeon.runtime.model.products import laid_out
-from surgeon.weights import Tensors
 
 
 class LinearMap(Protocol):

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from surgeon.models.weights import Tensors
 from surgeon.runtime.comm.collectives import Collectives, Counts
 from surgeon.runtime.model.linear import Linear, LinearMap, LowRank, Maps, is_factored, second_factor
-from surgeon.weights import Tensors
 
 ROUNDS, WARM_UPS = 5, 2  # of measuring which way is faster
 

@@ -17,8 +17,8 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from surgeon.execute import Partial
-from surgeon.program import WRITING, Step
+from surgeon.language.execute import Partial
+from surgeon.language.program import WRITING, Step
 from surgeon.runtime.model.layers import Norm
 from surgeon.runtime.model.linear import LinearMap
 

@@ -14,9 +14,10 @@ from functools import partial, reduce
 import torch
 from torch import Tensor
 
-from surgeon.execute import Branch, Machine, Partial, Pending, State, advance, land
-from surgeon.families import Projection
-from surgeon.program import ATTENTION, WRITING, Fork, Program, Step, Sublayer
+from surgeon.language.execute import Branch, Machine, Partial, Pending, State, advance, land
+from surgeon.language.program import ATTENTION, WRITING, Fork, Program, Step, Sublayer
+from surgeon.models.families import Projection
+from surgeon.models.weights import ModelWeights, Tensors
 from surgeon.runtime.comm.collectives import Collectives, Counts
 from surgeon.runtime.kernels.functions import kernels_for
 from surgeon.runtime.kernels.recording import Arena, Recording, Replay
@@ -27,7 +28,6 @@ from surgeon.runtime.model.outputs import StepOutputs, summed_in_rank_space
 from surgeon.runtime.plan.kept import kept_ranks
 from surgeon.runtime.plan.placement import Group, Part, Work, assigned_branches, computed_of, groups_within, rank_work
 from surgeon.runtime.plan.specification import Plan
-from surgeon.weights import ModelWeights, Tensors
 
 
 @dataclass

@@ -15,14 +15,14 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from surgeon.checkpoint.load import compute_dtype, read_config, stored_program
 from surgeon.checkpoint.read import Checkpoint, locate, read_json
 from surgeon.errors import did_you_mean, first_line, shown
-from surgeon.families import Family, Projection, family_of
-from surgeon.families.fused import FUSED
-from surgeon.model import check_layers
-from surgeon.program import Program, Sublayer
+from surgeon.language.program import Program, Sublayer
+from surgeon.models.edit import check_layers
+from surgeon.models.families import Family, Projection, family_of
+from surgeon.models.families.fused import FUSED
+from surgeon.models.weights import ModelWeights, require_sliceable
 from surgeon.runtime.plan.division import check_division
 from surgeon.runtime.plan.kept import require_low_rank
 from surgeon.runtime.plan.specification import OWN_ACTIVATIONS, Decoding, KvMode, LowRankMode, Plan, Rotary
-from surgeon.weights import ModelWeights, require_sliceable
 
 DTYPES = ("float32", "bfloat16", "float16")
 ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)

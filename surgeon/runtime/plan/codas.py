@@ -9,13 +9,13 @@ from surgeon.checkpoint.codas import INDEX, read_codas
 from surgeon.checkpoint.read import check_inside
 from surgeon.checkpoint.replaceable import CODAS
 from surgeon.checkpoint.tensor_file import TensorFile
-from surgeon.families import family_of
-from surgeon.model import check_layers
-from surgeon.program import Program, Step
+from surgeon.language.program import Program, Step
+from surgeon.models.edit import check_layers
+from surgeon.models.families import family_of
+from surgeon.models.weights import ModelWeights
 from surgeon.runtime.plan.checks import rotary_layers_of, windows_of
 from surgeon.runtime.plan.division import check_division
 from surgeon.runtime.plan.specification import CodaPlan, Plan
-from surgeon.weights import ModelWeights
 
 
 def with_coda(plan: Plan) -> Plan:

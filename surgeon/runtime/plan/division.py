@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from surgeon.program import Program, Sublayer
+from surgeon.language.program import Program, Sublayer
+from surgeon.models.weights import indivisible
+from surgeon.models.weights.layout import Units
 from surgeon.runtime.plan.placement import rank_work
-from surgeon.weights import indivisible
-from surgeon.weights.layout import Units
 
 MOST_SUGGESTED = 64  # where numbers of ranks that would do are listed
 

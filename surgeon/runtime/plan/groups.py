@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from surgeon.program import Program
+from surgeon.language.program import Program
 from surgeon.runtime.batching.windows import Windows, text_blocks
 from surgeon.runtime.plan.kept import can_be_low_rank
 from surgeon.runtime.plan.placement import rank_work

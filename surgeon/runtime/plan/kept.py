@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from surgeon.program import ATTENTION, Program, Sublayer
+from surgeon.language.program import ATTENTION, Program, Sublayer
 from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.plan.specification import Plan
 

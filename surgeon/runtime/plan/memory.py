@@ -8,9 +8,11 @@ from typing import Protocol
 
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.tensor_file import TensorFile
-from surgeon.families.base import Family, Unit
+from surgeon.language.program import Program, Sublayer
 from surgeon.memory import free_bytes, gpu_free_bytes, show_size
-from surgeon.program import Program, Sublayer
+from surgeon.models.families.base import Family, Unit
+from surgeon.models.weights import ModelWeights, unit_bounds
+from surgeon.models.weights.layout import Units
 from surgeon.runtime.batching.windows import (
     BLOCK_TOKENS,
     PASS_TOKENS,
@@ -23,8 +25,6 @@ from surgeon.runtime.plan.groups import CacheGroups, cache_groups
 from surgeon.runtime.plan.kept import is_static, kept_numbers, kept_ranks, read_at_once
 from surgeon.runtime.plan.placement import computed_of, rank_work
 from surgeon.runtime.plan.specification import Plan
-from surgeon.weights import ModelWeights, unit_bounds
-from surgeon.weights.layout import Units
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from surgeon.program import ATTENTION, Fork, Node, Program, Step, Sublayer, ranks_per_branch
+from surgeon.language.program import ATTENTION, Fork, Node, Program, Step, Sublayer, ranks_per_branch
 from surgeon.runtime.plan.specification import Plan
 
 Group = tuple[int, ...]  # ranks that share a piece of work, in ascending order

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from surgeon.families import FAMILIES, Family
-from surgeon.program import Sublayer
+from surgeon.language.program import Sublayer
+from surgeon.models.families import FAMILIES, Family
 
 # Decode passes are computed like all others (dynamic: on CPUs), in a few fixed shapes (static), or in these shapes
 # recorded as CUDA graphs (captured: on GPUs whose collectives can be); auto is what fits the device best.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.comm.quantised import Compressed, Compression
-from surgeon.runtime.processes.rank import Rank
+from surgeon.runtime.worker.rank import Rank
 
 
 def noise(rank: int, shape: tuple[int, ...]) -> Tensor:

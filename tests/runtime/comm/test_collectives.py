@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgeon.bench.timing import PassRecorder, TimedCollectives
+from surgeon.benchmarks.timing import PassRecorder, TimedCollectives
+from surgeon.processes.torchrun import RankLocation
 from surgeon.runtime.comm.collectives import Alone, Counts, TorchCollectives, Unconnected
 from surgeon.runtime.comm.link import EmulatedLink, Link
 from surgeon.runtime.comm.quantised import Compressed
 from surgeon.runtime.comm.shared_memory import SLOT_BYTES, SLOTS
 from surgeon.runtime.model.engine import Figures
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.processes.rank import RankSettings, rank_device
-from surgeon.runtime.processes.ranks import RankOptions, Ranks, choose_collectives, choose_device
-from surgeon.runtime.processes.torchrun import RankLocation
+from surgeon.runtime.worker.rank import RankSettings, rank_device
+from surgeon.runtime.worker.ranks import RankOptions, Ranks, choose_collectives, choose_device
 from tests.runtime import on_ranks
 from tests.runtime.comm import on_collectives
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgeon.execute import Machine, Partial, Pending, run
-from surgeon.program import Fork, Program, Step
+from surgeon.language.execute import Machine, Partial, Pending, run
+from surgeon.language.program import Fork, Program, Step
 from surgeon.runtime.comm.collectives import Collectives, Counts
 from surgeon.runtime.comm.link import SPIN_SECONDS, Clock, EmulatedLink, Link, SystemClock, parse_link, parse_seconds
 from surgeon.runtime.plan.placement import Group
-from surgeon.runtime.processes.ranks import RankOptions, Ranks, check_sending
+from surgeon.runtime.worker.ranks import RankOptions, Ranks, check_sending
 from tests.runtime.comm import on_collectives
 
 

@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgeon.bench.compression_cost import measure_compression, random_windows
-from surgeon.program import Program
+from surgeon.benchmarks.compression_cost import measure_compression, random_windows
+from surgeon.language.program import Program
 from surgeon.runtime.comm.collectives import Alone, Counts
 from surgeon.runtime.comm.quantised import Compressed, Compression, Packing
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.processes.ranks import RankOptions, Ranks
-from surgeon.runtime.processes.worker import load
-from tests.models import VOCABULARY, damage, save_checkpoint, tiny_model
+from surgeon.runtime.worker.ranks import RankOptions, Ranks
+from surgeon.runtime.worker.worker import load
 from tests.runtime import on_ranks
 from tests.runtime.comm import on_collectives
+from tests.tiny_models import VOCABULARY, damage, save_checkpoint, tiny_model
 
 KINDS: list[Compression] = ["int8", "int4"]
 LARGEST = {"int8": 127, "int4": 7}

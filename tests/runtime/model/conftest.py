@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from surgeon.runtime.processes.ranks import RankOptions, Ranks
+from surgeon.runtime.worker.ranks import RankOptions, Ranks
 
 
 class Several(NamedTuple):

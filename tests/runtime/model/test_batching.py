@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from surgeon.model import edit
+from surgeon.models.edit import edit
 from surgeon.runtime.batching.request import Request, Sampling
 from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.model.sampling import logprob_of
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.groups import cache_groups
-from surgeon.runtime.processes.ranks import RankOptions, Ranks
-from surgeon.runtime.processes.worker import ENGINE, complete, load, unload
-from tests.models import VOCABULARY, tiny_model
+from surgeon.runtime.worker.ranks import RankOptions, Ranks
+from surgeon.runtime.worker.worker import ENGINE, complete, load, unload
 from tests.runtime.on_ranks import complete_twice
 from tests.selection import case
+from tests.tiny_models import VOCABULARY, tiny_model
 
 PROGRAMS = {
     "dense": "A0 F0 A1 F1 A2 F2 A3 F3",

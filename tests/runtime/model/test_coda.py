@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from surgeon.checkpoint.in_memory import export
-from surgeon.model import edit
+from surgeon.exports.in_memory import export
+from surgeon.models.edit import edit
 from surgeon.runtime.batching.request import Request, Sampling
 from surgeon.runtime.batching.scheduler import Limits, Output, Tally
 from surgeon.runtime.comm.collectives import Alone
@@ -20,10 +20,10 @@ from surgeon.runtime.comm.pipes import Sender
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.codas import with_coda
-from surgeon.runtime.processes.worker import Leader
+from surgeon.runtime.worker.worker import Leader
 from tests.codas import save_codas
-from tests.models import VOCABULARY, damage, tiny_model
 from tests.runtime.model.test_sampling import kept_by_lists
+from tests.tiny_models import VOCABULARY, damage, tiny_model
 
 NEW = 14
 GREEDY = Sampling(max_new_tokens=NEW, ignore_end=True)

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import surgeon
-from surgeon.checkpoint.export import Original, plan_export, write_export
-from surgeon.program import Program
+from surgeon.exports.export import Original, plan_export, write_export
+from surgeon.language.program import Program
 from surgeon.runtime.batching.request import UNDEFINED, UndefinedLogits
 from surgeon.runtime.batching.sequence import Row, Targets, Wanted
 from surgeon.runtime.comm.collectives import Alone
@@ -23,8 +23,8 @@ from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.model.layers import FeedForward, rotation
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Rotary
-from tests.models import damage, save_checkpoint
 from tests.runtime.on_ranks import chunked_logits
+from tests.tiny_models import damage, save_checkpoint
 
 TOLERANCE = 1e-4
 BAD = 9  # the token that a damaged model makes no number of

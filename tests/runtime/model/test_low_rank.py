@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from surgeon.families import FAMILIES
-from surgeon.program import Program
+from surgeon.language.program import Program
+from surgeon.models.families import FAMILIES
 from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.model.outputs import summed_in_rank_space
 from surgeon.runtime.plan.checks import make_plan
 from tests.checkpoint.helpers import IDS, plain_logits, relative_error, run_export
-from tests.models import tiny_model
 from tests.runtime.model.conftest import Several
 from tests.runtime.on_ranks import logits_in_chunks
 from tests.selection import case
+from tests.tiny_models import tiny_model
 
 TOLERANCE = 1e-4
 WAYS = ("gather", "replicate", "base", "auto")

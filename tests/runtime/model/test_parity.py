@@ -10,19 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgeon.families import FAMILIES
-from surgeon.model import edit
-from surgeon.operations import desync, fuse_attention_mlp, tracks
-from surgeon.program import Node, Program, Step
+from surgeon.language.operations import desync, fuse_attention_mlp, tracks
+from surgeon.language.program import Node, Program, Step
+from surgeon.models.edit import edit
+from surgeon.models.families import FAMILIES
 from surgeon.runtime.batching.request import Request, Sampling
 from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.processes.ranks import RankOptions, Ranks
-from surgeon.runtime.processes.worker import Progress, complete, load, unload
-from tests.models import VOCABULARY, tiny_model
+from surgeon.runtime.worker.ranks import RankOptions, Ranks
+from surgeon.runtime.worker.worker import Progress, complete, load, unload
 from tests.runtime.on_ranks import logits_in_chunks
 from tests.selection import case
+from tests.tiny_models import VOCABULARY, tiny_model
 
 TOLERANCE = 1e-4
 # Mistral, Phi3, and some layers of Qwen2, Gemma2, GPT-Neo and SmolLM3 have windows of 5 tokens.

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from surgeon.families import FAMILIES
+from surgeon.models.families import FAMILIES
 from surgeon.runtime.batching.sequence import Row, Wanted
 from surgeon.runtime.comm.collectives import Alone, Counts
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Plan
 from tests.checkpoint.helpers import plain_logits, relative_error
-from tests.models import VOCABULARY, tiny_model
 from tests.runtime.model.conftest import Several
 from tests.runtime.on_ranks import Continued, chunked_logits, continue_texts, continued
 from tests.selection import one_in
+from tests.tiny_models import VOCABULARY, tiny_model
 
 TOLERANCE = 1e-4
 PROMPTS = torch.randint(2, VOCABULARY, (2, 29), generator=torch.Generator().manual_seed(3))

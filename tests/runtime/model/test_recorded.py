@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from surgeon.bench.timing import TimedEngine
+from surgeon.benchmarks.timing import TimedEngine
 from surgeon.cost.dissect import READING, SUBLAYER, DissectedEngine
 from surgeon.runtime.batching.sequence import Row, Wanted
 from surgeon.runtime.batching.windows import BLOCK_TOKENS
@@ -33,10 +33,10 @@ from surgeon.runtime.model.paged_cache import PagedCache
 from surgeon.runtime.model.products import laid_out
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Plan
-from surgeon.runtime.processes.ranks import RankOptions, Ranks
-from tests.models import tiny_model
+from surgeon.runtime.worker.ranks import RankOptions, Ranks
 from tests.runtime.model.test_static_decode import PROGRAMS as WHOLE
 from tests.runtime.on_ranks import continued_both_ways
+from tests.tiny_models import tiny_model
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 128}
 WIDE = {

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from surgeon.runtime.batching.request import Sampling, TokenLogprob
 from surgeon.runtime.model.scoring import score
-from surgeon.runtime.processes.ranks import RankOptions
 from surgeon.runtime.service import Service, ServiceOptions
-from tests.models import save_checkpoint
+from surgeon.runtime.worker.ranks import RankOptions
+from tests.tiny_models import save_checkpoint
 
 PROMPT_TOKENS = 700  # more than one pass computes
 TOP = 3

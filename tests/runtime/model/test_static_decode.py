@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from surgeon.bench.timing import TimedEngine
-from surgeon.program import Program
+from surgeon.benchmarks.timing import TimedEngine
+from surgeon.language.program import Program
 from surgeon.runtime.batching.blocks import BlockTable
 from surgeon.runtime.batching.request import Request, Sampling
 from surgeon.runtime.batching.scheduler import Limits
@@ -45,12 +45,12 @@ from surgeon.runtime.model.static_decode import (
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.placement import Group
 from surgeon.runtime.plan.specification import Decoding
-from surgeon.runtime.processes.ranks import RankOptions, Ranks
-from surgeon.runtime.processes.worker import complete, load, unload
-from tests.models import VOCABULARY, tiny_model
+from surgeon.runtime.worker.ranks import RankOptions, Ranks
+from surgeon.runtime.worker.worker import complete, load, unload
 from tests.runtime.model.test_paged_cache import places_of, plain_attention
 from tests.runtime.on_ranks import complete_twice
 from tests.selection import case, one_in
+from tests.tiny_models import VOCABULARY, tiny_model
 
 TOLERANCE = 1e-5
 HEAD_DIM, BLOCKS = 8, 24

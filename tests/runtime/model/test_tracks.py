@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from surgeon.model import edit
-from surgeon.program import Program
+from surgeon.language.program import Program
+from surgeon.models.edit import edit
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.memory import footprint
-from surgeon.train.scratch.tracks import narrow
-from tests.models import VOCABULARY, disturb, tiny_model
+from surgeon.training.scratch.tracks import narrow
 from tests.runtime.model.conftest import Several
 from tests.runtime.on_ranks import held, logits_in_chunks
+from tests.tiny_models import VOCABULARY, disturb, tiny_model
 
 LAYERS, DEPTH = 5, 2  # three blocks, the last one shorter
 SIZES = {"hidden_size": 128, "intermediate_size": 176, "num_attention_heads": 8, "num_key_value_heads": 4}

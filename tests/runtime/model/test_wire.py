@@ -24,15 +24,15 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from surgeon.execute import State, land
-from surgeon.families import FAMILIES
+from surgeon.language.execute import State, land
+from surgeon.models.families import FAMILIES
+from surgeon.models.weights import ModelWeights, NamedTensors
 from surgeon.runtime.comm.collectives import Collectives, Counts
 from surgeon.runtime.model.layers import Pass
 from surgeon.runtime.model.program import RankProgram
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import LowRankMode, Plan
-from surgeon.runtime.processes.ranks import RankOptions, Ranks
-from surgeon.weights import ModelWeights, NamedTensors
+from surgeon.runtime.worker.ranks import RankOptions, Ranks
 from tests.runtime.on_ranks import logits_in_chunks
 
 HIDDEN, KV, WIDE = 8192, 1024, 28672

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from surgeon.families import FAMILIES
-from surgeon.operations import desync, tracks
-from surgeon.program import Program, Sublayer
+from surgeon.language.operations import desync, tracks
+from surgeon.language.program import Program, Sublayer
+from surgeon.models.families import FAMILIES
 from surgeon.runtime.model.layers import ACTIVATIONS
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import OWN_ACTIVATIONS

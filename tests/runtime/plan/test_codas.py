@@ -17,7 +17,7 @@ from surgeon.runtime.plan.codas import with_coda
 from surgeon.runtime.plan.memory import footprint
 from surgeon.runtime.plan.specification import Plan
 from tests.codas import save_codas
-from tests.models import tiny_model
+from tests.tiny_models import tiny_model
 
 
 @pytest.fixture

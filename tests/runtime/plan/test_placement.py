@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from surgeon.program import Program, Step, Sublayer, steps_of
+from surgeon.language.program import Program, Step, Sublayer, steps_of
 from surgeon.runtime.plan.placement import assigned_branches, groups_within, rank_work, step_parts
 
 

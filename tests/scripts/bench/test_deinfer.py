@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from scripts.bench import deinfer
-from surgeon.bench.measure import Candidate, Load, Measurement, Result, Split
+from surgeon.benchmarks.measure import Candidate, Load, Measurement, Result, Split
 from surgeon.runtime.comm.collectives import Counts
-from tests.models import save_checkpoint
-from tests.weights.test_view import sublayer
+from tests.models.weights.test_view import sublayer
+from tests.tiny_models import save_checkpoint
 
 
 class Whole:

@@ -19,10 +19,10 @@ from scripts.bench.rack_processes import PROCESSES
 from scripts.bench.rack_quality import Run
 from scripts.bench.racks import Bench, Cell, Figures
 from surgeon.provenance import write_json
-from surgeon.train.racks.in_turn import rack_folder
-from surgeon.train.racks.items import ItemKey, ItemKind
-from surgeon.train.racks.run_files import PLAN_FILE, RESULT_FILE
-from surgeon.train.racks.traffic import Timeline, Traffic
+from surgeon.training.racks.in_turn import rack_folder
+from surgeon.training.racks.items import ItemKey, ItemKind
+from surgeon.training.racks.run_files import PLAN_FILE, RESULT_FILE
+from surgeon.training.racks.traffic import Timeline, Traffic
 
 STEPS = Optimisation(3, 8, 1, 1e-3, warmup=1)
 

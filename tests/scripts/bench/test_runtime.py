@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from scripts.bench import runtime
-from surgeon.bench.measure import Candidate, Load, Measurement, Result, Split
-from surgeon.bench.timing import PassTiming, RankRun
-from surgeon.program import Program
+from surgeon.benchmarks.measure import Candidate, Load, Measurement, Result, Split
+from surgeon.benchmarks.timing import PassTiming, RankRun
+from surgeon.language.program import Program
 from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.comm.link import Link
 

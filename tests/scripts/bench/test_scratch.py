@@ -10,8 +10,8 @@ import pytest
 from scipy import stats
 
 from scripts.bench import scratch
-from surgeon.train.scratch.build import blueprint
-from surgeon.train.scratch.tracks import count_parameters
+from surgeon.training.scratch.build import blueprint
+from surgeon.training.scratch.tracks import count_parameters
 
 LOSSES = {
     ("dense", 0): [3.0, 3.2, 3.4],

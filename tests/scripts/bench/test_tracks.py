@@ -9,8 +9,8 @@ import pytest
 from transformers import LlamaConfig
 
 from scripts.bench import tracks
-from surgeon.bench.measure import Candidate, Load, Measurement, Result, Split
-from surgeon.program import Program
+from surgeon.benchmarks.measure import Candidate, Load, Measurement, Result, Split
+from surgeon.language.program import Program
 from surgeon.runtime.comm.collectives import Counts
 
 

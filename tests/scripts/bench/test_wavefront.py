@@ -14,7 +14,7 @@ from scripts.bench.wavefront import FirstRack, Message, Stretch, Wire, deeper, e
 from surgeon.runtime.comm.link import Link
 from surgeon.runtime.plan.specification import Plan
 from tests.codas import save_codas
-from tests.models import VOCABULARY, tiny_model
+from tests.tiny_models import VOCABULARY, tiny_model
 
 NEW = 20
 

@@ -11,7 +11,7 @@ from matplotlib.image import imread
 from scripts.cost.against import Cell, draw, lines, summary
 from scripts.cost.machine import Model, parse_link, plans
 from surgeon.demo import MODEL_FOLDER
-from surgeon.program import Program
+from surgeon.language.program import Program
 
 CELL = Cell("demo", 2, "1ms", "attention || MLP", 8, "decode", 0.011, 0.010, -0.02, 0.03)
 CELLS = [CELL, replace(CELL, predicted=0.008, in_step=0.5), replace(CELL, phase="prefill", predicted=0.0105)]

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 import surgeon
 from scripts.vllm import cases as script
 from scripts.vllm import checkpoints
-from surgeon.model import program_of
-from surgeon.program import Program
-from tests.models import save_checkpoint, tiny_model
+from surgeon.language.program import Program
+from surgeon.models.edit import program_of
+from tests.tiny_models import save_checkpoint, tiny_model
 
 IDS = torch.randint(2, 97, (2, 9), generator=torch.Generator().manual_seed(1))
 # Answers as an engine does: the second model cannot be run, and the third one ends the process without a word.

@@ -1,0 +1,151 @@
+"""Running the tasks of a shared plan on a `transformers` model."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from surgeon.analysis.engine.averages import RunningAverages
+from surgeon.analysis.engine.prefixes import PlanStates
+from surgeon.analysis.engine.sharing import Extend, Join, Reach, RunStep, SharedPlan, Take, sublayers_in
+from surgeon.analysis.engine.states import Held, States
+from surgeon.checkpoint.streamed import StreamedLayers, streamed_layers
+from surgeon.language.execute import Partial, State, advance, fork_output, land
+from surgeon.language.program import Fork, Program, Sublayer
+from surgeon.models.edit import decoder_inputs, decoder_layers
+from surgeon.models.edited_layers import EditedLayers, ModelMachine
+from surgeon.models.families import family_of
+from surgeon.models.weights import FactorSource, ModelWeights, module_with
+
+_LOOKING = Lock()  # what a decoder hands its layers is seen by standing in for them, which one thread at a time can
+
+
+class PlanMachine(ModelMachine):
+    """Runs any program's sublayers on an unedited model, without a cache; averages and slices live while they run.
+
+    Args:
+        model: left as it is.
+        input_ids: (windows, tokens), all of them real tokens.
+        kept_bytes: where the model's weights are streamed, how many bytes of them may be kept; always those in use.
+        factors: of matrices that a program has a rank for; by default their truncated singular values.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, input_ids: Tensor, kept_bytes: int = 0, factors: FactorSource | None = None
+    ) -> None:
+        with _LOOKING:
+            self.stream, arguments = decoder_inputs(model, input_ids)
+            super().__init__(_OnDemand(model, kept_bytes, factors), arguments)
+
+    def slot_of(self, attention: Sublayer) -> int:
+        return attention.layers[0]
+
+
+class _OnDemand(EditedLayers):
+    """Derives averages, slices and factors when they are asked for, and keeps none: a scan uses each of them once.
+
+    Averages are made of the sums of those before them. Where the weights are streamed, so is every other sublayer;
+    those used last are kept, as the memory given allows.
+    """
+
+    def __init__(self, model: PreTrainedModel, kept_bytes: int, factors: FactorSource | None) -> None:
+        layers, family = decoder_layers(model), family_of(model.config)
+        assert isinstance(layers, nn.ModuleList)
+        super().__init__(layers, model.config, family, Program.dense(len(layers), family.steps_per_layer), factors)
+        self.streamed = streamed_layers(model)
+        self.kept: OrderedDict[Sublayer, nn.Module] = OrderedDict()
+        self.kept_bytes = kept_bytes
+        self.averages: RunningAverages | None = None
+
+    def derive(self, sublayer: Sublayer) -> nn.Module:
+        """As `EditedLayers` does."""
+        plain = sublayer.piece is None and not sublayer.ranks and not self.holds_factors
+        if len(sublayer.layers) == 1 or not plain or self.streamed is not None:
+            return super().derive(sublayer)
+        weights = self.weights()
+        if self.averages is None:
+            self.averages = RunningAverages(weights)
+        spec, layer = self.family.spec(sublayer.kind), self.layer(sublayer.layers[0])
+        return module_with(self.averages.tensors(sublayer), layer, spec, weights.head_dim)
+
+    def owner(self, sublayer: Sublayer) -> nn.Module:
+        if self.is_derived(sublayer):
+            return self.derive(sublayer)
+        return super().owner(sublayer) if self.streamed is None else self._read(sublayer, self.streamed)
+
+    def view_weights(self) -> ModelWeights:
+        if self.streamed is None:
+            return super().view_weights()
+        return self.streamed.weights(self.family.head_dim(self.config), self.factors)
+
+    def _read(self, sublayer: Sublayer, streamed: StreamedLayers) -> nn.Module:
+        if sublayer not in self.kept:
+            room = self.kept_bytes - streamed.sublayer_bytes(self.family.spec(sublayer.kind))
+            while self.kept and self._held_bytes(streamed) > room:
+                self.kept.popitem(last=False)
+            self.kept[sublayer] = self.derive(sublayer)
+        self.kept.move_to_end(sublayer)
+        return self.kept[sublayer]
+
+    def _held_bytes(self, streamed: StreamedLayers) -> int:
+        return sum(streamed.sublayer_bytes(self.family.spec(sublayer.kind)) for sublayer in self.kept)
+
+
+@torch.inference_mode()
+def run_plan(
+    plan: SharedPlan,
+    machine: PlanMachine,
+    ran: Callable[[int], Any] = lambda _: None,
+    states: States | None = None,
+    kept: PlanStates | None = None,
+) -> Iterator[tuple[Program, Tensor]]:
+    """Run the plan, yielding each program with the stream after it, (windows, tokens, hidden), as it is reached.
+
+    Args:
+        ran: called after every task with the number of sublayers it ran.
+        states: where to hold what is between tasks; in memory by default.
+        kept: states of earlier plans, which this plan starts from, and which its own are added to.
+    """
+    registers = States(plan) if states is None else states
+    registers[0] = State(machine.stream)
+    for task, freed in zip(plan.tasks, plan.frees, strict=True):
+        if isinstance(task, Reach):
+            yield task.program, land(_state(registers[task.source])).stream
+        elif isinstance(task, Take):
+            assert kept is not None
+            registers[task.target] = kept.take(task)
+        else:
+            registers[task.target] = result = _result(task, registers, machine)
+            if kept is not None and isinstance(result, State):
+                kept.offer(task.target, result)
+            ran(sublayers_in(task))
+        for register in freed:
+            del registers[register]
+
+
+def _result(task: RunStep | Extend | Join, registers: States, machine: PlanMachine) -> Held:
+    """What a task leaves in its register: a state, or a running sum of what branches add."""
+    before = _state(registers[task.source])
+    if isinstance(task, RunStep):
+        state = advance(before, task.step, machine)
+        return land(state) if task.land else state
+    start = land(before)
+    total = None if task.total is None else registers[task.total]
+    assert not isinstance(total, State)
+    if isinstance(task, Extend):
+        added = fork_output(Fork((task.branch,)), start.stream, machine)
+        return added if total is None else total + added
+    assert total is not None
+    state = State(start.stream, machine.reduce(Partial(total)), start.added)
+    return land(state) if task.land else state
+
+
+def _state(held: Held) -> State:
+    assert isinstance(held, State)
+    return held

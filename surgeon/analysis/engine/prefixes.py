@@ -1,0 +1,203 @@
+"""States that outlive a plan: what a program begins with, once run, need not run again for another one.
+
+A state is known by the windows it was computed on and by the nodes that led to it, which are numbered (a prefix is
+the one before it and a node), so that long ones cost no more to look up than short ones. `resume` writes a plan again
+that starts from the kept states. What a program computes from a state is the same wherever the state comes from, so
+nothing that is kept, or dropped, changes a number.
+
+Where room runs out, the state goes that has the least of: sublayers saved by it, times how often it was used, by its
+bytes, plus the value that the last dropped one had, which ages those not used any more (Cherkasova 1998, "Improving
+WWW Proxies Performance with Greedy-Dual-Size-Frequency Caching Policy").
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from threading import RLock
+from typing import NamedTuple
+
+from surgeon.analysis.engine.sharing import Extend, Join, Reach, RunStep, SharedPlan, Take, Task, plan_of, reads
+from surgeon.analysis.engine.states import held_bytes
+from surgeon.language.execute import State, land
+from surgeon.language.program import Fork, Node, steps_of
+
+START = 0  # the number of what begins with nothing: the embedded tokens
+
+
+class Prefixes:
+    """Numbers of what programs begin with, from 1 on.
+
+    Attributes:
+        sublayers: how many sublayers a prefix runs, by its number.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[int, Node], int] = {}
+        self.sublayers = [0]
+
+    def number(self, before: int, node: Node) -> int:
+        """Of a prefix and one node more."""
+        found = self._numbers.setdefault((before, node), len(self.sublayers))
+        if found == len(self.sublayers):
+            more = sum(len(step.sublayers) for step in steps_of((node,)))
+            self.sublayers.append(self.sublayers[before] + more)
+        return found
+
+    def registers(self, plan: SharedPlan) -> dict[int, int]:
+        """Of what leads to each state of a plan, by its register; running sums of forks have none."""
+        numbers = {0: START}
+        sums: dict[int, tuple[tuple[Node, ...], ...]] = {}
+        for task in plan.tasks:
+            if isinstance(task, RunStep):
+                numbers[task.target] = self.number(numbers[task.source], task.step)
+            elif isinstance(task, Extend):
+                sums[task.target] = (*(() if task.total is None else sums[task.total]), task.branch)
+            elif isinstance(task, Join):
+                numbers[task.target] = self.number(numbers[task.source], Fork(sums[task.total]))
+        return numbers
+
+
+def resume(plan: SharedPlan, numbers: Mapping[int, int], is_kept: Callable[[int, bool], bool]) -> SharedPlan:
+    """The plan with kept states in the place of the tasks that lead to them.
+
+    Args:
+        numbers: of prefixes, by register.
+        is_kept: whether there is a state for a prefix, which is landed or which need not be.
+    """
+    tasks: list[Task] = []
+    read: set[int] = set()
+    for task in reversed(plan.tasks):
+        if not isinstance(task, Reach) and task.target not in read:
+            continue  # only led to a kept state
+        if isinstance(task, RunStep | Join) and is_kept(numbers[task.target], task.land):
+            tasks.append(Take(numbers[task.target], task.target, task.land))
+            continue
+        tasks.append(task)
+        read.update(reads(task))
+    return plan_of(tasks[::-1])
+
+
+class Place(NamedTuple):
+    """What a state is known by: the windows it was computed on, and the number of what led to it."""
+
+    start: int
+    stop: int
+    prefix: int
+
+
+@dataclass
+class _Kept:
+    state: State
+    bytes: int
+    sublayers: int
+    uses: int = 1
+    value: float = 0.0  # at its last use
+
+
+@dataclass
+class KeptStates:
+    """States of programs on windows of text, as many as fit. Several threads may use them.
+
+    Attributes:
+        limit: in bytes; see `shrink`.
+        bytes: of what is kept now.
+        prefixes: the numbers that they are known by.
+        lock: held while they are looked at or changed.
+    """
+
+    limit: int
+    bytes: int = 0
+    prefixes: Prefixes = field(default_factory=Prefixes)
+    lock: RLock = field(default_factory=RLock, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self._kept: dict[Place, _Kept] = {}
+        self._order: list[tuple[float, Place]] = []  # a heap by value; entries that were used since are stale
+        self._dropped = 0.0  # the value of what was dropped last
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def shrink(self, limit: int) -> None:
+        """Keep no more than so many bytes from here on."""
+        with self.lock:
+            self.limit = max(0, limit)
+            self._make_room()
+
+    def find(self, place: Place, landed: bool) -> State | None:
+        """The state kept for a place, if it is one that serves where it has to be landed, or must not be."""
+        found = self._kept.get(place)
+        return found.state if found is not None and (landed or found.state.pending is not None) else None
+
+    def take(self, place: Place) -> State:
+        """The state of a place that has one; it stays, and counts as used once more."""
+        with self.lock:
+            found = self._kept[place]
+            found.uses += 1
+            self._rank(place, found)
+            return found.state
+
+    def put(self, place: Place, state: State) -> None:
+        """Keep a state, if there is room for it."""
+        with self.lock:
+            size = held_bytes(state)
+            if size > self.limit or self.find(place, landed=state.pending is None) is not None:
+                return
+            if place in self._kept:
+                self._drop(place)
+            self._kept[place] = kept = _Kept(state, size, self.prefixes.sublayers[place.prefix])
+            self.bytes += size
+            self._rank(place, kept)
+            self._make_room()
+
+    def _rank(self, place: Place, kept: _Kept) -> None:
+        kept.value = self._dropped + kept.uses * kept.sublayers / kept.bytes
+        heapq.heappush(self._order, (kept.value, place))
+
+    def _make_room(self) -> None:
+        while self.bytes > self.limit:
+            value, place = heapq.heappop(self._order)
+            kept = self._kept.get(place)
+            if kept is not None and kept.value == value:
+                self._dropped = value
+                self._drop(place)
+
+    def _drop(self, place: Place) -> None:
+        self.bytes -= self._kept.pop(place).bytes
+
+
+class PlanStates:
+    """The kept states as one plan sees them, on its windows.
+
+    Args:
+        plan: as it is without them.
+        numbers: of its prefixes, by register.
+
+    Attributes:
+        plan: the one that starts from them.
+    """
+
+    def __init__(self, kept: KeptStates, plan: SharedPlan, numbers: Mapping[int, int], windows: range) -> None:
+        self.kept, self.numbers, self.windows = kept, numbers, windows
+        with kept.lock:
+            self.plan = resume(plan, numbers, self._is_kept)
+            # They are held here until the plan comes to them, whatever is dropped meanwhile.
+            takes = [task.prefix for task in self.plan.tasks if isinstance(task, Take)]
+            self._ready = {prefix: kept.take(self._place(prefix)) for prefix in takes}
+
+    def take(self, task: Take) -> State:
+        """The state that a task asks for."""
+        state = self._ready.pop(task.prefix)
+        return land(state) if task.land else state
+
+    def offer(self, register: int, state: State) -> None:
+        """Keep a state that was computed, if there is room for it."""
+        self.kept.put(self._place(self.numbers[register]), state)
+
+    def _is_kept(self, prefix: int, landed: bool) -> bool:
+        return self.kept.find(self._place(prefix), landed) is not None
+
+    def _place(self, prefix: int) -> Place:
+        return Place(self.windows.start, self.windows.stop, prefix)

@@ -1,0 +1,66 @@
+"""What was measured of each program, window by window, one line as soon as it is known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from surgeon.analysis.engine.measure import MeasuredWindows
+from surgeon.language.program import Program
+from surgeon.processes.journal import Journal
+from surgeon.quality.head import Quality
+
+
+class ProgramJournal(Journal):
+    """Per-window numbers of programs.
+
+    Args:
+        folder: made if it is not there.
+        name: of the file in it.
+        work, identity: as in `Journal`.
+        windows: how many windows are measured.
+    """
+
+    def __init__(self, folder: Path, name: str, work: str, identity: dict[str, Any], windows: int) -> None:
+        self.folder, self.windows = folder, windows
+        self._values: dict[str, NDArray[np.float64]] = {}
+        super().__init__(folder / name, work, identity)
+
+    def add(self, program: Program, windows: Sequence[int], quality: Quality) -> None:
+        """Keep one program's numbers on some windows."""
+        nll, divergence = quality.nll.tolist(), quality.divergence.tolist()
+        self.keep({"program": str(program), "windows": list(windows), "nll": nll, "divergence": divergence})
+
+    def add_new(self, measured: Iterable[MeasuredWindows], windows: Sequence[int]) -> None:
+        """Keep what comes in, unless it is here already.
+
+        Args:
+            windows: the numbers of those that were measured, in their order.
+        """
+        for one in measured:
+            part = windows[one.start : one.start + len(one.quality.nll)]
+            if not self.is_done(one.program, part):
+                self.add(one.program, part, one.quality)
+
+    def is_done(self, program: Program, windows: Sequence[int]) -> bool:
+        """Whether a program was measured on all of these windows."""
+        values = self._values.get(str(program))
+        return values is not None and not np.isnan(values[2, list(windows)]).any()
+
+    def values(self, program: Program, windows: Sequence[int]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Negative log-likelihood and divergence of a program on windows it was measured on, each (windows,)."""
+        nll, divergence, done = self._values[str(program)][:, list(windows)]
+        assert not np.isnan(done).any(), "asked for a program on windows that it was not measured on"
+        return nll, divergence
+
+    def take(self, line: Any) -> None:
+        values = self._values.get(line["program"])
+        if values is None:
+            # Third row: not NaN where measured, so that a NaN that was measured is not taken for a gap.
+            values = self._values[line["program"]] = np.full((3, self.windows), np.nan)
+        windows = line["windows"]
+        values[0, windows], values[1, windows], values[2, windows] = line["nll"], line["divergence"], 1.0

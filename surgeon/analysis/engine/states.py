@@ -1,0 +1,120 @@
+"""Where the states of a plan are held between tasks: in memory, and on disk what does not fit there."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator, MutableMapping
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from surgeon.analysis.engine.sharing import SharedPlan, reads
+from surgeon.language.execute import State
+from surgeon.memory import show_size
+from surgeon.models.weights import Tensors
+
+Held = State | Tensor  # a state, or a running sum of what branches add
+PREFIX = ".states-"
+
+
+class States(MutableMapping[int, Held]):
+    """The registers of a plan while it runs.
+
+    Beyond the limit, the states that are needed last go to files in a folder of their own, and come back when they are
+    read. The folder is removed at the end.
+
+    Args:
+        plan: says when each register is needed last.
+        limit: bytes that may be held in memory; None for no limit.
+        folder: where to make a folder for the rest; the system's own for temporary files if None.
+
+    Raises:
+        OSError: when the disk is full.
+    """
+
+    def __init__(self, plan: SharedPlan, limit: int | None = None, folder: Path | None = None) -> None:
+        self.limit = limit
+        self.folder = None if limit is None else Path(tempfile.mkdtemp(prefix=PREFIX, dir=folder))
+        self.last_use = {register: turn for turn, task in enumerate(plan.tasks) for register in reads(task)}
+        self.held: dict[int, Tensors] = {}
+        self.stored: dict[int, torch.device] = {}
+        self.bytes = 0  # of what is held
+
+    def __enter__(self) -> States:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def __getitem__(self, register: int) -> Held:
+        if register in self.held:
+            return _as_held(self.held[register])
+        return _as_held(load_file(self._file(register), device=str(self.stored[register])))
+
+    def __setitem__(self, register: int, value: Held) -> None:
+        self.held[register] = _as_tensors(value)
+        self.bytes += _size(self.held[register])
+        while self.limit is not None and self.bytes > self.limit and self.held:
+            self._store(max(self.held, key=lambda held: self.last_use.get(held, -1)))
+
+    def __delitem__(self, register: int) -> None:
+        if register in self.held:
+            self.bytes -= _size(self.held.pop(register))
+        else:
+            del self.stored[register]
+            self._file(register).unlink()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([*self.held, *self.stored])
+
+    def __len__(self) -> int:
+        return len(self.held) + len(self.stored)
+
+    def _store(self, register: int) -> None:
+        tensors = self.held.pop(register)
+        size = _size(tensors)
+        self.bytes -= size
+        try:
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, self._file(register))
+        except (OSError, SafetensorError) as error:
+            raise OSError(
+                f"no room for {show_size(size)} of hidden states in {self._file(register).parent} ({error}); free some "
+                "space, raise --memory, or measure fewer --tokens"
+            ) from error
+        self.stored[register] = next(iter(tensors.values())).device
+
+    def _file(self, register: int) -> Path:
+        assert self.folder is not None
+        return self.folder / f"{register}.safetensors"
+
+
+def held_bytes(value: Held) -> int:
+    """How much memory a state, or a running sum, takes."""
+    return _size(_as_tensors(value))
+
+
+def _as_tensors(value: Held) -> Tensors:
+    if isinstance(value, Tensor):
+        return {"sum": value}
+    pending = None if value.pending is None else value.pending()
+    parts = {"stream": value.stream, "pending": pending, "added": value.added}
+    return {name: tensor for name, tensor in parts.items() if tensor is not None}
+
+
+def _as_held(tensors: Tensors) -> Held:
+    if "sum" in tensors:
+        return tensors["sum"]
+    pending = tensors.get("pending")
+    return State(tensors["stream"], None if pending is None else lambda: pending, tensors.get("added"))
+
+
+def _size(tensors: Tensors) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

@@ -1,0 +1,196 @@
+"""Measuring programs in several processes, one for each GPU (or for a share of a machine's cores).
+
+Each worker loads the model for itself and measures a part of the programs: neighbours in the order of the shared plan,
+which have most in common, so that little of what sharing saves is lost. What they measure comes back through a queue,
+in the form in which `measure` gives it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import signal
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surgeon.analysis.engine.measure import MeasuredWindows, MeasureOptions, measure, windows_at_once
+from surgeon.analysis.engine.sharing import share_after
+from surgeon.analysis.subject import load_for_analysis
+from surgeon.checkpoint.read import Checkpoint
+from surgeon.language.program import Program
+from surgeon.models.edit import restore
+from surgeon.quality.head import Quality
+
+_ERRORS: dict[str, type[Exception]] = {"ValueError": ValueError, "OSError": OSError, "MemoryError": MemoryError}
+_PATIENCE = 0.5  # seconds between looks at whether all workers are still alive
+
+
+@dataclass(frozen=True)
+class Workers:
+    """Processes to share work out to.
+
+    Attributes:
+        checkpoint: the folder of the model that each of them loads.
+        batch: at most this many windows are run together; each worker finds what suits it by default.
+    """
+
+    count: int
+    checkpoint: Path
+    batch: int | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one worker is given.
+
+    Attributes:
+        checkpoint: the model's folder.
+        ids: (windows, tokens).
+        programs: as text, beside the dense one.
+        device: to run on.
+        threads: of PyTorch, on a CPU.
+        memory: a limit in bytes for this worker.
+        batch: at most this many windows are run together.
+        folder: for hidden states that do not fit into the memory.
+    """
+
+    checkpoint: Path
+    ids: Tensor
+    dense: str
+    programs: tuple[str, ...]
+    device: str = "cpu"
+    threads: int = 1
+    memory: int | None = None
+    batch: int | None = None
+    folder: Path | None = None
+
+
+def measure_in_workers(
+    job: Job, workers: int, ran: Callable[[float], Any] = lambda _: None
+) -> Iterator[MeasuredWindows]:
+    """What `measure` yields for the job's programs, measured by several processes.
+
+    Args:
+        job: of all programs; its device and threads are ignored.
+        ran: called with the work done: sublayers times the share of the windows they ran on.
+
+    Raises:
+        ValueError, OSError: what a worker raised.
+        OSError: if a worker was killed.
+    """
+    context = multiprocessing.get_context("spawn")
+    messages: Any = context.Queue()
+    jobs = split(job, workers)
+    processes = [context.Process(target=_work, args=(part, messages), daemon=True) for part in jobs]
+    try:
+        for process in processes:
+            process.start()
+        yield from _collect(processes, messages, ran)
+    finally:
+        for process in processes:
+            if process.pid is not None:
+                process.terminate()
+                process.join()
+
+
+def split(job: Job, workers: int) -> list[Job]:
+    """A job for each worker, with programs that are neighbours in the shared plan and about as much to run in each."""
+    plan = share_after(Program.parse(job.dense), map(Program.parse, job.programs))
+    costs = {str(program): sublayers for program, sublayers in plan.sublayers.items() if str(program) != job.dense}
+    wanted = sum(costs.values()) / workers
+    parts: list[list[str]] = [[] for _ in range(workers)]
+    done = 0.0
+    for program, cost in costs.items():
+        parts[min(workers - 1, int((done + cost / 2) / wanted) if wanted else 0)].append(program)
+        done += cost
+    devices = [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cpu"]
+    filled = [part for part in parts if part]
+    return [
+        replace(
+            job,
+            programs=tuple(part),
+            device=devices[index % len(devices)],
+            threads=max(1, torch.get_num_threads() // len(filled)),
+            memory=None if job.memory is None else job.memory // len(filled),
+        )
+        for index, part in enumerate(filled)
+    ]
+
+
+def _collect(processes: Sequence[BaseProcess], messages: Any, ran: Callable[[float], Any]) -> Iterator[MeasuredWindows]:
+    """Pass on what the workers send, until all of them have ended."""
+    running = len(processes)
+    while running:
+        try:
+            message = messages.get(timeout=_PATIENCE)
+        except queue.Empty:
+            _check_alive(processes)
+            continue
+        match message:
+            case ("measured", program, start, nll, divergence):
+                quality = Quality(torch.from_numpy(nll), torch.from_numpy(divergence))
+                yield MeasuredWindows(Program.parse(program), start, quality)
+            case ("ran", amount):
+                ran(amount)
+            case ("warning", text):
+                warnings.warn(text, stacklevel=2)
+            case ("failed", kind, text):
+                raise _ERRORS.get(kind, RuntimeError)(text)
+            case ("ended",):
+                running -= 1
+
+
+def _check_alive(processes: Sequence[BaseProcess]) -> None:
+    for number, process in enumerate(processes):
+        if process.exitcode:
+            how = f"killed by signal {-process.exitcode}" if process.exitcode < 0 else f"exit code {process.exitcode}"
+            raise OSError(
+                f"worker {number} of {len(processes)} ended early ({how}); what was measured is kept: run the same "
+                "command again to go on, with fewer --workers if memory was short"
+            )
+
+
+def _work(job: Job, messages: Any) -> None:
+    """A worker's whole life."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the first process too, which ends the others
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    warnings.filterwarnings("ignore")
+    warnings.filterwarnings("always", category=UserWarning, module=r"surgeon\b")
+    warnings.showwarning = lambda message, *_, **__: messages.put(("warning", str(message)))
+    try:
+        for measured in _measured(job, lambda amount: messages.put(("ran", amount))):
+            quality = measured.quality
+            numbers = quality.nll.numpy(), quality.divergence.numpy()
+            messages.put(("measured", str(measured.program), measured.start, *numbers))
+        messages.put(("ended",))
+    except Exception as error:  # noqa: BLE001 - the first process raises it
+        known = next((kind for kind in _ERRORS if isinstance(error, _ERRORS[kind])), "")
+        messages.put(("failed", known, str(error) if known else traceback.format_exc()))
+
+
+def _measured(job: Job, ran: Callable[[float], Any]) -> Iterator[MeasuredWindows]:
+    torch.set_num_threads(job.threads)
+    model = restore(load_for_analysis(Checkpoint(job.checkpoint), job.memory, job.device))
+    dense, programs = Program.parse(job.dense), [Program.parse(text) for text in job.programs]
+    at_once = windows_at_once(model, share_after(dense, programs), job.ids, job.memory, job.batch)
+    options = MeasureOptions(at_once, ran=ran, memory=job.memory, folder=job.folder)
+    return measure(model, job.ids, dense, programs, options)
+
+
+def _end_with_parent() -> None:
+    """End when the first process does, however it ends."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    os._exit(1)

@@ -1,0 +1,282 @@
+"""How to share out ranks among a model's matrices, so that a budget is kept and the damage is small.
+
+Three ways: every matrix keeps the same share of its parameters; every matrix keeps the same share of its energy (of the
+sum of squares of its singular values); or the damage that was measured of each matrix's truncations adds up to the
+least. The last is one Lagrange multiplier over the lower convex hulls of the matrices' damage by cost (Shoham and
+Gersho 1988, "Efficient bit allocation for an arbitrary set of quantizers"): a matrix's rank rises as long as that
+spares more damage for what it costs than elsewhere.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from surgeon.analysis.factors.lowrank import energy_rank
+from surgeon.analysis.factors.matrices import Matrix
+from surgeon.analysis.spectrum_journal import SingularValues, Truncation, WindowQuality
+from surgeon.errors import did_you_mean
+from surgeon.language.operations.lowrank import rank_for, saves
+from surgeon.language.program import WRITING
+
+Allocation = Literal["uniform", "energy", "damage"]
+Ranks = dict[Matrix, int | None]  # None: the matrix stays whole
+Values = NDArray[np.float64]
+_STEPS = 1000  # of the share that uniform and energy allocations try
+_LEAST = 1e-12  # nats: measured damage below this, or below 0, is noise
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What is known of one matrix.
+
+    Attributes:
+        size: (out_features, in_features).
+        values: singular values by which it is truncated, largest first.
+        damage: what was measured of truncations: by rank, nats per token.
+        weight: what its damage is multiplied by, for what matrices of a layer do to each other.
+    """
+
+    matrix: Matrix
+    size: tuple[int, int]
+    values: Values
+    damage: Mapping[int, float] = field(default_factory=dict)
+    weight: float = 1.0
+
+    def useful_ranks(self) -> range:
+        """The ranks whose factors have fewer parameters than the matrix."""
+        most = min(self.size)
+        return range(1, 1 + next((rank for rank in range(most, 0, -1) if saves(rank, *self.size)), 0))
+
+    def lost_energy(self) -> Values:
+        """The share of the energy that a truncation loses, by rank from 0 on."""
+        energy = self.values**2
+        total = energy.sum()
+        if total == 0:
+            return np.zeros(len(energy) + 1)
+        kept = np.concatenate([[0.0], np.cumsum(energy)])
+        lost: Values = np.maximum(1 - kept / total, 0)
+        lost[-1] = 0
+        return lost
+
+    def damage_by_rank(self) -> Values:
+        """Damage by rank from 0 on, falling: a power of the lost energy between the ranks that were measured.
+
+        Beyond the outermost of them damage is proportional to the lost energy, as small errors' divergence is.
+
+        Raises:
+            ValueError: if no truncation of it was measured.
+        """
+        if not self.damage:
+            raise ValueError(f"no damage was measured of {self.matrix}; measure some of its ranks")
+        lost, ranks = self.lost_energy(), sorted(self.damage)
+        # Noise must not make a higher rank look worse than a lower one.
+        measured = np.maximum.accumulate([max(self.damage[rank], _LEAST) for rank in reversed(ranks)])[::-1]
+        points = {
+            float(lost[rank]): float(value) for rank, value in zip(ranks, measured, strict=True) if lost[rank] > 0
+        }
+        if not points:
+            return np.zeros(len(lost))
+        places = np.array(sorted(points))
+        heights = np.array([points[place] for place in places])
+        with np.errstate(divide="ignore"):
+            inside = np.exp(np.interp(np.log(lost), np.log(places), np.log(heights)))
+        below, above = lost / places[0] * heights[0], lost / places[-1] * heights[-1]
+        found: Values = np.where(lost < places[0], below, np.where(lost > places[-1], above, inside))
+        return found * self.weight
+
+
+class Option(NamedTuple):
+    """One rank of a matrix."""
+
+    cost: float
+    damage: float
+    rank: int | None
+
+
+Cost = Callable[[Curve, int | None], float]
+
+
+def parameters(curve: Curve, rank: int | None) -> float:
+    """How many parameters a matrix has at a rank."""
+    outputs, inputs = curve.size
+    return outputs * inputs if rank is None else rank * (outputs + inputs)
+
+
+def number_bytes(size: int, numbers: Cost) -> Cost:
+    """What that many numbers take at so many bytes each."""
+    return lambda curve, rank: size * numbers(curve, rank)
+
+
+def wire_values(curve: Curve, rank: int | None) -> float:
+    """How many values a matrix puts on the wire for each token under tensor parallelism (DeInfer, table 1).
+
+    First factors of what reads the stream are gathered, whole matrices send nothing; what writes to it is reduced, in
+    its rank or in the width of the stream, which costs twice as much a value.
+    """
+    if curve.matrix.weight in WRITING:
+        return 2.0 * (curve.size[0] if rank is None else rank)
+    return 0.0 if rank is None else float(rank)
+
+
+def allocate(curves: Sequence[Curve], how: Allocation, budget: float, cost: Cost = parameters) -> Ranks:
+    """A rank for every matrix, which together cost no more than the budget.
+
+    Raises:
+        ValueError: if the budget is below what rank 1 everywhere costs, there is no such way, or for `damage` a
+            matrix has no damage measured.
+    """
+    if how not in get_args(Allocation):
+        raise ValueError(f"there is no allocation {how!r}; {did_you_mean(how, get_args(Allocation))}")
+    if how == "damage":
+        return by_damage(curves, budget, cost)[0]
+    choose = _same_share if how == "uniform" else _same_energy
+    for step in range(_STEPS, 0, -1):
+        ranks = {curve.matrix: choose(curve, step / _STEPS) for curve in curves}
+        if total_cost(curves, ranks, cost) <= budget:
+            return ranks
+    raise _too_small(budget, total_cost(curves, ranks, cost))
+
+
+def by_damage(curves: Sequence[Curve], budget: float, cost: Cost = parameters) -> tuple[Ranks, float]:
+    """The ranks of the least sum of damages, and the multiplier: what damage the last unit of the budget spares.
+
+    Raises:
+        ValueError: as `allocate`.
+    """
+    options = {
+        curve.matrix: sorted(_options(curve, cost), key=lambda option: (option.cost, option.damage)) for curve in curves
+    }
+    chosen = {matrix: _hull(some)[0] for matrix, some in options.items()}
+    left = budget - sum(option.cost for option in chosen.values())
+    if left < 0:
+        raise _too_small(budget, budget - left)
+    steps = [
+        ((after.damage - before.damage) / (after.cost - before.cost), index, after)
+        for index, matrix in enumerate(options)
+        for before, after in pairwise(_hull(options[matrix]))
+    ]
+    heapq.heapify(steps)
+    multiplier, matrices = 0.0, list(options)
+    while steps:
+        slope, index, after = heapq.heappop(steps)
+        needed = after.cost - chosen[matrices[index]].cost
+        if needed > left:
+            multiplier = -slope
+            break
+        chosen[matrices[index]], left = after, left - needed
+    _spend(options, chosen, left)
+    return {matrix: option.rank for matrix, option in chosen.items()}, multiplier
+
+
+def total_cost(curves: Sequence[Curve], ranks: Mapping[Matrix, int | None], cost: Cost = parameters) -> float:
+    """What all matrices cost at these ranks."""
+    return sum(cost(curve, ranks[curve.matrix]) for curve in curves)
+
+
+def foreseen_damage(curves: Sequence[Curve], ranks: Mapping[Matrix, int | None]) -> float:
+    """The sum of the matrices' damages at these ranks, nats per token."""
+    cut = ((curve, ranks[curve.matrix]) for curve in curves)
+    return sum(float(curve.damage_by_rank()[rank]) for curve, rank in cut if rank is not None)
+
+
+def corrected(
+    curves: Sequence[Curve], ranks: Mapping[Matrix, int | None], together: Callable[[Ranks], float]
+) -> list[Curve]:
+    """The curves with each layer's damage as it is where all its matrices are truncated at once.
+
+    The sum of single damages leaves out what truncations do to each other, which is of second order in their errors; it
+    is taken to be as large for all matrices of a layer.
+
+    Args:
+        ranks: about which it is measured.
+        together: measures the divergence with these matrices truncated and all others whole.
+    """
+    weights = {}
+    for layer in sorted({curve.matrix.layer for curve in curves}):
+        own = [replace(curve, weight=1.0) for curve in curves if curve.matrix.layer == layer]
+        cut: Ranks = {curve.matrix: ranks[curve.matrix] for curve in own}
+        alone = foreseen_damage(own, cut)
+        weights[layer] = max(together(cut), _LEAST) / alone if alone > 0 else 1.0
+    return [replace(curve, weight=weights[curve.matrix.layer]) for curve in curves]
+
+
+def curves_of(
+    spectra: Mapping[Matrix, SingularValues], damage: Mapping[Truncation, WindowQuality], method: str
+) -> tuple[Curve, ...]:
+    """The curves of what a spectrum has found of these matrices, for truncations by one method."""
+    measured: dict[Matrix, dict[int, float]] = {}
+    for truncation, quality in damage.items():
+        if truncation.method == method:
+            measured.setdefault(truncation.matrix, {})[truncation.rank] = float(quality.divergence.mean())
+    return tuple(
+        Curve(matrix, found.size, found.plain if method == "plain" else found.whitened, measured.get(matrix, {}))
+        for matrix, found in spectra.items()
+    )
+
+
+def _same_share(curve: Curve, keep: float) -> int | None:
+    return rank_for(keep, *curve.size)
+
+
+def _same_energy(curve: Curve, share: float) -> int | None:
+    rank = max(1, energy_rank(curve.values, share))
+    return rank if saves(rank, *curve.size) else None
+
+
+def _options(curve: Curve, cost: Cost) -> Iterator[Option]:
+    damage = curve.damage_by_rank()
+    for rank in curve.useful_ranks():
+        yield Option(cost(curve, rank), float(damage[rank]), rank)
+    yield Option(cost(curve, None), 0.0, None)
+
+
+def _hull(options: Sequence[Option]) -> list[Option]:
+    """The lower convex hull of damage by cost, up to the least damage; options in the order of their costs."""
+    hull: list[Option] = []
+    for option in options:
+        if hull and option.damage >= hull[-1].damage:
+            continue
+        if hull and option.cost == hull[-1].cost:
+            hull.pop()
+        while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-2], option):
+            hull.pop()
+        hull.append(option)
+    return hull
+
+
+def _slope(first: Option, second: Option) -> float:
+    return (second.damage - first.damage) / (second.cost - first.cost)
+
+
+def _spend(options: Mapping[Matrix, Sequence[Option]], chosen: dict[Matrix, Option], left: float) -> None:
+    """Spend what is left, less than the next step of the hulls costs, on what spares most of all that it pays for."""
+    costs = {matrix: np.array([option.cost for option in some]) for matrix, some in options.items()}
+    least = {matrix: list(accumulate(some, _less_damage)) for matrix, some in options.items()}
+
+    def affordable(matrix: Matrix) -> Option:
+        paid = np.searchsorted(costs[matrix], chosen[matrix].cost + left, side="right")
+        return least[matrix][int(paid) - 1]
+
+    while True:
+        best = max(options, key=lambda matrix: chosen[matrix].damage - affordable(matrix).damage)
+        option = affordable(best)
+        if option.damage >= chosen[best].damage:
+            return
+        left -= option.cost - chosen[best].cost
+        chosen[best] = option
+
+
+def _less_damage(first: Option, second: Option) -> Option:
+    return second if second.damage < first.damage else first
+
+
+def _too_small(budget: float, least: float) -> ValueError:
+    return ValueError(f"a budget of {budget:,.0f} is below {math.ceil(least):,}, which rank 1 of every matrix costs")

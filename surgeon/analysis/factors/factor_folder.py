@@ -1,0 +1,111 @@
+"""A folder of factors: what it holds of each matrix, and what there is to know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from surgeon.analysis.factors.factor_plan import Target
+from surgeon.checkpoint.kept_factors import KeptFactors, file_name
+from surgeon.language.program import Program, Sublayer
+from surgeon.models.weights import Factors, WeightMatrix
+from surgeon.processes.journal import Journal
+
+JOURNAL, RECORD, GRADIENTS = "journal.jsonl", "factors.json", "gradients.safetensors"
+
+
+@dataclass(frozen=True)
+class Made:
+    """What is known of the factors of one matrix.
+
+    Attributes:
+        rank: theirs.
+        full_rank: the matrix's.
+        features: its inputs.
+        reached: how many directions of its outputs the inputs have an order for.
+        samples: tokens that it was calibrated on; 0 for a method that needs none.
+        loss: the error of the outputs on these tokens, as a share of their size; None where it is not known.
+    """
+
+    rank: int
+    full_rank: int
+    features: int
+    reached: int
+    samples: int
+    loss: float | None
+
+
+@dataclass(frozen=True)
+class FactorFolder:
+    """The result of `make_factors`.
+
+    Attributes:
+        source: of the factors.
+        made: by matrix.
+        notes: what the user should know, one line each.
+    """
+
+    source: KeptFactors
+    made: Mapping[Target, Made]
+    notes: tuple[str, ...]
+
+
+class FactorJournal(Journal):
+    """What a folder of factors holds.
+
+    Attributes:
+        made: by matrix.
+    """
+
+    def __init__(self, folder: Path, identity: dict[str, Any]) -> None:
+        self.folder = folder
+        self.made: dict[Target, Made] = {}
+        super().__init__(folder / JOURNAL, "factors", identity)
+
+    def file(self, target: Target) -> Path:
+        """Where its factors lie."""
+        return self.folder / file_name(target.sublayer, target.role)
+
+    def has(self, target: Target) -> bool:
+        """Whether they are there."""
+        return target in self.made and self.file(target).exists()
+
+    def add(self, target: Target, made: Made) -> None:
+        """Keep what is known of factors that are written."""
+        self.keep({"sublayer": str(target.sublayer), "role": target.role, "made": vars(made)})
+
+    def take(self, line: Any) -> None:
+        (sublayer,) = Program.parse(line["sublayer"]).sublayers()
+        self.made[Target(sublayer, line["role"])] = Made(**line["made"])
+
+
+class NoSource:
+    """The source of factors that are read before they are made."""
+
+    def factors(self, sublayer: Sublayer, role: str, matrix: WeightMatrix) -> Factors:  # noqa: ARG002
+        raise ValueError(f"there are no factors of {role} of {sublayer} in the folder; make them again")
+
+
+def notes_on(made: Mapping[Target, Made]) -> Iterator[str]:
+    """What a user should know of the text that factors were calibrated on, one line each."""
+    calibrated = {target: found for target, found in made.items() if found.samples}
+    short = {target: found for target, found in calibrated.items() if found.samples < found.features}
+    if short:
+        target, found = max(short.items(), key=lambda item: item[1].features)
+        yield (
+            f"the calibration text has {found.samples} tokens, fewer than the {found.features} inputs of {target}"
+            f"{_others(len(short))}: it says nothing of some of them; give more tokens"
+        )
+    singular = {target: found for target, found in calibrated.items() if found.reached < found.full_rank}
+    if singular:
+        target, found = min(singular.items(), key=lambda item: item[1].reached / item[1].full_rank)
+        yield (
+            f"the inputs of {target} reach {found.reached} of {found.full_rank} directions of its outputs"
+            f"{_others(len(singular))}: beyond these it is truncated as without a text"
+        )
+
+
+def _others(count: int) -> str:
+    return "" if count == 1 else f" (and likewise of {count - 1} more)"

@@ -1,0 +1,119 @@
+"""Which matrices of a program are to be factorised, and how: what a recipe says of the factors' values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from surgeon.language.operations.applied import AppliedOperation
+from surgeon.language.operations.lowrank import Calibration, Method
+from surgeon.language.program import LayerShapes, Program, Sublayer
+from surgeon.language.recipe import Recipe
+from surgeon.models.families import family_of
+from surgeon.models.weights.decompose import ALPHA, NEEDS
+
+
+@dataclass(frozen=True)
+class Making:
+    """How the factors of a matrix are found.
+
+    Attributes:
+        alpha: of the method activation.
+    """
+
+    method: Method = "plain"
+    alpha: float = ALPHA
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether it goes by text."""
+        return NEEDS[self.method] is not None
+
+
+@dataclass(frozen=True, order=True)
+class Target:
+    """A matrix of a program that is to be factorised.
+
+    Attributes:
+        sublayer: not a slice, with all its ranks.
+    """
+
+    sublayer: Sublayer
+    role: str
+
+    def __str__(self) -> str:
+        return f"{self.role} of {self.sublayer}"
+
+
+@dataclass(frozen=True)
+class FactorPlan:
+    """What factors a program needs.
+
+    Attributes:
+        makings: of every matrix that the program has a rank for.
+        calibration: the text that they go by; empty if none does.
+    """
+
+    program: Program
+    makings: Mapping[Target, Making]
+    calibration: Calibration = field(default_factory=Calibration)
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether some factors go by text."""
+        return any(making.is_calibrated for making in self.makings.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """What the values of the factors follow from, beside the model and the text."""
+        methods = {str(target): [making.method, making.alpha] for target, making in sorted(self.makings.items())}
+        ways = {name: self.calibration.get(name, False) for name in ("sequential", "update")}
+        return {"program": str(self.program), "methods": methods, **ways}
+
+
+def plan_factors(recipe: Recipe, config: Any, own: Program | None = None) -> FactorPlan:
+    """What a recipe says of the factors of its program.
+
+    Args:
+        own: what the model runs in place of its layers one after the other, if it does.
+
+    Raises:
+        ValueError: as `Recipe.program_for`; and if two entries name different texts, with file and line.
+    """
+    family = family_of(config)
+    shapes = family.layer_shapes(config)
+    program = own or Program.dense(config.num_hidden_layers, family.steps_per_layer)
+    by_rank: dict[tuple[str, tuple[int, ...], str], Making] = {}
+    calibration: Calibration | None = None
+    for operation in recipe.operations:
+        program = _applied(recipe, operation, program, shapes, own)
+        new = {key for key in _ranks(program) if key not in by_rank}
+        making = Making(operation.parameters.get("method", "plain"), operation.parameters.get("alpha", ALPHA))
+        by_rank |= dict.fromkeys(new, making)
+        if new and making.is_calibrated:
+            given: Calibration = operation.parameters.get("calibration") or Calibration()
+            if calibration is not None and calibration != given:
+                raise ValueError(
+                    f"{recipe.source}:{operation.line}: {operation.name}: calibration is another than that of an "
+                    "earlier entry; factors are made in one walk through the model, so give all entries the same"
+                )
+            calibration = given
+    makings = {
+        Target(replace(sublayer, piece=None), role): by_rank[sublayer.kind, sublayer.layers, role]
+        for sublayer in program.sublayers()
+        for role, _ in sublayer.ranks
+    }
+    return FactorPlan(program, makings, calibration or Calibration())
+
+
+def _applied(
+    recipe: Recipe, operation: AppliedOperation, program: Program, shapes: LayerShapes, own: Program | None
+) -> Program:
+    try:
+        return operation.apply(program, shapes, own)
+    except ValueError as error:
+        raise ValueError(f"{recipe.source}:{operation.line}: {operation.name}: {error}") from error
+
+
+def _ranks(program: Program) -> set[tuple[str, tuple[int, ...], str]]:
+    return {(sublayer.kind, sublayer.layers, role) for sublayer in program.sublayers() for role, _ in sublayer.ranks}

@@ -1,0 +1,96 @@
+"""Squared gradients of the loss by the weights of each input of a model's matrices (the empirical Fisher information).
+
+They need the whole model, and its gradients, in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from surgeon.analysis.factors.matrices import Matrices, Matrix
+from surgeon.checkpoint.streamed import streamed_layers
+from surgeon.models.weights import NamedTensors
+from surgeon.provenance import whole_file
+
+_WINDOWS = "windows"  # how many are summed up
+_KEPT_EVERY = 16  # windows
+
+
+def squared_gradients(
+    model: PreTrainedModel,
+    ids: Tensor,
+    matrices: Collection[Matrix],
+    kept: Path | None = None,
+    ran: Callable[[float], Any] = lambda _: None,
+) -> dict[Matrix, Tensor]:
+    """By matrix: squares of the gradients of each window's loss, summed over windows and outputs, (in,), float64.
+
+    Args:
+        model: unedited; its parameters are left as they are.
+        ids: (windows, tokens); the loss is the mean negative log-likelihood of the tokens of a window.
+        kept: a file with what was summed up so far, to go on with.
+        ran: called with the number of windows done.
+
+    Raises:
+        ValueError: if the model's weights are read layer by layer, or a gradient is not finite, naming the matrix.
+    """
+    if streamed_layers(model) is not None:
+        raise ValueError(
+            "the method fisher needs gradients through the whole model, which has to fit into memory; use whitened, "
+            "or a machine with more memory"
+        )
+    reader, done = Matrices(model), 0
+    reader.check(list(matrices))
+    sums = {one: torch.zeros(reader.read(one).shape[1], dtype=torch.float64) for one in matrices}
+    if kept is not None and kept.exists():
+        found = load_file(kept)
+        done = int(found.pop(_WINDOWS))
+        sums = {one: found[str(one)] for one in matrices}
+    for window in range(done, len(ids)):
+        for matrix, gradient in _gradients(model, ids[window : window + 1].to(model.device), reader, matrices):
+            if not gradient.isfinite().all():
+                raise ValueError(f"the loss's gradient by {matrix} holds NaN or infinity; check the model's weights")
+            sums[matrix] += (gradient.double() ** 2).sum(0).cpu()
+        ran(1)
+        if kept is not None and ((window + 1) % _KEPT_EVERY == 0 or window + 1 == len(ids)):
+            with whole_file(kept) as beside:
+                save_file({_WINDOWS: torch.tensor(window + 1)} | {str(one): sums[one] for one in matrices}, beside)
+    return sums
+
+
+def _gradients(
+    model: PreTrainedModel, ids: Tensor, reader: Matrices, matrices: Collection[Matrix]
+) -> list[tuple[Matrix, Tensor]]:
+    modules = {matrix: reader.module(matrix) for matrix in matrices}
+    weights = list(dict.fromkeys(_weight(module) for module in modules.values()))  # several may be packed into one
+    asked = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        for parameter, _ in asked:
+            parameter.requires_grad_(False)
+        for weight in weights:
+            weight.requires_grad_(True)
+        with torch.enable_grad():
+            logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+            found = dict(zip(weights, torch.autograd.grad(loss, weights), strict=True))
+    finally:
+        for parameter, before in asked:
+            parameter.requires_grad_(before)
+    parts = []
+    for matrix, module in modules.items():
+        place = reader.stored(matrix)
+        store = NamedTensors({place.name: found[_weight(module)]})
+        parts.append((matrix, replace(place, store=store).whole()))
+    return parts
+
+
+def _weight(module: nn.Module) -> nn.Parameter:
+    return module.get_parameter("weight")

@@ -1,0 +1,215 @@
+"""The matrices of a model's layers, by role: choose them, read one, put another in its place for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from surgeon.errors import did_you_mean
+from surgeon.language.operations.base import show_range
+from surgeon.language.program import KINDS, Sublayer
+from surgeon.models.edit import decoder_layers
+from surgeon.models.families import Family, Projection, family_of
+from surgeon.models.weights import Dense, ModelWeights, ModuleStore
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One projection of one layer.
+
+    Attributes:
+        weight: its role: q, k, v, o, gate, up or down.
+        kind: of the sublayer it belongs to, "A" or "F".
+    """
+
+    layer: int
+    weight: str
+    kind: str
+
+    def __str__(self) -> str:
+        return f"{self.weight} of layer {self.layer}"
+
+    @property
+    def sublayer(self) -> Sublayer:
+        """What it belongs to."""
+        return Sublayer(self.kind, (self.layer,))
+
+
+@dataclass(frozen=True)
+class TargetRank:
+    """A rank as the user asks for it.
+
+    Attributes:
+        number: of singular values, or a share of all that a matrix has.
+        is_share: which of the two.
+    """
+
+    number: Fraction
+    is_share: bool
+
+    def __str__(self) -> str:
+        return f"{self.number.numerator}/{self.number.denominator}" if self.is_share else str(self.number)
+
+    def of(self, full_rank: int) -> int:
+        """The rank for a matrix with this many singular values; a share is rounded, to at least 1."""
+        return max(1, int(self.number * full_rank + Fraction(1, 2))) if self.is_share else int(self.number)
+
+
+class Matrices:
+    """Reads and replaces the matrices of an unedited model.
+
+    Args:
+        model: left as it is.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.family = family_of(model.config)
+        layers = decoder_layers(model)
+        assert isinstance(layers, nn.ModuleList)
+        self.layers = layers
+        store = ModuleStore(layers, f"{self.family.layers}.")
+        self.weights = ModelWeights(store, self.family, self.family.head_dim(model.config))
+
+    def projection(self, matrix: Matrix) -> Projection:
+        """Where a matrix lies in its layer."""
+        return self.family.spec(matrix.kind).projection(matrix.weight)
+
+    def module(self, matrix: Matrix) -> nn.Module:
+        """The linear module that holds a matrix, perhaps with others packed beside it."""
+        return self.layers[matrix.layer].get_submodule(self.projection(matrix).path)
+
+    def read(self, matrix: Matrix) -> Tensor:
+        """The matrix, (out, in)."""
+        return self.stored(matrix).whole()
+
+    @contextmanager
+    def replaced(self, matrix: Matrix, values: Tensor) -> Iterator[None]:
+        """Run with another matrix, (out, in), in place of this one; the model's own parameter is back afterwards."""
+        module, own, place = self.module(matrix), self._weight(matrix), self.stored(matrix)
+        changed = (values.T if place.transposed else values).to(own).contiguous()
+        if place.features is not None:
+            changed = own.detach().index_copy(place.dim, place.features.to(own.device), changed)
+        module.weight = nn.Parameter(changed, requires_grad=False)
+        try:
+            yield
+        finally:
+            module.weight = own
+
+    def check(self, matrices: Sequence[Matrix]) -> None:
+        """Refuse matrices that cannot be read and replaced.
+
+        Raises:
+            ValueError: naming layer and weight, if the module is no plain linear one, its weight is not in memory, or
+                it holds NaN or infinity.
+        """
+        for matrix in matrices:
+            module = self.module(matrix)
+            if type(module) not in (nn.Linear, Conv1D):
+                kind = type(module).__name__
+                raise ValueError(f"{matrix} is a {kind}, not a plain linear module; load the model without it")
+            if self._weight(matrix).is_meta:
+                raise ValueError(
+                    f"{matrix} is not in memory, where its weights have to be; load the model without offloading, on a "
+                    "machine with more memory"
+                )
+            if not self.read(matrix).isfinite().all():
+                raise ValueError(f"{matrix} holds NaN or infinity; fetch or convert the checkpoint again")
+
+    def stored(self, matrix: Matrix) -> Dense:
+        """Where its values lie in the module's weight."""
+        stored = self.weights.matrix(Sublayer(matrix.kind, (matrix.layer,)), matrix.weight)
+        assert isinstance(stored, Dense)
+        return stored
+
+    def _weight(self, matrix: Matrix) -> nn.Parameter:
+        weight = self.module(matrix).weight
+        assert isinstance(weight, nn.Parameter)
+        return weight
+
+
+def choose_layers(num_layers: int, layers: range | None) -> range:
+    """The layers asked for, or all.
+
+    Raises:
+        ValueError: if they are not among the model's.
+    """
+    if layers is None:
+        return range(num_layers)
+    if not layers or layers.start < 0 or layers.stop > num_layers:
+        raise ValueError(f"layers {show_range(layers)} are out of range: the model's layers are 0:{num_layers}")
+    return layers
+
+
+def choose_weights(family: Family, names: Sequence[str] | None) -> tuple[str, ...]:
+    """The roles asked for, in the family's order, or all that it has.
+
+    Raises:
+        ValueError: if the family has no such weight, or none is named.
+    """
+    known = [projection.role for kind in KINDS for projection in family.spec(kind).projections]
+    for name in names or ():
+        if name not in known:
+            raise ValueError(f"{family.name} has no weight {name!r}; {did_you_mean(name, known)}")
+    if names is not None and not names:
+        raise ValueError(f"no weight is named; name some of {', '.join(known)}, as in --weights q,k")
+    return tuple(role for role in known if names is None or role in names)
+
+
+def find_matrices(family: Family, layers: range, weights: Sequence[str]) -> list[Matrix]:
+    """These weights of these layers, in the order in which the model uses them."""
+    return [
+        Matrix(layer, projection.role, kind)
+        for layer in layers
+        for kind in KINDS
+        for projection in family.spec(kind).projections
+        if projection.role in weights
+    ]
+
+
+def parse_weights(text: str) -> list[str]:
+    """Names of weights from a list such as "q,k"."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def parse_ranks(text: str) -> tuple[TargetRank, ...]:
+    """Ranks from a list such as "1/8,0.5,32", each once.
+
+    Raises:
+        ValueError: naming what is no rank, and why.
+    """
+    ranks = [_parse_rank(part.strip()) for part in text.split(",") if part.strip()]
+    if not ranks:
+        raise ValueError("no rank is given; write shares of the full rank such as 1/8,1/2, or whole numbers")
+    return tuple(dict.fromkeys(ranks))
+
+
+def _parse_rank(text: str) -> TargetRank:
+    is_share = "." in text or "/" in text
+    try:
+        number = Fraction(text) if is_share else Fraction(int(text))
+    except (ValueError, ZeroDivisionError) as error:
+        raise ValueError(f"{text!r} is no rank; write a share such as 1/8 or 0.5, or a whole number") from error
+    if number <= 0:
+        raise ValueError(f"rank {text} must be more than 0")
+    if is_share and number > 1:
+        raise ValueError(f"rank {text} is above the full rank; a share is at most 1.0, a whole number has no point")
+    return TargetRank(number, is_share)
+
+
+def check_rank(rank: TargetRank, matrix: Matrix, full_rank: int) -> None:
+    """Refuse a rank above that of a matrix.
+
+    Raises:
+        ValueError: naming the matrix.
+    """
+    if rank.of(full_rank) > full_rank:
+        raise ValueError(
+            f"rank {rank} is above the full rank {full_rank} of {matrix}; give a smaller one, a share such as 1/2, "
+            "or choose --weights"
+        )

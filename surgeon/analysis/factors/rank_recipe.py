@@ -1,0 +1,161 @@
+"""Ranks under a budget, and allocated ranks as a recipe."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from surgeon.analysis.factors.allocation import (
+    Allocation,
+    Cost,
+    Curve,
+    Ranks,
+    allocate,
+    foreseen_damage,
+    number_bytes,
+    parameters,
+    total_cost,
+    wire_values,
+)
+from surgeon.analysis.spectrum import Spectrum
+from surgeon.analysis.subject import Subject
+from surgeon.errors import did_you_mean
+from surgeon.language.operations.applied import AppliedOperation
+from surgeon.language.operations.lowrank import Calibration
+from surgeon.language.recipe import Recipe
+from surgeon.memory import parse_size
+from surgeon.provenance import command_line, write_text
+
+RECIPE = "recipe.yaml"
+
+
+Quantity = Literal["params", "weight_bytes", "wire_bytes"]
+_BUDGET = re.compile(r"\s*(\w+)\s*=\s*(.*?)(x?)\s*")
+
+
+@dataclass(frozen=True)
+class RankBudget:
+    """What all matrices together may cost; checks itself.
+
+    Attributes:
+        quantity: parameters, the bytes that they take, or the bytes that one token puts on the wire (`wire_values`).
+        most: how many; where it is relative, how many times as many as of the whole matrices.
+        size: bytes of one number.
+
+    Raises:
+        ValueError: if it is not above 0, or relative and above 1.
+    """
+
+    quantity: Quantity
+    most: float
+    relative: bool = False
+    size: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 < self.most <= (1 if self.relative else float("inf")):
+            name = "keep" if self.quantity == "params" and self.relative else self.quantity
+            limits = "more than 0 and at most 1" if self.relative else "more than 0"
+            raise ValueError(f"{name} must be {limits}, not {self.most:g}")
+
+    @classmethod
+    def keep(cls, share: float) -> RankBudget:
+        """This share of the parameters."""
+        return cls("params", share, relative=True)
+
+    @property
+    def cost(self) -> Cost:
+        """What it counts."""
+        return {
+            "params": parameters,
+            "weight_bytes": number_bytes(self.size, parameters),
+            "wire_bytes": number_bytes(self.size, wire_values),
+        }[self.quantity]
+
+    def amount(self, curves: Sequence[Curve]) -> float:
+        """How much there may be of it."""
+        return self.most * sum(self.cost(curve, None) for curve in curves) if self.relative else self.most
+
+
+def parse_budget(text: str, size: int) -> RankBudget:
+    """A budget as a user writes it, such as params=3M, weight_bytes=20MB or wire_bytes=0.5x.
+
+    Args:
+        size: bytes of one number.
+
+    Raises:
+        ValueError: if it cannot be read, or there is no such quantity.
+    """
+    match = _BUDGET.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is no budget; write e.g. params=0.6x, weight_bytes=20MB or wire_bytes=40KB")
+    name, amount, relative = match.groups()
+    quantities: tuple[Quantity, ...] = get_args(Quantity)
+    quantity = next((one for one in quantities if one == name), None)
+    if quantity is None:
+        raise ValueError(f"there is no budget on {name!r}; {did_you_mean(name, quantities)}")
+    return RankBudget(quantity, _amount(text, quantity, amount, bool(relative)), bool(relative), size)
+
+
+def _amount(text: str, quantity: str, amount: str, relative: bool) -> float:
+    if not relative and quantity != "params":
+        return parse_size(amount)
+    try:
+        return float(amount.replace(",", ""))
+    except ValueError:
+        raise ValueError(f"{amount!r} in the budget {text!r} is no number") from None
+
+
+@dataclass(frozen=True)
+class Share:
+    """What the matrices may cost in all, and how that is shared out."""
+
+    budget: RankBudget
+    allocation: Allocation
+
+    def ranks(self, curves: Sequence[Curve]) -> Ranks:
+        """A rank for each matrix; ValueError as `allocate`."""
+        return allocate(curves, self.allocation, self.budget.amount(curves), self.budget.cost)
+
+
+def write_recipe(
+    folder: Path, subject: Subject, found: Spectrum, share: Share, ranks: Ranks, calibration: Calibration
+) -> Path:
+    """Write recipe.yaml with the ranks that a spectrum gives, bound to the model; returns its path.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    operation = as_operation(ranks, found.record["method"], calibration)
+    recipe = Recipe(subject.reference, (operation,), weights=subject.model_hash)
+    comments = [f"# Ranks by {share.allocation}, found by: {command_line()}", *_said(found.curves, ranks)]
+    path = folder / RECIPE
+    write_text(path, "\n".join(comments) + "\n" + recipe.to_yaml())
+    return path
+
+
+def as_operation(ranks: Ranks, method: str, calibration: Calibration | None = None) -> AppliedOperation:
+    """The entry of a recipe that gives matrices these ranks; a method that needs no text gets none."""
+    layers = sorted({matrix.layer for matrix in ranks})
+    stretch = range(layers[0], layers[-1] + 1)
+    by_role: dict[str, dict[int, int | None]] = {}
+    for matrix, rank in ranks.items():
+        by_role.setdefault(matrix.weight, {})[matrix.layer] = rank
+    lists = {role: [given.get(layer) for layer in stretch] for role, given in by_role.items()}
+    named = {role: given[0] if len(set(given)) == 1 else given for role, given in lists.items() if any(given)}
+    given: dict[str, Any] = {"ranks": named, "method": method}
+    if calibration is not None and method != "plain":
+        given["calibration"] = dict(calibration)
+    return AppliedOperation("lowrank", (stretch,), given)
+
+
+def _said(curves: tuple[Curve, ...], ranks: Ranks) -> list[str]:
+    """What there is to know of an allocation, as comments of a recipe."""
+    whole = sum(parameters(curve, None) for curve in curves)
+    kept = total_cost(curves, ranks) / whole
+    lines = [f"# {kept:.1%} of the {whole:,} parameters of {len(curves)} matrices are kept."]
+    if all(curve.damage for curve in curves):
+        lines.append(f"# Measured one by one, they add up to a divergence of {foreseen_damage(curves, ranks):.4g}.")
+    return lines

@@ -1,0 +1,84 @@
+"""The factors that a recipe asks for, where it says how they are calibrated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from surgeon.analysis.factors.factor_folder import FactorFolder
+from surgeon.analysis.factors.factor_plan import plan_factors
+from surgeon.checkpoint.load import read_config, stored_program
+from surgeon.checkpoint.read import Checkpoint
+from surgeon.language.operations.lowrank import Calibration
+from surgeon.language.recipe import Recipe
+from surgeon.provenance import provenance
+
+
+@dataclass(frozen=True)
+class RecipeFactors:
+    """What a recipe's calibrated factors are.
+
+    Attributes:
+        found: the factors, and what there is to know of them.
+        calibration: the text that they were made with, as a recipe records it.
+        identity: what their values follow from, as JSON values.
+    """
+
+    found: FactorFolder
+    calibration: Calibration
+    identity: dict[str, Any]
+
+    def published(self, recipe: Recipe) -> Recipe:
+        """The recipe with the text that was used; a file goes by its bare name, not by where it lies here."""
+        data = Path(self.calibration["data"])
+        named = {**self.calibration, "data": data.name if data.is_absolute() else str(data)}
+        entries = (
+            replace(entry, parameters={**entry.parameters, "calibration": named})
+            if _is_calibrated(entry.parameters)
+            else entry
+            for entry in recipe.operations
+        )
+        return replace(recipe, operations=tuple(entries))
+
+
+def make_recipe_factors(
+    recipe: Recipe, checkpoint: Checkpoint, folder: Path, memory: int | None = None
+) -> RecipeFactors | None:
+    """Make the factors of a recipe in a folder, or go on with those there; None if no factors go by a text.
+
+    Raises:
+        FileNotFoundError: if the text is gone.
+        ValueError: if the text has changed or cannot be used, or as `make_factors`.
+        OSError: if the folder cannot be written to.
+    """
+    plan = plan_factors(recipe, read_config(checkpoint), stored_program(checkpoint))
+    if not plan.is_calibrated:
+        return None
+    # What makes them takes a second to import, which most recipes have no use for.
+    from surgeon.analysis.factors.calibration import load_recorded, recorded
+    from surgeon.analysis.factors.make_factors import make_factors
+    from surgeon.analysis.subject import load_for_analysis
+
+    windows = load_recorded(checkpoint.folder, plan.calibration)
+    model_hash = checkpoint.model_hash()
+    model = load_for_analysis(checkpoint, memory)
+    used = recorded(windows, plan.calibration.get("after", 0)) | _ways(plan.calibration)
+    record = provenance(recipe.model, model_hash, calibration_text=used)
+    found = make_factors(model, plan, windows, folder, model_hash=model_hash, memory=memory, record=record)
+    notes = (*windows.notes, *found.notes)
+    return RecipeFactors(replace(found, notes=notes), used, plan.to_json() | {"calibration": windows.digest})
+
+
+def _ways(calibration: Calibration) -> Calibration:
+    ways: Calibration = {}
+    if calibration.get("sequential"):
+        ways["sequential"] = True
+    if calibration.get("update"):
+        ways["update"] = True
+    return ways
+
+
+def _is_calibrated(parameters: Mapping[str, Any]) -> bool:
+    return bool(parameters.get("method", "plain") != "plain")

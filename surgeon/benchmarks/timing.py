@@ -1,0 +1,380 @@
+"""Where the time of forward passes goes, on every rank: in computing, or in waiting for other ranks.
+
+A `TimedEngine` computes what a `RankEngine` does, and notes when each step was computed and when each collective was
+started and waited for. Times are the machine's monotonic clock in seconds, so that those of its ranks can be compared.
+They are what the process sees, which is what happens on a CPU; a GPU goes on while its process waits, so there only
+the times of whole passes mean something.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+from typing import Any
+
+from torch import Tensor
+
+from surgeon.language.execute import Partial
+from surgeon.language.program import Fork, Step
+from surgeon.runtime.batching.request import Request, UndefinedLogits
+from surgeon.runtime.batching.scheduler import Limits
+from surgeon.runtime.batching.sequence import Row
+from surgeon.runtime.comm.collectives import Collectives, Counts, Unconnected
+from surgeon.runtime.comm.link import EmulatedLink, Link
+from surgeon.runtime.kernels.recording import Recording, spanned
+from surgeon.runtime.model.engine import Figures, RankEngine, Results
+from surgeon.runtime.model.layers import Pass
+from surgeon.runtime.model.paged_cache import PagedCache
+from surgeon.runtime.model.program import RankMachine
+from surgeon.runtime.plan.placement import Group, Work
+from surgeon.runtime.plan.specification import Plan
+from surgeon.runtime.worker.rank import Rank
+from surgeon.runtime.worker.worker import complete, keep
+
+now = time.perf_counter  # one clock for all processes of a machine on Linux
+
+EMBEDDING, HEAD, JOIN = "embedding", "head", "join"
+COMPUTING, STARTING, WAITING = "computing", "starting", "waiting"  # spans of passes that are recorded
+
+
+@dataclass(slots=True)
+class Computation:
+    """One step on one rank.
+
+    Attributes:
+        inside: how many exchanges it had to wait for, of factors that ranks share.
+        waited: seconds of them.
+    """
+
+    step: Step
+    began: float
+    ended: float
+    inside: int = 0
+    waited: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """That it computed."""
+        return self.ended - self.began - self.waited
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One collective on one rank.
+
+    Attributes:
+        what: the step whose output it sums, or the fork's join, the embedding, the head.
+        group: the ranks in it.
+        vocabulary: whether it is one of the embedding or the head.
+        gather: whether it is an all-gather.
+        bytes: of this rank's operand, as sent.
+        began: when it was started.
+        started: when starting it was done, and the rank could go on.
+        waited: when the rank came back for its result.
+        ended: when it had it.
+    """
+
+    what: Step | str
+    group: Group
+    vocabulary: bool
+    gather: bool
+    bytes: int
+    began: float
+    started: float
+    waited: float = 0.0
+    ended: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """What it has kept this rank from computing."""
+        return self.started - self.began + self.ended - self.waited
+
+
+@dataclass(slots=True)
+class PassTiming:
+    """One forward pass on one rank.
+
+    Attributes:
+        decode: whether it added one token to each text.
+        tokens: that went through it.
+        began: when the rank turned to it; on rank 0 this is the end of the pass before.
+        waiting: seconds in collectives, starting them included; None where that cannot be told.
+        steps: seconds of each step's computation, in the order of the rank's work; none where that cannot be told.
+        layers: collectives of the program's steps and forks.
+        vocabulary: collectives of the embedding and the output head.
+        starting: of waiting, what it took to start a collective, the mean.
+        inside: how many collectives each step waited for before it had computed its part.
+    """
+
+    decode: bool
+    tokens: int
+    began: float
+    ended: float
+    waiting: float | None
+    steps: list[float]
+    layers: Counts
+    vocabulary: Counts
+    computations: list[Computation] = field(default_factory=list)
+    exchanges: list[Exchange] = field(default_factory=list)
+    starting: float = 0.0
+    inside: list[int] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        """From beginning to end."""
+        return self.ended - self.began
+
+
+@dataclass
+class RankRun:
+    """What one rank measured while some texts were continued.
+
+    Attributes:
+        began: when the rank was asked to.
+    """
+
+    began: float
+    passes: list[PassTiming]
+
+
+class PassRecorder:
+    """Collects what happens in a pass.
+
+    Attributes:
+        figures: of the engine, which tell collectives of the vocabulary from others.
+        what: being computed.
+        events: whether each pass keeps its computations and exchanges.
+    """
+
+    def __init__(self, figures: Figures, on_gpu: bool) -> None:
+        self.figures = figures
+        self.on_gpu = on_gpu
+        self.what: Step | str = EMBEDDING
+        self.events = False
+        self.computations: list[Computation] = []
+        self.exchanges: list[Exchange] = []
+        self.passes: list[PassTiming] = []
+
+    def begin(self, events: bool) -> None:
+        """Forget everything before."""
+        self.computations, self.exchanges, self.passes, self.what = [], [], [], EMBEDDING
+        self.events = events
+
+    def close(self, decode: bool, tokens: int, began: float, ended: float, sent: Sequence[Counts]) -> None:
+        """End a pass.
+
+        Args:
+            sent: the collectives of the program's steps, and those of the vocabulary. A pass that is replayed from a
+                recording starts no exchange that could be seen here.
+        """
+        waiting = sum(exchange.seconds for exchange in self.exchanges)
+        timing = PassTiming(
+            decode=decode,
+            tokens=tokens,
+            began=began,
+            ended=ended,
+            waiting=None if self.on_gpu else waiting,
+            steps=[] if self.on_gpu else [one.seconds for one in self.computations],
+            layers=sent[0],
+            vocabulary=sent[1],
+            starting=fmean(one.started - one.began for one in self.exchanges) if self.exchanges else 0.0,
+            inside=[one.inside for one in self.computations],
+        )
+        if self.events:
+            timing.computations, timing.exchanges = self.computations, self.exchanges
+        self.passes.append(timing)
+        self.computations, self.exchanges, self.what = [], [], EMBEDDING
+
+    def replayed(self, spans: Sequence[tuple[Any, float, float]]) -> None:
+        """Note the steps and exchanges of a pass that is computed from a recording, in which spans were noted."""
+        found: dict[int, Exchange] = {}
+        for (kind, what), began, ended in spans:
+            if kind == COMPUTING:
+                self.computations.append(Computation(what, began, ended))
+            elif kind == STARTING and what:
+                found[id(what)] = replace(what[0], began=began, started=ended)
+                self.exchanges.append(found[id(what)])
+            elif what:
+                found[id(what)].waited, found[id(what)].ended = began, ended
+
+    def is_vocabulary(self, counts: Counts) -> bool:
+        """Whether what is counted here belongs to the embedding or the head."""
+        return counts is self.figures.prefill.vocabulary or counts is self.figures.decode.vocabulary
+
+
+class TimedCollectives(Collectives):
+    """Other collectives, whose every call is noted."""
+
+    def __init__(self, inner: Collectives, recorder: PassRecorder) -> None:
+        super().__init__(inner.rank, inner.group)
+        self.inner = inner
+        self.recorder = recorder
+
+    @property
+    def exact(self) -> Collectives:
+        """The same ranks, but nothing that is sent loses precision."""
+        return TimedCollectives(self.inner.exact, self.recorder)
+
+    @property
+    def capturable(self) -> bool:
+        return self.inner.capturable
+
+    @property
+    def recordable(self) -> bool:
+        return self.inner.recordable
+
+    def recorded(self, recording: Recording) -> Collectives:
+        """The same ranks while a pass is recorded."""
+        return TimedCollectives(self.inner.recorded(recording), self.recorder)
+
+    def failure(self) -> TimeoutError | None:
+        """Whom sums in recorded passes have waited for in vain, if for anybody."""
+        return self.inner.failure()
+
+    def all_reduce(self, tensor: Tensor, counts: Counts) -> Callable[[], Tensor]:
+        """Start summing a tensor over the group; waiting on the result gives the sum."""
+        return self._timed(self.inner.all_reduce, tensor, counts)
+
+    def start_all_gather(self, tensor: Tensor, counts: Counts) -> Callable[[], Tensor]:
+        """The group's tensors, only started; waiting on the result gives the joined tensors."""
+        return self._timed(self.inner.start_all_gather, tensor, counts, HEAD)
+
+    def _timed(
+        self,
+        start: Callable[[Tensor, Counts], Callable[[], Tensor]],
+        tensor: Tensor,
+        counts: Counts,
+        vocabulary_name: str = EMBEDDING,
+    ) -> Callable[[], Tensor]:
+        recorder = self.recorder
+        gathers, sent = counts.all_gathers, counts.bytes
+        span: list[Exchange] = []
+        began = now()
+        with spanned((STARTING, span)):
+            wait = start(tensor, counts)
+        started = now()
+        if counts.bytes == sent:
+            return wait
+        vocabulary = recorder.is_vocabulary(counts)
+        exchange = Exchange(
+            what=vocabulary_name if vocabulary else recorder.what,
+            group=self.group,
+            vocabulary=vocabulary,
+            gather=counts.all_gathers > gathers,
+            bytes=counts.bytes - sent,
+            began=began,
+            started=started,
+        )
+        recorder.exchanges.append(exchange)
+        span.append(exchange)
+
+        def timed_wait() -> Tensor:
+            exchange.waited = now()
+            with spanned((WAITING, span)):
+                result = wait()
+            exchange.ended = now()
+            return result
+
+        return timed_wait
+
+    def _connect(self, group: Group) -> Collectives:
+        return TimedCollectives(self.inner.subgroup(group), self.recorder)
+
+    def _all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
+        return self.inner._all_reduce(tensor)
+
+    def _all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
+        return self.inner._all_gather(tensor)
+
+
+class TimedEngine(RankEngine):
+    """A rank's engine that notes where its passes' time goes."""
+
+    def __init__(self, plan: Plan, rank: Rank, collectives: Collectives) -> None:
+        self.recorder = PassRecorder(Figures(), rank.device.type == "cuda")
+        super().__init__(plan, TimedCollectives(collectives, self.recorder), rank.device)
+
+    def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
+        """One forward pass, which extends the cache."""
+        began = self._since or now()
+        self.recorder.figures = figures = self.figures
+        before = {
+            phase is figures.decode: (phase.layers.copy(), phase.vocabulary.copy())
+            for phase in (figures.prefill, figures.decode)
+        }
+        results = super().step(rows, cache)
+        decode, phase = self.counts is figures.decode, self.counts
+        sent = [after - then for after, then in zip((phase.layers, phase.vocabulary), before[decode], strict=True)]
+        self.recorder.close(decode, sum(len(row.tokens) for row in rows), began, self._since or now(), sent)
+        return results
+
+    def replayed(self, spans: Sequence[tuple[Any, float, float]]) -> None:
+        """Note the steps and exchanges of a recorded pass."""
+        self.recorder.replayed(spans)
+
+    def machine(self, shared: Pass, group: Group, work: Iterator[Work]) -> RankMachine:
+        """What runs steps on a group of ranks."""
+        return TimedMachine(self, shared, group, work, self.recorder)
+
+
+class TimedMachine(RankMachine):
+    """One pass on one rank, whose every step is noted."""
+
+    def __init__(
+        self, engine: RankEngine, shared: Pass, group: Group, work: Iterator[Work], recorder: PassRecorder
+    ) -> None:
+        super().__init__(engine, shared, group, work)
+        self.recorder = recorder
+
+    def compute(self, step: Step, stream: Tensor) -> Partial:
+        self.recorder.what = step
+        before, began = len(self.recorder.exchanges), now()
+        with spanned((COMPUTING, step)):
+            partial = super().compute(step, stream)
+        inside = self.recorder.exchanges[before:]
+        waited = sum(exchange.seconds for exchange in inside)
+        self.recorder.computations.append(Computation(step, began, now(), len(inside), waited))
+        return partial
+
+    def join(self, fork: Fork, added: Tensor) -> Partial:
+        self.recorder.what = JOIN
+        return super().join(fork, added)
+
+
+def load_timed(rank: Rank, plan: Plan, name: str, connected: bool = True, link: Link | None = None) -> None:
+    """Runs on a rank: load its slices of a model, and keep the timed engine under a name.
+
+    Args:
+        connected: whether ranks wait for each other and add up what they compute; without, what they compute is wrong.
+        link: emulate one of this delay and bandwidth, for this engine only.
+    """
+    collectives = rank.collectives
+    if rank.settings.ranks > 1:
+        if not connected:
+            collectives = Unconnected(rank.rank, tuple(range(rank.settings.ranks)))
+        elif link is not None:
+            collectives = EmulatedLink(collectives, link)
+    keep(rank, name, TimedEngine(plan, rank, collectives))
+
+
+def run_timed(
+    rank: Rank, requests: list[Request], blocks: int, limits: Limits, name: str, events: bool = False
+) -> RankRun:
+    """Runs on a rank: continue texts until all have ended, and say where the time went.
+
+    Args:
+        events: whether to return every computation and exchange of every pass.
+
+    Raises:
+        UndefinedLogits: if the model predicts nothing for one of them.
+    """
+    engine: TimedEngine = rank.kept[name]
+    recorder = engine.recorder
+    recorder.begin(events)
+    began = now()
+    outputs, _ = complete(rank, requests, blocks, limits, name)
+    if any(output.finish_reason == "undefined" for output in outputs):
+        raise UndefinedLogits(f"the logits of {name} are not finite (NaN or infinity); are the weights damaged?")
+    return RankRun(began, recorder.passes)

@@ -1,0 +1,135 @@
+"""A timeline of forward passes as Chrome and Perfetto show it: what each rank computes, waits for and has in flight.
+
+Every rank is a process with rows of its own, so that one sees whether a reduction hides behind the next step's
+computation (Ladder Residual, figure 5). A name begins as the program writes the step and goes on in words, because a
+narrow box shows the beginning only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from surgeon.benchmarks.timing import Exchange, PassTiming, RankRun
+from surgeon.language.program import ATTENTION, Step, Sublayer
+from surgeon.runtime.comm.link import Link
+
+PASSES, COMPUTE, WAITING, COMMUNICATION = 0, 1, 2, 3  # rows; what is in flight at the same time takes further rows
+ROW_NAMES = {PASSES: "forward passes", COMPUTE: "compute", WAITING: "waiting for other ranks"}
+MICROSECONDS = 1e6
+
+TraceEvent = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Wires:
+    """How ranks are connected.
+
+    Attributes:
+        shared: whether what all have written is there at once (shared memory), so that one knows when that was; of
+            other collectives one only knows when a rank came back for the result and had it.
+        link: that is emulated.
+    """
+
+    shared: bool
+    link: Link | None = None
+
+
+def chrome_trace(runs: dict[str, list[RankRun]], wires: Wires) -> dict[str, Any]:
+    """The content of a trace file.
+
+    Args:
+        runs: by program and rank, with computations and exchanges kept.
+    """
+    events: list[TraceEvent] = []
+    for name, by_rank in runs.items():
+        start = min(run.passes[0].began for run in by_rank)
+        for rank, run in enumerate(by_rank):
+            process = len({event["pid"] for event in events})
+            peers = [[each.passes[number] for each in by_rank] for number in range(len(run.passes))]
+            events += _names(process, f"{name}, rank {rank}")
+            for one, everybody in zip(run.passes, peers, strict=True):
+                events += _pass_events(one, rank, everybody, wires, process, start)
+    return {"traceEvents": events + list(_row_names(events)), "displayTimeUnit": "ms"}
+
+
+def _names(process: int, name: str) -> list[TraceEvent]:
+    return [
+        {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": name}},
+        {"ph": "M", "name": "process_sort_index", "pid": process, "tid": 0, "args": {"sort_index": process}},
+    ]
+
+
+def _row_names(events: Sequence[TraceEvent]) -> Iterator[TraceEvent]:
+    for process, row in sorted({(event["pid"], event["tid"]) for event in events if event["ph"] == "X"}):
+        name = ROW_NAMES.get(row, f"in flight {row - COMMUNICATION + 1}")
+        yield {"ph": "M", "name": "thread_name", "pid": process, "tid": row, "args": {"name": name}}
+        yield {"ph": "M", "name": "thread_sort_index", "pid": process, "tid": row, "args": {"sort_index": row}}
+
+
+def _pass_events(
+    one: PassTiming, rank: int, everybody: Sequence[PassTiming], wires: Wires, process: int, start: float
+) -> Iterator[TraceEvent]:
+    def event(row: int, name: str, began: float, ended: float, **more: Any) -> TraceEvent:
+        times = {"ts": (began - start) * MICROSECONDS, "dur": max(0.0, ended - began) * MICROSECONDS}
+        return {"ph": "X", "name": name, "cat": _category(row), "pid": process, "tid": row, **times, "args": more}
+
+    kind = "decode" if one.decode else "prefill"
+    tokens = f"{one.tokens} {'token' if one.tokens == 1 else 'tokens'}"
+    yield event(PASSES, f"{kind} ({tokens})", one.began, one.ended, tokens=one.tokens)
+    for step in one.computations:
+        yield event(COMPUTE, explain(step.step), step.began, step.ended)
+    busy_until: list[float] = []
+    for exchange, arrival in zip(one.exchanges, arrivals(rank, everybody, wires), strict=True):
+        name = f"{'all-gather' if exchange.gather else 'all-reduce'} {explain(exchange.what)}"
+        lane = next((lane for lane, until in enumerate(busy_until) if until <= exchange.began), len(busy_until))
+        busy_until[lane : lane + 1] = [arrival]
+        yield event(COMMUNICATION + lane, name, exchange.began, arrival, bytes=exchange.bytes)
+        yield event(WAITING, f"wait for {name}", exchange.waited, exchange.ended)
+
+
+def explain(what: Step | str) -> str:
+    """A step as the program writes it, and in words; anything else is a word already."""
+    if isinstance(what, str):
+        return what
+    inside = ", ".join(map(_explain_sublayer, what.sublayers))
+    return f"{what} ({'late: ' if what.late else ''}{inside})"
+
+
+def _explain_sublayer(sublayer: Sublayer) -> str:
+    kind = "attention" if sublayer.kind == ATTENTION else "feed-forward"
+    layers = "~".join(map(str, sublayer.layers))
+    piece = "" if sublayer.piece is None else f" slice {sublayer.piece[0]} of {sublayer.piece[1]}"
+    return f"{kind} {layers}{piece}"
+
+
+def _category(row: int) -> str:
+    return {PASSES: "pass", COMPUTE: "compute", WAITING: "waiting"}.get(row, "communication")
+
+
+def arrivals(rank: int, everybody: Sequence[PassTiming], wires: Wires) -> list[float]:
+    """When what each exchange of a rank brings was there, which may be long before the rank came back for it."""
+    own = everybody[rank].exchanges
+    places = _places(own)
+    by_place = [dict(zip(_places(one.exchanges), one.exchanges, strict=True)) for one in everybody]
+    found, free_from = [], 0.0
+    for exchange, place in zip(own, places, strict=True):
+        there = max(by_place[member][place].started for member in exchange.group)
+        if wires.link is not None:
+            others = len(exchange.group) - 1
+            size = exchange.bytes * (others if exchange.gather else 2 * others / len(exchange.group))
+            free_from = max(exchange.began, free_from) + size / wires.link.bandwidth
+            there = max(there, free_from + wires.link.delay)
+        found.append(min(there, exchange.ended) if wires.shared else exchange.ended)
+    return found
+
+
+def _places(exchanges: Sequence[Exchange]) -> list[tuple[tuple[int, ...], int]]:
+    """Of each exchange, its group and how many the group had before it: the same for all ranks of the group."""
+    seen: dict[tuple[int, ...], int] = {}
+    places = []
+    for exchange in exchanges:
+        number = seen[exchange.group] = seen.get(exchange.group, -1) + 1
+        places.append((exchange.group, number))
+    return places

@@ -1,0 +1,167 @@
+"""From token ids to text as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from surgeon.checkpoint.encoding import Encoder
+from surgeon.checkpoint.load import read_config
+from surgeon.checkpoint.read import Checkpoint, locate, read_json
+
+CONTEXT = 16  # earlier tokens decoded with the new ones, because tokenizers write a text's first token differently
+MOST_CONTEXT = 4 * CONTEXT
+UNFINISHED = "\ufffd"  # what a token decodes to that holds a part of a character
+
+
+def open_tokenizer(path_or_name: str | Path) -> Any:
+    """The tokenizer in a checkpoint folder.
+
+    Raises:
+        FileNotFoundError: if there is no such folder.
+        ValueError: if there is no tokenizer in it that can be read.
+    """
+    folder = locate(path_or_name)
+    try:
+        # Of a checkpoint with a modeling file, transformers would read the configuration by running it.
+        config = read_config(Checkpoint(folder)) if has_modeling_file(folder) else None
+        return AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False)
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(
+            f"{folder} has no tokenizer that can be read ({reason}); copy the original model's tokenizer files into it"
+        ) from error
+
+
+def has_modeling_file(folder: Path) -> bool:
+    """Whether a checkpoint's configuration names classes of a file beside it."""
+    path = folder / "config.json"
+    return path.exists() and "auto_map" in read_json(path)
+
+
+def encode(encoder: Encoder, prompt: str, most: int) -> list[int]:
+    """The token ids of a prompt.
+
+    Args:
+        most: how many it may have.
+
+    Raises:
+        ValueError: if it has none, certainly has more, or is not text.
+    """
+    if (fewest := encoder.fewest(prompt)) > most:
+        raise ValueError(
+            f"the prompt has {len(prompt)} characters, which are at least {fewest} tokens, and the model has {most} "
+            "positions; shorten it"
+        )
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the prompt is not text in UTF-8 (at character {error.start})") from error
+    tokens = encoder(prompt)
+    if not tokens:
+        raise ValueError("the prompt is empty: it has no tokens; give at least one character")
+    return tokens
+
+
+class Continuation:
+    """Turns new tokens into text, piece by piece, whose sum is the text that follows the prompt.
+
+    Attributes:
+        begins: where in that sum the newest token begins: one of several that make a character where that begins, one
+            that is no text (an end token) where it stands.
+    """
+
+    def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
+        self.tokenizer = tokenizer
+        self.tokens = list(prompt[-CONTEXT:])
+        self.begins = 0
+        self._newest = self._text(self.tokens)
+        self._returned = 0
+        self.written = len(self._newest)
+
+    def _text(self, tokens: list[int]) -> str:
+        # Cleaning up would change text that has been written already.
+        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    def add(self, token: int) -> str:
+        """The text that one more token adds; empty while a character is unfinished."""
+        self.tokens.append(token)
+        before, text = self._newest, self._text(self.tokens)
+        self._newest = text
+        # However many characters are unfinished, they may become a single one.
+        place = min(_alike(before, text), len(text.rstrip(UNFINISHED)))
+        self.begins = self._returned + max(0, place - self.written)
+        if text.endswith(UNFINISHED):
+            return ""
+        piece = self._rest_of(text)
+        if len(self.tokens) > MOST_CONTEXT:
+            self._forget(text)
+        return piece
+
+    def _rest_of(self, text: str) -> str:
+        """What of a text has not been returned."""
+        piece, self.written = text[self.written :], len(text)
+        self._returned += len(piece)
+        return piece
+
+    def _forget(self, text: str) -> None:
+        """Drop tokens of long ago, so that the next ones do not take ever longer.
+
+        Only where the rest gives the same text: it might start within a character, which would spoil what follows.
+        """
+        kept = self.tokens[-CONTEXT:]
+        rest = self._text(kept)
+        if text.endswith(rest) and UNFINISHED not in rest:
+            self.tokens, self.written, self._newest = kept, len(rest), rest
+
+    def rest(self) -> str:
+        """The text not returned yet."""
+        return self._rest_of(self._newest)
+
+
+def _alike(first: str, second: str) -> int:
+    """With how many characters both texts begin."""
+    if second.startswith(first):
+        return len(first)
+    return next((place for place, pair in enumerate(zip(first, second, strict=False)) if len({*pair}) > 1), len(second))
+
+
+class StopTexts:
+    """Finds the first of some texts in another that comes in pieces, and keeps back what may be the start of one.
+
+    Attributes:
+        found: whether one has come.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.found = False
+        self._stops = tuple(stops)
+        self._kept = ""
+
+    def add(self, piece: str) -> str:
+        """What can be shown after one more piece: nothing from a stop text on, nor what may turn out to begin one."""
+        if self.found:
+            return ""
+        text = self._kept + piece
+        places = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        if places:
+            self.found, self._kept = True, ""
+            return text[: min(places)]
+        longest = max((self._begun(text, stop) for stop in self._stops), default=0)
+        shown, self._kept = text[: len(text) - longest], text[len(text) - longest :]
+        return shown
+
+    def rest(self) -> str:
+        """What was kept back and begins no stop text after all, because the text has ended."""
+        kept, self._kept = self._kept, ""
+        return kept
+
+    @staticmethod
+    def _begun(text: str, stop: str) -> int:
+        """How many of the last characters are a stop text's first."""
+        most = min(len(text), len(stop) - 1)
+        return next((length for length in range(most, 0, -1) if text.endswith(stop[:length])), 0)

@@ -1,0 +1,1 @@
+"""Checkpoints of changed models: staged, written, read back, proven, then named."""

@@ -1,0 +1,204 @@
+"""An adapter beside the edited model that it was trained on, each in a folder of its own.
+
+The adapter's names are those of the modules in the written model, whose layers may have other numbers than in memory,
+so that peft puts it onto what `transformers` loads.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from surgeon.checkpoint.forms import FORMS, PROGRAM, Inexpressible, Layout, form_of
+from surgeon.checkpoint.load import read_config
+from surgeon.checkpoint.read import Checkpoint
+from surgeon.exports.in_memory import as_stored, export, logits_of, stored_layers_of
+from surgeon.exports.prove import EXACT_TOLERANCE, WRITTEN_TOLERANCE, NotProven, Proof, Reference, random_tokens
+from surgeon.exports.staging import staged
+from surgeon.language.program import KINDS
+from surgeon.models.families import Family, family_of
+
+BASE, ADAPTER = "base", "adapter"
+WEIGHTS_FILE = "adapter_model.safetensors"
+_WRAPPED = "base_model.model."  # what peft puts before the names of the model's own modules
+_MERGE = "leave --keep-adapter out, so that the adapter is merged into the weights"
+Names = dict[str, list[str]]  # of modules: as the written model calls those that one in memory becomes
+
+
+def export_with_adapter(model: PeftModel, folder: str | Path, *, tokenizer: Any = None) -> Proof:
+    """Write an edited model without its adapter as `folder/base`, and the adapter as `folder/adapter`.
+
+    The base is in the plain form or the program form, which keep modules as they are. `peft` puts the two together:
+    `PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, trust_remote_code=True), adapter)`. That this
+    computes what the model does is proven before the folder gets its name.
+
+    Args:
+        model: with one LoRA adapter, not merged; left as it is.
+        folder: the target, which must not be there yet.
+        tokenizer: as in `surgeon.export`.
+
+    Returns:
+        The proof of the base.
+
+    Raises:
+        NotProven: if what was written does not compute what the model does.
+        ValueError: if the adapter is of another kind, or lies on averages, slices or factors, which are stored as
+            something else.
+        FileExistsError: if the target is in the way.
+        OSError: if the disk is full or cannot be written; whatever is raised, the target is as it was.
+    """
+    target, (name, config) = Path(folder), _only_adapter(model)
+    base: Any = model.get_base_model()
+    lora = {path: module for path, module in base.named_modules() if isinstance(module, LoraLayer)}
+    with staged(target) as partial:
+        with _without_adapter(base, lora):
+            layout = _layout_of(base)
+            proof = export(base, partial / BASE, form=layout.form.name, tokenizer=tokenizer)
+        names = {path: _written_names(path, layout, family_of(base.config)) for path in lora}
+        (partial / ADAPTER).mkdir()
+        state = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+        save_file(_renamed(state, names), partial / ADAPTER / WEIGHTS_FILE, metadata={"format": "pt"})
+        _config(config, lora, names, name).save_pretrained(str(partial / ADAPTER))
+        _prove(model, partial)
+    return proof
+
+
+def _only_adapter(model: PeftModel) -> tuple[str, LoraConfig]:
+    """The adapter's name and configuration."""
+    if len(model.peft_config) != 1:
+        raise ValueError(f"the model has {len(model.peft_config)} adapters; one can be kept beside it")
+    ((name, config),) = model.peft_config.items()
+    others = ("modules_to_save", "trainable_token_indices", "target_parameters")
+    if not isinstance(config, LoraConfig) or any(getattr(config, other) for other in others):
+        raise ValueError(f"only LoRA adapters without {', '.join(others)} can be kept apart; {_MERGE}")
+    return name, config
+
+
+@contextmanager
+def _without_adapter(base: nn.Module, lora: dict[str, Any]) -> Iterator[None]:
+    """While inside, the modules that carry the adapter are the ones they were before it."""
+    for path, module in lora.items():
+        if module.merged:
+            raise ValueError(f"the adapter is merged into {path} already; unmerge it, or export the model as it is")
+    for path, module in lora.items():
+        _put(base, path, module.base_layer)
+    try:
+        yield
+    finally:
+        for path, module in lora.items():
+            _put(base, path, module)
+
+
+def _put(root: nn.Module, path: str, module: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(root.get_submodule(parent), name, module)
+
+
+def _layout_of(base: PreTrainedModel) -> Layout:
+    """How the model is stored with its modules as they are: plain where that is exact."""
+    stored = stored_layers_of(base)
+    with as_stored(base, stored):
+        for form in (FORMS["plain"], PROGRAM):
+            try:
+                return form.lay_out(stored.program, family_of(base.config), base.config)
+            except Inexpressible as refusal:
+                reason = str(refusal)
+    raise ValueError(f"the model cannot be written with its modules as they are ({reason}); {_MERGE}")
+
+
+def _written_names(path: str, layout: Layout, family: Family) -> list[str]:
+    """What a module of the model in memory is called where it is written, once for each layer that has it."""
+    inside = path.removeprefix(f"{family.layers}.")
+    if inside == path:
+        return [path]
+    layer, _, rest = inside.partition(".")
+    if not layer.isdigit():
+        raise ValueError(f"the adapter lies on {layer}, which is stored as something else; {_MERGE}")
+    kinds = [kind for kind in KINDS if any(_is_inside(rest, module) for module in family.spec(kind).modules)]
+    return [
+        f"{family.layers}.{index}.{rest}"
+        for index, stored in enumerate(layout.layers)
+        if any(one.kind in kinds and one.layers == (int(layer),) for one in stored.sublayers)
+    ]
+
+
+def _is_inside(path: str, module: str) -> bool:
+    return path == module or path.startswith(f"{module}.")
+
+
+def _renamed(state: dict[str, Tensor], names: Names) -> dict[str, Tensor]:
+    """The adapter's tensors by their names over the written model's modules."""
+    found = {}
+    for name, tensor in state.items():
+        path, rest = _split(name.removeprefix(_WRAPPED), names)
+        for written in names[path]:
+            found[f"{_WRAPPED}{written}.{rest}"] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+    if not found:
+        raise ValueError("the adapter lies on no module that the program runs, so there is nothing to keep")
+    return found
+
+
+def _split(name: str, names: Names) -> tuple[str, str]:
+    """The module that a tensor of an adapter belongs to, and the rest of its name."""
+    path = name
+    while path not in names:
+        path, found, _ = path.rpartition(".")
+        if not found:
+            raise ValueError(f"the adapter has a tensor {name}, which is of no module that carries it; {_MERGE}")
+    return path, name.removeprefix(f"{path}.")
+
+
+def _config(config: LoraConfig, lora: dict[str, Any], names: Names, adapter: str) -> LoraConfig:
+    """The adapter's configuration with its modules by their whole names: patterns may fit others there."""
+    own = {written: lora[path] for path, all_of_it in names.items() for written in all_of_it}
+    ranks = {_exactly(path): one.r[adapter] for path, one in own.items()}
+    alphas = {_exactly(path): one.lora_alpha[adapter] for path, one in own.items()}
+    return replace(
+        config,
+        base_model_name_or_path=BASE,
+        inference_mode=True,
+        target_modules=sorted(own),
+        exclude_modules=None,
+        layers_to_transform=None,
+        layers_pattern=None,
+        rank_pattern={path: rank for path, rank in ranks.items() if rank != config.r},
+        alpha_pattern={path: alpha for path, alpha in alphas.items() if alpha != config.lora_alpha},
+    )
+
+
+def _exactly(path: str) -> str:
+    """A pattern of peft's that this module's name fits alone."""
+    return f"^{re.escape(path)}"
+
+
+def _prove(model: PeftModel, folder: Path) -> None:
+    """Put together what was written, and compare.
+
+    Raises:
+        NotProven: if its logits are others than the model's.
+    """
+    checkpoint = Checkpoint(folder / BASE)
+    model_class, config = form_of(checkpoint).written_class(checkpoint, read_config(checkpoint))
+    kept = next(model.parameters()).dtype
+    base = model_class.from_pretrained(folder / BASE, config=config, dtype=kept)
+    tokens = random_tokens(config)
+    alive: Any = model  # which takes what its base model takes
+    reference = Reference(tokens, logits_of(alive, tokens))
+    found = reference.difference(logits_of(PeftModel.from_pretrained(base, str(folder / ADAPTER)), tokens))  # type: ignore[arg-type]
+    bound = WRITTEN_TOLERANCE.get(kept, EXACT_TOLERANCE)
+    if not found <= bound:
+        raise NotProven(
+            f"base and adapter together do not compute what the model does: their logits differ by {found:.2g} of "
+            f"their scale (at most {bound:g} is allowed), so nothing was written"
+        )

@@ -1,0 +1,1 @@
+"""Text to programs: the language, the executor, recipes, and the operations that make programs."""

@@ -1,0 +1,119 @@
+"""The one executor: runs a program, given something that computes its steps and something that reduces.
+
+The rule is one sentence: a node leaves its output pending; a plain step first lands what is pending, then reads the
+stream and computes; a late step reads and computes, then lands it. Under tensor parallelism what is pending is an
+all-reduce in flight, so that a late step computes while its predecessor's output travels (Ladder Residual,
+algorithm 1). On one device nothing travels, and the same code gives the same numbers. Analysis, generation, export
+and the tensor-parallel runtime all run programs through this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import reduce
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from surgeon.language.program import Fork, Node, Program, Step
+
+Pending = Callable[[], Tensor]  # waits for a reduction that was started, and returns its result
+Branch = tuple[Node, ...]
+
+
+class Partial(NamedTuple):
+    """What a machine has computed towards a node's output.
+
+    Attributes:
+        part: to be summed over the ranks; on one device the sum is this itself.
+        finish: makes the output, (batch, tokens, hidden), of the sum, as a norm behind a sublayer has to; None where
+            the sum is the output.
+    """
+
+    part: Tensor
+    finish: Callable[[Tensor], Tensor] | None = None
+
+
+class Machine(Protocol):
+    """What a program runs on: one device, or one rank of several."""
+
+    def compute(self, step: Step, stream: Tensor) -> Partial:
+        """The sum of the outputs of the step's sublayers: on a rank, only this rank's part of it."""
+
+    def reduce(self, partial: Partial) -> Pending:
+        """Start summing the ranks' parts; waiting on the result gives the output."""
+
+    def assign(self, fork: Fork) -> Iterable[tuple[Branch, Machine]]:
+        """The branches this rank computes or helps compute, each with the machine (the group of ranks) that runs it."""
+
+    def join(self, fork: Fork, added: Tensor) -> Partial:  # noqa: ARG002 - a group of ranks asks who else has it
+        """What this rank has of a fork's output when its branches have added this, (batch, tokens, hidden)."""
+        return Partial(added)
+
+
+@dataclass(frozen=True)
+class State:
+    """Where a run stands between two nodes.
+
+    Attributes:
+        stream: the residual stream, without what is pending.
+        pending: the previous node's output, perhaps still on its way; None at the start.
+        added: the sum of what has landed, kept inside forks only (subtracting streams at the end would lose digits).
+    """
+
+    stream: Tensor
+    pending: Pending | None = None
+    added: Tensor | None = None
+
+
+def run(program: Program, stream: Tensor, machine: Machine) -> Tensor:
+    """The stream after the whole program, (batch, tokens, hidden)."""
+    state = State(stream)
+    for node in program.nodes:
+        state = advance(state, node, machine)
+    return land(state).stream
+
+
+def advance(state: State, node: Node, machine: Machine) -> State:
+    """The state after one more node; the given state stays valid, so that several programs can go on from it."""
+    if isinstance(node, Step) and node.late:
+        # Started before the previous one has landed, so that two reductions can be in flight at once.
+        pending = machine.reduce(partial_output(node, state.stream, machine))
+        landed = land(state)
+    else:
+        landed = land(state)
+        pending = machine.reduce(partial_output(node, landed.stream, machine))
+    return State(landed.stream, pending, landed.added)
+
+
+def land(state: State) -> State:
+    """Wait for what is pending and add it to the stream."""
+    if state.pending is None:
+        return state
+    output = state.pending()
+    return State(state.stream + output, None, None if state.added is None else state.added + output)
+
+
+def partial_output(node: Node, stream: Tensor, machine: Machine) -> Partial:
+    """What this machine has of a node's output."""
+    if isinstance(node, Step):
+        return machine.compute(node, stream)
+    return machine.join(node, fork_output(node, stream, machine))
+
+
+def fork_output(fork: Fork, stream: Tensor, machine: Machine) -> Tensor:
+    """The sum of what the branches assigned to this machine add, each started from the given stream."""
+    outputs = [branch_output(branch, stream, part) for branch, part in machine.assign(fork)]
+    return reduce(torch.add, outputs) if outputs else torch.zeros_like(stream)
+
+
+def branch_output(branch: Branch, stream: Tensor, machine: Machine) -> Tensor:
+    """What one branch adds to the stream it starts from."""
+    state = State(stream, added=torch.zeros_like(stream))
+    for node in branch:
+        state = advance(state, node, machine)
+    added = land(state).added
+    assert added is not None
+    return added

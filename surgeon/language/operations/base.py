@@ -1,0 +1,191 @@
+"""What an operation is: a typed function from a program and a stretch of layers to a program.
+
+An operation is one short file with one decorated function; its signature is its parameters, in recipes too. It never
+sees weights or models, only the program: whether layers are still free to be edited is read off the program itself. One
+that has to know how large matrices are has a parameter `shapes`, which is no part of recipes either.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+
+from surgeon.language.operations.declare import HEATMAPS, VARIANTS, Heatmap, Variant, apply, check_free, declare
+from surgeon.language.program import ATTENTION, FEED_FORWARD, KINDS, LayerShapes, Node, Program, Sublayer, layer_nodes
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+F = TypeVar("F", bound=Callable[..., Program])
+Half = Literal["both", "attention", "mlp"]  # which part of layers an operation is about
+KINDS_OF: dict[Half, frozenset[str]] = {
+    "both": frozenset(KINDS),
+    "attention": frozenset({ATTENTION}),
+    "mlp": frozenset({FEED_FORWARD}),
+}
+_GIVEN = ("program", "layers", "shapes")  # to an operation by whoever applies it
+
+
+class OperationFunction(Protocol):
+    """program, layers (a stretch, as a range), perhaps shapes, and parameters of its own -> the edited program."""
+
+    __name__: str
+    __doc__: str | None
+
+    def __call__(self, program: Program, layers: range, **parameters: Any) -> Program: ...
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A registered operation.
+
+    Attributes:
+        anywhere: whether it changes sublayers wherever they stand, in forks, too, and moves none.
+    """
+
+    function: OperationFunction
+    anywhere: bool = False
+
+    @property
+    def name(self) -> str:
+        """As recipes write it."""
+        return self.function.__name__
+
+    @property
+    def summary(self) -> str:
+        """The first line of its description."""
+        return inspect.getdoc(self.function).split("\n")[0]  # type: ignore[union-attr]
+
+    def apply(self, program: Program, layers: range, shapes: LayerShapes | None = None, **parameters: Any) -> Program:
+        """The edited program; `shapes` and errors as `declare.apply`."""
+        return apply(self.function, program, layers, shapes, **parameters)
+
+    @cached_property
+    def parameters(self) -> type[BaseModel]:
+        """The model that its parameters are checked against; made when needed, because pydantic is slow to load."""
+        from pydantic import ConfigDict, create_model
+
+        fields: dict[str, Any] = {}
+        for name, parameter in inspect.signature(self.function, eval_str=True).parameters.items():
+            if name not in _GIVEN:
+                default = ... if parameter.default is inspect.Parameter.empty else parameter.default
+                fields[name] = (parameter.annotation, default)
+        return create_model(self.name, __config__=ConfigDict(extra="forbid", strict=True), **fields)
+
+    @property
+    def heatmaps(self) -> dict[str, Heatmap]:
+        """The maps of a scan that it declares, by name."""
+        return {name: one for name, one in HEATMAPS.items() if one.function is self.function}
+
+    @property
+    def variants(self) -> dict[str, Variant]:
+        """The variants of a bench that it declares, by name."""
+        return {name: one for name, one in VARIANTS.items() if one.function is self.function}
+
+
+OPERATIONS: dict[str, Operation] = {}
+
+
+def operation(
+    *,
+    heatmaps: Mapping[str, Heatmap] | None = None,
+    variants: Mapping[str, Variant] | None = None,
+    anywhere: bool = False,
+) -> Callable[[F], F]:
+    """Register a function as an operation under its own name, with the maps and variants that it gives, by theirs.
+
+    Args:
+        anywhere: as `Operation` has it.
+
+    Raises:
+        ValueError: if another operation has one of the names.
+    """
+
+    def register(function: F) -> F:
+        name = function.__name__
+        check_free(name, function, OPERATIONS[name].function if name in OPERATIONS else None)
+        declare(HEATMAPS, heatmaps or {}, function)
+        declare(VARIANTS, variants or {}, function)
+        OPERATIONS[name] = Operation(function, anywhere)
+        return function
+
+    return register
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A run of whole, unedited layers in a program, and what stands before and after it.
+
+    Attributes:
+        layers: the nodes of each layer, in order.
+    """
+
+    before: tuple[Node, ...]
+    layers: tuple[tuple[Node, ...], ...]
+    after: tuple[Node, ...]
+
+    def replaced_by(self, *nodes: Node) -> Program:
+        """The program with other nodes in the stretch's place."""
+        return Program(self.before + nodes + self.after)
+
+
+def find_stretch(program: Program, layers: range) -> Stretch:
+    """Find layers that are still whole and in order in the program.
+
+    Raises:
+        ValueError: if the range is empty, out of the program's range, or an earlier operation changed a layer of it.
+    """
+    for steps_per_layer in (2, 1) if layers else ():
+        wanted = [layer_nodes(layer, steps_per_layer) for layer in layers]
+        flat = tuple(node for nodes in wanted for node in nodes)
+        start = _place(flat[0], program.nodes)
+        end = start + len(flat)
+        if program.nodes[start:end] == flat:
+            return Stretch(program.nodes[:start], tuple(wanted), program.nodes[end:])
+    require_present(program, layers)
+    raise ValueError(
+        f"layers {show_range(layers)} overlap with what an earlier operation changed: "
+        f"the program no longer runs them whole and in order; use layers that no other operation touches"
+    )
+
+
+def _place(node: Node, nodes: tuple[Node, ...]) -> int:
+    """Where a node stands first; behind all of them if it is not there."""
+    same = next((place for place, other in enumerate(nodes) if other is node), None)  # which equality is slow to find
+    if same is not None:
+        return same
+    return nodes.index(node) if node in nodes else len(nodes)
+
+
+def require_present(program: Program, layers: range) -> None:
+    """Refuse an empty range, or one that reaches beyond the program's layers.
+
+    Raises:
+        ValueError: with the range, and the one that would be right.
+    """
+    if not layers:
+        raise ValueError(
+            f"layers {show_range(layers)} are empty: the end comes after the first, as in 4:30 for 4 to 29"
+        )
+    present: set[int] = set().union(*(sublayer.layers for sublayer in program.sublayers()))
+    last = max(present, default=-1)
+    if layers[-1] > last:
+        raise ValueError(
+            f"layers {show_range(layers)} are out of range: the model's layers are 0:{last + 1} (0 to {last})"
+        )
+    gone = [layer for layer in layers if layer not in present]
+    if gone:
+        raise ValueError(f"layers {show_range(layers)} overlap with what an earlier operation removed: layer {gone[0]}")
+
+
+def show_range(layers: range) -> str:
+    """A range as Python slices it: 4:30."""
+    return f"{layers.start}:{layers.stop}"
+
+
+def averaged(sublayers: list[Sublayer]) -> Sublayer:
+    """One sublayer with the average of several sublayers' weights."""
+    return Sublayer(sublayers[0].kind, tuple(layer for sublayer in sublayers for layer in sublayer.layers))

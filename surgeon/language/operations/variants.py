@@ -1,0 +1,91 @@
+"""Programs by name, for comparing what they cost: what an operation makes of a stretch of the unedited model."""
+
+from __future__ import annotations
+
+from surgeon.errors import did_you_mean
+from surgeon.language.operations.base import show_range
+from surgeon.language.operations.declare import VARIANTS, Variant
+from surgeon.language.program import Program
+
+DENSE = "dense"  # the unedited program
+UPPER_BOUND = "upper-bound"  # the program compared with, on ranks that do not wait for each other
+SPARED = 2  # layers at either end that the papers leave alone
+
+
+def variant_names() -> tuple[str, ...]:
+    """All variants, in the order in which they are listed."""
+    return (DENSE, *VARIANTS, UPPER_BOUND)
+
+
+def is_variant(name: str) -> bool:
+    """Whether it is the name of a variant (`tracks:4` for tracks that meet every 4 layers)."""
+    return name in (DENSE, UPPER_BOUND) or _declared(name) is not None
+
+
+def middle_layers(num_layers: int) -> range:
+    """All layers but the first and last two.
+
+    Raises:
+        ValueError: if there are none.
+    """
+    if num_layers <= 2 * SPARED:
+        raise ValueError(
+            f"the model has {num_layers} layers, and variants leave the first and last {SPARED} alone; "
+            f"say which to change, as in --layers 0:{num_layers}"
+        )
+    return range(SPARED, num_layers - SPARED)
+
+
+def variant(name: str, dense: Program, layers: range, ranks: int) -> Program:
+    """The program of that name.
+
+    Args:
+        dense: the unedited model's.
+        layers: that the operation is applied to.
+        ranks: for tracks and desync, which have a slice for each.
+
+    Raises:
+        ValueError: if there is no such variant, or the operation refuses the layers.
+    """
+    if name == DENSE:
+        return dense
+    declared = _declared(name)
+    if declared is None:
+        raise ValueError(f"there is no program {name!r} to build; {did_you_mean(name, variant_names())}")
+    if declared.ranks is not None and ranks < 2:
+        raise ValueError(f"{name} has a slice of the layers for each rank; use --tp 2 or more")
+    try:
+        return _built(name, declared, dense, layers, ranks)
+    except ValueError as error:
+        raise ValueError(f"{name} of layers {show_range(layers)}: {error}") from error
+
+
+def _built(name: str, declared: Variant, dense: Program, layers: range, ranks: int) -> Program:
+    if declared.over is not None:
+        dense = _built(declared.over, VARIANTS[declared.over], dense, layers, ranks)
+    given = {**declared.parameters, **_number_in(name, declared)}
+    if declared.ranks is not None:
+        given[declared.ranks] = ranks
+    return declared.function(dense, layers, **given)
+
+
+def _declared(name: str) -> Variant | None:
+    for shown, declared in VARIANTS.items():
+        if name == shown or (declared.argument is not None and name.startswith(_before_number(shown))):
+            return declared
+    return None
+
+
+def _before_number(name: str) -> str:
+    return name.partition(":")[0] + ":"
+
+
+def _number_in(name: str, declared: Variant) -> dict[str, int]:
+    """The parameter that is given behind a variant's name, if it has one."""
+    if declared.argument is None:
+        return {}
+    start = _before_number(name)
+    number = name.removeprefix(start)
+    if not number.isdecimal() or int(number) < 1:
+        raise ValueError(f"write {declared.meaning}, as in {start}4")
+    return {declared.argument: int(number)}

@@ -1,0 +1,387 @@
+"""Recipes: the YAML a user writes, and a search writes too.
+
+    surgeon: 1
+    model: meta-llama/Llama-2-7b-chat-hf
+    operations:
+      - pair: {layers: "4:30"}
+    expect: {effective_depth: 19}
+
+Operations are applied in order. `layers` is a range as Python slices it ("4:30" is layers 4 to 29), or a list of such
+ranges. With `weights: sha256:...` a recipe says which model it was made for (its weights and its config.json), as those
+that a search writes do: on others it may do anything, so it is refused there. Every error names the file, the line, the
+value and what would be right.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from surgeon.errors import did_you_mean, shown
+from surgeon.language.operations import OPERATIONS
+from surgeon.language.operations.applied import AppliedOperation, in_braces
+from surgeon.language.operations.within import require_whole_layers
+from surgeon.language.program import LayerShapes, Program
+from surgeon.language.yaml import LONGEST, YamlError, read_yaml
+from surgeon.models.families import family_of
+
+FORMAT = 1
+KEYS = ("surgeon", "model", "weights", "operations", "expect")
+_LAYERS = re.compile(r"\s*(\d{1,9})\s*:\s*(\d{1,9})\s*")
+_WEIGHTS = re.compile(r"sha256:([0-9a-f]{64})")
+Checked = TypeVar("Checked", bound=BaseModel)
+
+
+class Expect(BaseModel):
+    """What the recipe's program must come out as; checked whenever the recipe is used.
+
+    Attributes:
+        effective_depth: in layers of the unedited model.
+        sync_points: per forward pass, on two tensor-parallel ranks.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    effective_depth: float | None = None
+    sync_points: int | None = None
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A model, what is done to it, and what is expected to come out.
+
+    Attributes:
+        weights: the model it was made for, as `Checkpoint.model_hash()` names it; None: any.
+        source: where it was read from, for error messages.
+        expect_line, weights_line: the lines these stand on.
+    """
+
+    model: str
+    operations: tuple[AppliedOperation, ...]
+    expect: Expect = field(default_factory=Expect)
+    weights: str | None = None
+    source: str = "recipe"
+    expect_line: int = 0
+    weights_line: int = 0
+
+    def program_for(self, config: Any, own: Program | None = None) -> Program:
+        """The program that the operations make of a model with this `transformers` configuration.
+
+        Args:
+            own: what the model runs in place of its layers one after the other, if it does.
+
+        Raises:
+            ValueError: as `program`; if the architecture is not supported, or the model runs a program of its own that
+                is not its layers, each whole and once.
+        """
+        family, layers = family_of(config), int(config.num_hidden_layers)
+        if own is not None:
+            try:
+                require_whole_layers(own, layers)
+            except ValueError as error:
+                raise ValueError(
+                    f"{self.source}: {self.model} is an edited model, and operations change whole layers; name the "
+                    f"model it was made of, or write the whole program with --program ({error})"
+                ) from error
+        return self.program(layers, family.steps_per_layer, family.layer_shapes(config), own)
+
+    def program(
+        self,
+        num_layers: int,
+        steps_per_layer: int = 2,
+        shapes: LayerShapes | None = None,
+        own: Program | None = None,
+    ) -> Program:
+        """The program that the operations make of a model with this many layers.
+
+        Args:
+            shapes: of these layers, for operations that ask for them.
+            own: what the model runs in place of its layers one after the other, if it does.
+
+        Raises:
+            ValueError: if layers are out of range or overlap, or an expectation does not hold; with file and line.
+        """
+        program = own or Program.dense(num_layers, steps_per_layer)
+        for operation in self.operations:
+            try:
+                program = operation.apply(program, shapes, own)
+            except ValueError as error:
+                raise ValueError(f"{self.source}:{operation.line}: {operation.name}: {error}") from error
+        self._check_expectations(program, steps_per_layer)
+        return program
+
+    def _check_expectations(self, program: Program, steps_per_layer: int) -> None:
+        found = {
+            "effective_depth": program.effective_depth(steps_per_layer),
+            "sync_points": program.sync_points(2) if self.expect.sync_points is not None else None,
+        }
+        for name, expected in self.expect.model_dump(exclude_none=True).items():
+            if found[name] != expected:
+                raise ValueError(
+                    f"{self.source}:{self.expect_line}: expect: {name} {expected:g} does not hold: "
+                    f"the operations give {found[name]:g}"
+                )
+
+    def mismatch(self, model_hash: str, weights_hash: str) -> str | None:
+        """What there is to say if this is another model than the recipe was made for; nothing if it is not.
+
+        Args:
+            model_hash, weights_hash: of the model, and of its weights alone, by which earlier versions named it.
+        """
+        if self.weights in (None, model_hash):
+            return None
+        place = f"{self.source}:{self.weights_line}: weights:"
+        if self.weights == weights_hash:
+            return (
+                f"{place} sha256:{self.weights} names the model's weights alone, as earlier versions wrote it; write "
+                f"sha256:{model_hash}, which names its configuration, too"
+            )
+        return f"{place} the recipe was made for sha256:{self.weights}, and the model has sha256:{model_hash}"
+
+    def require_model(self, model_hash: str, weights_hash: str) -> None:
+        """Refuse another model than the recipe was made for; arguments as for `mismatch`.
+
+        Raises:
+            ValueError: with both hashes, file and line.
+        """
+        mismatch = self.mismatch(model_hash, weights_hash)
+        if mismatch is not None and self.weights != weights_hash:
+            mismatch += (
+                "; what was found for one model need not hold for another. Use the model it was made for, or remove "
+                "that line to use the recipe all the same"
+            )
+        if mismatch is not None:
+            raise ValueError(mismatch)
+
+    def to_yaml(self) -> str:
+        """The recipe as text; `parse_recipe` reads it back."""
+        lines = [f"surgeon: {FORMAT}", f"model: {json.dumps(self.model)}"]
+        lines += [] if self.weights is None else [f"weights: sha256:{self.weights}"]
+        lines.append("operations:")
+        lines += [f"  - {operation.to_yaml()}" for operation in self.operations]
+        if not self.operations:
+            lines[-1] += " []"
+        expect = self.expect.model_dump(exclude_none=True)
+        if expect:
+            whole = {name: int(value) if value == int(value) else value for name, value in expect.items()}
+            lines.append(f"expect: {in_braces(whole)}")
+        return "\n".join(lines) + "\n"
+
+
+def is_recipe(name: str | Path) -> bool:
+    """Whether it is the name of a recipe, not of a model."""
+    return Path(name).suffix in (".yaml", ".yml")
+
+
+def read_recipe(path: Path) -> Recipe:
+    """Read a recipe from a file.
+
+    Raises:
+        FileNotFoundError: if there is none.
+        ValueError: if it is not a valid recipe, naming the line.
+    """
+    return parse_recipe(read_document(path, "recipe"), str(path))
+
+
+def read_document(path: Path, kind: str) -> str:
+    """The text of a file in YAML that a user wrote.
+
+    Args:
+        kind: what it is, for error messages: "recipe", "configuration".
+
+    Raises:
+        FileNotFoundError: if there is none.
+        ValueError: if it is too large, or not UTF-8.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no {kind} {path}")
+    if path.stat().st_size > 4 * LONGEST:  # bytes that a character takes at most
+        raise ValueError(f"{path} has {path.stat().st_size:,} bytes, which is too much for a {kind}; check the name")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a text file in UTF-8: {error}") from error
+
+
+def parse_recipe(text: str, source: str = "recipe") -> Recipe:
+    """Read a recipe from its text; `source` names it in error messages.
+
+    Raises:
+        ValueError: if it is not a valid recipe, naming the line.
+    """
+    return _RecipeReader(text, source).recipe()
+
+
+def operations_in(text: str) -> tuple[AppliedOperation, ...]:
+    """The operations that a document lists, whatever else it says: a recipe, or the configuration of a model.
+
+    Raises:
+        ValueError: if it is none, or they are not as in a recipe.
+    """
+    reader = DocumentReader(text, "document")
+    found = reader.document.get("operations", []) if isinstance(reader.document, dict) else None
+    return reader.operations(found)
+
+
+def parse_range(text: Any) -> range:
+    """A range of layers as Python slices it: "4:30" is layers 4 to 29.
+
+    Raises:
+        ValueError: if it is anything else.
+    """
+    if isinstance(text, int):
+        raise ValueError('layers must stand in quotes, as in "4:30": without them YAML reads 4:30 as a number')
+    match = _LAYERS.fullmatch(str(text))
+    if match is None or int(match[1]) >= int(match[2]):
+        raise ValueError(f'layers {shown(text)} are no range; write "4:30" for layers 4 to 29 (layers count from 0)')
+    return range(int(match[1]), int(match[2]))
+
+
+def line_of(path: tuple[Any, ...], lines: Mapping[tuple[Any, ...], int]) -> int:
+    """The line of what a path leads to, or of the innermost thing on the way there that stands in the document."""
+    return next((lines[path[:end]] for end in range(len(path), 0, -1) if path[:end] in lines), 1)
+
+
+class DocumentReader:
+    """Reads a document with keys of surgeon's, of which `operations` is one, keeping the line of every key.
+
+    Attributes:
+        kind: what it is, for error messages.
+        keys, needed: those that may be there, and those that must; `surgeon`, the format, is one of both.
+
+    Raises:
+        ValueError: as every method: naming source, line, value, and what would be right.
+    """
+
+    kind = "document"
+    keys: tuple[str, ...] = ("surgeon", "operations")
+    needed: tuple[str, ...] = ("surgeon",)
+
+    def __init__(self, text: str, source: str) -> None:
+        self.source = source
+        try:
+            read = read_yaml(text)
+        except YamlError as error:
+            raise self.error(error.line, error.problem) from error
+        self.document, self.lines = read.value, read.lines
+
+    def error(self, line: int, message: str) -> ValueError:
+        return ValueError(f"{self.source}:{line}: {message}")
+
+    def top(self) -> dict[str, Any]:
+        """The document's keys and values, once it is known that these are the right keys, and of which format."""
+        document = self.document
+        if not isinstance(document, dict):
+            needed = f"{', '.join(self.needed[:-1])} and {self.needed[-1]}"
+            raise self.error(1, f"a {self.kind} is a mapping with the keys {needed}")
+        self.require_known(document, self.keys, ())
+        for key in self.needed:
+            if key not in document:
+                raise self.error(1, f"the key {key!r} is missing")
+        form = document["surgeon"]
+        if type(form) is not int or form != FORMAT:
+            raise self.error(
+                self.lines["surgeon",], f"{self.kind} format {shown(form)} is not known; write surgeon: {FORMAT}"
+            )
+        return document
+
+    def require_known(self, given: dict[Any, Any], known: Iterable[str], path: tuple[Any, ...]) -> None:
+        """Refuse a key that is not known; `path` leads to the mapping that is given."""
+        for key in given:
+            if key not in known:
+                line = self.lines.get((*path, key), 1)
+                raise self.error(line, f"unknown key {shown(key)}; {did_you_mean(str(key), known)}")
+
+    def operations(self, entries: Any) -> tuple[AppliedOperation, ...]:
+        """What the key `operations` says."""
+        if not isinstance(entries, list):
+            raise self.error(
+                self.lines["operations",], 'operations must be a list, each entry as in - pair: {layers: "4:30"}'
+            )
+        return tuple(self._operation(entry, ("operations", index)) for index, entry in enumerate(entries))
+
+    def _operation(self, entry: Any, path: tuple[Any, ...]) -> AppliedOperation:
+        line = self.lines[path]
+        if not isinstance(entry, dict) or len(entry) != 1:
+            raise self.error(
+                line,
+                f'an operation is one name with its parameters, as in pair: {{layers: "4:30"}}, not {shown(entry)}',
+            )
+        ((name, given),) = entry.items()
+        if name not in OPERATIONS:
+            raise self.error(line, f"unknown operation {shown(name)}; {did_you_mean(str(name), OPERATIONS)}")
+        if not isinstance(given, dict) or "layers" not in given:
+            raise self.error(line, f'{name} needs layers, as in {name}: {{layers: "4:30"}}')
+        model = OPERATIONS[name].parameters
+        for key in given:
+            if key not in ("layers", *model.model_fields):
+                known = ["layers", *model.model_fields]
+                raise self.error(
+                    self.lines[*path, name, key],
+                    f"{name} has no parameter {shown(key)}; {did_you_mean(str(key), known)}",
+                )
+        layers = given["layers"]
+        try:
+            stretches = tuple(parse_range(text) for text in (layers if isinstance(layers, list) else [layers]))
+        except ValueError as error:
+            raise self.error(self.lines[*path, name, "layers"], f"{name}: {error}") from error
+        parameters = {key: value for key, value in given.items() if key != "layers"}
+        self.validate(model, parameters, (*path, name))
+        return AppliedOperation(name, stretches, parameters, line)
+
+    def validate(self, model: type[Checked], given: dict[str, Any], path: tuple[Any, ...]) -> Checked:
+        """What a mapping says, as the model that it is checked by; `path` leads to it."""
+        try:
+            return model.model_validate(given)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = line_of((*path, *first["loc"]), self.lines)
+            name = ": ".join([*map(str, path[-1:]), ".".join(map(str, first["loc"]))])
+            raise self.error(where, f"{name}: {first['msg']}, not {shown(first['input'])}") from error
+
+
+class _RecipeReader(DocumentReader):
+    """Reads one recipe."""
+
+    kind = "recipe"
+    keys = KEYS
+    needed = ("surgeon", "model", "operations")
+
+    def recipe(self) -> Recipe:
+        document = self.top()
+        model = document["model"]
+        if not isinstance(model, str) or not model.strip() or not model.isprintable():
+            raise self.error(self.lines["model",], f"model must be a folder or a hub name, not {shown(model)}")
+        return Recipe(
+            model=model,
+            operations=self.operations(document["operations"]),
+            expect=self._expect(document.get("expect")),
+            weights=self._weights(document["weights"]) if "weights" in document else None,
+            source=self.source,
+            expect_line=self.lines.get(("expect",), 0),
+            weights_line=self.lines.get(("weights",), 0),
+        )
+
+    def _weights(self, given: Any) -> str:
+        match = _WEIGHTS.fullmatch(given) if isinstance(given, str) else None
+        if match is None:
+            raise self.error(
+                self.lines["weights",],
+                f"weights must be sha256: and 64 digits of 0-9 and a-f, not {shown(given)}; copy them from a search's "
+                "recipe or a checkpoint's surgeon.json, or remove the line",
+            )
+        return match[1]
+
+    def _expect(self, given: Any) -> Expect:
+        if given is None:
+            return Expect()
+        if not isinstance(given, dict):
+            raise self.error(self.lines["expect",], "expect must be a mapping, as in expect: {effective_depth: 19}")
+        self.require_known(given, Expect.model_fields, ("expect",))
+        return self.validate(Expect, given, ("expect",))

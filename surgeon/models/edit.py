@@ -1,0 +1,187 @@
+"""Programs on `transformers` models: load one, edit its program, put the original back.
+
+An edited model is still the same `transformers` model: its attention, MLP and norm modules are called, only in the
+order and on the inputs that the program says. Parameters keep their names, so that generation with caches, `peft`,
+`accelerate` (`device_map`, offloading) and gradient checkpointing go on working.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from surgeon.language.program import Program
+from surgeon.models.edited_layers import EditedLayers
+from surgeon.models.families import family_of
+from surgeon.models.weights import FactorSource
+
+if TYPE_CHECKING:  # takes seconds, and who has no model yet does without
+    from transformers import PreTrainedModel
+
+PROGRAM_KEY = "surgeon_program"  # in config.json of a checkpoint that runs an edited program
+PROGRAM_PREFIX = "surgeon_"  # before its model type, so that no stock class takes it and ignores the program
+
+
+def edit(
+    model: PreTrainedModel,
+    program: Program | str,
+    layers_class: type[EditedLayers] | None = None,
+    factors: FactorSource | None = None,
+) -> PreTrainedModel:
+    """Make the model run this program, in place; editing an edited model starts from the original again.
+
+    The configuration's `num_hidden_layers` and per-layer attention types describe the edited model (one entry per
+    attention of the program), so that caches and masks fit it.
+
+    Args:
+        layers_class: of what stands in for the list of layers, `EditedLayers` by default.
+        factors: of matrices that the program has a rank for; by default the best ones by the matrix alone, its
+            truncated singular values.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: if the architecture is not supported, or the program names a layer or a slice that it cannot have.
+    """
+    if isinstance(program, str):
+        program = Program.parse(program)
+    original = restore(model)
+    family = family_of(original.config)
+    parent, name = decoder_parent(original)
+    layers = getattr(parent, name)
+    check_layers(program, len(layers))
+    edited = (layers_class or EditedLayers)(layers, original.config, family, program, factors)
+    setattr(parent, name, edited)
+    edited.describe_in(original.config)
+    vars(original)["save_pretrained"] = MethodType(_save_edited, original)
+    return original
+
+
+def restore(model: PreTrainedModel) -> PreTrainedModel:
+    """Undo `edit`: the model runs its own layers again, and its configuration is what it was. Returns the model."""
+    for module in model.modules():
+        for name, child in module.named_children():
+            if isinstance(child, EditedLayers):
+                setattr(module, name, child.undo(model.config))
+                del vars(model)["save_pretrained"]
+                return model
+    return model
+
+
+def program_of(model: PreTrainedModel) -> Program:
+    """The program the model runs: that of its last `edit`, or the dense one."""
+    layers = decoder_layers(model)
+    if isinstance(layers, EditedLayers):
+        return layers.program
+    return Program.dense(len(layers), family_of(model.config).steps_per_layer)
+
+
+@contextmanager
+def as_stored(model: PreTrainedModel) -> Iterator[Program]:
+    """The program that a model runs, while the model is the layers that it is stored as.
+
+    Raises:
+        ValueError: if the program has weights that no layer has, which only live while the model runs it.
+    """
+    layers, program = decoder_layers(model), program_of(model)
+    if not isinstance(layers, EditedLayers):
+        yield program
+        return
+    derived = next(filter(layers.is_derived, program.sublayers()), None)
+    if derived is not None:
+        raise ValueError(
+            f"the model runs {derived}, whose weights are those of no layer; export the model, and use the checkpoint"
+        )
+    restore(model)
+    try:
+        yield program
+    finally:
+        edit(model, program)
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList | EditedLayers:
+    """The decoder's list of layers, or what stands in for it."""
+    parent, name = decoder_parent(model)
+    layers: nn.ModuleList | EditedLayers = getattr(parent, name)
+    return layers
+
+
+def decoder_inputs(model: PreTrainedModel, input_ids: Tensor) -> tuple[Tensor, list[dict[str, Any]]]:
+    """What an unedited model's decoder hands its layers for these tokens, without padding and without a cache.
+
+    Args:
+        input_ids: (batch, tokens).
+
+    Returns:
+        The embedded stream, (batch, tokens, hidden), and each layer's keyword arguments (mask, positions).
+
+    Raises:
+        ValueError: if the model runs an edited program.
+    """
+    require_unedited(model)
+    family = family_of(model.config)
+    parent, name = decoder_parent(model)
+    layers = getattr(parent, name)
+    tap = _InputTap(layers, model.config, family, Program.dense(len(layers), family.steps_per_layer))
+    setattr(parent, name, tap)
+    try:
+        parent(input_ids=input_ids, use_cache=False)
+    finally:
+        setattr(parent, name, layers)
+    return tap.taken
+
+
+def require_unedited(model: PreTrainedModel) -> None:
+    """Refuse an edited model where the original is meant.
+
+    Raises:
+        ValueError: if the model runs an edited program.
+    """
+    if isinstance(decoder_layers(model), EditedLayers):
+        raise ValueError(
+            "the model runs an edited program, or one of its own (native tracks), and this is of layers that run one "
+            "after the other; use the original (surgeon.restore brings it back)"
+        )
+
+
+def check_layers(program: Program, num_layers: int) -> None:
+    """Refuse a program that names a layer the model does not have.
+
+    Raises:
+        ValueError: naming the sublayer and the range that would be right.
+    """
+    if not program.nodes:
+        raise ValueError("the program is empty: it has no steps")
+    for sublayer in program.sublayers():
+        if max(sublayer.layers) >= num_layers:
+            raise ValueError(f"{sublayer} is out of range: the model's layers are 0 to {num_layers - 1}")
+
+
+def _save_edited(model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+    """Stands in for an edited model's own `save_pretrained`: see `surgeon.exports.in_memory.save_edited`.
+
+    It is found by its name when it is needed: how a program is stored is known above this module, not in it.
+    """
+    import_module("surgeon.exports.in_memory").save_edited(model, *args, **kwargs)
+
+
+def decoder_parent(model: PreTrainedModel) -> tuple[nn.Module, str]:
+    """The module that has the decoder's list of layers, and its name there."""
+    path, _, name = family_of(model.config).layers.rpartition(".")
+    return model.get_submodule(path), name
+
+
+class _InputTap(EditedLayers):
+    """Keeps what the decoder hands its layers, and runs none of them."""
+
+    taken: tuple[Tensor, list[dict[str, Any]]]
+
+    def run(self, stream: Tensor, arguments: list[dict[str, Any]]) -> Tensor:
+        self.taken = stream, arguments
+        return stream

@@ -1,0 +1,315 @@
+"""What stands in a decoder for its list of layers, and runs a program on the decoder's own modules.
+
+Its executor is that of every program (`surgeon.language.execute`); what is here computes a step by calling the attention, MLP
+and norm modules of `transformers`, with the arguments that the decoder has for its layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from surgeon.language.execute import Branch, Machine, Partial, Pending, State, advance, land
+from surgeon.language.program import ATTENTION, Fork, Node, Program, Step, Sublayer
+from surgeon.models.families import Family, SublayerSpec
+from surgeon.models.weights import (
+    FactoredLinear,
+    FactorSource,
+    Groups,
+    ModelWeights,
+    ModuleStore,
+    NamedTensors,
+    derive_sublayer,
+    share_undivided,
+    stored_tensors,
+)
+
+
+class EditedLayers(nn.Module):
+    """Stands in a decoder for its list of layers.
+
+    Its registered children are the original layers under their own names (and derived sublayers under theirs), so
+    parameter names do not change. What iteration yields are slots, one per attention of the program: the decoder
+    calls them in turn with the arguments it has for that layer (its kind of mask, say); the last one runs the program.
+    """
+
+    gradient_checkpointing = False
+    keeps_derived = True  # or derives a sublayer anew whenever it runs
+
+    def __init__(
+        self,
+        layers: nn.ModuleList,
+        config: Any,
+        family: Family,
+        program: Program,
+        factors: FactorSource | None = None,
+    ) -> None:
+        super().__init__()
+        for index, layer in enumerate(layers):
+            self.add_module(str(index), layer)
+        self.original = [layers]  # in a list, so that it is not registered a second time
+        self.config = config
+        self.family = family
+        self.output_scale = family.output_scale(config)
+        self.program = program
+        self.factors = factors
+        self._weights: ModelWeights | None = None
+        self._ranks_held: dict[tuple[str, int], tuple[tuple[str, int], ...]] = {}
+        self.holds_factors = any(isinstance(module, FactoredLinear) for module in layers.modules())
+        self.stream_tap = StreamTap()
+        for sublayer in dict.fromkeys(program.sublayers()) if self.keeps_derived else ():
+            if self.is_derived(sublayer):
+                self.add_module(str(sublayer), self.derive(sublayer))
+        self._share_undivided()
+        attention_layers = [sublayer.layers[0] for sublayer in program.sublayers() if sublayer.kind == ATTENTION]
+        self.has_attention = bool(attention_layers)
+        self.slot_layers = attention_layers or [0]
+        self.config_before: dict[str, Any] = {}
+        self._take_state_of(layers)
+
+    def _share_undivided(self) -> None:
+        """Slices of one sublayer that are stored as one have the same norms, whatever trains them."""
+        slices: dict[Sublayer, list[nn.Module]] = {}
+        for sublayer in dict.fromkeys(self.program.sublayers()) if self.keeps_derived else ():
+            if sublayer.piece is not None:
+                slices.setdefault(first_slice(sublayer), []).append(self.owner(sublayer))
+        for first, modules in slices.items():
+            share_undivided(modules, self.family.spec(first.kind))
+
+    def _take_state_of(self, layers: nn.ModuleList) -> None:
+        """Train or evaluate, and recompute or not, as the layers did: PyTorch makes every new module a training one."""
+        self.training = self.stream_tap.training = layers.training
+        checkpointed = next((layer for layer in layers if getattr(layer, "gradient_checkpointing", False)), None)
+        if checkpointed is not None:
+            self.gradient_checkpointing = True
+            self._gradient_checkpointing_func = checkpointed._gradient_checkpointing_func
+
+    @property
+    def stored_groups(self) -> Groups:
+        """The layers that derived sublayers are stored as, behind the original ones."""
+        return Groups(filter(self.is_derived, self.program.sublayers()), by_count=True)
+
+    def stored_place(self, sublayer: Sublayer, groups: Groups) -> int:
+        """The number of the layer that a sublayer is stored in."""
+        return len(self.original[0]) + groups.place(sublayer) if self.is_derived(sublayer) else sublayer.layers[0]
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *arguments: Any) -> None:
+        """Derived sublayers are stored as layers (`stored_groups`): a trainer that goes on finds them there."""
+        groups = self.stored_groups
+        for sublayer in filter(self.is_derived, dict.fromkeys(self.program.sublayers())):
+            stored = f"{prefix}{self.stored_place(sublayer, groups)}."
+            own = {name: tensor for name, tensor in state_dict.items() if name.startswith(stored)}
+            if own:
+                inside = f"{self.family.layers}.0."
+                store = NamedTensors({f"{inside}{name.removeprefix(stored)}": own[name] for name in own})
+                weights = ModelWeights(store, self.family, self.family.head_dim(self.config))
+                values = stored_tensors(replace(sublayer, layers=(0,)), weights)
+                held = {path for path, _ in self.owner(sublayer).named_parameters()}
+                state_dict |= {f"{prefix}{sublayer}.{path}": values[path] for path in values if path in held}
+        for index in range(len(groups.groups)):
+            for name in [name for name in state_dict if name.startswith(f"{prefix}{len(self.original[0]) + index}.")]:
+                del state_dict[name]
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+    def layer(self, index: int) -> nn.Module:
+        """The original layer."""
+        module = self._modules[str(index)]
+        assert module is not None
+        return module
+
+    def is_derived(self, sublayer: Sublayer) -> bool:
+        """Whether the sublayer has weights that no layer has: an average, a slice, or factors."""
+        if len(sublayer.layers) > 1 or sublayer.piece is not None:
+            return True
+        return self._held_ranks(sublayer.kind, sublayer.layers[0]) != sublayer.ranks
+
+    def _held_ranks(self, kind: str, layer: int) -> tuple[tuple[str, int], ...]:
+        """The ranks of the factors that a layer itself has in place of matrices."""
+        if not self.holds_factors:
+            return ()
+        if (kind, layer) not in self._ranks_held:
+            self._ranks_held[kind, layer] = EditedLayers.view_weights(self).stored_ranks(Sublayer(kind, (layer,)))
+        return self._ranks_held[kind, layer]
+
+    def derive(self, sublayer: Sublayer) -> nn.Module:
+        """A module with the averaged, sliced or factorised weights of this sublayer.
+
+        Raises:
+            ValueError: as `derive_sublayer`.
+        """
+        return derive_sublayer(sublayer, self.layer(sublayer.layers[0]), self.weights())
+
+    def weights(self) -> ModelWeights:
+        """The weights of the layers, seen in one view that is kept: what it knows of names and shapes takes a while."""
+        if self._weights is None:
+            self._weights = self.view_weights()
+        return self._weights
+
+    def view_weights(self) -> ModelWeights:
+        """A view of the weights of the layers, wherever they are."""
+        store = ModuleStore(self, f"{self.family.layers}.")
+        return ModelWeights(store, self.family, self.family.head_dim(self.config), self.factors)
+
+    def owner(self, sublayer: Sublayer) -> nn.Module:
+        """The module below which this sublayer's own modules lie: its layer, or what was derived for it."""
+        if self.is_derived(sublayer):
+            return self.get_submodule(str(sublayer))
+        return self.layer(sublayer.layers[0])
+
+    def describe_in(self, config: Any) -> None:
+        """Make the configuration's per-layer entries describe the program's attentions."""
+        entries = self.family.per_layer_entries(config, self.slot_layers)
+        entries["num_hidden_layers"] = len(self.slot_layers)
+        self.config_before = {key: getattr(config, key) for key in entries}
+        for key, value in entries.items():
+            setattr(config, key, value)
+
+    def undo(self, config: Any) -> nn.ModuleList:
+        """Restore the configuration and every attention's cache slot; returns the original list."""
+        for key, value in self.config_before.items():
+            setattr(config, key, value)
+        (layers,) = self.original
+        layers.training = self.training  # it was no part of the model while its mode may have changed
+        for index, layer in enumerate(layers):
+            _set_cache_slot(layer, self.family.attention, index)
+        return layers
+
+    def __len__(self) -> int:
+        return len(self.slot_layers)
+
+    def __iter__(self) -> Iterator[Any]:
+        arguments: list[dict[str, Any]] = []
+        last = len(self) - 1
+        return iter([partial(self.slot, arguments, runs=i == last) for i in range(len(self))])
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(self)[index]
+
+    def slot(
+        self, collected: list[dict[str, Any]], hidden_states: Tensor, *given: Any, runs: bool, **arguments: Any
+    ) -> Tensor | tuple[Tensor, None]:
+        """What the decoder calls in place of a layer: all slots keep their arguments, the last one runs the program."""
+        collected.append(dict(zip(self.family.arguments, given, strict=False)) | arguments)
+        stream = self.run(hidden_states, collected) if runs else hidden_states
+        return (stream, None) if self.family.returns_tuple else stream
+
+    def run(self, stream: Tensor, arguments: list[dict[str, Any]]) -> Tensor:
+        """The stream after the program; `arguments` are the decoder's keyword arguments for each attention."""
+        if not self.has_attention:
+            _count_in_cache(arguments[0], stream)
+        return self.through(self.program.nodes, stream, ModelMachine(self, arguments))
+
+    def through(self, nodes: Iterable[Node], stream: Tensor, machine: Machine) -> Tensor:
+        """The stream after some nodes, all of them landed; each is seen on its way (`stream_tap`)."""
+        state = State(stream)
+        for node in nodes:
+            before, state = state, advance(state, node, machine)
+            if before.pending is not None:
+                self.stream_tap(before.stream, state.stream)
+        end: Tensor = self.stream_tap(state.stream, land(state).stream)
+        return end
+
+
+def first_slice(sublayer: Sublayer) -> Sublayer:
+    """The first one of the slices that a slice is one of."""
+    assert sublayer.piece is not None
+    return replace(sublayer, piece=(0, sublayer.piece[1]))
+
+
+class StreamTap(nn.Module):
+    """Passes on the stream after a node, unchanged: here `output_hidden_states` is collected, once per node."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers.utils.output_capturing import install_output_capuring_hook
+
+        install_output_capuring_hook(self, "hidden_states", 0)
+
+    def forward(self, before: Tensor, after: Tensor) -> Tensor:  # noqa: ARG002 - the collector takes the first `before`
+        return after
+
+
+class ModelMachine(Machine):
+    """One forward pass of a `transformers` model on one device (or on what `accelerate` made of it)."""
+
+    def __init__(self, layers: EditedLayers, arguments: list[dict[str, Any]]) -> None:
+        self.layers = layers
+        self.arguments = arguments
+        self.next_slot = 0  # each attention that runs takes the next cache slot
+
+    def compute(self, step: Step, stream: Tensor) -> Partial:
+        outputs = [self.sublayer(sublayer, stream) for sublayer in step.sublayers]
+        total = outputs[0]
+        for output in outputs[1:]:
+            total = total + output.to(total.device)
+        return Partial(total.to(stream.device))
+
+    def reduce(self, partial: Partial) -> Pending:
+        return lambda: partial.part
+
+    def assign(self, fork: Fork) -> Iterable[tuple[Branch, Machine]]:
+        return [(branch, self) for branch in fork.branches]
+
+    def slot_of(self, attention: Sublayer) -> int:  # noqa: ARG002 - a plan machine needs it
+        """The cache slot, and the place among the arguments, of the attention that runs now."""
+        self.next_slot += 1
+        return self.next_slot - 1
+
+    def owner(self, sublayer: Sublayer) -> nn.Module:
+        """The module below which the modules lie that compute this sublayer."""
+        return self.layers.owner(sublayer)
+
+    def sublayer(self, sublayer: Sublayer, stream: Tensor) -> Tensor:
+        owner, spec = self.owner(sublayer), self.layers.family.spec(sublayer.kind)
+        if sublayer.kind == ATTENTION:
+            slot = self.slot_of(sublayer)
+            call = partial(_attention, owner, spec, slot, self.arguments[slot])
+        else:
+            call = partial(_feed_forward, owner, spec)
+        if self.layers.gradient_checkpointing and self.layers.training:
+            checkpointed: Any = self.layers._gradient_checkpointing_func
+            output: Tensor = checkpointed(call, stream)
+        else:
+            output = call(stream)
+        if self.layers.output_scale is not None:
+            output = output * self.layers.output_scale
+        dropout = self.layers.family.dropout
+        if dropout is not None and self.layers.training:
+            output = nn.functional.dropout(output, getattr(self.layers.config, dropout))
+        return output
+
+
+def _attention(owner: nn.Module, spec: SublayerSpec, slot: int, arguments: dict[str, Any], stream: Tensor) -> Tensor:
+    _set_cache_slot(owner, spec, slot)
+    normed = owner.get_submodule(spec.norm)(stream)
+    first, *others = spec.modules
+    output = owner.get_submodule(first)(hidden_states=normed, **arguments)
+    attended: Tensor = output[0] if isinstance(output, tuple) else output
+    return _through(owner, others, attended)
+
+
+def _count_in_cache(arguments: dict[str, Any], stream: Tensor) -> None:
+    """Let the cache know of tokens that no attention saw: the decoder asks it at which position the next one stands."""
+    cache = arguments.get("past_key_values", arguments.get("layer_past"))
+    if cache is not None:
+        nothing = stream.new_zeros(len(stream), 1, stream.shape[1], 1)
+        cache.update(nothing, nothing, 0)
+
+
+def _feed_forward(owner: nn.Module, spec: SublayerSpec, stream: Tensor) -> Tensor:
+    return _through(owner, (spec.norm, *spec.modules), stream)
+
+
+def _through(owner: nn.Module, paths: Iterable[str], stream: Tensor) -> Tensor:
+    for path in paths:
+        stream = owner.get_submodule(path)(stream)
+    return stream
+
+
+def _set_cache_slot(owner: nn.Module, spec: SublayerSpec, slot: int) -> None:
+    path, _, name = spec.cache_slot.rpartition(".")
+    setattr(owner.get_submodule(path), name, slot)

@@ -1,0 +1,291 @@
+"""What a family is: where an architecture keeps its norms, attention, MLP and projections, and which flags it has.
+
+A family is data. Code that needs a weight asks the family for a role ("q", "down"), never for a module by name, so
+that adding an architecture is adding one description. See CONTRIBUTING.md, "Adding a family".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from surgeon.language.program import LayerShapes
+
+Scale = Callable[[Any], float | None]  # of a config: a factor; None where the architecture has none
+
+Unit = Literal["heads", "kv_heads", "neurons"]
+LOCAL = ("sliding_attention", "local")  # what configs call layers whose attention has a window
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A factor that a config has in an attribute, where 1 is none."""
+
+    attribute: str
+
+    def __call__(self, config: Any) -> float | None:
+        factor = float(getattr(config, self.attribute))
+        return None if factor == 1 else factor
+
+
+@dataclass(frozen=True)
+class Projection:
+    """One linear map of a sublayer.
+
+    Projections of a sublayer that have the same path are packed into one module, one after the other in the order of
+    the description.
+
+    Attributes:
+        role: q, k, v, o, gate, up or down.
+        path: of the module, from the layer ("self_attn.q_proj").
+        unit: what its divided dimension consists of.
+        reads_stream: True where it reads the normed stream (its output features are divided among slices, by rows of
+            the weight), False where it writes to the stream (its input features are divided, by columns, and its bias
+            belongs to one slice only).
+        interleaved: packed head by head (GPT-NeoX: q, k and v of head 0, then of head 1), not as whole projections.
+        transposed: the weight is stored as (in_features, out_features), as in GPT-2's Conv1D.
+    """
+
+    role: str
+    path: str
+    unit: Unit
+    reads_stream: bool = True
+    interleaved: bool = False
+    transposed: bool = False
+
+    @property
+    def divided_dim(self) -> int:
+        """The dimension of the stored weight along which heads or neurons lie."""
+        return int(self.reads_stream == self.transposed)
+
+
+@dataclass(frozen=True)
+class SublayerSpec:
+    """Where a layer keeps one of its sublayers.
+
+    Attributes:
+        norm: path of the norm that it reads the stream through.
+        modules: paths of the modules called one after the other on the normed stream; the first one of an attention
+            gets the decoder's keyword arguments (mask, positions, cache).
+        projections: its linear maps.
+        head_norms: paths of per-head norms (Qwen3's q_norm and k_norm).
+        post_norm: path of a norm that the output goes through before it is added (Gemma2); among `modules` too. The
+            parts of a sublayer that has one cannot be added, so it is never sliced or fused.
+        counts: attributes (from the first module) that count heads, neurons or their features: less in a slice.
+        cache_slot: path of the attribute that says which slot of the cache the attention uses.
+    """
+
+    norm: str
+    modules: tuple[str, ...]
+    projections: tuple[Projection, ...]
+    head_norms: tuple[str, ...] = ()
+    post_norm: str | None = None
+    counts: tuple[str, ...] = ()
+    cache_slot: str = "self_attn.layer_idx"
+
+    def projection(self, role: str) -> Projection:
+        """The linear map with this role.
+
+        Raises:
+            ValueError: if there is none, naming those there are.
+        """
+        for projection in self.projections:
+            if projection.role == role:
+                return projection
+        raise ValueError(f"there is no projection {role!r} here; use {', '.join(p.role for p in self.projections)}")
+
+
+def _unvaried(family: Family, _: Any) -> Family:
+    return family
+
+
+def _nothing_else(*_: Any) -> dict[str, Any]:
+    return {}
+
+
+def _no_obstacle(_: Any) -> str | None:
+    return None
+
+
+def _no_factor(_: Any) -> float | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture.
+
+    Attributes:
+        name: as users know it.
+        model_type: as `config.json` has it.
+        layers: path of the decoder's list of layers, from the causal language model.
+        embedding, final_norm, head: paths from the causal language model.
+        stored_head: what checkpoints call the head, where that is not its path.
+        attention, mlp: where a layer keeps its two sublayers.
+        norm_kind: "rms" (a gain) or "layer" (a gain and a shift).
+        unit_offset: whether norms multiply by 1 + their stored gain (Gemma2).
+        norm_epsilon: the config attribute that holds the norms' epsilon, or the number itself.
+        activation: the config attribute that names the MLP's activation.
+        intermediate: the config attribute that holds the MLP's width.
+        gated: whether the MLP multiplies an activated gate with an up projection.
+        rotary: whether positions enter by rotary embedding in each attention.
+        partly_rotary: whether only some features of a head may; other classes rotate all, whatever the config says.
+        position_embedding: path of a learned position embedding, if any.
+        position_offset: how many entries of it come before position 0 (OPT has 2).
+        positions_from_mask: whether positions count what the attention mask lets through, unless they are given.
+        rotary_layers: the config attribute that says of each layer whether it has rotary positions; all have where
+            there is none.
+        dropout: the config attribute with the dropout probability of sublayer outputs while training, if any.
+        module_dropout: the same where the sublayers' own modules do it.
+        attention_dropout: the same of attention weights.
+        embedding_dropout: the same of the stream before the first layer, if any.
+        steps_per_layer: 2, or 1 where attention and MLP of a layer read the same stream (GPT-NeoX).
+        softcap: the config attribute with the bound c of output logits that are c * tanh(logits / c), if any.
+        attention_softcap: the same for the scores of attentions.
+        window: the config attribute with how many tokens an attention looks at, itself the last of them, if any.
+        window_layers: the config attribute that says which layers have the window; all of them where there is none.
+        layer_counts: entries of config.json that say how many layers there are, by numbers or by lists with numbers.
+        layer_lists: config attributes with one item per layer that says something of its attention.
+        heads_fill_stream: whether all heads together are as wide as the stream; others have a head_dim of their own.
+        embedding_scale: what embeddings are multiplied by.
+        attention_scale: what products of queries and keys are multiplied by; by default 1 / sqrt(head_dim).
+        output_scale: what is multiplied with the output of every sublayer before it is added (Granite).
+        logit_scale: what output logits are multiplied by, before they are capped.
+        head_norm_turns: whether gains of head norms are (turns, head_dim): one for each layer whose heads take turns.
+        arguments: names of what the decoder hands a layer by position after the stream.
+        returns_tuple: whether a layer returns its stream as the first item of a tuple.
+        variant: the description of a model with this config, where it depends on more than the model type.
+        unfused: config entries of the model whose fused form's configuration this is, beside those that the fields
+            above name; its `layer_types` and `rotary_layers` have an entry for each of the model's own layers.
+            What the architecture's configuration does not have is left out.
+        follow: config entries that describe layers in another way than one list item per layer, rewritten so that
+            layer i is described as layer `sources[i]` was.
+        follow_width: config entries that say the stream's width once more, for a stream of another width.
+        unsupported: says why a config of this family cannot be operated on, or returns None.
+        unfusable: says why its layers cannot be stored side by side in one, or returns None.
+    """
+
+    name: str
+    model_type: str
+    layers: str
+    embedding: str
+    final_norm: str
+    head: str
+    attention: SublayerSpec
+    mlp: SublayerSpec
+    norm_kind: Literal["rms", "layer"]
+    norm_epsilon: str | float
+    activation: str
+    intermediate: str
+    gated: bool
+    rotary: bool
+    partly_rotary: bool = False
+    position_embedding: str | None = None
+    position_offset: int = 0
+    positions_from_mask: bool = False
+    rotary_layers: str | None = None
+    stored_head: str | None = None
+    dropout: str | None = None
+    module_dropout: str | None = None
+    attention_dropout: str = "attention_dropout"
+    embedding_dropout: str | None = None
+    steps_per_layer: int = 2
+    unit_offset: bool = False
+    softcap: str | None = None
+    attention_softcap: str | None = None
+    window: str | None = None
+    window_layers: str | None = None
+    layer_counts: tuple[str, ...] = ("num_hidden_layers",)
+    layer_lists: tuple[str, ...] = ("layer_types",)
+    heads_fill_stream: bool = False
+    embedding_scale: Scale = _no_factor
+    attention_scale: Scale = _no_factor
+    output_scale: Scale = _no_factor
+    logit_scale: Scale = _no_factor
+    head_norm_turns: bool = False
+    arguments: tuple[str, ...] = ()
+    returns_tuple: bool = False
+    variant: Callable[[Family, Any], Family] = _unvaried
+    unfused: Callable[[Any], dict[str, Any]] = _nothing_else
+    follow: Callable[[Any, Sequence[int]], dict[str, Any]] = _nothing_else
+    follow_width: Callable[[Any, int], dict[str, Any]] = _nothing_else
+    unsupported: Callable[[Any], str | None] = _no_obstacle
+    unfusable: Callable[[Any], str | None] = _no_obstacle
+
+    def spec(self, kind: str) -> SublayerSpec:
+        """The description of a sublayer of kind "A" or "F"."""
+        return self.attention if kind == "A" else self.mlp
+
+    def epsilon(self, config: Any) -> float:
+        """The norms' epsilon under this config."""
+        if isinstance(self.norm_epsilon, str):
+            return float(getattr(config, self.norm_epsilon))
+        return self.norm_epsilon
+
+    def units(self, config: Any) -> dict[Unit, int]:
+        """How many heads, KV heads and neurons a layer has under this config."""
+        heads = int(config.num_attention_heads)
+        return {
+            "heads": heads,
+            "kv_heads": int(getattr(config, "num_key_value_heads", None) or heads),
+            "neurons": int(getattr(config, self.intermediate) or 4 * config.hidden_size),  # as GPT-2 fills it in
+        }
+
+    def unit_width(self, config: Any, unit: Unit) -> int:
+        """How many features of a projection one head or neuron has."""
+        return 1 if unit == "neurons" else self.head_dim(config)
+
+    def layer_shapes(self, config: Any) -> LayerShapes:
+        """The shapes of a layer's matrices under this config; biases and norms are left out."""
+        units, hidden = self.units(config), int(config.hidden_size)
+        shapes = {}
+        for projection in (*self.attention.projections, *self.mlp.projections):
+            divided = units[projection.unit] * self.unit_width(config, projection.unit)
+            shapes[projection.role] = (divided, hidden) if projection.reads_stream else (hidden, divided)
+        return LayerShapes(shapes)
+
+    def per_layer_entries(self, config: Any, sources: Sequence[int]) -> dict[str, Any]:
+        """The entries of a `transformers` config that describe single layers, for other layers in their place.
+
+        Args:
+            sources: for each new layer, the layer whose description it gets.
+        """
+        lists = {key: getattr(config, key, None) for key in self.layer_lists}
+        entries = {key: [values[k] for k in sources] for key, values in lists.items() if values is not None}
+        return entries | self.follow(config, sources)
+
+    def windowed(self, config: Any) -> list[bool]:
+        """Which layers' attentions look at a window only."""
+        layers = int(config.num_hidden_layers)
+        if self.window is None or getattr(config, self.window) is None:
+            return [False] * layers
+        if self.window_layers is None:
+            return [True] * layers
+        return [kind in LOCAL for kind in getattr(config, self.window_layers)]
+
+    def rotates(self, config: Any) -> list[bool]:
+        """Which layers' attentions have rotary positions."""
+        if self.rotary_layers is None or getattr(config, self.rotary_layers) is None:
+            return [self.rotary] * int(config.num_hidden_layers)
+        return list(map(bool, getattr(config, self.rotary_layers)))
+
+    def angles(self, config: Any) -> tuple[tuple[float, ...], float]:
+        """Of rotary positions: how far each pair of features turns per position, and the factor on cosine and sine."""
+        import torch
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        rope = config.rope_parameters
+        if rope["rope_type"] in ROPE_INIT_FUNCTIONS:
+            frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config)
+            return tuple(frequencies.tolist()), float(scale)
+        # Plain ones, in float32 as `transformers` has them: its own stand in modeling files, which take long to import.
+        width = self.head_dim(config)
+        if self.partly_rotary:
+            width = int(width * rope.get("partial_rotary_factor", 1.0))
+        powers = torch.arange(0, width, 2, dtype=torch.float32) / width
+        return tuple((1.0 / rope["rope_theta"] ** powers).tolist()), 1.0
+
+    def head_dim(self, config: Any) -> int:
+        """The width of one head under this config."""
+        return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)

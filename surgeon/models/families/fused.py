@@ -1,0 +1,56 @@
+"""What `surgeon export` writes in the fused form: any family's functions, in layers that may differ in width.
+
+Its configuration says what the family it came from has; see `checkpoint/remote_code/modeling_surgeon_fused.py`.
+"""
+
+from dataclasses import replace
+from operator import attrgetter
+from typing import Any
+
+from surgeon.models.families.base import Factor, Family, Projection
+from surgeon.models.families.llama import LLAMA
+from surgeon.models.families.registry import FAMILIES
+
+POSITIONS = "model.embed_positions"  # where positions are learned
+
+
+def _variant(family: Family, config: Any) -> Family:
+    head_norms = ("self_attn.q_norm", "self_attn.k_norm") if config.head_norm else ()
+    base = FAMILIES.get(config.base_model_type)
+    return replace(
+        family,
+        name=family.name if base is None else base.name,
+        norm_kind="layer" if config.norm == "layer" else "rms",
+        attention=replace(family.attention, head_norms=head_norms),
+        mlp=family.mlp if config.gated else replace(family.mlp, projections=family.mlp.projections[1:]),
+        gated=config.gated,
+        rotary=not config.learned_positions,
+        position_embedding=POSITIONS if config.learned_positions else None,
+        position_offset=config.position_offset,
+        steps_per_layer=1 if config.parallel_residual else 2,
+    )
+
+
+FUSED = replace(
+    LLAMA,
+    name="the fused form",
+    model_type="surgeon_fused",
+    norm_epsilon="norm_eps",
+    partly_rotary=True,
+    dropout="residual_dropout",
+    window="sliding_window",
+    window_layers="layer_types",
+    attention_scale=attrgetter("attention_scaling"),
+    embedding_scale=Factor("embedding_scale"),
+    output_scale=Factor("output_scale"),
+    logit_scale=Factor("logit_scale"),
+    rotary_layers="rotary_layers",
+    layer_lists=("layer_types", "rotary_layers"),
+    head_norm_turns=True,
+    variant=_variant,
+)
+
+# Where every role of a sublayer lies in a layer, whichever family it came from.
+PROJECTIONS: dict[str, Projection] = {
+    projection.role: projection for spec in (LLAMA.attention, LLAMA.mlp) for projection in spec.projections
+}

@@ -1,0 +1,46 @@
+"""Gemma2: norms after sublayers too, gains stored as 1 + weight, windows in every other layer, capped logits."""
+
+from dataclasses import replace
+from typing import Any
+
+from surgeon.errors import shown
+from surgeon.models.families.llama import LLAMA
+
+MOST_FEATURES = 1 << 40  # of a head
+
+
+def _embedding_scale(config: Any) -> float:
+    return float(config.hidden_size**0.5)
+
+
+def _attention_scale(config: Any) -> float:
+    scalar = config.query_pre_attn_scalar
+    if not 0 < scalar < MOST_FEATURES:
+        raise ValueError(f"query_pre_attn_scalar in config.json must be above 0, not {shown(scalar)}")
+    return float(scalar**-0.5)
+
+
+GEMMA2 = replace(
+    LLAMA,
+    name="Gemma2",
+    model_type="gemma2",
+    attention=replace(
+        LLAMA.attention,
+        modules=("self_attn", "post_attention_layernorm"),
+        post_norm="post_attention_layernorm",
+    ),
+    mlp=replace(
+        LLAMA.mlp,
+        norm="pre_feedforward_layernorm",
+        modules=("mlp", "post_feedforward_layernorm"),
+        post_norm="post_feedforward_layernorm",
+    ),
+    unit_offset=True,
+    activation="hidden_activation",
+    softcap="final_logit_softcapping",
+    attention_softcap="attn_logit_softcapping",
+    window="sliding_window",
+    window_layers="layer_types",
+    embedding_scale=_embedding_scale,
+    attention_scale=_attention_scale,
+)

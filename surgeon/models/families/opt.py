@@ -1,0 +1,74 @@
+"""OPT: layer norms with shifts, learned positions, biases everywhere, a plain ReLU MLP."""
+
+from typing import Any
+
+from surgeon.models.families.base import Family, Projection, SublayerSpec
+
+
+def _unsupported(config: Any) -> str | None:
+    if not config.do_layer_norm_before:
+        return "its norms come after the sublayers (do_layer_norm_before is false, as in OPT-350m)"
+    if config.layerdrop:
+        return f"it drops layers at random while training (layerdrop is {config.layerdrop}); set layerdrop to 0"
+    return None
+
+
+def _unfusable(config: Any) -> str | None:
+    if config.word_embed_proj_dim not in (None, config.hidden_size):
+        return f"its embeddings are projected to the stream's width (word_embed_proj_dim {config.word_embed_proj_dim})"
+    if config._remove_final_layer_norm:
+        return "it has no final norm (_remove_final_layer_norm)"
+    return None
+
+
+def _follow_width(config: Any, width: int) -> dict[str, Any]:
+    return {"word_embed_proj_dim": width} if config.word_embed_proj_dim == config.hidden_size else {}
+
+
+def _unfused(fused: Any) -> dict[str, Any]:
+    biases = fused.qkv_bias or fused.o_bias or fused.up_bias or fused.down_bias
+    return {"enable_bias": biases, "word_embed_proj_dim": fused.hidden_size}
+
+
+OPT = Family(
+    name="OPT",
+    model_type="opt",
+    layers="model.decoder.layers",
+    embedding="model.decoder.embed_tokens",
+    final_norm="model.decoder.final_layer_norm",
+    head="lm_head",
+    attention=SublayerSpec(
+        norm="self_attn_layer_norm",
+        modules=("self_attn",),
+        projections=(
+            Projection("q", "self_attn.q_proj", "heads"),
+            Projection("k", "self_attn.k_proj", "heads"),
+            Projection("v", "self_attn.v_proj", "heads"),
+            Projection("o", "self_attn.out_proj", "heads", reads_stream=False),
+        ),
+        counts=("num_heads",),
+    ),
+    mlp=SublayerSpec(
+        norm="final_layer_norm",
+        modules=("fc1", "activation_fn", "fc2"),
+        projections=(
+            Projection("up", "fc1", "neurons"),
+            Projection("down", "fc2", "neurons", reads_stream=False),
+        ),
+    ),
+    norm_kind="layer",
+    norm_epsilon=1e-5,
+    activation="activation_function",
+    intermediate="ffn_dim",
+    gated=False,
+    rotary=False,
+    position_embedding="model.decoder.embed_positions",
+    position_offset=2,
+    positions_from_mask=True,
+    dropout="dropout",
+    heads_fill_stream=True,
+    follow_width=_follow_width,
+    unsupported=_unsupported,
+    unfusable=_unfusable,
+    unfused=_unfused,
+)

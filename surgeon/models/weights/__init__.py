@@ -1,0 +1,64 @@
+"""One view of a model's tensors, wherever they are stored: matrices by layer and role, slices and averages of them.
+
+`Store` is where tensors are (a module in memory, a checkpoint's folder), `ModelWeights` sees one through its family:
+names become paths, modules become roles. The rules of packing, slicing and averaging stand here and nowhere else.
+"""
+
+from surgeon.models.weights.decompose import TruncatedSVD
+from surgeon.models.weights.derive import (
+    derive_sublayer,
+    is_whole_in_slices,
+    module_with,
+    packed,
+    share_undivided,
+    stored_tensors,
+)
+from surgeon.models.weights.factors import Factored, Factorised, Factors, FactorSource
+from surgeon.models.weights.groups import Group, Groups
+from surgeon.models.weights.layout import (
+    holds_output_bias,
+    indivisible,
+    require_sliceable,
+    unit_bounds,
+    unit_features,
+)
+from surgeon.models.weights.matrix import Averaged, Dense, WeightMatrix, mean
+from surgeon.models.weights.modules import FactoredLinear, TakenApart, make_room_for_factors
+from surgeon.models.weights.names import Names
+from surgeon.models.weights.store import ModuleStore, NamedTensors, Store, Tensors
+from surgeon.models.weights.view import ModelWeights, norm_paths
+
+__all__ = [
+    "Averaged",
+    "Dense",
+    "FactorSource",
+    "Factored",
+    "FactoredLinear",
+    "Factorised",
+    "Factors",
+    "Group",
+    "Groups",
+    "ModelWeights",
+    "ModuleStore",
+    "NamedTensors",
+    "Names",
+    "Store",
+    "TakenApart",
+    "Tensors",
+    "TruncatedSVD",
+    "WeightMatrix",
+    "derive_sublayer",
+    "holds_output_bias",
+    "indivisible",
+    "is_whole_in_slices",
+    "make_room_for_factors",
+    "mean",
+    "module_with",
+    "norm_paths",
+    "packed",
+    "require_sliceable",
+    "share_undivided",
+    "stored_tensors",
+    "unit_bounds",
+    "unit_features",
+]

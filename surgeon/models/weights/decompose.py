@@ -1,0 +1,350 @@
+"""Ways to put two factors in the place of a matrix, by what of its outputs they keep.
+
+Every method finds directions of the outputs, orthonormal columns U with the most important one first, and keeps of a
+matrix W, (out, in), what lies in the first r of them: U_r (U_r' W). They differ in what makes a direction important:
+
+    plain        the singular vectors of W: what is left out of the weights is smallest
+    activation   those of W diag(m^alpha), m the mean size of each input (ASVD, Yuan et al. 2023, section 3.2)
+    fisher       those of W diag(sqrt(f)), f the squared gradients of the loss by the weights of each input, summed
+                 over outputs (FWSVD, Hsu et al. 2022, equation 6)
+    whitened     those of W S with S S' = X'X: what is left out of the outputs X W' is smallest (SVD-LLM, Wang et al.
+                 2025, section 3.1)
+    features     the eigenvectors of W X'X W', the principal components of the outputs (AFM, Yu and Wu 2023, without
+                 the mean, which two factors cannot hold): the same directions as whitened ones by another road
+
+Where D is what W is multiplied by and W D = U diag(s) V', U_r (U_r' W) equals the published U_r diag(s_r) V_r' inv(D)
+but needs no inverse of D, which may have none, or one of few digits (COALA, Parkina et al. 2025, does without it in the
+same way). As the directions are nested, so are the factors: those of a lower rank are the first rows and columns.
+Everything is computed in float64. The singular vectors of a large matrix come from the products of its rows or columns
+with each other, which takes less room and time, and tells singular values down to a millionth of the largest one apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from surgeon.errors import did_you_mean
+from surgeon.language.operations.lowrank import Method
+from surgeon.language.program import Sublayer
+from surgeon.models.weights.factors import Factors
+from surgeon.models.weights.matrix import WeightMatrix
+from surgeon.models.weights.whitening import SecondMoment, whiten
+
+METHODS: tuple[Method, ...] = get_args(Method)
+Need = Literal["moment", "magnitude", "gradients"]
+# What each method has to know of the text that a model is calibrated on.
+NEEDS: dict[Method, Need | None] = {
+    "plain": None,
+    "activation": "magnitude",
+    "fisher": "gradients",
+    "whitened": "moment",
+    "features": "moment",
+}
+ALPHA = 0.5  # of activation: that of ASVD's experiments
+
+# X'X has 16 digits, so that its factor S has 8: smaller singular values of W S, next to the largest, are rounding.
+_ROUNDING = torch.finfo(torch.float64).eps ** 0.5
+_ACCURATE = 1e-6  # such ones of a large matrix have 4 digits: what products lose is squared
+LARGE = 1 << 23  # numbers of a matrix; a singular value decomposition takes room for seven times as many
+_BLOCK = 1 << 20  # numbers that are converted to float64 at a time
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What calibration has found of a matrix's inputs, X over all tokens.
+
+    Attributes:
+        moment: X'X.
+        magnitude: the mean of |x|, (in,).
+        gradients: squares of the loss's gradients by the weights of each input, summed over outputs and texts, (in,).
+    """
+
+    moment: SecondMoment | None = None
+    magnitude: Tensor | None = None
+    gradients: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Decomposition:
+    """What a matrix is truncated by.
+
+    Attributes:
+        values: singular values of the matrix as it was weighed, largest first, (min(out, in),), float64.
+        left: orthonormal columns, (out, at most min(out, in)), float64, that together span those of the matrix.
+        reached: how many of the columns the inputs have an order for; the others follow in that of the plain ones.
+    """
+
+    values: NDArray[np.float64]
+    left: Tensor
+    reached: int
+
+
+Decomposer = Callable[[Tensor], Decomposition]
+
+
+def decomposer(method: Method, statistics: Statistics | None = None, alpha: float = ALPHA) -> Decomposer:
+    """What decomposes the matrices that read these inputs; what they have in common is computed once.
+
+    Args:
+        alpha: of `activation`: from 0, which is plain, to 1.
+
+    Raises:
+        ValueError: if there is no such method.
+    """
+    if method not in METHODS:
+        raise ValueError(f"there is no method {method!r}; {did_you_mean(method, METHODS)}")
+    known, need = statistics or Statistics(), NEEDS[method]
+    if need is None:
+        return decompose
+    given = getattr(known, need)
+    assert given is not None, f"{method} needs the {need} of the inputs"
+    if method == "features":
+        return partial(principal_components, moment=given)
+    if method == "whitened":
+        return partial(decompose, weighing=whiten(given).factor)
+    return partial(decompose, weighing=given.double().sqrt() if method == "fisher" else given.double() ** alpha)
+
+
+def decompose(matrix: Tensor, weighing: Tensor | None = None) -> Decomposition:
+    """Singular values and left singular vectors of W, or of W times what weighs its inputs.
+
+    Where inputs do not reach all of the matrix (fewer tokens than features), W S has fewer directions than W. The
+    inputs do not say in which order the rest matters, so that it follows in the order of its plain singular values;
+    at full rank the matrix is whole again, for inputs of every kind.
+
+    Args:
+        matrix: W, (out, in).
+        weighing: (in, any), or the diagonal of such a matrix, (in,).
+    """
+    left, values = _left_singular(_weighed(matrix, weighing))
+    return _decomposition(matrix, left, values, plain=weighing is None)
+
+
+def _weighed(matrix: Tensor, weighing: Tensor | None) -> Tensor:
+    """W as it is, or what weighs its inputs multiplied in, in float64."""
+    if weighing is None:
+        return matrix
+    weighing = weighing.to(matrix.device)
+    return matrix.double() @ weighing if weighing.dim() == 2 else matrix.double() * weighing
+
+
+def _left_singular(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Left singular vectors, (out, at most min(out, in)), and all singular values."""
+    if matrix.numel() > LARGE:
+        return _from_products(matrix)
+    left, values, _ = torch.linalg.svd(matrix.double(), full_matrices=False)
+    return left, values
+
+
+def _from_products(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """The same by eigenvectors of W W' or W'W, whichever is smaller; of W'W those that are no rounding."""
+    tall = len(matrix) > matrix.shape[1]
+    lines = matrix if tall else matrix.T
+    width = lines.shape[1]
+    products = lines.new_zeros(width, width, dtype=torch.float64)
+    for _, block in _blocks(lines):
+        products.addmm_(block.T, block)
+    squares, vectors = torch.linalg.eigh(products)
+    del products
+    values, vectors = squares.flip(0).clamp_min(0).sqrt(), vectors.flip(1)
+    if not tall:
+        return vectors, values
+    # The others are orthogonal to them but for rounding, and are found in what these leave of the matrix.
+    accurate = int((values > _ACCURATE * values[0]).sum())
+    vectors = vectors[:, :accurate] / values[:accurate]
+    left = _times(lines, vectors)
+    del vectors
+    return _orthonormal_(left), values
+
+
+def _times(matrix: Tensor, other: Tensor) -> Tensor:
+    """Their product in float64."""
+    product = other.new_empty(len(matrix), other.shape[1])
+    for rows, block in _blocks(matrix):
+        torch.mm(block, other, out=product[rows])
+    return product
+
+
+def _orthonormal_(columns: Tensor) -> Tensor:
+    """The same columns, which are so but for rounding, made orthonormal where they lie (Cholesky QR)."""
+    products = columns.new_zeros(columns.shape[1], columns.shape[1])
+    for _, block in _blocks(columns):
+        products.addmm_(block.T, block)
+    upper = torch.linalg.cholesky(products, upper=True)
+    for rows, block in _blocks(columns):
+        columns[rows] = torch.linalg.solve_triangular(upper, block, upper=True, left=False)
+    return columns
+
+
+def _blocks(matrix: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Some rows at a time, in float64."""
+    count = max(1, _BLOCK // matrix.shape[1])
+    for first in range(0, len(matrix), count):
+        rows = slice(first, min(first + count, len(matrix)))
+        yield rows, matrix[rows].double()
+
+
+def principal_components(matrix: Tensor, moment: SecondMoment) -> Decomposition:
+    """The eigenvectors of the second moment of W's outputs, and the roots of its eigenvalues."""
+    doubled = matrix.double()
+    eigenvalues, vectors = torch.linalg.eigh(doubled @ moment.matrix.to(doubled) @ doubled.T)
+    return _decomposition(matrix, vectors.flip(1), eigenvalues.flip(0).clamp_min(0).sqrt())
+
+
+def _decomposition(matrix: Tensor, left: Tensor, values: Tensor, plain: bool = False) -> Decomposition:
+    full_rank = min(matrix.shape)
+    left, values = left[:, :full_rank], values[:full_rank]
+    reached = full_rank
+    if not plain:
+        reached = int((values > _ROUNDING * values[0]).sum()) if len(values) else 0
+        left = left[:, :reached]
+    if left.shape[1] < full_rank:
+        left = _completed(matrix.double(), left)
+    padded = np.zeros(full_rank)
+    padded[: len(values)] = values.cpu().numpy()
+    return Decomposition(padded, left[:, :full_rank], reached)
+
+
+def _completed(matrix: Tensor, left: Tensor) -> Tensor:
+    """Further orthonormal columns for what of the matrix the given ones do not span."""
+    rest = matrix - left @ (left.T @ matrix)
+    more, values = _left_singular(rest)
+    beyond = values[: more.shape[1]] > _ROUNDING * torch.linalg.matrix_norm(matrix)
+    orthonormal: Tensor = torch.linalg.qr(torch.cat([left, more[:, beyond]], dim=1)).Q
+    return orthonormal
+
+
+def truncate(matrix: Tensor, left: Tensor, rank: int) -> Tensor:
+    """The matrix of at most this rank that is left of W: U_r (U_r' W), (out, in), float64.
+
+    Args:
+        left: as in `Decomposition`.
+    """
+    leading = left[:, :rank]
+    return leading @ (leading.T @ matrix.to(leading))
+
+
+def factors_by(matrix: Tensor, left: Tensor, rank: int) -> Factors:
+    """The two factors of `truncate`, float64, each direction's size divided evenly among them.
+
+    Of plain directions that is equation 1 of DeInfer: U_r diag(sqrt(s_r)) and diag(sqrt(s_r)) V_r'. Where the matrix
+    has fewer directions than the rank, what is left of the factors is zeros.
+
+    Args:
+        left: as in `Decomposition`.
+    """
+    leading = left[:, :rank]
+    kept = leading.new_zeros(leading.shape[1], matrix.shape[1])
+    for rows, block in _blocks(matrix):
+        kept.addmm_(leading[rows].T, block)
+    roots = torch.linalg.vector_norm(kept, dim=1).sqrt()
+    first = torch.where(roots > 0, 1 / roots, 0)[:, None] * kept
+    factors = Factors(first, leading * roots)
+    return factors if leading.shape[1] == rank else _padded(factors, rank)
+
+
+def _padded(factors: Factors, rank: int) -> Factors:
+    """The same factors with zeros up to a rank."""
+    missing = rank - len(factors.first)
+    pad = torch.nn.functional.pad
+    return Factors(pad(factors.first, (0, 0, 0, missing)), pad(factors.second, (0, missing)))
+
+
+def factorise(
+    matrix: Tensor, rank: int, method: Method = "plain", statistics: Statistics | None = None, alpha: float = ALPHA
+) -> Factors:
+    """Two factors of this rank, float64, in the place of a matrix, (out, in).
+
+    Args:
+        statistics: what the method has to know of the inputs (`NEEDS`).
+
+    Raises:
+        ValueError: if there is no such method, or the rank is not from 1 to the full one.
+    """
+    if not 1 <= rank <= min(matrix.shape):
+        size = " x ".join(map(str, matrix.shape))
+        raise ValueError(f"the rank of a matrix of {size} must be from 1 to the lesser of these, not {rank}")
+    left = decomposer(method, statistics, alpha)(matrix).left[:, :rank].clone()  # without the rest of a large one
+    return factors_by(matrix, left, rank)
+
+
+class TruncatedSVD:
+    """Makes the plain factors of any matrix: no text is needed.
+
+    Args:
+        remembers: whether directions are kept, of the layers that were asked for last: other ranks of theirs come
+            from them. The model must stay as it is.
+        room: bytes that may be taken by directions of other layers, too; those used last are kept.
+    """
+
+    def __init__(self, remembers: bool = False, room: int = 0) -> None:
+        self.remembers, self.room = remembers, room
+        self.kept: dict[tuple[tuple[int, ...], str], Tensor] = {}
+
+    def factors(self, sublayer: Sublayer, role: str, matrix: WeightMatrix) -> Factors:
+        """As `factorise`, in the matrix's own dtype, but float32 at least.
+
+        Raises:
+            ValueError: if the matrix holds numbers that are not finite.
+        """
+        rank = sublayer.rank(role)
+        assert rank is not None
+        kept = torch.promote_types(matrix.dtype, torch.float32)
+        whole = matrix.whole(kept)  # averages are not rounded in between
+        if not whole.isfinite().all():
+            raise ValueError(f"{role} of {sublayer} holds numbers that are not finite, so that it has no factors")
+        if self.remembers:
+            first, second = factors_by(whole, self._directions(sublayer, role, whole), rank)
+        else:
+            first, second = factorise(whole, rank)
+        return Factors(first.to(kept), second.to(kept))
+
+    def _directions(self, sublayer: Sublayer, role: str, whole: Tensor) -> Tensor:
+        key = sublayer.layers, role
+        left = self.kept.pop(key) if key in self.kept else decompose(whole).left
+        self.kept[key] = left  # used last
+        others = [known for known in self.kept if known[0] != sublayer.layers]
+        taken = sum(self.kept[known].nbytes for known in others)
+        for known in others:
+            if taken > self.room:
+                taken -= self.kept.pop(known).nbytes
+        return left
+
+
+def fitted(matrix: Tensor, factors: Factors, moment: SecondMoment, cross: Tensor | None = None) -> Factors:
+    """The same first factor with the second one that best gives W's outputs (SVD-LLM, section 3.2, in closed form).
+
+    With Z the inputs that the factors get and X those that W got, it minimises |X W' - Z F' B'| over B; the least
+    change of the given B that does, so that it stays as it is where inputs do not reach.
+
+    Args:
+        matrix: W, (out, in).
+        factors: F, (rank, in), and B, (out, rank).
+        moment: Z'Z.
+        cross: X'Z, (in, in); Z'Z where the inputs are the same.
+    """
+    first, second = factors.first.double(), factors.second.double()
+    gram = moment.matrix.to(first)
+    reached = gram @ first.T
+    normal = first @ reached
+    missing = matrix.to(first) @ (reached if cross is None else cross.to(first) @ first.T) - second @ normal
+    sizes = normal.diagonal().sqrt()
+    # Scaled, so that small directions are not taken for rounding of large ones.
+    scale = torch.where(sizes > 0, sizes, 1)
+    rounding = torch.finfo(torch.float64).eps * len(gram)
+    inverse = torch.linalg.pinv(normal / torch.outer(scale, scale), hermitian=True, rtol=rounding)
+    return Factors(first, second + (missing / scale) @ inverse / scale)
+
+
+def truncation_loss(matrix: Tensor, factors: Factors, moment: SecondMoment) -> float:
+    """How far the outputs on X are off: |X W' - X (B F)'|, the Frobenius norm."""
+    rest = matrix.double() - factors.second.double() @ factors.first.double()
+    return float((rest @ moment.matrix.to(rest) * rest).sum().clamp_min(0).sqrt())

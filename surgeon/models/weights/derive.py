@@ -1,0 +1,200 @@
+"""Modules for sublayers that no layer has: copies of a layer's own, with averaged, sliced or factorised weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from operator import attrgetter
+
+import torch
+from torch import Tensor, nn
+
+from surgeon.language.program import Sublayer
+from surgeon.models.families import Projection, SublayerSpec
+from surgeon.models.weights.layout import (
+    holds_output_bias,
+    indivisible,
+    modules_of,
+    own_path,
+    require_sliceable,
+    unit_features,
+)
+from surgeon.models.weights.modules import FactoredLinear, replaced_modules
+from surgeon.models.weights.store import Tensors
+from surgeon.models.weights.view import ModelWeights, norm_paths
+
+
+def derive_sublayer(sublayer: Sublayer, owner: nn.Module, weights: ModelWeights) -> nn.Module:
+    """A module with the same inner paths as a layer that holds one averaged, sliced or factorised sublayer.
+
+    Args:
+        owner: a layer that the sublayer is made of, whose modules are copied and never changed.
+        weights: of the model that it is a layer of.
+
+    Raises:
+        ValueError: if heads or neurons do not divide into the slices asked for, layers to be averaged differ in width,
+            a rank is above that of its matrix, or a module has parameters that its architecture does not.
+    """
+    spec = weights.family.spec(sublayer.kind)
+    if sublayer.piece is not None:
+        require_sliceable(spec, weights.family)
+        reason = indivisible(sublayer, weights.units(sublayer))
+        if reason is not None:
+            raise ValueError(f"{reason}; use a number of slices that divides them")
+    shell = module_with(stored_tensors(sublayer, weights), owner, spec, weights.head_dim)
+    if not holds_output_bias(sublayer):
+        _fix_output_biases(shell, spec)
+    if sublayer.piece is not None:
+        for path in spec.counts:
+            parent, _, name = f"{spec.modules[0]}.{path}".rpartition(".")
+            counting = attrgetter(parent)(shell)
+            if hasattr(counting, name):  # a module that is taken apart counts nothing
+                setattr(counting, name, getattr(counting, name) // sublayer.piece[1])
+    return shell
+
+
+def share_undivided(slices: Sequence[nn.Module], spec: SublayerSpec) -> None:
+    """Make slices of one sublayer have one parameter between them wherever each of them has the whole of it.
+
+    So they still have the same norm, and the same factor that is not divided, after training: what is stored of them
+    is one sublayer.
+
+    Args:
+        slices: as `derive_sublayer` makes them.
+    """
+    first, *others = slices
+    for path, parameter in first.named_parameters():
+        if is_whole_in_slices(path, spec):
+            module, _, name = path.rpartition(".")
+            for other in others:
+                setattr(other.get_submodule(module), name, parameter)
+
+
+def is_whole_in_slices(path: str, spec: SublayerSpec) -> bool:
+    """Whether every slice of a sublayer has the whole of the parameter at a path from its layer.
+
+    Of norms it has, and of one factor in two: the one that is on the stream's side of its matrix.
+    """
+    if path.startswith(tuple(f"{norm}." for norm in norm_paths(spec).values())):
+        return True
+    return any(
+        path == f"{own_path(one, spec)}.{'first' if one.reads_stream else 'second'}.weight" for one in spec.projections
+    )
+
+
+def _fix_output_biases(shell: nn.Module, spec: SublayerSpec) -> None:
+    """Make the biases that are added to the stream numbers that training leaves as they are: another slice has them."""
+    for path in (own_path(one, spec) for one in spec.projections if not one.reads_stream):
+        module = shell.get_submodule(path)
+        linear = module.second if isinstance(module, FactoredLinear) else module
+        bias = linear._parameters.get("bias")
+        if bias is not None:
+            del linear.bias
+            linear.register_buffer("bias", bias.detach(), persistent=False)
+
+
+def module_with(tensors: Tensors, owner: nn.Module, spec: SublayerSpec, head_dim: int) -> nn.Module:
+    """A copy of one sublayer of a layer, under the same inner paths, with other tensors, by path from the layer.
+
+    Args:
+        head_dim: the width of one head.
+
+    Raises:
+        ValueError: if a module has a parameter that is not among them.
+    """
+    shell = nn.Module().train(owner.training)
+    replaced = replaced_modules(owner, tensors, spec, head_dim)
+    for path in (spec.norm, *spec.modules):
+        setattr(shell, path, _copy_with(owner, path, tensors, replaced))
+    return shell
+
+
+def stored_tensors(sublayer: Sublayer, weights: ModelWeights) -> Tensors:
+    """A sublayer's tensors as its architecture stores them, by path from the layer, in memory of their own.
+
+    Projections are packed and transposed as in a layer, but for those with a rank. A bias that another slice holds is
+    zero.
+    """
+    spec = weights.family.spec(sublayer.kind)
+    by_role = weights.by_role(sublayer)
+    whole = replace(sublayer, piece=None)
+    for projection in spec.projections if sublayer.piece is not None else ():
+        bias = f"{projection.role}.bias"
+        if bias not in by_role and (elsewhere := weights.bias(whole, projection.role)) is not None:
+            by_role[bias] = torch.zeros_like(elsewhere)
+    return packed(by_role, spec, weights.width(sublayer.kind))
+
+
+def packed(tensors: Tensors, spec: SublayerSpec, width: int) -> Tensors:
+    """The inverse of `ModelWeights.by_role`: tensors by path from the layer, each in memory of its own.
+
+    Args:
+        width: of one head; 1 for a feed-forward.
+    """
+    found = {}
+    for name, path in norm_paths(spec).items():
+        for part in ("weight", "bias"):
+            if f"{name}.{part}" in tensors:
+                found[f"{path}.{part}"] = tensors[f"{name}.{part}"].clone()
+    for path, projections in modules_of(spec).items():
+        if any(f"{one.role}.first.weight" in tensors for one in projections):
+            for one in projections:
+                found |= _on_its_own(one.role, own_path(one, spec), tensors)
+            continue
+        own = [tensors[f"{projection.role}.weight"] for projection in projections]
+        stored = [one.T if projections[0].transposed else one for one in own]
+        found[f"{path}.weight"] = _in_place(stored, projections, spec, width, projections[0].divided_dim)
+        biases = [tensors[f"{one.role}.bias"] for one in projections if f"{one.role}.bias" in tensors]
+        if biases:
+            found[f"{path}.bias"] = _in_place(biases, projections, spec, width, 0)
+    return found
+
+
+def _on_its_own(role: str, path: str, tensors: Tensors) -> Tensors:
+    """The tensors of a projection of a module that is taken apart, which lie below its own path."""
+    factored = f"{role}.first.weight" in tensors
+    names = {"first.weight": "first.weight", "second.weight": "second.weight"} if factored else {"weight": "weight"}
+    names["bias"] = "second.bias" if factored else "bias"
+    found = {f"{path}.{stored}": tensors.get(f"{role}.{name}") for name, stored in names.items()}
+    return {name: tensor.clone() for name, tensor in found.items() if tensor is not None}
+
+
+def _in_place(parts: list[Tensor], projections: list[Projection], spec: SublayerSpec, width: int, dim: int) -> Tensor:
+    """The projections of a module where each lies in it, along one dimension."""
+    if len(parts) == 1:
+        return parts[0].clone(memory_format=torch.contiguous_format)
+    units = {one.unit: part.shape[dim] // width for one, part in zip(projections, parts, strict=True)}
+    places = [unit_features(projection, spec, units, width).flatten() for projection in projections]
+    together = torch.cat(parts, dim)
+    return together.index_select(dim, torch.cat(places).argsort().to(together.device))
+
+
+def _copy_with(owner: nn.Module, path: str, tensors: Tensors, replaced: dict[str, nn.Module]) -> nn.Module:
+    """A copy of a layer's module with other tensors, freed from hooks that would move or reload the original's.
+
+    Args:
+        replaced: modules inside it, or itself, that others stand for.
+    """
+    from accelerate.hooks import remove_hook_from_module
+
+    # The memo makes deepcopy take the new modules and parameters where it would copy the old ones.
+    memo: dict[int, nn.Module | nn.Parameter] = {
+        id(owner.get_submodule(inside)): made
+        for inside, made in replaced.items()
+        if inside == path or inside.startswith(f"{path}.")
+    }
+    module = owner.get_submodule(path)
+    for name, parameter in module.named_parameters(prefix=path):
+        if name in tensors:
+            memo[id(parameter)] = nn.Parameter(tensors[name])
+        elif not name.startswith(tuple(f"{inside}." for inside in replaced)):
+            raise ValueError(
+                f"{name} is no parameter of this architecture (an adapter's?), so that it can be neither averaged, "
+                "sliced nor factorised; merge adapters into the model first"
+            )
+    copied: nn.Module = remove_hook_from_module(copy.deepcopy(module, memo=memo), recurse=True)
+    for linear in copied.modules():
+        if isinstance(linear, nn.Linear):  # of a slice, whose sizes adapters read
+            linear.out_features, linear.in_features = linear.weight.shape
+    return copied

@@ -1,0 +1,159 @@
+"""Matrices as the product of two factors: as they are stored, or made of a whole matrix when they are asked for.
+
+A matrix W, (out, in), of rank r is stored as first, (r, in), and second, (out, r): W = second @ first, and the product
+with an input is that with the first factor, then with the second.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from surgeon.language.program import Sublayer
+from surgeon.models.weights.matrix import Dense, WeightMatrix
+
+
+class Factors(NamedTuple):
+    """The values of two factors.
+
+    Attributes:
+        first: (rank, in_features).
+        second: (out_features, rank).
+    """
+
+    first: Tensor
+    second: Tensor
+
+    def product(self) -> Tensor:
+        """The matrix that they stand for, (out_features, in_features)."""
+        return self.second @ self.first
+
+
+class FactorSource(Protocol):
+    """What makes factors of whole matrices, or has them."""
+
+    def factors(self, sublayer: Sublayer, role: str, matrix: WeightMatrix) -> Factors:
+        """Factors in place of a matrix.
+
+        Args:
+            sublayer: not a slice; its rank of the role is that of the factors.
+            matrix: what is to be factorised, not read yet.
+
+        Raises:
+            ValueError: if there are none for it, or the matrix holds numbers that are not finite.
+        """
+
+
+@dataclass(frozen=True)
+class Factored:
+    """A matrix of which two factors are stored."""
+
+    first: Dense
+    second: Dense
+
+    @property
+    def rank(self) -> int:
+        """How many rows the first factor has."""
+        return self.first.shape[0]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out_features, in_features)."""
+        return self.second.shape[0], self.first.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As the factors are stored."""
+        return self.first.dtype
+
+    def factors(self) -> Factors:
+        """Their values, as they are stored."""
+        return Factors(self.first.whole(), self.second.whole())
+
+    def whole(self, dtype: torch.dtype | None = None) -> Tensor:
+        """All values of the product, multiplied in float32 or wider."""
+        return _product(self.factors(), dtype or self.dtype)
+
+    def rows(self, first: int, end: int) -> Tensor:
+        """Rows first..end-1 of the product."""
+        return _product(Factors(self.first.whole(), self.second.rows(first, end)), self.dtype)
+
+
+@dataclass(frozen=True)
+class Factorised:
+    """A matrix that a source puts two factors in place of, when they are asked for.
+
+    Attributes:
+        sublayer, role: whose it is.
+        of: the whole matrix of the sublayer before it is sliced.
+        features: of the slice, the indices along the dimension that is divided; None for all.
+        writes: whether inputs are divided among slices, not outputs.
+    """
+
+    source: FactorSource
+    sublayer: Sublayer
+    role: str
+    of: WeightMatrix
+    features: Tensor | None = None
+    writes: bool = False
+
+    @property
+    def rank(self) -> int:
+        """Of the factors."""
+        rank = self.sublayer.rank(self.role)
+        assert rank is not None
+        return rank
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out_features, in_features)."""
+        outputs, inputs = self.of.shape
+        if self.features is None:
+            return outputs, inputs
+        return (outputs, len(self.features)) if self.writes else (len(self.features), inputs)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the whole matrix."""
+        return self.of.dtype
+
+    def factors(self) -> Factors:
+        """What the source has, in the dtype that it computed in.
+
+        Raises:
+            ValueError: as the source does, if the rank is above the matrix's, or what the source has does not fit it.
+        """
+        if self.rank > min(self.of.shape):
+            outputs, inputs = self.of.shape
+            raise ValueError(
+                f"{self.sublayer}: rank {self.rank} of {self.role} is above that of a matrix of {outputs} x {inputs}"
+            )
+        made = self.source.factors(replace(self.sublayer, piece=None), self.role, self.of)
+        outputs, inputs = self.of.shape
+        if tuple(made.first.shape) != (self.rank, inputs) or tuple(made.second.shape) != (outputs, self.rank):
+            raise ValueError(
+                f"the factors of {self.role} of {self.sublayer} have the shapes {tuple(made.first.shape)} and "
+                f"{tuple(made.second.shape)}, and should have {(self.rank, inputs)} and {(outputs, self.rank)}"
+            )
+        if self.features is None:
+            return made
+        features = self.features.to(made.first.device)
+        if self.writes:
+            return Factors(made.first.index_select(1, features), made.second)
+        return Factors(made.first, made.second.index_select(0, features))
+
+    def whole(self, dtype: torch.dtype | None = None) -> Tensor:
+        """All values of the product."""
+        return _product(self.factors(), dtype or self.dtype)
+
+    def rows(self, first: int, end: int) -> Tensor:
+        """Rows first..end-1 of the product."""
+        return self.whole()[first:end]
+
+
+def _product(factors: Factors, dtype: torch.dtype) -> Tensor:
+    wide = torch.promote_types(factors.first.dtype, torch.float32)
+    return Factors(factors.first.to(wide), factors.second.to(wide)).product().to(dtype)

@@ -1,0 +1,71 @@
+"""Which sublayers are stored as one layer: an attention and a feed-forward of the same layers.
+
+A program's sublayers may have weights that no layer of the original has: averages, factors in place of matrices. What
+is stored of a program is a list of layers of one attention and one feed-forward each, and sublayers of the same layers
+share one where they can: slices of one matrix always, other ranks of it never.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from surgeon.language.program import KINDS, Sublayer
+
+Ranks = tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class Group:
+    """One layer to be stored.
+
+    Attributes:
+        layers: those it has the weights of; more than one for their average.
+        count: into how many slices it is cut, where slices of other numbers are stored apart.
+        ranks: of its sublayers, by kind; a kind that the program does not use is whole.
+        used: the kinds that the program uses.
+    """
+
+    layers: tuple[int, ...]
+    count: int | None
+    ranks: dict[str, Ranks]
+    used: frozenset[str]
+
+    def sublayer(self, kind: str, piece: tuple[int, int] | None = None) -> Sublayer:
+        """Its attention or feed-forward, or a slice of it."""
+        return Sublayer(kind, self.layers, piece, self.ranks[kind])
+
+
+class Groups:
+    """The layers to be stored for some sublayers, and which of them holds each.
+
+    Args:
+        by_count: whether slices of other numbers are stored apart, because each number has weights of its own.
+    """
+
+    def __init__(self, sublayers: Iterable[Sublayer], by_count: bool) -> None:
+        self.by_count = by_count
+        variants: dict[tuple[tuple[int, ...], int | None], dict[str, list[Ranks]]] = {}
+        for sublayer in sublayers:
+            of_kind = variants.setdefault(self._key(sublayer), {kind: [] for kind in KINDS})[sublayer.kind]
+            if sublayer.ranks not in of_kind:
+                of_kind.append(sublayer.ranks)
+        self.groups: list[Group] = []
+        self._places: dict[tuple[str, tuple[int, ...], int | None, Ranks], int] = {}
+        for (layers, count), by_kind in variants.items():
+            self._add(layers, count, by_kind)
+
+    def _add(self, layers: tuple[int, ...], count: int | None, by_kind: dict[str, list[Ranks]]) -> None:
+        for index in range(max(map(len, by_kind.values()))):
+            used = frozenset(kind for kind in KINDS if index < len(by_kind[kind]))
+            ranks = {kind: by_kind[kind][index] if kind in used else () for kind in KINDS}
+            for kind in used:
+                self._places[kind, layers, count, ranks[kind]] = len(self.groups)
+            self.groups.append(Group(layers, count, ranks, used))
+
+    def place(self, sublayer: Sublayer) -> int:
+        """The number of the layer that holds a sublayer."""
+        return self._places[sublayer.kind, *self._key(sublayer), sublayer.ranks]
+
+    def _key(self, sublayer: Sublayer) -> tuple[tuple[int, ...], int | None]:
+        return sublayer.layers, sublayer.piece[1] if self.by_count and sublayer.piece is not None else None

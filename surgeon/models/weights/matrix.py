@@ -1,0 +1,139 @@
+"""One matrix of a sublayer, however it is stored: of a layer, or the average of several layers' matrices.
+
+Shapes are known without reading; values come whole or by rows, as (out_features, in_features).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from surgeon.models.weights.store import Store
+
+
+class WeightMatrix(Protocol):
+    """A matrix of which nothing is read yet."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out_features, in_features)."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As it is stored."""
+
+    def whole(self, dtype: torch.dtype | None = None) -> Tensor:
+        """All values, in another dtype if one is given."""
+
+    def rows(self, first: int, end: int) -> Tensor:
+        """Rows first..end-1."""
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A matrix that is stored whole, perhaps packed into a module with others, perhaps transposed.
+
+    Attributes:
+        name: of the stored tensor.
+        dim: along which `features` lie in it.
+        features: the indices of those that belong to the matrix, ascending; None for all.
+        transposed: stored as (in_features, out_features).
+    """
+
+    store: Store
+    name: str
+    dim: int = 0
+    features: Tensor | None = None
+    transposed: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out_features, in_features)."""
+        sizes = list(self.store.shape(self.name))
+        if self.features is not None:
+            sizes[self.dim] = len(self.features)
+        first, second = reversed(sizes) if self.transposed else sizes
+        return first, second
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As it is stored."""
+        return self.store.dtype(self.name)
+
+    def whole(self, dtype: torch.dtype | None = None) -> Tensor:
+        """All values, in another dtype if one is given."""
+        if self.features is None:
+            stored = self.store.tensor(self.name)
+        else:
+            stored = read_features(self.store, self.name, self.features, self.dim)
+        matrix = stored.T if self.transposed else stored
+        return matrix if dtype is None else matrix.to(dtype)
+
+    def rows(self, first: int, end: int) -> Tensor:
+        """Rows first..end-1."""
+        rows_dim = int(self.transposed)
+        if self.features is None:
+            stored = self.store.part(self.name, rows_dim, first, end)
+        elif self.dim == rows_dim:
+            stored = read_features(self.store, self.name, self.features[first:end], self.dim)
+        else:
+            part = self.store.part(self.name, rows_dim, first, end)
+            stored = part.index_select(self.dim, self.features.to(part.device))
+        return stored.T if self.transposed else stored
+
+
+@dataclass(frozen=True)
+class Averaged:
+    """The plain mean of several layers' matrices."""
+
+    parts: tuple[WeightMatrix, ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out_features, in_features)."""
+        return self.parts[0].shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the first one."""
+        return self.parts[0].dtype
+
+    def whole(self, dtype: torch.dtype | None = None) -> Tensor:
+        """All values, averaged in a dtype; of the matrices, one is read at a time."""
+        return mean((part.whole() for part in self.parts), dtype)
+
+    def rows(self, first: int, end: int) -> Tensor:
+        """Rows first..end-1."""
+        return mean(part.rows(first, end) for part in self.parts)
+
+
+def read_features(store: Store, name: str, indices: Tensor, dim: int) -> Tensor:
+    """The elements of a stored tensor along one dimension that have these ascending indices.
+
+    What lies between the first and the last of them is read too, and nothing else.
+    """
+    first, end = int(indices[0]), int(indices[-1]) + 1
+    span = store.part(name, dim, first, end)
+    return span if end - first == len(indices) else span.index_select(dim, (indices - first).to(span.device))
+
+
+def mean(parts: Iterable[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+    """The plain mean of several tensors, summed in float32 or wider; one is held at a time beside the sum.
+
+    Args:
+        dtype: that the parts are taken in, and the mean is returned in; by default the first one's.
+    """
+    total, count = torch.empty(0), 0
+    for part in parts:
+        count += 1
+        dtype = part.dtype if dtype is None else dtype
+        total = part.to(dtype) if count == 1 else _summable(total) + _summable(part.to(dtype))
+    return total if count == 1 else total.div_(count).to(dtype)
+
+
+def _summable(part: Tensor) -> Tensor:
+    return part.to(torch.promote_types(part.dtype, torch.float32))

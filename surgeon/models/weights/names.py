@@ -1,0 +1,62 @@
+"""What a home of weights calls the tensors of its model, which differs from their paths in the model in three places.
+
+A bare decoder is stored without the causal language model's own prefix, a few architectures store their head under
+another name, and of tied embeddings one is enough: either of the two.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from surgeon.models.families import Family
+from surgeon.models.weights.store import Store
+
+
+class Names:
+    """The names of stored tensors by their paths from the causal language model."""
+
+    def __init__(self, store: Store, family: Family) -> None:
+        self.store = store
+        self.family = family
+
+    @cached_property
+    def _left_out(self) -> str:
+        """What names begin with in the model, but not here."""
+        path = self.family.layers
+        first = path.partition(".")[0] + "."
+        whole = any(name.startswith(f"{path}.") for name in self.store.names())
+        bare = any(name.startswith(f"{path.removeprefix(first)}.") for name in self.store.names())
+        return first if bare and not whole else ""
+
+    @cached_property
+    def layers(self) -> str:
+        """What the names of the layers' tensors begin with, before the layer's number.
+
+        Raises:
+            ValueError: if there are none.
+        """
+        prefix = self.own(f"{self.family.layers}.")
+        if any(name.startswith(prefix) for name in self.store.names()):
+            return prefix
+        raise ValueError(
+            f"{self.store.where} has no tensors named {prefix}*, as {self.family.name} has; is its config.json right?"
+        )
+
+    def of(self, path: str) -> str:
+        """The name of the tensor at a path, also where there is none.
+
+        That of an embedding that is not stored is the head's, which stands for it where they are tied.
+        """
+        name = self.own(path)
+        if path == f"{self.family.embedding}.weight" and name not in self.store:
+            head = self.own(f"{self.family.head}.weight")
+            return head if head in self.store else name
+        return name
+
+    def own(self, path: str) -> str:
+        """The name of the tensor at a path where nothing else stands for it."""
+        head, stored = f"{self.family.head}.", self.family.stored_head
+        if not path.startswith(head):
+            return path.removeprefix(self._left_out)
+        renamed = f"{stored}.{path.removeprefix(head)}"
+        return path if stored is None or renamed not in self.store else renamed

@@ -1,0 +1,313 @@
+"""A model's weights by layer and role, wherever they are and however their architecture stores them.
+
+Heads and neurons are counted from the shapes of the weights, never from the configuration: layers may differ in width
+(a fused LP pair is one layer of twice the heads and neurons). However an architecture packs or transposes its
+projections, what comes out are matrices by role ("q"), (out_features, in_features), of a layer, an average or a slice.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from surgeon.language.program import ATTENTION, ROLES, Sublayer
+from surgeon.models.families import Family, Projection, SublayerSpec
+from surgeon.models.weights.decompose import TruncatedSVD
+from surgeon.models.weights.factors import Factored, Factorised, FactorSource
+from surgeon.models.weights.layout import (
+    Bounds,
+    Units,
+    holds_output_bias,
+    modules_of,
+    own_path,
+    unit_bounds,
+    unit_features,
+)
+from surgeon.models.weights.matrix import Averaged, Dense, WeightMatrix, mean, read_features
+from surgeon.models.weights.names import Names
+from surgeon.models.weights.store import Store, Tensors
+
+
+class ModelWeights:
+    """What a store holds, seen through its family's description.
+
+    Attributes:
+        head_dim: the width of one head.
+        factors: where factors come from that a sublayer has and its layer does not.
+    """
+
+    def __init__(self, store: Store, family: Family, head_dim: int, factors: FactorSource | None = None) -> None:
+        self.store = store
+        self.family = family
+        self.names = Names(store, family)
+        self.head_dim = head_dim
+        self.factors = factors or TruncatedSVD()
+        # How layers are stored is found out once: what derives many sublayers asks for it again and again.
+        self._known_units: dict[tuple[str, int], Units] = {}
+        self._known_own: dict[tuple[int, str], Dense | Factored | None] = {}
+        self._known_places: dict[tuple[int, str], Tensor] = {}
+
+    def __contains__(self, path: str) -> bool:
+        return self.names.of(path) in self.store
+
+    def shape(self, path: str) -> tuple[int, ...]:
+        """The shape of a tensor, by its path from the causal language model."""
+        return self.store.shape(self.names.of(path))
+
+    def tensor(self, path: str, bounds: Bounds | None = None, dim: int = 0) -> Tensor:
+        """A tensor, or a part of it along one dimension."""
+        name = self.names.of(path)
+        return self.store.tensor(name) if bounds is None else self.store.part(name, dim, *bounds)
+
+    def count_layers(self) -> int:
+        """How many layers are stored; the configuration of an edited model may count attentions of its program."""
+        pattern = re.compile(rf"{re.escape(self.names.layers)}(\d+)\.")
+        return 1 + max(int(match[1]) for name in self.store.names() if (match := pattern.match(name)))
+
+    @property
+    def position_rows(self) -> int:
+        """Rows of a learned position embedding, 0 without one."""
+        path = self.family.position_embedding
+        return 0 if path is None else self.shape(f"{path}.weight")[0]
+
+    def units(self, sublayer: Sublayer) -> Units:
+        """How many heads and KV heads, or neurons, a sublayer's layer has; a layer's shapes say so.
+
+        Raises:
+            ValueError: if layers to be averaged differ in width, or a shape is not a multiple of the head's width.
+        """
+        counts = [self._units_of(sublayer.kind, layer) for layer in sublayer.layers]
+        if any(count != counts[0] for count in counts):
+            raise ValueError(f"{sublayer} cannot be averaged: its layers differ in width ({counts})")
+        return counts[0]
+
+    def matrix(self, sublayer: Sublayer, role: str) -> WeightMatrix | Factored | Factorised:
+        """One matrix of a sublayer, not read yet: of its layer, the average of its layers, or a slice of either.
+
+        Where the sublayer has a rank of the role, it is `Factored` if its layer is stored so, else `Factorised`.
+        """
+        projection = self.family.spec(sublayer.kind).projection(role)
+        rank, kept = sublayer.rank(role), self._kept(sublayer, role)
+        if rank is None or (len(sublayer.layers) == 1 and rank == self.stored_rank(sublayer, role)):
+            parts = tuple(self._of_layer(layer, sublayer.kind, projection, kept) for layer in sublayer.layers)
+            return parts[0] if len(parts) == 1 else Averaged(parts)
+        of = self.matrix(replace(sublayer, piece=None, ranks=()), role)
+        features = None if sublayer.piece is None else torch.arange(*kept)
+        return Factorised(self.factors, sublayer, role, of, features, not projection.reads_stream)
+
+    def has_factors(self) -> bool:
+        """Whether some layer stores two factors in place of a matrix."""
+        prefix = self.names.layers
+        return any(name.startswith(prefix) and name.endswith(".first.weight") for name in self.store.names())
+
+    def is_taken_apart(self, sublayer: Sublayer, role: str) -> bool:
+        """Whether a sublayer's (first) layer stores a matrix elsewhere than its architecture does."""
+        projection = self.family.spec(sublayer.kind).projection(role)
+        return self._own(sublayer.layers[0], sublayer.kind, projection) is not None
+
+    def stored_rank(self, sublayer: Sublayer, role: str) -> int | None:
+        """The rank of the two factors that a layer stores in place of a matrix; None where it is stored whole."""
+        projection = self.family.spec(sublayer.kind).projection(role)
+        path = f"{self._layer(sublayer.layers[0])}{own_path(projection, self.family.spec(sublayer.kind))}.first.weight"
+        return self.shape(path)[0] if path in self else None
+
+    def stored_ranks(self, sublayer: Sublayer) -> tuple[tuple[str, int], ...]:
+        """All of a sublayer's ranks as its (first) layer is stored, as a sublayer has them."""
+        has = [projection.role for projection in self.family.spec(sublayer.kind).projections]
+        ranks = ((role, self.stored_rank(sublayer, role)) for role in ROLES[sublayer.kind] if role in has)
+        return tuple((role, rank) for role, rank in ranks if rank is not None)
+
+    def bias(self, sublayer: Sublayer, role: str, dtype: torch.dtype | None = None) -> Tensor | None:
+        """The bias behind a matrix; None where there is none, or where another slice holds it.
+
+        Args:
+            dtype: to average layers in and to return; by default as it is stored.
+        """
+        projection = self.family.spec(sublayer.kind).projection(role)
+        paths = [self._bias_path(layer, sublayer.kind, projection) for layer in sublayer.layers]
+        if paths[0] not in self or not (projection.reads_stream or holds_output_bias(sublayer)):
+            return None
+        if not projection.reads_stream:
+            return mean((self.tensor(path) for path in paths), dtype)
+        first, end = self._kept(sublayer, role)
+        places = (self._places(layer, sublayer.kind, projection)[first:end] for layer in sublayer.layers)
+        names = (self.names.of(path) for path in paths)
+        found = (read_features(self.store, name, at, 0) for name, at in zip(names, places, strict=True))
+        return mean(found, dtype)
+
+    def norms(self, sublayer: Sublayer, dtype: torch.dtype | None = None) -> Tensors:
+        """Its norms by what they are for: "norm.weight", "norm.bias", "q_norm.weight", "post_norm.weight".
+
+        Args:
+            dtype: as in `bias`.
+        """
+        found = {}
+        for what, path in norm_paths(self.family.spec(sublayer.kind)).items():
+            for part in ("weight", "bias"):
+                paths = [f"{self._layer(layer)}{path}.{part}" for layer in sublayer.layers]
+                if part == "weight" or paths[0] in self:
+                    found[f"{what}.{part}"] = mean((self.tensor(path) for path in paths), dtype)
+        return found
+
+    def sublayer(self, sublayer: Sublayer, dtype: torch.dtype | None = None) -> Tensors:
+        """All that it takes to compute a sublayer, or a slice of one; nothing else is read.
+
+        A bias that is added to the stream comes with slice 0 only, so that slices add up. The norm behind a sublayer is
+        of its whole output, and comes with every slice. Where layers' heads take turns (in the fused form), gains of
+        heads are there for each head, (heads, head_dim); else they are (head_dim,).
+
+        Args:
+            dtype: as in `bias`.
+
+        Returns:
+            Matrices (out_features, in_features) and biases by their roles ("q.weight", "q.bias"), norms as in `norms`.
+            In place of a matrix of low rank there are its factors ("q.first.weight", "q.second.weight").
+        """
+        found = self.by_role(sublayer, dtype)
+        for name, role in (("q_norm.weight", "q"), ("k_norm.weight", "k")):
+            if name in found and found[name].dim() == 2:
+                found[name] = self._gains_in_turn(found[name], sublayer, role)
+        return found
+
+    def by_role(self, sublayer: Sublayer, dtype: torch.dtype | None = None) -> Tensors:
+        """The same, with gains of heads as they are stored."""
+        found = self.norms(sublayer, dtype)
+        for projection in self.family.spec(sublayer.kind).projections:
+            found |= self._projection_tensors(sublayer, projection.role, dtype)
+        return found
+
+    def written(self, sublayer: Sublayer, dtype: torch.dtype | None = None) -> Tensors:
+        """What it writes to the stream with, of all that `by_role` gives."""
+        spec = self.family.spec(sublayer.kind)
+        (role,) = (projection.role for projection in spec.projections if not projection.reads_stream)
+        return self._projection_tensors(sublayer, role, dtype)
+
+    def _projection_tensors(self, sublayer: Sublayer, role: str, dtype: torch.dtype | None) -> Tensors:
+        matrix = self.matrix(sublayer, role)
+        if sublayer.rank(role) is None:
+            found = {f"{role}.weight": matrix.whole(dtype)}
+        else:
+            assert isinstance(matrix, Factored | Factorised)
+            first, second = matrix.factors()
+            kept = dtype or matrix.dtype
+            found = {f"{role}.first.weight": first.to(kept), f"{role}.second.weight": second.to(kept)}
+        bias = self.bias(sublayer, role, dtype)
+        return found if bias is None else found | {f"{role}.bias": bias}
+
+    def _gains_in_turn(self, gains: Tensor, sublayer: Sublayer, role: str) -> Tensor:
+        """A gain for each head of a slice of a fused layer, of gains for one KV group of each turn."""
+        units = self.units(sublayer)
+        count = units[self.family.spec(sublayer.kind).projection(role).unit]
+        first, end = unit_bounds(count, sublayer.piece)
+        per_head = gains.repeat_interleave(count // units["kv_heads"], dim=0)
+        return per_head.repeat(count // len(per_head), 1)[first:end]
+
+    def _layer(self, layer: int) -> str:
+        return f"{self.family.layers}.{layer}."
+
+    def width(self, kind: str) -> int:
+        """How many features a head of an attention, or a neuron of a feed-forward, has."""
+        return self.head_dim if kind == ATTENTION else 1
+
+    def _units_of(self, kind: str, layer: int) -> Units:
+        if (kind, layer) not in self._known_units:
+            self._known_units[kind, layer] = self._layer_units(kind, layer)
+        return self._known_units[kind, layer]
+
+    def _layer_units(self, kind: str, layer: int) -> Units:
+        units: Units = {}
+        width, spec = self.width(kind), self.family.spec(kind)
+        for projection in spec.projections:
+            own = self._own(layer, kind, projection)
+            if own is not None:
+                size = own.shape[1 - int(projection.reads_stream)]
+                units[projection.unit] = self._counted(size, width, f"{self._layer(layer)}{projection.path}")
+        # Projections on their own first: what they say is needed to tell packed ones apart.
+        for path, packed in sorted(modules_of(spec).items(), key=lambda item: len(item[1])):
+            if self._own(layer, kind, packed[0]) is not None:
+                continue
+            name = f"{self._layer(layer)}{path}.weight"
+            count = self.shape(name)[packed[0].divided_dim]
+            known = sum(units.get(projection.unit, 0) for projection in packed)
+            missing = [projection.unit for projection in packed if projection.unit not in units]
+            rest = count // width - known
+            if count % width or (missing and rest % len(missing)) or (not missing and rest):
+                raise ValueError(
+                    f"{name} has shape {self.shape(name)}, which does not fit heads of {width} or the other projections"
+                )
+            units |= dict.fromkeys(missing, rest // len(missing) if missing else 0)
+        return units
+
+    @staticmethod
+    def _counted(features: int, width: int, name: str) -> int:
+        if features % width:
+            raise ValueError(f"{name} has {features} features, which does not fit heads of {width}")
+        return features // width
+
+    def _own(self, layer: int, kind: str, projection: Projection) -> Dense | Factored | None:
+        """A projection's own matrix, where its module is taken apart; None where the module is its architecture's."""
+        key = layer, projection.role
+        if key not in self._known_own:
+            self._known_own[key] = self._find_own(layer, kind, projection)
+        return self._known_own[key]
+
+    def _find_own(self, layer: int, kind: str, projection: Projection) -> Dense | Factored | None:
+        spec = self.family.spec(kind)
+        path = f"{self._layer(layer)}{own_path(projection, spec)}"
+        if f"{path}.first.weight" in self:
+            first, second = (Dense(self.store, self.names.of(f"{path}.{one}.weight")) for one in ("first", "second"))
+            return Factored(first, second)
+        if len(modules_of(spec)[projection.path]) > 1 and f"{path}.weight" in self:
+            return Dense(self.store, self.names.of(f"{path}.weight"))
+        return None
+
+    def _of_layer(self, layer: int, kind: str, projection: Projection, kept: Bounds) -> Dense | Factored:
+        """What a layer has of a matrix: the features within these bounds among the matrix's own."""
+        own = self._own(layer, kind, projection)
+        first, end = kept
+        places = self._places(layer, kind, projection)[first:end]
+        if own is None:
+            name, dim = self.names.of(f"{self._layer(layer)}{projection.path}.weight"), projection.divided_dim
+            features = None if len(places) == self.store.shape(name)[dim] else places
+            return Dense(self.store, name, dim, features, projection.transposed)
+        dim = 1 - int(projection.reads_stream)
+        features = None if len(places) == own.shape[dim] else places
+        if isinstance(own, Dense):
+            return replace(own, dim=dim, features=features)
+        if projection.reads_stream:
+            return Factored(own.first, replace(own.second, features=features))
+        return Factored(replace(own.first, dim=1, features=features), own.second)
+
+    def _bias_path(self, layer: int, kind: str, projection: Projection) -> str:
+        own, prefix = self._own(layer, kind, projection), self._layer(layer)
+        if own is None:
+            return f"{prefix}{projection.path}.bias"
+        path = f"{prefix}{own_path(projection, self.family.spec(kind))}"
+        return f"{path}.second.bias" if isinstance(own, Factored) else f"{path}.bias"
+
+    def _kept(self, sublayer: Sublayer, role: str) -> Bounds:
+        """The first and the end of the features that a sublayer has of a projection, among all of the projection."""
+        units, width = self.units(sublayer), self.width(sublayer.kind)
+        projection = self.family.spec(sublayer.kind).projection(role)
+        first, end = unit_bounds(units[projection.unit], sublayer.piece)
+        return first * width, end * width
+
+    def _places(self, layer: int, kind: str, projection: Projection) -> Tensor:
+        """Where the features of a projection lie in the tensors that a layer stores it in."""
+        key = layer, projection.role
+        if key not in self._known_places:
+            units, width = self._units_of(kind, layer), self.width(kind)
+            if self._own(layer, kind, projection) is None:
+                self._known_places[key] = unit_features(projection, self.family.spec(kind), units, width).flatten()
+            else:
+                self._known_places[key] = torch.arange(units[projection.unit] * width)
+        return self._known_places[key]
+
+
+def norm_paths(spec: SublayerSpec) -> dict[str, str]:
+    """Paths of a sublayer's norms from its layer, by what they are for."""
+    paths = dict(zip(("norm", "q_norm", "k_norm"), (spec.norm, *spec.head_norms), strict=False))
+    return paths if spec.post_norm is None else paths | {"post_norm": spec.post_norm}

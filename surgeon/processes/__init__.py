@@ -1,0 +1,1 @@
+"""Processes that work together: rendezvous, torchrun, sockets, watchdogs, journals."""

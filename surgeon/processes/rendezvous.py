@@ -1,0 +1,180 @@
+"""How ranks on several machines find each other: through a TCP store at MASTER_ADDR:MASTER_PORT, then by connections.
+
+Rank 0 listens at a port of its own, on the interface that MASTER_ADDR names and no other, and writes that port and a
+random secret into the store. Every other rank connects three times: a lifeline, on which nothing comes until it is to
+end; what it is commanded and answers; and what rank 0 tells it between passes (pipes.py). The others may come
+before rank 0 is ready for them; they wait for as long as it lives.
+
+What crosses these connections is pickled, and whoever can send a pickle can run anything. So nothing is read from one
+until both ends have proved to know the secret (HMAC of a random challenge, as `multiprocessing` does it). The secret
+is as safe as the store: whoever reaches MASTER_PORT can read it, and nothing is encrypted. Like torchrun and
+torch.distributed, this is for a network whose machines trust each other.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+import time
+from dataclasses import dataclass
+from functools import cache
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import NamedTuple
+
+from surgeon import __version__
+from surgeon.processes.sockets import (
+    KEY,
+    PURPOSES,
+    Hello,
+    Purpose,
+    connect_store,
+    interface_of,
+    key_prefix,
+    limited,
+    listen,
+    open_store,
+    say_why,
+    watch_over,
+)
+from surgeon.processes.torchrun import RankLocation, TorchrunEnvironment
+from surgeon.runtime.comm.collectives import StoreAddress
+
+
+@dataclass(frozen=True)
+class RankConnections:
+    """A rank that has come to rank 0: its connections, and how far its machine's clock lags behind this one's."""
+
+    hello: Hello
+    lifeline: Connection
+    commands: Connection
+    channel: Connection
+    lag: float
+
+
+class _Admitted(NamedTuple):
+    """One connection that a rank has made; `lag` as a `RankConnections` has it."""
+
+    hello: Hello
+    connection: Connection
+    lag: float
+
+    def turn_away(self, reason: str) -> None:
+        """Close the connection; a rank watches its lifeline while it makes the others."""
+        if self.hello.purpose == "lifeline":
+            say_why(self.connection, reason)
+        self.connection.close()
+
+
+class Rendezvous:
+    """Rank 0's side. There is one per process: `rendezvous_at`.
+
+    Attributes:
+        store: where the ranks' collectives connect.
+        location: this process's own.
+    """
+
+    def __init__(self, torchrun: TorchrunEnvironment) -> None:
+        """Open the store, unless it is torchrun's, and tell the others where to connect to.
+
+        Raises:
+            ValueError: if MASTER_ADDR is no address, or not one of this machine.
+            OSError: if MASTER_PORT is taken, or nobody answers there though torchrun should.
+        """
+        self.torchrun = torchrun
+        self.store = StoreAddress(torchrun.address, torchrun.port, key_prefix(torchrun))
+        self._store = connect_store(torchrun) if torchrun.hosted else open_store(torchrun)
+        self._listener = listen(torchrun)
+        self._secret = secrets.token_bytes(32)
+        address, port = self._listener.getsockname()[:2]
+        self.location = RankLocation(torchrun.local_rank, torchrun.local_ranks, interface_of(address))
+        self._store.set(KEY, json.dumps([port, self._secret.hex()]))
+
+    def accept(self) -> list[RankConnections]:
+        """Wait for the other ranks; they can come once.
+
+        Raises:
+            TimeoutError: if some do not come in time.
+            ValueError: if they came before, or one of them believes something else about the ranks.
+        """
+        if self._listener.fileno() < 0:
+            raise ValueError("the ranks that torchrun has started have served and ended; start new ones with torchrun")
+        found: dict[tuple[int, Purpose], _Admitted] = {}
+        try:
+            with self._listener:
+                self._fill(found)
+        except BaseException as error:
+            for entrant in found.values():
+                entrant.turn_away(str(error) or type(error).__name__)
+            raise
+        return [
+            RankConnections(
+                hello=found[rank, "commands"].hello,
+                lifeline=found[rank, "lifeline"].connection,
+                commands=found[rank, "commands"].connection,
+                channel=found[rank, "channel"].connection,
+                lag=found[rank, "commands"].lag,
+            )
+            for rank in range(1, self.torchrun.ranks)
+        ]
+
+    def _fill(self, found: dict[tuple[int, Purpose], _Admitted]) -> None:
+        wanted = {(rank, purpose) for rank in range(1, self.torchrun.ranks) for purpose in PURPOSES}
+        deadline = time.monotonic() + self.torchrun.patience
+        while wanted - found.keys():
+            try:
+                self._listener.settimeout(max(0.001, deadline - time.monotonic()))
+                connected, _ = self._listener.accept()
+            except TimeoutError:
+                raise TimeoutError(self._missing({rank for rank, _ in wanted - found.keys()})) from None
+            if (entrant := self._admit(connected)) is None:
+                continue
+            hello = entrant.hello
+            before = found.setdefault((hello.rank, hello.purpose), entrant)
+            if reason := self._contradiction(hello, before.hello):
+                entrant.turn_away(reason)
+                raise ValueError(reason)
+
+    def _admit(self, connected: socket.socket) -> _Admitted | None:
+        """Somebody who connected; None if they do not know the secret."""
+        connected.settimeout(None)
+        watch_over(connected)
+        connection = Connection(connected.detach())
+        try:
+            with limited(connection):
+                deliver_challenge(connection, self._secret)
+                answer_challenge(connection, self._secret)
+                hello = connection.recv()
+        except (AuthenticationError, AssertionError, EOFError, OSError):
+            connection.close()
+            return None
+        assert isinstance(hello, Hello)
+        return _Admitted(hello, connection, time.monotonic() - hello.clock)
+
+    def _contradiction(self, hello: Hello, before: Hello) -> str | None:
+        who = f"rank {hello.rank} on {hello.host}"
+        if hello.ranks != self.torchrun.ranks:
+            return (
+                f"{who} has WORLD_SIZE {hello.ranks}, and rank 0 {self.torchrun.ranks}; start all with the same numbers"
+            )
+        if (hello.host, hello.pid) != (before.host, before.pid) or hello.rank == 0:
+            other = f"process {before.pid} on {before.host}" if hello.rank else "rank 0 itself"
+            return f"RANK {hello.rank} is taken twice: by process {hello.pid} on {hello.host} and by {other}"
+        if hello.version != __version__:
+            return f"{who} runs surgeon {hello.version}, and rank 0 {__version__}; install the same"
+        return None
+
+    def _missing(self, ranks: set[int]) -> str:
+        names = f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, sorted(ranks)))}"
+        torchrun, where = self.torchrun, self._listener.getsockname()[0]
+        return (
+            f"{names} of {torchrun.ranks} did not join rank 0 at {where} within {torchrun.patience:g} s; see what they "
+            "say, and whether they reach that address"
+        )
+
+
+@cache
+def rendezvous_at(torchrun: TorchrunEnvironment) -> Rendezvous:
+    """The rendezvous of this process, which must have rank 0; opened the first time that somebody asks."""
+    return Rendezvous(torchrun)

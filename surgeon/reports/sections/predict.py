@@ -1,0 +1,117 @@
+"""Predictions: what programs would cost on described hardware."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pandas as pd
+
+from surgeon.reports.blocks import Block, Chart, Finding, Gallery, Paragraph, Table
+from surgeon.reports.chart import Axis, Point, Series, draw_chart, log_axis, value_axis
+from surgeon.reports.predict import drawn_axes, swept_axes, words_of
+from surgeon.reports.runs import Kind, Run, TableFile
+from surgeon.words import NO_VALUE, TIMES, number, plural
+
+TABLE = "predict.csv"
+_NUMBERS = (
+    *("ranks", "batch", "prompt", "new", "first_token_ms", "per_token_ms", "tokens_per_second", "communication_share"),
+    *("needed_bytes", "there_bytes", "fits", "first_token_speedup", "per_token_speedup", "tokens_per_second_speedup"),
+)
+_GIB = 1 << 30
+_MOST_CHARTS = 8
+
+
+def _show(run: Run) -> Iterator[Block]:
+    table = run.tables[TABLE]
+    hardware = run.record.get("hardware", "hardware that has no name")
+    yield Paragraph(
+        f"What programs would cost on {hardware}, from its figures and the model's shapes: nothing was run. Speedups "
+        f"are over {table['program'].iloc[0]} on the same ranks for the same load."
+    )
+    if table[["ranks", "batch", "prompt", "new"]].nunique().max() > 1:
+        yield _speedups(table) if table["program"].nunique() > 1 else _rates(table)
+    yield _cells(table)
+
+
+def _rates(table: pd.DataFrame) -> Gallery:
+    return _gallery(table, "tokens_per_second", "new tokens per second")
+
+
+def _speedups(table: pd.DataFrame) -> Gallery:
+    return _gallery(table, "tokens_per_second_speedup", f"tokens/s, times {table['program'].iloc[0]}")
+
+
+def _gallery(table: pd.DataFrame, column: str, title: str) -> Gallery:
+    along, by, *others = drawn_axes(table)
+    for name in others:
+        table = table[table[name] == table[name].iloc[0]]
+    charts = []
+    for value in list(table[by].unique())[:_MOST_CHARTS]:
+        own = table[(table[by] == value) & table[column].notna()]
+        name = words_of(by, int(value))
+        series = [
+            Series(str(program), [_point(row, along, column) for _, row in rows.iterrows()], style)
+            for style, (program, rows) in enumerate(own.groupby("program", sort=False))
+        ]
+        if not series:
+            continue
+        y = value_axis(list(own[column]), title) if column.endswith("speedup") else log_axis(list(own[column]), title)
+        svg = draw_chart(series, _doubling_axis(list(own[along]), along), y, f"{title}, {name}")
+        charts.append(Chart(svg, name, "", [one.key() for one in series]))
+    return Gallery(charts)
+
+
+def _point(row: pd.Series[float], along: str, column: str) -> Point:
+    room = "" if row["fits"] else ", does not fit into memory"
+    tip = f"{row['program']}, {along} {int(row[along])}: {number(row[column], 3)}{room}"
+    return Point(float(row[along]), float(row[column]), tip)
+
+
+def _doubling_axis(values: list[float], title: str) -> Axis:
+    ticks = sorted(set(values))
+    low, high = ticks[0], max(ticks[-1], ticks[0] * 2)
+    shown = ticks[:: max(1, math.ceil(len(ticks) / 8))]
+    return Axis(low / 1.1, high * 1.1, [(tick, str(int(tick))) for tick in shown], title, log=True)
+
+
+def _cells(table: pd.DataFrame) -> Table:
+    axes = swept_axes(table)
+    head = ["program", *axes, "first token, ms", "per token, ms", "tokens/s", "speedup", "waiting", "GiB"]
+    rows = []
+    for _, row in table.iterrows():
+        begin = [str(row["program"]), *(str(int(row[name])) for name in axes)]
+        if math.isnan(row["first_token_ms"]):
+            rows.append([*begin, NO_VALUE, NO_VALUE, NO_VALUE, NO_VALUE, NO_VALUE, "cannot be shared"])
+            continue
+        numbers = [number(row[name], 3) for name in ("first_token_ms", "per_token_ms", "tokens_per_second")]
+        speedup, waiting = number(row["tokens_per_second_speedup"], 3), f"{row['communication_share']:.0%}"
+        memory = number(row["needed_bytes"] / _GIB, 3) + ("" if row["fits"] else ": too much")
+        rows.append([*begin, *numbers, speedup, waiting, memory])
+    note = (
+        "Waiting: the part of the time in which ranks wait for collectives. GiB: of the rank that needs most; there "
+        f"are {number(float(table['there_bytes'].max()) / _GIB, 3)} for it."
+    )
+    return Table("Every prediction", head, rows, note, folded=len(rows) > 24)
+
+
+def _findings(run: Run) -> Iterator[Finding]:
+    table = run.tables[TABLE]
+    fitting = table[(table["fits"] == 1) & (table["program"] != table["program"].iloc[0])]
+    hardware = run.record.get("hardware", "hardware")
+    if fitting["tokens_per_second_speedup"].notna().any():
+        best = fitting.loc[fitting["tokens_per_second_speedup"].idxmax()]
+        where = f"{plural(int(best['ranks']), 'rank')} with batch {int(best['batch'])}"
+        speedup = f"{number(float(best['tokens_per_second_speedup']), 3)}{TIMES}"
+        text = f"On {hardware}, {best['program']} should win most on {where}: {speedup} the tokens per second."
+        yield Finding("Predicted", text, speedup, f"predicted on {hardware}")
+
+
+PREDICTION = Kind(
+    name="predict",
+    title="Predictions",
+    record="predict.json",
+    show=lambda run: list(_show(run)),
+    tables=(TableFile(TABLE, _NUMBERS, ("program",)),),
+    findings=lambda run: list(_findings(run)),
+)

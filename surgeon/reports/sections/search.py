@@ -1,0 +1,298 @@
+"""Searches: how they went, what the best programs have in common, and the winner on text that was held out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pandas as pd
+
+from surgeon.language.program import Program
+from surgeon.reports.blocks import Block, Chart, Code, Finding, Gallery, Heading, Paragraph, Table
+from surgeon.reports.drawn import figure_svg, legend_keys
+from surgeon.reports.program import program_figure
+from surgeon.reports.runs import MOST_LAYERS, Kind, Run, TableFile
+from surgeon.reports.search_trials import SearchedTrials, objective_of
+from surgeon.reports.sections.search_charts import (
+    against_depth,
+    edits_alone,
+    front_charts,
+    history,
+    layers_touched,
+    objectives_of,
+)
+from surgeon.words import interval, interval_heads, number, plural, with_intervals
+
+TRIALS, TERMS, FRONT, DEPTHS, RECIPE = "trials.csv", "terms.csv", "front.csv", "depths.csv", "recipe.yaml"
+_NEW = ("level", "edits", "whole", "within", "program")  # columns that earlier versions did not write
+_SHOWN = 10  # rows in a table
+_EARLIER = (
+    "This search was made by an earlier version of surgeon, whose table of trials says less; run surgeon search again, "
+    "with another output folder, to see what it found."
+)
+
+
+def _show(run: Run) -> Iterator[Block]:
+    if _is_earlier(run):
+        yield Paragraph(_EARLIER)
+        return
+    trials, held = _trials(run), run.record.get("held_out")
+    if held and held["overturned"]:
+        yield Paragraph(held["sentences"][-1] + ".")
+    charts = [history(trials)]
+    if DEPTHS in run.tables:
+        charts.append(against_depth(run.tables[DEPTHS]))
+    if FRONT in run.tables:
+        shown = {"depth"} if DEPTHS in run.tables else set()
+        charts += front_charts(run.tables[FRONT], trials, without=shown)
+    yield Gallery(charts)
+    yield from _winner(run)
+    if held:
+        yield _on_held_out_text(held)
+    if run.record.get("healing"):
+        yield _healed(run.record["healing"])
+    yield _best_trials(trials) if FRONT not in run.tables else _front_table(run.tables[FRONT], trials)
+    if any(trials.choices):
+        yield layers_touched(trials, _layers(run, trials))
+    if TERMS in run.tables:
+        yield Heading("What single edits do")
+        yield Gallery(edits_alone(run.tables[TERMS]))
+    yield from _what_goes_with_edits(trials, run.tables.get(TERMS))
+
+
+def _is_earlier(run: Run) -> bool:
+    return not set(_NEW) <= set(run.tables[TRIALS])
+
+
+def _trials(run: Run) -> SearchedTrials:
+    table = run.tables[TRIALS]
+    texts = {name: table[name].fillna("").astype(str) for name in ("edits", "program")}
+    return SearchedTrials(table.assign(**texts), objective_of(run.record))
+
+
+def _layers(run: Run, trials: SearchedTrials) -> int:
+    """Of the unedited model; where the record does not say it, as far as edits reach."""
+    reached = max((edit.stop for choice in trials.choices for edit in choice), default=1)
+    layers = max(int(run.record.get("num_layers") or 0), reached)
+    if layers > MOST_LAYERS:
+        raise ValueError(f"edits of {layers} layers are more than any model has")
+    return layers
+
+
+def _winner(run: Run) -> Iterator[Block]:
+    """The program that won, drawn, and its recipe."""
+    best, record = run.record.get("best"), run.record
+    if best and record.get("num_layers") and record.get("steps_per_layer"):
+        title = f"The winner, trial {best['trial']}"
+        program = Program.parse(best["program"])
+        figure = program_figure(program, int(record["num_layers"]), int(record["steps_per_layer"]))
+        keys = legend_keys(figure.axes[0])
+        yield Chart(figure_svg(figure, f"{title}: {program}"), title, f"{best['why']}.", keys, wide=True)
+    if RECIPE in run.texts:
+        yield Code("The recipe that was found (recipe.yaml)", run.texts[RECIPE])
+
+
+def _on_held_out_text(held: dict[str, Any]) -> Table:
+    """The search's winner and the runners-up on text that the search did not see."""
+    by, first, others = held["by"], held["searched"], held["runners_up"]
+    rows = [[str(first["trial"]), *_both(first, by), "", "the search's winner"]]
+    rows += [
+        [str(one["trial"]), *_both(one, by), _difference(one), f"trial {first['trial']} is {_VERDICTS[one['verdict']]}"]
+        for one in others
+    ]
+    marked = frozenset((row, 5) for row, one in enumerate(others, 1) if one["verdict"] != "not told apart")
+    together = f" The {len(others)} intervals hold together with 95%." if len(others) > 1 else ""
+    won = f"trial {held['winner']} is the winner"
+    original = f"The unedited model's perplexity on this text is {_value(held['original'], 'perplexity')}"
+    note = (
+        f"Differences are of trial {first['trial']} less the other, window by window, in nats per token.{together} "
+        f"Where one holds 0, the two are not told apart; {won}. {original}."
+    )
+    head = ["trial", by, f"{by}, held out", "95% interval", "difference", "which says"]
+    caption = f"The best trials on {int(first['unseen']['tokens']):,} tokens that the search did not see"
+    if not others:
+        return Table(caption, head[:4], [rows[0][:4]], f"{original}.")
+    return Table(caption, head, rows, note, left=frozenset({5}), marked=marked)
+
+
+def _healed(healing: dict[str, Any]) -> Table:
+    """The candidates before and after they were trained briefly."""
+    shown = [(by, when) for by in ("divergence", "perplexity") for when in ("before", "after")]
+    rows = [[str(one["trial"]), *(_value(one[when], by) for by, when in shown)] for one in healing["candidates"]]
+    head = ["trial", "divergence", "healed", "perplexity", "healed"]
+    marked = frozenset((row, 0) for row, one in enumerate(healing["candidates"]) if one["trial"] == healing["winner"])
+    note = ". ".join(healing["sentences"]) + ". Numbers are of held-out text; the winner's are marked."
+    return Table("The best trials before and after healing", head, rows, note, marked=marked)
+
+
+_VERDICTS = {"better": "better", "worse": "worse", "not told apart": "not told apart from it"}
+
+
+def _both(one: dict[str, Any], by: str) -> list[str]:
+    unseen = one["unseen"]
+    known = interval(unseen.get(f"{by}_low"), unseen.get(f"{by}_high"))
+    return [_value(one["seen"], by), _value(unseen, by), known]
+
+
+def _value(values: dict[str, Any], by: str) -> str:
+    return number(float("nan") if values[by] is None else float(values[by]))
+
+
+def _difference(one: dict[str, Any]) -> str:
+    if one["low"] is None or one["high"] is None:
+        return f"{number(one['difference'], 3)} (no interval)"
+    return f"{number(one['difference'], 3)} ({interval(one['low'], one['high'], 3)})"
+
+
+def _best_trials(trials: SearchedTrials) -> Table:
+    """The best trials, or along a cost the best of every level, on the text of the search."""
+    rows = trials.best_of_levels if trials.has_levels else trials.ranked[:_SHOWN]
+    costs = _costs(trials.table)
+    cells = []
+    for row in rows:
+        trial = trials.table.iloc[row]
+        cells.append(
+            [str(int(trial["trial"])), trials.short_edits(row), trials.sources[row],
+             *(number(trial[name]) for name in costs), number(trial["perplexity"]),
+             *with_intervals(trial, ["divergence"])]
+        )  # fmt: skip
+    head = ["trial", "edits", "from", *costs, "perplexity", *interval_heads(trials.table, ["divergence"])]
+    what = "The best trial of every level" if trials.has_levels else f"The best {len(rows)}"
+    caption = f"{what} of {plural(len(trials), 'trial')}, on the text of the search"
+    note = "" if rows else "No trial is within the budget."
+    return Table(caption, head, cells, note, left=frozenset({1, 2}))
+
+
+def _costs(table: pd.DataFrame) -> list[str]:
+    """The columns that hold what programs cost."""
+    columns = list(table.columns)
+    return columns[columns.index("edits") + 1 : columns.index("divergence")]
+
+
+def _front_table(front: pd.DataFrame, trials: SearchedTrials) -> Table:
+    names, places = objectives_of(front), {int(trial): row for row, trial in enumerate(trials.table["trial"])}
+    rows = [
+        [f"{row['point']:g}", *(number(row[name]) for name in names), f"{row['trial']:g}",
+         trials.short_edits(places[int(row["trial"])])]
+        for _, row in front.iterrows()
+    ]  # fmt: skip
+    caption = f"The front: {plural(len(front), 'program')}"
+    note = "Each has a recipe in the folder front."
+    return Table(caption, ["point", *names, "trial", "edits"], rows, note, frozenset({len(names) + 2}))
+
+
+def _what_goes_with_edits(trials: SearchedTrials, terms: pd.DataFrame | None) -> Iterator[Block]:
+    effects = trials.effects()[:_SHOWN]
+    if not effects:
+        return
+    alone = {} if terms is None else dict(zip(terms["edit"], terms["divergence"], strict=True))
+    rows = [
+        [str(one.edit), str(one.trials), number(alone.get(str(one.edit), float("nan"))), number(one.ratio, 3),
+         interval(one.low, one.high, 3)]
+        for one in effects
+    ]  # fmt: skip
+    of_level = " of the same level" if trials.has_levels else ""
+    note = (
+        f"The ratio is of geometric means of {trials.by}: of trials with the edit to those{of_level} without, with the "
+        "95% interval of Welch's t for each row by itself; shaded where it excludes 1. Trials are those that the "
+        "search chose to run, so that this is what goes with an edit, not what it does."
+    )
+    head = ["edit", "trials with it", "divergence alone", "with it / without", "95% interval"]
+    marked = frozenset((row, 3) for row, one in enumerate(effects) if one.is_told)
+    yield Table(f"Importance: what goes with single edits among {len(trials)} trials", head, rows, note, marked=marked)
+
+
+def _findings(run: Run) -> Iterator[Finding]:
+    best = run.record.get("best")
+    if _is_earlier(run) or not best:
+        return
+    trials, held = _trials(run), run.record.get("held_out")
+    texts = [_what_won(run, trials, best, held)]
+    figure, label = _value(best, "perplexity"), f"perplexity of the best of {plural(len(trials), 'trial')}"
+    if held:
+        winner = _finalist(run, held)
+        figure, label = _value(winner["unseen"], "perplexity"), "perplexity of the search's winner, held-out text"
+        texts.append(_told_apart(held))
+    yield Finding("Search", " ".join(filter(None, texts)), figure, label)
+    if held and held["overturned"]:
+        yield Finding("The search is overturned", held["sentences"][-1] + ".")
+    if run.record.get("healing"):
+        yield Finding("Healing", run.record["healing"]["sentences"][-1] + ".")
+    knees = run.record.get("knees") or []
+    if knees:
+        yield Finding("How deep it really is", f"By {'; '.join(knees)}.")
+
+
+def _what_won(run: Run, trials: SearchedTrials, best: dict[str, Any], held: dict[str, Any] | None) -> str:
+    row = next((row for row in range(len(trials)) if trials.table["trial"].iloc[row] == best["trial"]), None)
+    if row is None:
+        raise ValueError(f"{run.folder / TRIALS} has no trial {best['trial']}, which its record calls the best")
+    edits = trials.table["edits"].iloc[row] or "no edits"
+    depth = trials.table["depth"].iloc[row]
+    known = interval(best.get("divergence_low"), best.get("divergence_high"))
+    said = (
+        f"Of {plural(len(trials), 'trial')} the winner is trial {best['trial']} ({_first_lower(best['why'])}), "
+        f"at depth {depth:g}: {_shortened(edits.split('; '))}. Its divergence is {_value(best, 'divergence')}"
+        f"{f' (95%: {known})' if known else ''} on the text of the search"
+    )
+    if held:
+        unseen = _finalist(run, held)["unseen"]
+        known = interval(unseen.get("divergence_low"), unseen.get("divergence_high"))
+        said += f" and {_value(unseen, 'divergence')}{f' (95%: {known})' if known else ''} on held-out text"
+        return f"{said}, where its perplexity is {_value(unseen, 'perplexity')}{_against(held['original'])}."
+    return f"{said}, its perplexity {_value(best, 'perplexity')}{_against(run.record.get('original'))}."
+
+
+def _against(original: dict[str, Any] | None) -> str:
+    return "" if original is None else f" and the original's {_value(original, 'perplexity')}"
+
+
+def _first_lower(text: str) -> str:
+    return text[:1].lower() + text[1:]
+
+
+def _shortened(edits: Sequence[str], most: int = 12) -> str:
+    return ", ".join(edits[:most]) + (f" and {len(edits) - most} more" if len(edits) > most else "")
+
+
+def _finalist(run: Run, held: dict[str, Any]) -> dict[str, Any]:
+    """The winner on held-out text, as it is before any healing."""
+    chosen = run.record.get("healing", held)["winner"]
+    found: dict[str, Any] = next(one for one in [held["searched"], *held["runners_up"]] if one["trial"] == chosen)
+    return found
+
+
+def _told_apart(held: dict[str, Any]) -> str:
+    """What held-out text says of the search's winner and the runners-up; better only where an interval excludes 0."""
+    verdicts = [one["verdict"] for one in held["runners_up"]]
+    if not verdicts or held["overturned"]:
+        return ""
+    better, alike = verdicts.count("better"), verdicts.count("not told apart")
+    first = held["searched"]["trial"]
+    if not better:
+        return f"On held-out text trial {first} is not told apart from {_of(alike, verdicts)}."
+    rest = f", and not told apart from {alike}" if alike else ""
+    return f"On held-out text trial {first} is better than {_of(better, verdicts)}{rest}."
+
+
+def _of(count: int, verdicts: Sequence[str]) -> str:
+    if len(verdicts) == 1:
+        return "the runner-up"
+    return f"any of the {count} runners-up" if count == len(verdicts) else f"{count} of {len(verdicts)} runners-up"
+
+
+SEARCH = Kind(
+    name="search",
+    title="Search",
+    record="search.json",
+    show=lambda run: list(_show(run)),
+    tables=(
+        TableFile(TRIALS, ("trial", "depth", "perplexity", "divergence"), ("source",)),
+        TableFile(TERMS, ("divergence",), ("edit", "space"), layers=("first", "last"), optional=True),
+        TableFile(FRONT, ("point", "trial", "divergence"), ("edits",), optional=True, may_be_empty=True),
+        TableFile(DEPTHS, ("depth", "divergence"), ("space", "edits"), optional=True, may_be_empty=True),
+    ),
+    texts=(RECIPE,),
+    findings=lambda run: list(_findings(run)),
+    without="No search: whether scattered edits do better than one stretch is not known (surgeon search).",
+)

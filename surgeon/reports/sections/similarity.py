@@ -1,0 +1,189 @@
+"""Similarity: how little each layer depends on the one before it, and which cheap measure predicts damage."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pandas as pd
+
+from surgeon.reports.blocks import Block, Chart, Finding, Gallery, Map, Paragraph, Table
+from surgeon.reports.chart import Point, Series, draw_chart, layer_axis, log_axis, value_axis
+from surgeon.reports.heatmap import title_of
+from surgeon.reports.runs import Kind, Run, TableFile
+from surgeon.reports.svg import MANY_LAYERS, ColourScale, Grid, colour_bar, draw_map
+from surgeon.reports.values import cell_table, map_cells
+from surgeon.words import MINUS, layer_list, listed, number
+
+LAYERS, DISTANCES, PROXIES = "similarity.csv", "distances.csv", "proxies.csv"
+_CKA = {
+    "cka_attention": ("attention", 0),
+    "cka_mlp": ("MLP", 1),
+    "cka_attention_debiased": ("attention, debiased", 2),
+    "cka_mlp_debiased": ("MLP, debiased", 3),
+}
+_SIZES = {
+    "block_influence": ("block influence", 4),
+    "attention_size": ("attention's output / stream", 0),
+    "mlp_size": ("MLP's output / stream", 1),
+}
+_DAMAGE = "divergence"
+_SHOWN = 5  # proxies in the short table that are there for their average
+_NAMED = 3  # layers that the summary names
+
+
+def _show(run: Run) -> Iterator[Block]:
+    layers = run.tables[LAYERS]
+    yield Paragraph(
+        "CKA compares what a sublayer adds with what it adds when the contribution of the layer before is taken out of "
+        "its input: near 1, the layer hardly needs the one before it (Layer Parallelism, figure 5). Layer 0 has no "
+        "layer before it. Debiased CKA corrects for having few tokens."
+    )
+    yield Gallery([_cka(layers), _sizes(layers)])
+    if DISTANCES in run.tables:
+        distances = _distances(run.tables[DISTANCES])
+        yield Gallery([distances], many=len(distances.cells["rows"]) > MANY_LAYERS)
+    if PROXIES in run.tables:
+        yield from _proxies(run.tables[PROXIES])
+
+
+def _lines(layers: pd.DataFrame, named: dict[str, tuple[str, int]]) -> list[Series]:
+    series = []
+    for column, (words, style) in named.items():
+        rows = zip(layers["layer"], layers[column], strict=True)
+        points = [Point(layer, value, f"layer {layer}, {words}: {number(value)}") for layer, value in rows]
+        series.append(Series(words, points, style))
+    return series
+
+
+def _chart(layers: pd.DataFrame, named: dict[str, tuple[str, int]], title: str, caption: str, log: bool) -> Chart:
+    series = _lines(layers, named)
+    values = [point.y for one in series for point in one.points if not math.isnan(point.y)]
+    y = log_axis(values, "share of the stream") if log else value_axis([*values, 1.0], "CKA", zero=True)
+    svg = draw_chart(series, layer_axis(int(layers["layer"].min()), int(layers["layer"].max())), y, title)
+    rows = [[str(int(row["layer"])), *(number(row[name]) for name in named)] for _, row in layers.iterrows()]
+    table = Table(f"{title}: values", ["layer", *(words for words, _ in named.values())], rows, folded=True)
+    return Chart(svg, title, caption, [one.key() for one in series], table=table)
+
+
+def _cka(layers: pd.DataFrame) -> Chart:
+    return _chart(
+        layers, _CKA, "CKA with and without the layer before", "Near 1: the layer hardly needs it.", log=False
+    )
+
+
+def _sizes(layers: pd.DataFrame) -> Chart:
+    caption = "Block influence is 1 minus the mean cosine between the streams before and after the layer."
+    return _chart(layers, _SIZES, "How much a layer changes the stream", caption, log=True)
+
+
+def _distances(table: pd.DataFrame) -> Map:
+    """Angular distance between the streams before and after every stretch."""
+    count = int(table["last"].max()) + 1
+    places = list(zip(table["first"], table["last"], strict=True))
+    values = dict(zip(places, table["angular_distance"], strict=True))
+    names = [str(layer) for layer in range(count)]
+    grid = Grid(names, names, values, "first layer", "last layer")
+    scale = ColourScale.of_values(list(values.values()), low=0.0)
+    title = "Angle between the streams before and after a stretch"
+    caption = "Angular distance over all tokens; dark stretches hardly turn the stream. 0.5 is at right angles."
+    fields = {"angular_distance": "angle", "angular_distance_last_token": "angle at the last tokens"}
+    cells = map_cells(grid, places, table, fields, "layers {row} to {column}", "layer {row}")
+    drawn = draw_map(grid, scale, title)
+    legend = colour_bar(scale, "Colours: angular distance")
+    return Map(drawn, title, caption, cells, cell_table(f"{title}: values", "first \\ last", grid), legend)
+
+
+def _ranked(table: pd.DataFrame) -> pd.DataFrame:
+    """Rank correlations with the divergence: a row per proxy and aggregate, a column per operation, the best first."""
+    rows = table[table["damage"] == _DAMAGE]
+    rho = rows.pivot_table(index=["proxy", "aggregate"], columns="operation", values="rho", sort=False)
+    return rho.loc[rho.mean(axis=1).sort_values(ascending=False, kind="stable").index]
+
+
+def _name(key: Any) -> str:
+    proxy, aggregate = key
+    words = proxy.replace("_", " ").replace("cka", f"1 {MINUS} CKA,")
+    return f"{words} ({aggregate})" if aggregate else words
+
+
+def _proxies(table: pd.DataFrame) -> Iterator[Block]:
+    rho = _ranked(table)
+    if rho.empty:
+        return
+    # The best on average, the best of each kind of change, and the length, which all of them have to beat.
+    short = {*rho[~rho.index.get_level_values("proxy").duplicated()].head(_SHOWN).index, *rho.idxmax()}
+    kept = [key for key in rho.index if key in short or _name(key) == "length"]
+    yield _rho_table("Which cheap measure predicts the damage", rho.loc[kept], rho, folded=False)
+    yield _rho_table("Every measure", rho, rho, folded=True)
+
+
+def _rho_table(caption: str, shown: pd.DataFrame, every: pd.DataFrame, folded: bool) -> Table:
+    best = every.max()
+    rows, marked = [], set[tuple[int, int]]()
+    for row, (key, values) in enumerate(shown.iterrows()):
+        rows.append([_name(key), number(float(values.mean()), 3), *(number(v, 3) for v in values)])
+        marked.update((row, column) for column, name in enumerate(shown.columns, start=2) if values[name] == best[name])
+    note = (
+        "Spearman's rank correlation of each measure with the divergence of the stretches in the scan; 1 would be the "
+        "same order. The length of the stretch is what any measure has to beat. Marked: the best for each kind of "
+        "change."
+    )
+    head = ["measure", "mean", *map(title_of, shown.columns)]
+    return Table(caption, head, rows, "" if folded else note, folded=folded, marked=frozenset(marked))
+
+
+def _findings(run: Run) -> Iterator[Finding]:
+    layers = run.tables[LAYERS].dropna(subset=["cka_attention_debiased", "cka_mlp_debiased"])
+    if len(layers) > 1:
+        least = layers.set_index("layer")[["cka_attention_debiased", "cka_mlp_debiased"]].min(axis=1)
+        order = least.sort_values(ascending=False, kind="stable")
+        count = min(_NAMED, len(order) // 2)
+        named = [(layer_list(part.index), number(float(part.iloc[-1]), 3)) for part in (order[:count], order[-count:])]
+        text = (
+            f"Layers {named[0][0]} depend least on the layer before them (debiased CKA of attention and MLP at least "
+            f"{named[0][1]}), layers {named[1][0]} most (down to {named[1][1]})."
+        )
+        yield Finding("Who needs the layer before", text)
+    if PROXIES in run.tables and len(rho := _ranked(run.tables[PROXIES])):
+        yield _best_proxy(rho)
+
+
+def _best_proxy(rho: pd.DataFrame) -> Finding:
+    means = rho.mean(axis=1)
+    name = _name(means.index[0])
+    kinds = listed(title_of(name) for name in rho.columns)
+    text = (
+        f"Of the measures that need no scan, {name} orders the stretches most like their measured "
+        f"divergence: rank correlation {number(float(means.iloc[0]), 3)} on average over {kinds}"
+    )
+    length = [float(mean) for key, mean in means.items() if _name(key) == "length"]
+    text += f"; the mere length of the stretch has {number(length[0], 3)}." if length else "."
+    return Finding(
+        "Which cheap measure agrees best",
+        text,
+        number(float(means.iloc[0]), 3),
+        f"rank correlation of the best cheap measure, {name}",
+    )
+
+
+def _missing(run: Run) -> Iterator[str]:
+    if PROXIES not in run.tables:
+        yield "Which cheap measure predicts a scan is not known: surgeon similarity --scan compares them."
+
+
+SIMILARITY = Kind(
+    name="similarity",
+    title="Similarity",
+    record="similarity.json",
+    show=lambda run: list(_show(run)),
+    tables=(
+        TableFile(LAYERS, (*_CKA, *_SIZES), (), ("layer",)),
+        TableFile(DISTANCES, ("angular_distance", "angular_distance_last_token"), (), ("first", "last"), optional=True),
+        TableFile(PROXIES, ("rho",), ("operation", "damage", "proxy", "aggregate"), optional=True),
+    ),
+    findings=lambda run: list(_findings(run)),
+    missing=lambda run: list(_missing(run)),
+    without="No similarity: how much layers depend on each other is not known (surgeon similarity).",
+)

@@ -1,0 +1,1 @@
+"""What was measured, as records and tables, and the cards that show it."""

@@ -1,0 +1,1 @@
+"""The processes of a runtime: ranks, and what runs in each."""

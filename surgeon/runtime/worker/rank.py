@@ -1,0 +1,240 @@
+"""What runs in the process of one rank, which `ranks.Ranks` starts, or torchrun (joining.py).
+
+It connects to the other ranks, then runs the functions it is sent, one after the other, until its connection closes.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from surgeon.memory import keep_freed_memory
+from surgeon.processes.torchrun import RankLocation
+from surgeon.runtime.comm.collectives import Alone, Collectives, StoreAddress, TorchCollectives, Unconnected
+from surgeon.runtime.comm.link import EmulatedLink, Link
+from surgeon.runtime.comm.pipes import Receiver, Sender
+from surgeon.runtime.comm.quantised import Compressed, Compression
+from surgeon.runtime.comm.shared_memory import SharedMemoryCollectives
+from surgeon.threads import keep_to_share, usable_cores
+
+_SENDING = threading.Lock()  # a long message is sent in parts
+
+
+@dataclass(frozen=True)
+class RankSettings:
+    """What a rank is told at its start.
+
+    Attributes:
+        device: "cpu", or "cuda" for the GPU of its number on this machine.
+        collectives: "shm", "gloo" or "nccl" of torch.distributed, or "none".
+        rendezvous: where ranks meet: on one machine a file that does not exist yet, else a store.
+        memory: for "shm", the file descriptor of the memory they share.
+        link: what to emulate between ranks.
+        compression: how reductions of the program's steps are sent, if not exactly.
+    """
+
+    rank: int
+    ranks: int
+    location: RankLocation
+    device: str
+    collectives: str
+    rendezvous: Path | StoreAddress
+    memory: int | None = None
+    link: Link | None = None
+    compression: Compression | None = None
+
+
+@dataclass(frozen=True)
+class RankError:
+    """What a rank reports when it cannot go on.
+
+    Attributes:
+        time: of its machine's monotonic clock, which tells a cause from its consequences on other ranks.
+        mendable: whether it was a ValueError, whose message is for users.
+        line: the message.
+        trace: the traceback.
+    """
+
+    time: float
+    mendable: bool
+    line: str
+    trace: str
+
+
+class Rank:
+    """What functions that run on a rank are given.
+
+    Attributes:
+        collectives: the connection to all ranks.
+        kept: a place for what later functions need again, such as engines.
+        sender: on rank 0, what it tells all other ranks.
+        receiver: on the other ranks, what they are told.
+    """
+
+    def __init__(self, settings: RankSettings, connection: Connection, channel: Sequence[int]) -> None:
+        """Connect to the other ranks.
+
+        Args:
+            connection: to the starting process.
+            channel: the descriptors of rank 0's ends towards the others, or of this rank's one end.
+
+        Raises:
+            ValueError: if this machine has no GPU for it.
+        """
+        self.settings = settings
+        self.rank = settings.rank
+        self.device = rank_device(settings)
+        self.kept: dict[str, Any] = {}
+        self._connection = connection
+        if settings.rank == 0:
+            self.sender = Sender(channel)
+        else:
+            self.receiver = Receiver(channel[0])
+        torch.set_num_threads(threads_per_rank(settings.location.local_ranks))
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self.collectives = self._connect()
+        if self.device.type == "cpu":
+            keep_to_share(settings.location.local_rank, settings.location.local_ranks)
+
+    def _connect(self) -> Collectives:
+        if self.settings.ranks == 1:
+            return Alone()
+        connected = self._meet()
+        if self.settings.link is not None:
+            connected = EmulatedLink(connected, self.settings.link)
+        if self.settings.compression is not None:
+            connected = Compressed(connected, self.settings.compression)
+        return connected
+
+    def _meet(self) -> Collectives:
+        settings = self.settings
+        rank, ranks = settings.rank, settings.ranks
+        if settings.collectives == "none":
+            return Unconnected(rank, tuple(range(ranks)))
+        if settings.collectives == "shm":
+            assert settings.memory is not None
+            return SharedMemoryCollectives(rank, tuple(range(ranks)), settings.memory, ranks)
+        if settings.location.interface is not None:  # gloo would take the one that the machine's own name stands for
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", settings.location.interface)
+        return TorchCollectives.connect(settings.collectives, rank, ranks, settings.rendezvous)
+
+    def notify(self, value: Any) -> None:
+        """Send a value to the starting process at once; from any thread."""
+        _send(self._connection, "note", value)
+
+    def inbox(self) -> SimpleQueue[Any]:
+        """What the starting process posts from now on; the function that asks for it is the last one of this rank."""
+        messages: SimpleQueue[Any] = SimpleQueue()
+
+        def read() -> None:
+            with suppress(EOFError):  # the lifeline ends this process then
+                while True:
+                    messages.put(pickle.loads(self._connection.recv_bytes()))
+
+        threading.Thread(target=read, daemon=True).start()
+        return messages
+
+
+def rank_device(settings: RankSettings) -> torch.device:
+    """What a rank computes on; on GPUs one of its own, or over gloo, which does not mind, one that ranks share.
+
+    Raises:
+        ValueError: if there is none for it.
+    """
+    if settings.device == "cpu":
+        return torch.device("cpu")
+    number, gpus = settings.location.local_rank, torch.cuda.device_count()
+    if settings.collectives == "gloo" and gpus:  # NCCL would refuse
+        number %= gpus
+    if number >= gpus:
+        raise ValueError(f"there is no GPU {number} for rank {settings.rank}, only {gpus} on its machine")
+    return torch.device(settings.device, number)
+
+
+def threads_per_rank(ranks: int) -> int:
+    """The cores this process may use, divided among the ranks; no more than OMP_NUM_THREADS if that is set.
+
+    Args:
+        ranks: of this machine.
+    """
+    cores = usable_cores()
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    return max(1, min(cores // ranks, int(wanted) if wanted.isdecimal() else cores))
+
+
+def serve(connection: Connection, channel: Sequence[int]) -> None:
+    """Connect to the other ranks (`channel` as `Rank` takes it), then answer calls until the other end closes."""
+    keep_freed_memory()
+    try:
+        rank = Rank(pickle.loads(connection.recv_bytes()), connection, channel)
+        _send(connection, "result", None)
+        while True:
+            function, arguments = pickle.loads(connection.recv_bytes())
+            answer(rank, function, arguments, connection)
+    except EOFError:
+        return
+    except Exception as error:  # reported to the starting process, which raises it
+        report(error, connection)
+        raise
+
+
+def _send(connection: Connection, kind: str, value: Any) -> None:
+    message = pickle.dumps((kind, value))
+    with _SENDING:
+        connection.send_bytes(message)
+
+
+def answer(rank: Rank, function: Callable[..., Any], arguments: tuple[Any, ...], connection: Connection) -> None:
+    """Run one function and send back what it returns."""
+    _send(connection, "result", function(rank, *arguments))
+
+
+def report(error: Exception, connection: Connection) -> None:
+    """Send an error to the starting process."""
+    first_line = (str(error).strip() or "no message").split("\n")[0]
+    known = isinstance(error, ValueError | OSError)
+    line = first_line if known else f"{type(error).__name__}: {first_line}"
+    message = RankError(time.monotonic(), isinstance(error, ValueError), line, traceback.format_exc())
+    with suppress(OSError):  # when the starting process has gone, too, nobody asks
+        _send(connection, "error", message)
+
+
+def end_with(lifeline: Connection, folder: str) -> threading.Thread:
+    """End this process when the starting one has gone, even while it waits for another rank, and leave no files.
+
+    Returns:
+        What does so.
+    """
+
+    def watch() -> None:
+        wait([lifeline])
+        shutil.rmtree(folder, ignore_errors=True)  # the other ranks do the same
+        os._exit(1)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    return thread
+
+
+def main() -> None:
+    """Be a rank; the command line has the ranks' folder, then descriptors: of commands, the lifeline, the channel."""
+    folder = sys.argv[1]
+    commands, lifeline, *channel = map(int, sys.argv[2:])
+    watcher = end_with(Connection(lifeline), folder)
+    serve(Connection(commands), channel)
+    watcher.join()  # no more commands: the starting process has gone, and files are being removed

@@ -1,0 +1,278 @@
+"""What ranks do while a model answers requests: rank 0 decides what each pass computes, and all compute it together.
+
+Rank 0 has the scheduler. Before every pass it looks whether the starting process has sent something, plans, and sends
+the rows to the other ranks, which know nothing but those. Tokens are chosen on rank 0 and go to the others as part of
+the next rows. What each pass brings for the requests is sent to the starting process in one message.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from itertools import islice, takewhile
+from operator import eq
+from typing import NamedTuple
+
+from surgeon.processes.watchdog import Pulse
+from surgeon.runtime.batching.blocks import BlockPool
+from surgeon.runtime.batching.request import Choice, Request
+from surgeon.runtime.batching.scheduler import Limits, Output, Scheduler
+from surgeon.runtime.batching.sequence import Row, ScheduledChunk, Wanted
+from surgeon.runtime.comm.pipes import Sender
+from surgeon.runtime.model.engine import Figures, RankEngine, Results
+from surgeon.runtime.model.paged_cache import PagedCache
+from surgeon.runtime.model.sampling import Sampler
+from surgeon.runtime.plan.specification import Plan
+from surgeon.runtime.worker.rank import Rank
+
+ENGINE = "engine"  # the name under which a rank keeps the engine of a single model
+
+
+class Cancel(NamedTuple):
+    """To rank 0: end a request."""
+
+    request: int
+
+
+class Report(NamedTuple):
+    """To every rank: send an `Account`."""
+
+    ticket: int
+
+
+class Drafting(tuple[Row, ...]):
+    """To every rank but the first: the rows of a pass that drafts tokens; other rows come as a list."""
+
+
+class Progress(NamedTuple):
+    """From rank 0, at the start and after every pass and cancellation.
+
+    Attributes:
+        stats: the fields of `Stats`, in their order.
+    """
+
+    outputs: list[Output]
+    stats: tuple[int, ...]
+
+
+class Account(NamedTuple):
+    """From a rank: what its passes have cost."""
+
+    ticket: int
+    rank: int
+    figures: Figures
+
+
+def load(rank: Rank, plan: Plan, name: str = ENGINE) -> None:
+    """Runs on a rank: load its slices of a model, and keep the engine under a name."""
+    keep(rank, name, RankEngine(plan, rank.collectives, rank.device))
+
+
+def keep(rank: Rank, name: str, engine: RankEngine) -> None:
+    """Keep an engine under a name on its rank."""
+    rank.kept[name] = engine
+    _settle()
+
+
+def unload(rank: Rank, name: str = ENGINE) -> None:
+    """Runs on a rank: forget an engine."""
+    del rank.kept[name]
+    _settle()
+
+
+def _settle() -> None:
+    """Free what is no longer needed, and spare passes the walks of Python's garbage collector through what stays."""
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+
+
+def complete(
+    rank: Rank, requests: list[Request], blocks: int, limits: Limits, name: str = ENGINE, grouped: bool = False
+) -> tuple[list[Output], Figures]:
+    """Runs on a rank: work on some requests until all have ended; rank 0 sends what passes bring, and returns all.
+
+    Args:
+        grouped: whether the blocks are those of groups of attentions, as in `serve`.
+    """
+    engine: RankEngine = rank.kept[name]
+    engine.figures = Figures()
+    engine.pause()
+    cache = engine.reusable_cache(blocks, grouped)
+    if rank.rank:
+        follow(rank, engine, cache)
+        return [], engine.figures
+    leader = Leader(engine, cache, blocks, limits, rank.sender)
+    for request in requests:
+        leader.submit(request)
+    outputs: list[Output] = []
+    while not leader.scheduler.idle:
+        outputs += (newest := leader.step())
+        rank.notify(leader.progress(newest))
+    rank.sender.send(None)
+    return outputs, engine.figures
+
+
+def serve(rank: Rank, blocks: int, limits: Limits, pulse_seconds: float, name: str = ENGINE) -> None:
+    """Runs on a rank, for ever: work on the requests that the starting process sends.
+
+    Args:
+        pulse_seconds: how often to send a `Pulse`.
+    """
+    engine: RankEngine = rank.kept[name]
+    cache = engine.new_cache(blocks, limits.max_batch, grouped=True)
+    _send_pulses(rank, engine, pulse_seconds)
+    if rank.rank:
+        follow(rank, engine, cache)
+        return
+    leader, inbox = Leader(engine, cache, blocks, limits, rank.sender), rank.inbox()
+    rank.notify(leader.progress([]))  # from here on, what is posted goes to the inbox
+    while True:
+        if leader.scheduler.idle:
+            engine.pause()
+            _obey(rank, leader, inbox.get())
+        while not inbox.empty():
+            _obey(rank, leader, inbox.get())
+        if not leader.scheduler.idle:
+            rank.notify(leader.progress(leader.step()))
+
+
+def _send_pulses(rank: Rank, engine: RankEngine, seconds: float) -> None:
+    """From now on, and whatever this rank is doing."""
+
+    def send() -> None:
+        with suppress(OSError):  # the starting process has gone, and this one is about to
+            while True:
+                rank.notify(Pulse(rank.rank, engine.passes))
+                time.sleep(seconds)
+
+    threading.Thread(target=send, daemon=True).start()
+
+
+def _obey(rank: Rank, leader: Leader, message: Request | Cancel | Report) -> None:
+    if isinstance(message, Request):
+        leader.submit(message)
+    elif isinstance(message, Cancel):
+        if output := leader.cancel(message.request):
+            rank.notify(leader.progress([output]))
+    else:
+        rank.sender.send(message)
+        rank.notify(Account(message.ticket, rank.rank, leader.engine.figures))
+
+
+def follow(rank: Rank, engine: RankEngine, cache: PagedCache) -> None:
+    """What all ranks but the first do: compute the rows they are sent, until there is nothing more."""
+    while (message := rank.receiver.receive()) is not None:
+        if isinstance(message, Report):
+            rank.notify(Account(message.ticket, rank.rank, engine.figures))
+        else:
+            (engine.draft if isinstance(message, Drafting) else engine.step)(list(message), cache)
+            engine.pause()  # only rank 0 knows what is a wait for work
+
+
+class Leader:
+    """Rank 0's side of the work on some requests."""
+
+    def __init__(self, engine: RankEngine, cache: PagedCache, blocks: int, limits: Limits, sender: Sender) -> None:
+        self.engine = engine
+        self.cache = cache
+        self.scheduler = Scheduler(BlockPool(blocks, windows=cache.windows), limits)
+        self._sender = sender
+        self._samplers: dict[int, Sampler] = {}  # of the requests for which the likeliest token is not enough
+
+    def submit(self, request: Request) -> None:
+        """Take a request, as `Scheduler.submit` does."""
+        self.scheduler.submit(request)
+        if not request.sampling.greedy:
+            self._samplers[request.id] = Sampler(request, self.engine.plan.vocabulary, self.engine.device)
+
+    def cancel(self, request: int) -> Output | None:
+        """End a request; None if it is not open."""
+        self._samplers.pop(request, None)
+        return self.scheduler.cancel(request)
+
+    def step(self) -> list[Output]:
+        """One pass on all ranks, the passes before it that draft tokens for it, and what it brings."""
+        chunks = self.scheduler.plan()
+        drafts = self._draft(chunks)
+        rows = [chunk.row(drafted) for chunk, drafted in zip(chunks, drafts, strict=True)]
+        self._sender.send(rows)
+        results = self.engine.step(rows, self.cache)
+        chosen = self._choose(chunks, drafts, results)
+        outputs = self.scheduler.advance(chunks, chosen, results.scores)
+        self.engine.counts.new += sum(output.token is not None for output in outputs)
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._samplers.pop(output.request, None)
+        return outputs
+
+    def _draft(self, chunks: list[ScheduledChunk]) -> list[list[int]]:
+        """The tokens drafted for each chunk; none for most, or those with the most of them come first.
+
+        In the last pass of a chunk nothing is drafted: its last token goes through the first rack.
+        """
+        drafts: list[list[int]] = [[] for _ in chunks]
+        for number in range(chunks[0].drafts + 1 if chunks and chunks[0].drafts else 0):
+            going = [place for place, chunk in enumerate(chunks) if chunk.drafts >= max(1, number)]
+            rows = [chunks[place].drafting_row(drafts[place]) for place in going]
+            self._sender.send(Drafting(rows))
+            results = self.engine.draft(rows, self.cache)
+            likeliest, given = iter(results.best), iter(() if results.logits is None else results.logits)
+            for place, row in zip(going, rows, strict=True):
+                if row.wanted == Wanted.BEST:
+                    drafts[place].append(max(0, next(likeliest)))  # any token, if the logits are not finite
+                elif row.wanted == Wanted.LOGITS:
+                    drafts[place].append(self._sampler(chunks[place]).propose(next(given)))
+        return drafts
+
+    def _choose(
+        self, chunks: Iterable[ScheduledChunk], drafts: Iterable[list[int]], results: Results
+    ) -> list[list[Choice]]:
+        """The next tokens of every chunk that wants one: the drafted ones that are right, and one more.
+
+        That is UNDEFINED where the logits are not finite.
+        """
+        likeliest, given = iter(results.best), iter(() if results.logits is None else results.logits)
+        chosen: list[list[Choice]] = []
+        for chunk, drafted in zip(chunks, drafts, strict=True):
+            places = len(drafted) + 1
+            if chunk.wanted == Wanted.BEST:
+                best = list(islice(likeliest, places))
+                right = takewhile(bool, map(eq, best, drafted))
+                chosen.append([(token, None) for token in best[: sum(right) + 1]])
+            elif chunk.wanted == Wanted.LOGITS:
+                chosen.append(self._sampler(chunk).judge(list(islice(given, places))))
+        return chosen
+
+    def _sampler(self, chunk: ScheduledChunk) -> Sampler:
+        return self._samplers[chunk.sequence.request.id]
+
+    def progress(self, outputs: list[Output]) -> Progress:
+        """What the starting process is told."""
+        scheduler, pool, tally = self.scheduler, self.scheduler.pool, self.scheduler.tally
+        figures = self.engine.figures
+        phases = figures.prefill, figures.decode, figures.drafting
+        counts = [count for phase in phases for count in (phase.layers, phase.vocabulary)]
+        return Progress(
+            outputs,
+            (
+                len(scheduler.running),
+                len(scheduler.waiting),
+                pool.blocks,
+                pool.free,
+                tally.prompt_tokens,
+                tally.cached_tokens,
+                tally.new_tokens,
+                tally.finished,
+                tally.preempted,
+                sum(phase.passes for phase in phases),
+                sum(count.all_reduces for count in counts),
+                sum(count.all_gathers for count in counts),
+                sum(count.bytes for count in counts),
+                tally.drafted,
+                tally.accepted,
+            ),
+        )

@@ -1,0 +1,112 @@
+"""A task's accuracy as an objective: lm-eval on programs of the loaded model, of few of them, as it takes minutes."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from surgeon.language.program import Program
+from surgeon.models.edit import edit, require_unedited, restore
+from surgeon.quality.tasks import TaskSettings, run_tasks
+from surgeon.quality.tasks_load import Tasks, load_tasks
+from surgeon.quality.tasks_model import Answers, TaskModel
+from surgeon.results.tasks import Score, scores
+from surgeon.searches.objectives import Objective
+from surgeon.searches.trial import Trial
+
+FEW = 5
+METRICS = ("acc", "exact_match")  # of a task that has several, the first of these that it has
+
+
+@dataclass
+class TaskAccuracy:
+    """Measures the tasks of some objectives.
+
+    Attributes:
+        model: unedited; it is left as it is.
+        identity: what the model's answers depend on beside the program, as JSON values: its hash, say.
+        folder: where answers are kept, so that a killed search asks only what is missing; None to keep none.
+    """
+
+    model: PreTrainedModel
+    tokenizer: Any
+    objectives: Sequence[Objective]
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    folder: Path | None = None
+    settings: TaskSettings = field(default_factory=TaskSettings)
+
+    def __post_init__(self) -> None:
+        """Load the tasks, so that what is wrong with them is said before anything is measured.
+
+        Raises:
+            FileNotFoundError, ValueError, ImportError: as `load_tasks`; ValueError if the model is an edited one.
+        """
+        require_unedited(self.model)
+        positions = int(self.model.config.max_position_embeddings)
+        self._tasks: dict[str, Tasks] = {}
+        for objective in self.objectives:
+            if objective.task is not None:
+                self._tasks[str(objective)] = load_tasks([objective.task], positions, seeds=self.settings.seeds)
+
+    def measure(self, programs: Iterable[Program]) -> dict[Program, dict[str, float]]:
+        """The accuracy of each program by each of the objectives' names, as `MeasuredProgram.more` has it.
+
+        Raises:
+            ValueError: if a text cannot be scored with this model, or a task has no accuracy.
+        """
+        found = {}
+        for program in programs:
+            edit(self.model, program)
+            try:
+                found[program] = {name: self._accuracy(program, name, tasks) for name, tasks in self._tasks.items()}
+            finally:
+                restore(self.model)
+        return found
+
+    def of_the_best(self, trials: Sequence[Trial], count: int = FEW) -> list[Trial]:
+        """All trials, with the accuracy of those of least divergence: of so many of every level that was looked at.
+
+        The others keep none, so that by these objectives they are infinitely dear.
+        """
+        by_level: dict[float | None, list[Trial]] = defaultdict(list)
+        for trial in trials:
+            if trial.measured.whole and math.isfinite(trial.measured.divergence):
+                by_level[trial.proposal.level].append(trial)
+        best = [
+            trial
+            for group in by_level.values()
+            for trial in sorted(group, key=lambda trial: (trial.measured.divergence, trial.number))[:count]
+        ]
+        found = self.measure(dict.fromkeys(Program.parse(trial.proposal.key) for trial in best))
+        more = {trial.number: found[Program.parse(trial.proposal.key)] for trial in best}
+        return [
+            replace(trial, measured=replace(trial.measured, more={**trial.measured.more, **more[trial.number]}))
+            if trial.number in more
+            else trial
+            for trial in trials
+        ]
+
+    def _accuracy(self, program: Program, name: str, tasks: Tasks) -> float:
+        identity = {**self.identity, "program": str(program), "objective": name}
+        lm = TaskModel(self.model, self.tokenizer, Answers(self.folder, identity), self.settings.batch_size)
+        return accuracy_of(scores(run_tasks(lm, tasks, name, self.settings)), name)
+
+
+def accuracy_of(found: Sequence[Score], name: str) -> float:
+    """The accuracy among a task's numbers.
+
+    Raises:
+        ValueError: if it has none.
+    """
+    for metric in METRICS:
+        for score in found:
+            if score.metric == metric:
+                return score.value
+    had = ", ".join(dict.fromkeys(score.metric for score in found))
+    raise ValueError(f"objective {name}: the task has no {' or '.join(METRICS)}, only {had}; use another task")

@@ -1,0 +1,113 @@
+"""Which trial a search ends with: under a budget the best, along a cost the one at the knee, of a front the middle."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import get_args
+
+import numpy as np
+
+from surgeon.searches.front import DepthCurve, pareto_front
+from surgeon.searches.objectives import Objective
+from surgeon.searches.question import DEPTH, Question
+from surgeon.searches.trial import Trial
+from surgeon.searches.winners import Measured
+
+
+def choose(question: Question, trials: Sequence[Trial], curves: Sequence[DepthCurve]) -> tuple[list[Trial], str]:
+    """The winner and its runners-up, the best first, with what it is the best of.
+
+    Runners-up cost the same where a cost is looked along: of a dearer program it is no news that it is closer.
+
+    Args:
+        curves: of quality against depth, where depth is looked along.
+
+    Raises:
+        ValueError: if no trial is within the budget; it says the nearest.
+    """
+    within = [trial for trial in trials if trial.measured.whole and question.is_met(trial)]
+    if not within:
+        raise ValueError(_nearest(question, trials))
+    if question.along is None or question.budget.of_quality:
+        words = f"The best within {question.budget}" if question.budget.limits else "The best"
+        return _as_dear(question, ranked(question, within)), words
+    if len(question.objectives) > 1:
+        return [_middle_of_front(question, within)], "The point of the front nearest to the best of every objective"
+    return _at_the_knee(question, within, curves)
+
+
+def _as_dear(question: Question, best: Sequence[Trial]) -> list[Trial]:
+    """The first trial, and those that cost the same of what is looked along."""
+    along = question.along
+    if along is None:
+        return [*best]
+    prices = [question.price(along, trial) for trial in best]
+    return [trial for trial, price in zip(best, prices, strict=True) if math.isclose(price, prices[0])]
+
+
+def compared_by(objectives: Sequence[Objective]) -> Measured:
+    """What a winner and its runners-up are compared by on held-out text: of divergence and perplexity the first one."""
+    names = [str(objective) for objective in objectives if str(objective) in get_args(Measured)]
+    return "perplexity" if names[:1] == ["perplexity"] else "divergence"
+
+
+def ranked(question: Question, trials: Sequence[Trial]) -> list[Trial]:
+    """Trials by what a winner is chosen by, the best first, one of each program; without those of no finite cost.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    finite = [trial for trial in trials if math.isfinite(question.cost(trial))]
+    if not finite:
+        names = ", ".join(map(str, question.objectives))
+        raise ValueError(
+            f"of {len(trials)} trials within the budget none has a finite {names}; run more of them (--trials), or "
+            "look at another objective"
+        )
+    best: dict[str, Trial] = {}
+    for trial in sorted(finite, key=lambda trial: (question.cost(trial), trial.number)):
+        best.setdefault(trial.proposal.key, trial)
+    return [*best.values()]
+
+
+def _at_the_knee(question: Question, trials: Sequence[Trial], curves: Sequence[DepthCurve]) -> tuple[list[Trial], str]:
+    """The best by quality among those that are as shallow as the knee of all that was found."""
+    knee = curves[-1].knee.depth if curves else None
+    along = question.along or DEPTH
+    prices = {trial.number: question.price(along, trial) for trial in trials}
+    if knee is None:
+        least = min(prices.values())
+        shallow = [trial for trial in trials if prices[trial.number] <= least]
+        return _as_dear(question, ranked(question, shallow)), f"The best at the least {along} (there is no knee)"
+    shallow = [trial for trial in trials if prices[trial.number] <= knee * (1 + 1e-9)]
+    return _as_dear(question, ranked(question, shallow)), f"The best at the knee, {along} {knee:g}"
+
+
+def _middle_of_front(question: Question, trials: Sequence[Trial]) -> Trial:
+    """The point of the front nearest to the best of every objective, each scaled to its range on the front."""
+    front = pareto_front(trials, question.objectives, question.budget.pricing)
+    costs = np.array([point.costs for point in front])
+    width = np.ptp(costs, axis=0)
+    distance = np.linalg.norm((costs - costs.min(axis=0)) / np.where(width > 0, width, 1), axis=1)
+    return front[int(distance.argmin())].trial
+
+
+def _nearest(question: Question, trials: Sequence[Trial]) -> str:
+    """What came nearest to limits of quality."""
+    budget = question.budget
+    whole = [trial for trial in trials if trial.measured.whole]
+
+    def distance(trial: Trial) -> float:
+        return sum(budget.quality_shortfalls(trial.measured, question.original))
+
+    if not whole:
+        return f"no trial was measured to its end within {budget}; run more of them (--trials)"
+    best = min(whole, key=lambda trial: (distance(trial), trial.number))
+    had = ", ".join(limit.aspect.show(getattr(best.measured, limit.aspect.name)) for limit in budget.of_quality)
+    if not math.isfinite(distance(best)):
+        had = "none that predicts anything"
+    return (
+        f"of {len(trials)} trials none is within {budget}; the nearest, trial {best.number}, has {had}; allow more, or "
+        "run more trials (--trials)"
+    )

@@ -1,0 +1,218 @@
+"""What a search minimises: the divergence of programs from the original, measured on fixed windows of text, cheaply.
+
+Four things make a trial cheaper than running its program on all of the text. Programs measured together run what they
+begin with in common once. What programs began with is kept, as memory allows, and later ones go on from there. The
+original's predictions are kept on disk. And a program that is hopelessly worse than the best is stopped after some of
+the windows. None of the first three changes a number; the fourth gives an estimate, with its interval, of a program
+that is out of the running.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from surgeon.analysis.engine.measure import MeasureOptions, measure, streams_after, windows_at_once, working_bytes
+from surgeon.analysis.engine.prefixes import KeptStates
+from surgeon.analysis.engine.sharing import SharedPlan, share_after
+from surgeon.checkpoint.streamed import streamed_layers
+from surgeon.language.program import Program
+from surgeon.memory import free_bytes, gpu_free_bytes, resident_bytes, stay_below
+from surgeon.models.edit import program_of, require_unedited
+from surgeon.models.weights import TruncatedSVD
+from surgeon.quality.data import Windows
+from surgeon.quality.head import OutputHead, Quality, joined
+from surgeon.quality.references import REFERENCE_FILE, TextReferences
+from surgeon.quality.summary import Values, estimate, estimate_beside
+from surgeon.searches.race import Race, blocks_per_window
+from surgeon.searches.trial import MeasuredProgram
+
+KEPT_SHARE = 0.125  # of the memory that is free, what states of earlier trials take where no limit is given
+_OVERHEAD = 0.8  # of the room under a limit, what they take by count: the allocator has gaps
+FIRST_TOKENS = {"cpu": 512, "cuda": 8192}  # in the first windows of a race; fewer would run no faster
+
+
+class Evaluator:
+    """Measures programs on a model and a text; everything that can be is computed once.
+
+    Args:
+        model: the layers that it is stored as; it is left as it is.
+        windows: the text.
+        memory: a limit in bytes on the memory of the whole process.
+        folder: where the original's predictions are kept if `model_hash` is given, and hidden states that do not fit
+            into the memory, where the model's weights are streamed.
+        ran: called with the number of sublayers run, as they run.
+        model_hash: which model it is; None to keep no predictions on disk.
+        kept: how many bytes of states are kept for later programs; by default what `memory` leaves, or else a share of
+            the memory that is free.
+        race: the rule by which programs are stopped.
+        own: the model's program over these layers, which is the original; by default they run one after the other.
+
+    Raises:
+        ValueError: if the model is an edited one, or the folder has predictions of another model or text.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        windows: Windows,
+        memory: int | None = None,
+        folder: Path | None = None,
+        ran: Callable[[float], Any] = lambda _: None,
+        *,
+        model_hash: str | None = None,
+        kept: int | None = None,
+        race: Race | None = None,
+        own: Program | None = None,
+    ) -> None:
+        require_unedited(model)
+        self.model, self.windows, self.memory, self.folder, self.ran = model, windows, memory, folder, ran
+        self.dense = own or program_of(model)
+        self.head = OutputHead(model)
+        self.race = race or Race()
+        self.blocks = blocks_per_window(len(windows.ids), windows.ids.shape[1] - 1)
+        self.references = TextReferences(windows.ids, model.device)
+        self.identity = {"model_hash": model_hash or "", "data": windows.digest, "dtype": str(model.dtype)}
+        self.file = None if folder is None or model_hash is None else folder / REFERENCE_FILE
+        self.on_disk = self.file is not None and self.references.load(self.file, self.identity)
+        self.at_once = len(windows.ids)
+        self.kept_limit = kept
+        self.kept = None if streamed_layers(model) is not None else KeptStates(self._free_share())
+        # What matrices are decomposed into serves every rank, and every trial.
+        self.factors = TruncatedSVD(remembers=True, room=0 if self.kept is None else self.kept.limit // 4)
+
+    def measure(
+        self, programs: Iterable[Program], best: MeasuredProgram | None = None, most: int | None = None
+    ) -> dict[Program, MeasuredProgram]:
+        """The quality of programs, equal ones measured once.
+
+        Args:
+            best: measured on all windows; programs that are hopelessly worse are stopped (`whole` is False, then). By
+                default none is.
+            most: windows to run, from the first on (or a few more: as many as are run together); by default all. Of
+                fewer, numbers are means over those, and `whole` is False.
+
+        Raises:
+            ValueError: if `most` is less than 1, if the best was not measured on all windows, or if the model's own
+                predictions are not finite.
+            OSError: if the disk is too small for hidden states of a streamed model.
+        """
+        if most is not None and most < 1:
+            raise ValueError(f"a program is measured on one window at least, not on {most}")
+        wanted = list(dict.fromkeys(programs))
+        leader = None if best is None else self._values_of(best)
+        parts: dict[Program, list[Quality]] = defaultdict(list)
+        lost: set[Program] = set()
+
+        def is_done(program: Program, windows: range) -> bool:
+            if most is not None and windows.start >= most:
+                return True
+            if best is not None and program not in lost and parts[program] and self._is_lost(parts[program], best):
+                lost.add(program)
+            return program in lost
+
+        options = self._options(share_after(self.dense, wanted), is_done)
+        for part in measure(self.model, self.windows.ids, self.dense, wanted, options):
+            parts[part.program].append(part.quality)
+        self._keep_references()
+        return {program: self._summary(parts[program], leader) for program in wanted}
+
+    def streams(self, programs: Iterable[Program], windows: range) -> Iterator[tuple[Program, Tensor]]:
+        """Programs with the stream after each on some windows, (windows, tokens, hidden), before the final norm.
+
+        In the order in which they are reached, equal ones once; what they begin with in common runs once.
+        """
+        wanted = list(dict.fromkeys(programs))
+        options = self._options(share_after(self.dense, wanted))
+        return streams_after(self.model, self.windows.ids, windows, self.dense, wanted, options)
+
+    def _is_lost(self, parts: list[Quality], best: MeasuredProgram) -> bool:
+        if best.blocks:
+            own = _blocks(parts)
+            return self.race.is_lost(own, np.array(best.blocks[: len(own)]), self.blocks)
+        own = joined(parts)[1]  # windows are many, or the best was measured by something else
+        return self.race.is_lost(own, np.array(best.divergences[: len(own)]))
+
+    def _options(
+        self, plan: SharedPlan, is_done: Callable[[Program, range], bool] = lambda *_: False
+    ) -> MeasureOptions:
+        """How a plan is run within the memory there is."""
+        ids, window = self.windows.ids, self.windows.ids.shape[1]
+        kept = 0 if self.kept is None else self.kept.bytes
+        # What is kept gives way: it counts as free here.
+        limit = None if self.memory is None else self.memory + kept
+        self.at_once = min(self.at_once, windows_at_once(self.model, plan, ids, limit))
+        if self.kept is not None and limit is not None:
+            left = limit - resident_bytes() - working_bytes(self.model, plan, self.at_once * window)
+            left = int(_OVERHEAD * left)
+            self.kept.shrink(left if self.kept_limit is None else min(left, self.kept_limit))
+        first = None
+        if self.kept is not None:  # whoever reads weights as it goes reads them once for every part
+            first = max(1, FIRST_TOKENS.get(self.model.device.type, FIRST_TOKENS["cpu"]) // window)
+        return MeasureOptions(
+            self.at_once,
+            is_done,
+            self._ran,
+            self.references,
+            self.memory,
+            self.folder,
+            first,
+            self.blocks,
+            self.kept,
+            self.factors,
+        )
+
+    def _free_share(self) -> int:
+        if self.kept_limit is not None:
+            return self.kept_limit
+        device = self.model.device
+        if self.memory is not None and device.type != "cuda":
+            return max(0, int(KEPT_SHARE * (self.memory - resident_bytes())))
+        free = gpu_free_bytes(device.index or 0) if device.type == "cuda" else free_bytes()
+        return int(KEPT_SHARE * free)
+
+    def _ran(self, amount: float) -> None:
+        self.ran(amount)
+        stay_below(self.memory)
+
+    def _keep_references(self) -> None:
+        if self.file is not None and not self.on_disk and self.references.whole:
+            self.references.save(self.file, self.identity)
+            self.on_disk = True  # or there is no room, which is said once
+
+    def _values_of(self, best: MeasuredProgram) -> tuple[Values, Values]:
+        count = len(self.windows.ids)
+        if not best.whole or len(best.divergences) != count or len(best.nll) != count:
+            raise ValueError(
+                f"programs are raced against one measured on all {count} windows, not on {len(best.divergences)}"
+            )
+        return np.array(best.nll), np.array(best.divergences)
+
+    def _summary(self, parts: list[Quality], leader: tuple[Values, Values] | None) -> MeasuredProgram:
+        (nll, divergence), blocks = joined(parts), _blocks(parts)
+        whole = len(nll) == len(self.windows.ids)
+        found = estimate(nll, divergence) if whole or leader is None else estimate_beside(nll, divergence, *leader)
+        return MeasuredProgram(
+            found.perplexity,
+            found.divergence,
+            found.divergence_low,
+            found.divergence_high,
+            len(nll) * (self.windows.ids.shape[1] - 1),
+            tuple(nll.tolist()),
+            tuple(divergence.tolist()),
+            tuple(blocks.tolist()) if self.blocks > 1 else (),
+            whole,
+        )
+
+
+def _blocks(parts: list[Quality]) -> Values:
+    """The divergence of the blocks of windows that were measured in parts, in order."""
+    values: Values = torch.cat([part.blocks.flatten() for part in parts if part.blocks is not None]).numpy()
+    return values

@@ -1,0 +1,60 @@
+"""What choices have to come down to: a goal for a budget, or one for each level of a cost that is looked along."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from surgeon.language.program import Program
+from surgeon.searches.trial import MeasuredProgram, Trial
+
+Prices = Callable[[Program], tuple[float, ...]]  # what a program costs of each limited quantity; less is better
+Focus = Callable[[Sequence["Goal"], Sequence[Trial], int], list[int]]  # how many of a round's trials each goal gets
+
+_SLACK = 1e-9
+
+
+@dataclass(frozen=True)
+class Goal:
+    """Limits that a program is to keep.
+
+    Attributes:
+        most: of each of the prices.
+        level: of the cost that is looked along, if this is one of several goals.
+    """
+
+    most: tuple[float, ...]
+    level: float | None = None
+
+    def is_met(self, prices: Sequence[float]) -> bool:
+        """Whether a program of these prices keeps all limits."""
+        return all(price <= most + _SLACK * abs(most) for price, most in zip(prices, self.most, strict=True))
+
+
+def evenly(goals: Sequence[Goal], trials: Sequence[Trial], total: int) -> list[int]:
+    """Every goal the same in the end: those with the fewest trials so far first."""
+    had = [sum(trial.proposal.level == goal.level for trial in trials) for goal in goals]
+    counts = [0] * len(goals)
+    for _ in range(total):
+        fewest = min(range(len(goals)), key=lambda place: (had[place] + counts[place], place))
+        counts[fewest] += 1
+    return counts
+
+
+def at_the_edge(is_good: Callable[[MeasuredProgram], bool]) -> Focus:
+    """Most to the levels where what is good enough ends: the cheapest one that has it, and the next cheaper ones.
+
+    Goals are in the order of their levels, the dearest first.
+    """
+
+    def focus(goals: Sequence[Goal], trials: Sequence[Trial], total: int) -> list[int]:
+        good = {trial.proposal.level for trial in trials if is_good(trial.measured)}
+        edge = max((place for place, goal in enumerate(goals) if goal.level in good), default=0)
+        # A cheaper level is worth more: to do better on one that is met already wins nothing.
+        places = [place for place in (edge + 1, edge + 1, edge + 2, edge) if place < len(goals)]
+        counts = [0] * len(goals)
+        for turn in range(total):
+            counts[places[turn % len(places)]] += 1
+        return counts
+
+    return focus

@@ -1,0 +1,113 @@
+"""Time on this machine, `@here`: a hardware file that is measured before the search, and the few best measured at last.
+
+Measuring a program takes ranks, its weights and seconds; a search looks at thousands. So the machine is calibrated once
+at the model's shapes, as `surgeon calibrate` does it, and programs are priced by that file like by any other. Whether
+the programs that win keep a limit on time here is then measured, as `surgeon bench` does it, in turns with the unedited
+model. Nothing else should run meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from surgeon.benchmarks.candidates import Needs
+from surgeon.benchmarks.measure import Candidate, Load, load_candidates, measure
+from surgeon.cost.calibrate import hardware_text, plan_calibration
+from surgeon.cost.predict import Workload
+from surgeon.language.program import Program
+from surgeon.progress import progress
+from surgeon.runtime.worker.ranks import RankOptions, Ranks, choose_device
+from surgeon.searches.limits import Limit
+from surgeon.searches.quantities import HERE, show_seconds
+
+ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class TimeHere:
+    """What a program takes here.
+
+    Attributes:
+        seconds: per token, the median over the rounds.
+        low, high: the least and the most of any round.
+        speedup: times as fast as the unedited model, the median of the one in each round.
+    """
+
+    seconds: float
+    low: float
+    high: float
+    speedup: float
+
+    def __str__(self) -> str:
+        times = f"{show_seconds(self.low)} to {show_seconds(self.high)}"
+        return f"{show_seconds(self.seconds)} per token ({times} over the rounds), speedup {self.speedup:.3g}x"
+
+
+def calibrate_here(model: str | Path, ranks: int, rounds: int = ROUNDS, device: str = "auto") -> str:
+    """A hardware file for this machine at a model's shapes, as text; where workers share a study, one has to make it.
+
+    Args:
+        model: a checkpoint folder or a hub name.
+        ranks: that the search is for.
+        device: "cpu", "cuda", or "auto".
+
+    Raises:
+        FileNotFoundError, ValueError: if the model cannot be run by these ranks here.
+    """
+    calibration = plan_calibration(model, sorted({1, ranks}), rounds, device)
+    with progress("calibrate", calibration.steps, "measurements") as advance:
+        measured = calibration.measure(advance)
+    return hardware_text(HERE, calibration, measured)
+
+
+def measured_here(
+    model: str | Path,
+    dense: Program,
+    programs: Sequence[Program],
+    ranks: int,
+    workload: Workload,
+    rounds: int = ROUNDS,
+    device: str = "auto",
+) -> dict[Program, TimeHere]:
+    """What the unedited model and other programs take here, measured in turns.
+
+    Args:
+        model: a checkpoint folder or a hub name; of programs with ranks, ranks run plain factors, which are as fast.
+        workload: what they are given to do; at least 2 new tokens.
+
+    Raises:
+        FileNotFoundError, ValueError: if one of them cannot be run by these ranks here.
+    """
+    if workload.new < 2:
+        raise ValueError(f"time per token is that of tokens after the first one; ask for 2 or more, not {workload.new}")
+    chosen = choose_device(device, ranks)
+    every = list(dict.fromkeys([dense, *programs]))
+    needs = Needs(ranks, workload.prompt + workload.new, chosen)
+    candidates = [Candidate(f"program {number}", needs.plan(model, str(each))) for number, each in enumerate(every)]
+    with Ranks(RankOptions(ranks, chosen)) as running:
+        load_candidates(running, candidates)
+        with progress("measure here", rounds * len(every), "runs") as advance:
+            load = Load(workload.batch, workload.prompt, workload.new)
+            results = measure(running, candidates, [load], rounds, advance)
+    times = [[each.per_token for each in result.rounds] for result in results]
+    return {program: _summary(own, times[0]) for program, own in zip(every, times, strict=True)}
+
+
+def _summary(own: Sequence[float], dense: Sequence[float]) -> TimeHere:
+    speedup = median(first / second for first, second in zip(dense, own, strict=True))
+    return TimeHere(median(own), min(own), max(own), speedup)
+
+
+def missed_here(limits: Sequence[Limit], program: Program, dense: Program, times: Mapping[Program, TimeHere]) -> str:
+    """Which limits on time here a program is measured to miss, in words; empty where it keeps all of them."""
+    own, original = times[program], times[dense]
+    missed = []
+    for limit in limits:
+        if limit.aspect.on == HERE:
+            cost = own.seconds if limit.aspect.name == "latency" else 1 / own.speedup
+            if cost > limit.most(original.seconds if limit.aspect.name == "latency" else 1.0):
+                missed.append(f"{limit} is missed: measured {own}")
+    return "; ".join(missed)

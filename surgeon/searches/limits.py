@@ -1,0 +1,200 @@
+"""What a search may spend: depth=12,latency<=12ms@h100-sxm,divergence<=0.02,params=0.8x on the command line."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from surgeon.language.program import Program
+from surgeon.searches.pricing import Pricing
+from surgeon.searches.quantities import Aspect, aspect_of
+from surgeon.searches.trial import MeasuredProgram
+
+_LIMIT = re.compile(r"(?P<name>[^=<>@\s]+)\s*(?P<sign>=|<=|>=)\s*(?P<amount>[^@\s]*)\s*(?:@\s*(?P<on>.+))?")
+_NEAR = 1e-9  # in parts of a limit: what sums round
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The most that one quantity may cost.
+
+    Attributes:
+        amount: a cost as `Quantity` has it, or of relative limits, in parts of the unedited model's.
+        text: as the user wrote it.
+    """
+
+    aspect: Aspect
+    amount: float
+    relative: bool
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+    def most(self, dense: float) -> float:
+        """The limit, given the unedited model's cost."""
+        return self.amount * dense if self.relative else self.amount
+
+
+def parse_limits(text: str) -> tuple[Limit, ...]:
+    """The limits that a user writes, with commas between them.
+
+    `=` is a limit like `<=`, or for a speedup like `>=`; behind a number, `x` is in parts of the unedited model's.
+
+    Raises:
+        ValueError: if one cannot be read, its quantity is unknown, it limits nothing, or one is limited twice.
+    """
+    limits = tuple(_limit(part.strip()) for part in text.split(","))
+    for number, limit in enumerate(limits):
+        for other in limits[:number]:
+            if other.aspect == limit.aspect:
+                raise ValueError(f"budget {text!r} limits {limit.aspect} twice, by {other} and {limit}; keep one")
+    return limits
+
+
+def _limit(text: str) -> Limit:
+    match = _LIMIT.fullmatch(text)
+    if match is None:
+        raise ValueError(f"budget {text!r} should be a quantity and a value, as in depth=12 or latency=12ms@h100-sxm")
+    name, sign, amount, on = match.group("name", "sign", "amount", "on")
+    aspect = aspect_of(name, on, text)
+    if sign == ("<=" if aspect.quantity.upward else ">="):
+        raise ValueError(
+            f"budget {text!r} is no limit to what a search may spend; write {name}{'>=' if sign == '<=' else '<='}"
+            f"{amount}{'' if on is None else '@' + on}"
+        )
+    try:
+        return _read(aspect, amount, text)
+    except ValueError as error:
+        raise ValueError(f"budget {text!r}: {error}") from None
+
+
+def _read(aspect: Aspect, amount: str, text: str) -> Limit:
+    quantity = aspect.quantity
+    if quantity.upward:
+        cost = quantity.read(amount)
+        if cost >= 1:
+            raise ValueError("it should be a number above 1, of times as fast as the unedited model")
+        return Limit(aspect, cost, relative=False, text=text)
+    if not amount.endswith("x"):
+        return Limit(aspect, quantity.read(amount), relative=False, text=text)
+    if not quantity.divides:
+        raise ValueError(f"the unedited model's {aspect.name} is 0; write a number without x, as in {aspect.name}=0.02")
+    try:
+        share = float(amount[:-1])
+    except ValueError:
+        share = math.nan
+    if quantity.measured and not 1 <= share < math.inf:
+        raise ValueError(f"{amount} of the unedited model's should be at least 1x, such as 1.05x")
+    if not quantity.measured and not 0 < share <= 1:
+        raise ValueError(f"{amount} of the unedited model's should be above 0 and at most 1x, such as 0.8x")
+    return Limit(aspect, share, relative=True, text=text)
+
+
+@dataclass(frozen=True)
+class SearchBudget:
+    """Limits to a model's programs.
+
+    Attributes:
+        pricing: of the aspects of all limits on what programs cost by themselves, and perhaps of others.
+    """
+
+    limits: tuple[Limit, ...]
+    pricing: Pricing
+
+    def __post_init__(self) -> None:
+        for limit in self.of_programs:
+            if self.pricing.dense[self._place(limit)] == 0:
+                ranks = self.pricing.deployment.ranks
+                raise ValueError(f"budget {limit}: the unedited model has {limit.aspect} 0 on {_ranks(ranks)}")
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self.limits))
+
+    @property
+    def of_programs(self) -> tuple[Limit, ...]:
+        """Limits on what follows from a program alone."""
+        return tuple(limit for limit in self.limits if not limit.aspect.quantity.measured)
+
+    @property
+    def of_quality(self) -> tuple[Limit, ...]:
+        """Limits on what is measured."""
+        return tuple(limit for limit in self.limits if limit.aspect.quantity.measured)
+
+    def most(self, limit: Limit) -> float:
+        """The cost that one of `of_programs` allows."""
+        return limit.most(self.pricing.dense[self._place(limit)])
+
+    def cost(self, limit: Limit, program: Program) -> float:
+        """What a program costs of what one of `of_programs` limits."""
+        return self.pricing.price(limit.aspect, program)
+
+    def shortfalls(self, program: Program) -> tuple[float, ...]:
+        """How far a program is from each of `of_programs`: 1 as far as the unedited model, 0 within the limit.
+
+        Where the unedited model is within a limit, it is in parts of that limit. Infinite where the ranks cannot run
+        the program.
+        """
+        return tuple(
+            _shortfall(self.cost(limit, program), self.most(limit), self.pricing.dense[self._place(limit)])
+            for limit in self.of_programs
+        )
+
+    def quality_shortfalls(self, measured: MeasuredProgram, original: MeasuredProgram) -> tuple[float, ...]:
+        """How far a measured program is from each of `of_quality`, in parts of the limit; 0 within it.
+
+        Args:
+            original: the unedited model, measured on the same text.
+        """
+        found = []
+        for limit in self.of_quality:
+            most = limit.most(getattr(original, limit.aspect.name))
+            found.append(_shortfall(getattr(measured, limit.aspect.name), most, math.inf))
+        return tuple(found)
+
+    def meets(self, program: Program, measured: MeasuredProgram, original: MeasuredProgram) -> bool:
+        """Whether a program is within all limits; arguments as above."""
+        return not any(self.shortfalls(program)) and not any(self.quality_shortfalls(measured, original))
+
+    @property
+    def met_already(self) -> tuple[Limit, ...]:
+        """The limits of `of_programs` that the unedited model is within."""
+        dense = self.pricing.dense
+        return tuple(each for each in self.of_programs if dense[self._place(each)] <= self.most(each) * (1 + _NEAR))
+
+    def require_work(self) -> tuple[str, ...]:
+        """What to know of limits that ask for nothing, one line each.
+
+        Raises:
+            ValueError: if there are limits on programs, and the unedited model is within all of them.
+        """
+        said = [f"the unedited model has {self._had(limit)} already" for limit in self.met_already]
+        if said and len(said) == len(self.of_programs):
+            raise ValueError(f"budget {self}: {' and '.join(said)}; ask for less")
+        return tuple(
+            f"{limit}: {words}; it only keeps programs from needing more"
+            for limit, words in zip(self.met_already, said, strict=True)
+        )
+
+    def _had(self, limit: Limit) -> str:
+        return limit.aspect.show(self.pricing.dense[self._place(limit)])
+
+    def _place(self, limit: Limit) -> int:
+        return self.pricing.aspects.index(limit.aspect)
+
+
+def aspects_of(limits: Iterable[Limit]) -> tuple[Aspect, ...]:
+    """What a `Pricing` has to know for these limits."""
+    return tuple(limit.aspect for limit in limits if not limit.aspect.quantity.measured)
+
+
+def _shortfall(cost: float, most: float, dense: float) -> float:
+    if cost <= most * (1 + _NEAR):
+        return 0.0
+    return (cost - most) / (dense - most if most < dense < math.inf else most)
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"

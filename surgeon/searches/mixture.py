@@ -1,0 +1,157 @@
+"""Several spaces as one: which edits go together, and the program and the recipe that a choice of them comes to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from surgeon.language.operations.applied import AppliedOperation
+from surgeon.language.program import Program
+from surgeon.language.recipe import Expect, Recipe
+from surgeon.searches.edit import Choice, Edit, as_choice
+from surgeon.searches.spaces.base import Claim, Searched, Space
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The spaces of a search, on one model.
+
+    Attributes:
+        spaces: in the order in which they change the program.
+    """
+
+    spaces: tuple[Space, ...]
+    model: Searched
+
+    @cached_property
+    def edits(self) -> tuple[Edit, ...]:
+        """Every edit that the model can have by itself and that changes its program, in ascending order.
+
+        Edits of different spaces may come to the same program, as a track of one layer and a dropped synchronisation.
+        """
+        every = {edit for space in self.spaces for edit in space.edits(self.model)}
+        return tuple(edit for edit in sorted(every) if self._changes(edit))
+
+    def require_edits(self) -> None:
+        """Refuse spaces that the model can have nothing of.
+
+        Raises:
+            ValueError: with the reason.
+        """
+        there = {edit.space for edit in self.edits}
+        for space in self.spaces:
+            if space.name not in there:
+                name, reason = self.model.shapes.name, space.obstacle(self.model)
+                raise ValueError(f"the space {space.name} has no edits of {name}: {reason}; leave it out")
+
+    def operations(self, choice: Iterable[Edit]) -> tuple[AppliedOperation, ...]:
+        """What carries out a choice, in the order of a recipe.
+
+        Raises:
+            ValueError: if its edits do not go together on this model.
+        """
+        return tuple(operation for operation, _ in self._applied(as_choice(choice)))
+
+    def program(self, choice: Iterable[Edit]) -> Program:
+        """The program that a choice comes to; ValueError as `operations`."""
+        program = self.model.dense
+        for _, program in self._applied(as_choice(choice)):  # noqa: B007 - the last one is wanted
+            pass
+        return program
+
+    def recipe(self, choice: Iterable[Edit], model: str, weights: str | None = None) -> Recipe:
+        """The recipe that makes a choice's program of the model, with what is to come out.
+
+        Args:
+            model: as the user names it.
+            weights: what `Checkpoint.model_hash()` says of it; None: any.
+
+        Raises:
+            ValueError: as `operations`.
+        """
+        program = self.program(choice)
+        depth = program.effective_depth(self.model.shapes.family.steps_per_layer)
+        expect = Expect(effective_depth=depth, sync_points=program.sync_points(2))
+        return Recipe(model, self.operations(choice), expect, weights)
+
+    def exclude(self, one: Edit, other: Edit) -> bool:
+        """Whether two edits cannot both be chosen; an edit excludes itself."""
+        return not self.claims(one).isdisjoint(self.claims(other))
+
+    @cached_property
+    def exclusions(self) -> NDArray[np.bool_]:
+        """(edits, edits), in the order of `edits`: what `exclude` says of every two."""
+        numbers: dict[Claim, int] = {}
+        claimed = [[numbers.setdefault(claim, len(numbers)) for claim in self.claims(edit)] for edit in self.edits]
+        claims = np.zeros((len(self.edits), len(numbers)), dtype=np.float32)
+        for row, columns in enumerate(claimed):
+            claims[row, columns] = 1
+        found: NDArray[np.bool_] = claims @ claims.T > 0
+        return found
+
+    def claims(self, edit: Edit) -> frozenset[Claim]:
+        """What an edit wants for itself.
+
+        Raises:
+            ValueError: if it is of a space that is not searched.
+        """
+        if edit not in self._claims:
+            if edit.space not in self._spaces:
+                raise ValueError(f"{edit} is of none of the spaces that are searched: {', '.join(self._spaces)}")
+            self._claims[edit] = self._spaces[edit.space].claims(edit)
+        return self._claims[edit]
+
+    def is_free(self, choice: Sequence[Edit], edit: Edit) -> bool:
+        """Whether an edit can be added to a choice."""
+        return not any(self.exclude(edit, other) for other in choice)
+
+    def stretches(self) -> Iterator[list[Edit]]:
+        """Unbroken stretches of every space, as far as the model can have their edits, each once."""
+        every = (stretch for space in self.spaces for stretch in space.stretches(self.model))
+        there = dict.fromkeys(tuple(edit for edit in stretch if edit in self._known) for stretch in every)
+        return (list(stretch) for stretch in there if stretch)
+
+    @cached_property
+    def _known(self) -> frozenset[Edit]:
+        return frozenset(self.edits)
+
+    @cached_property
+    def _spaces(self) -> dict[str, Space]:
+        return {space.name: space for space in self.spaces}
+
+    @cached_property
+    def _claims(self) -> dict[Edit, frozenset[Claim]]:
+        return {}
+
+    def _changes(self, edit: Edit) -> bool:
+        try:
+            program = self.program((edit,))
+            program.sync_points(self.model.ranks)  # which a fork may not spread over
+        except ValueError:
+            return False
+        return program != self.model.dense
+
+    def _applied(self, choice: Choice) -> Iterator[tuple[AppliedOperation, Program]]:
+        """The operations, each with the program after it."""
+        self._require_compatible(choice)
+        program = self.model.dense
+        shapes = self.model.layer_shapes
+        for space in self.spaces:
+            edits = [edit for edit in choice if edit.space == space.name]
+            for operation in space.operations(edits, program, self.model) if edits else ():
+                program = operation.apply(program, shapes, self.model.own)
+                yield operation, program
+
+    def _require_compatible(self, choice: Choice) -> None:
+        taken: dict[Claim, Edit] = {}
+        for edit in choice:
+            for claim in self.claims(edit):
+                other = taken.setdefault(claim, edit)
+                if other is not edit:
+                    raise ValueError(
+                        f"{other} and {edit} do not go together: both decide {claim[0]} of layer {claim[1]}"
+                    )

@@ -1,0 +1,301 @@
+"""What programs cost by themselves, fast enough for thousands of them.
+
+All layers of a model are alike, and a pass is at rest between its stretches: wherever a step that is not late begins,
+every rank has landed all that was in flight, at the same time. So what ranks send, cache and take adds up over these
+stretches, and each kind of stretch is looked at once. Time adds up so only where the host does not run ahead of the
+device (in captured graphs, or where kernels are launched one by one), and on an emulated link only where all ranks do
+the same; elsewhere whole programs are predicted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from surgeon.cost.hardware import Hardware
+from surgeon.cost.hardware_file import load_hardware
+from surgeon.cost.predict import Deployment, Workload, predict
+from surgeon.cost.shapes import ModelShapes
+from surgeon.cost.work import Forward, RankWork, Sent
+from surgeon.language.program import Fork, Node, Program, Step, Sublayer
+from surgeon.memory import show_size
+from surgeon.runtime.batching.windows import BLOCK_TOKENS
+from surgeon.runtime.plan.memory import footprint
+from surgeon.runtime.plan.placement import Group, Work, assigned_branches, rank_work
+from surgeon.runtime.plan.specification import Plan
+from surgeon.searches.quantities import HERE, Aspect
+
+_ONE = Program.parse("A0")  # what stretches are put behind, to see what they add
+
+
+@dataclass(frozen=True)
+class Pricing:
+    """The costs of a model's programs.
+
+    Attributes:
+        aspects: whose costs; none that is measured.
+        deployment: the ranks, and how they share factors and keep keys and values; `low_rank` "auto" counts bytes as
+            "gather" does, since which way ranks take is measured where they run.
+        workload: of latency and speedup.
+        hardware: what aspects name, by that name.
+        own: the model's program, where that is not its layers one after the other.
+
+    Raises:
+        ValueError: if the ranks cannot run the unedited model, texts are longer than its positions, no token follows
+            the first, or a hardware lacks a figure.
+    """
+
+    shapes: ModelShapes
+    aspects: tuple[Aspect, ...]
+    deployment: Deployment = field(default_factory=lambda: Deployment(2))
+    workload: Workload = field(default_factory=Workload)
+    hardware: Mapping[str, Hardware] = field(default_factory=dict)
+    own: Program | None = None
+
+    def __post_init__(self) -> None:
+        for aspect in self.aspects:
+            assert not aspect.quantity.measured, f"{aspect} does not follow from a program"
+            if aspect.quantity.timed and self.workload.new < 2:
+                raise ValueError(f"a {aspect.name} is per token after the first one; ask for at least 2 new tokens")
+        _ = self.dense
+
+    @cached_property
+    def dense(self) -> tuple[float, ...]:
+        """The unedited model's costs."""
+        return tuple(self._cost(aspect, self._dense_program) for aspect in self.aspects)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What to know of the hardware, one line each: that the unedited model does not fit into its memory."""
+        found = []
+        for name, hardware in self.hardware.items():
+            room = predict(self.shapes, self._dense_program, hardware, self.workload, self._deployed(hardware)).memory
+            if not room.fits:
+                ranks = self.deployment.ranks
+                each = "one rank" if ranks == 1 else f"each of {ranks} ranks"
+                found.append(
+                    f"the unedited model needs {show_size(room.needed)} on {each}, and {name} has "
+                    f"{show_size(room.there)}: its time there is one that it would take if it did fit"
+                )
+        return tuple(found)
+
+    def prices(self, program: Program) -> tuple[float, ...]:
+        """A program's costs, in the order of `aspects`; infinite where the ranks cannot run it."""
+        return tuple(self.price(aspect, program) for aspect in self.aspects)
+
+    def price(self, aspect: Aspect, program: Program) -> float:
+        """One of them."""
+        try:
+            return self._cost(aspect, program)
+        except ValueError:
+            return math.inf
+
+    def _cost(self, aspect: Aspect, program: Program) -> float:
+        name, shapes = aspect.name, self.shapes
+        if name == "depth":
+            return program.effective_depth(shapes.family.steps_per_layer)
+        if name == "syncs":
+            return program.sync_points(self.deployment.ranks)
+        if name in ("params", "weight_bytes"):
+            return self._parameters(program) * (1 if name == "params" else self._stored_bytes)
+        if name in ("kv_bytes", "wire_bytes"):
+            count = _kept_bytes if name == "kv_bytes" else _sent_bytes
+            return self._sum(name, program, lambda part: count(shapes, self._plan(part)))
+        assert aspect.on is not None
+        seconds = self._seconds(aspect.on, program)
+        return seconds if name == "latency" else seconds / self._dense_seconds[aspect.on]
+
+    def _parameters(self, program: Program) -> int:
+        found, sizes = set(program.sublayers()), self._sizes
+        for sublayer in found - sizes.keys():
+            sizes[sublayer] = sublayer.parameters(self.shapes.layer_shapes)
+        return sum(sizes[sublayer] for sublayer in found)
+
+    def _seconds(self, on: str, program: Program) -> float:
+        """Predicted seconds per token."""
+        hardware = self.hardware[on]
+        deployment = self._deployed(hardware)
+
+        def seconds(part: Program) -> float:
+            return predict(self.shapes, part, hardware, self.workload, deployment).per_token
+
+        if not self._adds_up(program, hardware):
+            return self._whole(program).cost(f"whole program@{on}", seconds)
+        one = self._whole(_ONE).cost(f"whole program@{on}", seconds)
+
+        def added(part: Program) -> float:
+            return seconds(_ONE + part) - one
+
+        return one - self._sum(f"latency@{on}", _ONE, added) + self._sum(f"latency@{on}", program, added)
+
+    def _adds_up(self, program: Program, hardware: Hardware) -> bool:
+        """Whether the time of a program is the sum of its stretches'.
+
+        On an emulated link each rank has a line of its own, and one that is early stays early: there ranks have to do
+        the same.
+        """
+        if (hardware.host.asynchronous and self.deployment.graphs is False) or not self.deployment.connected:
+            return False
+        return self.deployment.emulated is None or self._sum("uneven", program, self._uneven) == 0
+
+    def _uneven(self, part: Program) -> float:
+        """0 where all ranks do the same; else 1."""
+        plan, forward = self._plan(part), Forward(1, 1, self.shapes.positions)
+        items = RankWork(plan, self.shapes, lambda _: plan.low_rank != "replicate").items
+        done = [
+            [
+                (item.operation, item.width, len(item.group)) if isinstance(item, Sent) else item
+                for work in rank_work(part, rank, plan.ranks)
+                for item in items(work, forward)
+            ]
+            for rank in range(plan.ranks)
+        ]
+        return float(any(each != done[0] for each in done))
+
+    def _deployed(self, hardware: Hardware) -> Deployment:
+        return replace(self.deployment, dtype=self.deployment.dtype or hardware.dtype(self.shapes.dtype))
+
+    def _sum(self, what: str, program: Program, cost: Callable[[Program], float]) -> float:
+        """The sum over a program's stretches of what each costs."""
+        if program not in self._stretches:
+            stretches = _stretches(self._alike(program).nodes)
+            self._stretches[program] = Counter(self._known(Program(nodes)) for nodes in stretches)
+        return math.fsum(count * each.cost(what, cost) for each, count in self._stretches[program].items())
+
+    def _whole(self, program: Program) -> _Priced:
+        return self._known(self._alike(program))
+
+    def _known(self, alike: Program) -> _Priced:
+        return self._priced.setdefault(alike, _Priced(alike))
+
+    def _alike(self, program: Program) -> Program:
+        """The program with one layer in the place of all that have the same window."""
+        for node in program.nodes:
+            if node not in self._twins:
+                (self._twins[node],) = Program((node,)).renamed(self._twin).nodes
+        return Program(tuple(self._twins[node] for node in program.nodes))
+
+    def _twin(self, sublayer: Sublayer) -> Sublayer:
+        windows = self.shapes.windows
+        layer = windows.index(windows[sublayer.layers[0]]) if windows else 0
+        return replace(sublayer, layers=(layer,))
+
+    def _plan(self, program: Program, dtype: str | None = None) -> Plan:
+        deployment, dtype = self.deployment, dtype or self.deployment.dtype or self.shapes.dtype
+        return self.shapes.plan(program, deployment.ranks, 1, dtype, deployment.low_rank, deployment.kv)
+
+    @property
+    def _dense_program(self) -> Program:
+        return self.own or Program.dense(self.shapes.layers, self.shapes.family.steps_per_layer)
+
+    @cached_property
+    def _dense_seconds(self) -> dict[str, float]:
+        timed = {aspect.on for aspect in self.aspects if aspect.on is not None}
+        return {on: self._seconds(on, self._dense_program) for on in timed}
+
+    @cached_property
+    def _stored_bytes(self) -> int:
+        return self._plan(_ONE, self.shapes.dtype).dtype_bytes
+
+    @cached_property
+    def _sizes(self) -> dict[Sublayer, int]:
+        return {}
+
+    @cached_property
+    def _stretches(self) -> dict[Program, Counter[_Priced]]:
+        return {}
+
+    @cached_property
+    def _priced(self) -> dict[Program, _Priced]:
+        return {}
+
+    @cached_property
+    def _twins(self) -> dict[Node, Node]:
+        return {}
+
+
+def open_pricing(
+    shapes: ModelShapes,
+    aspects: Iterable[Aspect],
+    deployment: Deployment,
+    workload: Workload,
+    here: Hardware | None = None,
+    own: Program | None = None,
+) -> Pricing:
+    """A pricing of these aspects, each of them once, with the hardware that they name.
+
+    Args:
+        here: this machine, as it was calibrated, where an aspect is of it.
+        own: as `Pricing` takes it.
+
+    Raises:
+        FileNotFoundError: if there is no such hardware file.
+        ValueError: if there is no such hardware, or as `Pricing`.
+    """
+    every = tuple(dict.fromkeys(aspects))
+    named = dict.fromkeys(aspect.on for aspect in every if aspect.on is not None)
+    hardware = {}
+    for name in named:
+        assert name != HERE or here is not None, "this machine has to be calibrated first"
+        hardware[name] = here if name == HERE and here is not None else load_hardware(name)
+    return Pricing(shapes, every, deployment, workload, hardware, own)
+
+
+@dataclass(eq=False)
+class _Priced:
+    """A program of which it is remembered what it costs; there is one object for equal programs."""
+
+    program: Program
+    costs: dict[str, float] = field(default_factory=dict)
+
+    def cost(self, what: str, compute: Callable[[Program], float]) -> float:
+        if what not in self.costs:
+            self.costs[what] = compute(self.program)
+        return self.costs[what]
+
+
+def _stretches(nodes: tuple[Node, ...]) -> Iterator[tuple[Node, ...]]:
+    """The nodes in stretches: each begins with a step or fork that waits for what came before."""
+    found: list[Node] = []
+    for node in nodes:
+        if isinstance(node, Step) and node.late:
+            # For the first step of all nothing is in flight that it could be late for.
+            found.append(node if found else replace(node, late=False))
+            continue
+        if found:
+            yield tuple(found)
+        found = [node]
+    if found:
+        yield tuple(found)
+
+
+def _kept_bytes(shapes: ModelShapes, plan: Plan) -> float:
+    """Bytes of one token in the caches of all ranks, as they count it when they choose a cache's size."""
+    return sum(map(sum, footprint(plan, shapes).kept)) / BLOCK_TOKENS
+
+
+def _sent_bytes(shapes: ModelShapes, plan: Plan) -> float:
+    """Bytes that rank 0 gives to collectives for one token, without those of embedding and head, as ranks count it."""
+    program, everybody = Program.parse(plan.program), tuple(range(plan.ranks))
+    work = iter(rank_work(program, 0, plan.ranks))
+    ranks = RankWork(plan, shapes, lambda _: plan.low_rank != "replicate")
+    return plan.dtype_bytes * _sent(ranks, program.nodes, everybody, work)
+
+
+def _sent(ranks: RankWork, nodes: tuple[Node, ...], group: Group, work: Iterator[Work]) -> int:
+    """Numbers that rank 0 gives to collectives of a group that runs some nodes."""
+    total = 0
+    for node in nodes:
+        whole = True
+        if isinstance(node, Fork):
+            branches, inner = assigned_branches(node, 0, group)
+            total += sum(_sent(ranks, branch, inner, work) for branch in branches)
+        else:
+            mine = next(work)
+            whole = mine.whole
+            total += sum(item.width for item in ranks.items(mine, Forward(1, 1)) if isinstance(item, Sent))
+        total += ranks.reduced(node, whole) if len(group) > 1 else 0
+    return total

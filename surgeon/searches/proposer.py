@@ -1,0 +1,299 @@
+"""What to try next: what papers would choose, what single edits foretell, and what the trials so far have taught."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from surgeon.language.program import Program
+from surgeon.searches.edit import Choice, Edit, as_choice
+from surgeon.searches.goals import Goal, Prices
+from surgeon.searches.mixture import Mixture
+from surgeon.searches.optimise import Damage, Numbers, Savings, best_choices
+from surgeon.searches.surrogate import Surrogate
+from surgeon.searches.terms import Terms
+from surgeon.searches.trial import Proposal, Trial
+
+WINDOW = "window"  # one unbroken stretch, as papers choose it
+ADDITIVE = "additive"  # least sum of what edits do alone
+SECOND_ORDER = "second-order"  # the same with what every two of them do together
+REGRESSION = "regression"  # the same with terms corrected by the trials so far
+NEIGHBOUR = "neighbour"  # one of the best so far with one edit moved
+SOURCES = (WINDOW, ADDITIVE, SECOND_ORDER, REGRESSION, NEIGHBOUR)
+
+Value = Callable[[Trial], float]
+
+_POOL = 60  # candidates of each kind for a goal
+_COMPLETED = 12  # of the best choices, where what edits save together is less than the sum
+_ADDED = 8  # edits at most that such a choice is given more
+_LEAST_HARM = 1e-9
+_TOP = 3  # trials whose neighbours are looked at
+_HOPELESS = 10.0  # times the best: what is worse teaches nothing about where the best is
+# How many standard deviations below its prediction a candidate is taken for: from trusting the prediction to curiosity.
+_CURIOSITY = (0.0, 0.5, 1.0, 2.0)
+_TRUSTED = 0.3  # of a prediction: it is not off by more, or choices that break the model would look interesting
+
+
+@dataclass(frozen=True)
+class Proposer:
+    """Proposes programs for goals, from the terms of single edits and the trials so far; nothing in it is random.
+
+    Attributes:
+        prices: of a program; a goal has a limit for each.
+        value: what trials are compared by; less is better.
+    """
+
+    mixture: Mixture
+    terms: Terms
+    prices: Prices
+    goals: tuple[Goal, ...]
+    value: Value = field(default=lambda trial: trial.measured.divergence)
+
+    def first_round(self, count: int) -> list[Proposal]:
+        """Before there are trials: for each goal at most so many choices, the most promising kind first."""
+        surrogate = Surrogate.fit(self.terms.damage, [], [])
+        found: dict[str, Proposal] = {}
+        for goal in self.goals:
+            kinds = [
+                self._made(ADDITIVE, self._additive[goal], goal),
+                self._made(WINDOW, self._by_damage(self._windows(goal), surrogate.corrected), goal),
+                self._made(SECOND_ORDER, self._optima(surrogate.corrected, goal, _POOL), goal),
+            ]
+            for proposal in _in_turns(kinds, count, found):
+                found[proposal.key] = proposal
+        return [*found.values()]
+
+    def next_round(self, trials: Sequence[Trial], counts: Sequence[int]) -> list[Proposal]:
+        """After some trials: for every goal so many choices that were not tried; fewer if there are no more.
+
+        Args:
+            trials: in an order that is the same wherever the search runs.
+        """
+        surrogate = self.surrogate(trials)
+        tried = {trial.proposal.key for trial in trials}
+        found: dict[str, Proposal] = {}
+        for goal, count in zip(self.goals, counts, strict=True):
+            if count:
+                for proposal in self._round_of(goal, count, trials, surrogate, tried | set(found)):
+                    found[proposal.key] = proposal
+        return [*found.values()]
+
+    def surrogate(self, trials: Sequence[Trial]) -> Surrogate:
+        """What the trials say about the terms."""
+        known = [trial for trial in trials if self.knows(trial.proposal.choice)]
+        finite = [trial for trial in known if math.isfinite(trial.measured.divergence)]
+        by_level: dict[float | None, float] = {}
+        for trial in finite:
+            level, divergence = trial.proposal.level, trial.measured.divergence
+            by_level[level] = min(by_level.get(level, math.inf), divergence)
+        useful = [t for t in finite if t.measured.divergence <= _HOPELESS * max(by_level[t.proposal.level], 1e-6)]
+        return Surrogate.fit(
+            self.terms.damage,
+            [self._numbers(trial.proposal.choice) for trial in useful],
+            [trial.measured.divergence for trial in useful],
+        )
+
+    def price(self, choice: Choice) -> tuple[float, ...] | None:
+        """What a choice costs; None if its edits do not go together."""
+        if choice not in self._known_prices:
+            program = self.program(choice)
+            self._known_prices[choice] = None if program is None else self.prices(program)
+        return self._known_prices[choice]
+
+    def program(self, choice: Choice) -> Program | None:
+        """The program of a choice; None if its edits do not go together."""
+        if choice not in self._known_programs:
+            try:
+                self._known_programs[choice] = self.mixture.program(choice)
+            except ValueError:
+                self._known_programs[choice] = None
+        return self._known_programs[choice]
+
+    def meets(self, choice: Choice, goal: Goal) -> bool:
+        """Whether a choice is a program that keeps a goal's limits."""
+        prices = self.price(choice)
+        return prices is not None and goal.is_met(prices)
+
+    def _round_of(
+        self, goal: Goal, count: int, trials: Sequence[Trial], surrogate: Surrogate, tried: set[str]
+    ) -> Iterator[Proposal]:
+        """For one goal: from candidates of all kinds, by prediction, with more and more curiosity."""
+        sources: dict[Choice, str] = dict.fromkeys(self._optima(surrogate.corrected, goal, _POOL), REGRESSION)
+        for choice in self._windows(goal):
+            sources.setdefault(choice, WINDOW)
+        for choice in self._near_the_best(goal, trials, surrogate.corrected):
+            sources.setdefault(choice, NEIGHBOUR)
+        fresh = [choice for choice in sources if self._key(choice) not in tried]
+        if not fresh:  # a small space, most of which has been tried
+            every = self._optima(surrogate.corrected, goal, 20 * _POOL, kept=20 * _POOL)
+            sources = dict.fromkeys(every, REGRESSION)
+            fresh = [choice for choice in every if self._key(choice) not in tried]
+        numbers = [self._numbers(choice) for choice in fresh]
+        mean = np.array([surrogate.corrected.of(one) for one in numbers])
+        deviation = np.minimum(surrogate.uncertainty(numbers), _TRUSTED * np.abs(mean))
+        for turn in range(count):
+            curiosity = _CURIOSITY[turn % len(_CURIOSITY)]
+            for place in np.argsort(mean - curiosity * deviation, kind="stable"):
+                key = self._key(fresh[place])
+                if key not in tried:
+                    tried.add(key)
+                    yield Proposal(key, sources[fresh[place]], fresh[place], goal.level)
+                    break
+
+    def _optima(self, damage: Damage, goal: Goal, count: int, kept: int | None = None) -> list[Choice]:
+        """Choices of least predicted damage that meet a goal, at most `count`."""
+        need = np.array(self._dense) - np.array(goal.most)
+        limited = need > 1e-9 * np.abs(self._dense)
+        if not limited.any():
+            return []
+        more = {} if kept is None else {"kept": kept}
+        for tighter in (1.0, 1.1, 1.25, 1.5):  # what edits save together need not be the sum of what they save alone
+            savings = Savings(self._savings[:, limited], tighter * need[limited])
+            found = [self._choice(one) for one in best_choices(damage, savings, self.mixture.exclusions, count, **more)]
+            whole = found[:_COMPLETED] + [choice for choice in found[_COMPLETED:] if self.meets(choice, goal)]
+            completed = [self._completed(choice, goal, damage) for choice in whole]
+            fitting = dict.fromkeys(self._trimmed(choice, goal, damage) for choice in completed if choice is not None)
+            if fitting:
+                return self._by_damage(fitting, damage)
+        return []
+
+    def _completed(self, choice: Choice, goal: Goal, damage: Damage) -> Choice | None:
+        """The choice with the edits that save what it lacks at the least damage; None if none do."""
+        need = np.array(self._dense) - np.array(goal.most)
+        scale = np.where(need > 0, need, np.abs(goal.most))
+        for _ in range(_ADDED + 1):
+            prices = self.price(choice)
+            if prices is None or not np.isfinite(prices).all():
+                return None
+            if goal.is_met(prices):
+                return choice
+            short = np.maximum((np.array(prices) - goal.most) / scale, 0.0)
+            numbers = self._numbers(choice)
+            free = ~self.mixture.exclusions[numbers].any(axis=0)
+            gain = np.where(free, np.clip(self._savings / scale, 0.0, short).sum(axis=1), 0.0)
+            harm = np.maximum(damage.alone + damage.cross[:, numbers].sum(axis=1), _LEAST_HARM)
+            best = int(np.argmax(gain / harm))
+            if gain[best] <= 0:
+                return None
+            choice = as_choice((*choice, self.mixture.edits[best]))
+        return None
+
+    def _trimmed(self, choice: Choice, goal: Goal, damage: Damage) -> Choice:
+        """The choice without edits that the goal does not need, the most damaging ones given up first."""
+        if not self.meets(choice, goal):
+            return choice
+        for edit in sorted(choice, key=lambda edit: -damage.alone[self._number[edit]]):
+            rest = tuple(other for other in choice if other != edit)
+            if rest and self.meets(rest, goal) and damage.of(self._numbers(rest)) <= damage.of(self._numbers(choice)):
+                choice = rest
+        return choice
+
+    def _windows(self, goal: Goal) -> list[Choice]:
+        """Stretches, each as long as the goal needs."""
+        if goal not in self._known_windows:
+            found = []
+            for stretch in self.mixture.stretches():
+                # What a stretch costs goes down with its length but for roundings of a step, so that halving finds it.
+                low, high = 1, len(stretch)
+                while low < high:
+                    middle = (low + high) // 2
+                    low, high = (low, middle) if self.meets(as_choice(stretch[:middle]), goal) else (middle + 1, high)
+                choice = as_choice(stretch[:high])
+                found += [choice] if choice and self.meets(choice, goal) else []
+            self._known_windows[goal] = list(dict.fromkeys(found))
+        return self._known_windows[goal]
+
+    def _near_the_best(self, goal: Goal, trials: Sequence[Trial], damage: Damage) -> list[Choice]:
+        """The best trials of a goal, each with one edit moved anywhere, or a damaging one dropped."""
+        own = [t for t in trials if self.knows(t.proposal.choice) and self.meets(t.proposal.choice, goal)]
+        found: list[Choice] = []
+        for trial in sorted(own, key=self.value)[:_TOP]:
+            choice = trial.proposal.choice
+            for edit in choice:
+                rest = tuple(other for other in choice if other != edit)
+                found += [rest] if rest else []
+                found += [as_choice((*rest, other)) for other in self._free(rest) if other != edit]
+        near = self._by_damage(dict.fromkeys(found), damage)[: 4 * _POOL]
+        return [choice for choice in near if self.meets(choice, goal)][:_POOL]
+
+    def _free(self, choice: Choice) -> Iterator[Edit]:
+        """Edits that go with all of a choice."""
+        numbers = self._numbers(choice)
+        free = ~self.mixture.exclusions[numbers].any(axis=0)
+        return (self.mixture.edits[number] for number in np.flatnonzero(free))
+
+    def _by_damage(self, choices: Iterable[Choice], damage: Damage) -> list[Choice]:
+        return sorted(choices, key=lambda choice: (damage.of(self._numbers(choice)), choice))
+
+    def _made(self, source: str, choices: Sequence[Choice], goal: Goal) -> list[Proposal]:
+        return [Proposal(self._key(choice), source, choice, goal.level) for choice in choices]
+
+    def _key(self, choice: Choice) -> str:
+        return str(self.program(choice))
+
+    def _numbers(self, choice: Choice) -> list[int]:
+        return [self._number[edit] for edit in choice]
+
+    def _choice(self, numbers: Iterable[int]) -> Choice:
+        return as_choice(self.mixture.edits[number] for number in numbers)
+
+    def knows(self, choice: Choice) -> bool:
+        """Whether all edits of a choice are its own."""
+        return all(edit in self._number for edit in choice)
+
+    @property
+    def can_meet(self) -> bool:
+        """Whether choices are known that meet one of the goals."""
+        return any(self._additive[goal] or self._windows(goal) for goal in self.goals)
+
+    @cached_property
+    def _additive(self) -> dict[Goal, list[Choice]]:
+        """By goal the choice of the least sum of what edits do alone, if there is one."""
+        plain = Damage(self.terms.damage.alone, np.zeros_like(self.terms.correlation))
+        return {goal: self._optima(plain, goal, 1) for goal in self.goals}
+
+    @cached_property
+    def _number(self) -> dict[Edit, int]:
+        return {edit: number for number, edit in enumerate(self.mixture.edits)}
+
+    @cached_property
+    def _dense(self) -> tuple[float, ...]:
+        return self.prices(self.mixture.model.dense)
+
+    @cached_property
+    def _savings(self) -> Numbers:
+        """(edits, prices): what each edit saves by itself."""
+        prices = [self.price((edit,)) for edit in self.mixture.edits]
+        saved: Numbers = np.array(self._dense)[None] - np.array([price or self._dense for price in prices])
+        return saved
+
+    @cached_property
+    def _known_prices(self) -> dict[Choice, tuple[float, ...] | None]:
+        return {}
+
+    @cached_property
+    def _known_programs(self) -> dict[Choice, Program | None]:
+        return {}
+
+    @cached_property
+    def _known_windows(self) -> dict[Goal, list[Choice]]:
+        return {}
+
+
+def _in_turns(kinds: Sequence[Sequence[Proposal]], count: int, known: Iterable[str]) -> Iterator[Proposal]:
+    """The first of each kind that is not known yet, then the second of each, ..., at most `count` in all."""
+    taken = set(known)
+    waiting = [deque(kind) for kind in kinds]
+    while count and any(waiting):
+        for kind in waiting:
+            while kind and kind[0].key in taken:
+                kind.popleft()
+            if kind and count:
+                count -= 1
+                taken.add(kind[0].key)
+                yield kind.popleft()

@@ -1,0 +1,172 @@
+"""How far edits bring a model to a budget: whether a budget can be met is said before any model is loaded.
+
+Which edits to choose is an integer program: each edit saves what it saves by itself, and of edits that claim the same
+thing at most one is chosen. Where savings add up (depth, parameters) its optimum is that of the programs; elsewhere (a
+late step saves more behind another) the program it comes to is priced as it is, and improved by single edits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import lil_matrix
+
+from surgeon.language.program import Program
+from surgeon.searches.edit import Choice, Edit, as_choice
+from surgeon.searches.limits import Limit, SearchBudget
+from surgeon.searches.mixture import Mixture
+
+_SECONDS = 20.0  # that an integer program may take; what it has found by then is used
+_FEW = 1e-6  # what an edit costs in an integer program, so that none is chosen for nothing
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """The nearest that edits were found to bring a model to a budget.
+
+    Attributes:
+        shortfalls: as `SearchBudget.shortfalls`; all 0 where the budget is met.
+    """
+
+    choice: Choice
+    program: Program
+    shortfalls: tuple[float, ...]
+
+    @property
+    def met(self) -> bool:
+        """Whether the program is within all limits on what it costs by itself."""
+        return not any(self.shortfalls)
+
+
+def reach(budget: SearchBudget, mixture: Mixture) -> Nearest:
+    """The nearest to a budget's limits on programs, of which the sum of shortfalls is least."""
+    if not budget.of_programs:
+        return Nearest((), mixture.model.dense, ())
+    found = _build(budget, mixture, _by_integers(budget, mixture))
+    while not found.met:
+        better = _better(budget, mixture, found)
+        if better is None:
+            break
+        found = better
+    return found
+
+
+def require_reachable(budget: SearchBudget, mixture: Mixture) -> Nearest:
+    """The same, for a budget that has to be met.
+
+    Raises:
+        ValueError: if no programs within it were found; it says the nearest that were.
+    """
+    found = reach(budget, mixture)
+    if found.met:
+        return found
+    spaces = ", ".join(space.name for space in mixture.spaces)
+    missed = [limit for limit, short in zip(budget.of_programs, found.shortfalls, strict=True) if short]
+    alone = {limit: reach(replace(budget, limits=(limit,)), mixture) for limit in missed}
+    hopeless = [limit for limit in missed if not alone[limit].met]
+    if hopeless:
+        parts = [_out_of_reach(budget, limit, alone[limit].program, spaces) for limit in hopeless]
+        raise ValueError(f"budget {'; '.join(parts)}")
+    raise ValueError(
+        f"budget {budget}: each of its limits can be met, but not all at once was found how; the nearest has "
+        f"{_shown(budget, budget.of_programs, found.program)}"
+    )
+
+
+def _out_of_reach(budget: SearchBudget, limit: Limit, nearest: Program, spaces: str) -> str:
+    before, after = _shown(budget, [limit]), _shown(budget, [limit], nearest)
+    if before == after:
+        return f"{limit} is out of reach: no edit of {spaces} lowers the model's {before}"
+    verb, end = ("bring" if "," in spaces else "brings"), ("most" if limit.aspect.quantity.upward else "least")
+    return f"{limit} is out of reach: {spaces} {verb} the model from {before} to {after} at the {end}"
+
+
+def _shown(budget: SearchBudget, limits: Sequence[Limit], program: Program | None = None) -> str:
+    dense = dict(zip(budget.pricing.aspects, budget.pricing.dense, strict=True))
+    costs = [dense[limit.aspect] if program is None else budget.cost(limit, program) for limit in limits]
+    return ", ".join(limit.aspect.show(cost) for limit, cost in zip(limits, costs, strict=True))
+
+
+def _by_integers(budget: SearchBudget, mixture: Mixture) -> Choice:
+    """The choice of least shortfall if what edits save added up."""
+    dense = np.array([budget.cost(limit, mixture.model.dense) for limit in budget.of_programs])
+    most = np.array([budget.most(limit) for limit in budget.of_programs])
+    scale = np.where(dense > most, dense - most, most)
+    edits, saved = [], []
+    for edit in mixture.edits:
+        costs = np.array([budget.cost(limit, mixture.program((edit,))) for limit in budget.of_programs])
+        if np.isfinite(costs).all() and (costs < dense).any():
+            edits.append(edit)
+            saved.append((dense - costs) / scale)
+    if not edits:
+        return ()
+    chosen = _solve(mixture, edits, np.array(saved), (dense - most) / scale)
+    return as_choice(edit for edit, taken in zip(edits, chosen, strict=True) if taken)
+
+
+def _solve(
+    mixture: Mixture, edits: Sequence[Edit], saved: NDArray[np.float64], needed: NDArray[np.float64]
+) -> NDArray[np.bool_]:
+    """Which edits to take.
+
+    Args:
+        saved: (edits, limits), in the same parts as `needed`, (limits,).
+    """
+    count, limits = saved.shape
+    rows: dict[object, list[int]] = {}
+    for number, edit in enumerate(edits):
+        for claim in mixture.claims(edit):
+            rows.setdefault(claim, []).append(number)
+    claims = lil_matrix((len(rows), count + limits))
+    for row, numbers in enumerate(rows.values()):
+        claims[row, numbers] = 1.0
+    enough = np.hstack([saved.T, np.eye(limits)])
+    found = milp(
+        np.concatenate([np.full(count, _FEW), np.ones(limits)]),
+        integrality=np.concatenate([np.ones(count), np.zeros(limits)]),
+        bounds=Bounds(0.0, np.concatenate([np.ones(count), np.full(limits, np.inf)])),
+        constraints=[LinearConstraint(claims.tocsr(), ub=1.0), LinearConstraint(enough, lb=needed)],
+        options={"time_limit": _SECONDS},
+    )
+    taken: NDArray[np.bool_] = found.x[:count] > 0.5 if found.x is not None else np.zeros(count, dtype=bool)
+    return taken
+
+
+def _build(budget: SearchBudget, mixture: Mixture, choice: Choice) -> Nearest:
+    """A choice as it comes out; edits that do not go together after all are left out."""
+    kept: Choice = ()
+    try:
+        return _reached(budget, mixture, choice)
+    except ValueError:
+        for edit in choice:
+            try:
+                mixture.program((*kept, edit))
+            except ValueError:
+                continue
+            kept = as_choice((*kept, edit))
+    return _reached(budget, mixture, kept)
+
+
+def _reached(budget: SearchBudget, mixture: Mixture, choice: Choice) -> Nearest:
+    program = mixture.program(choice)
+    return Nearest(choice, program, budget.shortfalls(program))
+
+
+def _better(budget: SearchBudget, mixture: Mixture, found: Nearest) -> Nearest | None:
+    """The best that one more edit, or one less, makes of a choice; None if it is no better."""
+    changed = [tuple(edit for edit in found.choice if edit != out) for out in found.choice]
+    changed += [as_choice((*found.choice, edit)) for edit in mixture.edits if mixture.is_free(found.choice, edit)]
+    best, least = None, sum(found.shortfalls) * (1 - 1e-9)
+    for choice in changed:
+        try:
+            other = _reached(budget, mixture, choice)
+        except ValueError:
+            continue
+        if sum(other.shortfalls) < least and not math.isinf(sum(other.shortfalls)):
+            best, least = other, sum(other.shortfalls)
+    return best

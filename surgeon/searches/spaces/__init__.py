@@ -1,0 +1,14 @@
+"""Spaces: the kinds of edits that a search chooses among, one short file each.
+
+Every module of this folder is imported here, so that a space is known as soon as its file is there.
+"""
+
+from importlib import import_module
+from pkgutil import iter_modules
+
+from surgeon.searches.spaces.base import SPACES, Searched, Space, parse_spaces, register
+
+__all__ = ["SPACES", "Searched", "Space", "parse_spaces", "register"]
+
+for _name in sorted(found.name for found in iter_modules(__path__)):
+    import_module(f"{__name__}.{_name}")

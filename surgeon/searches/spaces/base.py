@@ -1,0 +1,230 @@
+"""What a space is: a kind of edits, what they exclude, and the operations of a recipe that they come to.
+
+A point of a search is a choice of edits. Edits that claim the same thing exclude each other; all others go together,
+within a space and across spaces. A choice is decoded space by space, those of lower place first: each sees the program
+that the ones before it made, and says which operations carry out its edits there.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
+
+from surgeon.errors import did_you_mean
+from surgeon.language.operations.applied import AppliedOperation
+from surgeon.language.program import ATTENTION, FEED_FORWARD, KINDS, LayerShapes, Program
+from surgeon.searches.edit import Edit
+
+if TYPE_CHECKING:  # help texts list the spaces, and torch would take seconds
+    from surgeon.cost.shapes import ModelShapes
+
+S = TypeVar("S", bound="type[Space]")
+Claim = tuple[str, int]  # what of a layer: how its steps stand in the program, say, or whether its attention is late
+
+SHAPE = "the steps"  # how they stand in the program
+_LATE = {ATTENTION: "the lateness of the attention", FEED_FORWARD: "the lateness of the MLP"}
+_RANKS = {ATTENTION: "the ranks of the attention", FEED_FORWARD: "the ranks of the MLP"}
+
+
+@dataclass(frozen=True)
+class Searched:
+    """The model that is searched.
+
+    Attributes:
+        ranks: tensor-parallel ranks it is to run on, which tracks have a slice for each of.
+        own: its program, where that is not its layers one after the other (native tracks).
+    """
+
+    shapes: ModelShapes
+    ranks: int = 2
+    own: Program | None = None
+
+    @property
+    def layers(self) -> int:
+        """How many it has."""
+        return self.shapes.layers
+
+    @cached_property
+    def layer_shapes(self) -> LayerShapes:
+        """The matrices of a layer."""
+        return self.shapes.layer_shapes
+
+    @cached_property
+    def dense(self) -> Program:
+        """Its unedited program."""
+        return self.own or Program.dense(self.shapes.layers, self.shapes.family.steps_per_layer)
+
+
+class Space(ABC):
+    """Edits of one kind; what it makes of a choice, and its claims, follow from the arguments alone.
+
+    Attributes:
+        name: as `--space` has it, and as its edits begin.
+        summary: what it is, a few words.
+        place: of several spaces, those of lower place change the program first.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    place: ClassVar[int]
+
+    @classmethod
+    def of(cls, argument: str) -> Self:
+        """The space as the user asks for it, with what stands behind the colon (`pair:4`), which may be nothing.
+
+        Raises:
+            ValueError: if it takes no such argument.
+        """
+        if argument:
+            raise ValueError(f"the space {cls.name} takes no argument; write {cls.name}, not {cls.name}:{argument}")
+        return cls()
+
+    @abstractmethod
+    def edits(self, model: Searched) -> Iterator[Edit]:
+        """Every edit there is; one whose operations refuse the model is left out by whoever asks."""
+
+    @abstractmethod
+    def claims(self, edit: Edit) -> frozenset[Claim]:
+        """What the edit wants for itself."""
+
+    @abstractmethod
+    def operations(self, edits: Sequence[Edit], program: Program, model: Searched) -> tuple[AppliedOperation, ...]:
+        """The operations that carry out these edits, which do not exclude each other, on a program.
+
+        Args:
+            edits: at least one, in ascending order.
+            program: what spaces of lower place have made of the model.
+        """
+
+    def obstacle(self, model: Searched) -> str:
+        """Why the model can have none of the edits, where it cannot: what follows on "the space has no edits"."""
+        if model.own is not None:
+            return "the model runs a program of its own, whose branches have nothing that it could change"
+        return f"the model has {model.layers} layer{'s' * (model.layers != 1)}"
+
+    def stretches(self, model: Searched) -> Iterator[list[Edit]]:
+        """Unbroken stretches, as papers choose them: edits side by side, from every layer on, as far as there are.
+
+        As many of each one's first edits as a budget needs are a first proposal.
+        """
+        ways = groupby(sorted(self.edits(model), key=_way), key=_way)
+        for _, edits in ways:
+            by_first = {edit.first: edit for edit in edits}
+            for start in by_first:
+                stretch, layer = [], start
+                while layer in by_first:
+                    stretch.append(by_first[layer])
+                    layer = by_first[layer].stop
+                yield stretch
+
+
+class SizedSpace(Space):
+    """A space of edits of several sizes; a whole number behind the colon says the largest (`pair:4`).
+
+    Attributes:
+        largest: the most layers of an edit.
+        usual: the same where no number is given.
+        least: a number that makes sense.
+        example: for messages.
+        asked: what the number says, in a few words, for messages.
+    """
+
+    usual: ClassVar[int] = 2
+    least: ClassVar[int] = 2
+    example: ClassVar[int] = 4
+    asked: ClassVar[str]
+
+    def __init__(self, largest: int | None = None) -> None:
+        self.largest = self.usual if largest is None else largest
+
+    @classmethod
+    def of(cls, argument: str) -> Self:
+        if not argument:
+            return cls()
+        if not argument.isdecimal() or len(argument) > 9 or int(argument) < cls.least:
+            raise ValueError(f"{cls.name}:{argument} should say {cls.asked}, as in {cls.name}:{cls.example}")
+        return cls(int(argument))
+
+
+def _way(edit: Edit) -> tuple[str, int]:
+    return edit.option, edit.stop - edit.first
+
+
+def claims_of_shape(edit: Edit, late: bool = False) -> frozenset[Claim]:
+    """Claims of an edit that arranges the steps of its layers anew.
+
+    Args:
+        late: whether these steps can read late no more (of forks).
+    """
+    shape = {(SHAPE, layer) for layer in edit.layers}
+    return frozenset(shape.union(*(claims_of_late(edit, kind) for kind in KINDS)) if late else shape)
+
+
+def claims_of_late(edit: Edit, kind: str) -> frozenset[Claim]:
+    """Claims of an edit that says when attentions or feed-forwards read the stream."""
+    return frozenset((_LATE[kind], layer) for layer in edit.layers)
+
+
+def claims_of_ranks(edit: Edit, kind: str) -> frozenset[Claim]:
+    """Claims of an edit that gives the matrices of attentions or feed-forwards ranks."""
+    return frozenset((_RANKS[kind], layer) for layer in edit.layers)
+
+
+def joined(stretches: Iterable[range]) -> tuple[range, ...]:
+    """Stretches in order, those that touch as one."""
+    found: list[range] = []
+    for stretch in sorted(stretches, key=lambda each: each.start):
+        if found and found[-1].stop == stretch.start:
+            found[-1] = range(found[-1].start, stretch.stop)
+        else:
+            found.append(stretch)
+    return tuple(found)
+
+
+def layers_joined(layers: Iterable[int]) -> tuple[range, ...]:
+    """Layers as stretches."""
+    return joined(range(layer, layer + 1) for layer in layers)
+
+
+def from_every_layer(edits: Iterable[Edit]) -> Iterator[list[Edit]]:
+    """Of edits of single layers that go together, those from every layer on."""
+    ordered = sorted(edits)
+    for start in sorted({edit.first for edit in ordered}):
+        yield [edit for edit in ordered if edit.first >= start]
+
+
+ONE_STEP = "attention and MLP of its layers read the same stream already"
+
+SPACES: dict[str, type[Space]] = {}
+
+
+def register(space: S) -> S:
+    """Make a space known under its name.
+
+    Raises:
+        ValueError: if another one has it.
+    """
+    if SPACES.setdefault(space.name, space) is not space:
+        raise ValueError(f"there are two spaces called {space.name}")
+    return space
+
+
+def parse_spaces(text: str) -> tuple[Space, ...]:
+    """Spaces as a user writes them: pair, or pair:4,ladder,rank.
+
+    Raises:
+        ValueError: if one is not known, is named twice, or takes no such argument.
+    """
+    found: dict[str, Space] = {}
+    for part in text.split(","):
+        name, _, argument = part.strip().partition(":")
+        if name not in SPACES:
+            raise ValueError(f"unknown space {name!r}; {did_you_mean(name, SPACES)}")
+        if name in found:
+            raise ValueError(f"the space {name} is named twice in {text!r}")
+        found[name] = SPACES[name].of(argument)
+    return tuple(sorted(found.values(), key=lambda space: space.place))

@@ -1,0 +1,84 @@
+"""What a search asks, and what it learns: proposals, measurements, trials."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from surgeon.searches.edit import Choice, Edit
+
+_BY_PLACE = ("nll", "divergences", "blocks")  # of the text
+
+
+@dataclass(frozen=True)
+class MeasuredProgram:
+    """How well a program predicts.
+
+    Attributes:
+        divergence_low, divergence_high: of the divergence (nats per token), the 95% interval; NaN: not known.
+        tokens: that were predicted in all.
+        nll, divergences: by window, in the order of the text, of as many windows as were run.
+        blocks: the same as `divergences` by smaller parts of the windows, which races look at; nothing where windows
+            are many.
+        whole: whether those were all; else it was stopped, being worse than the best, and the numbers are estimates.
+        more: what else was measured of it, by name: a task's accuracy, say.
+    """
+
+    perplexity: float
+    divergence: float
+    divergence_low: float
+    divergence_high: float
+    tokens: int
+    nll: tuple[float, ...] = ()
+    divergences: tuple[float, ...] = ()
+    blocks: tuple[float, ...] = ()
+    whole: bool = True
+    more: Mapping[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values (infinities and NaN among them)."""
+        return asdict(self) | {name: list(getattr(self, name)) for name in _BY_PLACE}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> MeasuredProgram:
+        """The inverse of `to_json`."""
+        return cls(**{**values, **{name: tuple(values[name]) for name in _BY_PLACE}})
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A program to try.
+
+    Attributes:
+        key: the program's text: equal programs are tried once.
+        source: where the choice comes from, one of `surgeon.searches.proposer.SOURCES`.
+        level: for which budget it was made, where a search has several: the effective depth, say.
+    """
+
+    key: str
+    source: str
+    choice: Choice
+    level: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {"key": self.key, "source": self.source, "choice": [*map(str, self.choice)], "level": self.level}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Proposal:
+        """The inverse of `to_json`."""
+        return cls(values["key"], values["source"], tuple(map(Edit.parse, values["choice"])), values["level"])
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A finished trial.
+
+    Attributes:
+        number: its place in the order in which trials were asked for.
+    """
+
+    number: int
+    proposal: Proposal
+    measured: MeasuredProgram

@@ -1,0 +1,219 @@
+"""Honest winners: the best trials are measured again on text that the search did not see.
+
+The best of many trials is best in part by luck, on the text that it was chosen on. On held-out text its number is an
+honest one, and it is compared with the runners-up window by window: which windows are hard is the same for both, so
+that the difference is known far better than either number. With several runners-up the intervals hold together with
+95% (Bonferroni: each is one of 1 - 0.05 / k). A program is called better only where the interval excludes 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from surgeon.language.program import Program
+from surgeon.quality.summary import CONFIDENCE, interval
+from surgeon.searches.trial import MeasuredProgram, Trial
+
+Measured = Literal["divergence", "perplexity"]
+Evaluate = Callable[[Sequence[Program]], Mapping[Program, MeasuredProgram]]
+RUNNERS_UP = 4
+_UNITS = {"divergence": "nats per token", "perplexity": "nats of negative log-likelihood per token"}
+
+
+@dataclass(frozen=True)
+class Finalist:
+    """A trial and what is known of it on both texts.
+
+    Attributes:
+        seen, unseen: on the text of the search, and on held-out text.
+    """
+
+    trial: Trial
+    unseen: MeasuredProgram
+
+    @property
+    def seen(self) -> MeasuredProgram:
+        """On the text of the search."""
+        return self.trial.measured
+
+
+@dataclass(frozen=True)
+class RunnerUp:
+    """A finalist against the search's winner.
+
+    Attributes:
+        difference: winner's less runner-up's mean over held-out windows, below 0 where the winner is better; in nats.
+        low, high: its interval; all runners-up's hold together with 95%. Infinite where it cannot be told.
+    """
+
+    finalist: Finalist
+    difference: float
+    low: float
+    high: float
+
+    @property
+    def verdict(self) -> Literal["better", "not told apart", "worse"]:
+        """What the winner is, compared with this one."""
+        if self.high < 0:
+            return "better"
+        return "worse" if self.low > 0 else "not told apart"
+
+
+@dataclass(frozen=True)
+class HeldOutComparison:
+    """The search's winner and its runners-up on held-out text.
+
+    Attributes:
+        by: what they are compared by.
+        searched: of least cost on the text of the search.
+        original: the unedited model on held-out text.
+    """
+
+    by: Measured
+    searched: Finalist
+    runners_up: tuple[RunnerUp, ...]
+    original: MeasuredProgram
+
+    @property
+    def chosen(self) -> Finalist:
+        """The winner: that of the search, unless runners-up are better on held-out text; then the best of those."""
+        ahead = [one.finalist for one in self.runners_up if one.verdict == "worse"]
+        return min(ahead, key=lambda one: quality_by(one.unseen, self.by), default=self.searched)
+
+    @property
+    def overturned(self) -> bool:
+        """Whether held-out text has made another one the winner."""
+        return self.chosen is not self.searched
+
+    @property
+    def finalists(self) -> tuple[Finalist, ...]:
+        """All of them, the search's winner first."""
+        return (self.searched, *(one.finalist for one in self.runners_up))
+
+    def unseen_of(self, trial: Trial) -> MeasuredProgram:
+        """What one of the trials was measured to be on held-out text."""
+        return next(one.unseen for one in self.finalists if one.trial.number == trial.number)
+
+    def lines(self) -> list[str]:
+        """What was found, in sentences; the word better only where the interval excludes 0."""
+        windows = len(self.searched.unseen.divergences)
+        first = self.searched
+        both = (
+            f"trial {first.trial.number}: {self.by} {quality_by(first.seen, self.by):.4g} on the text of the search, "
+            f"{quality_by(first.unseen, self.by):.4g} on {first.unseen.tokens:,} held-out tokens ({windows} windows)"
+        )
+        found = [both]
+        found += [self._sentence(one) for one in self.runners_up]
+        if self.overturned:
+            found.append(
+                f"HELD-OUT TEXT OVERTURNS THE SEARCH: trial {self.chosen.trial.number} is the winner, not trial "
+                f"{first.trial.number}, which was best on the text of the search only"
+            )
+        return found
+
+    def verdict_on(self, one: RunnerUp) -> str:
+        """What the winner is, compared with a runner-up, in words."""
+        first, other = self.searched.trial.number, one.finalist.trial.number
+        return {
+            "better": f"trial {first} is better than trial {other}",
+            "worse": f"trial {first} is worse than trial {other}",
+            "not told apart": f"trial {first} is not told apart from trial {other}",
+        }[one.verdict]
+
+    def difference_from(self, one: RunnerUp) -> str:
+        """By how much the winner differs from a runner-up, with the interval, in words."""
+        if not math.isfinite(one.low):
+            told = "no interval can be told"
+        else:
+            count = len(self.runners_up)
+            share = f"{CONFIDENCE:.0%}" if count == 1 else f"{CONFIDENCE:.0%} for all {count} intervals at once"
+            told = f"interval {one.low:+.3g} to {one.high:+.3g}, {share}"
+        return f"difference {one.difference:+.3g} {_UNITS[self.by]} ({told})"
+
+    def _sentence(self, one: RunnerUp) -> str:
+        numbers = f"{quality_by(one.finalist.seen, self.by):.4g} and {quality_by(one.finalist.unseen, self.by):.4g}"
+        return f"{self.verdict_on(one)} ({self.by} {numbers}): {self.difference_from(one)}"
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values; what is not finite is None."""
+        return {
+            "by": self.by,
+            "confidence_of_all_intervals": CONFIDENCE,
+            "original": quality_json(self.original),
+            "searched": _finalist(self.searched),
+            "runners_up": [
+                _finite({"difference": one.difference, "low": one.low, "high": one.high})
+                | {"verdict": one.verdict, **_finalist(one.finalist)}
+                for one in self.runners_up
+            ],
+            "winner": self.chosen.trial.number,
+            "overturned": self.overturned,
+            "sentences": self.lines(),
+        }
+
+
+def remeasure(
+    winner: Trial, runners_up: Sequence[Trial], dense: Program, evaluate: Evaluate, by: Measured = "divergence"
+) -> HeldOutComparison:
+    """Measure the winner and the runners-up, and the unedited model, on held-out text.
+
+    Args:
+        evaluate: measures programs on that text, all of its windows.
+        by: what they are compared by: their divergences, or their negative log-likelihoods.
+    """
+    programs = {trial.number: Program.parse(trial.proposal.key) for trial in (winner, *runners_up)}
+    found = evaluate([dense, *programs.values()])
+    first, *others = (Finalist(trial, found[programs[trial.number]]) for trial in (winner, *runners_up))
+    return compare(first, others, found[dense], by)
+
+
+def compare(
+    first: Finalist, others: Sequence[Finalist], original: MeasuredProgram, by: Measured = "divergence"
+) -> HeldOutComparison:
+    """Compare a winner with others, window by window of the same held-out text.
+
+    Args:
+        original: the unedited model on that text.
+    """
+    confidence = 1 - (1 - CONFIDENCE) / max(1, len(others))
+    runners_up = []
+    for other in others:
+        difference = _windows(first.unseen, by) - _windows(other.unseen, by)
+        low, high = interval(difference, confidence)
+        runners_up.append(RunnerUp(other, float(np.mean(difference)), low, high))
+    return HeldOutComparison(by, first, tuple(runners_up), original)
+
+
+def _windows(measured: MeasuredProgram, by: Measured) -> NDArray[np.float64]:
+    assert measured.whole, "finalists are measured on all of the held-out text"
+    return np.array(measured.divergences if by == "divergence" else measured.nll)
+
+
+def quality_by(measured: MeasuredProgram, by: Measured) -> float:
+    """The number that programs are compared by."""
+    return measured.divergence if by == "divergence" else measured.perplexity
+
+
+def quality_json(measured: MeasuredProgram) -> dict[str, float | None]:
+    """A quality's numbers as JSON values; what is not finite is None."""
+    names = ("perplexity", "divergence", "divergence_low", "divergence_high", "tokens")
+    return _finite({name: getattr(measured, name) for name in names})
+
+
+def _finalist(one: Finalist) -> dict[str, Any]:
+    return {
+        "trial": one.trial.number,
+        "program": one.trial.proposal.key,
+        "seen": quality_json(one.seen),
+        "unseen": quality_json(one.unseen),
+    }
+
+
+def _finite(values: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}

@@ -1,0 +1,207 @@
+"""From settings to transformers' TrainingArguments, and what a user adds to them."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from transformers import HfArgumentParser, TrainingArguments
+
+from surgeon.checkpoint.read import read_json
+from surgeon.errors import did_you_mean, first_line
+from surgeon.opened import choose_device
+from surgeon.training.settings import TrainSettings
+
+# What the run itself decides; each with what a user gives in its place.
+_DECIDED = {
+    "output_dir": "-o",
+    "max_steps": "--steps",
+    "num_train_epochs": "--epochs",
+    "per_device_train_batch_size": "--batch and --micro-batch",
+    "gradient_accumulation_steps": "--batch and --micro-batch",
+    "learning_rate": "--learning-rate",
+    "lr_scheduler_type": "--schedule",
+    "warmup_steps": "--warmup",
+    "seed": "--seed",
+    "data_seed": "--seed",
+    "eval_strategy": "--evaluate-every",
+    "eval_steps": "--evaluate-every",
+    "save_strategy": "--save-every",
+    "save_steps": "--save-every",
+    "load_best_model_at_end": "--patience",
+    "metric_for_best_model": "--patience",
+    "use_cpu": "--device",
+    "resume_from_checkpoint": "the same command again, which goes on where it was",
+    "auto_find_batch_size": "nothing: the micro-batch is halved where memory is short",
+    "push_to_hub": "nothing: the checkpoint is written to -o",
+    "remove_unused_columns": "nothing: every column is needed",
+    "train_sampling_strategy": "nothing: the order follows from --seed",
+}
+
+
+class _Parser(HfArgumentParser):
+    """The parser of transformers' own scripts, whose complaints are exceptions."""
+
+    def error(self, message: str) -> Any:
+        raise ValueError(message)
+
+
+@cache
+def _names() -> tuple[str, ...]:
+    return tuple(each.name for each in fields(TrainingArguments) if each.init)
+
+
+def parse_trainer_arguments(texts: Iterable[str]) -> dict[str, Any]:
+    """Arguments of TrainingArguments from texts like "gradient_checkpointing=true".
+
+    Raises:
+        ValueError: if one has no "=", is unknown, is what the run decides itself, or its value cannot be read.
+    """
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        name = name.strip().lstrip("-").replace("-", "_")
+        if not equals:
+            raise ValueError(f"--trainer-arg {text!r} has no value; write it as NAME=VALUE")
+        if name in _DECIDED:
+            raise ValueError(f"--trainer-arg {name} is decided by the run; use {_DECIDED[name]}")
+        try:
+            found[name] = read_trainer_argument(name, value.strip())
+        except ValueError as error:
+            raise ValueError(f"--trainer-arg {error}") from error
+    return found
+
+
+def read_trainer_argument(name: str, value: str) -> Any:
+    """The value of one of TrainingArguments' arguments from its text.
+
+    Raises:
+        ValueError: if there is no such argument, the run decides it itself, or the value cannot be read.
+    """
+    if name not in _names():
+        raise ValueError(f"{name}: TrainingArguments has no such one; {did_you_mean(name, _names())}")
+    if name in _DECIDED:
+        raise ValueError(f"{name} is decided by the run")
+    return _read(name, value)
+
+
+def _read(name: str, value: str) -> Any:
+    """A value as TrainingArguments takes it, by the type that the argument has."""
+    kind: Any = TrainingArguments
+    parser = _Parser(kind, allow_abbrev=False)
+    try:
+        given: Namespace = parser.parse_args(["--output_dir", ".", f"--{name}", value])
+    except ValueError as error:
+        raise ValueError(f"{name}={value} cannot be read ({first_line(error)})") from error
+    return {"true": True, "false": False}.get(value.lower(), getattr(given, name))
+
+
+def training_arguments(
+    settings: TrainSettings,
+    folder: Path,
+    steps: int,
+    micro_batch: int,
+    device: str = "cpu",
+    called: Sequence[str] = (),
+) -> TrainingArguments:
+    """The arguments of a run.
+
+    Args:
+        folder: for its checkpoints.
+        steps: of the optimiser.
+        micro_batch: windows per forward pass of one process.
+        device: "cpu" or "cuda".
+        called: names of the classes of modules that a program calls. Where parameters are shared out among processes
+            (FSDP), these are gathered one by one; a whole layer, as is usual, is never called in an edited model.
+
+    Raises:
+        ValueError: if processes and micro-batches do not divide the batch, or an argument is not accepted.
+    """
+    given: dict[str, Any] = {
+        "logging_steps": 10,
+        "save_total_limit": 2,
+        "max_grad_norm": 1.0,
+        "report_to": [],
+        "logging_nan_inf_filter": False,  # what is not finite ends the run
+        "weight_decay": 0.0,
+        **settings.arguments,
+    }
+    decided: dict[str, Any] = {
+        "output_dir": str(folder),
+        "max_steps": steps,
+        "per_device_train_batch_size": micro_batch,
+        "learning_rate": settings.rate,
+        "lr_scheduler_type": settings.schedule,
+        "warmup_steps": settings.warmup,
+        "seed": settings.seed,
+        "eval_strategy": "steps",
+        "eval_steps": settings.evaluate_every,
+        "save_strategy": "steps",
+        "save_steps": settings.save_every,
+        "metric_for_best_model": "eval_loss",
+        "greater_is_better": False,
+        "disable_tqdm": True,
+        "use_cpu": device == "cpu",
+        "remove_unused_columns": False,
+        "label_names": ["labels"],
+        "dataloader_drop_last": True,
+        "dataloader_pin_memory": device != "cpu",
+    }
+    if settings.patience is not None:
+        decided |= {"load_best_model_at_end": True, "save_steps": settings.evaluate_every}
+    try:
+        if given.get("fsdp"):
+            given["fsdp_config"] = _sharding(given.get("fsdp_config"), called)
+        arguments = TrainingArguments(**given | decided)
+    except (ImportError, TypeError) as error:
+        raise ValueError(f"transformers does not take these arguments ({first_line(error)})") from error
+    together = micro_batch * arguments.world_size
+    if settings.batch % together:
+        raise ValueError(
+            f"{arguments.world_size} processes of {micro_batch} windows each do not divide a batch of "
+            f"{settings.batch}; change the batch or the micro-batch"
+        )
+    arguments.gradient_accumulation_steps = settings.batch // together
+    return arguments
+
+
+def _sharding(given: Any, called: Sequence[str]) -> dict[str, Any]:
+    """FSDP's configuration, with what is gathered together where the user has not said it."""
+    if isinstance(given, str):
+        given = json.loads(given) if given.startswith("{") else read_json(Path(given))
+    config: dict[str, Any] = dict(given or {})
+    keys = {key.removeprefix("fsdp_") for key in config}
+    if not keys & {"transformer_layer_cls_to_wrap", "min_num_params"}:
+        config["transformer_layer_cls_to_wrap"] = list(called)
+    return config
+
+
+def share_of_batch(settings: TrainSettings, processes: int) -> int:
+    """How many windows of a batch one process has, or the micro-batch if that is asked for.
+
+    Raises:
+        ValueError: if the processes do not divide the batch.
+    """
+    if settings.batch % processes:
+        raise ValueError(f"{processes} processes cannot share a batch of {settings.batch} windows; change the batch")
+    share = settings.batch // processes
+    return share if settings.micro_batch is None else min(share, settings.micro_batch)
+
+
+def join_processes(device: str) -> tuple[PartialState, str]:
+    """The processes of a run, one or those that accelerate or torchrun have started, and what they compute on.
+
+    Args:
+        device: "cpu", "cuda", or "auto" for the latter where there is one.
+
+    Raises:
+        ValueError: if there is no such device.
+    """
+    where = choose_device(device)
+    return PartialState(cpu=where == "cpu"), where

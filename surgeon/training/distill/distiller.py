@@ -1,0 +1,299 @@
+"""Distillation: training an edited model towards its original's predictions, and towards its streams.
+
+Three parts make up the loss, each with a weight, each a mean over the predicted tokens:
+
+    logits   T^2 KL(softmax(t / T) || softmax(s / T)) over the vocabulary (Hinton et al. 2015, arXiv 1503.02531)
+    hidden   |s - t|^2 / |t|^2 of the stream, averaged over the places that the two programs share
+    text     the negative log-likelihood of the text, as without a teacher
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from surgeon.language.program import Program
+from surgeon.models.edit import decoder_layers, edit, program_of
+from surgeon.models.edited_layers import EditedLayers
+from surgeon.models.families import family_of
+from surgeon.training.distill.counterparts import Counterpart, counterparts
+from surgeon.training.distill.kept_logits import KeptLogits
+from surgeon.training.distill.logits_loss import IGNORED, FullLogits, LogitsTask, TeacherTarget
+
+PARTS = ("logits", "hidden", "text")
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """What of its original an edited model is trained towards.
+
+    Attributes:
+        logits: the weight of the divergence from the original's predictions.
+        hidden: the weight of the relative error of the stream.
+        text: the weight of the text's negative log-likelihood.
+        temperature: that both models' logits are divided by for their divergence.
+        kept: how many of the original's logits are kept on disk for each token, in place of an original in memory;
+            None for the latter.
+
+    Raises:
+        ValueError: if nothing is taken from the original, a weight is negative, the temperature is not above 0, or
+            hidden streams are asked for where only logits are kept.
+    """
+
+    logits: float = 1.0
+    hidden: float = 0.0
+    text: float = 0.0
+    temperature: float = 1.0
+    kept: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in PARTS:
+            weight = getattr(self, name)
+            if not (math.isfinite(weight) and weight >= 0):
+                raise ValueError(f"the weight of {name} must be a number from 0 on, not {weight}")
+        if not self.logits and not self.hidden:
+            raise ValueError("distillation needs a weight above 0 for logits or hidden; without, train on text alone")
+        if not (math.isfinite(self.temperature) and self.temperature > 0):
+            raise ValueError(f"the temperature must be a number above 0, not {self.temperature}")
+        if self.kept is not None:
+            self._check_kept(self.kept)
+
+    def _check_kept(self, kept: int) -> None:
+        if kept < 1:
+            raise ValueError(f"at least 1 of the original's logits has to be kept for each token, not {kept}")
+        if self.hidden:
+            raise ValueError("hidden streams need the original in memory; keep no logits on disk, or give hidden 0")
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The parts that have a weight."""
+        return tuple(name for name in PARTS if getattr(self, name))
+
+
+class Taught(NamedTuple):
+    """What a teacher says of some windows.
+
+    Attributes:
+        target: its predictions; None where they are not asked for.
+        streams: its own, (windows, tokens, hidden), by the student's nodes.
+    """
+
+    target: TeacherTarget | None
+    streams: dict[int, Tensor]
+
+
+class Distiller:
+    """Computes the loss of a student.
+
+    The teacher is no part of the student, nor of anything that is saved or trained: its parameters need no gradients,
+    it stays in evaluation mode, and it goes where the student's batches are. If streams are compared, it is edited to
+    run its dense program, so that both models' streams are taken at the same kind of place.
+
+    Args:
+        program: the student's, in the numbers of the original's layers.
+        teacher: the unedited original; or its logits on disk.
+
+    Raises:
+        ValueError: if the teacher runs an edited program, or the kept logits are not those that are asked for.
+    """
+
+    def __init__(self, distillation: Distillation, program: Program, teacher: PreTrainedModel | KeptLogits) -> None:
+        self.distillation = distillation
+        self.program = program
+        self.teacher = teacher if isinstance(teacher, PreTrainedModel) else None
+        self.kept = teacher if isinstance(teacher, KeptLogits) else None
+        self.counterparts: tuple[Counterpart, ...] = ()
+        if self.kept is not None:
+            _check_kept_logits(self.kept, distillation)
+        if self.teacher is not None:
+            self._prepare(self.teacher)
+
+    def _prepare(self, teacher: PreTrainedModel) -> None:
+        if self.distillation.kept is not None:
+            raise ValueError("the distillation asks for kept logits; give a KeptLogits in place of a model")
+        own = require_unedited_teacher(teacher)
+        teacher.eval().requires_grad_(False)
+        if self.distillation.hidden:
+            steps = family_of(teacher.config).steps_per_layer
+            self.counterparts = counterparts(self.program, len(own) // steps)
+            if not isinstance(decoder_layers(teacher), EditedLayers):
+                edit(teacher, own)
+
+    def loss(
+        self, model: nn.Module, batch: Mapping[str, Tensor], num_items: int | Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """The loss of a micro-batch, and its parts.
+
+        Every sum over tokens is divided by `num_items`, so that the losses, the gradients and the parts of all
+        micro-batches of a batch add up to those of the batch as one. Of several processes with a batch each, Trainer's
+        `average_tokens_across_devices` gives the number over all of them; the mean that DDP makes of their gradients
+        is then to be multiplied by the number of processes, as `Trainer.compute_loss` does.
+
+        Args:
+            model: the student, or whatever wraps it (DDP, FSDP, peft); it is called once.
+            batch: `input_ids` and `labels`, (windows, tokens), the latter -100 where nothing is predicted (a window's
+                first one is never predicted); and `index`, (windows,), which training windows these are, if logits are
+                kept on disk.
+            num_items: predicted tokens of all micro-batches of the batch; by default those of this one.
+
+        Returns:
+            `loss`, with its gradient; and those of `logits` (times T^2), `hidden` and `text` that have a weight, each
+            without it, and without a gradient.
+
+        Raises:
+            ValueError: if the student runs no program, or another one, or has another vocabulary or size of the stream.
+        """
+        input_ids = batch["input_ids"]
+        labels = functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)  # what each token is to predict
+        items = (labels != IGNORED).sum().clamp_min(1) if num_items is None else num_items
+        taught = self._ask_teacher(batch)
+        nodes = [one.node for one in self.counterparts]
+        with watched_streams(model, nodes, len(self.program)) as streams:
+            logits = model(input_ids=input_ids, use_cache=False).logits
+        return parts_of_loss(self.distillation, logits, labels, streams, taught, items)
+
+    def _ask_teacher(self, batch: Mapping[str, Tensor]) -> Taught:
+        """What it predicts, and its streams by the student's nodes."""
+        if self.kept is not None:
+            return Taught(self.kept.read(batch["index"]), {})
+        assert self.teacher is not None
+        return ask_teacher(self.teacher, batch["input_ids"], self.counterparts, self.distillation)
+
+
+def require_unedited_teacher(teacher: PreTrainedModel) -> Program:
+    """The program of a teacher, its layers one after the other.
+
+    Raises:
+        ValueError: if it runs another one.
+    """
+    own, steps = program_of(teacher), family_of(teacher.config).steps_per_layer
+    if own != Program.dense(len(own) // steps, steps):
+        raise ValueError("the teacher runs an edited program; use the original (surgeon.restore brings it back)")
+    return own
+
+
+def ask_teacher(
+    teacher: PreTrainedModel, input_ids: Tensor, places: Sequence[Counterpart], distillation: Distillation
+) -> Taught:
+    """What a teacher in memory says of some windows, (windows, tokens); it goes where they are.
+
+    Args:
+        places: of the streams.
+        distillation: whether predictions are asked for, and at which temperature.
+    """
+    if teacher.device != input_ids.device and not hasattr(teacher, "hf_device_map"):
+        teacher.to(input_ids.device)  # type: ignore[arg-type] # transformers wraps it untyped
+    steps = family_of(teacher.config).steps_per_layer
+    nodes = {one.node: one.layer * steps for one in places}
+    with torch.no_grad(), watched_streams(teacher, sorted(nodes.values()), None) as streams:
+        if not distillation.logits:
+            teacher.base_model(input_ids=input_ids, use_cache=False)
+            target = None
+        else:
+            logits = teacher(input_ids=input_ids, use_cache=False).logits
+            target = FullLogits(logits.flatten(0, 1), distillation.temperature)
+    return Taught(target, {node: streams[place] for node, place in nodes.items()})
+
+
+def parts_of_loss(
+    distillation: Distillation,
+    logits: Tensor,
+    labels: Tensor,
+    streams: Mapping[int, Tensor],
+    taught: Taught,
+    items: int | Tensor,
+) -> dict[str, Tensor]:
+    """A student's loss with its gradient, and its parts that have a weight, each without it and without a gradient.
+
+    Args:
+        logits: the student's, (windows, tokens, vocabulary).
+        labels: (windows, tokens), what each token is to predict; IGNORED where nothing is.
+        streams: the student's, by node.
+        items: what every sum over tokens is divided by.
+    """
+    task = LogitsTask(taught.target, labels.flatten(), distillation.temperature, distillation.logits, distillation.text)
+    loss, divergence, nll = task.loss(logits.flatten(0, 1))
+    sums = {"logits": divergence, "text": nll}
+    if taught.streams:
+        predicted = labels != IGNORED
+        errors = [relative_error(streams[node], wanted, predicted) for node, wanted in taught.streams.items()]
+        hidden = torch.stack([error.to(loss.device) for error in errors]).mean()
+        loss = loss + distillation.hidden * hidden
+        sums["hidden"] = hidden.detach()
+    return {"loss": loss / items, **{name: sums[name] / items for name in distillation.parts}}
+
+
+def relative_error(student: Tensor, teacher: Tensor, predicted: Tensor) -> Tensor:
+    """|s - t|^2 / |t|^2 summed over tokens, a number; deep streams, which are large, count no more than others.
+
+    Args:
+        student, teacher: (windows, tokens, hidden).
+        predicted: (windows, tokens), which tokens count.
+
+    Raises:
+        ValueError: if the streams have another size.
+    """
+    if student.shape != teacher.shape:
+        raise ValueError(
+            f"the teacher's stream has {teacher.shape[-1]} numbers for a token and the student's {student.shape[-1]}; "
+            "distil the logits only, or from the model that the program is of"
+        )
+    wanted = teacher.to(student.device).float()
+    error = (student.float() - wanted).square().sum(-1)
+    size = wanted.square().sum(-1).clamp_min(torch.finfo(torch.float32).tiny)
+    return torch.where(predicted.to(student.device), error / size, 0).sum()
+
+
+@contextmanager
+def watched_streams(model: nn.Module, nodes: Sequence[int], length: int | None) -> Iterator[dict[int, Tensor]]:
+    """The streams of the model's next forward pass, (batch, tokens, hidden), by the number of nodes that have landed.
+
+    Args:
+        model: runs a program, or wraps a model that does.
+        nodes: which streams, counted from 1.
+        length: of its program, to be sure of it.
+
+    Raises:
+        ValueError: if it runs none, or one of another length; at the end, if some stream was not seen.
+    """
+    streams: dict[int, Tensor] = {}
+    if not nodes:
+        yield streams
+        return
+    layers = next((module for module in model.modules() if isinstance(module, EditedLayers)), None)
+    if layers is None or length not in (None, len(layers.program)):
+        runs = "no program" if layers is None else f"a program of {len(layers.program)} nodes"
+        raise ValueError(f"the student runs {runs}, not the one its streams are compared by; edit it with that one")
+    landed = count(1)
+
+    def keep(_: nn.Module, __: Any, after: Tensor) -> None:
+        node = next(landed)
+        if node in nodes:
+            streams[node] = after
+
+    hook = layers.stream_tap.register_forward_hook(keep)
+    try:
+        yield streams
+    finally:
+        hook.remove()
+    if len(streams) < len(set(nodes)):
+        raise ValueError(
+            "the model's streams were not seen in its forward pass, as when it is compiled or replicated by "
+            "DataParallel; train without torch_compile and with one process for each device, or give hidden 0"
+        )
+
+
+def _check_kept_logits(kept: KeptLogits, distillation: Distillation) -> None:
+    for name in ("kept", "temperature"):
+        held, asked = getattr(kept.identity, name), getattr(distillation, name)
+        if held != asked:
+            raise ValueError(f"{kept.folder} was made with {name} {held}, not {asked}; make the logits again")

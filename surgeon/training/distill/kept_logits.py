@@ -1,0 +1,228 @@
+"""A teacher's largest log-probabilities on every training window, kept in a folder: the teacher is run once.
+
+Files of some windows each, safetensors, whole or not there, so that making them can be killed and goes on. Each says
+which teacher's they are, on which text: another's are refused. What is read is read window by window.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from surgeon.progress import progress
+from surgeon.provenance import FORMAT, whole_file
+from surgeon.training.distill.logits_loss import TopLogits, blocks
+
+_FILE_BYTES = 16 << 20  # no more is lost in a kill
+_MOST_WINDOWS = 128  # in a file
+_LOCK = ".lock"
+_NAMES = {
+    "format": "an older or a newer version's format",
+    "model_hash": "another teacher",
+    "dtype": "a teacher in another dtype",
+    "data": "another text",
+    "windows": "windows of another number",
+    "window": "windows of another size",
+    "kept": "another number of tokens",
+    "temperature": "another temperature",
+}
+
+
+@dataclass(frozen=True)
+class KeptIdentity:
+    """What kept logits depend on.
+
+    Attributes:
+        model_hash: of the teacher (`Checkpoint.model_hash`).
+        dtype: that it computes in.
+        data: digest of the training windows (`surgeon.quality.data.digest_of`).
+        windows: how many there are.
+        window: tokens in each.
+        kept: how many tokens of the vocabulary are kept for each.
+        temperature: that the logits were divided by.
+    """
+
+    model_hash: str
+    dtype: str
+    data: str
+    windows: int
+    window: int
+    kept: int
+    temperature: float
+
+    def __post_init__(self) -> None:
+        if self.kept < 1:
+            raise ValueError(f"at least 1 of the teacher's logits has to be kept for each token, not {self.kept}")
+
+    @property
+    def window_bytes(self) -> int:
+        """The room that a window takes: an id (int32) and a log-probability (float32) each, and what is left."""
+        return 4 * self.window * (2 * self.kept + 1)
+
+    @property
+    def files(self) -> list[range]:
+        """The windows of each file."""
+        at_once = max(1, min(_MOST_WINDOWS, _FILE_BYTES // self.window_bytes))
+        return [range(first, min(first + at_once, self.windows)) for first in range(0, self.windows, at_once)]
+
+    def metadata(self) -> dict[str, str]:
+        """As a file says it."""
+        return {"format": str(FORMAT), **{name: str(value) for name, value in vars(self).items()}}
+
+
+class KeptLogits:
+    """A folder of kept logits, all of which are there; made by `keep_logits`."""
+
+    def __init__(self, folder: Path, identity: KeptIdentity) -> None:
+        self.folder, self.identity = folder, identity
+        self.files = identity.files
+
+    def read(self, index: Tensor) -> TopLogits:
+        """Those of some windows, one after the other.
+
+        Args:
+            index: (windows,), which training windows.
+
+        Raises:
+            ValueError: if there is no such window.
+            OSError: if a file is gone or damaged.
+        """
+        rows = [self._window(int(window)) for window in index]
+        ids, log_p, rest = (torch.cat(each) for each in zip(*rows, strict=True))
+        return TopLogits(ids, log_p, rest)
+
+    def _window(self, window: int) -> tuple[Tensor, Tensor, Tensor]:
+        if not 0 <= window < self.identity.windows:
+            raise ValueError(
+                f"{self.folder} has logits of windows 0 to {self.identity.windows - 1}, not of window {window}"
+            )
+        windows = self.files[window // len(self.files[0])]
+        path = _path(self.folder, windows)
+        try:
+            with safe_open(path, "pt") as file:
+                row = window - windows.start
+                ids, log_p, rest = (file.get_slice(name)[row] for name in ("ids", "log_p", "rest"))
+        except (OSError, SafetensorError) as error:
+            raise OSError(f"{path} cannot be read any more ({error}); start again, and it is made again") from error
+        return ids, log_p, rest
+
+
+def keep_logits(
+    teacher: PreTrainedModel, ids: Tensor, folder: Path, identity: KeptIdentity, at_once: int = 1
+) -> KeptLogits:
+    """Run the teacher on every training window and keep its largest logits; goes on where it was killed.
+
+    Of several processes that call this at once, one makes them, and the others wait for it.
+
+    Args:
+        teacher: unedited; it is left in evaluation mode.
+        ids: (windows, tokens), all training windows.
+        folder: is made if it is not there.
+        at_once: windows that the teacher runs on at a time.
+
+    Raises:
+        ValueError: if the folder holds another teacher's, or those of another text or another number of them, or the
+            windows are not those that the identity tells of, or the teacher's logits are not finite.
+        OSError: if there is no room for them; what was made by then stays.
+    """
+    if tuple(ids.shape) != (identity.windows, identity.window):
+        raise ValueError(
+            f"kept logits of {identity.windows} windows of {identity.window} tokens cannot be made from "
+            f"{' x '.join(map(str, ids.shape))} tokens; give all training windows"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(not _is_whole(_path(folder, windows), identity) for windows in identity.files):
+        with _alone(folder):
+            missing = [windows for windows in identity.files if not _is_whole(_path(folder, windows), identity)]
+            if missing:  # or another process has made them meanwhile
+                _make(teacher, ids, folder, identity, missing, at_once)
+    return KeptLogits(folder, identity)
+
+
+def _make(
+    teacher: PreTrainedModel, ids: Tensor, folder: Path, identity: KeptIdentity, missing: list[range], at_once: int
+) -> None:
+    left = sum(map(len, missing))
+    teacher.eval()
+    with progress("the teacher's logits", identity.windows, "windows", identity.windows - left) as advance:
+        for windows in missing:
+            parts = []
+            for first in windows[::at_once]:
+                some = ids[first : min(first + at_once, windows.stop)]
+                parts.append(_top_of(teacher, some, identity, first))
+                advance(len(some))
+            tensors = {name: torch.cat([getattr(part, name) for part in parts]) for name in ("ids", "log_p", "rest")}
+            shaped = {name: tensor.unflatten(0, (len(windows), -1)) for name, tensor in tensors.items()}
+            _write(_path(folder, windows), shaped, identity)
+
+
+@torch.inference_mode()
+def _top_of(teacher: PreTrainedModel, ids: Tensor, identity: KeptIdentity, first: int) -> TopLogits:
+    """Of some windows, the first of which has this number."""
+    logits = teacher(input_ids=ids.to(teacher.device), use_cache=False).logits.flatten(0, 1)
+    parts = [TopLogits.of(logits[rows], identity.kept, identity.temperature) for rows in blocks(logits)]
+    found, log_p, rest = (torch.cat([getattr(part, name) for part in parts]).cpu() for name in ("ids", "log_p", "rest"))
+    if not log_p.isfinite().all():
+        row = int((~log_p.isfinite()).any(-1).nonzero()[0])
+        window = first + row // identity.window
+        raise ValueError(f"the teacher's logits are not finite in training window {window}; are its weights damaged?")
+    return TopLogits(found.int(), log_p, rest)
+
+
+def _write(path: Path, tensors: dict[str, Tensor], identity: KeptIdentity) -> None:
+    try:
+        with whole_file(path) as beside:
+            save_file(tensors, beside, metadata=identity.metadata())
+    except (OSError, SafetensorError) as error:
+        size = identity.windows * identity.window_bytes / 2**20
+        raise OSError(
+            f"the teacher's logits cannot be written to {path.parent} ({error}); they take {size:,.0f}MB in all: make "
+            f"room and start again, which goes on from here, or keep fewer than {identity.kept} for each token"
+        ) from error
+
+
+def _is_whole(path: Path, identity: KeptIdentity) -> bool:
+    """Whether a file is there; a damaged one is not.
+
+    Raises:
+        ValueError: if it is another teacher's, say.
+    """
+    if not path.is_file():
+        return False
+    try:
+        with safe_open(path, "pt") as file:
+            found = file.metadata() or {}
+    except (OSError, SafetensorError) as error:
+        warnings.warn(f"{path} is damaged ({error}); it is made again", stacklevel=2)
+        return False
+    for name, value in identity.metadata().items():
+        if found.get(name) != value:
+            raise ValueError(
+                f"{path.parent} holds logits of {_NAMES[name]} ({name} {found.get(name)}, not {value}); use another "
+                "folder, or remove this one"
+            )
+    return True
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """While no other process writes to a folder; what a killed one has left half-written is removed."""
+    with (folder / _LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for part in folder.glob(".*.part"):
+            part.unlink()
+        yield
+
+
+def _path(folder: Path, windows: range) -> Path:
+    return folder / f"windows-{windows.start:07}.safetensors"

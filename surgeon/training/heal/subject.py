@@ -1,0 +1,162 @@
+"""What is healed: an edited model, and the original that it is compared with and may learn from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from surgeon.analysis.factors.recipe_factors import make_recipe_factors
+from surgeon.checkpoint.describe import REPORT_FILE
+from surgeon.checkpoint.forms import form_of
+from surgeon.checkpoint.forms.fused import FUSED
+from surgeon.checkpoint.read import DEMO, read_json
+from surgeon.checkpoint.training import layers_by_recipe
+from surgeon.exports.in_memory import stored_layers_of
+from surgeon.exports.unfuse import unfused
+from surgeon.language.program import Program
+from surgeon.language.recipe import Recipe, parse_recipe
+from surgeon.models.edit import decoder_layers, edit, program_of
+from surgeon.models.edited_layers import EditedLayers
+from surgeon.opened import UnloadedModel, open_candidate
+
+
+@dataclass(frozen=True)
+class HealSubject:
+    """An edited model that has not been loaded yet, and its original.
+
+    Attributes:
+        edited: a recipe, a model with a program, or a checkpoint that was edited.
+        original: None where it is not known.
+        report: surgeon.json of an edited checkpoint.
+        published: the recipe that is healed, once its factors are made.
+    """
+
+    edited: UnloadedModel
+    original: UnloadedModel | None
+    report: dict[str, Any] | None = None
+    published: Recipe | None = None
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """The recipe that is healed, if it is one, with the text that its factors were made with."""
+        text = self.edited.recipe
+        return self.published or (None if text is None else parse_recipe(text, self.edited.name))
+
+    @property
+    def program(self) -> Program:
+        """What the edited model runs, in the numbers of the original's layers."""
+        return Program.parse(self.edited.runs if self.report is None else self.report["program"])
+
+    def with_factors(self, folder: Path) -> HealSubject:
+        """The same with the factors that its recipe has calibrated on a text, made in a folder.
+
+        Raises:
+            FileNotFoundError, ValueError, OSError: as `make_recipe_factors`.
+        """
+        recipe = self.recipe
+        if recipe is None:
+            return self
+        made = make_recipe_factors(recipe, self.edited.checkpoint, folder)
+        if made is None:
+            return self
+        edited = replace(self.edited, factors=made.found.source, factors_identity=made.identity)
+        return replace(self, edited=edited, published=made.published(recipe))
+
+    def student(self) -> PreTrainedModel:
+        """The edited model, on the CPU, its weights in 32 bits.
+
+        Raises:
+            NotProven: if it does not run the program that it is said to run.
+            ValueError: if a fused checkpoint's layers cannot be told apart any more.
+        """
+        if form_of(self.edited.checkpoint) is FUSED and self.edited.program is None:
+            model = unfused(self.edited.checkpoint)
+        else:
+            model = self.edited.load("cpu")
+        if not isinstance(decoder_layers(model), EditedLayers):
+            edit(model, program_of(model))
+        layers_by_recipe(self.program, stored_layers_of(model).program)  # before it is trained
+        model.float()
+        return model
+
+    @property
+    def loads_original(self) -> Callable[[], PreTrainedModel] | None:
+        """Loads the original, on the CPU, its weights in 32 bits; None where it is not known."""
+        original = self.original
+        return None if original is None else partial(_in_float32, original)
+
+    def identity(self) -> dict[str, Any]:
+        """What the edited model follows from, as JSON values."""
+        return {
+            "task": "heal",
+            "model": self.edited.checkpoint.model_hash(),
+            "program": self.edited.runs,
+            "original": None if self.original is None else self.original.checkpoint.model_hash(),
+            "factors": self.edited.factors_identity,
+        }
+
+
+def _in_float32(unloaded: UnloadedModel) -> PreTrainedModel:
+    model = unloaded.load("cpu")
+    model.float()
+    return model
+
+
+def open_heal_subject(name: str, program: str | None = None, teacher: str | None = None) -> HealSubject:
+    """Check what is to be healed; weights are read only for their hashes.
+
+    Args:
+        name: a recipe (.yaml), a model with a program of the user's, or an edited checkpoint.
+        program: to run in place of the model's own.
+        teacher: the original, where it is not the model that the recipe or the program is for.
+
+    Raises:
+        FileNotFoundError: if there is no such model or recipe.
+        ValueError: if it is damaged, unedited without a program, or the teacher is not what the checkpoint was made of.
+    """
+    edited = open_candidate(name, program)
+    if edited.program is not None:
+        unedited = replace(edited, name=edited.model, program=None, recipe=None)
+        return HealSubject(edited, unedited if teacher is None else _original(teacher, edited))
+    path = edited.checkpoint.folder / REPORT_FILE
+    report = read_json(path) if path.is_file() else None
+    if report is None and form_of(edited.checkpoint).shipped is not None:
+        raise ValueError(
+            f"{name} is edited, and has no {REPORT_FILE} that says of what; heal the recipe, or the model and --program"
+        )
+    if teacher is None and report is not None and _is_found_by_name(report["source"]["model"]):
+        return HealSubject(edited, _made_from(report, edited), report)
+    return HealSubject(edited, None if teacher is None else _original(teacher, edited), report)
+
+
+def _is_found_by_name(model: Any) -> bool:
+    """Whether a model can be opened by the name in a report, which says of a folder only the last part."""
+    return isinstance(model, str) and (model == DEMO or model.count("/") == 1)
+
+
+def _made_from(report: dict[str, Any], edited: UnloadedModel) -> UnloadedModel:
+    """The model that a checkpoint was made of."""
+    source = report["source"]
+    found = _original(source["model"], edited)
+    if source.get("model_hash") not in (None, found.checkpoint.model_hash()):
+        raise ValueError(
+            f"{edited.name} was made of {source['model']} with other weights than those that are found under this name "
+            f"now; give the original with --teacher"
+        )
+    return found
+
+
+def _original(name: str, edited: UnloadedModel) -> UnloadedModel:
+    found = open_candidate(name)
+    sizes = [int(each.config.vocab_size) for each in (found, edited)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"{name} has {sizes[0]:,} tokens and {edited.name} {sizes[1]:,}; a model is healed towards one of the same "
+            "vocabulary"
+        )
+    return found

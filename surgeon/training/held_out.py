@@ -1,0 +1,106 @@
+"""Quality on held-out text while a model is trained: perplexity, and divergence from the original."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from surgeon.models.families import family_of
+from surgeon.quality.data import Windows
+from surgeon.quality.head import OutputHead
+from surgeon.quality.summary import Values
+from surgeon.quality.text import Logits, TextQuality, text_quality, text_values
+
+
+class Measure(Protocol):
+    """What judges a model while it is trained."""
+
+    @property
+    def original(self) -> TextQuality | None:
+        """The original's own quality; None without one."""
+
+    def measure(self, model: nn.Module, step: int) -> TextQuality:
+        """The quality of a model as it is after so many steps, without dropout."""
+
+
+class HeldOutQuality:
+    """Windows of text with what the original predicts on them, kept as its normed stream and its output head.
+
+    The original itself need not stay in memory: its logits are the head on the stream.
+
+    Attributes:
+        original: the original's own quality; None without one.
+    """
+
+    def __init__(self, windows: Windows, original: PreTrainedModel | None) -> None:
+        self.ids = windows.ids
+        self._streams: dict[bytes, Tensor] = {}
+        self._head: OutputHead | None = None
+        self.original: TextQuality | None = None
+        if original is not None:
+            self._keep(original)
+            self.original = text_quality(self._logits, self.ids, shown=False)
+
+    def measure(self, model: nn.Module, step: int = 0) -> TextQuality:  # noqa: ARG002 - parts of models need it
+        """The quality of a model as it is, without dropout."""
+        return self.quality(model, logits_by(model))
+
+    def quality(self, model: nn.Module, logits: Logits) -> TextQuality:
+        """The same by logits that the model takes part in, asked for window by window in their order."""
+        with _evaluated(model):
+            return text_quality(logits, self.ids, self._reference, shown=False)
+
+    def values(self, model: nn.Module) -> tuple[Values, Values | None]:
+        """The same window by window, as `text_values` gives it."""
+        with _evaluated(model):
+            return text_values(logits_by(model), self.ids, self._reference, shown=False)
+
+    @property
+    def _reference(self) -> Logits | None:
+        return None if self._head is None else self._logits
+
+    @torch.inference_mode()
+    def _keep(self, original: PreTrainedModel) -> None:
+        self._head, found = OutputHead(original), list[Tensor]()
+        norm = original.get_submodule(family_of(original.config).final_norm)
+        hook = norm.register_forward_hook(lambda _module, _inputs, output: found.append(output))
+        try:
+            for window in self.ids.split(1):
+                original.base_model(input_ids=window.to(original.device), use_cache=False)
+                self._streams[window.numpy().tobytes()] = found.pop().cpu()
+        finally:
+            hook.remove()
+
+    def _logits(self, window: Tensor) -> Tensor:
+        """The original's, (1, tokens, vocabulary), on one of the windows, (1, tokens)."""
+        assert self._head is not None
+        stream = self._streams[window.numpy().tobytes()].to(self._head.weight.device)
+        return self._head.logits(stream[0])[None]
+
+
+@contextmanager
+def _evaluated(model: nn.Module) -> Iterator[None]:
+    """A model in evaluation mode; each of its modules is in its own again afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def logits_by(model: nn.Module) -> Logits:
+    """A model's own forward pass, whatever is wrapped around it."""
+    device = next(model.parameters()).device
+
+    def logits(ids: Tensor) -> Tensor:
+        found: Tensor = model(input_ids=ids.to(device), use_cache=False).logits
+        return found
+
+    return logits

@@ -1,0 +1,82 @@
+"""Codas averaged over the racks (block-wise local training): never, every so many steps, or after each one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import TrainerCallback, TrainerState, TrainingArguments
+
+from surgeon.training.racks.inbox import Inbox
+from surgeon.training.racks.items import ItemKey, ItemKind
+from surgeon.training.racks.outbox import Outbox
+
+NEVER, ALWAYS = "never", "always"
+
+
+def parse_averaging(text: str | int) -> int | None:
+    """After how many steps codas are averaged, from "never", a number, or "always"; None if they are not.
+
+    Raises:
+        ValueError: if it is none of these.
+    """
+    if text in (NEVER, ALWAYS):
+        return 1 if text == ALWAYS else None
+    steps = int(text) if str(text).isdecimal() else 0
+    if steps < 1:
+        raise ValueError(f"codas are averaged never, always, or every N steps with N from 1, not {text!r}")
+    return steps
+
+
+def mean_of(codas: list[Tensor]) -> Tensor:
+    """The mean of the racks' codas, (numbers,) each: summed in the order of the racks, so that all find the same."""
+    total = codas[0].clone()
+    for coda in codas[1:]:
+        total += coda
+    return total / len(codas)
+
+
+class CodaAveraging(TrainerCallback):
+    """Sets a rack's coda to the mean of all racks' codas, where it waits for the slowest.
+
+    The last rack's coda, the model's own end, takes part like any other. Each rack's optimiser keeps its own state.
+
+    Args:
+        parameters: of this rack's coda, by names that are the same in all racks.
+        every: steps.
+        me: this rack's number.
+        outbox: hands on this rack's.
+        others: ask the others for theirs, by rack.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], every: int, me: int, outbox: Outbox, others: Mapping[int, Inbox]
+    ) -> None:
+        self.parameters = [parameters[name] for name in sorted(parameters)]
+        self.every, self.me, self.outbox, self.others = every, me, outbox, others
+
+    @torch.no_grad()
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Before anything is measured or kept after this step."""
+        del args, control, kwargs
+        if state.global_step % self.every:
+            return
+        key = ItemKey(state.global_step, ItemKind.CODA)
+        own = torch.cat([one.detach().flatten().cpu() for one in self.parameters])
+        self.outbox.offer(key, own)
+        codas = {self.me: own} | {rack: inbox.ask(key) for rack, inbox in self.others.items()}
+        self._require_alike(codas)
+        begin, mean = 0, mean_of([codas[rack] for rack in sorted(codas)])
+        for one in self.parameters:
+            one.copy_(mean[begin : begin + one.numel()].view_as(one))
+            begin += one.numel()
+
+    def _require_alike(self, codas: Mapping[int, Tensor]) -> None:
+        for rack, coda in codas.items():
+            if coda.shape != codas[self.me].shape:
+                raise ValueError(
+                    f"rack {rack} has a coda of {coda.numel():,} numbers and rack {self.me} one of "
+                    f"{codas[self.me].numel():,}; codas of different shapes are not averaged: use average: never"
+                )

@@ -1,0 +1,124 @@
+"""Racks out of a whole model in memory, and a whole model out of racks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+
+from surgeon.checkpoint.training import layers_by_recipe
+from surgeon.language.program import Node, Program
+from surgeon.models.edit import edit, restore
+from surgeon.training.racks.model import RackModel
+from surgeon.training.racks.partition import Racks
+from surgeon.training.racks.stretch import build_stretch
+from surgeon.training.racks.tensors import (
+    ModelTensors,
+    config_for,
+    layers_in,
+    named_layers,
+    renumbered,
+    tensors_of,
+)
+
+
+def rack_of(whole: PreTrainedModel, racks: Racks, index: int, seed: int | None = None) -> RackModel:
+    """One rack of a model, with numbers of its own, so that the whole model is not needed any more.
+
+    A rack has its own layers, a coda's, a final norm and a head; the first one the embeddings, too. Where the whole
+    model's head is its embedding, every rack begins with a copy of that as its head.
+
+    Args:
+        whole: edited or not; it is left as it is.
+        racks: of its program, in the numbers of whichever layers that was edited from.
+        seed: of the random numbers that the coda begins with, as a new model would, but for a head that was the
+            embedding; None begins with copies of the model's last layers, norm and head.
+
+    Raises:
+        ValueError: if the model runs another program, or has tensors that no rack is to have.
+    """
+    found = tensors_of(whole)
+    layers_by_recipe(racks.program, found.program)
+    _require_known(found)
+    family, nodes = found.family, found.program.nodes
+    own, private = _part(nodes, racks.ranges[index].nodes), _part(nodes, racks.private(index))
+    tied, count = bool(found.config.tie_word_embeddings), len(layers_in(own))
+    coda = named_layers(family, [found.layers[source] for source in layers_in(private)], count)
+    tensors = named_layers(family, [found.layers[source] for source in layers_in(own)])
+    tensors |= found.outside(family.final_norm, family.head)
+    if seed is not None and index != racks.last:
+        coda = _random(found, layers_in(private), (seed << 20) + index + 1, count)
+        tensors |= {name: coda.pop(name) for name in found.outside(family.final_norm)}
+        head = {name: coda.pop(name) for name in found.outside(family.head)}
+        tensors |= {} if tied else head
+    tensors |= coda
+    if index == 0:
+        tensors |= found.outside(family.embedding, family.position_embedding)
+    config = config_for(found.config, [*layers_in(own), *layers_in(private)], tied and len(racks) == 1)
+    numbers = {name: one.clone(memory_format=torch.contiguous_format) for name, one in tensors.items()}
+    program = renumbered(own) + renumbered(private, count)
+    return RackModel(racks, index, build_stretch(config, program, numbers, index == 0, len(own)))
+
+
+def _part(nodes: tuple[Node, ...], which: range) -> tuple[Node, ...]:
+    return nodes[which.start : which.stop]
+
+
+def _random(found: ModelTensors, sources: list[int], seed: int, first: int) -> dict[str, Tensor]:
+    """The numbers that a new model of such layers begins with: its layers, numbered from `first`, its norm and head."""
+    family = found.family
+    config = config_for(found.config, sources or [0], tied=False)
+    dtype = next(iter(found.outside(family.final_norm).values())).dtype
+    with torch.random.fork_rng([]):
+        torch.manual_seed(seed)
+        model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        model = model_class._from_config(config, dtype=dtype)
+    fresh = tensors_of(model)
+    layers = named_layers(family, fresh.layers if sources else [], first)
+    return layers | fresh.outside(family.final_norm, family.head)
+
+
+def _require_known(found: ModelTensors) -> None:
+    family = found.family
+    known = found.outside(family.embedding, family.position_embedding, family.final_norm, family.head)
+    for name in found.others.keys() - known.keys():
+        raise ValueError(
+            f"{name} lies outside the layers, the embeddings, the final norm and the head; a model with such a tensor "
+            "is not cut into racks"
+        )
+    if not found.outside(family.final_norm):
+        raise ValueError("the model has no final norm, which every rack is to have; it is not cut into racks")
+
+
+def assemble(whole: PreTrainedModel, racks: Racks, trained: Sequence[RackModel]) -> PreTrainedModel:
+    """The whole model with the layers of its racks, the first one's embeddings, and the last one's norm and head.
+
+    Where there are several racks, an embedding that was also the head is so no more: both are stored from then on.
+
+    Args:
+        whole: that the racks were cut out of; it is left as it is.
+        trained: all racks in order; their numbers are shared with the result.
+
+    Returns:
+        A model in evaluation mode that runs the whole program.
+    """
+    found = tensors_of(whole)
+    family, nodes = found.family, found.program.nodes
+    tied = bool(found.config.tie_word_embeddings) and len(racks) == 1
+    layers = list(found.layers)
+    for rack in trained:
+        own = layers_in(_part(nodes, racks.ranges[rack.index].nodes))
+        for source, tensors in zip(own, rack.tensors().layers, strict=False):  # behind them are the coda's
+            layers[source] = tensors
+    first, last = trained[0].tensors(), trained[-1].tensors()
+    others = first.outside(family.embedding, family.position_embedding)
+    others |= last.outside(family.final_norm, family.head)
+    config = config_for(found.config, range(len(layers)), tied)
+    model = restore(build_stretch(config, found.program, others | named_layers(family, layers), embeds=True))
+    model.name_or_path = model.config._name_or_path = str(whole.name_or_path)
+    model.generation_config = whole.generation_config
+    dense = Program.dense(len(layers), family.steps_per_layer)
+    return model if found.program == dense else edit(model, found.program)

@@ -1,0 +1,200 @@
+"""Racks: a program cut by depth into stretches, each of which is trained by itself.
+
+A rack ends where all that ran before it has layers below the next rack's first one, and all that comes after has layers
+from there on, so that a range of layers says which stretch of the program a rack runs. No node is cut: not a step whose
+sublayers are of two racks, not a fork, not an average. A rack does not begin with a late step, which reads the stream
+as it was before the last step of the rack before, while what comes from there has that step in it.
+
+Every rack but the last has a coda of its own, made like the program's last layers; the last rack's coda are those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from surgeon.language.program import Node, Program, Step, Sublayer, steps_of
+from surgeon.language.recipe import parse_range
+
+_CUTS_SHOWN = 24
+
+
+@dataclass(frozen=True)
+class RackRange:
+    """One rack.
+
+    Attributes:
+        index: from 0, in the order in which the stream goes through them.
+        layers: in the numbers of the unedited model.
+        nodes: of the program.
+    """
+
+    index: int
+    layers: range
+    nodes: range
+
+    def __str__(self) -> str:
+        return f"{self.layers.start}:{self.layers.stop}"
+
+
+@dataclass(frozen=True)
+class Racks:
+    """A program cut into racks.
+
+    Attributes:
+        program: the whole of it.
+        ranges: the racks, in order.
+        depth: how many layers a coda has; with 0 it is a norm and a head only.
+        coda: the nodes of the program that codas are made like; the last rack has these themselves.
+    """
+
+    program: Program
+    ranges: tuple[RackRange, ...]
+    depth: int
+    coda: range
+
+    @classmethod
+    def parse(cls, texts: str | Sequence[str], program: Program, depth: int = 1) -> Racks:
+        """Racks from ranges of layers.
+
+        Args:
+            texts: "0:8,8:16" or ["0:8", "8:16"]; layers count from 0, and 0:8 are layers 0 to 7.
+            program: in the numbers of the unedited model's layers.
+            depth: layers of a coda.
+
+        Raises:
+            ValueError: if the ranges do not cover the program one after the other, one of them holds nothing, a node
+                is cut, a rack would begin with a late step, or the coda is deeper than the last rack.
+        """
+        ranges = [parse_range(text.strip()) for text in (texts.split(",") if isinstance(texts, str) else texts)]
+        _check_order(ranges, _end(program))
+        starts = [_node_at(program, layers.start, f"rack {layers.start}:{layers.stop}") for layers in ranges]
+        found = [
+            RackRange(index, layers, range(start, end))
+            for index, (layers, start, end) in enumerate(zip(ranges, starts, [*starts[1:], len(program)], strict=True))
+        ]
+        for rack in found:
+            if not rack.nodes:
+                raise ValueError(f"rack {rack} is empty: the program runs none of its layers; merge it with another")
+        return cls(program, tuple(found), depth, _coda(program, found[-1], depth))
+
+    def __len__(self) -> int:
+        return len(self.ranges)
+
+    @property
+    def texts(self) -> list[str]:
+        """The racks as `parse` reads them."""
+        return list(map(str, self.ranges))
+
+    @property
+    def ends(self) -> list[int]:
+        """After how many nodes of the program each rack ends."""
+        return [rack.nodes.stop for rack in self.ranges]
+
+    @property
+    def last(self) -> int:
+        """The last rack's index."""
+        return len(self.ranges) - 1
+
+    def private(self, index: int) -> range:
+        """The nodes that a rack's private coda is made like; none for the last rack, whose coda is the program's."""
+        return range(0) if index == self.last else self.coda
+
+
+def allowed_cuts(program: Program) -> list[int]:
+    """The layers, above 0, at which a rack may begin."""
+    return [layer for layer in range(1, _end(program)) if _begins(program, layer) is not None]
+
+
+def _end(program: Program) -> int:
+    """One more than the highest layer that a program runs."""
+    return 1 + max((layer for one in program.sublayers() for layer in one.layers), default=-1)
+
+
+def _check_order(ranges: list[range], end: int) -> None:
+    expected = 0
+    for layers in ranges:
+        if layers.start != expected:
+            what = "overlap" if layers.start < expected else "leave a gap"
+            raise ValueError(
+                f"racks {what}: {layers.start}:{layers.stop} begins at layer {layers.start}, and should at "
+                f"{expected}; racks follow each other from layer 0 to the end, as in 0:8,8:16"
+            )
+        expected = layers.stop
+    if expected < end:
+        raise ValueError(
+            f"the racks end before layer {expected}, and the program has layers up to {end - 1}; let the last one end "
+            f"at {end}"
+        )
+    if ranges[-1].start >= end:
+        raise ValueError(
+            f"rack {ranges[-1].start}:{expected} is empty: the program's layers are 0 to {end - 1}; leave it out"
+        )
+
+
+def _begins(program: Program, layer: int) -> int | None:
+    """The number of nodes before a rack that begins at this layer; None if none may."""
+    nodes = program.nodes
+    start = next((i for i, node in enumerate(nodes) if max(_layers(node)) >= layer), len(nodes))
+    if any(min(_layers(node)) < layer for node in nodes[start:]) or _is_late(nodes, start):
+        return None
+    return start
+
+
+def _node_at(program: Program, layer: int, what: str) -> int:
+    """The node with which a rack, or a coda, begins whose first layer is this.
+
+    Raises:
+        ValueError: naming what stands in its way, and where a rack may begin.
+    """
+    start = _begins(program, layer)
+    if start is not None:
+        return start
+    nodes = program.nodes
+    start = next(i for i, node in enumerate(nodes) if max(_layers(node)) >= layer)
+    cut = next((node for node in nodes[start:] if min(_layers(node)) < layer), None)
+    if cut is None:
+        reason = f"begin with the late step {nodes[start]}, which reads the stream before the last step ahead of it"
+    elif max(_layers(cut)) >= layer:
+        reason = f"cut through {cut}"
+    else:
+        reason = f"begin before {cut} has run, which comes after {nodes[start]}"
+    cuts = allowed_cuts(program)
+    shown = ", ".join(map(str, cuts[:_CUTS_SHOWN])) + (", ..." if len(cuts) > _CUTS_SHOWN else "")
+    raise ValueError(
+        f"{what} would {reason}; in this program "
+        + (f"racks and codas may begin at layer {shown}" if cuts else "no rack may begin anywhere but at layer 0")
+    )
+
+
+def _is_late(nodes: Sequence[Node], start: int) -> bool:
+    node = nodes[start] if start < len(nodes) else None
+    return start > 0 and isinstance(node, Step) and node.late
+
+
+def _coda(program: Program, last: RackRange, depth: int) -> range:
+    end = _end(program)
+    if depth < 0:
+        raise ValueError(f"a coda has at least 0 layers, not {depth}")
+    if depth > end:
+        raise ValueError(f"a coda of {_layers_text(depth)} is deeper than the model, which has {end}; use fewer")
+    if depth > end - last.layers.start:
+        raise ValueError(
+            f"a coda of {_layers_text(depth)} is deeper than the last rack, {last}, of whose last layers it is made; "
+            f"use at most {end - last.layers.start}, or a longer last rack"
+        )
+    if depth == 0:
+        return range(len(program), len(program))
+    return range(_node_at(program, end - depth, f"a coda of {_layers_text(depth)}"), len(program))
+
+
+def _layers(node: Node) -> list[int]:
+    return [layer for one in _sublayers((node,)) for layer in one.layers]
+
+
+def _sublayers(nodes: tuple[Node, ...]) -> Iterator[Sublayer]:
+    return (one for step in steps_of(nodes) for one in step.sublayers)
+
+
+def _layers_text(count: int) -> str:
+    return "1 layer" if count == 1 else f"{count} layers"

@@ -1,0 +1,115 @@
+"""What the processes of racks begin with, the commands that start them by hand, and what they leave."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from surgeon.checkpoint.read import read_json
+from surgeon.training.arguments import share_of_batch
+from surgeon.training.racks.averaging import NEVER
+from surgeon.training.racks.build import assemble, rack_of
+from surgeon.training.racks.distilled import teacher_of
+from surgeon.training.racks.files import open_rack, save_rack
+from surgeon.training.racks.in_turn import RACK_FILE, RacksTrained, rack_folder
+from surgeon.training.racks.partition import Racks
+from surgeon.training.racks.run_files import (
+    PLAN_FILE,
+    RESULT_FILE,
+    START,
+    ProcessOptions,
+    RacksPlan,
+    new_token,
+    start_file,
+    teacher_file,
+    write_texts,
+)
+from surgeon.training.racks.subject import RacksToTrain
+from surgeon.training.resume import open_run
+from surgeon.training.run import RunFigures
+from surgeon.training.settings import TrainSettings
+
+
+def prepare(asked: RacksToTrain, options: ProcessOptions | None = None) -> RacksPlan:
+    """Write what the racks' processes begin with, unless it is there; errors as of `train_in_processes`."""
+    racks, settings, folder = asked.racks, asked.settings, asked.folder
+    settings.steps_on(len(asked.texts.training.ids))
+    options = options or ProcessOptions()
+    _check_shares(settings, options.replicas)
+    if options.pace and len(options.pace) != len(racks):
+        raise ValueError(f"there are {len(racks)} racks, and the pace of {len(options.pace)} is given")
+    averaged = {"processes": True, "average": str(options.average), "replicas": options.replicas}
+    of_racks = asked.identity_of_racks() | averaged
+    open_run(folder, of_racks | asked.settings_and_text())
+    if (folder / PLAN_FILE).is_file():
+        plan = replace(RacksPlan.read(folder), options=options, device=asked.device)
+        plan.write(folder)
+        return plan
+    _write_racks(asked)
+    write_texts(folder, asked.texts)
+    plan = RacksPlan(len(racks), of_racks, settings, options, asked.device, new_token())
+    plan.write(folder)  # the last one: a run that has it is prepared
+    return plan
+
+
+def _write_racks(asked: RacksToTrain) -> None:
+    """Every rack as it begins, and its part of the original where it is distilled."""
+    racks, folder = asked.racks, asked.folder
+    (folder / START).mkdir(exist_ok=True)
+    for index in range(len(racks)):
+        save_rack(rack_of(asked.whole, racks, index, asked.seed), start_file(folder, index))
+    if asked.settings.distillation is not None:
+        assert asked.original is not None
+        teacher = asked.original()
+        for index in range(len(racks)):
+            save_rack(teacher_of(teacher, racks, index), teacher_file(folder, index))
+
+
+def _check_shares(settings: TrainSettings, replicas: int) -> None:
+    """Refuse a batch that the processes of a rack cannot share out, and weights that they would."""
+    sharded = next((name for name in ("fsdp", "deepspeed") if settings.arguments.get(name)), None)
+    if sharded is not None and replicas > 1:
+        raise ValueError(f"each process of a rack holds all its weights; leave {sharded} out, or cut more racks")
+    windows = share_of_batch(settings, replicas)
+    if settings.batch % (windows * replicas):
+        raise ValueError(
+            f"{replicas} processes of {windows} windows each do not divide a batch of {settings.batch}; change the "
+            "batch or the micro-batch"
+        )
+
+
+def gather(whole: PreTrainedModel, racks: Racks, folder: Path) -> RacksTrained:
+    """What came of the racks of a run that is done.
+
+    Raises:
+        FileNotFoundError: if one is not.
+        ValueError: if a file is damaged.
+    """
+    folders = [rack_folder(folder, index) for index in range(len(racks))]
+    found = [open_rack(each / RACK_FILE) for each in folders]
+    results = tuple(RunFigures.from_json(read_json(each / RESULT_FILE)) for each in folders)
+    return RacksTrained(assemble(whole, racks, found), tuple(rack.coda() for rack in found[:-1]), results)
+
+
+def commands_by_hand(folder: Path, racks: int) -> list[str]:
+    """How the racks of a run that was prepared are started by hand; none where all are done.
+
+    Where several processes share a rack, they take the ports from the one that is given on.
+    """
+    if all((rack_folder(folder, index) / RESULT_FILE).is_file() for index in range(racks)):
+        return []
+    options, hosts = RacksPlan.read(folder).options, [f"HOST{index}:PORT{index}" for index in range(racks)]
+    averaged, replicas = options.average != NEVER, options.replicas
+    python = "python" if replicas == 1 else f"torchrun --standalone --nproc-per-node {replicas}"
+    peers = [range(racks) if averaged else range(max(0, index - 1), index) for index in range(racks)]
+    return [
+        " ".join(
+            [
+                *(python, "-m surgeon.training.racks.process", str(folder), str(index), "--listen", hosts[index]),
+                *(f"--peer {peer}={hosts[peer]}" for peer in peers[index] if peer != index),
+            ]
+        )
+        for index in range(racks)
+    ]

@@ -1,0 +1,178 @@
+"""One rack's process: `python -m surgeon.training.racks.process RUN RACK`.
+
+The supervisor starts one for each rack, and again where one is killed. By hand, on several machines: a copy of RUN as
+it was prepared (racks.json, texts.safetensors, start/) lies on each of them, and for rack 1 of three, say,
+
+    python -m surgeon.training.racks.process RUN 1 --listen 10.0.0.2:4000 --peer 0=10.0.0.1:4000 --peer 2=10.0.0.3:4000
+
+where only the rack before is needed if codas are never averaged. Killed, the same command goes on. When all are done,
+and every RUN/rack-R is back in RUN, the command that prepared it gathers the result.
+
+Where several processes share a rack's batches, torchrun starts them, with the same arguments:
+
+    torchrun --standalone --nproc-per-node 2 -m surgeon.training.racks.process RUN 1 --listen 10.0.0.2:4000 ...
+
+They listen at this port and those after it, and the first one talks with the first ones of other racks, the second one
+with the second ones, ...: each of them hands on, and takes, its own windows' streams. They know each other as
+torchrun has it (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), and see one folder RUN.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from accelerate import PartialState
+from transformers import TrainerCallback
+
+from surgeon.errors import first_line
+from surgeon.provenance import write_json
+from surgeon.training.checkpoints import OTHERS_ENDED, others_have_ended
+from surgeon.training.held_out import HeldOutQuality
+from surgeon.training.racks.averaging import CodaAveraging, parse_averaging
+from surgeon.training.racks.channels import ChannelSink, ChannelSource
+from surgeon.training.racks.files import open_rack, save_rack
+from surgeon.training.racks.in_turn import RACK_FILE, rack_folder
+from surgeon.training.racks.meeting import Address, Meeting, RackKeeper, RackPlace
+from surgeon.training.racks.model import RackModel
+from surgeon.training.racks.pace import PacedLoss
+from surgeon.training.racks.run_files import RESULT_FILE, RacksPlan, read_texts, start_file, teacher_file
+from surgeon.training.racks.task import own_settings, rack_task
+from surgeon.training.run import TrainingTask, train
+
+FAILED = 1
+# One of a rack's processes waits for the others as long as these wait for other racks; one that ends is seen at once.
+_PATIENCE = timedelta(days=1)
+
+
+def run_rack(run: Path, index: int, place: RackPlace | None = None) -> None:
+    """Train one rack, or go on with it, until it is done and nobody needs anything of it any more.
+
+    Where several processes share it, each of them calls this.
+
+    Raises:
+        FileNotFoundError: if the run was not prepared.
+        ValueError, OSError: as `train`; and if another rack is gone for good, a disk is full, or a port is taken.
+    """
+    plan, folder, place = RacksPlan.read(run), rack_folder(run, index), place or RackPlace()
+    if not 0 <= index < plan.racks:
+        raise ValueError(f"{run} has racks 0 to {plan.racks - 1}, and no rack {index}")
+    _check_processes(plan)
+    meeting = Meeting(run, index, plan, place)
+    with ExitStack() as stack:
+        stack.callback(meeting.close)
+        if not (folder / RESULT_FILE).is_file():
+            _train_rack(meeting)
+        meeting.finish()
+
+
+def _check_processes(plan: RacksPlan) -> None:
+    wanted, there = plan.options.replicas, int(os.environ.get("WORLD_SIZE", "1"))
+    if there != wanted:
+        how = "without torchrun" if wanted == 1 else f"with torchrun --standalone --nproc-per-node {wanted}"
+        raise ValueError(f"a rack of this run has {wanted} processes, and this one has {there}; start it {how}")
+
+
+def _train_rack(meeting: Meeting) -> None:
+    run, index, plan = meeting.run, meeting.index, meeting.plan
+    processes = PartialState(cpu=plan.device == "cpu", timeout=_PATIENCE)
+    folder, texts = rack_folder(run, index), read_texts(run)
+    rack = open_rack(start_file(run, index))
+    task = _task(meeting, rack, HeldOutQuality(texts.held_out, None))
+    identity = plan.identity | {"task": "rack", "rack": index}
+    settings = own_settings(plan.settings)
+    found = train(rack.model, texts, settings, folder, identity=identity, device=plan.device, task=task)
+    if found is not None:
+        rack.model = found.model.cpu()
+        save_rack(rack, folder / RACK_FILE)
+        write_json(folder / RESULT_FILE, found.figures.to_json())  # the last one: a rack that has it is done
+    # Whoever comes back would ask again for what a rack that is not done may need: so none says that it needs no more.
+    processes.wait_for_everyone()
+
+
+def _task(meeting: Meeting, rack: RackModel, held_out: HeldOutQuality) -> TrainingTask:
+    """What a rack is trained by: its streams over channels, and the callbacks that go with them."""
+    settings, options = meeting.plan.settings, meeting.plan.options
+    source = None if meeting.before is None else ChannelSource(meeting.before, settings.batch)
+    sink = None if rack.is_last else ChannelSink(meeting.outbox, settings.batch)
+    distilled = settings.distillation
+    teacher = None if distilled is None else open_rack(teacher_file(meeting.run, meeting.index))
+    task = rack_task(rack, held_out, source, sink, teacher, distilled)
+    callbacks: list[TrainerCallback] = [RackKeeper(meeting)]
+    if meeting.codas:
+        every = parse_averaging(options.average)
+        assert every is not None
+        averaging = CodaAveraging(rack.coda_parameters(), every, meeting.index, meeting.outbox, meeting.codas)
+        callbacks.insert(0, averaging)
+    if options.pace:
+        assert task.towards is not None
+        task = replace(task, towards=PacedLoss(task.towards, options.pace[meeting.index], meeting.timeline))
+    return replace(task, callbacks=callbacks)
+
+
+def end_with(lifeline: int) -> None:
+    """End this process when the other end of a pipe is closed: when the supervisor has gone, however it ended."""
+
+    def watch() -> None:
+        os.read(lifeline, 1)
+        os._exit(FAILED)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _address(text: str) -> Address:
+    host, colon, port = text.rpartition(":")
+    if not colon or not port.isdecimal() or int(port) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no address; write it as HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+def _peer(text: str) -> tuple[int, Address]:
+    rack, equals, address = text.partition("=")
+    if not equals or not rack.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} does not say which rack; write it as RACK=HOST:PORT")
+    return int(rack), _address(address)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Be a rack, as the command line says."""
+    parser = argparse.ArgumentParser(
+        prog="python -m surgeon.training.racks.process", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run that was prepared")
+    parser.add_argument("rack", type=int, metavar="RACK", help="which rack, from 0")
+    parser.add_argument("--listen", type=_address, default=("127.0.0.1", 0), metavar="HOST:PORT")
+    parser.add_argument("--peer", type=_peer, action="append", default=[], metavar="RACK=HOST:PORT")
+    parser.add_argument("--lifeline", type=int, help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    if given.lifeline is not None:
+        end_with(given.lifeline)
+    if "OMP_NUM_THREADS" in os.environ:
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    replica = int(os.environ.get("RANK", "0"))
+    try:
+        run_rack(given.run, given.rack, RackPlace.of_replica(replica, given.listen, dict(given.peer)))
+    except (ValueError, OSError) as error:
+        _fail(given.rack, first_line(error))
+    except RuntimeError as error:
+        if not others_have_ended(error):
+            raise
+        _fail(given.rack, OTHERS_ENDED)
+
+
+def _fail(rack: int, said: str) -> NoReturn:
+    print(f"error: rack {rack}: {said}", file=sys.stderr, flush=True)
+    os._exit(FAILED)  # threads may still wait for other racks
+
+
+if __name__ == "__main__":
+    main()

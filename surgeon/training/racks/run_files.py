@@ -1,0 +1,168 @@
+"""The folder of a run of racks in processes of their own: all that a rack's process has to know, and what it leaves.
+
+RUN/racks.json            what is trained, and how: `RacksPlan`
+RUN/texts.safetensors     both texts, in windows
+RUN/start/rack-R.safetensors   the rack as it begins
+RUN/start/teacher-R.safetensors   its part of the original, where racks are distilled
+RUN/rack-R/               the rack's own run, as every run's folder: run.json, training.csv, held_out.csv, checkpoints
+RUN/rack-R/address.json   host, port, and process, while it runs
+RUN/rack-R/spool/         what it has handed on, until the others' checkpoints cover it
+RUN/rack-R/timeline.csv   what it did when (`traffic.Timeline`)
+RUN/rack-R/traffic.json   what went over its connections (`traffic.Traffic`)
+RUN/rack-R/log.txt        what it said
+RUN/rack-R/rack.safetensors, result.json   what came of it
+
+Where several processes share a rack's batches, replicas of it, RUN/rack-R/ is the run of all of them. What each has for
+itself (address.json, spool/, timeline.csv, traffic.json, log.txt) the first one has there, and the others have in
+RUN/rack-R/replica-1/, ...
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from surgeon.checkpoint.read import read_json
+from surgeon.provenance import whole_file, write_json
+from surgeon.quality.data import Windows, digest_of
+from surgeon.runtime.comm.link import Link
+from surgeon.training.racks.averaging import NEVER, parse_averaging
+from surgeon.training.racks.in_turn import rack_folder
+from surgeon.training.racks.pace import RackPace
+from surgeon.training.racks.wire import TOKEN_BYTES
+from surgeon.training.settings import TrainSettings
+from surgeon.training.texts import TrainTexts
+
+PLAN_FILE, TEXTS_FILE, ADDRESS_FILE = "racks.json", "texts.safetensors", "address.json"
+SPOOL, START = "spool", "start"
+LOG_FILE, RESULT_FILE = "log.txt", "result.json"
+
+
+@dataclass(frozen=True)
+class ProcessOptions:
+    """How racks in processes of their own go about it; none of it changes what comes of an average of never.
+
+    Attributes:
+        average: codas are averaged "never", every so many steps, or "always" (after each).
+        ahead: how many micro-batches a rack may be ahead of what the next one asks for.
+        link: emulated between all racks; they must be on one machine then.
+        pace: of each rack, to make some slower; empty for none.
+        away: seconds after which a rack that waits for another gives the run up.
+        threads: of each process; None for the cores shared out.
+        replicas: how many processes share each rack's batches. Each hands its windows' streams on to the one of the
+            same number in the next rack; the result is that of one process, up to rounding.
+    """
+
+    average: str | int = NEVER
+    ahead: int = 4
+    link: Link | None = None
+    pace: Sequence[RackPace] = ()
+    away: float = 600.0
+    threads: int | None = None
+    replicas: int = 1
+
+    def __post_init__(self) -> None:
+        parse_averaging(self.average)
+        if self.replicas < 1:
+            raise ValueError(f"a rack is at least 1 process, not {self.replicas}; give --rack-replicas 1 or more")
+        if self.ahead < 1:
+            raise ValueError(f"a rack must be allowed to be at least 1 micro-batch ahead of the next, not {self.ahead}")
+
+
+@dataclass(frozen=True)
+class RacksPlan:
+    """What all processes of a run know.
+
+    Attributes:
+        racks: how many there are.
+        identity: what each rack's run follows from, beside which it is, as JSON values.
+        settings: of each rack.
+        device: "cpu" or "cuda".
+        token: which only racks of this run have.
+    """
+
+    racks: int
+    identity: dict[str, Any]
+    settings: TrainSettings
+    options: ProcessOptions
+    device: str
+    token: str
+
+    def token_of(self, rack: int, replica: int) -> bytes:
+        """What those say that ask a process of a rack, so that none takes another for it that got its old port."""
+        return sha256(f"{self.token} {rack} {replica}".encode()).digest()[:TOKEN_BYTES]
+
+    def write(self, run: Path) -> None:
+        """Write it."""
+        options = asdict(self.options)
+        write_json(run / PLAN_FILE, {**_flat(self), "settings": self.settings.to_json(), "options": options})
+
+    @classmethod
+    def read(cls, run: Path) -> RacksPlan:
+        """What a run's folder says.
+
+        Raises:
+            FileNotFoundError: if it has no such file.
+            ValueError: if that is damaged.
+        """
+        said = read_json(run / PLAN_FILE)
+        try:
+            options = dict(said.pop("options"))
+            link = None if options["link"] is None else Link(**options["link"])
+            paces = tuple(RackPace(**pace) for pace in options["pace"])
+            settings = TrainSettings.from_json(said.pop("settings"))
+            return cls(settings=settings, options=ProcessOptions(**options | {"link": link, "pace": paces}), **said)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{run / PLAN_FILE} is damaged ({error}); remove {run} to begin the run again") from error
+
+
+def _flat(plan: RacksPlan) -> dict[str, Any]:
+    return {name: getattr(plan, name) for name in ("racks", "identity", "device", "token")}
+
+
+def new_token() -> str:
+    """Drawn for each run."""
+    return secrets.token_hex(TOKEN_BYTES)
+
+
+def replica_folder(run: Path, index: int, replica: int) -> Path:
+    """The folder of what one process of a rack has for itself."""
+    folder = rack_folder(run, index)
+    return folder / f"replica-{replica}" if replica else folder
+
+
+def start_file(run: Path, index: int) -> Path:
+    """A rack as it begins."""
+    return run / START / f"rack-{index}.safetensors"
+
+
+def teacher_file(run: Path, index: int) -> Path:
+    """Its part of the original."""
+    return run / START / f"teacher-{index}.safetensors"
+
+
+def write_texts(run: Path, texts: TrainTexts) -> None:
+    """Write both texts as tokens, whole or not at all."""
+    tensors = {"training": texts.training.ids.contiguous(), "held_out": texts.held_out.ids.contiguous()}
+    sources = {"training": texts.training.source, "held_out": texts.held_out.source}
+    with whole_file(run / TEXTS_FILE) as beside:
+        save_file(tensors, beside, metadata=sources)
+
+
+def read_texts(run: Path) -> TrainTexts:
+    """Both texts.
+
+    Raises:
+        FileNotFoundError: if they are not there.
+    """
+    with safe_open(run / TEXTS_FILE, framework="pt") as file:
+        sources = file.metadata()
+        ids = {name: file.get_tensor(name) for name in ("training", "held_out")}
+    return TrainTexts(*(Windows(ids[name], sources[name], digest_of(ids[name])) for name in ("training", "held_out")))

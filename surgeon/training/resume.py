@@ -1,0 +1,137 @@
+"""A run's folder: whose run it is, who works on it, where it goes on, and how it ends."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+
+from surgeon.checkpoint.read import read_json
+from surgeon.errors import shown
+from surgeon.provenance import write_json
+from surgeon.training.checkpoints import STATE_FILE, checkpoints_of, remove_checkpoint, remove_partial
+
+RECORD_FILE = "run.json"
+TEACHER_FOLDER = "teacher"
+
+
+def run_folder(output: Path) -> Path:
+    """The folder of the run that writes a checkpoint: beside it."""
+    return output.with_name(f"{output.name}.run")
+
+
+@contextmanager
+def alone(folder: Path, device: str) -> Iterator[None]:
+    """Keep other runs out of a folder, which is made if it is not there.
+
+    Of several processes of one run the first does. Where a file system has no locks, nobody is kept out.
+
+    Args:
+        device: "cpu" or "cuda"; where the processes compute.
+
+    Raises:
+        OSError: if another run is writing to it, or it cannot be written.
+    """
+    if not PartialState(cpu=device == "cpu").is_main_process:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        if _is_locked(handle):
+            raise OSError(f"another run is writing to {folder}; wait for it, or choose another -o")
+        yield
+    finally:
+        os.close(handle)
+
+
+def _is_locked(handle: int) -> bool:
+    """Whether somebody else has locked a folder; if not, it is locked now."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    return False
+
+
+def open_run(folder: Path, identity: dict[str, Any]) -> Path | None:
+    """Begin a run in a folder, or go on with the one there, of which what was half written is removed.
+
+    Args:
+        identity: what the run's weights depend on, as JSON values.
+
+    Returns:
+        The last checkpoint of the Trainer's; None where the run begins.
+
+    Raises:
+        ValueError: if the folder has a run of something else, naming the difference.
+        OSError: if it cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    record = folder / RECORD_FILE
+    identity = json.loads(json.dumps(identity))
+    if record.is_file():
+        _require_same(record, read_record(folder).get("identity"), identity)
+    remove_partial(folder)
+    newest = _newest(folder)
+    if newest is None:
+        write_json(record, {"identity": identity})
+    return newest
+
+
+def _newest(folder: Path) -> Path | None:
+    return next((path for path in reversed(checkpoints_of(folder).values()) if (path / STATE_FILE).is_file()), None)
+
+
+def _require_same(record: Path, before: Any, now: dict[str, Any]) -> None:
+    if before == now:
+        return
+    name, was, is_now = _difference("identity", before, now)
+    raise ValueError(
+        f"{record} is of another run: its {name.replace('_', ' ')} was {shown(was)}, and now it is {shown(is_now)}; "
+        f"choose another -o, or remove {record.parent}"
+    )
+
+
+def _difference(name: str, before: Any, now: Any) -> tuple[str, Any, Any]:
+    """The innermost value that differs: its name, what it was, and what it is now."""
+    if not (isinstance(before, dict) and isinstance(now, dict)):
+        return name, before, now
+    inner = next(key for key in [*now, *before] if now.get(key) != before.get(key))
+    return _difference(inner, before.get(inner), now.get(inner))
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """What a run's folder says of the run."""
+    return read_json(folder / RECORD_FILE)
+
+
+def add_to_record(folder: Path, record: dict[str, Any]) -> None:
+    """Add to what a run's folder says of the run, or replace what it says under the same names."""
+    write_json(folder / RECORD_FILE, read_record(folder) | record)
+
+
+def finish_run(folder: Path, record: dict[str, Any]) -> None:
+    """Complete the record of a run whose result is written, and remove its checkpoints and kept logits; tables stay.
+
+    Where it was killed in between, it may be called again.
+
+    Args:
+        record: what the run came to, as JSON values; added to what the record says already.
+
+    Raises:
+        OSError: if the folder cannot be written.
+    """
+    add_to_record(folder, record)
+    for checkpoint in checkpoints_of(folder).values():
+        remove_checkpoint(checkpoint)
+    if (folder / TEACHER_FOLDER).is_dir():
+        shutil.rmtree(folder / TEACHER_FOLDER)
+    remove_partial(folder)

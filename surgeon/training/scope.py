@@ -1,0 +1,146 @@
+"""Which parameters are trained: those of edited sublayers, all, or the norms'; or adapters on their matrices."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from difflib import SequenceMatcher
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from surgeon.language.program import Program, Sublayer, steps_of
+from surgeon.models.edit import decoder_layers
+from surgeon.models.edited_layers import EditedLayers
+
+
+def edited_sublayers(program: Program, dense: Program) -> frozenset[Sublayer]:
+    """The sublayers of a program that do not run where and as the unedited model runs them.
+
+    Where layers were only taken out, those are the ones of the layers before and after the gap: their input has
+    changed the most.
+    """
+    nodes, found = program.nodes, set[Sublayer]()
+    for tag, _, _, begin, end in SequenceMatcher(None, dense.nodes, nodes, autojunk=False).get_opcodes():
+        if tag == "equal":
+            continue
+        if begin < end:
+            found |= {one for step in steps_of(nodes[begin:end]) for one in step.sublayers}
+        else:
+            beside = {one.layers for step in steps_of(nodes[max(0, begin - 1) : begin + 1]) for one in step.sublayers}
+            found |= {one for one in program.sublayers() if one.layers in beside}
+    return frozenset(found)
+
+
+def edited_in(model: PreTrainedModel, program: Program) -> frozenset[Sublayer]:
+    """The sublayers of an edited model that its edit has touched.
+
+    Args:
+        program: the model's, in the numbers of the original's layers: what of it is stored may have others.
+
+    Raises:
+        ValueError: if the model runs another one, or an unedited one.
+    """
+    layers = decoder_layers(model)
+    assert isinstance(layers, EditedLayers)
+    own = list(layers.program.sublayers())
+    count = max(len(layers.original[0]), *(1 + layer for one in program.sublayers() for layer in one.layers))
+    touched = edited_sublayers(program, Program.dense(count, layers.family.steps_per_layer))
+    if not touched:
+        raise ValueError(
+            "the scope edited: this model's program is the unedited one, so that no sublayer is edited; train all, or "
+            "give the recipe of the edit"
+        )
+    return frozenset(mine for mine, place in zip(own, program.sublayers(), strict=True) if place in touched)
+
+
+def choose_parameters(model: PreTrainedModel, scope: str, program: Program) -> None:
+    """Let a model's parameters be trained, or not.
+
+    Args:
+        model: edited.
+        scope: "edited", "all" or "norms".
+        program: as `edited_in` takes it.
+
+    Raises:
+        ValueError: if nothing is in scope.
+    """
+    chosen = {id(parameter) for module in _modules(model, scope, program) for parameter in module.parameters()}
+    for parameter in model.parameters():
+        parameter.requires_grad_(id(parameter) in chosen)
+
+
+def add_adapters(model: PreTrainedModel, scope: str, program: Program, rank: int) -> Any:
+    """The model with LoRA adapters (Hu et al. 2021, arXiv 2106.09685) on every matrix in scope; only they are trained.
+
+    Args:
+        rank: of the adapters; their output is scaled by 2, as is usual (alpha = 2 rank).
+
+    Returns:
+        A `peft.PeftModel`.
+
+    Raises:
+        ValueError: if no matrix is in scope.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    inside = {id(linear) for module in _modules(model, scope, program) for linear in _linears(module)}
+    linears = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+    # What slices share has one adapter at most, and none is simple: several would be merged into one matrix.
+    held = Counter(id(module.weight) for _, module in linears)
+    left = {id(model.get_output_embeddings().weight)} | {weight for weight, times in held.items() if times > 1}
+    names = [name for name, module in linears if id(module) in inside and id(module.weight) not in left]
+    if not names:
+        raise ValueError("there is no matrix for adapters; train all, or leave adapters (lora) out")
+    transposed = any(isinstance(model.get_submodule(name), Conv1D) for name in names)
+    config = LoraConfig(
+        r=rank, lora_alpha=2 * rank, target_modules=names, fan_in_fan_out=transposed, task_type="CAUSAL_LM"
+    )
+    with warnings.catch_warnings():
+        # peft asks transformers in words that the latter is about to lose.
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        # Of a model with both kinds of matrix, peft sees for itself which is which.
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to", UserWarning)
+        return get_peft_model(model, config)
+
+
+def _linears(module: nn.Module) -> Iterator[nn.Module]:
+    return (each for each in module.modules() if isinstance(each, nn.Linear | Conv1D))
+
+
+def _modules(model: PreTrainedModel, scope: str, program: Program) -> Iterator[nn.Module]:
+    """The modules whose parameters are in scope."""
+    layers = decoder_layers(model)
+    assert isinstance(layers, EditedLayers)
+    if scope == "all":
+        yield model
+    elif scope == "edited":
+        for sublayer in edited_in(model, program):
+            yield from sublayer_modules(layers, sublayer)
+    else:
+        yield model.get_submodule(layers.family.final_norm)
+        for sublayer in dict.fromkeys(layers.program.sublayers()):
+            spec, owner = layers.family.spec(sublayer.kind), layers.owner(sublayer)
+            norms = (spec.norm, spec.post_norm, *spec.head_norms)
+            yield from (owner.get_submodule(path) for path in norms if path is not None)
+
+
+def called_classes(model: PreTrainedModel) -> list[str]:
+    """The names of the classes of modules with parameters that a model's program calls, but for norms."""
+    layers = decoder_layers(model)
+    assert isinstance(layers, EditedLayers)
+    called = (
+        layers.owner(sublayer).get_submodule(path)
+        for sublayer in layers.program.sublayers()
+        for path in layers.family.spec(sublayer.kind).modules
+    )
+    return sorted({type(module).__name__ for module in called if any(True for _ in module.parameters())})
+
+
+def sublayer_modules(layers: EditedLayers, sublayer: Sublayer) -> Iterator[nn.Module]:
+    """The modules that compute one sublayer: its norm, and those called on the normed stream."""
+    spec, owner = layers.family.spec(sublayer.kind), layers.owner(sublayer)
+    return (owner.get_submodule(path) for path in (spec.norm, *spec.modules))

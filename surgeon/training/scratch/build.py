@@ -1,0 +1,269 @@
+"""From a configuration to a model with random weights: its architecture, its tokenizer, its program."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from surgeon.checkpoint.texts import open_tokenizer
+from surgeon.errors import did_you_mean, shown
+from surgeon.language.program import Program
+from surgeon.models.edit import check_layers, edit
+from surgeon.models.families import FAMILIES, Family, family_of
+from surgeon.training.racks.averaging import parse_averaging
+from surgeon.training.racks.partition import Racks
+from surgeon.training.racks.task import check_settings
+from surgeon.training.scratch.config import ScratchConfig, TracksSection
+from surgeon.training.scratch.tracks import narrow
+from surgeon.training.texts import TrainTexts, load_train_texts
+
+ALL_TOKENS = 1 << 50  # more than any text has
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+_SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+# Of a configuration, what says nothing of how a model begins or what it computes.
+_NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version", "architectures", "dtype", "use_cache")
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """A model that could be built, checked as far as that goes without weights.
+
+    Attributes:
+        config: what it follows from.
+        architecture: of the model before it runs its program; of native tracks, with all their narrow layers.
+        tokenizer: gives the vocabulary, and goes into the checkpoint.
+        parameters: how many numbers it has, before its program takes some of its sublayers apart or together.
+        racks: of its program, where it is trained rack by rack.
+    """
+
+    config: ScratchConfig
+    architecture: PreTrainedConfig
+    program: Program
+    tokenizer: Any
+    parameters: int
+    racks: Racks | None = None
+
+    @property
+    def family(self) -> Family:
+        return family_of(self.architecture)
+
+    def build(self) -> PreTrainedModel:
+        """The model in float32, with random weights that follow from the seed and the architecture alone.
+
+        Its layers are begun before they run as a program, so that all programs on an architecture begin alike.
+        """
+        torch.manual_seed(self.config.settings.seed)
+        return edit(_plain_model(self.architecture), self.program)
+
+    def texts(self) -> TrainTexts:
+        """The text to train on, as much as the steps go through, and held-out text.
+
+        Raises:
+            FileNotFoundError: if there is no such text.
+            ValueError: if it cannot be used, or is shorter than one batch.
+        """
+        config, settings = self.config, self.config.settings
+        in_epochs = settings.epochs is not None and settings.steps is None
+        needed = ALL_TOKENS if in_epochs else settings.steps_on(settings.batch) * settings.batch * config.window
+        texts = load_train_texts(
+            self.tokenizer,
+            config.data,
+            config.window,
+            config.tokens or needed,
+            config.eval_data,
+            config.eval_tokens,
+            config.separator,
+        )
+        try:
+            settings.steps_on(len(texts.training.ids))
+        except ValueError as error:
+            raise config.error(f"data: {error}", "data") from error
+        return texts
+
+    def identity(self) -> dict[str, Any]:
+        """What the model follows from beside its training, as JSON values."""
+        entries = {name: each for name, each in self.architecture.to_dict().items() if name not in _NOT_OF_THE_MODEL}
+        return {
+            "task": "train",
+            "model": entries,
+            "program": str(self.program),
+            "tokenizer": self.tokenizer_digest,
+        }
+
+    @cached_property
+    def tokenizer_digest(self) -> str:
+        """SHA-256 of what the tokenizer makes of texts: its rules where they can be written down, else its entries."""
+        rules = getattr(self.tokenizer, "backend_tokenizer", None)
+        text = json.dumps(self.tokenizer.get_vocab(), sort_keys=True) if rules is None else rules.to_str()
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def blueprint(config: ScratchConfig) -> Blueprint:
+    """Check a configuration as far as that goes without weights and text; the tokenizer is read.
+
+    Raises:
+        FileNotFoundError: if there is no such tokenizer.
+        ValueError: if the architecture is not supported or impossible, its vocabulary is too small for the tokenizer,
+            or the program does not fit it; with file and line.
+    """
+    tokenizer = _tokenizer(config)
+    architecture = _architecture(config, tokenizer)
+    if config.tracks is None:
+        program = _program(config, architecture)
+    else:
+        architecture, program = _tracks(config, config.tracks, architecture)
+    try:
+        with torch.device("meta"):
+            parameters = sum(each.numel() for each in _plain_model(architecture).parameters())
+    except Exception as error:  # whatever it trips over is a fault of the entries
+        raise config.error(f"model: it cannot be built: {_said(error)}", "model") from error
+    return Blueprint(config, architecture, program, tokenizer, parameters, _racks(config, program))
+
+
+def _racks(config: ScratchConfig, program: Program) -> Racks | None:
+    if config.racks is None:
+        return None
+    try:
+        racks = Racks.parse(config.racks.ranges, program, config.racks.coda)
+        if config.racks.replicas > 1 and not config.racks.processes:
+            raise ValueError("replicas are processes that share a rack; add processes: true, or leave them out")
+        if parse_averaging(config.racks.average) is not None and not config.racks.processes:
+            raise ValueError("average needs all racks at the same time; add processes: true, or leave it out")
+    except ValueError as error:
+        raise config.error(f"racks: {error}", "racks") from error
+    try:
+        check_settings(config.settings)
+    except ValueError as error:
+        raise config.error(f"training: {error}", "training") from error
+    return racks
+
+
+def _plain_model(architecture: PreTrainedConfig) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(architecture, dtype=torch.float32)
+    return model
+
+
+def _tokenizer(config: ScratchConfig) -> Any:
+    try:
+        return open_tokenizer(config.tokenizer)
+    except (OSError, ValueError) as error:
+        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
+        raise kind(str(config.error(f"tokenizer: {error}", "tokenizer"))) from error
+
+
+def _vocabulary(tokenizer: Any) -> int:
+    """How many entries an embedding needs for all ids that a tokenizer gives."""
+    return 1 + int(max(tokenizer.get_vocab().values()))
+
+
+def _program(config: ScratchConfig, architecture: PreTrainedConfig) -> Program:
+    if config.program is None:
+        for operation in config.operations:
+            if operation.parameters.get("method", "plain") != "plain":
+                raise ValueError(
+                    f"{config.source}:{operation.line}: {operation.name}: method {operation.parameters['method']} goes "
+                    "by what a trained model computes, and this one begins with random weights; use method: plain"
+                )
+        return config.recipe.program_for(architecture)
+    try:
+        check_layers(config.program, architecture.num_hidden_layers)
+    except ValueError as error:
+        raise config.error(f"program: {error}", "program") from error
+    return config.program
+
+
+def _tracks(config: ScratchConfig, wanted: TracksSection, dense: PreTrainedConfig) -> tuple[PreTrainedConfig, Program]:
+    try:
+        return narrow(dense, wanted.count, wanted.depth)
+    except ValueError as error:
+        raise config.error(f"tracks: {error}", "tracks") from error
+
+
+def _architecture(config: ScratchConfig, tokenizer: Any) -> PreTrainedConfig:
+    """The configuration of `transformers`, whose vocabulary and special tokens are the tokenizer's by default."""
+    given = dict(config.model)
+    model_type = given.pop("model_type", None)
+    if model_type is None:
+        raise config.error(
+            f"model: model_type is missing; write model_type: llama, or another of {', '.join(sorted(FAMILIES))}",
+            "model",
+        )
+    if model_type not in FAMILIES:
+        raise config.error(
+            f"model: model_type {shown(model_type)} is not supported; {did_you_mean(str(model_type), FAMILIES)}",
+            *("model", "model_type"),
+        )
+    made: Any = CONFIG_MAPPING[model_type]
+    _check_entries(config, made, given, FAMILIES[model_type])
+    defaults = {"vocab_size": _vocabulary(tokenizer)} | {name: getattr(tokenizer, name, None) for name in _SPECIAL}
+    found: PreTrainedConfig
+    try:
+        found = made(**(defaults | given))
+        family = family_of(found)
+    except Exception as error:  # whatever it trips over is a fault of the entries
+        said = _said(error)
+        named = max((name for name in given if name in said), key=len, default=None)
+        raise config.error(f"model: {said}", "model", *([named] if named else [])) from error
+    _check_sizes(config, found, family, tokenizer)
+    return found
+
+
+def _check_entries(config: ScratchConfig, made: Callable[[], Any], given: dict[str, Any], family: Family) -> None:
+    """Refuse sizes that are none, and entries that are unknown, which `transformers` would keep without a word."""
+    defaults = made()
+    known = [*defaults.to_dict(), *defaults.attribute_map]
+    for name, value in given.items():
+        if name not in known:
+            raise config.error(
+                f"model: {family.name} has no entry {shown(name)}; {did_you_mean(str(name), known)}", "model", name
+            )
+        own_name = defaults.attribute_map.get(name, name)
+        is_size = {name, own_name} & {*SIZES, family.intermediate}
+        if is_size and value is not None and (type(value) is not int or value < 1):
+            raise config.error(f"model: {name} must be a whole number above 0, not {shown(value)}", "model", name)
+
+
+def _check_sizes(config: ScratchConfig, found: PreTrainedConfig, family: Family, tokenizer: Any) -> None:
+    """Refuse sizes that do not fit each other, the tokenizer, or the text's windows."""
+    units, hidden = family.units(found), int(found.hidden_size)
+    heads, kv_heads = units["heads"], units["kv_heads"]
+    if config.model.get("head_dim") is None and hidden % heads:
+        raise config.error(
+            f"model: {heads} heads do not divide a width of {hidden}; make hidden_size a multiple of {heads}, such as "
+            f"{heads * max(1, round(hidden / heads))}, or give head_dim",
+            *("model", "num_attention_heads"),
+        )
+    if heads % kv_heads:
+        raise config.error(
+            f"model: {kv_heads} KV heads do not divide {heads} heads; use one of "
+            f"{', '.join(str(each) for each in range(1, heads + 1) if heads % each == 0)}",
+            *("model", "num_key_value_heads"),
+        )
+    if found.vocab_size < (needed := _vocabulary(tokenizer)):
+        raise config.error(
+            f"model: vocab_size {found.vocab_size:,} is too small for the tokenizer {config.tokenizer}, which has "
+            f"{needed:,} tokens; use at least that, or leave it out",
+            *("model", "vocab_size"),
+        )
+    positions = getattr(found, "max_position_embeddings", None)
+    if positions is not None and config.window > positions:
+        raise config.error(
+            f"window: {config.window} tokens are more than the model's {positions} positions; use a smaller window, or "
+            f"give the model max_position_embeddings: {config.window}",
+            "window",
+        )
+
+
+def _said(error: Exception) -> str:
+    """What an error says, in one line; those of strict configurations have it in their last one."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = re.sub(r"^\w+Error: ", "", lines[-1]) if lines else ""
+    return f"{type(error).__name__}: {said}" if isinstance(error, LookupError) or not said else said

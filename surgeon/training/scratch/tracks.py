@@ -1,0 +1,184 @@
+"""Native Parallel Track: of a dense model's configuration, that of n narrow transformers, and the program of both.
+
+Parallel Track Transformers, section 2.2, algorithm 1 and table 1. What the paper says: n tracks of L layers each begin
+with the same embedded text; after every D layers the streams of all tracks are reduced to one (L/D times instead of
+the 2L of tensor parallelism), and all of them go on from it; heads and KV heads are "evenly distributed across tracks"
+(of 64 and 8, each of 8 tracks has 8 and 1); each track "operates at a reduced dimensionality", and the whole is of the
+dense model's size. In surgeon that is a program like any other, over n x L stored layers that are all narrow: for each
+block a fork of n branches of D whole layers.
+
+What the paper leaves open, and how it is read here:
+
+- **The join.** Algorithm 1 says h = all-reduce(h_1, ..., h_n) of whole streams. Their plain sum would count what all
+  of them began with n times, n ** (L / D) times in the end. Here a join adds up what every track has added since the
+  last one, x + (h_1 - x) + ... + (h_n - x), as every fork does: the same all-reduce, and the stream itself counts once.
+- **The width** d_t of the tracks' streams: the dense model's over sqrt(n), since n matrices of d_t x d_t then have as
+  many numbers as one of d x d. The width of a head stays, where the architecture has one of its own; where all heads
+  fill the stream (GPT-2, OPT, GPT-Neo, GPT-NeoX), heads are wider by sqrt(n).
+- **The neurons**: as many as make the parameters of all layers together the dense model's, within 1% (of streams less
+  than about a hundred wide: as near as a single neuron of each track). Where a head keeps its width, n tracks have
+  fewer numbers in attentions (n x d_t x d / n), and so more in feed-forwards.
+- **The ends.** Embedding, learned positions, final norm and head are those of one model of width d_t, for all tracks,
+  so that they have a sqrt(n)-th of the dense model's parameters: of 128,256 tokens at 4,096, embedding and head come
+  down from 1,051M to 526M for n = 4, while the layers stay what they were. Whole models are equal in their layers
+  only; who compares them has to say so (`count_parameters` gives both apart).
+
+An architecture whose layers are one step (GPT-NeoX, attention beside MLP) has branches of D steps, and joins L/D times
+in place of the L times that it synchronises otherwise. With D = 1 its tracks meet as often as the dense model's ranks,
+and save only width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from surgeon.language.program import Fork, Program, layer_nodes
+from surgeon.models.families import Family, family_of
+
+WIDTH_STEP = 8  # widths of streams, or of heads that fill one, are multiples of it
+MOST_OFF = 0.005  # of the dense model's parameters, by which rounding neurons may miss them
+ROUND_NEURONS = (128, 64, 32, 16, 8, 4, 2)  # multiples that are kind to hardware and ranks, the kindest first
+
+
+class ParameterCount(NamedTuple):
+    """How many parameters a model has.
+
+    Attributes:
+        layers: of all its layers together.
+        ends: of embedding, learned positions, final norm and output head; a head that is the embedding counts once.
+    """
+
+    layers: int
+    ends: int
+
+
+def narrow(config: PreTrainedConfig, count: int, depth: int) -> tuple[PreTrainedConfig, Program]:
+    """A model of native tracks that has the layers' parameters of a dense one.
+
+    Args:
+        config: the dense model's, of any family.
+        count: how many tracks, n in the paper.
+        depth: how many layers a track runs between two joins, D in the paper. Where it does not divide the layers, the
+            last block is shorter: tracks have to meet at the end in any case.
+
+    Returns:
+        The configuration of the stored layers, all of them narrow, and the program over them. They are numbered block
+        by block, within a block track by track: of L layers, block b of track t has (b n + t) D to (b n + t) D + D - 1.
+
+    Raises:
+        ValueError: if `count` is below 2 or `depth` below 1, heads or KV heads do not divide by `count`, the model is
+            too small for so many tracks, or its configuration cannot be that of narrower layers.
+    """
+    family = family_of(config)
+    _check_counts(config, family, count, depth)
+    program, sources = track_program(int(config.num_hidden_layers), count, depth, family.steps_per_layer)
+    units = family.units(config)
+    entries = {"num_hidden_layers": len(sources), **family.per_layer_entries(config, sources)}
+    entries |= {"num_attention_heads": units["heads"] // count} | _widths(config, family, count)
+    if getattr(config, "num_key_value_heads", None) is not None:
+        entries["num_key_value_heads"] = units["kv_heads"] // count
+    neurons = _matching_neurons(config, family, entries, count)
+    return _changed(config, entries | {family.intermediate: neurons}), program
+
+
+def track_program(layers: int, count: int, depth: int, steps_per_layer: int = 2) -> tuple[Program, list[int]]:
+    """The program of tracks over narrow layers, and of each of these the number that it has in its own track."""
+    forks, sources = [], list[int]()
+    for start in range(0, layers, depth):
+        block = range(start, min(start + depth, layers))
+        branches = []
+        for _ in range(count):
+            stored = range(len(sources), len(sources) + len(block))
+            branches.append(tuple(node for layer in stored for node in layer_nodes(layer, steps_per_layer)))
+            sources += block
+        forks.append(Fork(tuple(branches)))
+    return Program(tuple(forks)), sources
+
+
+def count_parameters(config: PreTrainedConfig) -> ParameterCount:
+    """How many parameters a model with this configuration has; its layers have equally many each.
+
+    Raises:
+        ValueError: if there is no model of this configuration.
+    """
+    family = family_of(config)
+    model = _of_one_layer(config, family)
+    layer = _size(model.get_submodule(f"{family.layers}.0"))
+    return ParameterCount(layer * int(config.num_hidden_layers), _size(model) - layer)
+
+
+def _check_counts(config: PreTrainedConfig, family: Family, count: int, depth: int) -> None:
+    if count < 2:
+        raise ValueError(f"count must be at least 2 tracks, not {count}; a single track is the dense model")
+    if depth < 1:
+        raise ValueError(f"depth must be at least 1 layer, not {depth}")
+    heads, kv_heads = (family.units(config)[unit] for unit in ("heads", "kv_heads"))
+    if heads % count or kv_heads % count:
+        shared = math.gcd(heads, kv_heads)
+        fits = [str(number) for number in range(2, shared + 1) if shared % number == 0]
+        can = f"{' or '.join(fits)} tracks can" if fits else "no number of tracks can"
+        raise ValueError(f"{heads} heads and {kv_heads} KV heads do not divide among {count} tracks; {can}")
+
+
+def _widths(config: PreTrainedConfig, family: Family, count: int) -> dict[str, Any]:
+    """The entries that say how wide a track's stream is, and its heads."""
+    heads = family.units(config)["heads"] // count
+    # Some configurations want streams that heads divide, whatever the heads' own width.
+    step = heads * WIDTH_STEP if family.heads_fill_stream else math.lcm(heads, WIDTH_STEP)
+    width = step * max(1, round(config.hidden_size / math.sqrt(count) / step))
+    own = {} if family.heads_fill_stream else {"head_dim": family.head_dim(config)}
+    return {"hidden_size": width} | own | family.follow_width(config, width)
+
+
+def _matching_neurons(config: PreTrainedConfig, family: Family, entries: Mapping[str, Any], count: int) -> int:
+    """How many neurons a narrow layer needs, so that `count` of them have as many parameters as one of the dense model.
+
+    Parameters are counted, not derived: biases and norms differ from family to family.
+    """
+    wanted = _layer_size(config, family) / count
+    one, two = (_layer_size(_changed(config, {**entries, family.intermediate: n}), family) for n in (1, 2))
+    each = two - one
+    exact = (wanted - one) / each + 1
+    step = next((step for step in ROUND_NEURONS if step / 2 * each <= MOST_OFF * wanted), 1)
+    neurons = step * round(exact / step)
+    if neurons < 1:
+        raise ValueError(
+            f"a stream of {config.hidden_size} is too narrow for {count} tracks: their attentions alone have more "
+            f"parameters than the dense model's layers; use fewer tracks or a wider model"
+        )
+    return neurons
+
+
+def _changed(config: PreTrainedConfig, entries: Mapping[str, Any]) -> PreTrainedConfig:
+    """A configuration with other entries, checked as a whole."""
+    named = {config.attribute_map.get(key, key): value for key, value in entries.items()}
+    try:
+        changed: PreTrainedConfig = type(config).from_dict(config.to_dict() | named)
+    except Exception as error:  # whatever the architecture's own checks raise
+        raise ValueError(f"this {config.model_type} model has no narrow layers: {error}") from error
+    changed.name_or_path = ""  # no folder has such a model
+    return changed
+
+
+def _layer_size(config: PreTrainedConfig, family: Family) -> int:
+    return _size(_of_one_layer(config, family).get_submodule(f"{family.layers}.0"))
+
+
+def _of_one_layer(config: PreTrainedConfig, family: Family) -> PreTrainedModel:
+    """A model with the first of the layers only, which has shapes and no numbers."""
+    single = _changed(config, {"num_hidden_layers": 1, **family.per_layer_entries(config, [0])})
+    try:
+        with torch.device("meta"):  # which ties the head, too
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(single)
+    except Exception as error:  # whatever the architecture trips over
+        raise ValueError(f"there is no {config.model_type} model with such layers: {error}") from error
+    return model
+
+
+def _size(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

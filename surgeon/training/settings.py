@@ -1,0 +1,112 @@
+"""How a model is trained: what of it, towards what, for how long."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from surgeon.errors import did_you_mean
+from surgeon.training.distill.distiller import Distillation
+
+SCOPES = ("edited", "all", "norms")
+DEFAULT_STEPS = 1000
+LEARNING_RATE, LORA_LEARNING_RATE = 1e-4, 1e-3
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """What a training run does; it checks itself.
+
+    Attributes:
+        scope: which parameters are trained: those of the "edited" sublayers, "all", or "norms".
+        lora: the rank of adapters that are trained in place of the matrices in scope; None trains the matrices.
+        distillation: what is learned from the original; None learns the text alone.
+        steps: of the optimiser; None for as many as `epochs` takes.
+        epochs: how often the text is gone through; where `steps` is given, it rules.
+        batch: windows per step, over all processes and micro-batches.
+        micro_batch: windows per forward pass of one process; None for all that a process has of a batch.
+        learning_rate: at its highest; None for the default of what is trained.
+        schedule: as `transformers` names it: linear, cosine, constant, ...
+        warmup: steps in which the learning rate rises.
+        evaluate_every, save_every: steps between measurements on held-out text, and between checkpoints.
+        patience: how many measurements in a row may be no better than the best one before it; then the run ends, with
+            the best one's weights. None never ends early, and keeps the last weights.
+        arguments: further arguments of transformers' TrainingArguments.
+    """
+
+    scope: str = "edited"
+    lora: int | None = None
+    distillation: Distillation | None = None
+    steps: int | None = None
+    epochs: float | None = None
+    batch: int = 8
+    micro_batch: int | None = None
+    learning_rate: float | None = None
+    schedule: str = "linear"
+    warmup: int = 0
+    seed: int = 0
+    evaluate_every: int = 100
+    save_every: int = 100
+    patience: int | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.scope not in SCOPES:
+            raise ValueError(f"there is no scope {self.scope!r} to train; {did_you_mean(self.scope, SCOPES)}")
+        if self.lora is not None and self.scope == "norms":
+            raise ValueError("adapters (lora) are for matrices, and the scope norms trains none; leave one of them out")
+        for name in ("lora", "steps", "batch", "micro_batch", "evaluate_every", "save_every", "patience"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name.replace('_', ' ')} must be at least 1, not {value}")
+        if self.epochs is not None and not 0 < self.epochs < math.inf:
+            raise ValueError(f"epochs must be above 0, not {self.epochs}")
+        if self.warmup < 0:
+            raise ValueError(f"warmup must be at least 0 steps, not {self.warmup}")
+        if self.learning_rate is not None and not 0 < self.learning_rate < math.inf:
+            raise ValueError(f"learning rate must be above 0, not {self.learning_rate}")
+        if self.micro_batch is not None and self.batch % self.micro_batch:
+            raise ValueError(
+                f"a batch of {self.batch} windows is no multiple of a micro-batch of {self.micro_batch}; change one"
+            )
+
+    @property
+    def rate(self) -> float:
+        """The learning rate at its highest."""
+        if self.learning_rate is not None:
+            return self.learning_rate
+        return LEARNING_RATE if self.lora is None else LORA_LEARNING_RATE
+
+    def steps_on(self, windows: int) -> int:
+        """How many steps the run takes with this many windows of training text.
+
+        Raises:
+            ValueError: if they are fewer than one batch.
+        """
+        if windows < self.batch:
+            raise ValueError(
+                f"the training text has {windows} windows, fewer than one batch of {self.batch}; give more text, or a "
+                "smaller batch or window"
+            )
+        if self.steps is not None:
+            return self.steps
+        return DEFAULT_STEPS if self.epochs is None else max(1, round(self.epochs * windows / self.batch))
+
+    @property
+    def method(self) -> str:
+        """What is trained, and towards what, for people."""
+        what = {"edited": "edited sublayers", "all": "all weights", "norms": "norms"}[self.scope]
+        trained = what if self.lora is None else f"adapters of rank {self.lora} on {what}"
+        return trained if self.distillation is None else f"{trained}, distilled from the original"
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        return asdict(self) | {"arguments": dict(self.arguments), "learning_rate": self.rate}
+
+    @classmethod
+    def from_json(cls, said: Mapping[str, Any]) -> TrainSettings:
+        """The inverse of `to_json`."""
+        distilled = said["distillation"]
+        return cls(**{**said, "distillation": None if distilled is None else Distillation(**distilled)})

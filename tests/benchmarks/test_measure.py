@@ -1,0 +1,427 @@
+"""What is measured of passes on ranks, what they should take, variants and candidates by name, and traces."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from surgeon.benchmarks.candidates import Needs, open_candidates
+from surgeon.benchmarks.expected import expected_decode, expected_seconds
+from surgeon.benchmarks.measure import (
+    Candidate,
+    Load,
+    Measurement,
+    Result,
+    load_candidates,
+    measure,
+    run_once,
+    summarise,
+    trace,
+)
+from surgeon.benchmarks.timing import Exchange, PassTiming, RankRun
+from surgeon.benchmarks.trace import Wires, arrivals, chrome_trace, explain
+from surgeon.language.operations import ladder, pair, tracks
+from surgeon.language.program import Program, Step
+from surgeon.runtime.comm.collectives import Counts
+from surgeon.runtime.comm.link import Link
+from surgeon.runtime.worker.ranks import RankOptions, Ranks
+from tests.tiny_models import VOCABULARY, damage, tiny_model
+
+pytestmark = pytest.mark.alone  # what is measured here is compared
+
+DELAY = 0.005  # far longer than a step for one token, shorter than one for hundreds
+HIDDEN = 256
+MANY = Load(batch=8, prompt=100, new=2)
+DENSE = Program.dense(4)
+LADDER = "A0 F0 >A1 >F1 >A2 >F2 >A3 >F3"
+PROGRAMS = {
+    "dense": str(DENSE),
+    "ladder": LADDER,
+    "lp": "A0 F0 [A1 A2] [F1 F2] A3 F3",
+    "tracks": str(tracks(DENSE, range(0, 4), count=2, depth=2)),
+}
+NEW = 3
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bench") / "tiny"
+    tiny_model("llama", hidden_size=HIDDEN, intermediate_size=1024).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def candidates(checkpoint: Path) -> list[Candidate]:
+    needs = Needs(ranks=2, tokens=MANY.prompt + MANY.new, device="cpu")
+    plans = {name: needs.plan(checkpoint, program) for name, program in PROGRAMS.items()}
+    connected = [Candidate(name, plan) for name, plan in plans.items()]
+    return [*connected, Candidate("upper-bound", plans["dense"], connected=False)]
+
+
+@pytest.fixture(scope="module")
+def ranks(candidates: list[Candidate]) -> Iterator[Ranks]:
+    with Ranks(RankOptions(2, link=Link(DELAY))) as started:
+        load_candidates(started, candidates)
+        yield started
+
+
+@pytest.fixture(scope="module")
+def results(ranks: Ranks, candidates: list[Candidate]) -> dict[tuple[str, int], Result]:
+    found = measure(ranks, candidates, [Load(1, 3, NEW), Load(2, 5, NEW)], 2, lambda _: None)
+    return {(result.candidate.name, result.load.batch): result for result in found}
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_pass_sends_what_the_program_says_and_waits_for_it(
+    name: str, batch: int, results: dict[tuple[str, int], Result]
+) -> None:
+    result = results[name, batch]
+    program = Program.parse(PROGRAMS[name])
+    syncs, behind = program.sync_points(2), Program(program.nodes[program.attended :]).sync_points(2)
+    assert len(result.rounds) == 2
+    for one in result.rounds:
+        assert one.decode_pass is not None
+        for split, tokens in ((one.prefill_pass, batch * result.load.prompt), (one.decode_pass, batch)):
+            # Behind the last attention only each text's last token goes on.
+            assert split.layers == Counts(syncs, 0, ((syncs - behind) * tokens + behind * batch) * HIDDEN * 4)
+            assert (split.vocabulary.all_reduces, split.vocabulary.all_gathers) == (1, 1)
+            # A ladder lands two reductions in the time of one; nothing else can wait less than the link takes.
+            least = 3 if name == "ladder" else syncs
+            assert split.waiting > (least + 2) * DELAY * 0.5
+            assert split.compute > 0
+        assert one.first_token >= one.prefill
+        assert one.rate == pytest.approx(batch * NEW / (one.first_token + one.decode))
+        assert one.per_token == pytest.approx(one.decode / (NEW - 1))
+
+
+def test_programs_that_synchronise_less_or_later_are_faster(results: dict[tuple[str, int], Result]) -> None:
+    times = {name: min(one.per_token for one in results[name, 1].rounds) for name in (*PROGRAMS, "upper-bound")}
+    assert times["dense"] > 10 * DELAY
+    assert times["lp"] < times["dense"]
+    assert times["ladder"] < times["dense"]
+    assert times["tracks"] < times["lp"]
+    assert times["upper-bound"] < times["tracks"]
+
+
+def test_what_is_expected_of_a_known_link_happens(results: dict[tuple[str, int], Result]) -> None:
+    for (name, _), result in results.items():
+        if name != "upper-bound":
+            expected = expected_decode(Program.parse(PROGRAMS[name]), result.runs[-1], DELAY)
+            # Waiting for the other rank comes on top; a link never ends early; ranks may be interrupted in a step.
+            assert 0.9 * expected < result.rounds[-1].per_token
+
+
+def test_the_upper_bound_neither_sends_nor_waits(results: dict[tuple[str, int], Result]) -> None:
+    for one in results["upper-bound", 2].rounds:
+        assert one.decode_pass is not None
+        assert one.decode_pass.layers == one.decode_pass.vocabulary == Counts()
+        assert one.decode_pass.waiting == 0
+
+
+def test_one_new_token_has_no_decoding_passes(ranks: Ranks, candidates: list[Candidate]) -> None:
+    load = Load(1, 3, 1)
+    one = summarise(run_once(ranks, candidates[0], load, VOCABULARY), load, connected=True)
+    assert one.decode == 0
+    assert math.isnan(one.per_token)
+    assert one.decode_pass is None
+    assert one.rate == pytest.approx(1 / one.first_token)
+
+
+def passes(*seconds: tuple[float, float], decode: bool) -> list[PassTiming]:
+    """Passes of some duration each, of which some time is waited."""
+    counts = Counts()
+    return [PassTiming(decode, 1, 10.0, 10.0 + all_of_it, waits, [], counts, counts) for all_of_it, waits in seconds]
+
+
+def test_the_split_is_of_the_rank_that_waits_most() -> None:
+    prompts = [passes((3.0, 1.0), decode=False), passes((3.0, 2.0), decode=False)]
+    later = [passes((4.0, 3.0), (6.0, 5.0), decode=True), passes((4.0, 1.0), (6.0, 1.0), decode=True)]
+    runs = [RankRun(9.0, first + then) for first, then in zip(prompts, later, strict=True)]
+    one = summarise(runs, Load(2, 3, 3), connected=True)
+    assert (one.first_token, one.prefill, one.decode, one.per_token) == (4.0, 3.0, 10.0, 5.0)
+    assert one.rate == 6 / 14
+    assert (one.prefill_pass.rank, one.prefill_pass.waiting, one.prefill_pass.compute) == (1, 2.0, 1.0)
+    assert one.decode_pass is not None
+    assert (one.decode_pass.rank, one.decode_pass.waiting, one.decode_pass.compute) == (0, 4.0, 1.0)
+
+
+def test_of_ranks_that_do_not_wait_the_slowest_counts() -> None:
+    runs = [RankRun(9.0, passes((seconds, 0.0), decode=False)) for seconds in (1.0, 5.0, 2.0)]
+    one = summarise(runs, Load(1, 3, 1), connected=False)
+    assert (one.prefill, one.prefill_pass.rank) == (5.0, 1)
+
+
+# -- what passes should take --
+
+
+def expected(program: Program, compute: float, delay: float, ranks: int = 2) -> float:
+    steps = sum(1 for _ in program.nodes)
+    return expected_seconds(program, [[compute] * steps] * ranks, [0.0] * ranks, delay) - 2 * delay
+
+
+@pytest.mark.parametrize(("compute", "delay"), [(1.0, 0.0), (1.0, 0.5), (1.0, 1.0), (1.0, 3.0), (0.1, 7.0)])
+def test_expected_times_are_those_of_the_formulas(compute: float, delay: float) -> None:
+    layers = 40
+    dense = Program.dense(layers)
+    late, pairs = ladder(dense, range(0, layers)), pair(dense, range(0, layers))
+    assert expected(dense, compute, delay) == pytest.approx(2 * layers * (compute + delay))
+    assert expected(pairs, compute, delay) == pytest.approx(layers * (compute + delay))
+    period = max(compute, (compute + delay) / 2)
+    # At its ends a ladder has nothing to hide behind; that is worth one delay at most.
+    assert abs(expected(late, compute, delay) - 2 * layers * period) <= delay + compute
+
+
+def test_tracks_are_expected_to_wait_where_they_meet_only() -> None:
+    program = tracks(Program.dense(4), range(0, 4), count=2, depth=2)
+    steps = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
+    assert expected_seconds(program, [steps, steps], [9.0, 9.0], 0.5) == sum(steps) + 9.0 + (2 + 2) * 0.5
+
+
+def test_ranks_are_expected_to_wait_for_the_slowest() -> None:
+    uneven = [[1.0, 5.0, 1.0, 1.0], [4.0, 1.0, 1.0, 1.0]]
+    program = Program.dense(2)
+    assert expected_seconds(program, uneven, [0.0, 0.0], 0.0) == 4 + 5 + 1 + 1
+    whole = tracks(program, range(0, 2), count=2, depth=2)  # two tracks, which meet at the end
+    assert expected_seconds(whole, uneven, [0.0, 0.0], 0.0) == max(map(sum, uneven))
+    # A rank that comes late finds the other's part there, but its own is still on its way.
+    assert expected_seconds(Program.dense(1), [[1.0, 0.0], [3.0, 0.0]], [0.0, 0.0], 0.5) == 4 * 0.5 + 3
+
+
+def test_starting_a_collective_is_expected_to_hide_behind_nothing() -> None:
+    dense = Program.dense(4)
+    late, steps = ladder(dense, range(0, 4)), [[1.0] * 8] * 2
+    # Behind the link's delay there is room for it, behind the next step there is none.
+    assert expected_seconds(dense, steps, [0.0, 0.0], 0.5, [0.25, 0.25]) == 8 * 1.5 + 2 * 0.5
+    assert expected_seconds(late, steps, [0.0, 0.0], 0.5, [0.25, 0.25]) == 8 * 1.25 + 0.25 + 2 * 0.5
+
+
+@pytest.mark.parametrize(("compute", "delay", "line"), [(1.0, 0.5, 0.25), (1.0, 0.0, 4.0), (1.0, 0.5, 3.0)])
+def test_bytes_of_two_collectives_are_expected_behind_each_other(compute: float, delay: float, line: float) -> None:
+    """A ladder has two on their way: they share a delay, but not the line."""
+    layers, nothing = 40, [0.0, 0.0]
+    dense = Program.dense(layers)
+    late, steps = ladder(dense, range(0, layers)), [[compute] * 2 * layers] * 2
+    ends = 2 * (delay + line)
+    whole = 2 * layers * (compute + delay + line) + ends
+    assert expected_seconds(dense, steps, nothing, delay, line=line) == pytest.approx(whole)
+    period = max(compute, (compute + delay + line) / 2, line)
+    found = expected_seconds(late, steps, nothing, delay, line=line) - ends
+    assert abs(found - 2 * layers * period) <= delay + line + compute
+
+
+def test_one_rank_is_expected_to_compute_only() -> None:
+    assert expected_seconds(DENSE, [[1.0] * 8], [0.5], 100.0) == 8.5
+
+
+# -- candidates --
+
+
+@pytest.fixture
+def needs() -> Needs:
+    return Needs(ranks=2, tokens=16, device="cpu")
+
+
+def test_variants_by_name(checkpoint: Path, needs: Needs) -> None:
+    names = ["dense", "lp", "ladder", "ladder-over-lp", "fused", "tracks:1", "desync", "upper-bound"]
+    found = open_candidates(str(checkpoint), names, needs, program="A0 F0", layers=range(1, 3))
+    assert {one.name: one.plan.program for one in found} == {
+        "tiny": "A0 F0",
+        "dense": "A0 F0 A1 F1 A2 F2 A3 F3",
+        "lp": "A0 F0 [A1 A2] [F1 F2] A3 F3",
+        "ladder": "A0 F0 >A1 >F1 >A2 >F2 A3 F3",
+        "ladder-over-lp": "A0 F0 >[A1 A2] >[F1 F2] A3 F3",
+        "fused": "A0 F0 [A1 F1] [A2 F2] A3 F3",
+        "tracks:1": "A0 F0 {A1/2:0 F1/2:0 | A1/2:1 F1/2:1} {A2/2:0 F2/2:0 | A2/2:1 F2/2:1} A3 F3",
+        "desync": "A0 F0 {A1/2:0 F1/2:0 | A1/2:1 F1/2:1} {A2/2:0 F2/2:0 | A2/2:1 F2/2:1} A3 F3",
+        "upper-bound": "A0 F0",
+    }
+    assert [one.name for one in found if not one.connected] == ["upper-bound"]
+
+
+def test_caches_in_rank_space_are_for_those_that_can(checkpoint: Path, needs: Needs) -> None:
+    wanted = replace(needs, kv="lowrank")
+    found = open_candidates(str(checkpoint), ["A0@k3,v3 F0", "A0@k3 F0"], wanted)
+    assert [one.plan.kv for one in found] == ["auto", "lowrank", "auto"]
+    with pytest.raises(ValueError, match="no attention here has factors of both"):
+        open_candidates(str(checkpoint), ["A0@k3 F0"], wanted)
+
+
+def test_the_first_and_last_two_layers_stay_by_default(tmp_path: Path, needs: Needs) -> None:
+    tiny_model("gpt_neox", num_layers=6).save_pretrained(tmp_path / "neox")
+    lp = open_candidates(str(tmp_path / "neox"), ["lp"], needs)[1]
+    assert lp.plan.program == "[A0 F0] [A1 F1] [A2 F2 A3 F3] [A4 F4] [A5 F5]"
+
+
+def test_calibrated_factors_are_not_what_is_measured(checkpoint: Path, tmp_path: Path, needs: Needs) -> None:
+    recipe = tmp_path / "low.yaml"
+    low = 'lowrank: {layers: "0:1", keep: 0.5, method: whitened, calibration: {data: demo}}'
+    recipe.write_text(f"surgeon: 1\nmodel: {checkpoint}\noperations:\n  - {low}\n")
+    with pytest.warns(UserWarning, match="ranks run plain factors, not those that the recipe calibrates"):
+        (found,) = open_candidates(str(recipe), [], needs)
+    assert "@q" in found.plan.program
+
+
+def test_recipes_programs_and_checkpoints(checkpoint: Path, tmp_path: Path, needs: Needs) -> None:
+    recipe = tmp_path / "one-pair.yaml"
+    recipe.write_text(f'surgeon: 1\nmodel: {checkpoint}\noperations:\n  - pair: {{layers: "0:2"}}\n')
+    found = open_candidates(str(recipe), ["[A0 F0]", "{A0|F0}", ">A1 F1", str(checkpoint), str(recipe)], needs)
+    assert [(one.name, one.plan.program) for one in found] == [
+        ("one-pair", "[A0 A1] [F0 F1] A2 F2 A3 F3"),
+        ("[A0 F0]", "[A0 F0]"),
+        ("{A0|F0}", "{A0 | F0}"),
+        (">A1 F1", ">A1 F1"),
+        ("tiny", str(DENSE)),
+        ("one-pair (2)", "[A0 A1] [F0 F1] A2 F2 A3 F3"),
+    ]
+    recipe.write_text(f"{recipe.read_text()}weights: sha256:{'0' * 64}\n")
+    with pytest.raises(ValueError, match="one-pair.yaml:5: weights: the recipe was made for sha256:0"):
+        open_candidates(str(recipe), [], needs)
+
+
+@pytest.mark.parametrize(
+    ("named", "options", "message"),
+    [
+        ("lp", {}, "the model has 4 layers, and variants leave the first and last 2 alone; .*--layers 0:4"),
+        ("tracks:x", {"layers": range(1, 3)}, "tracks:x of layers 1:3: write how many layers a track has"),
+        ("ladder", {"layers": range(3, 9)}, "ladder of layers 3:9: layers 3:9 are out of range"),
+        ("A0 F9", {}, "F9 is out of range"),
+        ("A0 F", {}, "expected|cannot read"),
+        ("gone.yaml", {}, "there is no recipe gone.yaml"),
+        ("gone", {}, "there is no model folder gone"),
+    ],
+)
+def test_what_cannot_be_compared(
+    named: str, options: dict[str, Any], message: str, checkpoint: Path, needs: Needs
+) -> None:
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        open_candidates(str(checkpoint), [named], needs, **options)
+
+
+def test_slices_need_ranks(checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match="desync has a slice of the layers for each rank; use --tp 2 or more"):
+        open_candidates(str(checkpoint), ["desync"], Needs(1, 16, "cpu"), layers=range(1, 3))
+
+
+# -- traces --
+
+
+def spans(trace_file: dict[str, Any], process: str, category: str) -> list[tuple[str, float, float]]:
+    """Name (without what explains it), beginning and end of one process's events of one category, in order."""
+    events = trace_file["traceEvents"]
+    (number,) = [e["pid"] for e in events if e["name"] == "process_name" and e["args"]["name"] == process]
+    found = [e for e in events if e["ph"] == "X" and e["pid"] == number and e["cat"] == category]
+    names = [e["name"].partition(" (")[0] for e in found]
+    return sorted(
+        ((name, e["ts"], e["ts"] + e["dur"]) for name, e in zip(names, found, strict=True)), key=lambda span: span[1]
+    )
+
+
+@pytest.fixture(scope="module")
+def traced(ranks: Ranks, candidates: list[Candidate]) -> dict[str, Any]:
+    wanted = [one for one in candidates if one.name in ("dense", "ladder")]
+    return chrome_trace(trace(ranks, wanted, MANY, VOCABULARY), Wires(True, Link(DELAY)))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("name", ["dense", "ladder"])
+def test_a_ladders_reductions_are_in_flight_during_the_next_step(name: str, rank: int, traced: dict[str, Any]) -> None:
+    process = f"{name}, rank {rank}"
+    assert [span[0] for span in spans(traced, process, "pass")] == ["prefill", "decode"]
+    computed = spans(traced, process, "compute")
+    assert [span[0] for span in computed] == 2 * PROGRAMS[name].split()
+    reduced = [span for span in spans(traced, process, "communication") if "embedding" not in span[0]]
+    reduced = [span for span in reduced if "head" not in span[0]]
+    assert [span[0] for span in reduced] == [f"all-reduce {span[0]}" for span in computed]
+    during = [
+        (step.removeprefix("all-reduce "), following[0])
+        for (step, _, arrived), (_, following) in zip(reduced, pairwise(computed), strict=False)
+        if arrived > following[1]
+    ]
+    late = [(before, step) for before, step in pairwise(LADDER.split()) if step.startswith(">")]
+    if name == "dense":
+        assert not during
+    else:
+        assert set(during) <= set(late)
+        # With hundreds of tokens a step takes longer than the link; a busy machine may still come to one too late.
+        assert len([pair for pair in late if pair in during]) >= len(late) - 1
+
+
+def test_names_explain_themselves(traced: dict[str, Any]) -> None:
+    names: dict[str, list[str]] = {}
+    for event in traced["traceEvents"]:
+        if event["ph"] == "X":
+            names.setdefault(event["cat"], []).append(event["name"])
+    assert {"A0 (attention 0)", ">F3 (late: feed-forward 3)"} <= set(names["compute"])
+    assert {"all-reduce A0 (attention 0)", "all-reduce embedding", "all-gather head"} <= set(names["communication"])
+    assert "wait for all-reduce F0 (feed-forward 0)" in names["waiting"]
+    assert set(names["pass"]) == {"prefill (800 tokens)", "decode (8 tokens)"}
+    rows = {event["args"]["name"] for event in traced["traceEvents"] if event["name"] == "thread_name"}
+    assert rows == {"forward passes", "compute", "waiting for other ranks", "in flight 1", "in flight 2"}
+
+
+@pytest.mark.parametrize(
+    ("step", "name"),
+    [
+        ("[A1 A2]", "[A1 A2] (attention 1, attention 2)"),
+        (">[A1 F1]", ">[A1 F1] (late: attention 1, feed-forward 1)"),
+        ("F4~F5", "F4~F5 (feed-forward 4~5)"),
+        ("A4/8:0", "A4/8:0 (attention 4 slice 0 of 8)"),
+    ],
+)
+def test_names_of_steps(step: str, name: str) -> None:
+    (found,) = Program.parse(step).nodes
+    assert isinstance(found, Step)
+    assert explain(found) == name
+
+
+def test_rows_of_a_trace_do_not_overlap(traced: dict[str, Any]) -> None:
+    rows: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for event in traced["traceEvents"]:
+        if event["ph"] == "X":
+            rows.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+    assert len({tid for _, tid in rows}) == 5  # passes, compute, waiting, and two reductions of a ladder in flight
+    for row in rows.values():
+        assert all(end <= start + 1e-6 for (_, end), (start, _) in pairwise(sorted(row)))
+
+
+def exchange(began: float, started: float, ended: float, size: int = 100) -> Exchange:
+    return Exchange("A0", (0, 1), False, False, size, began, started, started, ended)
+
+
+def with_exchanges(*exchanges: Exchange) -> PassTiming:
+    return PassTiming(True, 1, 0.0, 9.0, 0.0, [], Counts(), Counts(), [], list(exchanges))
+
+
+def test_when_a_reduction_arrived() -> None:
+    everybody = [
+        with_exchanges(exchange(1.0, 1.1, 5.0), exchange(6.0, 6.1, 6.2)),
+        with_exchanges(exchange(2.0, 2.5, 2.6), exchange(6.0, 6.15, 8.0)),
+    ]
+    assert arrivals(0, everybody, Wires(shared=True)) == [2.5, 6.15]
+    assert arrivals(1, everybody, Wires(shared=True)) == [2.5, 6.15]
+    assert arrivals(0, everybody, Wires(shared=False)) == [5.0, 6.2]
+    # 100 bytes at 50 bytes a second are there 2 seconds after they were sent, and a second later through the link.
+    assert arrivals(0, everybody, Wires(True, Link(1.0, 50.0))) == [4.0, 6.2]
+
+
+def test_a_model_that_computes_no_numbers(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path / "broken")
+    damage(tmp_path / "broken", slice(None))
+    candidates = open_candidates(str(tmp_path / "broken"), [], Needs(ranks=1, tokens=8, device="cpu"))
+    with Ranks(RankOptions(1)) as ranks:
+        load_candidates(ranks, candidates)
+        with pytest.raises(ValueError, match="the logits of broken are not finite"):
+            measure(ranks, candidates, [Load(1, 4, 2)], 1, lambda _: None)
+
+
+def test_measurements_are_frozen(results: dict[tuple[str, int], Result]) -> None:
+    one: Measurement = results["dense", 1].rounds[0]
+    with pytest.raises(AttributeError):
+        one.rate = 0.0  # type: ignore[misc]

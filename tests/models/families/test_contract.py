@@ -1,0 +1,44 @@
+"""The contract every family keeps (surgeon/testing/families.py), on tiny random models with disturbed norms and biases.
+
+To test a new family, add its name to FAMILY_NAMES and, where its layout is new, its computation to tests/reference.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+from transformers import PreTrainedModel
+
+from surgeon.language.program import Program
+from surgeon.models.edit import edit
+from surgeon.models.families import FAMILIES
+from surgeon.testing import FamilyContract
+from surgeon.testing.families import order_of_attentions
+from surgeon.testing.sublayers import EDITS, LAYERS
+from tests.reference import Reference
+from tests.tiny_models import tiny_model
+
+FAMILY_NAMES = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "opt", "gpt2", "gpt_neo", "gpt_neox"]
+FAMILY_NAMES += ["smollm3", "granite"]
+
+
+class TestFamilies(FamilyContract):
+    @pytest.fixture(scope="class", params=FAMILY_NAMES)
+    def family_model(self, request: pytest.FixtureRequest) -> PreTrainedModel:
+        return tiny_model(request.param, num_layers=LAYERS)
+
+    def plain(self, model: PreTrainedModel) -> Reference:
+        return Reference(model)
+
+
+def test_every_family_is_under_contract() -> None:
+    assert set(FAMILY_NAMES) == set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", ["shuffle", "prune", "repeat", "lp"])
+def test_gpt_neos_other_list_of_layers_follows_too(name: str) -> None:
+    model = tiny_model("gpt_neo", num_layers=LAYERS)
+    before, order = model.config.to_dict(), order_of_attentions(model, name)
+    edit(model, EDITS[name][0](Program.dense(LAYERS)))
+    assert model.config.expand_attention_types_params(model.config.attention_types) == [
+        before["attention_layers"][k] for k in order
+    ]

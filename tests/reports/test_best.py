@@ -1,0 +1,57 @@
+"""The map of winners: its lines, its table and its picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from surgeon.cost.best import Choice, Extent
+from surgeon.reports.best import choice_table, describe_choices, describe_reaches, draw_choices
+
+DENSE: Any = object()  # only whether it is there is asked
+FOUND = [
+    Choice(2, 1, "fast", DENSE, {"lp": 1.5, "ladder": 1.2}),
+    Choice(2, 8, "fast", DENSE, {"lp": 1.0, "ladder": 1.01}),
+    Choice(2, 1, "slow", DENSE, {"lp": 1.5, "ladder": 1.9}),
+    Choice(2, 8, "slow", None, {}),
+]
+
+
+def test_lines_name_the_winner_and_what_it_wins() -> None:
+    text = describe_choices(FOUND)
+    assert text.splitlines() == [
+        "fast",
+        "ranks  batch 1  batch 8",
+        "2      lp 1.50    dense",
+        "",
+        "slow",
+        "ranks      batch 1  batch 8",
+        "2      ladder 1.90        -",
+    ]
+
+
+def test_lines_say_from_where_on_a_program_stops_paying() -> None:
+    found = [Extent("lp", "fast", 2, None, 8, False, 1.5), Extent("ladder", "fast", 2, None, None, False, 1.2)]
+    found += [Extent("lp", "fast", 4, None, None, True, 1.0), Extent("ladder", "fast", 4, 2, 8, False, 1.1)]
+    assert describe_reaches(found).splitlines() == [
+        "fast",
+        "batches  2 ranks          4 ranks",
+        "lp       below 8            never",
+        "ladder    always  from 2, below 8",
+    ]
+
+
+def test_the_table_has_every_programs_speedup() -> None:
+    table = choice_table(FOUND)
+    assert list(table["winner"]) == ["lp", "dense", "ladder", ""]
+    assert list(table["ladder_speedup"][:3]) == [1.2, 1.01, 1.9]
+    assert table["speedup"].isna().to_list() == [False, False, False, True]
+
+
+def test_the_picture_shows_winners_in_their_colours(tmp_path: Path) -> None:
+    picture = Image.open(draw_choices(FOUND, tmp_path / "best.png", "winners")).convert("RGB")
+    colours = {colour for _, colour in picture.getcolors(picture.width * picture.height) or []}
+    assert (0xD5, 0xDA, 0xDF) in colours  # nothing pays
+    assert len({colour for colour in colours if max(colour) - min(colour) > 40}) >= 2

@@ -1,0 +1,77 @@
+"""A whole search of a made-up model whose programs' damage is known: no weights, no text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from surgeon.cost.predict import Deployment
+from surgeon.cost.shapes import ModelShapes
+from surgeon.language.program import Program
+from surgeon.searches.edit import Edit
+from surgeon.searches.limits import SearchBudget, aspects_of, parse_limits
+from surgeon.searches.mixture import Mixture
+from surgeon.searches.objectives import aspects_to_price, parse_objectives
+from surgeon.searches.pricing import Pricing
+from surgeon.searches.question import Question, looked_along
+from surgeon.searches.search import Search
+from surgeon.searches.spaces import Searched, parse_spaces
+from surgeon.searches.terms import Terms
+from surgeon.searches.trial import MeasuredProgram, Trial
+from tests.tiny_models import tiny_model
+
+LAYERS, WINDOWS = 10, 4
+
+
+def damage(choice: Sequence[Edit]) -> float:
+    """Every edit costs something of its own, later layers less; two side by side cost more than their sum."""
+    alone = sum(
+        0.02 * (LAYERS - edit.first) * len(edit.layers) / (3 if edit.space == "ladder" else 1) for edit in choice
+    )
+    return alone + sum(0.03 for one, other in pairwise(sorted(choice)) if other.first == one.stop)
+
+
+class MadeUpEvaluator:
+    """Knows the damage of every choice by its program's text; remembers whom programs were raced against."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, float] = {}
+        self.raced: list[float | None] = []
+
+    def measure(
+        self, programs: Sequence[Program], best: MeasuredProgram | None = None
+    ) -> Mapping[Program, MeasuredProgram]:
+        self.raced.append(None if best is None else best.divergence)
+        return {program: self.measured(self.known[str(program)]) for program in programs}
+
+    def measured(self, value: float) -> MeasuredProgram:
+        windows = tuple(value * (1 + 0.1 * (number - 1.5)) for number in range(WINDOWS))
+        return MeasuredProgram(math.exp(2 + value), value, value, value, 100, tuple(2 + w for w in windows), windows)
+
+
+def search(spaces: str, budget: str | None, objectives: str = "divergence", trials: int = 30) -> tuple[Search, Any]:
+    shapes = ModelShapes.of("tiny", tiny_model("llama", num_layers=LAYERS).config)
+    mixture = Mixture(parse_spaces(spaces), Searched(shapes))
+    limits = () if budget is None else parse_limits(budget)
+    aims = parse_objectives(objectives)
+    along = looked_along(limits, aims)
+    aspects = (*aspects_of(limits), *aspects_to_price(aims), *([along] if along else []))
+    evaluator = MadeUpEvaluator()
+    pricing = Pricing(shapes, tuple(dict.fromkeys(aspects)), Deployment(2))
+    question = Question(mixture, SearchBudget(limits, pricing), aims, evaluator.measured(0.0))
+    alone = np.array([damage([edit]) for edit in mixture.edits])
+    made: Any = evaluator
+    return Search(question, Terms(alone, np.eye(len(alone))), made, trials), evaluator
+
+
+def run(searching: Search, evaluator: MadeUpEvaluator) -> list[Trial]:
+    trials: list[Trial] = []
+    while proposals := searching.propose(trials):
+        evaluator.known |= {proposal.key: damage(proposal.choice) for proposal in proposals}
+        measured = searching.measure(proposals, list(trials))
+        trials += [Trial(len(trials) + n, p, m) for n, (p, m) in enumerate(zip(proposals, measured, strict=True))]
+    return trials

@@ -1,0 +1,28 @@
+"""Every space keeps the contract, with every argument that it takes."""
+
+from __future__ import annotations
+
+import pytest
+
+from surgeon.searches.spaces import SPACES, Space, parse_spaces
+from surgeon.testing import SpaceContract
+
+WITH_ARGUMENTS = [
+    "pair:3",
+    "par:4",
+    "ladder:sublayers",
+    "ladder:ranges",
+    "drop:layers",
+    "drop:attention",
+    "drop:mlp",
+    "order:4",
+    "tracks:3",
+    "rank:0.9/0.3",
+]
+
+
+class TestSpaces(SpaceContract):
+    @pytest.fixture(params=[*SPACES, *WITH_ARGUMENTS])
+    def space(self, request: pytest.FixtureRequest) -> Space:
+        (space,) = parse_spaces(request.param)
+        return space

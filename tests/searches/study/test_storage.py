@@ -1,0 +1,202 @@
+"""Opening storages: what is there afterwards, what is refused and how, and that a killed process holds nobody up."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import OperationalError, ProgrammingError
+
+from surgeon.provenance import without_password
+from surgeon.searches.study import storage
+from surgeon.searches.study.storage import JournalLock, open_storage
+
+REFUSED = {
+    "mysql://me:secret@host/db": "'mysql://me:***@host/db' is no storage; known: postgresql, sqlite, journal",
+    "postgre://host/db": "did you mean 'postgresql'?",
+    "study.db": "is no storage",
+    "postgresql://me:secret@host:port/db": "'postgresql://me:***@host:port/db' is no address",
+    "sqlite://": "names no file",
+    "sqlite:///:memory:": "names no file",
+    "sqlite:///missing/study.db": "no folder missing to keep the study in",
+    "journal:": "lies in no folder",
+    "journal:missing/study.log": "lies in no folder",
+    "journal:.": "lies in no folder|is a folder",
+}
+
+
+@pytest.mark.parametrize(("address", "message"), REFUSED.items(), ids=REFUSED)
+def test_what_is_no_storage_is_refused(
+    address: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((ValueError, OSError), match=message.replace("*", "\\*").replace("?", "\\?")) as refused:
+        open_storage(address, tmp_path)
+    assert "secret" not in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_files_of_something_else_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "other"
+    path.write_text("this is a text, and longer than a hundred bytes: " * 3)
+    with pytest.raises(OSError, match="other cannot hold a study: file is not a database; use another file"):
+        open_storage(f"sqlite:///{path}", tmp_path)
+    before = path.read_text()
+    with pytest.raises(ValueError, match="other is no journal of a study; name another file"):
+        open_storage(f"journal:{path}", tmp_path)
+    assert path.read_text() == before
+    path.write_text('{"op_code":2}\n')
+    with pytest.raises(ValueError, match="other is damaged: .* name another file to begin anew"):
+        open_storage(f"journal:{path}", tmp_path)
+
+
+def test_a_database_of_a_newer_optuna_is_refused(tmp_path: Path) -> None:
+    address = f"sqlite:///{tmp_path}/study.db"
+    open_storage(address, tmp_path)
+    with sqlite3.connect(tmp_path / "study.db") as database:
+        database.execute("UPDATE alembic_version SET version_num = 'v99'")
+    with pytest.raises(ValueError, match="study.db: The runtime optuna version .* Please try updating optuna"):
+        open_storage(address, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["with {braces} and 50%", "with spaces", "ünïcode"])
+def test_folders_of_any_name(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / name
+    for address in (None, f"sqlite:///{folder}/study.db"):
+        optuna.create_study(storage=open_storage(address, folder).backend, study_name="a")
+        assert optuna.get_all_study_names(open_storage(address, folder).backend) == ["a"]
+    assert {path.name for path in folder.iterdir()} == {"study.log", "study.log.lock", "study.db"}
+
+
+def test_several_may_set_up_a_database_at_once(tmp_path: Path) -> None:
+    failed: list[BaseException] = []
+
+    def set_up() -> None:
+        try:
+            storage = open_storage(f"sqlite:///{tmp_path}/study.db", tmp_path).backend
+            optuna.create_study(storage=storage, study_name="a", load_if_exists=True)
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it fails the test
+            failed.append(error)
+
+    threads = [threading.Thread(target=set_up) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+
+
+@pytest.mark.parametrize("address", ["sqlite:///{}/study.db", "journal:{}/study.log"], ids=["sqlite", "journal"])
+def test_a_trial_is_taken_by_one_only(address: str, tmp_path: Path) -> None:
+    """Without transactions that lock from their beginning, several of these four take one trial of a SQLite file."""
+    name, trials = address.format(tmp_path) or None, 30
+    study = optuna.create_study(storage=open_storage(name, tmp_path).backend, study_name="a")
+    for _ in range(trials):
+        study.add_trial(optuna.trial.create_trial(state=TrialState.WAITING))
+    identifiers = [trial._trial_id for trial in study.get_trials()]
+    taken: list[int] = []
+    begin = threading.Barrier(4)
+
+    def take() -> None:
+        backend = open_storage(name, tmp_path).backend
+        begin.wait()
+        taken.extend(i for i in identifiers if backend.set_trial_state_values(i, TrialState.RUNNING))
+
+    threads = [threading.Thread(target=take) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(taken) == identifiers
+
+
+def test_a_process_killed_while_it_writes_a_journal_holds_nobody_up(tmp_path: Path) -> None:
+    path = tmp_path / "study.log"
+    study = optuna.create_study(storage=open_storage(f"journal:{path}", tmp_path).backend, study_name="a")
+    study.set_user_attr("before", 1)
+    reader, writer = multiprocessing.Pipe()
+    child = os.fork()
+    if child == 0:
+        JournalLock(path).acquire()
+        with path.open("a") as file:
+            file.write('{"op_code":2,"worker_id":"x","study_id":0,"user_at')
+            file.flush()
+            writer.send("written")
+            signal.pause()
+    assert reader.recv() == "written"
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    study.set_user_attr("after", 2)
+    again = optuna.load_study(storage=open_storage(f"journal:{path}", tmp_path).backend, study_name="a")
+    assert again.user_attrs == {"before": 1, "after": 2}
+
+
+# What psycopg 3.3 raised, by what was wrong (scripts/search/test_postgres has the database itself).
+SAID = {
+    'connection failed: connection to server at "127.0.0.1", port 5433 failed: FATAL:  database "db" does not exist': (
+        "no database 'db' at postgresql://me:\\*\\*\\*@host:5433/db; make it: createdb -h host -p 5433 -U me db"
+    ),
+    'connection failed: connection to server at "127.0.0.1", port 5433 failed: FATAL:  role "you" does not exist': (
+        "knows no user 'me'; make one"
+    ),
+    'connection failed: connection to server at "127.0.0.1", port 5433 failed: fe_sendauth: no password supplied': (
+        "asks for a password; put the right one into ~/.pgpass, or into PGPASSWORD"
+    ),
+    'connection failed: connection to server at "127.0.0.1", port 5433 failed: FATAL:  password authentication failed '
+    'for user "me"': "does not take the password of 'me'; put the right one",
+    'connection failed: connection to server at "127.0.0.1", port 9 failed: Connection refused\n\tIs the server '
+    "running on that host and accepting TCP/IP connections?": "db cannot be reached \\(Connection refused\\)",
+    "[Errno -2] Name or service not known": "cannot be reached .*Name or service not known",
+    "FATAL: secret": "cannot be reached \\(FATAL: \\*\\*\\*\\)",
+}
+
+
+@pytest.mark.parametrize(("said", "message"), SAID.items(), ids=range(len(SAID)))
+def test_a_server_that_refuses_is_explained(said: str, message: str) -> None:
+    url = make_url("postgresql+psycopg://me:secret@host:5433/db")
+    place = "postgresql://me:***@host:5433/db"
+    found = storage._explained(OperationalError("", None, Exception(said)), url, place)
+    with pytest.raises(OSError, match=message):
+        raise found
+    assert "secret" not in str(found)
+    assert "\n" not in str(found)
+
+
+def test_a_user_without_rights_is_told() -> None:
+    error = ProgrammingError("CREATE TABLE", None, Exception("permission denied for schema public\nLINE 2: CREATE"))
+    found = storage._explained(error, make_url("postgresql+psycopg://me@host/db"), "postgresql://me@host/db")
+    assert "does not let 'me' make tables (permission denied for schema public)" in str(found)
+
+
+def test_a_driver_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    with pytest.raises(
+        ImportError, match="driver of PostgreSQL \\(psycopg\\) is not installed; pip install 'surgeon\\[post"
+    ):
+        open_storage("postgresql://me@127.0.0.1:1/db", tmp_path)
+
+
+def test_passwords_are_stars() -> None:
+    assert without_password("a postgresql://me:p@ss/w@host:1/db b") == "a postgresql://me:***@host:1/db b"
+    assert (
+        without_password("postgresql://host:5432/db?password=abc&x=1") == "postgresql://host:5432/db?password=***&x=1"
+    )
+    assert without_password("postgresql://me@host/db demo:text@main") == "postgresql://me@host/db demo:text@main"
+    command = "import sys; from surgeon.provenance import command_line; print(command_line())"
+    shown = subprocess.run(
+        [sys.executable, "-c", command, "--storage=postgresql://me:secret@h/d"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert shown.stdout.strip() == "-c '--storage=postgresql://me:***@h/d'"

@@ -1,0 +1,50 @@
+"""Which trial a search ends with, and in which order the others follow."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from surgeon.searches.choosing import choose, ranked
+from surgeon.searches.trial import Proposal, Trial
+from tests.searches.made_up_search import run, search
+
+
+def test_quality_that_nothing_has_says_the_nearest() -> None:
+    searching, evaluator = search("pair", "divergence<=0.001", trials=10)
+    trials = run(searching, evaluator)
+    least = min(trial.measured.divergence for trial in trials)
+    with pytest.raises(ValueError, match=rf"of 10 trials none is within .*; the nearest, .* divergence {least:.3g}"):
+        choose(searching.question, trials, [])
+
+
+def test_two_objectives_give_the_middle_of_their_front() -> None:
+    searching, evaluator = search("pair", None, "divergence,depth", trials=30)
+    trials = run(searching, evaluator)
+    (winner,), why = choose(searching.question, trials, [])
+    assert "nearest to the best of every objective" in why
+    values = [searching.question.values(trial) for trial in trials]
+    first = searching.question.values(winner)
+    assert not any(all(a <= b for a, b in zip(one, first, strict=True)) and one != first for one in values)
+
+
+def test_a_ranking_has_whole_trials_of_different_programs_the_best_first() -> None:
+    searching, evaluator = search("pair", "depth=8")
+
+    def trial(number: int, divergence: float, key: str, whole: bool = True) -> Trial:
+        return Trial(number, Proposal(key, "window", ()), replace(evaluator.measured(divergence), whole=whole))
+
+    first, second, *_, last = searching.question.mixture.edits
+    eight, other = (str(searching.question.mixture.program((edit, last))) for edit in (first, second))
+    trials = [
+        trial(0, 0.3, eight),
+        trial(1, 0.2, eight),
+        trial(2, 0.1, other, whole=False),
+        trial(3, 0.4, other),
+        trial(4, math.inf, other),
+    ]
+    assert [each.number for each in ranked(searching.question, trials)] == [1, 3]
+    with pytest.raises(ValueError, match="of 1 trials within the budget none has a finite divergence"):
+        ranked(searching.question, trials[4:])

@@ -1,0 +1,68 @@
+"""Time on this machine: real ranks, in turns, and what is said where a limit is missed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from surgeon.checkpoint.load import read_config
+from surgeon.checkpoint.read import Checkpoint
+from surgeon.cost.hardware_file import parse_hardware
+from surgeon.cost.predict import Deployment, Workload, predict
+from surgeon.cost.shapes import ModelShapes
+from surgeon.language.program import Program
+from surgeon.searches.here import TimeHere, _summary, calibrate_here, measured_here, missed_here
+from surgeon.searches.limits import parse_limits
+from tests.tiny_models import tiny_model
+
+ONE_LAYER = Program.parse("A0 F0")
+
+
+@pytest.mark.alone
+def test_less_takes_less_time(tmp_path: Path) -> None:
+    """One layer of many: they differ far more than a machine's noise makes them."""
+    layers = 24
+    tiny_model("llama", layers, hidden_size=128, intermediate_size=512).save_pretrained(tmp_path)
+    dense = Program.dense(layers)
+    found = measured_here(tmp_path, dense, [ONE_LAYER, dense], 1, Workload(1, 8, 16), rounds=5, device="cpu")
+    assert list(found) == [dense, ONE_LAYER]
+    assert found[dense].speedup == 1
+    for one in found.values():
+        assert 0 < one.low <= one.seconds <= one.high
+    assert found[ONE_LAYER].low < found[dense].low
+    assert found[ONE_LAYER].seconds < found[dense].seconds
+    assert found[ONE_LAYER].speedup > 1
+
+
+def test_a_time_is_the_median_of_rounds_and_speedup_that_of_each_round() -> None:
+    summary = _summary([0.5, 2.0, 1.0], [1.0, 3.0, 4.0])
+    assert summary == TimeHere(seconds=1.0, low=0.5, high=2.0, speedup=2.0)
+
+
+@pytest.mark.alone
+def test_the_calibrated_machine_prices_programs(tiny_checkpoint: Path) -> None:
+    config = read_config(Checkpoint(tiny_checkpoint))
+    hardware = parse_hardware(calibrate_here(tiny_checkpoint, 1, rounds=1, device="cpu"))
+    assert hardware.name == "here"
+    shapes = ModelShapes.of("tiny", config)
+    dense, half = (
+        predict(shapes, program, hardware, Workload(1, 8, 6), Deployment(1, "float32")).per_token
+        for program in (Program.dense(config.num_hidden_layers), ONE_LAYER)
+    )
+    assert 0 < half < dense
+
+
+def test_what_is_missed_is_said() -> None:
+    dense = Program.dense(2)
+    times = {dense: TimeHere(0.010, 0.009, 0.012, 1.0), ONE_LAYER: TimeHere(0.006, 0.005, 0.007, 1.6)}
+    limits = parse_limits("latency<=5ms@here,speedup>=1.5@here,latency<=1ms@h100-sxm,depth=1")
+    said = missed_here(limits, ONE_LAYER, dense, times)
+    assert said == "latency<=5ms@here is missed: measured 6 ms per token (5 ms to 7 ms over the rounds), speedup 1.6x"
+    assert missed_here(parse_limits("latency<=0.6x@here"), ONE_LAYER, dense, times) == ""
+    assert "speedup>=1.7@here is missed" in missed_here(parse_limits("speedup>=1.7@here"), ONE_LAYER, dense, times)
+
+
+def test_a_time_per_token_needs_tokens() -> None:
+    with pytest.raises(ValueError, match="ask for 2 or more, not 1"):
+        measured_here("demo", ONE_LAYER, [], 1, Workload(1, 8, 1))

@@ -1,0 +1,214 @@
+"""Limits as users write them, how far programs are from them, and what edits can reach."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from surgeon.cost.predict import Deployment, Workload, predict
+from surgeon.language.operations.applied import AppliedOperation
+from surgeon.language.program import Program
+from surgeon.searches.edit import Edit
+from surgeon.searches.limits import SearchBudget, aspects_of, parse_limits
+from surgeon.searches.mixture import Mixture
+from surgeon.searches.pricing import Pricing
+from surgeon.searches.quantities import Aspect
+from surgeon.searches.reach import reach, require_reachable
+from surgeon.searches.spaces.base import Claim, Searched, Space, claims_of_shape, parse_spaces
+from surgeon.searches.spaces.pair import Pairs
+from surgeon.searches.trial import MeasuredProgram
+from tests.cost.examples import hardware, shapes
+
+SIX = shapes(num_hidden_layers=6)
+PAIR = Program.parse("A0 F0 [A1 A2] [F1 F2] A3 F3 A4 F4 A5 F5")
+
+
+def budget(text: str, ranks: int = 2) -> SearchBudget:
+    limits = parse_limits(text)
+    pricing = Pricing(SIX, aspects_of(limits), Deployment(ranks), Workload(1, 5, 4), {"l4": hardware(launch="0")})
+    return SearchBudget(limits, pricing)
+
+
+def mixture(spaces: str = "pair") -> Mixture:
+    return Mixture(parse_spaces(spaces), Searched(SIX))
+
+
+def measured(perplexity: float, divergence: float) -> MeasuredProgram:
+    return MeasuredProgram(perplexity, divergence, math.nan, math.nan, 100)
+
+
+@pytest.mark.parametrize(
+    ("text", "amount", "relative"),
+    [
+        ("depth=12", 12, False),
+        ("depth <= 11.5", 11.5, False),
+        ("syncs<=20", 20, False),
+        ("params=3M", 3e6, False),
+        ("params=0.8x", 0.8, True),
+        ("weight_bytes=20MB", 20 << 20, False),
+        ("kv_bytes<=0.5x", 0.5, True),
+        ("wire_bytes=40KB", 40 << 10, False),
+        ("latency<=12ms@h100-sxm", 0.012, False),
+        ("latency=0.5x@some file.yaml", 0.5, True),
+        ("speedup>=1.25@l4", 0.8, False),
+        ("speedup=1.25x@here", 0.8, False),
+        ("divergence<=0.02", 0.02, False),
+        ("perplexity<=1.05x", 1.05, True),
+        ("perplexity<=7.5", 7.5, False),
+    ],
+)
+def test_limits_are_read(text: str, amount: float, relative: bool) -> None:
+    (limit,) = parse_limits(text)
+    assert (limit.amount, limit.relative, limit.text) == (pytest.approx(amount), relative, text)
+
+
+def test_several_limits() -> None:
+    found = parse_limits("depth=12, latency<=12ms@h100-sxm,latency<=30ms@l4,divergence<=0.02")
+    aspects = [Aspect("depth"), Aspect("latency", "h100-sxm"), Aspect("latency", "l4"), Aspect("divergence")]
+    assert [limit.aspect for limit in found] == aspects
+    assert aspects_of(found) == tuple(aspects[:3])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("dpeth=12", "unknown quantity 'dpeth' in 'dpeth=12'; did you mean 'depth'?"),
+        ("depth=0", "'0' is no depth"),
+        ("depth=-3", "'-3' is no number"),
+        ("depth=11.7", "whole or half layers"),
+        ("depth", "as in depth=12"),
+        ("depth=12,", "as in depth=12"),
+        ("depth=12,depth<=0.5x", "limits depth twice, by depth=12 and depth<=0.5x; keep one"),
+        ("depth=8@l4", "depth is the same on any hardware; leave @l4 out"),
+        ("depth>=8", "no limit to what a search may spend; write depth<=8"),
+        ("speedup<=2@l4", "write speedup>=2@l4"),
+        ("latency=12ms", "say on which, as in latency=12ms@h100-sxm, or measured on this machine: latency=12ms@here"),
+        ("latency=12@l4", "'12' is no delay; write e.g. 1ms"),
+        ("speedup=fast@l4", "'fast' is no number"),
+        ("speedup=0.9@l4", "a number above 1"),
+        ("params=1.5x", "1.5x of the unedited model's should be above 0 and at most 1x"),
+        ("params=1.5q", "write e.g. 3M"),
+        ("syncs=1.5", "whole number"),
+        ("weight_bytes=much", "no amount of memory"),
+        ("divergence=1.05x", "the unedited model's divergence is 0; write a number without x"),
+        ("perplexity<=0.9x", "should be at least 1x, such as 1.05x"),
+    ],
+)
+def test_what_is_no_limit(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=".") as caught:
+        parse_limits(text)
+    assert said in str(caught.value)
+
+
+def test_how_far_programs_are() -> None:
+    wanted = budget("depth=4,wire_bytes=0.75x,params=1x")
+    assert wanted.shortfalls(Program.dense(6)) == (1, 1, 0)
+    assert wanted.shortfalls(PAIR) == (0.5, pytest.approx(1 / 3), 0)
+    assert wanted.shortfalls(Program.parse("A0 F0 A1 F1 A2 F2 A3 F3")) == (0, 0, 0)
+    # One more of what the unedited model is within the limit of is in parts of the limit.
+    more = Program.parse("A0@q64 F0 A1 F1 A2 F2 A3 F3")
+    assert budget("params=1x").shortfalls(more) == (0,)
+    whole = budget("params=1x").pricing.dense[0]
+    widened = "A0@q64 F0 A1 F1 A2 F2 A3 F3 A4 F4 A5 F5"
+    assert budget("params=1x").shortfalls(Program.parse(widened)) == (pytest.approx(64 * 64 / whole),)
+
+
+def test_quality_is_limited_by_what_is_measured() -> None:
+    wanted, original = budget("depth=5,divergence<=0.02,perplexity<=1.05x"), measured(10, 0)
+    assert wanted.quality_shortfalls(measured(10.5, 0.02), original) == (0, 0)
+    assert wanted.quality_shortfalls(measured(12.6, 0.03), original) == pytest.approx((0.5, 0.2))
+    assert wanted.meets(PAIR, measured(10.4, 0.01), original)
+    assert not wanted.meets(Program.dense(6), measured(10.4, 0.01), original)
+    assert not wanted.meets(PAIR, measured(10.4, 0.021), original)
+    assert not wanted.meets(PAIR, measured(10.6, 0.01), original)
+
+
+def test_limits_that_ask_for_nothing() -> None:
+    with pytest.raises(ValueError, match="budget depth=6: the unedited model has depth 6 already; ask for less"):
+        budget("depth=6").require_work()
+    with pytest.raises(ValueError, match="has depth 6 already and the unedited model has params"):
+        budget("depth=8,params=1x").require_work()
+    notes = budget("depth=5,params=1x,divergence=0.1").require_work()
+    assert len(notes) == 1
+    assert "params=1x: the unedited model has params" in notes[0]
+    assert budget("divergence=0.1").require_work() == ()
+    with pytest.raises(ValueError, match="syncs<=3: the unedited model has syncs 0 on 1 rank"):
+        budget("syncs<=3", ranks=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "spaces", "edits"),
+    [("depth=5", "pair", 1), ("depth=3", "pair", 3), ("depth=2", "pair:3", 2), ("syncs<=8,wire_bytes=0.7x", "pair", 2)],
+)
+def test_what_can_be_reached(text: str, spaces: str, edits: int) -> None:
+    wanted = budget(text)
+    found = require_reachable(wanted, mixture(spaces))
+    assert found.met
+    assert len(found.choice) == edits
+    assert found.program == mixture(spaces).program(found.choice)
+    assert not any(wanted.shortfalls(found.program))
+
+
+def test_a_time_is_reached_with_as_few_edits_as_it_takes() -> None:
+    dense = budget("latency=1x@l4").pricing.dense[0]
+    one = budget("latency=1x@l4").pricing.prices(PAIR)[0]
+    found = require_reachable(budget(f"latency={1e3 * (dense - 1.5 * (dense - one)):.6f}ms@l4"), mixture())
+    assert len(found.choice) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "spaces", "said"),
+    [
+        (
+            "depth=2",
+            "pair",
+            "budget depth=2 is out of reach: pair brings the model from depth 6 to depth 3 at the least",
+        ),
+        ("depth=1", "pair:3,par", "pair, par bring the model from depth 6 to depth 2 at the least"),
+        ("kv_bytes=0.5x,depth=4", "pair", "kv_bytes=0.5x is out of reach: no edit of pair lowers the model's kv_bytes"),
+    ],
+)
+def test_what_is_out_of_reach(text: str, spaces: str, said: str) -> None:
+    with pytest.raises(ValueError, match=".") as caught:
+        require_reachable(budget(text), mixture(spaces))
+    assert said in str(caught.value)
+
+
+def test_the_fastest_that_edits_reach_is_said() -> None:
+    times = [
+        predict(SIX, Program.parse(text), hardware(launch="0"), Workload(1, 5, 4), Deployment(2, "float32")).per_token
+        for text in (str(Program.dense(6)), "[A0 A1] [F0 F1] [A2 A3] [F2 F3] [A4 A5] [F4 F5]")
+    ]
+    said = f"pair brings the model from speedup 1x@l4 to speedup {times[0] / times[1]:.4g}x@l4 at the most"
+    with pytest.raises(ValueError, match=said):
+        require_reachable(budget("speedup=9@l4"), mixture())
+
+
+class Thinner(Space):
+    """Ranks, in layers that then keep their place: what pairs save and what these save exclude each other."""
+
+    name, summary, place = "thinner", "", 90
+
+    def edits(self, model: Searched) -> Iterator[Edit]:
+        return (Edit(layer, layer + 1, self.name) for layer in range(model.layers))
+
+    def claims(self, edit: Edit) -> frozenset[Claim]:
+        return claims_of_shape(edit)
+
+    def operations(self, edits: Sequence[Edit], program: Program, model: Searched) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
+        return (AppliedOperation("lowrank", tuple(edit.layers for edit in edits), {"keep": 0.5}),)
+
+
+def test_limits_that_exclude_each_other_are_told_from_those_out_of_reach() -> None:
+    both = Mixture((Pairs(), Thinner()), Searched(SIX))
+    found = require_reachable(budget("depth=5,params=0.7x"), both)
+    assert [edit.space for edit in found.choice].count("pair") == 1
+    assert len(found.choice) == 1 + 4  # four layers at half their parameters leave two thirds
+    with pytest.raises(ValueError, match=r"each of its limits can be met, but not all at once.* nearest has depth"):
+        require_reachable(budget("depth=3,params=0.7x"), both)
+
+
+def test_without_limits_on_programs_there_is_nothing_to_reach() -> None:
+    assert reach(budget("divergence=0.1"), mixture()).choice == ()

@@ -1,0 +1,70 @@
+"""Objectives as users name them, and what they are of trials."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from surgeon.cost.predict import Deployment, Workload
+from surgeon.language.program import Program
+from surgeon.searches.objectives import Objective, aspects_to_price, parse_objectives
+from surgeon.searches.pricing import Pricing
+from surgeon.searches.quantities import Aspect
+from surgeon.searches.trial import MeasuredProgram, Proposal, Trial
+from tests.cost.examples import hardware, shapes
+
+PROGRAM = Program.parse("[A0 A1] [F0 F1] A2 F2 A3 F3")
+MEASURED = MeasuredProgram(7.5, 0.03, 0.02, 0.04, 100, more={"accuracy:piqa": 0.7})
+
+
+def pricing(text: str) -> Pricing:
+    aspects = aspects_to_price(parse_objectives(text))
+    return Pricing(shapes(), aspects, Deployment(2), Workload(1, 5, 4), {"l4": hardware()})
+
+
+def test_several_objectives() -> None:
+    found = parse_objectives("divergence, depth,latency@l4,accuracy:piqa")
+    expected = [Objective(Aspect("divergence")), Objective(Aspect("depth")), Objective(Aspect("latency", "l4"))]
+    assert list(found) == [*expected, Objective(task="piqa")]
+    assert [str(one) for one in found] == ["divergence", "depth", "latency@l4", "accuracy:piqa"]
+    assert aspects_to_price(found) == (Aspect("depth"), Aspect("latency", "l4"))
+    assert [one.is_of_few for one in found] == [False, False, False, True]
+    assert [one.is_priced for one in found] == [False, True, True, False]
+
+
+def test_less_is_better_of_all() -> None:
+    text = "divergence,perplexity,depth,speedup@l4,accuracy:piqa,accuracy:arc"
+    prices = pricing(text)
+    costs = [one.cost(PROGRAM, MEASURED, prices) for one in parse_objectives(text)]
+    ratio = prices.price(Aspect("speedup", "l4"), PROGRAM)
+    assert costs == [0.03, 7.5, 3, ratio, pytest.approx(0.3), math.inf]
+    assert ratio < 1
+    naturally = [one.natural(cost) for one, cost in zip(parse_objectives(text)[:5], costs, strict=False)]
+    assert naturally == [0.03, 7.5, 3, 1 / ratio, pytest.approx(0.7)]
+
+
+def test_what_is_not_known_is_never_best() -> None:
+    (divergence,) = parse_objectives("divergence")
+    assert divergence.cost(PROGRAM, replace(MEASURED, divergence=math.nan), pricing("depth")) == math.inf
+    trial = Trial(3, Proposal(str(PROGRAM), "window", ()), MEASURED)
+    assert divergence.of(trial, pricing("depth")) == 0.03
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("divergance", "unknown objective 'divergance'; did you mean 'divergence'?"),
+        ("acuracy:piqa", "did you mean 'accuracy:TASK'?"),
+        ("accuracy", "say on which, as in accuracy:piqa"),
+        ("latency", "say on which, as in latency@h100-sxm"),
+        ("depth@l4", "leave @l4 out"),
+        ("depth:piqa", "only accuracy is of a task"),
+        ("depth,divergence,depth", "names depth twice; keep one"),
+    ],
+)
+def test_what_is_no_objective(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=".") as caught:
+        parse_objectives(text)
+    assert said in str(caught.value)

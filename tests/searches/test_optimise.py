@@ -1,0 +1,72 @@
+"""Choices of least predicted damage, against every choice there is."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from surgeon.searches import optimise
+from surgeon.searches.optimise import Damage, Savings, best_choices
+
+EDITS = 9
+
+
+def problem(seed: int, limits: int, crossing: float) -> tuple[Damage, Savings, np.ndarray]:
+    dice = np.random.default_rng(seed)
+    alone = dice.lognormal(-3, 1.5, EDITS)
+    cross = dice.normal(0, crossing, (EDITS, EDITS)) * np.sqrt(np.outer(alone, alone))
+    cross = np.triu(cross, 1) + np.triu(cross, 1).T
+    excluded = np.array([[abs(i - j) <= 1 for j in range(EDITS)] for i in range(EDITS)])
+    each = dice.integers(1, 4, (EDITS, limits)).astype(float)
+    return Damage(alone, cross), Savings(each, np.full(limits, 5.0)), excluded
+
+
+def every_choice(savings: Savings, excluded: np.ndarray) -> list[tuple[int, ...]]:
+    found = []
+    for size in range(1, EDITS + 1):
+        for chosen in combinations(range(EDITS), size):
+            free = not any(excluded[i, j] for i, j in combinations(chosen, 2))
+            if free and (savings.each[list(chosen)].sum(0) >= savings.need).all():
+                found.append(chosen)
+    return found
+
+
+@given(st.integers(0, 10_000), st.integers(1, 2))
+@settings(max_examples=40, derandomize=True)
+def test_a_plain_sum_is_minimised_exactly_with_one_choice_of_a_group(seed: int, limits: int) -> None:
+    damage, savings, excluded = problem(seed, limits, crossing=0)
+    every = every_choice(savings, excluded)
+    found = best_choices(damage, savings, excluded, kept=1)
+    assert bool(found) == bool(every)
+    if every:
+        assert damage.of(found[0]) == pytest.approx(min(map(damage.of, every)))
+
+
+@given(st.integers(0, 10_000))
+@settings(max_examples=40, derandomize=True)
+def test_cross_terms_are_taken_into_account(seed: int) -> None:
+    damage, savings, excluded = problem(seed, 1, crossing=0.5)
+    enough = every_choice(savings, excluded)
+    every = sorted((chosen for chosen in enough if chosen[:-1] not in enough), key=damage.of)
+    with patch.object(optimise, "_HOPELESS", 1e9):  # edits as bad as these may be part of the best choice here
+        found = best_choices(damage, savings, excluded, count=5)
+    assert found[:1] == every[:1]
+    assert [damage.of(one) for one in found] == sorted(damage.of(one) for one in found)
+    assert set(found) <= set(every), "each saves enough, and its edits go together"
+
+
+def test_what_cannot_be_saved_has_no_choice() -> None:
+    damage, savings, excluded = problem(0, 1, 0)
+    assert best_choices(damage, Savings(savings.each, np.array([1e3])), excluded) == []
+
+
+def test_damage_is_a_sum_over_edits_and_pairs_of_them() -> None:
+    damage = Damage(np.array([1.0, 2.0, 4.0]), np.array([[0, 10, 20], [10, 0, 40], [20, 40, 0]], dtype=float))
+    assert damage.of([0, 2]) == 1 + 4 + 20
+    assert damage.of([0, 1, 2]) == 7 + 70
+    assert damage.of([]) == 0

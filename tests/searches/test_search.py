@@ -1,0 +1,118 @@
+"""A whole search with a made-up measure: rounds, goals, spaces alone and mixed, and who wins."""
+
+from __future__ import annotations
+
+import pytest
+
+from surgeon.language.program import Program
+from surgeon.searches.choosing import choose
+from surgeon.searches.front import depth_curves
+from surgeon.searches.results import Winner
+from surgeon.searches.search import BATCH, MIXTURE
+from surgeon.searches.winners import Finalist, HeldOutComparison
+from tests.searches.made_up_search import run, search
+
+
+def test_under_a_budget_all_trials_keep_it_and_are_raced_against_the_best() -> None:
+    searching, evaluator = search("pair", "depth=7")
+    trials = run(searching, evaluator)
+    assert len(trials) == 30
+    assert all(searching.question.is_met(trial) for trial in trials)
+    assert evaluator.raced[0] is None, "the first ones run through"
+    assert all(rival is not None for rival in evaluator.raced[1:])
+    assert evaluator.raced[1:] == sorted(evaluator.raced[1:], reverse=True), "by the best so far, which only improves"
+    ranked, why = choose(searching.question, trials, [])
+    assert ranked[0].measured.divergence == min(trial.measured.divergence for trial in trials)
+    assert why == "The best within depth=7"
+
+
+def test_a_mixture_is_searched_beside_its_spaces_alone() -> None:
+    searching, evaluator = search("pair,drop:layers", "depth=7", trials=40)
+    trials = run(searching, evaluator)
+    assert list(searching.strands) == [MIXTURE, "drop", "pair"]
+    alone = {
+        name: [t for t in trials if {edit.space for edit in t.proposal.choice} == {name}] for name in ("drop", "pair")
+    }
+    assert all(alone.values())
+    best = min(trials, key=lambda trial: trial.measured.divergence)
+    for name in ("drop", "pair"):
+        single, own = search(name, "depth=7", trials=40)
+        assert best.measured.divergence <= min(t.measured.divergence for t in run(single, own))
+
+
+def test_a_space_that_cannot_reach_a_budget_is_searched_in_the_mixture_only() -> None:
+    searching, evaluator = search("pair,ladder", "depth=7", trials=12)
+    assert list(searching.strands) == [MIXTURE, "pair"], "a ladder is as deep as the model"
+    assert len(run(searching, evaluator)) == 12
+
+
+def test_without_a_budget_every_depth_is_looked_at() -> None:
+    searching, evaluator = search("pair", None, trials=40)
+    trials = run(searching, evaluator)
+    levels = [goal.level for goal in searching.question.goals]
+    assert levels == [9, 8, 7, 6, 5]
+    assert {trial.proposal.level for trial in trials} == set(levels)
+    curves = depth_curves(trials, searching.question.original, searching.question.budget.pricing)
+    assert [point.depth for point in curves[0].points] == [10, *levels]
+    ranked, why = choose(searching.question, trials, curves)
+    assert searching.question.along is not None
+    price = searching.question.price(searching.question.along, ranked[0])
+    knee = curves[0].knee.depth
+    assert why == (
+        "The best at the least depth (there is no knee)" if knee is None else f"The best at the knee, depth {knee:g}"
+    )
+    assert price == (min(levels) if knee is None else knee)
+
+
+def test_quality_alone_is_kept_at_the_least_depth() -> None:
+    searching, evaluator = search("pair", "divergence<=0.2", trials=40)
+    trials = run(searching, evaluator)
+    ranked, _ = choose(searching.question, trials, [])
+    every = [t for t in trials if t.measured.divergence <= 0.2]
+    depth = {t.number: Program.parse(t.proposal.key).effective_depth() for t in trials}
+    assert depth[ranked[0].number] == min(depth[t.number] for t in every)
+    assert ranked[0].measured.divergence <= 0.2
+    equals = [t for t in every if depth[t.number] == depth[ranked[0].number]]
+    assert ranked[0].measured.divergence == min(t.measured.divergence for t in equals)
+    below = [t for t in trials if depth[t.number] < depth[ranked[0].number]]
+    assert below, "and shallower ones were tried"
+
+
+def test_what_is_measured_by_other_objectives_is_not_raced() -> None:
+    searching, evaluator = search("pair", "depth=8", "perplexity", trials=12)
+    run(searching, evaluator)
+    assert set(evaluator.raced) == {None}
+
+
+def test_more_trials_go_on_from_what_is_known() -> None:
+    searching, evaluator = search("pair", "depth=7", trials=11)
+    first = run(searching, evaluator)
+    assert len(first) == 11
+    assert len(searching.propose(first[:3])) == BATCH
+    more, _ = search("pair", "depth=7", trials=20)
+    again = more.propose(first)
+    assert len(again) == BATCH
+    assert not {proposal.key for proposal in again} & {trial.proposal.key for trial in first}
+
+
+def test_a_limit_of_quality_that_held_out_text_does_not_keep_is_named() -> None:
+    searching, evaluator = search("pair", "divergence<=0.2", trials=20)
+    ranked, why = choose(searching.question, run(searching, evaluator), [])
+    seen = ranked[0].measured
+    for unseen, said in ((0.19, []), (0.31, ["divergence<=0.2 is not kept on held-out text: divergence 0.31 nats"])):
+        assert seen.divergence <= 0.2
+        finalist = Finalist(ranked[0], evaluator.measured(unseen))
+        comparison = HeldOutComparison("divergence", finalist, (), evaluator.measured(0.0))
+        assert Winner(ranked[0], why, comparison).missed_unseen(searching.question.budget) == said
+
+
+def test_a_question_without_quality_is_refused() -> None:
+    for budget in (None, "depth=7"):
+        with pytest.raises(ValueError, match="--objective divergence,depth,params"):
+            search("pair", budget, "depth,params")
+    for limit, objectives in (
+        ("divergence<=0.2", "depth"),
+        ("perplexity<=1.2x", "depth"),
+        (None, "params,perplexity"),
+    ):
+        search("pair", limit, objectives)

@@ -1,0 +1,133 @@
+"""Winners on held-out text: against scipy's paired test, and that nothing is called better by chance."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from surgeon.language.program import Program
+from surgeon.searches.trial import MeasuredProgram, Proposal, Trial
+from surgeon.searches.winners import Evaluate, HeldOutComparison, remeasure
+
+DENSE = Program.dense(4)
+TEXTS = ["A0 F0 [A1 A2] [F1 F2] A3 F3", "[A0 A1] [F0 F1] A2 F2 A3 F3", "A0 F0 A1 F1 [A2 A3] [F2 F3]"]
+
+
+def measured(divergences: Sequence[float], nll: Sequence[float] = (), whole: bool = True) -> MeasuredProgram:
+    mean = float(np.mean(divergences))
+    likelihoods = tuple(nll) or tuple(2.0 for _ in divergences)
+    perplexity = math.exp(float(np.mean(likelihoods)))
+    return MeasuredProgram(
+        perplexity, mean, math.nan, math.nan, 100, likelihoods, tuple(map(float, divergences)), whole=whole
+    )
+
+
+def trial(number: int, mean: float, text: str | None = None, whole: bool = True) -> Trial:
+    key = TEXTS[number] if text is None else text
+    return Trial(number, Proposal(key, "window", ()), measured([mean, mean], whole=whole))
+
+
+def on_held_out(*by_trial: Sequence[float]) -> Evaluate:
+    known = {Program.parse(text): measured(values) for text, values in zip(TEXTS, by_trial, strict=False)}
+    known[DENSE] = measured([0.0] * len(by_trial[0]))
+
+    def evaluate(programs: Sequence[Program]) -> Mapping[Program, MeasuredProgram]:
+        return {program: known[program] for program in programs}
+
+    return evaluate
+
+
+def compared(*by_trial: Sequence[float]) -> HeldOutComparison:
+    trials = [trial(number, 0.1 + number / 100) for number in range(len(by_trial))]
+    return remeasure(trials[0], trials[1:], DENSE, on_held_out(*by_trial))
+
+
+def test_the_difference_is_that_of_pairs() -> None:
+    """Windows differ by far more than programs do, and the interval is that of scipy's paired test."""
+    draw = np.random.default_rng(0)
+    hard = draw.uniform(0.05, 3.0, 16)
+    first, second = hard + draw.normal(0, 0.01, 16), hard + 0.02 + draw.normal(0, 0.01, 16)
+    (one,) = compared(list(first), list(second)).runners_up
+    known = stats.ttest_rel(first, second).confidence_interval(0.95)
+    assert (one.low, one.high) == pytest.approx((known.low, known.high))
+    assert one.difference == pytest.approx(np.mean(first) - np.mean(second))
+    assert one.verdict == "better"
+    assert stats.ttest_ind(first, second).pvalue > 0.5
+
+
+def test_several_runners_up_widen_each_interval() -> None:
+    draw = np.random.default_rng(1)
+    values = draw.normal(1.0, 0.1, (3, 12))
+    found = compared(*map(list, values))
+    for other, one in zip(values[1:], found.runners_up, strict=True):
+        known = stats.ttest_rel(values[0], other).confidence_interval(1 - 0.05 / 2)
+        assert (one.low, one.high) == pytest.approx((known.low, known.high))
+
+
+def test_better_is_rarely_said_of_equals() -> None:
+    """Of programs that differ by chance only, any of four runners-up is told apart in about 1 of 20 searches."""
+    draw = np.random.default_rng(2)
+    texts = [*TEXTS, "A0 F0 A1 F1 A2 F2", "A1 F1 A2 F2 A3 F3"]
+    trials = [trial(number, 0.1, text) for number, text in enumerate(texts)]
+    wrong = 0
+    for _ in range(200):
+        known = {Program.parse(text): measured(list(draw.normal(1, 0.1, 8))) for text in texts}
+        known[DENSE] = measured([0.0] * 8)
+        found = remeasure(trials[0], trials[1:], DENSE, lambda programs, known=known: {p: known[p] for p in programs})  # type: ignore[misc]
+        wrong += any(one.verdict != "not told apart" for one in found.runners_up)
+    assert 0 < wrong < 0.05 * 200 + 2 * math.sqrt(0.05 * 0.95 * 200)
+
+
+def test_the_searched_winner_stays_unless_another_is_better_for_sure() -> None:
+    apart = compared([0.20, 0.21, 0.22, 0.20], [0.10, 0.11, 0.12, 0.101], [0.05, 0.30, 0.04, 0.02])
+    assert [one.verdict for one in apart.runners_up] == ["worse", "not told apart"]
+    assert apart.overturned
+    assert apart.chosen.trial.number == 1  # not trial 2, whose mean is lower but cannot be told
+    assert apart.lines()[-1].startswith("HELD-OUT TEXT OVERTURNS THE SEARCH: trial 1 is the winner, not trial 0")
+    close = compared([0.20, 0.21, 0.22, 0.20], [0.19, 0.22, 0.20, 0.21])
+    assert not close.overturned
+    assert close.chosen is close.searched
+
+
+def test_sentences_say_better_only_where_it_is() -> None:
+    found = compared([0.1, 0.11, 0.12, 0.1], [0.2, 0.21, 0.22, 0.2001], [0.1, 0.12, 0.11, 0.1])
+    lines = found.lines()
+    assert lines[0] == "trial 0: divergence 0.1 on the text of the search, 0.1075 on 100 held-out tokens (4 windows)"
+    assert lines[1].startswith("trial 0 is better than trial 1 (divergence 0.11 and 0.2075): difference -0.1 nats")
+    assert "95% for all 2 intervals at once" in lines[1]
+    assert "better" not in lines[2]
+    assert lines[2].startswith("trial 0 is not told apart from trial 2")
+
+
+def test_perplexity_compares_likelihoods() -> None:
+    first, second = [2.0, 2.2, 1.9], [2.1, 2.31, 2.0]
+    known = {
+        Program.parse(TEXTS[0]): measured([0.5] * 3, first),
+        Program.parse(TEXTS[1]): measured([0.1] * 3, second),
+        DENSE: measured([0.0] * 3),
+    }
+    found = remeasure(trial(0, 0.1), [trial(1, 0.2)], DENSE, lambda _: known, by="perplexity")
+    (one,) = found.runners_up
+    assert one.difference == pytest.approx(-0.31 / 3)
+    assert one.verdict == "better"
+    assert f"perplexity {math.exp(2):.4g} and {math.exp(np.mean(second)):.4g}" in found.lines()[1]
+
+
+def test_what_predicts_nothing_is_not_told_apart() -> None:
+    (one,) = compared([0.1, 0.1, 0.2], [0.2, math.inf, 0.3]).runners_up
+    assert one.verdict == "not told apart"
+    assert "no interval can be told" in compared([0.1, 0.1, 0.2], [0.2, math.inf, 0.3]).lines()[1]
+
+
+def test_a_record_is_plain_json() -> None:
+    record = compared([0.1, 0.2, 0.1], [0.2, math.inf, 0.3]).to_json()
+    read = json.loads(json.dumps(record, allow_nan=False))
+    assert read["winner"] == 0
+    assert read["overturned"] is False
+    assert read["runners_up"][0]["low"] is None
+    assert read["runners_up"][0]["seen"]["divergence"] == 0.11

@@ -1,0 +1,35 @@
+"""One process of a healing run, for tests that start several: FOLDER FSDP PROGRAM LORA HIDDEN."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from surgeon.models.edit import edit
+from surgeon.training.distill.distiller import Distillation
+from surgeon.training.run import train
+from surgeon.training.settings import TrainSettings
+from tests.tiny_models import tiny_model
+from tests.training.test_run import TEXTS
+
+
+def main(folder: str, sharded: str, program: str, lora: str, hidden: str) -> None:
+    """Heal a tiny model, and write what comes of it: the norm of every parameter, by name."""
+    torch.set_num_threads(1)
+    settings = TrainSettings(
+        steps=4, batch=4, learning_rate=1e-2, evaluate_every=2, save_every=2, lora=int(lora) or None,
+        distillation=Distillation(hidden=float(hidden)), arguments={"fsdp": True} if sharded == "fsdp" else {},
+    )  # fmt: skip
+    student = edit(tiny_model("llama", 3, dropout=0.0), program)
+    found = train(student, TEXTS, settings, Path(folder), lambda: tiny_model("llama", 3, dropout=0.0))
+    if found is not None:
+        every = found.merged().named_parameters(remove_duplicate=False)  # what slices share under each of its names
+        norms = {name: float(parameter.detach().norm()) for name, parameter in every}
+        (Path(folder) / "norms.json").write_text(json.dumps(norms))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,106 @@
+"""Codas averaged over the racks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import TrainerState
+
+from surgeon.training.racks.averaging import CodaAveraging, mean_of, parse_averaging
+from surgeon.training.racks.inbox import Absence, Inbox
+from surgeon.training.racks.outbox import Outbox
+from surgeon.training.racks.wire import Lane
+from tests.training.racks.local_run import SETTINGS, TWO, in_processes, in_step, require_close
+
+
+def test_when_codas_are_averaged() -> None:
+    assert [parse_averaging(text) for text in ("never", "always", "7", 3)] == [None, 1, 7, 3]
+    for wrong in ("0", "often", -2, "1.5"):
+        with pytest.raises(ValueError, match=r"never, always, or every N steps with N from 1, not '?"):
+            parse_averaging(wrong)
+
+
+def test_the_mean_is_that_of_all() -> None:
+    codas = list(torch.randn(3, 5))
+    assert torch.allclose(mean_of(codas), torch.stack(codas).mean(0))
+
+
+Codas = list[dict[str, torch.nn.Parameter]]
+
+
+def coda(numbers: int) -> dict[str, torch.nn.Parameter]:
+    return {"b": torch.nn.Parameter(torch.randn(2, 2)), "a": torch.nn.Parameter(torch.randn(numbers))}
+
+
+@contextmanager
+def connected(folder: Path, codas: Codas, every: int) -> Iterator[list[CodaAveraging]]:
+    """What averages the codas of each rack, over channels."""
+    token, racks = bytes(16), range(len(codas))
+    others = {rack: [other for other in racks if other != rack] for rack in racks}
+    boxes = [Outbox(folder / str(rack), token, {Lane.CODAS: others[rack]}) for rack in racks]
+
+    def asking(rack: int, other: int) -> Inbox:
+        return Inbox(rack, other, lambda: boxes[other].address, token, Lane.CODAS, Absence(9.0, 5.0))
+
+    askers = [{other: asking(rack, other) for other in others[rack]} for rack in racks]
+    try:
+        yield [CodaAveraging(codas[rack], every, rack, boxes[rack], askers[rack]) for rack in racks]
+    finally:
+        for box in boxes:
+            box.close()
+        for inbox in (inbox for each in askers for inbox in each.values()):
+            inbox.close()
+
+
+def make_steps(averaging: list[CodaAveraging], steps: int) -> list[str]:
+    """Let all racks make steps at once; returns what failed."""
+    failed: list[str] = []
+
+    def work(callback: CodaAveraging) -> None:
+        try:
+            for step in range(1, steps + 1):
+                callback.on_step_end(None, TrainerState(global_step=step), None)  # type: ignore[arg-type]
+        except ValueError as error:
+            failed.append(str(error))
+
+    threads = [threading.Thread(target=work, args=(callback,)) for callback in averaging]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return failed
+
+
+def test_all_have_the_mean_afterwards(tmp_path: Path) -> None:
+    codas: Codas = [coda(3) for _ in range(3)]
+    before = [{name: one.detach().clone() for name, one in each.items()} for each in codas]
+    with connected(tmp_path, codas, every=2) as averaging:
+        assert make_steps(averaging, 1) == []
+        assert all(torch.equal(codas[rack][name], one) for rack in range(3) for name, one in before[rack].items())
+        assert make_steps(averaging, 3) == []
+    for name in ("a", "b"):
+        mean = torch.stack([each[name] for each in before]).mean(0)
+        for each in codas:
+            assert torch.allclose(each[name], mean)
+            assert torch.equal(each[name], codas[0][name])
+
+
+def test_codas_of_other_shapes(tmp_path: Path) -> None:
+    with connected(tmp_path, [coda(3), coda(3), coda(2)], every=1) as averaging:
+        failed = make_steps(averaging, 1)
+    assert len(failed) == 3
+    assert any("rack 2 has a coda of 6 numbers and rack 1 one of 7; codas of different" in said for said in failed)
+
+
+def test_processes_average_as_plain_training_does(tmp_path: Path) -> None:
+    settings = replace(SETTINGS, steps=4)
+    in_processes(tmp_path, settings, dropout=0.0, racks=TWO, average=2)
+    expected, _ = in_step(settings, TWO, average=2)
+    codas = [mine.coda_parameters() for mine in require_close(tmp_path, expected, 2e-6)]
+    assert all(torch.equal(codas[1][name], one) for name, one in codas[0].items())  # the last step's are averaged

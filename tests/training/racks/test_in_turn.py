@@ -1,0 +1,222 @@
+"""Racks one after the other come to what all of them in step come to; killed, they go on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from torch import Tensor, nn
+
+import surgeon
+from surgeon.models.edit import edit, program_of
+from surgeon.quality.text import logits_of, text_quality
+from surgeon.training.distill.distiller import Distillation
+from surgeon.training.racks.build import rack_of
+from surgeon.training.racks.in_turn import RacksTrained, rack_folder, train_in_turn
+from surgeon.training.racks.partition import Racks
+from surgeon.training.racks.streams import KeptStreams
+from surgeon.training.racks.subject import RacksToTrain
+from surgeon.training.racks.task import RackLoss
+from surgeon.training.run import train
+from surgeon.training.settings import TrainSettings
+from surgeon.training.texts import TrainTexts
+from tests.tiny_models import tiny_model
+from tests.training.racks.reference import train_together
+from tests.training.runs import windows
+
+TEXTS = TrainTexts(windows(10, 1), windows(3, 2))
+SETTINGS: dict[str, Any] = {
+    "scope": "all",
+    "steps": 3,
+    "batch": 4,
+    "micro_batch": 2,
+    "learning_rate": 1e-2,
+    "evaluate_every": 2,
+    "save_every": 3,
+}
+PROGRAM = "A0 F0 [A1 A2] [F1 F2] A3 F3"
+
+
+def whole(family: str = "llama", program: str = PROGRAM, dropout: float = 0.0) -> Any:
+    return edit(tiny_model(family, 4, dropout=dropout), program)
+
+
+def cut(model: Any, texts: str = "0:1,1:3,3:4", depth: int = 1) -> Racks:
+    return Racks.parse(texts, program_of(model), depth)
+
+
+def trained(folder: Path, model: Any, racks: Racks, **options: Any) -> RacksTrained:
+    return train_in_turn(RacksToTrain(model, racks, TEXTS, TrainSettings(**SETTINGS | options), folder))
+
+
+def test_racks_in_turn_are_racks_in_step(tmp_path: Path) -> None:
+    """Bit for bit: the same weights and codas, and the losses that the tables have."""
+    model = whole()
+    racks = cut(model)
+    found = trained(tmp_path, model, racks, arguments={"logging_steps": 1})
+    together = [rack_of(model, racks, index) for index in range(3)]
+    losses = train_together(together, TEXTS.training.ids, TrainSettings(**SETTINGS))
+    for index in range(3):
+        table = pd.read_csv(rack_folder(tmp_path, index) / "training.csv")
+        assert table["loss"].tolist() == pytest.approx([step[index] for step in losses], rel=1e-6)
+    for coda, rack in zip(found.codas, together, strict=False):
+        assert all(torch.equal(tensor, rack.coda().tensors[name]) for name, tensor in coda.tensors.items())
+    expected = [rack.tensors() for rack in together]
+    own = found.model.state_dict()
+    for name in ("model.layers.0.self_attn.q_proj.weight", "model.embed_tokens.weight"):
+        assert torch.equal(own[name], expected[0].named()[name])
+    for name in ("model.layers.0.mlp.down_proj.weight", "lm_head.weight", "model.norm.weight"):
+        assert torch.equal(own[name.replace("layers.0", "layers.3")], expected[2].named()[name])
+    assert torch.equal(own["model.layers.2.mlp.up_proj.weight"], expected[1].layers[1]["mlp.up_proj.weight"])
+    assert not torch.equal(
+        own["model.layers.2.mlp.up_proj.weight"], whole().state_dict()["model.layers.2.mlp.up_proj.weight"]
+    )
+
+
+def test_recomputed_activations_change_nothing(tmp_path: Path) -> None:
+    """The stream that comes in needs no gradient, and the layers behind it get theirs all the same."""
+    model = whole()
+    racks = cut(model, "0:3,3:4", 0)
+    plain, again = (
+        trained(tmp_path / str(checkpointed), model, racks, steps=1, arguments={"gradient_checkpointing": checkpointed})
+        for checkpointed in (False, True)
+    )
+    for name, value in plain.model.state_dict().items():
+        assert torch.equal(value, again.model.state_dict()[name]), name
+    changed = "model.layers.3.mlp.up_proj.weight"
+    assert not torch.equal(plain.model.state_dict()[changed], model.state_dict()[changed])
+
+
+def test_what_is_measured_is_the_model(tmp_path: Path) -> None:
+    """The last rack's figures are the whole model's, before and after; divergence is from the original."""
+    model, ids = whole("gpt2", "A0 F0 A1 F1 A2 F2 A3 F3", 0.2), TEXTS.held_out.ids
+    original = tiny_model("gpt2", 4, seed=5)
+    settings = TrainSettings(**SETTINGS)
+    asked = RacksToTrain(model, cut(model, "0:2,2:4", 2), TEXTS, settings, tmp_path, lambda: original)
+    found = train_in_turn(asked)
+    first, last = found.results
+    for result, expected in ((last.before, model), (last.after, found.model)):
+        wanted = text_quality(logits_of(expected), ids, logits_of(original))
+        assert result.perplexity == pytest.approx(wanted.perplexity, rel=1e-5)
+        assert result.divergence == pytest.approx(wanted.divergence, rel=1e-4)
+    assert last.original == first.original == text_quality(logits_of(original), ids)
+    shallow = edit(tiny_model("gpt2", 4), "A0 F0 A1 F1 A2 F2 A3 F3")
+    assert first.before.perplexity == pytest.approx(text_quality(logits_of(shallow), ids).perplexity, rel=1e-5)
+    assert (last.steps, last.tokens) == (3, 3 * 4 * 8)
+    held_out = pd.read_csv(rack_folder(tmp_path, 1) / "held_out.csv")
+    assert held_out["step"].tolist() == [0, 2, 3]
+    assert not list(tmp_path.rglob("streams/*"))
+    assert not list(tmp_path.rglob("checkpoint-*"))
+
+
+def test_killed_it_goes_on_with_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropout and all; killed in every rack, in the middle of a step."""
+    model = whole("gpt2", PROGRAM, 0.3)
+    racks = cut(model, "0:3,3:4")
+    expected = trained(tmp_path / "whole", model, racks, save_every=1)
+    calls, loss = 0, RackLoss.loss
+
+    def killed(self: RackLoss, model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+        nonlocal calls
+        calls += 1
+        if calls in (4, 9):
+            raise KeyboardInterrupt
+        return loss(self, model, inputs)
+
+    monkeypatch.setattr(RackLoss, "loss", killed)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            trained(tmp_path / "killed", model, racks, save_every=1)
+    found = trained(tmp_path / "killed", model, racks, save_every=1)
+    again = trained(tmp_path / "killed", model, racks, save_every=1)
+    assert calls == 2 * 6 + 2 + 1  # six micro-batches for each rack, two that were cut off, one made again
+    for other in (found, again):
+        state = other.model.state_dict()
+        assert all(torch.equal(value, state[name]) for name, value in expected.model.state_dict().items())
+        assert all(
+            torch.equal(value, other.codas[0].tensors[name]) for name, value in expected.codas[0].tensors.items()
+        )
+        assert other.results[1].after == expected.results[1].after
+
+
+def test_a_tied_model_is_untied(tmp_path: Path) -> None:
+    """Its embedding is the first rack's and its head the last one's; as a checkpoint, too."""
+    model = tiny_model("llama", 4, dropout=0.0, tie_word_embeddings=True)
+    found = trained(tmp_path / "run", model, cut(model, "0:2,2:4"))
+    assert not found.model.config.tie_word_embeddings
+    assert not torch.equal(found.model.lm_head.weight, found.model.model.embed_tokens.weight)
+    surgeon.export(found.model, tmp_path / "made")
+    ids = TEXTS.held_out.ids
+    loaded = surgeon.load(tmp_path / "made")
+    assert torch.equal(loaded(input_ids=ids).logits, found.model(input_ids=ids).logits)
+    alone = trained(tmp_path / "one", model, cut(model, "0:4")).model
+    assert alone.config.tie_word_embeddings
+    assert alone.lm_head.weight is alone.model.embed_tokens.weight
+
+
+def test_one_rack_is_ordinary_training(tmp_path: Path) -> None:
+    model = whole()
+    found = trained(tmp_path / "racks", model, cut(model, "0:4"))
+    plain = train(whole(), TEXTS, TrainSettings(**SETTINGS), tmp_path / "plain")
+    assert plain is not None
+    assert all(torch.equal(value, found.model.state_dict()[name]) for name, value in plain.model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"scope": "edited"}, "use --train all"),
+        ({"lora": 2}, "without adapters"),
+        ({"patience": 2}, "none of them ends before the others"),
+        ({"distillation": Distillation()}, "use --distill both, or hidden"),
+        ({"distillation": Distillation(hidden=1.0)}, "no original to distil from"),
+    ],
+)
+def test_settings_that_are_not_for_racks(options: dict[str, Any], said: str, tmp_path: Path) -> None:
+    model = whole()
+    with pytest.raises(ValueError, match=said):
+        trained(tmp_path, model, cut(model), **options)
+
+
+def test_another_run_is_not_gone_on_with(tmp_path: Path) -> None:
+    model = whole()
+    trained(tmp_path, model, cut(model, "0:3,3:4"), steps=1)
+    with pytest.raises(ValueError, match="of another run: its coda was 1, and now it is 0"):
+        trained(tmp_path, model, cut(model, "0:3,3:4", 0), steps=1)
+
+
+def test_kept_streams(tmp_path: Path) -> None:
+    kept = KeptStreams(tmp_path / "kept", 3, 2, torch.float64)
+    two = KeptStreams(tmp_path / "two", 3, 2, torch.float64, beside=2)
+    two.give(range(1), torch.ones(1, 3, 4, dtype=torch.float64))
+    two.give_held_out(0, 0, torch.ones(1, 3, 2, dtype=torch.float64))
+    assert (two.take(range(1)).shape, two.take_held_out(0, 0).shape) == ((1, 3, 4), (1, 3, 2))
+    numbers = torch.randn(4, 3, 2, dtype=torch.float64)
+    kept.give(range(2), numbers[:2])
+    kept.give(range(2, 4), numbers[2:])
+    assert torch.equal(kept.take(range(1, 4)), numbers[1:])
+    kept.give(range(2), numbers[2:])  # again, by a rack that came back
+    assert torch.equal(kept.take(range(4)), numbers[[2, 3, 2, 3]])
+    kept.give_held_out(2, 1, numbers[:1])
+    assert torch.equal(kept.take_held_out(2, 1), numbers[:1])
+    with pytest.raises(OSError, match=r"training\.bin has no streams of windows 3 to 4; begin the run again"):
+        kept.take(range(3, 5))
+    with pytest.raises(OSError, match=r"held_out-3\.bin has no"):
+        kept.take_held_out(3, 0)
+    with pytest.raises(ValueError, match=r"in torch.float32 is handed on, where \(3, 2\) for each"):
+        kept.give(range(4), numbers.float())
+    with pytest.raises(OSError, match="needed"):
+        kept.require_room(0, 1 << 50)
+
+
+def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.pwrite", full)
+    with pytest.raises(OSError, match="filled up with the streams of the rack; make room"):
+        KeptStreams(tmp_path, 3, 2, torch.float32).give(range(1), torch.zeros(1, 3, 2))

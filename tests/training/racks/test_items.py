@@ -1,0 +1,70 @@
+"""Items as bytes."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+
+from surgeon.training.racks.items import Item, ItemKey, ItemKind, read_header
+
+
+def read_back(data: bytes) -> Item:
+    file = io.BytesIO(data)
+
+    def read(count: int) -> bytearray:
+        held = bytearray(file.read(count))
+        if len(held) < count:
+            raise EOFError
+        return held
+
+    key, header, size = read_header(read)
+    return Item(key, header, read(size))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("shape", [(), (0,), (5,), (2, 3), (1, 2, 3, 2)])
+def test_what_is_read_is_what_was_made(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = torch.randn(shape).to(dtype)
+    key = ItemKey(7, ItemKind.HELD_OUT, 3)
+    item = Item.of(key, tensor)
+    found = read_back(item.header + item.data)
+    assert found.key == key
+    assert item.nbytes == len(item.header) + tensor.nbytes
+    assert found.tensor().dtype == dtype
+    assert torch.equal(found.tensor(), tensor)
+
+
+def test_the_numbers_are_a_copy() -> None:
+    tensor = torch.randn(4, 3)
+    item = Item.of(ItemKey(1, ItemKind.TRAINING), tensor.T)
+    before = tensor.T.clone()
+    tensor.zero_()
+    assert torch.equal(item.tensor(), before)
+
+
+def test_keys_have_the_order_in_which_a_rack_makes_them() -> None:
+    made = [
+        ItemKey(0, ItemKind.HELD_OUT, 0), ItemKey(0, ItemKind.HELD_OUT, 1), ItemKey(1, ItemKind.TRAINING, 0),
+        ItemKey(1, ItemKind.TRAINING, 1), ItemKey(1, ItemKind.HELD_OUT, 0), ItemKey(2, ItemKind.TRAINING, 0),
+    ]  # fmt: skip
+    assert sorted(made, key=lambda key: (key.step, key.kind, key.place)) == made == sorted(made)
+
+
+def test_damage_is_noticed() -> None:
+    item = Item.of(ItemKey(1, ItemKind.TRAINING, 2), torch.randn(3))
+    damaged = bytearray(item.header + item.data)
+    damaged[-1] ^= 1
+    with pytest.raises(ValueError, match="window 2 of step 1 is damaged"):
+        read_back(bytes(damaged)).tensor()
+    damaged[0] ^= 1
+    with pytest.raises(ValueError, match="no item"):
+        read_back(bytes(damaged))
+    with pytest.raises(ValueError, match="has 12 bytes"):
+        read_back(item.header[:-8] + b"\x04" + item.header[-7:] + item.data)
+
+
+def test_numbers_that_are_not_sent() -> None:
+    with pytest.raises(ValueError, match=r"torch\.int64, and racks exchange float32"):
+        Item.of(ItemKey(1, ItemKind.TRAINING), torch.arange(3))

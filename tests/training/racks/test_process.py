@@ -1,0 +1,155 @@
+"""Racks started by hand, as on several machines."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from surgeon.runtime.comm.link import Link
+from surgeon.training.racks.pace import RackPace
+from surgeon.training.racks.preparing import gather, prepare
+from surgeon.training.racks.process import main
+from surgeon.training.racks.run_files import ProcessOptions, RacksPlan, read_texts
+from surgeon.training.racks.subject import RacksToTrain
+from surgeon.training.settings import TrainSettings
+from tests import warm
+from tests.processes.test_torchrun import free_port
+from tests.training.racks.local_run import TEXTS, THREE, TWO, in_step, racks_of, require_close, whole
+
+REPOSITORY = Path(__file__).parents[3]
+SHORT = TrainSettings(scope="all", steps=2, batch=4, learning_rate=1e-2, evaluate_every=1, save_every=1)
+
+
+def prepared(run: Path, options: ProcessOptions | None = None, racks: str = THREE) -> None:
+    model = whole(0.0)
+    prepare(RacksToTrain(model, racks_of(model, racks), TEXTS, SHORT, run), options)
+
+
+def begin(run: Path, rack: int, *more: str, anew: bool = False, **environment: str) -> subprocess.Popen[str]:
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"} | environment
+    command = [*warm.RACK, str(run), str(rack), *more]
+    if not anew:
+        command = [*warm.CODE, warm.BE_A_RACK, *command[len(warm.RACK) :]]
+    begun: Any = warm.ColdPopen if anew else warm.Popen
+    process: subprocess.Popen[str] = begun(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    return process
+
+
+def two_free_ports() -> int:
+    """The first of two that follow each other."""
+    while True:
+        port = int(free_port())
+        with suppress(OSError), socket.create_server(("127.0.0.1", port + 1)):
+            return port
+
+
+def test_racks_with_addresses_of_their_neighbours(tmp_path: Path) -> None:
+    """Each has a copy of what was prepared, and two processes as torchrun starts them; one begins as users' do."""
+    ports, runs = [two_free_ports() for _ in range(2)], [tmp_path / str(rack) for rack in range(2)]
+    for run in runs:
+        prepared(run, ProcessOptions(replicas=2), TWO)
+    (runs[1] / "racks.json").write_bytes((runs[0] / "racks.json").read_bytes())
+    processes = []
+    for rack, (run, port) in enumerate(zip(runs, ports, strict=True)):
+        before = [] if rack == 0 else ["--peer", f"0=127.0.0.1:{ports[0]}"]
+        together = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        together["MASTER_PORT"] = str(free_port())
+        for replica in range(2):
+            own = together | {"RANK": str(replica), "LOCAL_RANK": str(replica)}
+            anew = rack == replica == 1
+            processes.append(begin(run, rack, "--listen", f"127.0.0.1:{port}", *before, anew=anew, **own))
+    for process in processes:
+        said = process.communicate(timeout=300)[1]
+        assert process.returncode == 0, said
+    (runs[1] / "rack-1").rename(runs[0] / "rack-1")
+    expected, _ = in_step(SHORT, TWO)
+    require_close(runs[0], expected)
+    found = gather(whole(), racks_of(whole(), TWO), runs[0])
+    assert [each.steps for each in found.results] == [2, 2]
+
+
+@pytest.fixture
+def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Be a rack of a run in this process; returns what it said as it ended."""
+    monkeypatch.setattr("os._exit", sys.exit)
+
+    def ended(options: ProcessOptions | None, *arguments: str) -> str:
+        prepared(tmp_path, options)
+        with pytest.raises(SystemExit) as end:
+            main([str(tmp_path), *arguments])
+        assert end.value.code != 0
+        return capsys.readouterr().err
+
+    return ended
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        (["3"], "rack 3: .* has racks 0 to 2, and no rack 3"),
+        (["0", "--listen", "here"], "'here' is no address; write it as HOST:PORT"),
+        (["1", "--peer", "127.0.0.1:3"], "does not say which rack; write it as RACK=HOST:PORT"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line(more: list[str], expected: str, refused: Any) -> None:
+    assert re.search(expected, refused(None, *more))
+
+
+def test_a_port_that_is_taken(refused: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = refused(None, "0", "--listen", f"127.0.0.1:{port}")
+    assert re.search(f"error: rack 0: a rack cannot listen at 127.0.0.1:{port} .*--listen", said)
+
+
+def test_as_many_processes_as_were_prepared(refused: Any, tmp_path: Path) -> None:
+    said = refused(ProcessOptions(replicas=2), "0")
+    wanted = "a rack of this run has 2 processes, and this one has 1; start it with torchrun --standalone --nproc-per-"
+    assert wanted in said
+    with pytest.raises(ValueError, match="3 processes cannot share a batch of 4 windows; change the batch"):
+        prepared(tmp_path / "other", ProcessOptions(replicas=3))
+    sharded, two = replace(SHORT, arguments={"fsdp": True}), ProcessOptions(replicas=2)
+    with pytest.raises(ValueError, match="holds all its weights; leave fsdp out, or cut more racks"):
+        prepare(RacksToTrain(whole(), racks_of(whole()), TEXTS, sharded, tmp_path / "other"), two)
+    with pytest.raises(ValueError, match="at least 1 process, not 0; give --rack-replicas 1"):
+        ProcessOptions(replicas=0)
+
+
+def test_a_rack_before_that_never_comes(refused: Any) -> None:
+    said = refused(ProcessOptions(away=0.5), "1")
+    assert "error: rack 1: rack 0 at an address that it has not said yet has been away for" in said
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    paces = (RackPace(2.0), RackPace(), RackPace(least=0.1))
+    options = ProcessOptions("always", 3, Link(0.001, 1e7), paces, 9.0, 2, 4)
+    prepared(tmp_path, options)
+    plan = RacksPlan.read(tmp_path)
+    assert plan.options == options
+    assert plan.settings == TrainSettings(**SHORT.to_json())
+    assert len(bytes.fromhex(plan.token)) == 16
+    texts = read_texts(tmp_path)
+    assert torch.equal(texts.training.ids, TEXTS.training.ids)
+    assert (texts.training.digest, texts.held_out.digest) == (TEXTS.training.digest, TEXTS.held_out.digest)
+    (tmp_path / "racks.json").write_text("{}")
+    with pytest.raises(ValueError, match="is damaged .* begin the run again"):
+        RacksPlan.read(tmp_path)
+
+
+def test_paces_are_of_each_rack(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="there are 3 racks, and the pace of 1 is given"):
+        prepared(tmp_path, ProcessOptions(pace=(RackPace(2.0),)))
+    with pytest.raises(ValueError, match="at least 1 micro-batch ahead"):
+        ProcessOptions(ahead=0)

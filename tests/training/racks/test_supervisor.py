@@ -1,0 +1,185 @@
+"""Racks as real processes, which are killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import psutil
+import pytest
+import torch
+
+from surgeon.training.racks.in_turn import RacksTrained
+from surgeon.training.racks.run_files import replica_folder
+from surgeon.training.racks.supervisor import RackFailed
+from surgeon.training.racks.ways import finish_racks
+from tests import warm
+from tests.training.racks.local_run import (
+    SETTINGS,
+    TWO,
+    in_processes,
+    in_step,
+    one_after_the_other,
+    racks_of,
+    require_close,
+    weights,
+    whole,
+)
+from tests.waiting import wait_until
+
+REPOSITORY = Path(__file__).parents[3]
+CODE = "import sys; from tests.train.racks import local_run as run; run.main(*sys.argv[1:])"
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RacksTrained]:
+    folder = tmp_path_factory.mktemp("expected")
+    return folder, one_after_the_other(folder)
+
+
+def require_same(folder: Path, found: RacksTrained, expected: tuple[Path, RacksTrained]) -> None:
+    """Weights, losses and what was measured, bit for bit."""
+    other, wanted = expected
+    for mine, theirs in zip(weights(folder), weights(other), strict=True):
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    states = [one.model.state_dict() for one in (found, wanted)]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[1])
+    for coda, other_coda in zip(found.codas, wanted.codas, strict=True):
+        assert all(torch.equal(coda.tensors[name], one) for name, one in other_coda.tensors.items())
+    for index, (result, other_result) in enumerate(zip(found.results, wanted.results, strict=True)):
+        assert replace(result, seconds=0) == replace(other_result, seconds=0)
+        for table in ("training.csv", "held_out.csv"):
+            ours, others = (pd.read_csv(run / f"rack-{index}" / table) for run in (folder, other))
+            pd.testing.assert_frame_equal(
+                ours.drop(columns="seconds"), others.drop(columns="seconds"), check_exact=True
+            )
+
+
+def process_of(folder: Path, rack: int, replica: int = 0) -> int:
+    found: dict[str, Any] = json.loads((replica_folder(folder, rack, replica) / "address.json").read_text())
+    return int(found["process"])
+
+
+def kill_at(folder: Path, *ends: tuple[int, int, int]) -> threading.Thread:
+    """Kill a rack's process when the rack has a checkpoint of a step, one after the other: (rack, process, step)."""
+
+    def kill() -> None:
+        for rack, replica, step in ends:
+            wait_until((folder / f"rack-{rack}" / f"checkpoint-{step}").is_dir)
+            os.kill(process_of(folder, rack, replica), signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    return thread
+
+
+def test_processes_come_to_the_same_and_leave_what_they_did(
+    tmp_path: Path, expected: tuple[Path, RacksTrained]
+) -> None:
+    """What is done is not done again; another run's folder is refused; and what is left when it is written."""
+    require_same(tmp_path, in_processes(tmp_path), expected)
+    traffic = [json.loads((tmp_path / f"rack-{rack}" / "traffic.json").read_text()) for rack in range(3)]
+    for before, after in ((traffic[0], traffic[1]), (traffic[1], traffic[2])):
+        assert before["sent"]["forward"] == after["received"]["forward"]
+        assert before["sent"]["forward"]["training"]["items"] == 6 * 4
+        assert before["sent"]["forward"]["held_out"]["items"] == 4 * 3
+        assert after["sent"]["backward"]["bytes"] < 30 * (6 * 4 + 4 * 3 + 10)
+        assert before["received"]["backward"]["bytes"] == after["sent"]["backward"]["bytes"]
+    timeline = pd.read_csv(tmp_path / "rack-1" / "timeline.csv")
+    assert set(timeline["what"]) == {"compute", "wait_input", "wait_room", "send"}
+    assert (timeline["end"] >= timeline["start"]).all()
+    own = timeline[timeline["what"] != "send"].sort_values("start", kind="stable")
+    assert (own["start"].to_numpy()[1:] >= own["end"].to_numpy()[:-1] - 1e-5).all()
+    require_same(tmp_path, in_processes(tmp_path), expected)
+    with pytest.raises(ValueError, match="its average was 'never', and now it is '3'; choose another -o"):
+        in_processes(tmp_path, average=3)
+    finish_racks(tmp_path, racks_of(whole()), {"said": 1})
+    names = ["held_out.csv", "rack-0", "rack-1", "rack-2", "run.json", "training.csv"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    left = sorted(path.name for path in (tmp_path / "rack-0").iterdir())
+    assert left == [
+        "held_out.csv", "log.txt", "run.json", "tensorboard", "timeline.csv", "traffic.json", "training.csv"
+    ]  # fmt: skip
+
+
+def test_one_after_the_other_is_killed(
+    tmp_path: Path, expected: tuple[Path, RacksTrained], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The last, the one in the middle, the first; each goes on from its checkpoint, and the others wait for it."""
+    killing = kill_at(tmp_path, (2, 0, 2), (1, 0, 2), (0, 0, 4))
+    found = in_processes(tmp_path, ahead=1)
+    killing.join()
+    said = capfd.readouterr().err
+    for rack in range(3):
+        assert f"rack {rack} was ended by SIGKILL; it goes on from step" in said
+    require_same(tmp_path, found, expected)
+
+
+def test_replicas_of_each_rack_come_to_the_same_up_to_rounding(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Two racks, two processes in each; one of them is killed, and its rack goes on from its checkpoint."""
+    settings = replace(SETTINGS, steps=4, micro_batch=1)
+    killing = kill_at(tmp_path, (1, 1, 2))
+    found = in_processes(tmp_path, settings, dropout=0.0, racks=TWO, replicas=2, ahead=1)
+    killing.join()
+    assert "rack 1, process 1 was ended by SIGKILL; the rack goes on from step 2" in capfd.readouterr().err
+    expected, losses = in_step(settings, TWO)
+    require_close(tmp_path, expected)
+    for rack in range(2):
+        table = pd.read_csv(tmp_path / f"rack-{rack}" / "training.csv")
+        assert table["loss"].tolist() == pytest.approx([step[rack] for step in losses], rel=1e-5)
+    assert [result.steps for result in found.results] == [4, 4]
+    for replica in range(2):  # half of the windows each
+        traffic = json.loads((replica_folder(tmp_path, 0, replica) / "traffic.json").read_text())
+        assert traffic["sent"]["forward"]["training"]["items"] >= 4 * 2
+    finish_racks(tmp_path, racks_of(whole(), TWO), {})
+    assert not list(tmp_path.rglob("spool"))
+    assert not list(tmp_path.rglob("address.json"))
+
+
+def start(folder: Path) -> subprocess.Popen[str]:
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    return warm.Popen(
+        [*warm.CODE, CODE, str(folder), "1"], env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+def listen_since(folder: Path, moment: float) -> bool:
+    """Whether all racks have begun to listen after a moment, by the clock."""
+    return all((folder / f"rack-{rack}" / "address.json").stat().st_mtime > moment for rack in range(3))
+
+
+def test_the_supervisor_ends_and_no_rack_is_left(tmp_path: Path, expected: tuple[Path, RacksTrained]) -> None:
+    """By Ctrl-C, then by a kill as soon as all are there again: the same command goes on each time."""
+    begun = -1.0
+    for end in (signal.SIGINT, signal.SIGKILL):
+        supervisor = start(tmp_path)
+        wait_until(lambda: all((tmp_path / f"rack-{rack}" / "checkpoint-2").is_dir() for rack in range(2)))
+        wait_until(lambda after=begun: listen_since(tmp_path, after))  # type: ignore[misc]
+        begun = time.time()
+        racks = [psutil.Process(process_of(tmp_path, rack)) for rack in range(3)]
+        supervisor.send_signal(end)
+        supervisor.communicate(timeout=30)
+        _, alive = psutil.wait_procs(racks, timeout=10)
+        assert not [rack for rack in alive if rack.status() != psutil.STATUS_ZOMBIE]
+    require_same(tmp_path, in_processes(tmp_path), expected)
+
+
+def test_an_error_is_the_run_s_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(
+        RackFailed, match=r"rack \d: the (loss is|gradient's norm is) .* step .* use a lower learning rate"
+    ) as error:
+        in_processes(tmp_path, replace(SETTINGS, learning_rate=1e30))
+    assert "\n" not in str(error.value)
+    racks = [process_of(tmp_path, rack) for rack in range(3) if (tmp_path / f"rack-{rack}" / "address.json").exists()]
+    assert not [rack for rack in racks if psutil.pid_exists(rack)]

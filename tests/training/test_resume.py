@@ -1,0 +1,85 @@
+"""Runs that are killed, that meet another one in their folder, that are finished."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from surgeon.training.resume import alone, finish_run, open_run, run_folder
+from tests.training.runs import record, run, same, student, tables, weights
+from tests.warm import Popen
+
+KILLED = "import sys; from tests.training.killed import main; main(*sys.argv[1:])"
+
+
+def test_a_run_killed_anywhere_ends_as_one_that_is_not(tmp_path: Path) -> None:
+    """Weights bit for bit, tables, files: all weights, adapters, early stop, with dropout, files torn."""
+    process = Popen([sys.executable, "-c", KILLED, tmp_path, "2", "1"], stdout=subprocess.PIPE, cwd=Path.cwd())
+    found = [json.loads(line) for line in process.communicate(timeout=120)[0].splitlines()]
+    assert [each["name"] for each in found] == ["all", "adapters", "patience"]
+    assert not any(each["different"] for each in found)
+    assert all(each["ended"][-1] == 0 for each in found)
+    assert sum(each["ended"].count(-9) for each in found) >= 4
+    assert sum(each["begun"] for each in found) >= 3  # processes that went on from a checkpoint
+
+
+def test_two_runs_at_once_are_refused(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "healed")
+    with alone(folder, "cpu"), pytest.raises(OSError, match=r"another run is writing to .*healed\.run; wait for it"):
+        run(folder)
+    run(folder, steps=1)
+
+
+def test_what_was_half_written_or_half_removed_goes(tmp_path: Path) -> None:
+    identity = {"settings": 1}
+    assert open_run(tmp_path, identity) is None
+    for name in (".saving/checkpoint-8", ".removing-checkpoint-2", "checkpoint-4", "checkpoint-12", "teacher"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("checkpoint-4/trainer_state.json", ".training.csv.77.part", ".lock"):
+        (tmp_path / name).write_text("{}")
+    assert open_run(tmp_path, identity) == tmp_path / "checkpoint-4"
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "run.json",
+        "checkpoint-4",
+        "checkpoint-12",
+        "teacher",
+        ".lock",
+    }
+
+
+def test_a_finished_run_keeps_its_record_and_its_tables(tmp_path: Path) -> None:
+    found = run(tmp_path)
+    (tmp_path / "teacher").mkdir()
+    finish_run(tmp_path, {"steps": found.steps, "healed": found.after.to_json()})
+    finish_run(tmp_path, {"steps": found.steps})
+    said = record(tmp_path)
+    assert said["steps"] == 4
+    assert said["healed"]["perplexity"] == found.after.perplexity
+    assert said["before"] == json.loads(json.dumps(found.before.to_json()))
+    assert said["identity"]["settings"]["batch"] == 4
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"run.json", "training.csv", "held_out.csv", "tensorboard"}
+
+
+@pytest.mark.parametrize(
+    ("family", "program", "settings"),
+    [
+        ("gpt2", "[A0 A1] [F0 F1]", {"lora": 2}),
+        ("llama", "{A0/2:0 F0/2:0 A1/2:0 F1/2:0 | A0/2:1 F0/2:1 A1/2:1 F1/2:1}", {}),
+        ("gpt2", "A0~A1 F0~F1", {"scope": "edited"}),
+    ],
+)
+def test_a_run_goes_on_whatever_is_trained(
+    tmp_path: Path, family: str, program: str, settings: dict[str, object]
+) -> None:
+    whole = run(tmp_path / "a", student(0.2, family, program), steps=3, **settings)
+    run(tmp_path / "b", student(0.2, family, program), steps=3, **settings)
+    shutil.rmtree(tmp_path / "b" / "checkpoint-3")
+    again = run(tmp_path / "b", student(0.2, family, program), steps=3, **settings)
+    assert same(weights(whole), weights(again))
+    assert all(tables(tmp_path / "a")[name].equals(tables(tmp_path / "b")[name]) for name in ("training", "held_out"))

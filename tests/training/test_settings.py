@@ -1,0 +1,52 @@
+"""What settings say, and refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from surgeon.training.presets import PRESETS, preset
+from surgeon.training.settings import TrainSettings
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"scope": "edit"}, "did you mean 'edited'"),
+        ({"scope": "norms", "lora": 4}, "adapters .lora. are for matrices"),
+        ({"lora": 0}, "lora must be at least 1, not 0"),
+        ({"steps": 0}, "steps must be at least 1"),
+        ({"evaluate_every": 0}, "evaluate every must be"),
+        ({"epochs": 0.0}, "epochs must be above 0"),
+        ({"epochs": float("nan")}, "epochs must be above 0"),
+        ({"warmup": -1}, "warmup must be at least 0"),
+        ({"learning_rate": 0.0}, "learning rate must be above 0"),
+        ({"batch": 8, "micro_batch": 3}, "no multiple of a micro-batch of 3"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TrainSettings(**given)
+
+
+def test_steps() -> None:
+    assert TrainSettings(steps=7, epochs=3.0).steps_on(100) == 7
+    assert TrainSettings(epochs=2.0, batch=8).steps_on(100) == 25
+    assert TrainSettings().steps_on(8) == 1000
+    with pytest.raises(ValueError, match="7 windows, fewer than one batch of 8"):
+        TrainSettings().steps_on(7)
+
+
+def test_adapters_learn_faster() -> None:
+    assert TrainSettings().rate < TrainSettings(lora=4).rate
+    assert TrainSettings(lora=4, learning_rate=3e-4).rate == 3e-4
+    assert TrainSettings(lora=4).method == "adapters of rank 4 on edited sublayers"
+
+
+def test_presets_are_the_papers() -> None:
+    lp, ladder = (TrainSettings(**preset(name).values) for name in PRESETS)
+    assert (lp.scope, lp.batch, lp.rate, lp.schedule, lp.steps) == ("edited", 32, 1e-4, "linear", 4096)
+    assert (ladder.batch, ladder.rate, ladder.warmup, ladder.schedule, ladder.epochs) == (32, 5e-6, 200, "cosine", 2)
+    with pytest.raises(ValueError, match="did you mean 'ladder'"):
+        preset("lader")
