@@ -12,10 +12,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from surgeon.checkpoint.load import load
     from surgeon.demo import demo_data, demo_model
+    from surgeon.exports.saving import edit, load
     from surgeon.language.program import Fork, Program, Step, Sublayer
-    from surgeon.models.edit import edit, program_of, restore
+    from surgeon.models.edit import program_of, restore
 
 __version__ = "0.1.0"
 
@@ -41,9 +41,9 @@ _HOMES = {
     "Sublayer": "surgeon.language.program",
     "demo_data": "surgeon.demo",
     "demo_model": "surgeon.demo",
-    "edit": "surgeon.models.edit",
+    "edit": "surgeon.exports.saving",
     "export": "surgeon.exports.in_memory",
-    "load": "surgeon.checkpoint.load",
+    "load": "surgeon.exports.saving",
     "program_of": "surgeon.models.edit",
     "restore": "surgeon.models.edit",
 }

@@ -26,6 +26,10 @@ def first_line(error: BaseException) -> str:
     return text.splitlines()[0] if text else type(error).__name__
 
 
+class NotProven(ValueError):
+    """A written checkpoint does not compute what the program does."""
+
+
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "std::bad_alloc")
 
 

@@ -19,6 +19,7 @@ from surgeon.language.program import Program
 from surgeon.language.recipe import is_recipe, read_recipe
 from surgeon.models.edit import check_layers, edit
 from surgeon.models.families import family_of
+from surgeon.models.recipe_program import recipe_program
 from surgeon.models.weights import FactorSource
 from surgeon.provenance import provenance
 
@@ -112,7 +113,7 @@ def open_candidate(name: str, program: str | None = None) -> UnloadedModel:
     config = read_config(checkpoint)
     chosen = Program.parse(program) if program is not None else None
     if recipe is not None:
-        chosen = recipe.program_for(config, stored_program(checkpoint))
+        chosen = recipe_program(recipe, config, stored_program(checkpoint))
         if recipe.weights is not None:
             recipe.require_model(checkpoint.model_hash(), checkpoint.weights_hash())
     if chosen is not None:

@@ -5,30 +5,47 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "surgeon"
 
-# A module may import from its own group and from those above it; a folder stands for all its modules. `demo` is only
-# data (a model's folder and text) and the command of that name lies in `cli`.
-GROUPS = [
-    ["program", "errors", "progress", "memory", "provenance", "journal", "safe_yaml", "threads", "beside", "demo"],
-    ["families"],
-    ["execute", "weights", "edited_layers", "model", "operations", "recipe"],
-    ["analysis", "quality", "checkpoint", "train", "runtime", "cost"],
-    ["search", "bench", "vllm_plugin"],
-    ["report", "server"],
+# A module may import from its own floor and from those above it in this list; a folder stands for all its modules. What
+# several rooms use and knows nothing of models stands first. `demo` is only data (a model's folder and text) and the
+# command of that name lies in `cli`.
+FLOORS = [
+    ["errors", "progress", "memory", "provenance", "threads", "words", "beside", "demo"],
+    ["processes"],
+    ["language"],
+    ["models"],
+    ["checkpoint"],
+    ["opened"],
+    ["results"],
+    ["quality"],
+    ["exports"],
+    ["analysis"],
+    ["runtime"],
+    ["cost"],
+    ["training"],
+    ["benchmarks"],
+    ["searches"],
+    ["reports"],
+    ["server"],
+    ["vllm_plugin"],
     ["testing"],
     ["cli"],
 ]
-LEVELS = {name: level for level, group in enumerate(GROUPS) for name in group}
+LEVELS = {name: level for level, floor in enumerate(FLOORS) for name in floor}
 # The floors of the runtime; what lies beside its folders is the client's side, which knows all of them.
-ROOMS = ["kernels", "batching", "plan", "comm", "model", "processes"]
+ROOMS = ["kernels", "batching", "plan", "comm", "model", "worker"]
 WITHOUT_TORCH = ["batching", "plan"]
 HEAVY = {"torch", "transformers", "pandas", "matplotlib", "optuna", "numpy", "datasets", "lm_eval", "yaml"}
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
 
 
 def modules() -> list[Path]:
@@ -37,12 +54,15 @@ def modules() -> list[Path]:
     return sorted(path for path in found if path != PACKAGE / "__init__.py")
 
 
+MODULES = {module_name(path): path for path in PACKAGE.rglob("*.py") if "remote_code" not in path.parts}
+
+
 def part_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
 def imported_parts(path: Path) -> Iterator[tuple[str, int]]:
-    """The parts of surgeon that a module imports, anywhere in it, with the line."""
+    """The parts of surgeon that a module imports, anywhere in it, with the line; by a string counts, too."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -50,6 +70,8 @@ def imported_parts(path: Path) -> Iterator[tuple[str, int]]:
             assert node.level == 0, f"{path}:{node.lineno}: write imports in full"
             assert node.module is not None
             names = [f"surgeon.{alias.name}" for alias in node.names] if node.module == "surgeon" else [node.module]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in MODULES:
+            names = [node.value]
         else:
             continue
         for name in names:
@@ -74,7 +96,21 @@ def test_imports_go_one_way(path: Path) -> None:
 
 
 def test_the_program_knows_nothing() -> None:
-    assert set(imported_parts(PACKAGE / "program.py")) == set()
+    assert set(imported_parts(PACKAGE / "language" / "program.py")) == set()
+
+
+def test_an_import_by_a_string_is_seen(tmp_path: Path) -> None:
+    path = tmp_path / "by_name.py"
+    path.write_text('import_module("surgeon.exports.in_memory").save_edited(model)')
+    assert list(imported_parts(path)) == [("exports", 1)]
+
+
+def test_scripts_are_loaded_once() -> None:
+    """A script that is run is `__main__`; imported by another that it imports itself, it would be there twice."""
+    scripts = {path.relative_to(PACKAGE.parent).with_suffix(""): path for path in PACKAGE.parent.glob("scripts/*/*.py")}
+    names = {".".join(parts.parts): path for parts, path in scripts.items()}
+    graph = {name: imports_of(path, names) for name, path in names.items()}
+    assert circles(graph) == []
 
 
 def room_of(name: str) -> int:
@@ -105,22 +141,20 @@ def test_rooms_without_torch(room: str) -> None:
 
 def import_graph() -> dict[str, set[str]]:
     """The modules of the package that each module imports when it is imported itself, or would for its types."""
-    names = {module_name(path): path for path in PACKAGE.rglob("*.py") if "remote_code" not in path.parts}
-    graph: dict[str, set[str]] = {}
-    for name, path in names.items():
-        found: set[str] = set()
-        for node in top_level(ast.parse(path.read_text()).body):
-            if isinstance(node, ast.Import):
-                found |= {alias.name for alias in node.names}
-            else:
-                one_by_one = {f"{node.module}.{alias.name}" for alias in node.names}
-                found |= {each if each in names else str(node.module) for each in one_by_one}
-        graph[name] = (found & names.keys()) - {name}
-    return graph
+    modules = {name: path for name, path in MODULES.items() if name != "surgeon"}  # which only forwards names
+    return {name: imports_of(path, modules) - {name} for name, path in modules.items()}
 
 
-def module_name(path: Path) -> str:
-    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+def imports_of(path: Path, names: Mapping[str, Path]) -> set[str]:
+    """Which of these modules a file imports when it is imported itself."""
+    found: set[str] = set()
+    for node in top_level(ast.parse(path.read_text()).body):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        else:
+            one_by_one = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {each if each in names else str(node.module) for each in one_by_one}
+    return found & names.keys()
 
 
 def top_level(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:

@@ -41,6 +41,7 @@ from surgeon.checkpoint.texts import open_tokenizer
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe, parse_recipe
 from surgeon.models.edit import edit
+from surgeon.models.recipe_program import recipe_program
 from surgeon.provenance import provenance, write_json, write_table
 from surgeon.quality.data import DEMO, load_windows
 from surgeon.quality.sources import DEMO_TRAINING
@@ -149,7 +150,7 @@ class Bench:
         ids = load_windows(self.tokenizer, DEMO_TRAINING, self.arguments.window, CHOSEN_ON).ids
         edited, found = copy.deepcopy(self.original), []
         for recipe in recipes:
-            program = recipe.program_for(self.original.config)
+            program = recipe_program(recipe, self.original.config)
             quality = text_quality(logits_of(edit(edited, program)), ids, logits_of(self.original), shown=False)
             found.append((quality.divergence, recipe))
         return min(found, key=lambda one: (one[0] is None, one[0]))[1]
@@ -163,7 +164,7 @@ class Bench:
         if is_whole(folder):
             return
         dense = Program.dense(LAYERS)
-        program = dense if recipe is None else recipe.program_for(self.original.config)
+        program = dense if recipe is None else recipe_program(recipe, self.original.config)
         settings = run.settings(self.arguments.steps, self.arguments.batch)
         student = self.student(program)
         values = self._edited_values(student, str(program)) if texts is self.texts else []

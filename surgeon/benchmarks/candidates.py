@@ -16,6 +16,7 @@ from surgeon.demo import MODEL_FOLDER
 from surgeon.language.operations.variants import DENSE, UPPER_BOUND, is_variant, middle_layers, variant
 from surgeon.language.program import Program
 from surgeon.language.recipe import is_recipe, read_recipe
+from surgeon.models.recipe_program import recipe_program
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.kept import can_be_low_rank, require_low_rank
 from surgeon.runtime.plan.specification import Plan
@@ -91,7 +92,7 @@ def _open(text: str, needs: Needs, program: str | None = None) -> Candidate:
     checkpoint = Checkpoint(locate(recipe.model))
     config = read_config(checkpoint)
     own = stored_program(checkpoint)
-    edited = recipe.program_for(config, own)
+    edited = recipe_program(recipe, config, own)
     if plan_factors(recipe, config, own).is_calibrated:
         warnings.warn(
             f"{text}: ranks run plain factors, not those that the recipe calibrates: as fast, but not as good; export "

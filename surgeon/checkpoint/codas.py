@@ -48,28 +48,6 @@ class Coda:
     program: Program
     tensors: dict[str, Tensor]
 
-    @torch.no_grad()
-    def logits(self, input_ids: Tensor, stream: Tensor) -> Tensor:
-        """What it predicts, (batch, tokens, vocabulary), in float32.
-
-        Args:
-            input_ids: (batch, tokens); masks and positions go by them.
-            stream: (batch, tokens, hidden), after the last node of its rack.
-
-        Raises:
-            ValueError: if a tensor is missing or of another shape.
-        """
-        from surgeon.training.racks.stretch import build_stretch, fed, output_head  # a service needs none of these
-
-        if not len(self.program):
-            head = output_head(self.config, self.tensors)
-            normed: Tensor = head.norm(stream)
-            return head.logits(normed.flatten(0, 1)).reshape(*stream.shape[:2], -1)
-        model = build_stretch(self.config, self.program, self.tensors, embeds=False)
-        with fed(model, stream):
-            found: Tensor = model(input_ids=input_ids, use_cache=False).logits.float()
-        return found
-
 
 @dataclass(frozen=True)
 class StoredCodas:

@@ -18,7 +18,8 @@ from surgeon.errors import shown
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe, is_recipe, read_recipe
 from surgeon.models.families import Family, family_of
-from surgeon.results.card_text import plural
+from surgeon.models.recipe_program import recipe_program
+from surgeon.words import plural
 
 REPORT_FILE = "surgeon.json"
 MOST_LAYERS = 10_000  # a number beyond is damage, which would fill the memory
@@ -113,7 +114,7 @@ def _describe_recipe(path: Path) -> Description:
     recipe = read_recipe(path)
     config, own = _config_only(recipe.model)
     family, layers = family_of(config), int(config.num_hidden_layers)
-    program = recipe.program_for(config, own)
+    program = recipe_program(recipe, config, own)
     return Description(path.name, None, recipe.model, config, family, program, layers, recipe=recipe, own=own)
 
 

@@ -14,6 +14,7 @@ from surgeon.cli.export import export
 from surgeon.cli.generate import generate
 from surgeon.cli.scan import scan
 from surgeon.cli.search import search
+from surgeon.models.recipe_program import recipe_program
 
 if TYPE_CHECKING:
     from surgeon.searches.trial import MeasuredProgram
@@ -105,7 +106,7 @@ def _measure(variants: list[Contender], tokens: int) -> list[MeasuredProgram]:
     subject = open_subject("demo", "demo", tokens=tokens)
     config = subject.model.config
     layers = config.num_hidden_layers
-    programs = [read_recipe(v.recipe).program_for(config) if v.recipe else Program.dense(layers) for v in variants]
+    programs = [recipe_program(read_recipe(v.recipe), config) if v.recipe else Program.dense(layers) for v in variants]
     measured = Evaluator(subject.model, subject.windows).measure(programs)
     return [measured[program] for program in programs]
 

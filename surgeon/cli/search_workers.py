@@ -20,6 +20,9 @@ STORAGE_VARIABLE = "SURGEON_STORAGE"
 DEFAULT_STUDY = "search"
 
 
+PROGRAM = ("-P", "-m", "surgeon.cli")  # not from the current folder, in which anything may lie
+
+
 @dataclass(frozen=True)
 class SearchWorkers:
     """Who works on a search, in the user's words; a group of options (see grouped.py)."""
@@ -80,5 +83,6 @@ class SearchWorkers:
         """
         from surgeon.searches.study.workers import WorkerProcesses, interruptible
 
-        with interruptible(self.worker), WorkerProcesses(self.workers if self.is_first else 1, sys.argv[1:], output):
+        others = WorkerProcesses(self.workers if self.is_first else 1, PROGRAM, sys.argv[1:], output)
+        with interruptible(self.worker), others:
             yield

@@ -12,6 +12,7 @@ from surgeon.cost.shapes import ModelShapes
 from surgeon.language.operations.variants import DENSE, UPPER_BOUND, is_variant, middle_layers, variant
 from surgeon.language.program import Program
 from surgeon.language.recipe import is_recipe, read_recipe
+from surgeon.models.recipe_program import recipe_program
 
 _PROGRAM = re.compile(r"\s*(>|\[|\{|[AF]\d)")
 _LONGEST_NAME = 18  # so that tables fit a terminal
@@ -71,7 +72,7 @@ def _open(text: str, program: str | None = None) -> Costed:
         raise ValueError(f"{text} is a recipe and has a program of its own; give --program with a model")
     recipe = read_recipe(Path(text))
     config, own = read_config_only(recipe.model)
-    return _fixed(Path(text).stem, ModelShapes.of(_name(recipe.model), config), recipe.program_for(config, own))
+    return _fixed(Path(text).stem, ModelShapes.of(_name(recipe.model), config), recipe_program(recipe, config, own))
 
 
 def _name(text: str) -> str:

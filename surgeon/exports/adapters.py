@@ -23,8 +23,9 @@ from transformers import PreTrainedModel
 from surgeon.checkpoint.forms import FORMS, PROGRAM, Inexpressible, Layout, form_of
 from surgeon.checkpoint.load import read_config
 from surgeon.checkpoint.read import Checkpoint
+from surgeon.errors import NotProven
 from surgeon.exports.in_memory import as_stored, export, logits_of, stored_layers_of
-from surgeon.exports.prove import EXACT_TOLERANCE, WRITTEN_TOLERANCE, NotProven, Proof, Reference, random_tokens
+from surgeon.exports.prove import EXACT_TOLERANCE, WRITTEN_TOLERANCE, Proof, Reference, random_tokens
 from surgeon.exports.staging import staged
 from surgeon.language.program import KINDS
 from surgeon.models.families import Family, family_of

@@ -35,6 +35,7 @@ from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe
 from surgeon.models.edit import check_layers
 from surgeon.models.families import Family, family_of
+from surgeon.models.recipe_program import recipe_program
 from surgeon.models.weights import FactorSource, Names, TruncatedSVD
 from surgeon.progress import Advance, stretch
 from surgeon.provenance import versions, write_json
@@ -102,7 +103,7 @@ class Original(StoredModel):
 
     def program_of(self, recipe: Recipe) -> Program:
         """The program that a recipe makes of this model."""
-        return recipe.program_for(self.config, self.own)
+        return recipe_program(recipe, self.config, self.own)
 
     @property
     def unedited(self) -> Program:

@@ -32,6 +32,7 @@ from surgeon.checkpoint.forms import Form, PlannedTensor
 from surgeon.checkpoint.load import read_config
 from surgeon.checkpoint.on_demand import StoredNames, WeightsOnDemand, build_empty, match_names
 from surgeon.checkpoint.read import Checkpoint, Stored
+from surgeon.errors import NotProven
 from surgeon.language.program import Program, Sublayer
 from surgeon.models.edit import edit
 from surgeon.models.edited_layers import EditedLayers
@@ -66,10 +67,6 @@ class Proof:
     written: float
     tolerance: float
     dtype: str
-
-
-class NotProven(ValueError):
-    """The written form does not compute what the program does."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from surgeon.checkpoint.forms import FORMS, form_of
 from surgeon.checkpoint.load import compute_dtype, read_config, stored_program
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.training import layers_by_recipe
-from surgeon.exports.prove import NotProven
+from surgeon.errors import NotProven
 from surgeon.exports.unfused_config import unfused_config
 from surgeon.language.program import ATTENTION, FEED_FORWARD, KINDS, WRITING, Program, Step, Sublayer
 from surgeon.models.edit import edit

@@ -12,9 +12,10 @@ from transformers import PreTrainedModel
 from surgeon.checkpoint.codas import Coda, read_codas, write_codas
 from surgeon.checkpoint.load import read_config, stored_program
 from surgeon.checkpoint.read import Checkpoint
+from surgeon.errors import NotProven
 from surgeon.exports.export import DTYPES
 from surgeon.exports.in_memory import export
-from surgeon.exports.prove import NotProven, Proof
+from surgeon.exports.prove import Proof
 from surgeon.exports.staging import staged
 from surgeon.language.program import Program
 from surgeon.models.families import family_of

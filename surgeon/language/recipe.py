@@ -26,10 +26,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from surgeon.errors import did_you_mean, shown
 from surgeon.language.operations import OPERATIONS
 from surgeon.language.operations.applied import AppliedOperation, in_braces
-from surgeon.language.operations.within import require_whole_layers
 from surgeon.language.program import LayerShapes, Program
 from surgeon.language.yaml import LONGEST, YamlError, read_yaml
-from surgeon.models.families import family_of
 
 FORMAT = 1
 KEYS = ("surgeon", "model", "weights", "operations", "expect")
@@ -69,27 +67,6 @@ class Recipe:
     source: str = "recipe"
     expect_line: int = 0
     weights_line: int = 0
-
-    def program_for(self, config: Any, own: Program | None = None) -> Program:
-        """The program that the operations make of a model with this `transformers` configuration.
-
-        Args:
-            own: what the model runs in place of its layers one after the other, if it does.
-
-        Raises:
-            ValueError: as `program`; if the architecture is not supported, or the model runs a program of its own that
-                is not its layers, each whole and once.
-        """
-        family, layers = family_of(config), int(config.num_hidden_layers)
-        if own is not None:
-            try:
-                require_whole_layers(own, layers)
-            except ValueError as error:
-                raise ValueError(
-                    f"{self.source}: {self.model} is an edited model, and operations change whole layers; name the "
-                    f"model it was made of, or write the whole program with --program ({error})"
-                ) from error
-        return self.program(layers, family.steps_per_layer, family.layer_shapes(config), own)
 
     def program(
         self,

@@ -7,9 +7,8 @@ order and on the inputs that the program says. Parameters keep their names, so t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -164,11 +163,24 @@ def check_layers(program: Program, num_layers: int) -> None:
 
 
 def _save_edited(model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
-    """Stands in for an edited model's own `save_pretrained`: see `surgeon.exports.in_memory.save_edited`.
+    """Stands in for an edited model's own `save_pretrained`."""
+    _saver(model, *args, **kwargs)
 
-    It is found by its name when it is needed: how a program is stored is known above this module, not in it.
+
+def save_edited_with(saver: Callable[..., None]) -> None:
+    """Say how edited models are saved: called as `save_pretrained` is, with the model first.
+
+    How a program is stored is known in a room above this one (surgeon.exports), which says so when it is imported.
     """
-    import_module("surgeon.exports.in_memory").save_edited(model, *args, **kwargs)
+    global _saver  # noqa: PLW0603 - one for the process, as there is one format
+    _saver = saver
+
+
+def _no_saver(*_: Any, **__: Any) -> None:
+    raise RuntimeError("how edited models are saved is not known yet; import surgeon.exports.saving first")
+
+
+_saver: Callable[..., None] = _no_saver
 
 
 def decoder_parent(model: PreTrainedModel) -> tuple[nn.Module, str]:

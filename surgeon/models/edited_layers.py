@@ -1,7 +1,7 @@
 """What stands in a decoder for its list of layers, and runs a program on the decoder's own modules.
 
-Its executor is that of every program (`surgeon.language.execute`); what is here computes a step by calling the attention, MLP
-and norm modules of `transformers`, with the arguments that the decoder has for its layers.
+Its executor is that of every program (`surgeon.language.execute`); what is here computes a step by calling the
+attention, MLP and norm modules of `transformers`, with the arguments that the decoder has for its layers.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ from surgeon.processes.sockets import (
     PURPOSES,
     Hello,
     Purpose,
+    StoreAddress,
     connect_store,
     interface_of,
     key_prefix,
@@ -39,7 +40,6 @@ from surgeon.processes.sockets import (
     watch_over,
 )
 from surgeon.processes.torchrun import RankLocation, TorchrunEnvironment
-from surgeon.runtime.comm.collectives import StoreAddress
 
 
 @dataclass(frozen=True)

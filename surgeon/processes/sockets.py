@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch does export them
 
@@ -21,6 +21,7 @@ from surgeon.processes.torchrun import RankLocation, TorchrunEnvironment
 Purpose = Literal["lifeline", "commands", "channel"]
 PURPOSES: tuple[Purpose, ...] = ("lifeline", "commands", "channel")  # in the order in which they are made
 
+STORE_TIMEOUT = timedelta(minutes=10)  # for a key that another rank writes
 KEY = "rank0"  # where the store has rank 0's port and the secret
 LOOK_SECONDS = 0.1  # between two looks into the store
 PROOF_SECONDS = 10  # that somebody who connects has to prove to know the secret
@@ -47,6 +48,22 @@ class Hello:
     pid: int
     version: str
     clock: float
+
+
+class StoreAddress(NamedTuple):
+    """A TCP store that is open already, on this machine or another.
+
+    Attributes:
+        prefix: of the keys that belong to these ranks.
+    """
+
+    host: str
+    port: int
+    prefix: str
+
+    def connect(self) -> PrefixStore:
+        """The store, as one of its clients sees it."""
+        return PrefixStore(self.prefix, TCPStore(self.host, self.port, timeout=STORE_TIMEOUT, wait_for_workers=False))
 
 
 def say_why(lifeline: Connection, reason: str | None) -> None:

@@ -23,10 +23,11 @@ from surgeon.language.program import Fork, Program, steps_of
 from surgeon.language.recipe import operations_in
 from surgeon.provenance import write_text
 from surgeon.results.card_tables import measured_parts
-from surgeon.results.card_text import bullet, code, joined, link, paragraph, plural, table
+from surgeon.results.card_text import bullet, code, joined, link, paragraph, table
 from surgeon.results.card_training import trained_how, training_section
 from surgeon.results.card_usage import usage
 from surgeon.results.measured import Identity, Measured
+from surgeon.words import plural
 
 _SEAL = re.compile(r"<!-- written by surgeon [\w.+-]+; sha256 of what stands above: ([0-9a-f]{64}) -->\n\Z")
 WIDTH = 80  # of a program's lines

@@ -49,8 +49,3 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", r"\|")
-
-
-def plural(count: int, noun: str) -> str:
-    """A count with its noun: "1 layer", "12 layers"."""
-    return f"{count:,} {noun}" + ("" if count == 1 else "s")

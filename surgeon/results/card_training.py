@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from surgeon.checkpoint.training import STAGES
-from surgeon.results.card_text import paragraph, plural, table
+from surgeon.results.card_text import paragraph, table
 from surgeon.results.measured import DIVERGENCE, PERPLEXITY
+from surgeon.words import plural
 
 METRICS = {PERPLEXITY: PERPLEXITY, DIVERGENCE: "divergence from the original, nats per token"}
 COLUMNS = {

@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any
 
 from surgeon.language.program import Program
+from surgeon.provenance import public
 
 TEXT_FILE, BENCH_FILE, SEARCH_FILE, TASK_FILES = "text.json", "bench.json", "search.json", "results_*.json"
 PATTERNS = (TEXT_FILE, TASK_FILES, BENCH_FILE, SEARCH_FILE)
@@ -326,12 +327,6 @@ _READERS: dict[str, Callable[[Path, dict[str, Any], Identity], Iterator[CardScor
     "search": _search,
     "bench": _bench,
 }
-
-
-def public(name: str) -> str:
-    """A name without the place on this machine, if it is a path."""
-    is_path = name.startswith(("/", ".", "~")) or name.partition(":")[0].count("/") > 1
-    return Path(name).name if is_path else name
 
 
 def _dataset(source: str) -> str | None:

@@ -18,6 +18,7 @@ from surgeon.models.edit import edit, program_of
 from surgeon.training.racks.build import assemble, rack_of
 from surgeon.training.racks.model import RackModel
 from surgeon.training.racks.partition import Racks
+from surgeon.training.racks.stretch import coda_logits
 from tests.tiny_models import save_checkpoint, tiny_model
 
 IDS = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(3))
@@ -58,7 +59,7 @@ def test_written_codas_predict_what_the_rack_does(family: str, program: str, dep
     stream, expected = cut[0].forward(IDS)
     found = read(tmp_path / "made")
     assert (found.racks, found.depth, len(found)) == (("0:2", "2:4"), depth, 1)
-    assert torch.allclose(found.coda(0).logits(IDS, stream), expected.float(), atol=1e-5)
+    assert torch.allclose(coda_logits(found.coda(0), IDS, stream), expected.float(), atol=1e-5)
     # The stream after so many nodes of the checkpoint is what the coda was made for.
     path = surgeon.load(tmp_path / "made")
     runs = program_of(path)

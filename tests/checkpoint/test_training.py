@@ -17,8 +17,8 @@ from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.training import Training, layers_by_recipe
 from surgeon.cli.diff import lines
 from surgeon.cli.show import facts
+from surgeon.errors import NotProven
 from surgeon.exports.export import Original, source_record
-from surgeon.exports.prove import NotProven
 from surgeon.language.program import Program
 from surgeon.results.card import identity_of, open_edited, write_card
 from surgeon.results.card_training import trained_how

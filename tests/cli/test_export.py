@@ -15,6 +15,7 @@ import surgeon
 from surgeon.checkpoint.kept_factors import KeptFactors
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.language.recipe import parse_recipe, read_recipe
+from surgeon.models.recipe_program import recipe_program
 from surgeon.models.weights import TruncatedSVD
 from tests.cli.conftest import Run
 from tests.tiny_models import VOCABULARY
@@ -177,12 +178,12 @@ def test_calibrated_factors_are_made_kept_and_recorded(
     kept = KeptFactors(TruncatedSVD(), tmp_path / "kept")
     files = set((tmp_path / "kept").glob("*.safetensors"))
     assert len(files) == 14
-    edited = surgeon.edit(original, read_recipe(written).program_for(original.config), factors=kept)
+    edited = surgeon.edit(original, recipe_program(read_recipe(written), original.config), factors=kept)
     ids = torch.randint(2, VOCABULARY, (1, 7))
     expected = edited(ids).logits
     assert set((tmp_path / "kept").glob("*.safetensors")) == files
     torch.testing.assert_close(surgeon.load(tmp_path / "out")(ids).logits, expected, rtol=1e-4, atol=1e-4)
-    plain = surgeon.edit(original, read_recipe(written).program_for(original.config))(ids).logits
+    plain = surgeon.edit(original, recipe_program(read_recipe(written), original.config))(ids).logits
     assert not torch.allclose(plain, expected, rtol=0.1)
     # Without --factors they lie beside the output while they are needed.
     code, _, err = run(written, "-o", tmp_path / "again")

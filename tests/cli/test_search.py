@@ -23,6 +23,7 @@ from surgeon.cost.shapes import ModelShapes
 from surgeon.language.program import Program
 from surgeon.language.recipe import read_recipe
 from surgeon.models.edit import program_of
+from surgeon.models.recipe_program import recipe_program
 from surgeon.searches.evaluate import Evaluator
 from surgeon.training.run import train
 from tests.stored import configure
@@ -447,7 +448,7 @@ def test_native_tracks(
     asked = ("--space", "pair,drop:layers,rank:0.5", "--budget", "params=0.7x", "--holdout", "0")
     assert search_freely(tiny_checkpoint, tiny_text, tmp_path / "out", *asked, "--trials", "3") == 0
     recipe, config = read_recipe(tmp_path / "out" / "recipe.yaml"), read_config_only(tiny_checkpoint).config
-    program = recipe.program_for(config, own)
+    program = recipe_program(recipe, config, own)
     assert program != own
     assert program.parameters(ModelShapes.of("", config).layer_shapes) <= 0.7 * own.parameters(
         ModelShapes.of("", config).layer_shapes

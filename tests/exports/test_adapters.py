@@ -11,8 +11,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from surgeon.checkpoint.describe import describe
+from surgeon.errors import NotProven
 from surgeon.exports.adapters import export_with_adapter
-from surgeon.exports.prove import NotProven
 from surgeon.models.edit import edit, program_of
 from tests.checkpoint.helpers import IDS, logits_of, relative_error
 from tests.tiny_models import tiny_model, tiny_tokenizer

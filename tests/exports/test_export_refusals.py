@@ -19,8 +19,8 @@ import surgeon
 from surgeon.checkpoint import write
 from surgeon.checkpoint.forms import PlannedTensor
 from surgeon.checkpoint.forms.fused_tensors import FusedPlanner
+from surgeon.errors import NotProven
 from surgeon.exports.export import Original, plan_export
-from surgeon.exports.prove import NotProven
 from tests.checkpoint.helpers import (
     run_export,
     save_source,

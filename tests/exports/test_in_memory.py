@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import surgeon
 from surgeon.checkpoint.verify import verify
-from surgeon.exports.prove import NotProven
+from surgeon.errors import NotProven
 from surgeon.models.edit import edit, program_of, restore
 from surgeon.models.families import FAMILIES
 from tests.checkpoint.helpers import IDS, load_shipped, logits_of, plain_logits, relative_error

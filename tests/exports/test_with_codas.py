@@ -11,8 +11,8 @@ import torch
 
 import surgeon
 from surgeon.checkpoint.codas import Coda, read_codas
+from surgeon.errors import NotProven
 from surgeon.exports import with_codas
-from surgeon.exports.prove import NotProven
 from surgeon.exports.with_codas import export_with_codas
 from surgeon.language.program import Program
 from surgeon.training.racks.build import rack_of

@@ -20,8 +20,8 @@ class _Sum:
 class RunningAverages:
     """Averages of whole sublayers, each made of the sum that the last one of its kind left, where that goes on from it.
 
-    The sums are those that `surgeon.models.weights.mean` makes, layer by layer in order, so the averages are the same to the
-    last bit. One sum for each kind of sublayer is kept; the weights must stay as they are meanwhile.
+    The sums are those that `surgeon.models.weights.mean` makes, layer by layer in order, so the averages are the same
+    to the last bit. One sum for each kind of sublayer is kept; the weights must stay as they are meanwhile.
     """
 
     def __init__(self, weights: ModelWeights) -> None:

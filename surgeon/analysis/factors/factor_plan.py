@@ -78,7 +78,7 @@ def plan_factors(recipe: Recipe, config: Any, own: Program | None = None) -> Fac
         own: what the model runs in place of its layers one after the other, if it does.
 
     Raises:
-        ValueError: as `Recipe.program_for`; and if two entries name different texts, with file and line.
+        ValueError: as `recipe_program`; and if two entries name different texts, with file and line.
     """
     family = family_of(config)
     shapes = family.layer_shapes(config)

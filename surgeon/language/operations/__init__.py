@@ -1,8 +1,8 @@
 """The edits a recipe can ask for, one short file each.
 
 Every module of this folder is imported here, so that an operation is known as soon as its file is there. Code that is
-checked for types takes a function from its module (`from surgeon.language.operations.pair import pair`); otherwise the package
-has it, too (`from surgeon.language.operations import pair`).
+checked for types takes a function from its module (`from surgeon.language.operations.pair import pair`); otherwise the
+package has it, too (`from surgeon.language.operations import pair`).
 """
 
 from importlib import import_module

@@ -11,13 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch does export them
+from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch does export them
 
+from surgeon.processes.sockets import StoreAddress
 from surgeon.runtime.kernels.recording import Recording
 from surgeon.runtime.plan.placement import Group
 
@@ -190,22 +191,6 @@ class Unconnected(Collectives):
 
     def _all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
         return lambda: tensor.expand(len(self.group), *tensor.shape)
-
-
-class StoreAddress(NamedTuple):
-    """A TCP store that is open already, on this machine or another.
-
-    Attributes:
-        prefix: of the keys that belong to these ranks.
-    """
-
-    host: str
-    port: int
-    prefix: str
-
-    def connect(self) -> PrefixStore:
-        """The store, as one of its clients sees it."""
-        return PrefixStore(self.prefix, TCPStore(self.host, self.port, timeout=TIMEOUT, wait_for_workers=False))
 
 
 class TorchCollectives(Collectives):

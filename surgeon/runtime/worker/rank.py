@@ -23,8 +23,9 @@ from typing import Any
 import torch
 
 from surgeon.memory import keep_freed_memory
+from surgeon.processes.sockets import StoreAddress
 from surgeon.processes.torchrun import RankLocation
-from surgeon.runtime.comm.collectives import Alone, Collectives, StoreAddress, TorchCollectives, Unconnected
+from surgeon.runtime.comm.collectives import Alone, Collectives, TorchCollectives, Unconnected
 from surgeon.runtime.comm.link import EmulatedLink, Link
 from surgeon.runtime.comm.pipes import Receiver, Sender
 from surgeon.runtime.comm.quantised import Compressed, Compression

@@ -19,6 +19,7 @@ import torch
 
 from surgeon.errors import did_you_mean
 from surgeon.processes.rendezvous import rendezvous_at
+from surgeon.processes.sockets import StoreAddress
 from surgeon.processes.torchrun import (
     RankLocation,
     TorchrunEnvironment,
@@ -26,7 +27,6 @@ from surgeon.processes.torchrun import (
     ranks_of_this_machine,
     read_environment,
 )
-from surgeon.runtime.comm.collectives import StoreAddress
 from surgeon.runtime.comm.link import Link
 from surgeon.runtime.comm.quantised import Compression
 from surgeon.runtime.comm.shared_memory import create_memory

@@ -21,7 +21,6 @@ import torch
 from surgeon.runtime.worker.rank import threads_per_rank
 from surgeon.searches.study.patience import Say, say_aside
 
-PROGRAM = ["-P", "-m", "surgeon.cli"]  # not from the current folder, in which anything may lie
 FLAG = "--worker"  # which of the processes one is; users do not see it
 FOLDER = "workers"  # in the output folder: what they say
 SECONDS_TO_END, SECONDS_TO_STOP = 20.0, 10.0  # when all is done; when they are told to stop
@@ -36,12 +35,16 @@ class WorkerProcesses:
 
     Args:
         count: of workers, this process among them.
+        program: what the interpreter is to run, as in ["-m", "surgeon.cli"].
         command: of this process, without the interpreter and program: "search demo --budget depth=12 ...".
         folder: of the results; each worker writes what it has to say into a file in it.
     """
 
-    def __init__(self, count: int, command: Sequence[str], folder: Path, say: Say = say_aside) -> None:
-        self.count, self.command, self.folder, self.say = count, command, folder / FOLDER, say
+    def __init__(
+        self, count: int, program: Sequence[str], command: Sequence[str], folder: Path, say: Say = say_aside
+    ) -> None:
+        self.count, self.program, self.command = count, program, command
+        self.folder, self.say = folder / FOLDER, say
         self.processes: list[subprocess.Popen[bytes]] = []
         self._ending = False
         self._watches: list[threading.Thread] = []
@@ -64,7 +67,7 @@ class WorkerProcesses:
         self._stop(SECONDS_TO_END if kind is None else 0.0)
 
     def _start(self, index: int) -> None:
-        command = [sys.executable, *PROGRAM, *worker_command(self.command, index)]
+        command = [sys.executable, *self.program, *worker_command(self.command, index)]
         path = os.pathsep.join(part or str(Path.cwd()) for part in sys.path)
         own = {"PYTHONPATH": path, "OMP_NUM_THREADS": str(threads_per_rank(self.count))} | gpu_of(index)
         with self.log(index).open("wb") as log:

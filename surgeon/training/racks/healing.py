@@ -11,7 +11,6 @@ from typing import Any
 from surgeon.checkpoint.codas import Coda
 from surgeon.exports.prove import Proof
 from surgeon.exports.with_codas import export_with_codas
-from surgeon.results.card_text import plural
 from surgeon.training.heal.subject import HealSubject
 from surgeon.training.heal.write import record_of, write_healed
 from surgeon.training.racks.in_turn import RacksTrained
@@ -22,6 +21,7 @@ from surgeon.training.racks.ways import train_racks
 from surgeon.training.run import RunFigures, Trained
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import TrainTexts
+from surgeon.words import plural
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
+from surgeon.checkpoint.codas import Coda
 from surgeon.checkpoint.on_demand import build_empty
 from surgeon.language.program import Program
 from surgeon.models.edit import decoder_parent, edit
@@ -160,3 +161,24 @@ def fed(model: nn.Module, stream: Tensor | None) -> Iterator[StretchLayers]:
         yield layers
     finally:
         layers.incoming = layers.outgoing = None
+
+
+@torch.no_grad()
+def coda_logits(coda: Coda, input_ids: Tensor, stream: Tensor) -> Tensor:
+    """What a coda predicts, (batch, tokens, vocabulary), in float32.
+
+    Args:
+        input_ids: (batch, tokens); masks and positions go by them.
+        stream: (batch, tokens, hidden), after the last node of its rack.
+
+    Raises:
+        ValueError: if a tensor is missing or of another shape.
+    """
+    if not len(coda.program):
+        head = output_head(coda.config, coda.tensors)
+        normed: Tensor = head.norm(stream)
+        return head.logits(normed.flatten(0, 1)).reshape(*stream.shape[:2], -1)
+    model = build_stretch(coda.config, coda.program, coda.tensors, embeds=False)
+    with fed(model, stream):
+        found: Tensor = model(input_ids=input_ids, use_cache=False).logits.float()
+    return found

@@ -18,6 +18,7 @@ from surgeon.errors import did_you_mean, shown
 from surgeon.language.program import Program
 from surgeon.models.edit import check_layers, edit
 from surgeon.models.families import FAMILIES, Family, family_of
+from surgeon.models.recipe_program import recipe_program
 from surgeon.training.racks.averaging import parse_averaging
 from surgeon.training.racks.partition import Racks
 from surgeon.training.racks.task import check_settings
@@ -172,7 +173,7 @@ def _program(config: ScratchConfig, architecture: PreTrainedConfig) -> Program:
                     f"{config.source}:{operation.line}: {operation.name}: method {operation.parameters['method']} goes "
                     "by what a trained model computes, and this one begins with random weights; use method: plain"
                 )
-        return config.recipe.program_for(architecture)
+        return recipe_program(config.recipe, architecture)
     try:
         check_layers(config.program, architecture.num_hidden_layers)
     except ValueError as error:

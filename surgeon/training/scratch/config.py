@@ -33,8 +33,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from surgeon.language.operations.applied import AppliedOperation, in_braces
 from surgeon.language.program import Program
 from surgeon.language.recipe import FORMAT, DocumentReader, Recipe, is_recipe, line_of, read_document
+from surgeon.provenance import public
 from surgeon.quality.data import DEFAULT_WINDOW
-from surgeon.results.measured import public
 from surgeon.training.arguments import read_trainer_argument
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import HELD_OUT_TOKENS

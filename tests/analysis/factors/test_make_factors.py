@@ -22,6 +22,7 @@ from surgeon.language.operations.lowrank import Calibration
 from surgeon.language.program import Program
 from surgeon.language.recipe import parse_recipe
 from surgeon.models.edit import edit, restore
+from surgeon.models.recipe_program import recipe_program
 from surgeon.quality.data import Windows
 from tests.analysis.spectra import inputs_of, matrix_of, overwrite, places, text, written_out
 from tests.tiny_models import tiny_model
@@ -287,7 +288,7 @@ operations:
 def test_a_recipe_says_how_each_matrix_is_made() -> None:
     config = tiny_model("llama", 4).config
     plan = plan_factors(parse_recipe(RECIPE), config)
-    assert str(plan.program) == str(parse_recipe(RECIPE).program_for(config))
+    assert str(plan.program) == str(recipe_program(parse_recipe(RECIPE), config))
     assert {str(target): making for target, making in plan.makings.items()} == {
         "q of A0@q8": Making("whitened"),
         "up of F1@up3": Making("activation", 0.3),

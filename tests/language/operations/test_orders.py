@@ -13,6 +13,7 @@ from surgeon.language.operations import ladder
 from surgeon.language.program import Program
 from surgeon.language.recipe import parse_recipe
 from surgeon.models.edit import edit, program_of
+from surgeon.models.recipe_program import recipe_program
 from tests.checkpoint.helpers import IDS, logits_of, relative_error, run_export, save_source
 from tests.reference import Reference
 from tests.tiny_models import tiny_model
@@ -32,7 +33,7 @@ def test_layers_run_in_the_order_of_a_recipe(tmp_path: Path, family: str) -> Non
     """In memory, and in a checkpoint in plain form, which the stock class loads."""
     model = save_source(tmp_path / "source", family, 4)
     expected = reordered(Reference(model))
-    program = parse_recipe(RECIPE).program_for(model.config)
+    program = recipe_program(parse_recipe(RECIPE), model.config)
     run_export(tmp_path / "source", tmp_path / "target", str(program), form="plain")
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "target").eval()
     assert type(stock) is type(model)

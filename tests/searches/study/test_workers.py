@@ -13,7 +13,6 @@ import psutil
 import pytest
 import torch
 
-from surgeon.searches.study import workers
 from surgeon.searches.study.workers import WorkerProcesses, gpu_of, interruptible, worker_command
 from tests.waiting import wait_until
 
@@ -29,12 +28,13 @@ try:
 except KeyboardInterrupt:
     (folder / (index + ".interrupted")).touch()
 """
+PROGRAM = ["-c", CODE]
 ORPHAN = """
 import sys, time
 from pathlib import Path
 from surgeon.searches.study import workers
-workers.PROGRAM = ["-c", Path(sys.argv[2]).read_text()]
-with workers.WorkerProcesses(2, ["search", sys.argv[1]], Path(sys.argv[1])):
+program = ["-c", Path(sys.argv[2]).read_text()]
+with workers.WorkerProcesses(2, program, ["search", sys.argv[1]], Path(sys.argv[1])):
     time.sleep(60)
 """
 CHILD = """
@@ -52,7 +52,6 @@ except KeyboardInterrupt:
 
 @pytest.fixture(autouse=True)
 def program(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "PROGRAM", ["-c", CODE])
     monkeypatch.setattr("surgeon.runtime.worker.rank.usable_cores", lambda: 7)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
@@ -60,7 +59,7 @@ def program(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_they_are_this_command_with_a_share_of_the_cores(tmp_path: Path) -> None:
     said: list[str] = []
-    with WorkerProcesses(3, ["search", str(tmp_path), "end"], tmp_path, said.append) as others:
+    with WorkerProcesses(3, PROGRAM, ["search", str(tmp_path), "end"], tmp_path, said.append) as others:
         pass
     assert [process.returncode for process in others.processes] == [0, 0]
     for index in (1, 2):
@@ -70,7 +69,7 @@ def test_they_are_this_command_with_a_share_of_the_cores(tmp_path: Path) -> None
 
 def test_one_that_fails_is_told_of(tmp_path: Path) -> None:
     said: list[str] = []
-    with WorkerProcesses(4, ["search", str(tmp_path), "fail"], tmp_path, said.append) as others:
+    with WorkerProcesses(4, PROGRAM, ["search", str(tmp_path), "fail"], tmp_path, said.append) as others:
         wait_until(lambda: bool(said))
     number = others.processes[1].pid
     assert said == [f"worker 2 (process {number}) ended with exit code 1: error: no such model; the others go on"]
@@ -78,7 +77,7 @@ def test_one_that_fails_is_told_of(tmp_path: Path) -> None:
 
 def test_one_that_is_killed_is_told_of(tmp_path: Path) -> None:
     said: list[str] = []
-    others = WorkerProcesses(3, ["search", str(tmp_path), "sleep"], tmp_path, said.append)
+    others = WorkerProcesses(3, PROGRAM, ["search", str(tmp_path), "sleep"], tmp_path, said.append)
     others.__enter__()
     wait_until(lambda: (tmp_path / "1").exists() and (tmp_path / "2").exists())
     others.processes[0].kill()
@@ -91,7 +90,7 @@ def test_one_that_is_killed_is_told_of(tmp_path: Path) -> None:
 
 
 def test_one_alone_starts_nothing(tmp_path: Path) -> None:
-    with WorkerProcesses(1, ["scan"], tmp_path) as others:
+    with WorkerProcesses(1, PROGRAM, ["scan"], tmp_path) as others:
         assert others.processes == []
     assert list(tmp_path.iterdir()) == []
 
@@ -99,7 +98,7 @@ def test_one_alone_starts_nothing(tmp_path: Path) -> None:
 def test_only_a_search_can_be_started_again(tmp_path: Path) -> None:
     assert worker_command(["search", "demo", "-o", "x"], 2) == ["search", "--worker", "2", "demo", "-o", "x"]
     with pytest.raises(ValueError, match="from the command line, with surgeon search; use --workers 1"):
-        WorkerProcesses(2, ["pytest"], tmp_path).__enter__()
+        WorkerProcesses(2, PROGRAM, ["pytest"], tmp_path).__enter__()
 
 
 def test_they_are_interrupted_when_the_first_is_killed(tmp_path: Path) -> None:
