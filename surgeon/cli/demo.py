@@ -14,7 +14,6 @@ from surgeon.cli.export import export
 from surgeon.cli.generate import generate
 from surgeon.cli.scan import scan
 from surgeon.cli.search import search
-from surgeon.models.recipe_program import recipe_program
 
 if TYPE_CHECKING:
     from surgeon.searches.trial import MeasuredProgram
