@@ -100,6 +100,7 @@ def _measure(variants: list[Contender], tokens: int) -> list[MeasuredProgram]:
     from surgeon.analysis.subject import open_subject
     from surgeon.language.program import Program
     from surgeon.language.recipe import read_recipe
+    from surgeon.models.recipe_program import recipe_program
     from surgeon.searches.evaluate import Evaluator
 
     subject = open_subject("demo", "demo", tokens=tokens)
