@@ -163,14 +163,12 @@ def test_names_are_taken_once() -> None:
 
 def test_a_file_is_all_it_takes(tmp_path: Path) -> None:
     """A module put into the folder is there, in its place in every table, and in the help texts."""
-    folder = tmp_path / "surgeon"
-    folder.mkdir()
-    for path in PACKAGE.parent.iterdir():
-        if path.name != "operations":
-            (folder / path.name).symlink_to(path)
-    (folder / "operations").mkdir()
-    for path in PACKAGE.glob("*.py"):
-        (folder / "operations" / path.name).symlink_to(path)
+    folder, package = tmp_path / "surgeon", PACKAGE.parents[1]
+    (folder / "language" / "operations").mkdir(parents=True)
+    for path in [*package.iterdir(), *PACKAGE.parent.iterdir(), *PACKAGE.glob("*.py")]:
+        if path not in (PACKAGE.parent, PACKAGE):
+            (folder / path.relative_to(package)).symlink_to(path)
+    folder = folder / "language"
     (folder / "operations" / "aardvark.py").write_text(
         "from surgeon.language.operations.base import operation\n"
         "from surgeon.language.operations.declare import Heatmap, Variant\n"
