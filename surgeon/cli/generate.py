@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,7 +36,8 @@ class SamplingArguments:
         ),
     ] = 0.0
     top_p: Annotated[
-        float, typer.Option(help="Draw among the fewest most likely tokens that have this probability together.")
+        float,
+        typer.Option(help="Draw among the fewest most likely tokens that have this probability together; 0 is greedy."),
     ] = 1.0
     top_k: Annotated[int, typer.Option(help="Draw among this many of the most likely tokens; 0 is all.")] = 0
     min_p: Annotated[
@@ -53,8 +54,9 @@ class SamplingArguments:
     seed: Annotated[
         int | None,
         typer.Option(
-            help="The same seed draws the same text for a prompt, whatever other prompts there are and for any --tp. "
-            "Default: another one each time.",
+            help="The same seed draws the same texts again, for any --tp and --max-batch: each prompt has random "
+            "numbers of its own, by the seed and its place (the first prompt, the second, and so on), whatever the "
+            "others are. Default: another seed each time.",
             show_default=False,
         ),
     ] = None
@@ -158,7 +160,7 @@ def generate(
         with Service(model, options, tokenizer, started) as service:
             if service.capacity.texts(service.capacity.longest) < options.max_batch:
                 print(service.capacity.line(), file=sys.stderr)  # some texts have to wait for others
-            streams = [service.submit(ids, sampling) for ids in tokens]
+            streams = [service.submit(ids, replace(sampling, place=(number, 0))) for number, ids in enumerate(tokens)]
             usages = _write_all([*texts.values()], streams, as_json, bool(drafts))
             place = f"{options.ranks.device}, {options.ranks.collectives}{sending.words}"
             figures = service.figures()

@@ -31,6 +31,16 @@ class AddressArguments:
             show_envvar=True,
         ),
     ] = None
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ORIGIN",
+            help="Web pages that may use the server from a browser, by where they come from, such as "
+            "http://localhost:3000; may be repeated. * is any page that somebody opens, so ask for a key then. "
+            "Default: none.",
+            show_default=False,
+        ),
+    ] = None
     served_model_name: Annotated[
         str | None,
         typer.Option(help="What clients call the model. Default: the folder's name.", show_default=False),
@@ -41,11 +51,12 @@ class AddressArguments:
             raise ValueError("the API key is empty; give one, or leave --api-key and SURGEON_API_KEY out")
 
     def warn_if_open(self) -> None:
-        """Say so if others than users of this machine reach it, and need no key."""
-        if self.api_key is None and self.host not in LOOPBACK:
-            warnings.warn(
-                f"whoever reaches {self.host} can use the model; set --api-key or SURGEON_API_KEY", stacklevel=1
-            )
+        """Say so if others than users of this machine reach it, or any web page they open, and need no key."""
+        who = f"whoever reaches {self.host}" if self.host not in LOOPBACK else None
+        if who is None and "*" in (self.cors_origin or ()):
+            who = "any web page that is opened on this machine"
+        if self.api_key is None and who is not None:
+            warnings.warn(f"{who} can use the model; set --api-key or SURGEON_API_KEY", stacklevel=1)
 
 
 @dataclass(frozen=True)
@@ -104,9 +115,10 @@ def serve(
 
     /v1/completions and /v1/chat/completions answer whole or as a stream; /v1/models names the model; /health and
     /metrics (for Prometheus) need no key. Requests are computed together as they come, with a temperature of 1 unless
-    they say otherwise; repetition_penalty and suppressed tokens are the checkpoint's own (generation_config.json), and
-    what else that sets and would change the text is named at the start. SIGTERM finishes those that are open and takes
-    no more; Ctrl-C, or a second SIGTERM, ends at once.
+    they say otherwise (0 is greedy, and so is a top_p of 0); chat_template_kwargs go to the model's chat template.
+    repetition_penalty and suppressed tokens are the checkpoint's own (generation_config.json), and what else that sets
+    and would change the text is named at the start. SIGTERM finishes those that are open and takes no more; Ctrl-C, or
+    a second SIGTERM, ends at once.
 
     Try it: curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json'
     -d '{"prompt": "import os", "max_tokens": 20}'
@@ -115,11 +127,13 @@ def serve(
     from surgeon.checkpoint.generation_defaults import read_defaults
     from surgeon.checkpoint.texts import open_tokenizer
     from surgeon.runtime.service import Service
+    from surgeon.server.browsers import check_origin
     from surgeon.server.run import bind, url_of
     from surgeon.server.run import run as run_server
     from surgeon.server.state import ServerState
     from surgeon.server.texts import Texts
 
+    origins = tuple(map(check_origin, address.cors_origin or ()))
     options = run.service(run.ranks(run.sending()), **capacity.limits(), **drafting.options())
     tokenizer, defaults = open_tokenizer(model), read_defaults(model)
     if complaint := defaults.complaint():
@@ -128,7 +142,7 @@ def serve(
         address.warn_if_open()
         with Service(model, options, tokenizer) as service:
             name, key = address.served_model_name or name_of(model), address.api_key
-            state = ServerState(service, Texts(tokenizer), name, options.most_open, defaults, key)
+            state = ServerState(service, Texts(tokenizer), name, options.most_open, defaults, key, origins)
             lines = f"serving {name} at {url_of(bound)}\n{service.capacity.line()}"
             run_server(state, bound, lambda: print(lines, file=sys.stderr, flush=True))
 

@@ -28,8 +28,8 @@ from typing import Any
 from surgeon.errors import did_you_mean
 from surgeon.processes.torchrun import ranks_of_this_machine
 from surgeon.processes.watchdog import PATIENCE_SECONDS, Pulse, Watchdog
-from surgeon.runtime.batching.request import QueueFull, Request, Sampling, Stats
-from surgeon.runtime.batching.scheduler import Limits, Output, check_length
+from surgeon.runtime.batching.request import QueueFull, Request, Sampling, Stats, check_length
+from surgeon.runtime.batching.scheduler import Limits, Output
 from surgeon.runtime.batching.windows import PASS_TOKENS
 from surgeon.runtime.kernels.build import warn_without_kernels
 from surgeon.runtime.model.engine import Figures
@@ -163,8 +163,8 @@ class Service:
             warn_without_kernels()
         self.capacity = Capacity.of(self.plan, self.blocks, options.max_batch)
         self.max_tokens = self.capacity.longest
-        pass_tokens = max(PASS_TOKENS, options.max_batch)
         drafts = 0 if options.draft is None else options.draft_tokens
+        pass_tokens = max(PASS_TOKENS, options.max_batch * (1 + drafts))
         limits = Limits(options.max_batch, self.max_tokens, options.max_waiting, pass_tokens, self.plan.ends, drafts)
         self.failure: Exception | None = None
         self._tokenizer = tokenizer

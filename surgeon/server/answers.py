@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from surgeon.runtime.batching.request import Event, Sampling
+from surgeon.runtime.batching.request import Event
 from surgeon.server.bodies import Body, ChatBody, CompletionBody
 from surgeon.server.choices import Choices
 from surgeon.server.errors import GONE, ApiError, invalid
@@ -53,18 +53,19 @@ async def chat(request: Request, state: ServerState, body: ChatBody) -> Response
     """
     body.check()
     _check_number(state, body, 1)
-    prompt = await asyncio.to_thread(state.texts.chat, body.messages, state.service.max_tokens)
+    given = body.messages, state.service.max_tokens, body.chat_template_kwargs
+    prompt = await asyncio.to_thread(state.texts.chat, *given)
     style = ChatFormat(state.model, state.texts, bool(body.logprobs))
     return await _answer(request, state, body, [prompt], style)
 
 
 async def _answer(request: Request, state: ServerState, body: Body, prompts: list[Prompt], style: Format) -> Response:
     answers, asks = [], []
-    for prompt in prompts:
+    for place, prompt in enumerate(prompts):
         sampling = body.sampling(len(prompt.tokens), state.service.max_tokens, state.defaults)
         for number in range(body.choices):
             answers.append(Answer(prompt))
-            asks.append((prompt.tokens, _seeded(sampling, number)))
+            asks.append((prompt.tokens, replace(sampling, place=(place, number))))
     choices = Choices(state, body.prompt_field)
     await choices.submit(asks)
     try:
@@ -100,13 +101,6 @@ def _check_number(state: ServerState, body: Body, prompts: int) -> None:
     if wanted > state.capacity:
         reason = f"prompts times n are {wanted} answers; this server takes {state.capacity} at a time at most"
         raise invalid(reason, "n" if body.choices > 1 else body.prompt_field)
-
-
-def _seeded(sampling: Sampling, number: int) -> Sampling:
-    """The choices of a prompt differ, and the first is what it would be alone."""
-    if sampling.seed is None or not number:
-        return sampling
-    return replace(sampling, seed=(sampling.seed + number) % (1 << 63))
 
 
 async def _collect(choices: Choices, answers: list[Answer], arrived: Arrived) -> None:

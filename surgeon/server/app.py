@@ -10,17 +10,19 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp
 
 from surgeon import __version__
 from surgeon.errors import did_you_mean
 from surgeon.server.answers import chat, complete
 from surgeon.server.bodies import ChatBody, CompletionBody
+from surgeon.server.browsers import with_browsers
 from surgeon.server.errors import ApiError, explain, internal, too_large
-from surgeon.server.gate import MOST_BYTES, Gate
+from surgeon.server.gate import MOST_BYTES, Counter, Gate
 from surgeon.server.state import ServerState
 
 
-def make_app(state: ServerState) -> Gate:
+def make_app(state: ServerState) -> ASGIApp:
     """The application that answers for a server."""
     app = FastAPI(
         title="surgeon", version=__version__, docs_url=None, redoc_url=None, max_body_size=MOST_BYTES
@@ -28,7 +30,7 @@ def make_app(state: ServerState) -> Gate:
     _add_answers(app, state)
     _add_views(app, state)
     _add_errors(app)
-    return Gate(app, state)
+    return Counter(with_browsers(Gate(app, state), state.origins), state)
 
 
 def _add_answers(app: FastAPI, state: ServerState) -> None:
@@ -44,21 +46,25 @@ def _add_answers(app: FastAPI, state: ServerState) -> None:
 
 
 def _add_views(app: FastAPI, state: ServerState) -> None:
+    @app.head("/v1/models", include_in_schema=False)
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [_card(state)]}
 
+    @app.head("/v1/models/{name:path}", include_in_schema=False)
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         _check_model(state, name)
         return _card(state)
 
+    @app.head("/health", response_model=None, include_in_schema=False)
     @app.get("/health", response_model=None)
     async def health() -> Response:
         if state.service.failure is not None:
             return JSONResponse({"status": "failed", "reason": str(state.service.failure)}, 503)
         return JSONResponse({"status": "draining"}, 503) if state.draining else JSONResponse({"status": "ok"})
 
+    @app.head("/metrics", response_model=None, include_in_schema=False)
     @app.get("/metrics", response_model=None)
     def metrics() -> Response:  # in a thread: the ranks may be asked
         return Response(state.meters.text(), media_type=CONTENT_TYPE_LATEST)

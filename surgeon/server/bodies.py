@@ -223,6 +223,7 @@ class ChatBody(Body):
     logprobs_field: ClassVar[str] = "top_logprobs"
 
     messages: Several[dict[str, Any]]
+    chat_template_kwargs: dict[str, Any] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
 

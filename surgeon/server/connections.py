@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import h11
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from surgeon.server.errors import ApiError, unavailable
@@ -64,11 +64,12 @@ def files_left() -> int:
 
 
 class Connection(H11Protocol):
-    """One client's connection."""
+    """One client's connection; `full` answers those that are too many."""
 
-    def __init__(self, *arguments: Any, patience: Patience, **options: Any) -> None:
+    def __init__(self, *arguments: Any, patience: Patience, full: ASGIApp, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.patience = patience
+        self._full = full
         self._arrival: asyncio.TimerHandle | None = None
         self._unread = 0  # bytes of answers, when the client was last looked at
         self._reading: asyncio.TimerHandle | None = None
@@ -79,7 +80,7 @@ class Connection(H11Protocol):
             transport.abort()
             return
         if len(self.connections) > self.patience.connections:
-            self.app = _full
+            self.app = self._full
         self._expect(self.patience.head)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -155,7 +156,8 @@ class Connection(H11Protocol):
             self._watch_reading()
 
 
-async def _full(scope: Scope, receive: Receive, send: Send) -> None:
+async def full(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers those beyond the number of connections that there may be."""
     error = unavailable("too many clients are connected; try again later", "too_many_connections")
     error.headers |= {"Connection": "close", "Retry-After": "1"}
     await error.response()(scope, receive, send)

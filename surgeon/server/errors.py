@@ -17,6 +17,7 @@ _SHORT.maxstring = _SHORT.maxother = MOST_SHOWN
 
 # What pydantic says of a field that takes several types is a list of what each of them lacks.
 _KINDS = {
+    "chat_template_kwargs": 'an object such as {"enable_thinking": false}',
     "prompt": "a text, a list of texts, a list of token ids, or a list of such lists",
     "stop": "a text or a list of texts",
     "stream_options": 'an object such as {"include_usage": true}',

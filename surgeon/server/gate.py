@@ -1,4 +1,7 @@
-"""What comes before everything else: counting requests, the key, and that nobody is let in while the server ends."""
+"""What comes before everything else: counting requests, the key, and that nobody is let in while the server ends.
+
+Between the two are browsers' questions (browsers.py), which are counted and need no key.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +23,15 @@ def note_outcome(scope: Scope, status: int) -> None:
     scope[_OUTCOME] = status
 
 
-class Gate:
-    """An application in front of another."""
+class Counter:
+    """An application in front of another that counts what is answered."""
 
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self.app = app
         self.state = state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request pass, or answer it with an error."""
+        """Let a request pass."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -40,15 +43,24 @@ class Gate:
                 status = message["status"]
             await send(message)
 
-        error = self._refusal(scope)
         try:
-            if error is not None:
-                await error.response()(scope, receive, send_on)
-            else:
-                await self.app(scope, receive, send_on)
+            await self.app(scope, receive, send_on)
         finally:
             path = scope["path"] if scope["path"] in _COUNTED else "other"
             self.state.meters.answered(path, scope.get(_OUTCOME, status))
+
+
+class Gate:
+    """An application in front of another that lets nobody in without the key."""
+
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+        self.app = app
+        self.state = state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request pass, or answer it with an error."""
+        error = self._refusal(scope) if scope["type"] == "http" else None
+        await (self.app if error is None else error.response())(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         if not scope["path"].startswith(GUARDED):

@@ -20,7 +20,8 @@ from types import FrameType
 import uvicorn
 
 from surgeon.server.app import make_app
-from surgeon.server.connections import QUEUE, Connection, files_left, patience_for, quieten
+from surgeon.server.browsers import with_browsers
+from surgeon.server.connections import QUEUE, Connection, files_left, full, patience_for, quieten
 from surgeon.server.state import ServerState
 
 KEEP_ALIVE_SECONDS = 30  # that a connection may be idle between requests
@@ -135,7 +136,7 @@ def run(state: ServerState, bound: socket.socket, started: Callable[[], None]) -
     quieten()
     config = uvicorn.Config(
         make_app(state),
-        http=partial(Connection, patience=patience),  # type: ignore[arg-type]
+        http=partial(Connection, patience=patience, full=with_browsers(full, state.origins)),  # type: ignore[arg-type]
         backlog=patience.refused,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         lifespan="off",

@@ -20,6 +20,7 @@ class ServerState:
         capacity: how many requests the service takes at a time, those that wait among them.
         defaults: how the model wants its tokens chosen, for requests that do not say.
         key: what clients have to send; None if anybody may use the model.
+        origins: of web pages that may use the model; "*" for any.
         draining: whether no more requests are taken, because the process is ending.
         created: seconds since 1970.
     """
@@ -30,6 +31,7 @@ class ServerState:
     capacity: int
     defaults: Defaults
     key: str | None = None
+    origins: tuple[str, ...] = ()
     draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     meters: Meters = field(init=False)

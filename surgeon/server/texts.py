@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field, replace
+from inspect import signature
 from itertools import accumulate
 from typing import Any
 
@@ -12,6 +14,8 @@ from surgeon.checkpoint.encoding import Encoder
 from surgeon.checkpoint.texts import Continuation
 from surgeon.server.errors import ApiError, invalid, shown
 
+FIELD = "chat_template_kwargs"
+MOST_VARIABLES = 1 << 16  # bytes of them
 UNFINISHED = "\ufffd"  # what a token decodes to that holds a part of a character
 ANCHOR = "a"  # tokens are decoded behind this one, because tokenizers write a text's first token differently
 
@@ -41,6 +45,9 @@ class Texts:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self._encoder = Encoder(tokenizer)
+        # What the template is given besides, or how it is applied, is not for clients to say.
+        self._reserved = {*signature(tokenizer.apply_chat_template).parameters, *tokenizer.special_tokens_map}
+        self._reserved.add("messages")
         self._anchor: list[int] = self._encoder(ANCHOR, special=False)
         self._pieces: dict[int, str] = {}
 
@@ -90,25 +97,43 @@ class Texts:
         ends = accumulate((end for _, end in places), max, initial=0)
         return [start if start < end else before for (start, end), before in zip(places, ends, strict=False)]
 
-    def chat(self, messages: list[dict[str, Any]], most: int) -> Prompt:
+    def chat(self, messages: list[dict[str, Any]], most: int, variables: dict[str, Any] | None = None) -> Prompt:
         """The messages in the model's own chat template, up to where its answer begins.
 
         Args:
             most: how many tokens they may have.
+            variables: what the template knows besides (chat_template_kwargs), such as enable_thinking.
 
         Raises:
-            ApiError: if the model has no template, or it does not take these messages, or they are certainly too long.
+            ApiError: if the model has no template, or it does not take these messages, or they are certainly too long;
+                if the variables are too many, no JSON, or have names that are not the client's.
         """
         if not self.tokenizer.chat_template:
             raise invalid("this model has no chat template (it is no chat model); use /v1/completions", "messages")
         if not messages:
             raise invalid("messages is empty; give at least one message", "messages")
+        variables = self._checked(variables or {})
         plain = [_plain(message, f"messages.{number}") for number, message in enumerate(messages)]
         try:
-            text: str = self.tokenizer.apply_chat_template(plain, add_generation_prompt=True, tokenize=False)
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-            raise invalid(f"the model's chat template does not take these messages: {error}", "messages") from error
+            text: str = self.tokenizer.apply_chat_template(
+                plain, add_generation_prompt=True, tokenize=False, **variables
+            )
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            what = f"these messages with this {FIELD}" if variables else "these messages"
+            raise invalid(f"the model's chat template does not take {what}: {error}", "messages") from error
         return Prompt(self._encode(text, "messages", most, special=False))
+
+    def _checked(self, variables: dict[str, Any]) -> dict[str, Any]:
+        for name in variables:
+            if name in self._reserved:
+                raise invalid(f"{FIELD} must not have {name}, which the server sets; leave it out", FIELD)
+        try:
+            size = len(json.dumps(variables, ensure_ascii=False, allow_nan=False).encode())
+        except (ValueError, RecursionError) as error:
+            raise invalid(f"{FIELD} is no JSON: {error}", FIELD) from error
+        if size > MOST_VARIABLES:
+            raise invalid(f"{FIELD} has {size} bytes of JSON; at most {MOST_VARIABLES} are taken", FIELD)
+        return variables
 
     def decode(self, tokens: list[int]) -> str:
         """The text of some tokens from the beginning of a text on."""

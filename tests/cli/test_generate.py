@@ -152,21 +152,37 @@ def test_json(endless: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert second["text"] == continued(endless, PROMPTS[1]).partition(stop)[0]
 
 
-def test_a_seed_draws_the_same_text_on_any_ranks_and_beside_any_prompts(
+def test_a_seed_draws_the_same_texts_on_any_ranks_and_beside_any_prompts(
     endless: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     drawn = ["--temperature", "1.2", "--top-p", "0.95", "--top-k", "60", "--min-p", "0.001"]
     together = records(capfd, endless, PROMPTS, *drawn, "--seed", "7", "--tp", "2")
-    reverse = records(capfd, endless, PROMPTS[:1:-1], *drawn, "--seed", "7")
-    alone = records(capfd, endless, PROMPTS[2:3], *drawn, "--seed", "7", "--tp", "4")
-    other = records(capfd, endless, PROMPTS[2:3], *drawn, "--seed", "8")
-    assert reverse == together[:1:-1]
-    assert alone == together[2:3]
+    beside = records(capfd, endless, [PROMPTS[0], "dog", PROMPTS[2]], *drawn, "--seed", "7", "--max-batch", "1")
+    alone = records(capfd, endless, PROMPTS[:1], *drawn, "--seed", "7", "--tp", "4")
+    other = records(capfd, endless, PROMPTS[:1], *drawn, "--seed", "8")
+    assert [beside[0], beside[2]] == [together[0], together[2]]
+    assert alone == together[:1]
     assert other[0]["tokens"] != alone[0]["tokens"]
-    assert alone[0]["text"] != continued(endless, PROMPTS[2])
+    assert alone[0]["text"] != continued(endless, PROMPTS[0])
 
 
-@pytest.mark.parametrize("option", [["--top-k", "1"], ["--top-p", "0.0001"], ["--min-p", "1"]])
+def test_every_prompt_of_a_seed_draws_numbers_of_its_own(
+    endless: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Of 24 equal prompts, each goes on in its own way; with a second run all of them in the same."""
+    file = tmp_path / "prompts.txt"
+    file.write_text(f"{PROMPT}\n" * 24)
+    options = ["--prompts", str(file), "--json", "--max-new-tokens", str(NEW), "--temperature", "1", "--seed", "3"]
+    texts = []
+    for more in ([], ["--tp", "2", "--max-batch", "5"]):
+        assert main(["generate", str(endless), *options, *more]) == 0
+        texts.append([tuple(json.loads(line)["tokens"]) for line in capfd.readouterr().out.splitlines()])
+    assert texts[0] == texts[1]
+    assert len(set(texts[0])) == 24
+    assert len({tokens[0] for tokens in texts[0]}) > 8
+
+
+@pytest.mark.parametrize("option", [["--top-k", "1"], ["--top-p", "0"], ["--top-p", "0.0001"], ["--min-p", "1"]])
 def test_filters_that_leave_one_token_are_greedy(
     option: list[str], endless: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -221,7 +237,7 @@ def test_what_changes_nothing_is_said(endless: Path, capfd: pytest.CaptureFixtur
         ),
         (["--temperature", "-1"], "error: temperature must be at least 0, not -1.0"),
         (["--temperature", "nan"], "error: temperature must be at least 0, not nan"),
-        (["--top-p", "1.5"], "error: top_p must be above 0 and at most 1, not 1.5"),
+        (["--top-p", "1.5"], "error: top_p must be in 0..1, not 1.5"),
         (["--top-k", "-2"], "error: top_k must be at least 0 .*, not -2"),
         (["--min-p", "2"], "error: min_p must be in 0..1, not 2.0"),
         (["--repetition-penalty", "0"], "error: repetition_penalty must be above 0 .*, not 0.0"),

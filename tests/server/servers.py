@@ -30,7 +30,9 @@ POSITIONS = 8192  # so that a request can be made to last
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% if message.role not in ('system', 'user', 'assistant') %}"
     "{{ raise_exception('roles are system, user and assistant') }}{% endif %}"
-    "[{{ message.role }}] {{ message.content }} {% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
+    "[{{ message.role }}] {{ message.content }} {% endfor %}"
+    "{% if enable_thinking is defined and not enable_thinking %}[quiet] {% endif %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
 )
 
 

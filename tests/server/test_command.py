@@ -26,6 +26,7 @@ def test_help_names_every_option(capsys: pytest.CaptureFixture[str], monkeypatch
         "--host",
         "--port",
         "--api-key",
+        "--cors-origin",
         "--served-model-name",
         "--max-batch",
         "--max-waiting",
@@ -49,6 +50,7 @@ def test_help_names_every_option(capsys: pytest.CaptureFixture[str], monkeypatch
     [
         (["no-such-folder"], "error: there is no model folder no-such-folder"),
         (["demo", "--api-key", " "], "error: the API key is empty"),
+        (["demo", "--cors-origin", "localhost:3000"], "error: 'localhost:3000' is no origin of web pages"),
         (["demo", "--memory", "much"], "error: 'much' is no amount of memory"),
         (["demo", "--link-delay", "1"], "error: '1' is no delay"),
         (["demo", "--link-bandwidth", "much"], "error: 'much' is no amount of memory"),

@@ -19,7 +19,8 @@ import psutil
 import pytest
 import uvicorn
 
-from surgeon.server.connections import Connection, Patience, Quiet, files_left, patience_for
+from surgeon.server.browsers import with_browsers
+from surgeon.server.connections import Connection, Patience, Quiet, files_left, full, patience_for
 from tests.server.servers import Server
 from tests.waiting import wait_until
 
@@ -52,11 +53,11 @@ class App:
 
 
 @contextmanager
-def running(app: App, patience: Patience) -> Iterator[tuple[str, int]]:
+def running(app: App, patience: Patience, refusing: Any = full) -> Iterator[tuple[str, int]]:
     with socket.create_server(("127.0.0.1", 0)) as bound:
         config = uvicorn.Config(
             app,
-            http=partial(Connection, patience=patience),  # type: ignore[arg-type]
+            http=partial(Connection, patience=patience, full=refusing),  # type: ignore[arg-type]
             lifespan="off",
             log_config=None,
             timeout_keep_alive=1,
@@ -172,6 +173,17 @@ def test_too_many_are_told_and_far_too_many_are_not(app: App) -> None:
         for one in (*held, *more):
             one.close()
         wait_until(lambda: is_served(address))
+
+
+def test_a_web_page_may_read_that_there_are_too_many(app: App) -> None:
+    page = "http://localhost:3000"
+    patient = replace(SHORT, head=60.0)
+    with running(app, patient, with_browsers(full, (page,))) as address, ExitStack() as stack:
+        for _ in range(SHORT.connections):
+            stack.enter_context(socket.create_connection(address))
+        time.sleep(0.05)
+        told = httpx2.get(f"http://{address[0]}:{address[1]}/", headers={"Origin": page})
+    assert (told.status_code, told.headers["access-control-allow-origin"]) == (503, page)
 
 
 def is_served(address: tuple[str, int]) -> bool:

@@ -22,6 +22,8 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = {"role": "user", "content": "a"}
 LONG = {"prompt": "The quick brown fox", "max_tokens": 4000, "ignore_eos": True, "temperature": 0}
 
+NO_JSON = "chat_template_kwargs", "chat_template_kwargs is no JSON"
+
 # Path, body, the field named, and what the message says.
 BAD: list[tuple[str, Any, str | None, str]] = [
     (COMPLETIONS, b"{", None, "the body is not valid JSON: .* \\(at character 1\\)"),
@@ -60,7 +62,7 @@ BAD: list[tuple[str, Any, str | None, str]] = [
     ),
     (COMPLETIONS, {"prompt": "a", "temperature": -1}, "temperature", "temperature must be at least 0, not -1"),
     (COMPLETIONS, b'{"prompt": "a", "temperature": NaN}', "temperature", "temperature must be at least 0, not nan"),
-    (COMPLETIONS, {"prompt": "a", "top_p": 0}, "top_p", "top_p must be above 0 and at most 1, not 0"),
+    (COMPLETIONS, {"prompt": "a", "top_p": -0.1}, "top_p", "top_p must be in 0..1, not -0.1"),
     (COMPLETIONS, {"prompt": "a", "top_k": -2}, "top_k", "top_k must be at least 0"),
     (COMPLETIONS, {"prompt": "a", "min_p": 2}, "min_p", "min_p must be in 0..1, not 2"),
     (COMPLETIONS, {"prompt": "a", "repetition_penalty": 0}, "repetition_penalty", "repetition_penalty must be above 0"),
@@ -88,6 +90,25 @@ BAD: list[tuple[str, Any, str | None, str]] = [
     (CHAT, {"messages": [USER], "top_logprobs": 2}, "top_logprobs", "top_logprobs needs logprobs"),
     (CHAT, {"messages": [USER], "logprobs": True, "top_logprobs": 99}, "top_logprobs", "top_logprobs must be in 0..64"),
     (CHAT, {"messages": [USER], "tools": [{"type": "function"}]}, "tools", "tools is not supported"),
+    (CHAT, {"messages": [USER], "chat_template_kwargs": [1]}, "chat_template_kwargs", "must be an object such as"),
+    *(
+        (
+            CHAT,
+            {"messages": [USER], "chat_template_kwargs": {name: 1}},
+            "chat_template_kwargs",
+            f"must not have {name},",
+        )
+        for name in ("messages", "tools", "chat_template", "add_generation_prompt", "tokenize", "bos_token")
+    ),
+    (CHAT, b'{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"a": NaN}}', *NO_JSON),
+    (CHAT, b'{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"a": "\\ud800"}}', *NO_JSON),
+    (
+        CHAT,
+        {"messages": [USER], "chat_template_kwargs": {"a": "b" * 70_000}},
+        "chat_template_kwargs",
+        "has 70009 bytes of JSON; at most 65536 are taken",
+    ),
+    (COMPLETIONS, {"prompt": "a", "chat_template_kwargs": {}}, "chat_template_kwargs", "there is no field"),
 ]
 
 

@@ -256,9 +256,15 @@ class BlockPool:
         most = (most_held(tokens, window, self.block_tokens) for window in self.windows)
         return sum(max(0, all_ - len(table.blocks)) for all_, table in zip(most, held.tables, strict=True))
 
-    def reach(self, held: HeldBlocks, begin: int, end: int, whole: int = 0) -> int:
-        """Up to which token, from `begin` to `end`, there are blocks for a sequence, its own and free ones."""
-        while end > begin and self.lacking(held, end, whole) > self.free:
+    def reach(self, held: HeldBlocks, begin: int, end: int, whole: int = 0, free: int | None = None) -> int:
+        """Up to which token, from `begin` to `end`, there are blocks for a sequence, its own and free ones.
+
+        Args:
+            whole: as in `lacking`.
+            free: that it may have; those that nobody uses if None.
+        """
+        free = self.free if free is None else free
+        while end > begin and self.lacking(held, end, whole) > free:
             end = max(begin, (end - 1) // self.block_tokens * self.block_tokens)
         return end
 

@@ -36,12 +36,13 @@ class Sampling:
 
     Attributes:
         temperature: 0 takes the most likely token (greedy); the logits are divided by it otherwise.
-        top_p: keep the fewest most likely tokens whose probabilities sum to at least this (nucleus sampling).
+        top_p: keep the fewest most likely tokens whose probabilities sum to at least this (nucleus sampling); with 0
+            that is the most likely one.
         top_k: keep this many of the most likely tokens; 0 keeps all.
         min_p: keep tokens at least this times as likely as the most likely one.
         repetition_penalty: logits of tokens that prompt or output have are divided by it if positive, else multiplied
             (Keskar et al. 2019, CTRL, section 4.1; there over the output only).
-        seed: the same seed gives the same tokens, whatever else runs at the time; None draws one.
+        seed: the same seed and place give the same tokens, whatever else runs at the time; None draws a seed.
         max_new_tokens: how many to add at most; with 0 the prompt is computed and nothing added.
         stop: texts that end the output; they are not part of it.
         logprobs: report the log-probability of every chosen token and those of this many most likely ones; None
@@ -51,6 +52,7 @@ class Sampling:
         ignore_end: go on after the model's own end tokens.
         suppress_tokens: token ids that are never chosen; those beyond the vocabulary mean nothing.
         begin_suppress_tokens: the same for the first new token.
+        place: which text of its seed this is, as (prompt, answer): each has random numbers of its own.
     """
 
     temperature: float = 0.0
@@ -66,10 +68,11 @@ class Sampling:
     ignore_end: bool = False
     suppress_tokens: tuple[int, ...] = ()
     begin_suppress_tokens: tuple[int, ...] = ()
+    place: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
         _check("temperature", self.temperature, self.temperature >= 0, "at least 0")
-        _check("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1")
+        _check("top_p", self.top_p, 0 <= self.top_p <= 1, "in 0..1")
         _check("top_k", self.top_k, self.top_k >= 0, "at least 0 (0 keeps all tokens)")
         _check("min_p", self.min_p, 0 <= self.min_p <= 1, "in 0..1")
         _check("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0, "above 0 (1 is none)")
@@ -83,10 +86,15 @@ class Sampling:
             raise ValueError(f"stop must have {MOST_STOP_CHARACTERS} characters at most in all, not {characters}")
 
     @property
+    def draws(self) -> bool:
+        """Whether more than one token may be chosen at a place."""
+        return self.temperature > 0 and self.top_p > 0 and self.top_k != 1
+
+    @property
     def greedy(self) -> bool:
         """Whether nothing but the most likely token is asked for, for which ranks need not exchange all logits."""
         changed = self.repetition_penalty != 1 or self.suppress_tokens or self.begin_suppress_tokens
-        return self.temperature == 0 and not changed and self.logprobs is None
+        return not self.draws and not changed and self.logprobs is None
 
 
 def _check(name: str, value: float | None, fits: bool, allowed: str) -> None:
@@ -107,6 +115,23 @@ class Request:
     id: int
     prompt: tuple[int, ...]
     sampling: Sampling
+
+
+def check_length(request: Request, room: int) -> None:
+    """Refuse a request that could not even run alone.
+
+    Args:
+        room: how many tokens prompt and output may have together.
+
+    Raises:
+        ValueError: if it has more, or an empty prompt.
+    """
+    prompt, new = len(request.prompt), request.sampling.max_new_tokens
+    if not prompt:
+        raise ValueError("the prompt is empty: it has no tokens; give at least one")
+    if prompt + new > room:
+        mend = "shorten the prompt" if prompt >= room else f"ask for at most {room - prompt} new ones"
+        raise ValueError(f"{prompt} tokens of the prompt and {new} new ones are more than the {room} that fit; {mend}")
 
 
 @dataclass(frozen=True)

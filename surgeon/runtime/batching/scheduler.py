@@ -20,7 +20,9 @@ as long as there are blocks for it.
 
 Drafted tokens (`Limits.draft_tokens`) get blocks where there are free ones, and nobody is preempted for them. Those
 that turn out wrong are forgotten: what the cache holds of them is overwritten by the tokens that come in their place,
-and blocks that only they needed are given back.
+and blocks that only they needed are given back. Where tokens are drawn, how many are drafted decides which random
+numbers are used for what, and must not depend on other requests: so many have blocks as there would be alone, whoever
+is preempted for them, and a sequence that comes back goes on with drafts, as it would have.
 
 A request that asks how likely its prompt is shares no blocks until that is known: what they hold are keys and values,
 not predictions.
@@ -40,7 +42,15 @@ from typing import Literal, NamedTuple
 
 from surgeon.runtime.batching.blocks import BlockPool, HeldBlocks
 from surgeon.runtime.batching.expectation import Expectation
-from surgeon.runtime.batching.request import UNDEFINED, Choice, FinishReason, QueueFull, Request, TokenLogprob
+from surgeon.runtime.batching.request import (
+    UNDEFINED,
+    Choice,
+    FinishReason,
+    QueueFull,
+    Request,
+    TokenLogprob,
+    check_length,
+)
 from surgeon.runtime.batching.sequence import ScheduledChunk, Sequence
 from surgeon.runtime.batching.windows import PASS_TOKENS, longest_text
 
@@ -81,7 +91,8 @@ class Limits:
         max_waiting: how many requests may be open beyond `max_batch`.
         pass_tokens: of prompts, in one pass; of texts that are continued, with what is drafted for them, as many more.
         ends: token ids that end a text.
-        draft_tokens: how many tokens are drafted at a time for a sequence that is being continued.
+        draft_tokens: how many tokens are drafted at a time for a sequence that is being continued; no more than
+            `max_batch` of them have in `pass_tokens`.
         expected_share: what share of the tokens that they may add texts are expected to add, before any has ended.
     """
 
@@ -180,9 +191,10 @@ class Scheduler:
         """The sequences that lack one token, each with blocks for it."""
         chunks: list[ScheduledChunk] = []
         for sequence in tuple(self.running):
-            if len(sequence.tokens) - sequence.computed != 1:
+            length = len(sequence.tokens)
+            if length - sequence.computed != 1:
                 continue
-            if not self._make_room(sequence, len(sequence.tokens)):
+            if not self._make_room(sequence, length + self._drafts_due(sequence)):
                 break  # it was the youngest
             chunks.append(ScheduledChunk(sequence, 1))
         return chunks
@@ -195,11 +207,12 @@ class Scheduler:
             alone: whether the pass is empty without it, which therefore gets room.
         """
         begin, length = sequence.computed, len(sequence.tokens)
-        end = self.pool.reach(sequence.held, begin, min(length, begin + most), length)
+        last = min(length - self._comes_back(sequence), begin + most)
+        end = self.pool.reach(sequence.held, begin, last, length)
         if end == begin:
             if not alone or not self._make_room(sequence, begin + 1):
                 return None
-            end = self.pool.reach(sequence.held, begin, min(length, begin + most), length)
+            end = self.pool.reach(sequence.held, begin, last, length)
         self.pool.grow(sequence.held, end, length)
         return ScheduledChunk(sequence, end - begin)
 
@@ -207,20 +220,41 @@ class Scheduler:
         """Continuations with as many drafts as there is room for; those with the most come first."""
         if not self.limits.draft_tokens or not chunks:
             return chunks
-        most = min(self.limits.draft_tokens, self.limits.pass_tokens // len(chunks) - 1)
-        drafting = [ScheduledChunk(each.sequence, 1, self._room_for_drafts(each.sequence, most)) for each in chunks]
+        drafting = [ScheduledChunk(each.sequence, 1, self._room_for_drafts(each.sequence)) for each in chunks]
         return sorted(drafting, key=lambda chunk: -chunk.drafts)
 
-    def _room_for_drafts(self, sequence: Sequence, most: int) -> int:
-        """How many tokens are drafted for a sequence, which has blocks for them then.
-
-        The token behind the last one drafted comes with them, and the very last of a sequence is not computed.
-        """
+    def _room_for_drafts(self, sequence: Sequence) -> int:
+        """How many tokens are drafted for a sequence, which has blocks for them then."""
         length = len(sequence.tokens)
-        wanted = max(0, min(most, sequence.last - length - 1)) if sequence.drafting else 0
+        # Those that are due have blocks already.
+        wanted = self._drafts_due(sequence) if sequence.request.sampling.draws else self._drafts_wanted(sequence)
         end = self.pool.reach(sequence.held, length, length + wanted)
         self.pool.grow(sequence.held, end)
         return end - length
+
+    def _drafts_wanted(self, sequence: Sequence) -> int:
+        """How many tokens are drafted for a sequence if there are blocks for them.
+
+        The token behind the last one drafted comes with them, and the very last of a sequence is not computed. A prompt
+        may end in a chunk of one token or of many, so that nothing is drafted behind it.
+        """
+        length = len(sequence.tokens)
+        if not sequence.drafting or length == len(sequence.request.prompt):
+            return 0
+        most = min(self.limits.draft_tokens, self.limits.pass_tokens // self.limits.max_batch - 1)
+        return max(0, min(most, sequence.last - length - 1))
+
+    def _drafts_due(self, sequence: Sequence) -> int:
+        """How many are drafted in any case, because they would be if the sequence were alone; 0 if nothing is drawn."""
+        if not sequence.request.sampling.draws:
+            return 0
+        length, own = len(sequence.tokens), sum(len(table.blocks) for table in sequence.held.tables)
+        wanted = length + self._drafts_wanted(sequence)
+        return self.pool.reach(sequence.held, length, wanted, length, self.pool.blocks - own) - length
+
+    def _comes_back(self, sequence: Sequence) -> bool:
+        """Whether a sequence goes on with drafts when it has been preempted: its last token is computed with them."""
+        return sequence.request.sampling.draws and self._drafts_wanted(sequence) > 0
 
     def _make_room(self, sequence: Sequence, end: int) -> bool:
         """Give a running sequence blocks for its tokens up to `end`; False if it had to be preempted itself."""
@@ -252,7 +286,8 @@ class Scheduler:
             return False
         sequence = self.waiting[0]
         unscored, size = sequence.unscored, pool.block_tokens
-        prefix = pool.match(sequence.tokens, None if unscored is None else (unscored - 1) // size)
+        tokens = sequence.tokens[: len(sequence.tokens) - self._comes_back(sequence)]
+        prefix = pool.match(tokens, None if unscored is None else (unscored - 1) // size)
         computed, length = prefix.blocks * size, len(sequence.tokens)
         held = pool.open(prefix)
         own = pool.lacking(held, min(length, computed + budget), length)
@@ -384,20 +419,3 @@ def _output(
 ) -> Output:
     came = sequence.cached, sequence.admitted, prompt_logprobs
     return Output(sequence.request.id, token, logprob, reason, *came, sequence.drafted, sequence.accepted)
-
-
-def check_length(request: Request, room: int) -> None:
-    """Refuse a request that could not even run alone.
-
-    Args:
-        room: how many tokens prompt and output may have together.
-
-    Raises:
-        ValueError: if it has more, or an empty prompt.
-    """
-    prompt, new = len(request.prompt), request.sampling.max_new_tokens
-    if not prompt:
-        raise ValueError("the prompt is empty: it has no tokens; give at least one")
-    if prompt + new > room:
-        mend = "shorten the prompt" if prompt >= room else f"ask for at most {room - prompt} new ones"
-        raise ValueError(f"{prompt} tokens of the prompt and {new} new ones are more than the {room} that fit; {mend}")

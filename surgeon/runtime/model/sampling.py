@@ -1,7 +1,7 @@
 """From logits to the next token of a request.
 
 Every request has a generator of its own, from which each of its tokens takes one number: so what it gets depends on
-its seed and its logits, and not on what else is in the batch.
+its seed, its place among the texts of that seed, and its logits, and not on what else is in the batch.
 
 Where tokens are drafted, each is drawn from the draft's distribution q and accepted with the chance min(1, p / q) that
 it has by the model's own distribution p; otherwise the token is drawn from what p has more than q (Leviathan et al.
@@ -27,8 +27,9 @@ class Sampler:
 
     def __init__(self, request: Request, vocabulary: int, device: torch.device) -> None:
         self.sampling = request.sampling
-        seed = request.sampling.seed
-        self._random = Random(None if seed is None else seed % (1 << 65))  # it takes -1 for 1
+        seed, (prompt, answer) = request.sampling.seed, request.sampling.place
+        # `random` seeds itself with the SHA-512 of a text: neighbours of seed and place have nothing in common.
+        self._random = Random(None if seed is None else f"{seed} {prompt} {answer}")
         self._seen: Tensor | None = None
         if self.sampling.repetition_penalty != 1:
             self._seen = torch.zeros(vocabulary, dtype=torch.bool, device=device)
@@ -44,7 +45,7 @@ class Sampler:
     def choose(self, logits: Tensor) -> Choice:
         """The next token, given the model's logits, (vocabulary,), and what is to be reported about it."""
         sampling, scores = self.sampling, self._scores(logits.float(), self._seen)
-        token = int(scores.argmax()) if sampling.temperature == 0 else draw(scores, sampling, self._random.random())
+        token = draw(scores, sampling, self._random.random()) if sampling.draws else int(scores.argmax())
         return self._chosen(token, logits.float())
 
     def _scores(self, logits: Tensor, seen: Tensor | None) -> Tensor:
@@ -126,8 +127,8 @@ def draw(scores: Tensor, sampling: Sampling, uniform: float) -> int:
 
 
 def distribution(scores: Tensor, sampling: Sampling) -> Tensor:
-    """The probability of every token, (vocabulary,), that `draw` gives it; all for the highest score without heat."""
-    if sampling.temperature == 0:
+    """The probability of every token, (vocabulary,): all for the highest score where nothing is drawn."""
+    if not sampling.draws:
         return only(int(scores.argmax()), scores)
     probabilities, tokens = filtered(scores, sampling)
     probabilities = probabilities / probabilities.sum()

@@ -111,6 +111,19 @@ def test_preempted_texts_go_on(tmp_path: Path) -> None:
     assert found == run(engine, requests, 0, blocks=64)[0]
 
 
+def test_drawn_texts_are_the_same_beside_others_that_take_their_blocks(tmp_path: Path) -> None:
+    """Also the text that is preempted: a seed's text does not depend on what else is computed."""
+    engine = engine_of_saved(tmp_path, depth=2, noise=0.3)
+    sampling = replace(GREEDY, max_new_tokens=40, temperature=0.9, seed=3)
+    requests = [Request(text, tuple(PROMPTS[1][text:]), replace(sampling, place=(text, 0))) for text in range(3)]
+    alone = {request.id: run(engine, [request], 5)[0][request.id] for request in requests}
+    for blocks in (5, 7):
+        together, tally = run(engine, requests, 5, blocks=blocks)
+        assert tally.preempted > 0
+        assert tally.accepted > 0
+        assert together == alone
+
+
 def test_a_coda_that_is_the_rest_of_the_model_is_always_right(tmp_path: Path) -> None:
     engine = engine_of_saved(tmp_path, depth=2)
     found, tally = run(engine, [Request(0, tuple(PROMPTS[1]), GREEDY)], 3)
@@ -218,7 +231,7 @@ def test_sampled_texts_have_the_models_distribution(tmp_path: Path) -> None:
     save_codas(tmp_path, model, noise=0.5)
     engine, number = engine_of(tmp_path), 600
     sampling = Sampling(temperature=0.7, top_p=0.95, repetition_penalty=1.2, max_new_tokens=4, ignore_end=True)
-    requests = [Request(seed, (2, 3), replace(sampling, seed=seed)) for seed in range(number)]
+    requests = [Request(text, (2, 3), replace(sampling, seed=0, place=(text, 0))) for text in range(number)]
     tokens, tally = run(engine, requests, 2, blocks=number, max_batch=100, pass_tokens=400)
     assert 0.2 * tally.drafted < tally.accepted < 0.95 * tally.drafted
     found = Counter(tuple(text[:3]) for text in tokens.values())

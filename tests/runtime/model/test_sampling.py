@@ -119,6 +119,28 @@ def test_the_same_seed_gives_the_same_tokens_and_another_one_others() -> None:
     assert chosen(seed=-5) != chosen(seed=5)
 
 
+@pytest.mark.parametrize("moved", [(0, 1, 0), (0, 0, 1), (1, 0, 0), (1, -1, 0), (1, 0, -1)], ids=str)
+def test_texts_of_one_seed_are_independent(moved: tuple[int, int, int]) -> None:
+    """So are neighbours by seed, prompt or answer: by a chi-square test of how often each pair of tokens comes."""
+    chances, pairs = [0.2, 0.3, 0.5], 1500
+    logits = torch.tensor(chances).log()
+
+    def first(seed: int, prompt: int, answer: int) -> int:
+        return sampler(vocabulary=3, temperature=1.0, seed=seed, place=(prompt, answer)).choose(logits)[0]
+
+    origins = [(seed, prompt, 1) for seed in range(0, 100, 2) for prompt in range(1, 2 * pairs // 50, 2)]
+    found = Counter((first(*origin), first(*map(sum, zip(origin, moved, strict=True)))) for origin in origins)
+    expected = {(one, other): chances[one] * chances[other] for one in range(3) for other in range(3)}
+    assert deviation(found, expected) < 3
+    assert deviation(Counter({(one, one): pairs // 3 for one in range(3)}), expected) > 100  # as it is of equal ones
+
+
+def test_the_first_of_many_texts_is_the_only_one_of_a_seed() -> None:
+    logits = torch.randn(50, generator=torch.Generator().manual_seed(0))
+    alone, first = sampler(temperature=1.0), sampler(temperature=1.0, place=(0, 0))
+    assert [alone.choose(logits) for _ in range(9)] == [first.choose(logits) for _ in range(9)]
+
+
 def test_frequencies_of_a_seeded_request() -> None:
     own = sampler(vocabulary=3, temperature=1.0)
     logits = torch.tensor([0.2, 0.3, 0.5]).log()
@@ -149,7 +171,7 @@ def test_logprobs_are_the_models_own() -> None:
         ({"temperature": -0.5}, "temperature must be at least 0, not -0.5"),
         ({"temperature": math.nan}, "temperature must be at least 0, not nan"),
         ({"temperature": math.inf}, "temperature .* not inf"),
-        ({"top_p": 0}, "top_p must be above 0 and at most 1, not 0"),
+        ({"top_p": -0.1}, r"top_p must be in 0..1, not -0.1"),
         ({"top_p": 1.5}, "top_p"),
         ({"top_k": -1}, "top_k must be at least 0"),
         ({"min_p": 2}, r"min_p must be in 0..1, not 2"),
@@ -172,6 +194,19 @@ def test_what_is_greedy() -> None:
     assert replace(plain, top_p=0.5, top_k=3, min_p=0.1, seed=4).greedy  # nothing of this changes the likeliest
     for change in ({"temperature": 0.1}, {"repetition_penalty": 1.1}, {"logprobs": 0}):
         assert not replace(plain, **change).greedy
+    hot = replace(plain, temperature=9.0, top_p=0.9, top_k=2)
+    assert replace(hot, top_p=0).greedy
+    assert replace(hot, top_k=1).greedy
+    assert not replace(hot, top_p=0, logprobs=0).greedy
+
+
+@pytest.mark.parametrize("filters", [{"top_p": 0}, {"top_k": 1}], ids=str)
+def test_a_filter_that_leaves_one_token_takes_the_first_of_equal_ones_as_greedy_does(filters: dict[str, Any]) -> None:
+    logits = torch.tensor([1.0, 3.0, 3.0, 3.0, 2.0])
+    hot = sampler(vocabulary=5, temperature=9.0, **filters)
+    assert hot.choose(logits)[0] == sampler(vocabulary=5).choose(logits)[0]
+    token = hot.propose(logits)
+    assert [hot.judge([logits, logits])[0][0], token] == [1, 1]
 
 
 @pytest.mark.parametrize(
