@@ -162,7 +162,7 @@ class Compared:
             return both
         first, second = self.checkpoints
         tensors = _compare_tensors(first, _keys(a, first), second, _keys(b, second), advance)
-        files = _compare_files(first.folder, second.folder)
+        files = _compare_files(_files_of(first), _files_of(second))
         return replace(both, tensors=tensors, config=_compare_config(first.config, second.config), files=files)
 
 
@@ -309,15 +309,19 @@ def _compare_config(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Pair]:
     return {key: (a.get(key), b.get(key)) for key in keys if a.get(key) != b.get(key)}
 
 
-def _compare_files(a: Path, b: Path) -> dict[str, str]:
-    """Tokenizer, chat template, licence and code; not what tells of the checkpoint, which differs with it."""
-    first, second = ({path.name: path for path in (*companions_of(one), *one.glob("*.py"))} for one in (a, b))
+def _files_of(checkpoint: Checkpoint) -> dict[str, Path]:
+    """Tokenizer, chat templates, settings, licence, code; not what tells of the checkpoint, which differs with it."""
+    code = {path.name: path for path in checkpoint.folder.glob("*.py")}
+    return code | companions_of(checkpoint.folder, checkpoint.file_names).files
+
+
+def _compare_files(a: dict[str, Path], b: dict[str, Path]) -> dict[str, str]:
     found = {}
-    for name in sorted(first.keys() | second.keys()):
-        if name not in second:
+    for name in sorted(a.keys() | b.keys()):
+        if name not in b:
             found[name] = "only in A"
-        elif name not in first:
+        elif name not in a:
             found[name] = "only in B"
-        elif not filecmp.cmp(first[name], second[name], shallow=False):
+        elif not filecmp.cmp(a[name], b[name], shallow=False):
             found[name] = "different"
     return found

@@ -19,6 +19,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from surgeon.checkpoint.belongings import patterns_for_the_hub
 from surgeon.checkpoint.header import StoredTensor, parse_json, read_header
 from surgeon.demo import demo_model
 
@@ -28,11 +29,8 @@ WEIGHTS_KEY = "transformers_weights"  # of config.json: another file, or index, 
 WEIGHTS_ENDINGS = (".safetensors", ".safetensors.index.json")
 ADAPTER_FILE = "adapter_config.json"
 DEMO = "demo"
-# Of a model on the hub: what it consists of, and what says under which terms it may be used.
-WANTED = (
-    *("*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "merges.txt", "vocab.*", "*.tiktoken"),
-    *("README.md", "LICENSE*", "NOTICE*", "USE_POLICY*"),
-)
+# Of a model on the hub: what it consists of, what goes on with it, and code that a configuration may name.
+WANTED = ("*.json", "*.safetensors", "README.md", "*.py", *patterns_for_the_hub())
 # Entries of config.json that change nothing of what is computed: who wrote it and for which software, how training was
 # begun, and the dtype, which the weights themselves have.
 NOT_COMPUTED = frozenset(
@@ -177,6 +175,11 @@ class Checkpoint:
     def where(self) -> str:
         """What error messages call it."""
         return str(self.folder)
+
+    @property
+    def file_names(self) -> frozenset[str]:
+        """The weight files in use, and their index."""
+        return frozenset({self._weights_file(), *(path.name for path in self.files.values())})
 
     def names(self) -> list[str]:
         """All tensor names, file by file."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from surgeon.checkpoint.belongings import TEMPLATES
 from surgeon.checkpoint.read import read_json
 
 # What lies in a checkpoint's folder beside the files that surgeon.json lists.
@@ -16,7 +18,9 @@ FILES = (
     *("tokenization_*.py", "pytorch_model*.bin", "pytorch_model.bin.index.json", "README.md", ".gitattributes"),
     *("LICENSE*", "NOTICE*", "USE_POLICY*"),
 )
-CODAS, CODA_FILES = "codas", ("codas.json", "rack-*.safetensors")  # see codas.py
+CODAS = "codas"
+# What lies in folders inside: racks' codas (see codas.py), and chat templates.
+FOLDERS = {CODAS: ("codas.json", "rack-*.safetensors"), TEMPLATES: ("*.jinja",)}
 MOST_NAMED = 3  # of the things in the way
 
 
@@ -40,15 +44,18 @@ def why_kept(folder: Path) -> str | None:
 
 
 def _belongs(path: Path, known: set[str]) -> bool:
-    """Whether it is what a checkpoint has: some files, and a folder of codas; no checkpoint has links."""
-    if path.name == CODAS and path.is_dir() and not path.is_symlink():
-        return all(_is_coda(inside) for inside in path.iterdir())
+    """Whether it is what a checkpoint has: some files, and folders of nothing else; no checkpoint has links."""
+    if path.is_dir() and not path.is_symlink():
+        inside = {name.removeprefix(f"{path.name}/") for name in known if name.startswith(f"{path.name}/")}
+        patterns = FOLDERS.get(path.name, ())
+        is_known = bool(inside or patterns)
+        return is_known and all(_is_file(one, one.name in inside, patterns) for one in path.iterdir())
+    return _is_file(path, path.name in known, FILES)
+
+
+def _is_file(path: Path, is_known: bool, patterns: Iterable[str]) -> bool:
     is_file = path.is_file() and not path.is_symlink()
-    return is_file and (path.name in known or any(fnmatchcase(path.name, pattern) for pattern in FILES))
-
-
-def _is_coda(path: Path) -> bool:
-    return path.is_file() and not path.is_symlink() and any(fnmatchcase(path.name, name) for name in CODA_FILES)
+    return is_file and (is_known or any(fnmatchcase(path.name, pattern) for pattern in patterns))
 
 
 def _object(path: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from io import FileIO
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Any
@@ -130,8 +130,8 @@ def verify(folder: Path, report: Path) -> int:
 
 
 def _change(folder: Path, name: str, record: Any) -> str | None:
-    path = folder / name
-    if Path(name).name != name or not isinstance(record, dict):
+    path, parts = folder / name, PurePosixPath(name).parts
+    if "/".join(parts) != name or ".." in parts or path == folder or not isinstance(record, dict):
         raise ValueError(f"surgeon.json of {folder} has a record that is none of its files: {name[:80]!r}")
     check_inside(folder, path)
     if not path.is_file():

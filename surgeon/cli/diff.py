@@ -33,9 +33,9 @@ def diff(
     """Say in what two checkpoints or recipes differ: "A | B", line by line.
 
     Programs are over the layers of the unedited model, and what differs in their ranks stands beside them. Tensors are
-    told apart by the layer that they come from. Checkpoints are compared in config.json, tokenizer, chat template,
-    licence and modeling files, too, and tensors bit for bit; where values differ, it says by how much at most, also as
-    a share of the largest value in A.
+    told apart by the layer that they come from. Checkpoints are compared in config.json, tokenizer, chat templates,
+    processors, generation settings, licence and code, too, and tensors bit for bit; where values differ, it says by how
+    much at most, also as a share of the largest value in A.
     A recipe is compared by its program alone.
 
     The exit code is 0 if nothing differs, 1 if something does, and 2 if there is trouble.

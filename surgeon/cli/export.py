@@ -99,6 +99,10 @@ def export(
     run with the recipe's program. surgeon.json inside says what was done and proven, and README.md, a model card, says
     it to people. Prints the folder's name.
 
+    Tokenizer, chat templates, processors, generation settings and licence go along, and code that the model's
+    configuration names: the tokenizer's in all forms, the model's own in the plain form. Other weights and what belongs
+    to training do not; whatever else stays behind is named.
+
     A recipe that names the weights it was made for (weights: sha256:...), as those of surgeon search do, is refused for
     a model with others. Given one with --model, it is applied with a warning.
 

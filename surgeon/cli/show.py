@@ -75,6 +75,7 @@ def _verify(what: str) -> int:
 
 def facts(found: Description) -> Iterator[tuple[str, str]]:
     """What there is to say, by label."""
+    from surgeon.checkpoint.companions import left_behind, told_in
     from surgeon.checkpoint.ranks import rank_lines
     from surgeon.reports.outline import outline_text
 
@@ -100,6 +101,8 @@ def facts(found: Description) -> Iterator[tuple[str, str]]:
         racks, depth = found.codas
         layers = "1 layer" if depth == 1 else f"{depth} layers"
         yield "codas", f"of {layers} for every rack but the last; racks of the layers {', '.join(racks)}"
+    if behind := left_behind(told_in(found.report or {})[1]):
+        yield "left behind", behind
     if found.report is not None and isinstance(proof := found.report.get("proof"), dict):
         yield "proof", _proof(proof, "the program's" if found.trained is None else "those of the trained weights")
 

@@ -16,7 +16,7 @@ from torch import Tensor
 import surgeon
 from surgeon.beside import Background, Beside, Stopped, one_at_a_time, torch_threads
 from surgeon.checkpoint.awaited import WholeFiles
-from surgeon.checkpoint.companions import companions_of
+from surgeon.checkpoint.companions import AUTO_MAP, Companions, companions_of, left_behind
 from surgeon.checkpoint.describe import REPORT_FILE, Weights
 from surgeon.checkpoint.forms import PROGRAM, Layout, PlannedTensor, StoredModel, form_of, lay_out
 from surgeon.checkpoint.inherit import inherit
@@ -53,10 +53,12 @@ class Original(StoredModel):
 
     Attributes:
         name: as the user named it: a folder or a hub name.
+        companions: what belongs to it beside its weights.
         own: its program, where that is not its layers one after the other (native tracks).
     """
 
     name: str
+    companions: Companions
     own: Program | None = None
 
     @classmethod
@@ -65,8 +67,8 @@ class Original(StoredModel):
 
         Raises:
             FileNotFoundError: if there is no such model, or a file of it is missing.
-            ValueError: if a file is damaged, the architecture is not supported, or the model is an edited one, which
-                does not run each of its layers whole and once.
+            ValueError: if a file is damaged or lies elsewhere, the architecture is not supported, or the model is an
+                edited one, which does not run each of its layers whole and once.
         """
         return cls.of(Checkpoint(locate(path_or_name)), str(path_or_name))
 
@@ -93,7 +95,7 @@ class Original(StoredModel):
         config = read_config(checkpoint)
         family = family_of(config)
         _check_tensors(checkpoint, config, family)
-        return cls(checkpoint, config, family, name, own)
+        return cls(checkpoint, config, family, name, companions_of(folder, checkpoint.file_names), own)
 
     @property
     def public_name(self) -> str:
@@ -127,7 +129,7 @@ class ExportPlan:
     Attributes:
         layout: the form, the reason for it, and the layers.
         tensors: all of the checkpoint's.
-        companions: files to be copied.
+        companions: files to be copied, and what is left behind.
         dtype: the dtype asked for, a key of DTYPES, or None to keep each tensor's own.
         factors: of matrices that the program has a rank for.
     """
@@ -136,7 +138,7 @@ class ExportPlan:
     program: Program
     layout: Layout
     tensors: list[PlannedTensor]
-    companions: list[Path]
+    companions: Companions
     dtype: str | None
     factors: KeptFactors
 
@@ -157,8 +159,7 @@ class ExportPlan:
     @property
     def needed_bytes(self) -> int:
         """Room that the checkpoint takes on the disk."""
-        companions = sum(path.stat().st_size for path in self.companions)
-        return self.weight_bytes + self._factor_bytes + companions + JSON_ALLOWANCE
+        return self.weight_bytes + self._factor_bytes + self.companions.size + JSON_ALLOWANCE
 
     @property
     def factors_are_made(self) -> bool:
@@ -203,7 +204,7 @@ def plan_export(
     layout = lay_out(program, original.family, original.config, form)
     kept = factors if isinstance(factors, KeptFactors) else KeptFactors(factors or TruncatedSVD())
     tensors = layout.form.tensors(original, layout, None if dtype is None else DTYPES[dtype], kept)
-    companions = companions_of(original.checkpoint.folder)
+    companions = original.companions if layout.form.shipped is None else original.companions.without_model_code()
     return ExportPlan(original, program, layout, tensors, companions, dtype, kept)
 
 
@@ -238,6 +239,13 @@ def write_export(
     check_apart(source.folder, target)
     check_target(target, overwrite)
     check_space(target.parent, plan.needed_bytes)
+    if left := left_behind(plan.companions.left):
+        warnings.warn(f"left behind in {plan.companions.folder}: {left}", stacklevel=2)
+    if code := sorted(plan.companions.model_code):
+        warnings.warn(
+            f"the model's own code goes along ({', '.join(code)}); the proof is of the class that transformers has",
+            stacklevel=2,
+        )
     told = _told_of(plan, recipe) if training is None else _told_of_training(plan, training)
     # One thread for each of the things that go on side by side; factors are long work of one, and get all but one core.
     threads = max(1, torch.get_num_threads() - 1) if plan.factors_are_made else 1
@@ -286,6 +294,7 @@ def _write_and_prove(
                 read_back.finish()
             hashing.result()
             report = {"surgeon": surgeon.__version__, "source": source_record(plan.original)} | told
+            report["companions"] = plan.companions.to_json()
             write_json(partial / REPORT_FILE, report | _proven(proof, _with_others(partial, records)))
             inherited = write_card(partial, target.absolute().name, measured)
         for note in inherited.notes:
@@ -317,7 +326,7 @@ def _prove_beside(
 
 def _with_others(partial: Path, records: dict[str, FileRecord]) -> dict[str, FileRecord]:
     """What every file in the folder holds; that of those without a record is read."""
-    names = sorted(path.name for path in partial.iterdir())
+    names = sorted(path.relative_to(partial).as_posix() for path in partial.rglob("*") if path.is_file())
     return {name: records[name] if name in records else FileRecord.of(partial / name) for name in names}
 
 
@@ -341,14 +350,16 @@ def written_config(plan: ExportPlan) -> dict[str, Any]:
     if plan.dtype is not None:
         config.pop("torch_dtype", None)
         config["dtype"] = plan.dtype
-    return config | form.class_entries(plan.original, plan.layout)
+    entries = form.class_entries(plan.original, plan.layout)
+    if plan.companions.auto_map:
+        entries[AUTO_MAP] = plan.companions.auto_map | entries.get(AUTO_MAP, {})
+    return config | entries
 
 
 def _write_companions(partial: Path, plan: ExportPlan) -> None:
     """Everything but the weights and the report."""
     write_json(partial / "config.json", written_config(plan))
-    for path in plan.companions:
-        shutil.copyfile(path, partial / path.name)
+    plan.companions.copy_to(partial)
     shipped = plan.layout.form.shipped
     if shipped is not None:
         shutil.copyfile(shipped.file, partial / shipped.file.name)
@@ -393,7 +404,7 @@ def source_record(original: Original) -> dict[str, Any]:
         **({} if original.own is None else {"program": str(original.own)}),
         "parameters": Weights.of(original.checkpoint).parameters,
         "model_hash": original.checkpoint.model_hash(),
-        "card": inherit(original.checkpoint.folder).to_json(),
+        "card": inherit(original.companions.folder).to_json(),
     }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
-from surgeon.checkpoint.companions import companions_of
+from surgeon.checkpoint.belongings import GENERATION
+from surgeon.checkpoint.companions import Companions, companions_at
 from surgeon.checkpoint.forms import PROGRAM, Layout, StoredModel
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.tokenizer import keep_tokenizer_class
@@ -80,7 +83,8 @@ def export(
         folder: the target.
         form: "plain", "fused", "program", or "auto".
         dtype: of the written weights, "float32", "float16" or "bfloat16"; by default each tensor keeps its own.
-        tokenizer: written beside the weights; by default the files beside the weights that the model was loaded from.
+        tokenizer: written in place of the tokenizer's files in the folder that the model was loaded from. What else
+            belongs to the model there goes along: generation settings, processors, licence.
         overwrite: replace an existing checkpoint.
         training: what the model went through since its edit, where that is to be known of the checkpoint: its original
             is named as the source then, and its program is proven to be the recipe's.
@@ -99,9 +103,12 @@ def export(
         stored = stored_layers_of(model)
         with as_stored(model, stored):
             type(model).save_pretrained(model, source)
-        _copy_companions(model, source, tokenizer)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(source)
         name = model.name_or_path if model.name_or_path and Path(model.name_or_path).exists() else "a model in memory"
-        original = replace(Original.open(source), name=name)
+        original = Original.open(source)
+        companions = _with_home(original.companions, model, tokenizer is not None)
+        original = replace(original, name=name, companions=companions)
         plan = plan_export(original, stored.program, form, dtype)
         return write_export(plan, target, overwrite, alive=lambda tokens: logits_of(model, tokens), training=training)
 
@@ -272,15 +279,45 @@ def _renamed(state: dict[str, Tensor], model: PreTrainedModel, stored: LayersInM
     return renamed
 
 
-def _copy_companions(model: PreTrainedModel, source: Path, tokenizer: Any) -> None:
-    """The tokenizer, and what else belongs to a model, into the folder that is exported."""
-    if tokenizer is not None:
-        tokenizer.save_pretrained(source)
-        return
-    if model.name_or_path and Path(model.name_or_path).is_dir():
-        for path in companions_of(Path(model.name_or_path)):
-            if not (source / path.name).exists():
-                shutil.copyfile(path, source / path.name)
+def _with_home(written: Companions, model: PreTrainedModel, has_tokenizer: bool) -> Companions:
+    """What goes along with a model: what was written of it, and what lies where it was loaded from.
+
+    Args:
+        has_tokenizer: whether the tokenizer is among what was written.
+    """
+    home = _home_of(model)
+    if home is None:
+        if model.name_or_path and not has_tokenizer:
+            warnings.warn(
+                f"{model.name_or_path}, which the model was loaded from, is not found here, so neither a tokenizer nor "
+                "a licence goes along; give tokenizer=",
+                stacklevel=3,
+            )
+        return replace(written, left={})
+    found = companions_at(home)
+    if GENERATION in found.files and _is_of(model.generation_config, home):
+        kept = {name: path for name, path in written.files.items() if name != GENERATION}  # the file says it all
+        written = replace(written, files=kept)
+    return written.over(found.without_tokenizer() if has_tokenizer else found)
+
+
+def _is_of(settings: GenerationConfig | None, home: Path) -> bool:
+    """Whether generation settings are those that a folder has."""
+    try:
+        return settings == GenerationConfig.from_pretrained(home)
+    except (OSError, ValueError):  # it has none that can be read
+        return False
+
+
+def _home_of(model: PreTrainedModel) -> Path | None:
+    """The folder that a model was loaded from, which it names; of a name on the hub, the one in the hub's cache."""
+    name = model.name_or_path
+    if not name or Path(name).is_dir():
+        return Path(name) if name else None
+    if name.count("/") > 1 or name.startswith(("/", ".", "~")):
+        return None
+    found = try_to_load_from_cache(name, "config.json", revision=getattr(model.config, "_commit_hash", None))
+    return Path(found).parent if isinstance(found, str) else None
 
 
 @torch.no_grad()

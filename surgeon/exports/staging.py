@@ -46,7 +46,7 @@ def staged(target: Path, overwrite: bool = False) -> Iterator[Path]:
     check_target(target, overwrite)
     with scratch(target) as folder:
         yield folder
-        for path in (*folder.iterdir(), folder):
+        for path in (*folder.rglob("*"), folder):
             sync(path)
         _publish(folder, target, overwrite)
 

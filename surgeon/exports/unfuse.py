@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from surgeon.checkpoint.belongings import GENERATION
 from surgeon.checkpoint.describe import describe
 from surgeon.checkpoint.forms import FORMS, form_of
 from surgeon.checkpoint.load import compute_dtype, read_config, stored_program
@@ -31,8 +32,6 @@ from surgeon.models.edit import edit
 from surgeon.models.families import FAMILIES, Family, family_of
 from surgeon.models.families.fused import FUSED, POSITIONS
 from surgeon.models.weights import ModelWeights, packed
-
-GENERATION_FILE = "generation_config.json"
 
 
 @dataclass(frozen=True)
@@ -208,5 +207,5 @@ def _part(name: str, tensor: Tensor, index: int, count: int, blocks: int) -> Ten
 def _name(model: PreTrainedModel, folder: Path) -> None:
     """Say where the model comes from, as `from_pretrained` does: what lies beside the weights is looked for there."""
     model.name_or_path = model.config._name_or_path = str(folder)
-    if (folder / GENERATION_FILE).is_file():
+    if (folder / GENERATION).is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from surgeon.checkpoint.belongings import FileKind, kind_of
+from surgeon.checkpoint.companions import left_behind, names_in, told_in
 from surgeon.checkpoint.describe import Description, describe
 from surgeon.checkpoint.inherit import CARD_FILE, Inherited
 from surgeon.checkpoint.load import stored_program
@@ -144,6 +146,7 @@ def _body(found: Description, folder: Path, name: str, inherited: Inherited, mea
     yield from measured_parts(measured, name)
     yield from usage(found, folder, name)
     yield from _proof(found)
+    yield from _files(found)
     yield from _licence(found, folder, inherited)
 
 
@@ -241,6 +244,26 @@ def _differ(proof: dict[str, Any]) -> str:
     return f"The logits differ by {proof['exact']:.2g} of the largest one in float32{stored}."
 
 
+def _files(found: Description) -> Iterator[str]:
+    """What there is to know of the files that lay beside the base model's weights, if there is something."""
+    code, left = told_in(found.report or {})
+    behind = left_behind(left, _quoted)
+    if not code and not behind:
+        return
+    yield "## Other files\n"
+    if code:
+        yield paragraph(
+            f"{', '.join(map(_quoted, code))}: the base model's own code, which its configuration names. Only who asks "
+            "for it (`trust_remote_code=True`) runs it; the proof is of the class that `transformers` has."
+        )
+    if behind:
+        yield paragraph(f"Left behind of what lay beside the base model's weights: {behind}.")
+
+
+def _quoted(name: str) -> str:
+    return f"`{name.replace('`', chr(39))}`"
+
+
 def _licence(found: Description, folder: Path, inherited: Inherited) -> Iterator[str]:
     yield "## Licence\n"
     if found.from_scratch:
@@ -249,9 +272,9 @@ def _licence(found: Description, folder: Path, inherited: Inherited) -> Iterator
             "used, and what follows from those of the text that it was trained on, is for whoever publishes it to say."
         )
         return
-    files = sorted(path.name for pattern in ("LICENSE*", "NOTICE*") for path in folder.glob(pattern))
+    files = sorted(name for name in names_in(folder) if kind_of(name) is FileKind.TERMS)
     named = inherited.metadata.get("license")
-    named_files = ", ".join(f"`{file}`" for file in files)
+    named_files = ", ".join(map(_quoted, files))
     inside = f" Its {named_files} {'lies' if len(files) == 1 else 'lie'} in this folder." if files else ""
     if named is not None:
         texts = ", ".join(f"`{one}`" for one in ([named] if isinstance(named, str) else named))

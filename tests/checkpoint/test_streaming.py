@@ -142,7 +142,12 @@ def test_what_changed_is_said_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("report", "said"),
-    [({}, "no record"), ({"files": {"../x": {}}}, "none of its files"), ({"files": {"x": 5}}, "none of its files")],
+    [
+        ({}, "no record"),
+        ({"files": {"../x": {}}}, "none of its files"),
+        ({"files": {"a/../../x": {}}}, "none of its files"),
+        ({"files": {"x": 5}}, "none of its files"),
+    ],
 )
 def test_reports_that_record_nothing(tmp_path: Path, report: Any, said: str) -> None:
     (tmp_path / "surgeon.json").write_text(json.dumps(report))

@@ -17,6 +17,7 @@ from surgeon.checkpoint.codas import read_codas
 from surgeon.checkpoint.verify import verify
 from surgeon.models.edit import program_of
 from tests.cli.conftest import Run
+from tests.furnished import check, furnish
 
 RECIPE = """\
 surgeon: 1
@@ -279,3 +280,34 @@ def test_racks_that_cannot_be(arguments: Any, message: str, heal: Any, tmp_path:
     assert (code, err.count("error:")) == (1, 1)
     assert message in " ".join(err.split())
     assert not (tmp_path / "healed").exists()
+
+
+@pytest.mark.parametrize(
+    ("operation", "form", "more"),
+    [
+        ('prune: {layers: "1:2"}', "plain", ()),
+        ('pair: {layers: "1:3"}', "fused", ()),
+        ('ladder: {layers: "1:3"}', "program", ("--lora", 2, "--keep-adapter")),
+        ('pair: {layers: "0:2"}', "fused", ("--racks", "0:2,2:4")),
+    ],
+)
+def test_what_lies_beside_the_weights_goes_along(
+    heal: Any, tiny_checkpoint: Path, tmp_path: Path, operation: str, form: str, more: tuple[object, ...]
+) -> None:
+    furnish(tiny_checkpoint)
+    code, _, err = heal(operation, *more)
+    assert code == 0, err
+    assert "assets/, notes.txt (not known to belong to a model)" in err
+    target = tmp_path / "healed" / ("base" if "--keep-adapter" in more else "")
+    if "--racks" in more:
+        assert {path.name for path in (target / "codas").iterdir()} == {"codas.json", "rack-0.safetensors"}
+        (target / "codas").rename(tmp_path / "codas")
+    check(tiny_checkpoint, target, form)
+
+
+def test_what_cannot_go_along_is_refused_before_it_is_trained(heal: Any, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    (tiny_checkpoint / "LICENSE").symlink_to(tmp_path / "elsewhere")
+    code, _, err = heal('prune: {layers: "1:2"}')
+    assert code == 1
+    assert "LICENSE is a symbolic link out of the folder" in err
+    assert "trained on" not in err

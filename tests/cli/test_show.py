@@ -192,3 +192,27 @@ def test_native_tracks_and_a_recipe_for_them(surgeon_says: Run, tiny_checkpoint:
     code, _, err = surgeon_says("show", recipe)
     assert code == 1
     assert "is an edited model, and operations change whole layers; name the model it was made of" in err
+
+
+def test_what_an_export_left_behind_is_said(surgeon_says: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """By the command that leaves it, and later; a chat template in a folder inside is verified, and compared."""
+    templates = tiny_checkpoint / "additional_chat_templates"
+    templates.mkdir()
+    (templates / "rag.jinja").write_text("{{ messages }}")
+    for name in ("notes.txt", "setup.py", "optimizer.pt"):
+        (tiny_checkpoint / name).write_text(name)
+    recipe = tmp_path / "edit.yaml"
+    recipe.write_text(f"surgeon: 1\nmodel: {tiny_checkpoint}\noperations:\n  {OPERATIONS['plain']}\n")
+    code, _, err = surgeon_says("export", recipe, "-o", tmp_path / "edited")
+    left = "notes.txt (not known to belong to a model); setup.py (code that no configuration names)"
+    assert f"warning: left behind in {tiny_checkpoint}: {left}\n" in err
+    code, out, _ = surgeon_says("show", tmp_path / "edited", "--verify")
+    assert code == 0
+    assert f"behind {left}" in facts(out)["left"]
+    assert "files       setup.py: only in A\n" in surgeon_says("diff", tiny_checkpoint, tmp_path / "edited")[1]
+    (tmp_path / "edited" / "additional_chat_templates" / "rag.jinja").write_text("{{ message }}.")
+    code, _, err = surgeon_says("show", tmp_path / "edited", "--verify")
+    assert code == 1
+    assert "additional_chat_templates/rag.jinja has another content than was written" in err
+    code, out, _ = surgeon_says("diff", tiny_checkpoint, tmp_path / "edited")
+    assert "files       additional_chat_templates/rag.jinja: different\n" in out

@@ -246,3 +246,17 @@ def test_from_the_shell(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     expected = f"error: {path}:5: window: Input should be greater than or equal to 2, not 1\n"
     assert (done.returncode, done.stdout, done.stderr) == (1, "", expected)
+
+
+def test_all_chat_templates_of_the_tokenizer_go_along(train: Any, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    templates = {"default": "{{ messages }}", "rag": "R {{ messages }}"}
+    tokenizer = AutoTokenizer.from_pretrained(tiny_checkpoint)
+    tokenizer.chat_template = templates
+    tokenizer.save_pretrained(tiny_checkpoint)
+    (tiny_checkpoint / "LICENSE").write_text("of the tokenizer's model, which this one does not come from")
+    code, _, err = train("")
+    assert code == 0, err
+    assert AutoTokenizer.from_pretrained(tmp_path / "new").chat_template == templates
+    assert verify(tmp_path / "new", tmp_path / "new" / "surgeon.json")
+    assert not (tmp_path / "new" / "LICENSE").exists()
+    assert json.loads((tmp_path / "new" / "surgeon.json").read_text())["companions"]["left_behind"] == {}

@@ -33,7 +33,6 @@ from tests.checkpoint.helpers import (
 )
 from tests.reference import Reference
 from tests.selection import one_in
-from tests.tiny_models import save_checkpoint
 
 PRUNED = "A0 F0 A2 F2 A3 F3 A5 F5"
 SHUFFLED = "A0 F0 A3 F3 A1 F1 A2 F4"
@@ -289,22 +288,6 @@ def test_shards_are_as_large_as_the_sources(tmp_path: Path, program: str) -> Non
     )
     expected = plain_logits(model, program)
     assert relative_error(logits_of(surgeon.load(tmp_path / "target")), expected) < 1e-5
-
-
-def test_the_tokenizer_and_the_licence_come_along_and_code_does_not(tmp_path: Path) -> None:
-    source = save_checkpoint(tmp_path / "source", num_layers=6)
-    for name in ("LICENSE", "chat_template.jinja", "NOTICE.txt"):
-        (source / name).write_text(f"this is {name}")
-    for name in ("README.md", "modeling_own.py", "pytorch_model.bin", "tokenizer_setup.py", "training_args.bin"):
-        (source / name).write_text("not to be copied")
-    run_export(source, tmp_path / "target", PRUNED)
-    expected = {
-        *("config.json", "model.safetensors", "surgeon.json", "generation_config.json", "tokenizer.json"),
-        *("tokenizer_config.json", "LICENSE", "chat_template.jinja", "NOTICE.txt", "README.md"),
-    }
-    assert {path.name for path in (tmp_path / "target").iterdir()} == expected
-    assert "not to be copied" not in (tmp_path / "target" / "README.md").read_text()
-    assert (tmp_path / "target" / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
 
 
 def test_the_report_says_what_was_done(tmp_path: Path) -> None:

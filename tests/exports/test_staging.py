@@ -23,7 +23,9 @@ DEAD = 2**22 + 1  # above the largest process id
 REPOSITORY = Path(__file__).parents[2]
 
 
-EXPORTED = json.dumps({"surgeon": "0.0", "form": "plain", "program": "A0 F0", "files": {"extra.dat": {}}})
+EXPORTED = json.dumps(
+    {"surgeon": "0.0", "form": "plain", "program": "A0 F0", "files": {"extra.dat": {}, "licenses/own.txt": {}}}
+)
 MODEL = json.dumps({"model_type": "llama"})
 FILES = {"config.json", "surgeon.json"}
 
@@ -244,6 +246,18 @@ def test_a_target_that_is_being_moved_aside_is_left_alone(tmp_path: Path, monkey
         ({"config.json": MODEL, "a.safetensors": "", "train.py": ""}, (), r"no part of a checkpoint \(train.py\), so "),
         ({"config.json": MODEL, "a.safetensors": ""}, (".git", "a", "b", "c"), r"\(.git, a, b and 1 more\), so --over"),
         ({"surgeon.json": EXPORTED, "extra.dat": ""}, (), None),
+        ({"surgeon.json": EXPORTED, "licenses/own.txt": ""}, (), None),
+        (
+            {"surgeon.json": EXPORTED, "licenses/own.txt": "", "licenses/b.txt": ""},
+            (),
+            r"a checkpoint \(licenses\), so",
+        ),
+        ({"config.json": MODEL, "a.safetensors": "", "additional_chat_templates/rag.jinja": ""}, (), None),
+        (
+            {"config.json": MODEL, "a.safetensors": "", "additional_chat_templates/b.txt": ""},
+            (),
+            r"\(additional_chat_te",
+        ),
         ({"surgeon.json": EXPORTED}, (".git",), r"holds what is no part of a checkpoint \(.git\)"),
         ({"surgeon.json": EXPORTED, "notes.txt": ""}, (), r"\(notes.txt\), so --overwrite does not replace it; choose"),
     ],
@@ -255,14 +269,16 @@ def test_what_is_a_checkpoint_and_no_more_is_replaced(
     for folder in (target, *(target / name for name in folders)):
         folder.mkdir()
     for name, text in files.items():
+        (target / name).parent.mkdir(exist_ok=True)
         (target / name).write_text(text)
+    before = names(target)
     if said is None:
         write_into(target, overwrite=True)
         assert names(target) == FILES
     else:
         with pytest.raises(FileExistsError, match=said):
             write_into(target, overwrite=True)
-        assert names(target) == {*files, *folders}
+        assert names(target) == before
 
 
 def test_space_is_checked_where_the_folder_will_be(tmp_path: Path) -> None:

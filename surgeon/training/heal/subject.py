@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from surgeon.analysis.factors.recipe_factors import make_recipe_factors
+from surgeon.checkpoint.companions import companions_at
 from surgeon.checkpoint.describe import REPORT_FILE
 from surgeon.checkpoint.forms import form_of
 from surgeon.checkpoint.forms.fused import FUSED
@@ -120,6 +121,7 @@ def open_heal_subject(name: str, program: str | None = None, teacher: str | None
         ValueError: if it is damaged, unedited without a program, or the teacher is not what the checkpoint was made of.
     """
     edited = open_candidate(name, program)
+    companions_at(edited.checkpoint.folder)  # what cannot go along is refused before it is trained
     if edited.program is not None:
         unedited = replace(edited, name=edited.model, program=None, recipe=None)
         return HealSubject(edited, unedited if teacher is None else _original(teacher, edited))
