@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from surgeon.checkpoint.load import load, read_config, stored_program
+from surgeon.checkpoint.load import device_map_for, load, read_config, stored_program
 from surgeon.checkpoint.read import Checkpoint, locate, read_json
 from surgeon.checkpoint.texts import open_tokenizer
 from surgeon.errors import did_you_mean
@@ -63,9 +63,10 @@ class UnloadedModel:
         return str(stored_program(self.checkpoint) or Program.dense(layers, family.steps_per_layer))
 
     def load(self, device: str = "auto") -> PreTrainedModel:
-        """The model, under its program, on the device (on all GPUs, for cuda)."""
+        """The model, under its program, on the device; for cuda one GPU that has room for it, else all of them."""
         where = choose_device(device)
-        model = load(self.checkpoint.folder, device_map="auto" if where == "cuda" else None)
+        places = device_map_for(self.checkpoint, self.program) if where == "cuda" else None
+        model = load(self.checkpoint.folder, device_map=places)
         return model if self.program is None else edit(model, self.program, factors=self.factors)
 
     def identity(self, model_hash: str, device: str) -> dict[str, Any]:

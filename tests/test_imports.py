@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "surgeon"
 # several rooms use and knows nothing of models stands first. `demo` is only data (a model's folder and text) and the
 # command of that name lies in `cli`.
 FLOORS = [
-    ["errors", "progress", "memory", "provenance", "threads", "words", "beside", "demo"],
+    ["errors", "progress", "memory", "gpus", "provenance", "threads", "words", "beside", "demo"],
     ["processes"],
     ["language"],
     ["models"],

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from surgeon import threads
+from surgeon.gpus import CUDNN_LAST
 from surgeon.memory import HUGE_PAGES
 from surgeon.threads import LOOKS, POLICY, SPIN, keep_to_share, wait_asleep
 
@@ -20,7 +21,8 @@ class Finder:
     def find_spec(self, name, path=None, target=None):
         if name == "torch":
             import os
-            print(os.environ.get("GOMP_SPINCOUNT"), os.environ.get("THP_MEM_ALLOC_ENABLE"), flush=True)
+            names = "GOMP_SPINCOUNT", "THP_MEM_ALLOC_ENABLE", "TORCH_CUDNN_SDPA_DEPRIORITIZED"
+            print(*map(os.environ.get, names), flush=True)
             os._exit(0)
 sys.meta_path.insert(0, Finder())
 """
@@ -49,11 +51,13 @@ def test_what_the_user_has_set_stays(
 
 @pytest.mark.parametrize("start", STARTS)
 def test_said_before_torch_is_imported(start: str) -> None:
-    environment = {name: value for name, value in os.environ.items() if name not in (SPIN, POLICY, HUGE_PAGES)}
+    ours = (SPIN, POLICY, HUGE_PAGES, CUDNN_LAST)
+    environment = {name: value for name, value in os.environ.items() if name not in ours}
     code = LATE + STARTS[start]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
     huge_pages = "1" if start == "rank" else None
-    assert done.stdout == f"100000 {huge_pages}\n", done.stderr
+    cudnn = None if start == "tests" else "1"
+    assert done.stdout == f"100000 {huge_pages} {cudnn}\n", done.stderr
 
 
 @pytest.mark.parametrize(

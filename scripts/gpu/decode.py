@@ -33,6 +33,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.utils import logging
 
+from surgeon.gpus import avoid_cudnn_attention
 from surgeon.language.program import Program, Step
 from surgeon.provenance import command_line, versions, write_text
 from surgeon.runtime.batching.request import Request, Sampling
@@ -43,7 +44,7 @@ from surgeon.runtime.comm.collectives import Alone
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.model.layers import Attention
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.plan.specification import Decoding
+from surgeon.runtime.plan.specification import Decoding, Plan
 from surgeon.runtime.worker.ranks import RankOptions, Ranks
 from surgeon.runtime.worker.worker import complete, load
 
@@ -308,15 +309,21 @@ def agreement(folder: Path, setup: Setup) -> dict[str, bool]:
 
 def on_two_ranks(folder: Path, device: str, texts: Load) -> list[list[int]]:
     """New tokens of every text, from two processes that share the device."""
-    plan = make_plan(folder, 2, texts.prompt + texts.new, device=device, dtype="float32")
+    with Ranks(RankOptions(2, device=device, collectives="gloo")) as ranks:
+        return continued_by(
+            ranks, make_plan(folder, 2, texts.prompt + texts.new, device=device, dtype="float32"), texts
+        )
+
+
+def continued_by(ranks: Ranks, plan: Plan, texts: Load) -> list[list[int]]:
+    """New tokens of every text, from ranks that load the plan."""
     sampling = Sampling(max_new_tokens=texts.new, ignore_end=True)
     requests = [Request(number, tuple(text), sampling) for number, text in enumerate(texts.prompts(plan.vocabulary))]
     found: list[list[int]] = [[] for _ in requests]
-    with Ranks(RankOptions(2, device=device, collectives="gloo")) as ranks:
-        ranks.call(load, plan)
-        limits = Limits(texts.batch, plan.max_tokens, pass_tokens=texts.batch * texts.prompt)
-        for output in ranks.call(complete, requests, texts.batch * (texts.blocks + 1), limits)[0][0]:
-            found[output.request].append(output.token)
+    ranks.call(load, plan)
+    limits = Limits(texts.batch, plan.max_tokens, pass_tokens=texts.batch * texts.prompt)
+    for output in ranks.call(complete, requests, texts.batch * (texts.blocks + 1), limits)[0][0]:
+        found[output.request].append(output.token)
     return found
 
 
@@ -371,6 +378,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[Setup, argparse.Namespace]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     setup, options = parse(arguments)
+    avoid_cudnn_attention()  # as ranks do: engines run in this process
     logging.disable_progress_bar()
     with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
         table = []

@@ -11,11 +11,12 @@ import torch
 from transformers import PreTrainedModel
 
 from surgeon.checkpoint.forms import form_of
-from surgeon.checkpoint.load import compute_dtype, load, read_config
+from surgeon.checkpoint.load import load, model_bytes, read_config
 from surgeon.checkpoint.read import DEMO, Checkpoint, locate
 from surgeon.checkpoint.streamed import load_streamed
 from surgeon.checkpoint.texts import open_tokenizer
-from surgeon.memory import FREE_SHARE, free_bytes, resident_bytes, show_size
+from surgeon.gpus import gpu_with_room
+from surgeon.memory import free_bytes, gpu_free_bytes, resident_bytes, show_size
 from surgeon.models.families import family_of
 from surgeon.provenance import provenance
 from surgeon.quality.data import DEFAULT_TOKENS, Windows, load_windows, window_for
@@ -105,9 +106,12 @@ def load_for_analysis(checkpoint: Checkpoint, memory: int | None = None, device:
     Args:
         memory: a limit in bytes on the memory of the process, where the model is on the CPU; by default most of what
             the machine has left.
-        device: "cpu" or "cuda:1" for example; by default the first GPU, if there is one.
+        device: "cpu" or "cuda:1" for example; by default the first GPU that has room for it, or the first one, if there
+            is any.
     """
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device is None and torch.cuda.is_available():
+        device = str(gpu_with_room(model_bytes(checkpoint, "cuda") + _LEAST_ROOM) or "cuda:0")
+    device = device or "cpu"
     size = model_bytes(checkpoint, torch.device(device))
     room = available_bytes(torch.device(device), memory)
     if size + _LEAST_ROOM <= room:
@@ -120,14 +124,8 @@ def load_for_analysis(checkpoint: Checkpoint, memory: int | None = None, device:
     return load_streamed(checkpoint.folder, device)
 
 
-def model_bytes(checkpoint: Checkpoint, device: torch.device) -> int:
-    """How much memory a checkpoint's weights take once they are loaded."""
-    dtype = compute_dtype(checkpoint, family_of(read_config(checkpoint)), device)
-    return sum(torch.Size(checkpoint.shape(name)).numel() for name in checkpoint.names()) * dtype.itemsize
-
-
 def available_bytes(device: torch.device, memory: int | None) -> int:
     """How much memory may be taken from here on, on this device."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * FREE_SHARE)
+        return gpu_free_bytes(device.index or 0)
     return free_bytes() if memory is None else memory - resident_bytes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from surgeon.checkpoint.forms import FORMS, form_of
 from surgeon.checkpoint.forms.fused import GLOBAL_WIDTHS_KEY, WIDTHS_KEY
 from surgeon.checkpoint.read import Checkpoint, locate
 from surgeon.errors import shown
+from surgeon.gpus import avoid_cudnn_attention, gpu_with_room
 from surgeon.language.program import Program
 from surgeon.models.edit import PROGRAM_KEY, PROGRAM_PREFIX, edit
 from surgeon.models.families import Family, family_named, family_of
@@ -22,7 +24,15 @@ if TYPE_CHECKING:
 
 MOST_LABELS = 1_000_000  # of a classifier, which a config.json may speak of
 
-__all__ = ["PROGRAM_KEY", "compute_dtype", "load", "read_config", "stored_program"]
+__all__ = [
+    "PROGRAM_KEY",
+    "compute_dtype",
+    "device_map_for",
+    "load",
+    "model_bytes",
+    "read_config",
+    "stored_program",
+]
 
 
 def compute_dtype(checkpoint: Checkpoint, family: Family, device: torch.device | str) -> torch.dtype:
@@ -57,13 +67,13 @@ def load(path_or_name: str | Path, dtype: torch.dtype | None = None, device_map:
         FileNotFoundError: if there is no such model, or a file of it is missing.
         ValueError: if the architecture is not supported or a file is damaged.
     """
+    avoid_cudnn_attention()
     folder = locate(path_or_name)
     checkpoint = Checkpoint(folder)
     config = read_config(checkpoint)
     program = stored_program(checkpoint)
     if dtype is None:
-        device = torch.device("cuda" if device_map is not None and torch.cuda.is_available() else "cpu")
-        dtype = compute_dtype(checkpoint, family_of(config), device)
+        dtype = compute_dtype(checkpoint, family_of(config), "cuda" if _names_gpu(device_map) else "cpu")
     model_class = form_of(checkpoint).model_class(checkpoint, config)
     options = {"dtype": dtype, "device_map": device_map, "ignore_mismatched_sizes": True, "output_loading_info": True}
     options["config"] = config
@@ -76,6 +86,39 @@ def load(path_or_name: str | Path, dtype: torch.dtype | None = None, device_map:
     check_complete(folder, report)
     model.eval()
     return model if program is None else edit(model, program)
+
+
+def _names_gpu(device_map: Any) -> bool:
+    """Whether some module goes to a GPU, by a device map as `transformers` takes it."""
+    places = device_map.values() if isinstance(device_map, Mapping) else [device_map]
+    return torch.cuda.is_available() and any(str(place) not in ("None", "cpu", "disk", "meta") for place in places)
+
+
+def device_map_for(checkpoint: Checkpoint, program: Program | None = None) -> Any:
+    """Where on GPUs a model belongs, as `load` takes it: on the first with room for all of it, else wherever it fits.
+
+    A model on one device needs no transfers between devices in each of its layers.
+
+    Args:
+        program: to be run on it, by default its own.
+    """
+    return gpu_with_room(model_bytes(checkpoint, "cuda", program)) or "auto"
+
+
+def model_bytes(checkpoint: Checkpoint, device: torch.device | str, program: Program | None = None) -> int:
+    """How much memory a model takes once it is loaded: its stored weights, and what an edit derives from them.
+
+    Args:
+        program: that it will run, by default its own.
+    """
+    config = read_config(checkpoint)
+    family, runs = family_of(config), program or stored_program(checkpoint)
+    numbers = sum(torch.Size(checkpoint.shape(name)).numel() for name in checkpoint.names())
+    for sublayer in set(() if runs is None else runs.sublayers()):
+        factorised = program is not None and sublayer.ranks  # its own program's factors are stored
+        if len(sublayer.layers) > 1 or sublayer.piece is not None or factorised:
+            numbers += sublayer.parameters(family.layer_shapes(config))
+    return numbers * compute_dtype(checkpoint, family, device).itemsize
 
 
 def read_config(checkpoint: Checkpoint) -> Any:

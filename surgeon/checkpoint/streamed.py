@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from surgeon.checkpoint.forms import form_of
 from surgeon.checkpoint.load import check_complete, compute_dtype, read_config
 from surgeon.checkpoint.read import Checkpoint
+from surgeon.gpus import avoid_cudnn_attention
 from surgeon.models.families import Family, SublayerSpec, family_of
 from surgeon.models.weights import FactorSource, ModelWeights, Names
 
@@ -107,6 +108,7 @@ def load_streamed(folder: Path, device: str = "cpu") -> PreTrainedModel:
     Raises:
         FileNotFoundError, ValueError: as `surgeon.load`; and if the checkpoint runs an edited program.
     """
+    avoid_cudnn_attention()
     checkpoint = Checkpoint(folder)
     config = read_config(checkpoint)
     if form_of(checkpoint).shipped is not None:

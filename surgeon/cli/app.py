@@ -34,6 +34,7 @@ from surgeon.cli.show import show
 from surgeon.cli.similarity import similarity
 from surgeon.cli.spectrum import spectrum
 from surgeon.cli.train import train
+from surgeon.gpus import avoid_cudnn_attention
 from surgeon.threads import wait_asleep
 
 # In the order in which they are used. These modules are light: what a command needs, it imports when it runs.
@@ -102,6 +103,7 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     debug = _take_debug_flag(arguments)
     wait_asleep()
+    avoid_cudnn_attention()
     if not debug:
         quiet_libraries()
     try:

@@ -122,7 +122,10 @@ def evaluate(
     files: ResultFiles,
     program: ProgramOption = None,
     prompts: PromptArguments,
-    device: Annotated[str, typer.Option(help="cpu, cuda (all GPUs), or auto: cuda where there is one.")] = "auto",
+    device: Annotated[
+        str,
+        typer.Option(help="cpu, cuda (one GPU where the model fits, else all), or auto: cuda where there is one."),
+    ] = "auto",
 ) -> None:
     """Measure a model's perplexity on a text (--data) and its accuracy on tasks with lm-eval (--tasks).
 

@@ -186,7 +186,9 @@ def heal(
     by_racks: HealRacksArguments,
     schedule: ScheduleArguments,
     written: WrittenArguments,
-    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where there is one.")] = "auto",
+    device: Annotated[
+        str, typer.Option(help="cpu, cuda (one GPU for each process), or auto: cuda where there is one.")
+    ] = "auto",
 ) -> None:
     """Train an edited model until it does again what the original did.
 
@@ -195,7 +197,7 @@ def heal(
     """
     from surgeon.exports.adapters import export_with_adapter
     from surgeon.exports.staging import check_target
-    from surgeon.training.arguments import join_processes
+    from surgeon.training.arguments import describe_devices, join_processes
     from surgeon.training.heal.subject import open_heal_subject
     from surgeon.training.heal.write import check_adapter, record_of, write_healed
     from surgeon.training.resume import finish_run, run_folder
@@ -212,6 +214,7 @@ def heal(
         subject = subject.with_factors(folder / "factors")
     say = _say if processes.is_main_process else _silent
     say(f"{settings.method}; {texts.line()}")
+    say(describe_devices(processes, where))
     warn(texts.notes if processes.is_main_process else ())
     if by_racks.racks is not None:
         how = {"output": output, "form": written.form, "dtype": written.dtype, "overwrite": written.overwrite}

@@ -53,7 +53,9 @@ def train(
         Literal["float32", "bfloat16", "float16"], typer.Option(help="Of the written weights.")
     ] = "float32",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing checkpoint.")] = False,
-    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where there is one.")] = "auto",
+    device: Annotated[
+        str, typer.Option(help="cpu, cuda (one GPU for each process), or auto: cuda where there is one.")
+    ] = "auto",
 ) -> None:
     """Train a model from scratch, from random weights that are the same for every program on an architecture.
 
@@ -61,7 +63,7 @@ def train(
     where it was. The result is a checkpoint as surgeon export writes it, which says that it was trained from scratch.
     """
     from surgeon.exports.staging import check_target
-    from surgeon.training.arguments import join_processes, parse_trainer_arguments
+    from surgeon.training.arguments import describe_devices, join_processes, parse_trainer_arguments
     from surgeon.training.resume import run_folder
     from surgeon.training.scratch.build import blueprint
     from surgeon.training.scratch.config import read_config_file
@@ -75,6 +77,8 @@ def train(
     texts = wanted.texts()
     if processes.is_main_process:
         typer.echo(f"{_what(wanted)}; {texts.line()}", err=True)
+        if devices := describe_devices(processes, where):
+            typer.echo(devices, err=True)
         warn(texts.notes)
     folder = run_folder(output)
     found = run(wanted, texts, folder, where)

@@ -31,7 +31,7 @@ from surgeon.exports.export import DTYPES, Original, plan_export, write_export
 from surgeon.exports.prove import Proof
 from surgeon.exports.staging import check_target, scratch
 from surgeon.language.program import ATTENTION, FEED_FORWARD, KINDS, ROLES, WRITING, Program, Sublayer
-from surgeon.models.edit import decoder_layers, decoder_parent, program_of
+from surgeon.models.edit import decoder_layers, decoder_parent, input_device, program_of
 from surgeon.models.edited_layers import EditedLayers
 from surgeon.models.families import family_of
 from surgeon.models.families.fused import FUSED
@@ -326,7 +326,7 @@ def logits_of(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        logits: Tensor = model(input_ids=tokens.to(model.device), use_cache=False).logits
+        logits: Tensor = model(input_ids=tokens.to(input_device(model)), use_cache=False).logits
     finally:
         for module, mode in modes.items():
             module.training = mode

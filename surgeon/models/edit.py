@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from surgeon.language.program import Program
@@ -109,6 +110,11 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList | EditedLayers:
     parent, name = decoder_parent(model)
     layers: nn.ModuleList | EditedLayers = getattr(parent, name)
     return layers
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where a model takes token ids from; `accelerate` brings them to an embedding that is somewhere else meanwhile."""
+    return torch.device("cpu") if model.device.type == "meta" else model.device
 
 
 def decoder_inputs(model: PreTrainedModel, input_ids: Tensor) -> tuple[Tensor, list[dict[str, Any]]]:

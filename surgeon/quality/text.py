@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from surgeon.models.edit import input_device
 from surgeon.progress import progress
 from surgeon.quality.head import Quality
 from surgeon.quality.summary import Values, known_interval, mean_divergence, perplexity, perplexity_interval
@@ -61,7 +62,7 @@ def logits_of(model: PreTrainedModel) -> Logits:
     """A model's own forward pass, without a cache."""
 
     def logits(ids: Tensor) -> Tensor:
-        found: Tensor = model(input_ids=ids.to(model.device), use_cache=False).logits
+        found: Tensor = model(input_ids=ids.to(input_device(model)), use_cache=False).logits
         return found
 
     return logits

@@ -10,11 +10,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import PartialState
 from transformers import HfArgumentParser, TrainingArguments
 
 from surgeon.checkpoint.read import read_json
 from surgeon.errors import did_you_mean, first_line
+from surgeon.gpus import avoid_cudnn_attention, describe_gpu
 from surgeon.opened import choose_device
 from surgeon.training.settings import TrainSettings
 
@@ -43,6 +45,19 @@ _DECIDED = {
     "remove_unused_columns": "nothing: every column is needed",
     "train_sampling_strategy": "nothing: the order follows from --seed",
 }
+
+
+class OneDevice(TrainingArguments):
+    """Arguments of a process that computes on one device, however many its machine has.
+
+    transformers' own would have it replicate the model on all of them (nn.DataParallel), which takes the batch of each
+    device for the batch, and loses what watches the model's streams. Several devices take a process each.
+    """
+
+    @property
+    def n_gpu(self) -> int:
+        """How many GPUs this process uses, 1 or none."""
+        return min(1, int(super().n_gpu))
 
 
 class _Parser(HfArgumentParser):
@@ -158,7 +173,7 @@ def training_arguments(
     try:
         if given.get("fsdp"):
             given["fsdp_config"] = _sharding(given.get("fsdp_config"), called)
-        arguments = TrainingArguments(**given | decided)
+        arguments = OneDevice(**given | decided)
     except (ImportError, TypeError) as error:
         raise ValueError(f"transformers does not take these arguments ({first_line(error)})") from error
     together = micro_batch * arguments.world_size
@@ -203,5 +218,17 @@ def join_processes(device: str) -> tuple[PartialState, str]:
     Raises:
         ValueError: if there is no such device.
     """
+    avoid_cudnn_attention()
     where = choose_device(device)
     return PartialState(cpu=where == "cpu"), where
+
+
+def describe_devices(processes: PartialState, where: str) -> str:
+    """What the processes of a run compute on, for people; empty where that is a CPU."""
+    if where == "cpu":
+        return ""
+    if processes.num_processes > 1:
+        return f"on {processes.num_processes} GPUs, one for each process"
+    alone = torch.cuda.device_count() == 1
+    how = "" if alone else "; accelerate launch or torchrun trains on several, CUDA_VISIBLE_DEVICES chooses another one"
+    return f"on {describe_gpu(torch.device('cuda', 0))}{how}"

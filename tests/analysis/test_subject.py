@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from surgeon.analysis.subject import load_for_analysis, model_bytes, open_subject
+from surgeon.analysis import subject
+from surgeon.analysis.subject import load_for_analysis, open_subject
+from surgeon.checkpoint.load import model_bytes
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.streamed import streamed_layers
 from surgeon.memory import resident_bytes
@@ -27,5 +29,22 @@ def test_what_does_not_fit_is_streamed(tmp_path: Path) -> None:
 
 def test_a_subject_takes_the_limit(tiny_checkpoint: Path, tiny_text: Path) -> None:
     with pytest.warns(UserWarning, match="read layer by layer"):
-        subject = open_subject(str(tiny_checkpoint), str(tiny_text), tokens=64, window=32, memory=1 << 20)
-    assert streamed_layers(subject.model) is not None
+        opened = open_subject(str(tiny_checkpoint), str(tiny_text), tokens=64, window=32, memory=1 << 20)
+    assert streamed_layers(opened.model) is not None
+
+
+def test_a_gpu_with_room_is_taken_before_anything_is_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    asked: list[tuple[str, object]] = []
+    monkeypatch.setattr(subject, "load", lambda _, device_map: asked.append(("whole", device_map)))
+    monkeypatch.setattr(subject, "load_streamed", lambda _, device: asked.append(("streamed", device)))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for free in ((1 << 30, 1 << 30), (0, 1 << 30), (0, 0)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number, free=free: (free[number], 1 << 30))
+        if any(free):
+            load_for_analysis(Checkpoint(tmp_path))
+            continue
+        with pytest.warns(UserWarning, match="read layer by layer"):
+            load_for_analysis(Checkpoint(tmp_path))
+    assert asked == [("whole", "cuda:0"), ("whole", "cuda:1"), ("streamed", "cuda:0")]

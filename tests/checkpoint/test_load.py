@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 import surgeon
-from surgeon.analysis.subject import model_bytes
-from surgeon.checkpoint.load import compute_dtype
+from surgeon.checkpoint.load import compute_dtype, device_map_for, load, model_bytes
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.streamed import load_streamed
+from surgeon.language.program import Program
 from surgeon.models.edit import program_of
 from surgeon.models.families import FAMILIES
 from surgeon.runtime.plan.checks import make_plan
@@ -155,3 +156,57 @@ def test_an_embedding_of_integers_is_refused(tmp_path: Path) -> None:
     store(tmp_path, tensors | {"model.embed_tokens.weight": tensors["model.embed_tokens.weight"].to(torch.int8)})
     with pytest.raises(ValueError, match=r"model.embed_tokens.weight holds int8, which cannot be computed in"):
         surgeon.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("places", "dtype"),
+    [
+        (None, torch.float32),
+        ("cpu", torch.float32),
+        (torch.device("cpu"), torch.float32),
+        ({"": "cpu"}, torch.float32),
+        ({"model": "disk", "lm_head": "cpu"}, torch.float32),
+        ("auto", torch.bfloat16),
+        ("cuda:1", torch.bfloat16),
+        (torch.device("cuda", 1), torch.bfloat16),
+        ({"model": 0, "lm_head": "cpu"}, torch.bfloat16),
+    ],
+)
+def test_the_dtype_is_that_of_where_it_computes(
+    places: Any, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine with GPUs, too, a map that names none of them computes on the CPU."""
+    tiny_model("llama", 2).to(torch.bfloat16).save_pretrained(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+    def taken(*_: Any, **options: Any) -> Any:
+        raise Taken(options["dtype"])
+
+    monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", taken)
+    with pytest.raises(Taken) as raised:
+        load(tmp_path, device_map=places)
+    assert raised.value.args == (dtype,)
+
+
+class Taken(Exception):
+    """What transformers would have been asked for."""
+
+
+def test_one_gpu_where_the_model_and_what_an_edit_derives_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama", 2)
+    model.save_pretrained(tmp_path)
+    checkpoint, own = Checkpoint(tmp_path), sum(parameter.nbytes for parameter in model.parameters())
+    assert model_bytes(checkpoint, "cpu") == own
+    matrices = {name: parameter.nbytes for name, parameter in model.model.layers[0].named_parameters()}
+    attention = sum(size for name, size in matrices.items() if name.startswith("self_attn."))
+    averaged = Program.parse("A0~A1 F0 A0~A1 F1")
+    assert model_bytes(checkpoint, "cpu", averaged) == own + attention  # it occurs twice, and is there once
+    factorised = Program.parse("A0 F0@up3,down5 A1 F1/2:0 F1/2:1")
+    hidden, neurons = model.config.hidden_size, model.config.intermediate_size
+    factors = 4 * ((3 + 5) * (hidden + neurons) + hidden * neurons)  # beside the gate as it is
+    feed_forward = 4 * 3 * hidden * neurons
+    assert model_bytes(checkpoint, "cpu", factorised) == own + factors + feed_forward
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number: (1.3 * own * number, 2 * own))
+    assert device_map_for(checkpoint) == torch.device("cuda", 1)
+    assert device_map_for(checkpoint, factorised) == "auto"

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload, dispatch_model
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import surgeon
+from surgeon.checkpoint.kept_factors import KeptFactors
 from surgeon.language.program import Program
-from surgeon.models.edit import edit, program_of, restore
+from surgeon.models.edit import decoder_layers, edit, program_of, restore
+from surgeon.models.weights import TruncatedSVD
+from surgeon.quality.text import logits_of
+from tests.pretended import pretended_gpus
 from tests.tiny_models import tiny_model
 
 IDS = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(1))
+DERIVED = (
+    "A0 F0 A1~A2 F1~F2 A3 F3",
+    "A0 F0 A1@q8,k4,v4,o8 F1@up12,down12 A2 F2@gate6 A3 F3",
+    "A0 F0 {A1/2:0 F1/2:0 | A1/2:1 F1/2:1} A2 F2",
+    "A0 F0 {A1~A3/2:0 F1/2:0@up8 | A1~A3/2:1 F1/2:1@up8}",
+)
 MIXED = "A0 F0 >[A1 A2] >[F1 F2] {A3 F3 | A4 F4} A5~A4 F5"
 
 
@@ -172,6 +184,81 @@ def test_offloading_by_accelerate(model: PreTrainedModel, tmp_path: Path, place:
         assert torch.equal(logits(offloaded), expected)
         tokens = offloaded.generate(IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=4, do_sample=False)
     assert tokens.shape == (2, 13)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "phi3"])
+@pytest.mark.parametrize("program", DERIVED)
+def test_derived_sublayers_of_a_model_offloaded_by_accelerate(program: str, family: str) -> None:
+    """Their own weights, not the layer's that they were copied from; and none stay where the model computes."""
+    offloaded = tiny_model(family, num_layers=4, dropout=0.0)
+    expected = logits(edit(offloaded, program))
+    restore(offloaded)
+    cpu_offload(offloaded, torch.device("cpu"))
+    held = sum(not parameter.is_meta for parameter in offloaded.parameters())
+    edit(offloaded, program)
+    with torch.no_grad():
+        assert torch.equal(logits(offloaded), expected)
+        assert torch.equal(logits(offloaded), expected)  # they have gone away again, and come again
+    assert sum(not parameter.is_meta for parameter in offloaded.parameters()) == held == 0
+    assert torch.equal(logits_of(offloaded)(IDS), expected)
+    with torch.no_grad():
+        restored = logits(restore(offloaded))
+    assert torch.equal(restored, logits(tiny_model(family, num_layers=4, dropout=0.0)))
+
+
+@pytest.mark.parametrize("program", DERIVED)
+def test_derived_sublayers_of_a_model_on_disk(program: str, tmp_path: Path) -> None:
+    source = tiny_model("llama", num_layers=4, dropout=0.0)
+    expected = logits(edit(source, program))
+    restore(source).save_pretrained(tmp_path / "model")
+    places = {f"model.layers.{k}": "disk" for k in range(4)}
+    places |= dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+    options: Any = {"device_map": places, "offload_folder": tmp_path / "offload", "dtype": torch.float32}
+    offloaded = edit(AutoModelForCausalLM.from_pretrained(tmp_path / "model", **options), program)
+    with torch.no_grad():
+        assert torch.equal(logits(offloaded), expected)
+    offloaded.save_pretrained(tmp_path / "edited")
+    assert torch.equal(logits(surgeon.load(tmp_path / "edited")), expected)
+
+
+@pytest.mark.parametrize("program", DERIVED)
+def test_derived_sublayers_lie_where_their_layers_do(program: str, tmp_path: Path) -> None:
+    """Factors that are read from files come to main memory first."""
+    model = tiny_model("llama", num_layers=4)
+    kept = KeptFactors(TruncatedSVD(), tmp_path)
+    edit(model, program, factors=kept)  # the files are there now
+    edit(restore(model).to("meta"), program, factors=kept)
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+
+
+@pytest.mark.parametrize("places", [(0, 0, 0, 0), (0, 0, 1, 1), (1, 0, 1, 0)])
+@pytest.mark.parametrize("program", ["A0 F0 >[A1 A2] >[F1 F2] A3 F3", *DERIVED])
+def test_layers_on_two_gpus(program: str, places: tuple[int, ...], tmp_path: Path) -> None:
+    """Each sublayer computes where accelerate has put the (first) layer that it is of, factors of files, too."""
+    kept = KeptFactors(TruncatedSVD(), tmp_path)
+    expected = logits(edit(tiny_model("llama", num_layers=4, dropout=0.0), program, factors=kept)).detach()
+    where = {f"model.layers.{layer}": f"cuda:{place}" for layer, place in enumerate(places)}
+    where |= {"model.embed_tokens": "cuda:0", "model.rotary_emb": "cuda:0", "model.norm": "cuda:1", "lm_head": "cuda:1"}
+    with pretended_gpus(2):
+        model = tiny_model("llama", num_layers=4, dropout=0.0)
+        dispatch_model(model, where, main_device="cuda:0")
+        edit(model, program, factors=kept)
+        found = model(input_ids=IDS.to("cuda:0"), use_cache=False).logits
+        assert str(found.device) == "cuda:0"  # where the tokens came from
+        torch.testing.assert_close(found.cpu(), expected)
+        layers = decoder_layers(model)
+        for sublayer in Program.parse(program).sublayers():
+            inside = layers.owner(sublayer).parameters()
+            assert {str(parameter.device) for parameter in inside} == {f"cuda:{places[sublayer.layers[0]]}"}
+
+
+def test_layers_on_several_devices_are_averaged_where_the_first_one_is() -> None:
+    model = tiny_model("llama", num_layers=4)
+    model.model.layers[1].to("meta")
+    edit(model, "A0 F0 A1~A2 F1~F2 A3 F3")
+    derived = [parameter for name, parameter in model.named_parameters() if "~" in name]
+    assert len(derived) == 9
+    assert {parameter.device.type for parameter in derived} == {"meta"}
 
 
 def test_device_map_auto(model: PreTrainedModel, tmp_path: Path) -> None:

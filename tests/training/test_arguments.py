@@ -5,8 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import TrainingArguments
+from transformers.training_args import ParallelMode
 
-from surgeon.training.arguments import parse_trainer_arguments, share_of_batch, training_arguments
+from surgeon.training.arguments import (
+    describe_devices,
+    join_processes,
+    parse_trainer_arguments,
+    share_of_batch,
+    training_arguments,
+)
 from surgeon.training.settings import TrainSettings
 
 
@@ -64,3 +73,23 @@ def test_processes_share_a_batch(tmp_path: Path) -> None:
         training_arguments(TrainSettings(batch=8), tmp_path, 1, 3)
     with pytest.raises(ValueError, match="deepspeed"):
         training_arguments(TrainSettings(arguments={"deepspeed": "missing.json"}), tmp_path, 1, 8)
+
+
+def test_one_process_trains_on_one_of_several_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of transformers would replicate the model on four, and make a batch of 8 one of 32."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100")
+    settings = TrainSettings(batch=8, micro_batch=4)
+    processes, where = join_processes("auto")
+    made = training_arguments(settings, tmp_path, 1, share_of_batch(settings, processes.num_processes), where)
+    assert TrainingArguments(str(tmp_path)).n_gpu == 4
+    assert (str(made.device), made.n_gpu, made.parallel_mode) == ("cuda:0", 1, ParallelMode.NOT_PARALLEL)
+    assert (made.train_batch_size, made.gradient_accumulation_steps) == (4, 2)
+    assert describe_devices(processes, where) == (
+        "on cuda:0 (NVIDIA H100), one of 4 GPUs; accelerate launch or torchrun trains on several, CUDA_VISIBLE_DEVICES "
+        "chooses another one"
+    )
+    assert training_arguments(settings, tmp_path, 1, 4, "cpu").n_gpu == 0
+    assert describe_devices(processes, "cpu") == ""

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +43,12 @@ def derive_sublayer(sublayer: Sublayer, owner: nn.Module, weights: ModelWeights)
         reason = indivisible(sublayer, weights.units(sublayer))
         if reason is not None:
             raise ValueError(f"{reason}; use a number of slices that divides them")
-    shell = module_with(stored_tensors(sublayer, weights), owner, spec, weights.head_dim)
+    tensors = stored_tensors(sublayer, weights)
+    device = tensors[
+        f"{spec.norm}.weight"
+    ].device  # of the first layer; factors of files, and other layers, lie elsewhere
+    on_device = {path: tensor.to(device) for path, tensor in tensors.items()}
+    shell = module_with(on_device, owner, spec, weights.head_dim)
     if not holds_output_bias(sublayer):
         _fix_output_biases(shell, spec)
     if sublayer.piece is not None:
@@ -51,6 +57,7 @@ def derive_sublayer(sublayer: Sublayer, owner: nn.Module, weights: ModelWeights)
             counting = attrgetter(parent)(shell)
             if hasattr(counting, name):  # a module that is taken apart counts nothing
                 setattr(counting, name, getattr(counting, name) // sublayer.piece[1])
+    _dispatch_as(owner.get_submodule(spec.norm), shell)
     return shell
 
 
@@ -81,6 +88,29 @@ def is_whole_in_slices(path: str, spec: SublayerSpec) -> bool:
     return any(
         path == f"{own_path(one, spec)}.{'first' if one.reads_stream else 'second'}.weight" for one in spec.projections
     )
+
+
+def _dispatch_as(like: nn.Module, shell: nn.Module) -> None:
+    """Have `accelerate` bring inputs to a module, and its weights if need be, as it does for a layer's own one.
+
+    Weights that are to be somewhere else until they are needed are in main memory then, also those of layers on disk.
+    """
+    hook = getattr(like, "_hf_hook", None)
+    if hook is None:
+        return
+    from accelerate.hooks import (
+        AlignDevicesHook,
+        SequentialHook,
+        attach_align_device_hook,
+        attach_execution_device_hook,
+    )
+
+    hooks = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
+    for one in hooks:
+        if isinstance(one, AlignDevicesHook):
+            if one.offload:
+                attach_align_device_hook(shell, one.execution_device, offload=True, skip_keys=one.skip_keys)
+            attach_execution_device_hook(shell, one.execution_device, skip_keys=one.skip_keys)
 
 
 def _fix_output_biases(shell: nn.Module, spec: SublayerSpec) -> None:
@@ -176,10 +206,10 @@ def _copy_with(owner: nn.Module, path: str, tensors: Tensors, replaced: dict[str
     Args:
         replaced: modules inside it, or itself, that others stand for.
     """
-    from accelerate.hooks import remove_hook_from_module
+    from accelerate.hooks import ModelHook, remove_hook_from_module
 
     # The memo makes deepcopy take the new modules and parameters where it would copy the old ones.
-    memo: dict[int, nn.Module | nn.Parameter] = {
+    memo: dict[int, Any] = {
         id(owner.get_submodule(inside)): made
         for inside, made in replaced.items()
         if inside == path or inside.startswith(f"{path}.")
@@ -193,6 +223,8 @@ def _copy_with(owner: nn.Module, path: str, tensors: Tensors, replaced: dict[str
                 f"{name} is no parameter of this architecture (an adapter's?), so that it can be neither averaged, "
                 "sliced nor factorised; merge adapters into the model first"
             )
+    # Hooks hold all weights that are somewhere else, and put the layer's own back where they are removed.
+    memo |= {id(inner._hf_hook): ModelHook() for inner in module.modules() if hasattr(inner, "_hf_hook")}
     copied: nn.Module = remove_hook_from_module(copy.deepcopy(module, memo=memo), recurse=True)
     for linear in copied.modules():
         if isinstance(linear, nn.Linear):  # of a slice, whose sizes adapters read

@@ -124,6 +124,8 @@ def read_features(store: Store, name: str, indices: Tensor, dim: int) -> Tensor:
 def mean(parts: Iterable[Tensor], dtype: torch.dtype | None = None) -> Tensor:
     """The plain mean of several tensors, summed in float32 or wider; one is held at a time beside the sum.
 
+    It lies where the first one does.
+
     Args:
         dtype: that the parts are taken in, and the mean is returned in; by default the first one's.
     """
@@ -131,7 +133,7 @@ def mean(parts: Iterable[Tensor], dtype: torch.dtype | None = None) -> Tensor:
     for part in parts:
         count += 1
         dtype = part.dtype if dtype is None else dtype
-        total = part.to(dtype) if count == 1 else _summable(total) + _summable(part.to(dtype))
+        total = part.to(dtype) if count == 1 else _summable(total) + _summable(part.to(total.device, dtype))
     return total if count == 1 else total.div_(count).to(dtype)
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from surgeon.gpus import avoid_cudnn_attention
 from surgeon.memory import keep_freed_memory
 from surgeon.processes.sockets import StoreAddress
 from surgeon.processes.torchrun import RankLocation
@@ -108,6 +109,7 @@ class Rank:
         torch.set_num_threads(threads_per_rank(settings.location.local_ranks))
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+            avoid_cudnn_attention()  # torchrun may have started this process, with any environment
         self.collectives = self._connect()
         if self.device.type == "cpu":
             keep_to_share(settings.location.local_rank, settings.location.local_ranks)

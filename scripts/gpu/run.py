@@ -1,0 +1,211 @@
+"""Whether surgeon computes on GPUs what it computes on a CPU.
+
+    scripts/gpu/check [--small] [--only CHECK ...] [-o TABLE.txt]
+
+Edits, scans, continues texts, benches, evaluates and heals the demo model on the CPU and on the GPUs of this machine,
+and compares: in float32 the same greedy tokens and the same numbers, of dense models, Layer Parallelism, ladders and
+low rank; passes of any shape, of fixed shapes, and recorded as CUDA graphs; layers on two devices; two ranks, which
+have a GPU each over NCCL where there are two, and share one over gloo where there is one. A row of the table is one
+such comparison, "s" the seconds that it took on the GPU. What is computed runs in processes of their own: one that
+fails, is killed or hangs costs its rows, and the rest goes on. The exit status is 0 if every row is right, else 1.
+
+--small takes the CPU for a GPU, which shows that the script works and nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # surgeon need not be installed
+
+import torch
+
+from scripts.gpu.checks import MODELS, Check, Setup, Side, checks
+from scripts.gpu.judges import Judgement
+from surgeon.gpus import describe_gpu
+from surgeon.provenance import versions, write_text
+
+LIMIT_SECONDS = 570.0  # for everything
+CHECK_SECONDS = 180.0  # for one check on one side
+POLL_SECONDS = 0.05
+CHILD = Path(__file__).with_name("checks.py")
+
+
+@dataclass
+class Results:
+    """What processes of one side have said.
+
+    Attributes:
+        values: of rows, with the seconds that each took.
+        failures: why a check has no more of them.
+    """
+
+    values: dict[str, tuple[Any, float]] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+
+
+class Processes:
+    """Runs checks one after the other, in as few processes as there can be.
+
+    Args:
+        folder: for what they say.
+        until: by which monotonic clock's time all of it has to end.
+    """
+
+    def __init__(self, setup: Setup, folder: Path, until: float) -> None:
+        self.folder, self.until = folder, until
+        (folder / "setup.json").write_text(json.dumps(asdict(setup)))
+
+    def run(self, side: Side, names: Sequence[str], results: Results) -> Iterator[str]:
+        """Compute one side of checks, and yield the name of each that is over.
+
+        A process ends with the first check that fails in it; another one goes on with the rest.
+        """
+        left = list(names)
+        while left:
+            if time.monotonic() >= self.until:
+                results.failures |= dict.fromkeys(left, f"not run: {LIMIT_SECONDS:.0f} s were over")
+                yield from left
+                return
+            for event in self._events(side, list(left)):
+                if "row" in event:
+                    results.values[event["row"]] = event["value"], event["seconds"]
+                else:
+                    name = left.pop(0)
+                    if "failed" in event:
+                        results.failures[name] = event["failed"]
+                    yield name
+
+    def _events(self, side: Side, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """What one process says, until it ends; the last thing is that a check is done, or has failed."""
+        lines, log = self.folder / f"{side}.jsonl", self.folder / f"{side}.log"
+        lines.write_text("")
+        hidden = {"CUDA_VISIBLE_DEVICES": ""} if side == "expected" else {}
+        command = [sys.executable, str(CHILD), side, str(self.folder / "setup.json"), str(lines), *names]
+        with log.open("ab") as output, lines.open(encoding="utf-8") as said:
+            process = subprocess.Popen(
+                command, env=os.environ | hidden, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            )
+            try:
+                began, over, open_line = time.monotonic(), False, ""
+                while not over:
+                    ended = process.poll() is not None  # before reading, so that nothing is missed
+                    for line in said:
+                        open_line += line
+                        if open_line.endswith("\n"):
+                            event, open_line, began = json.loads(open_line), "", time.monotonic()
+                            yield event
+                            over = "failed" in event or event.get("done") == names[-1]
+                    if over:
+                        break
+                    if ended:
+                        yield {"failed": _how_it_ended(process.returncode, log)}
+                        break
+                    now = time.monotonic()
+                    if now - began > CHECK_SECONDS or now > self.until:
+                        yield {"failed": f"was ended after {now - began:.0f} s"}
+                        break
+                    time.sleep(POLL_SECONDS)
+            finally:
+                process.kill()
+                process.wait()
+
+
+def _how_it_ended(code: int, log: Path) -> str:
+    how = f"the process was ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    last = log.read_text(errors="replace").strip().splitlines()[-1:]
+    return ": ".join([how, *last])
+
+
+def judged(check: Check, name: str, expected: Results, found: Results) -> Iterator[tuple[str, Judgement, float]]:
+    """The rows of a check, with the seconds that each took where it was to be found."""
+    for row, judge in check.rows.items():
+        wanted, own = expected.values.get(check.key(row)), found.values.get(row)
+        if own is None:
+            yield row, Judgement("", found.failures.get(name, "nothing was found"), False), 0.0
+        elif wanted is None:
+            yield row, Judgement("not known", "the CPU's check failed", False), own[1]
+        else:
+            yield row, judge(wanted[0], own[0]), own[1]
+
+
+def table_line(what: str, expected: str, found: str, seconds: str, verdict: str) -> str:
+    return f"{what:<26}{expected:<21} {found:<24} {seconds:>5} {verdict}".rstrip()
+
+
+def compare(setup: Setup, names: Sequence[str], folder: Path, say: Callable[[str], None]) -> bool:
+    """Say the table row by row; returns whether all of it is right."""
+    every, expected, found = checks(setup), Results(), Results()
+    processes = Processes(setup, folder, time.monotonic() + LIMIT_SECONDS)
+    needed = {every[name].key(row) for name in names for row in every[name].rows}
+    asked = [MODELS, *(name for name in every if needed & every[name].rows.keys())]
+    for name in processes.run("expected", asked, expected):
+        print(f"on the CPU: {name}", file=sys.stderr, flush=True)
+    for name, why in expected.failures.items():
+        say(f"on the CPU, {name} failed: {why}")
+    say(table_line("what", "expected", "found", "s", "verdict"))
+    verdicts = []
+    for name in processes.run("found", names, found):
+        for row, judgement, seconds in judged(every[name], name, expected, found):
+            verdicts.append(judgement.right)
+            said = judgement.expected, judgement.found, f"{seconds:.1f}", "right" if judgement.right else "WRONG"
+            say(table_line(row, *said))
+    wrong = verdicts.count(False)
+    say(f"{len(verdicts) - wrong} of {len(verdicts)} rows are right" + (f", {wrong} WRONG" if wrong else ""))
+    return wrong == 0
+
+
+def place_of(setup: Setup) -> str:
+    """What is compared with the CPU, for people."""
+    if setup.device == "cpu":
+        return "the CPU itself, in place of a GPU"
+    return f"{describe_gpu(torch.device('cuda', 0))}, two ranks over {setup.collectives}"
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="scripts/gpu/check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    known = list(checks(Setup("cpu", 0, "")))
+    parser.add_argument("--small", action="store_true", help="on the CPU, in place of a GPU")
+    parser.add_argument("--only", nargs="+", choices=known, default=known, metavar="CHECK", help=", ".join(known))
+    parser.add_argument("--folder", type=Path, help="where to keep models, results and logs; removed by default")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the table here, too")
+    options = parser.parse_args(arguments)
+    if not options.small and not torch.cuda.is_available():
+        parser.error("there is no GPU that this PyTorch can use; --small tries the script on the CPU")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options, lines = parse(arguments), []
+
+    def say(line: str) -> None:
+        lines.append(line)
+        print(line, flush=True)
+
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) if options.folder is None else options.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        device = "cpu" if options.small else "cuda"
+        setup = Setup(device, 0 if options.small else torch.cuda.device_count(), str(folder.resolve()))
+        say(f"{place_of(setup)}; {', '.join(f'{name} {version}' for name, version in versions().items())}")
+        right = compare(setup, options.only, folder, say)
+    if options.output is not None:
+        write_text(options.output, "\n".join(lines) + "\n")
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

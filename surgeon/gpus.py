@@ -1,0 +1,45 @@
+"""What surgeon asks of GPUs: which attention they run, which of them has room, what messages call them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from surgeon.memory import gpu_free_bytes
+
+if TYPE_CHECKING:  # takes seconds, and the command line only wants to set the environment
+    import torch
+
+CUDNN_LAST = "TORCH_CUDNN_SDPA_DEPRIORITIZED"  # PyTorch's own word for it: 1 puts cuDNN behind its other kernels
+
+
+def avoid_cudnn_attention() -> None:
+    """Have this process, and those it starts, compute attention without cuDNN, which PyTorch tries first on new GPUs.
+
+    On a B200 it gave wrong tokens where there are fewer than 8 KV heads (pytorch#193893), on an H100 gradients that are
+    NaN behind a mask (pytorch#196678), and it builds a plan for every new shape, which each length of a prompt is.
+    Called before torch is imported it sets the environment, and afterwards torch's own switch, too.
+    TORCH_CUDNN_SDPA_DEPRIORITIZED=0 in the user's environment leaves both as they are.
+    """
+    os.environ.setdefault(CUDNN_LAST, "1")
+    if "torch" in sys.modules and os.environ[CUDNN_LAST] != "0":
+        sys.modules["torch"].backends.cuda.enable_cudnn_sdp(False)
+
+
+def gpu_with_room(size: int) -> torch.device | None:
+    """The first GPU of which so many bytes are less than surgeon takes of its free memory; None if there is none."""
+    import torch
+
+    # Asking opens a context on a GPU, which takes memory there: no more of them are asked than need be.
+    numbers = range(torch.cuda.device_count())
+    return next((torch.device("cuda", number) for number in numbers if size <= gpu_free_bytes(number)), None)
+
+
+def describe_gpu(device: torch.device) -> str:
+    """A GPU for people, and how many there are beside it: "cuda:0 (NVIDIA H100), one of 4 GPUs"."""
+    import torch
+
+    count = torch.cuda.device_count()
+    beside = f", one of {count} GPUs" if count > 1 else ""
+    return f"{device} ({torch.cuda.get_device_name(device)}){beside}"

@@ -1,0 +1,161 @@
+"""scripts/gpu/check: the CPU in place of a GPU, what is told from what is right, and processes that fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scripts.gpu import run
+from scripts.gpu.checks import MODELS, Setup, checks
+from scripts.gpu.judges import judge_bench, judge_error, judge_numbers, judge_product, judge_switch, judge_tokens
+
+SCRIPT = Path(run.__file__).with_name("check")
+# Stands for checks.py: says something of each check, and fails, is killed or hangs in some.
+CHILD = r"""
+import json, os, signal, sys, time
+side, setup, lines, *names = sys.argv[1:]
+def tell(**said):
+    with open(lines, "a") as file:
+        file.write(json.dumps(said) + "\n")
+with open(lines + ".started", "a") as file:
+    file.write(side + " " + " ".join(names) + "\n")
+values = {
+    "basics": {"float32 products": {"error": 1e-7}, "cuDNN attention": side == "found"},
+    "scan": {"scan": {"merge 3 4": 6.0}},
+    "generate": {"generate": {"tokens": [[1, 2]]}},
+    "eval": {"eval, factors of files": {"perplexity": 7.0}, "eval, 16 bits": {"perplexity": 6.0}},
+    "heal": {"heal, two steps": {"step 2": 8.0}},
+}
+for name in names:
+    if side == "found" and name == "scan":
+        tell(failed="CUDA error: an illegal memory access was encountered")
+        sys.exit(1)
+    if side == "found" and name == "generate":
+        print("Segmentation fault", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    for row, value in values.get(name, {}).items():
+        tell(row=row, value=value, seconds=0.5)
+        if side == "found" and name == "eval":
+            time.sleep(60)
+    tell(done=name)
+"""
+
+
+@pytest.mark.long
+def test_a_few_checks_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = tmp_path / "table.txt"
+    assert run.main(["--small", "--only", "basics", "decoded", "-o", str(table)]) == 0
+    said = capsys.readouterr().out
+    assert said == table.read_text()
+    head, columns, *rows, last = said.splitlines()
+    assert head.startswith("the CPU itself, in place of a GPU; surgeon ")
+    assert columns.split() == ["what", "expected", "found", "s", "verdict"]
+    ways = [f"{name}: {way} passes" for name in ("dense", "lp", "ladder", "low rank") for way in ("dynamic", "static")]
+    assert [row[:26].strip() for row in rows] == ["float32 products", "cuDNN attention", *ways]
+    assert all("72 tokens             the same, " in row for row in rows[2:])
+    assert all(len(row) <= 86 and row.endswith(" right") for row in rows)
+    assert last == "10 of 10 rows are right"
+
+
+@pytest.mark.long
+@pytest.mark.thorough
+def test_all_checks_on_the_cpu(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHON": sys.executable}
+    done = subprocess.run(
+        [SCRIPT, "--small"], capture_output=True, text=True, cwd=tmp_path, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = sum(len(one.rows) for one in checks(Setup("cpu", 0, "")).values())
+    assert done.stdout.splitlines()[-1] == f"{rows} of {rows} rows are right"
+
+
+def test_processes_that_fail_cost_their_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An error, a signal and one that hangs: each has its words, and what is after it has another process."""
+    child = tmp_path / "child.py"
+    child.write_text(CHILD)
+    monkeypatch.setattr(run, "CHILD", child)
+    monkeypatch.setattr(run, "CHECK_SECONDS", 1.5)
+    names = ["basics", "generate", "scan", "eval", "heal"]
+    work = tmp_path / "work"
+    assert run.main(["--small", "--folder", str(work), "--only", *names]) == 1
+    *lines, last = capsys.readouterr().out.splitlines()
+    rows = {line[:26].strip(): line[26:].split() for line in lines[2:]}
+    assert rows["float32 products"] == ["below", "1e-05", "off", "1.0e-07", "off", "0.5", "right"]
+    assert rows["cuDNN attention"] == ["off", "on", "0.5", "WRONG"]
+    assert " ".join(rows["scan"]) == "CUDA error: an illegal memory access was encountered 0.0 WRONG"
+    assert " ".join(rows["generate"]) == "the process was ended by SIGKILL: Segmentation fault 0.0 WRONG"
+    assert rows["eval, factors of files"][-1] == "right"
+    assert " ".join(rows["eval, 16 bits"]).startswith("was ended after ")
+    assert rows["heal, two steps"][-1] == "right"
+    assert last == "3 of 7 rows are right, 4 WRONG"
+    started = [line.split()[1:] for line in (work / "found.jsonl.started").read_text().splitlines()]
+    assert started == [names, names[2:], names[3:], names[4:]]
+    assert (work / "expected.jsonl.started").read_text().split() == ["expected", MODELS, *names]
+
+
+def test_what_is_left_when_the_time_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "LIMIT_SECONDS", 0.0)
+    assert run.main(["--small", "--folder", str(tmp_path), "--only", "scan"]) == 1
+    said = capsys.readouterr().out
+    assert "on the CPU, scan failed: not run: 0 s were over" in said
+    assert said.splitlines()[-1] == "0 of 1 rows are right, 1 WRONG"
+
+
+@pytest.mark.parametrize(
+    ("judge", "expected", "found", "words", "right"),
+    [
+        (judge_error(1e-2), [[1.0, 2.0]], [[1.0, 2.001]], "4.5e-04 off", True),
+        (judge_error(1e-2), [[1.0, 2.0]], [[1.0, 2.1]], "4.5e-02 off", False),
+        (judge_error(1e-2), [[1.0, 2.0]], [[1.0, float("nan")]], "nan off", False),
+        (judge_error(1e-2), [[1.0, 2.0]], [[1.0]], "inf off", False),
+        (judge_numbers(1e-2), {"a": 2.0, "b": 4.0}, {"a": 2.0, "b": 4.02}, "5.0e-03 off", True),
+        (judge_numbers(1e-2), {"a": 2.0}, {"a": 2.1}, "5.0e-02 off", False),
+        (judge_numbers(1e-2), {"a": 2.0}, {"a": float("nan")}, "nan off", False),
+        (judge_numbers(1e-2), {"a": 2.0, "b": 4.0}, {"a": 2.0, "b": float("nan")}, "nan off", False),
+        (judge_numbers(1e-2), {"a": 2.0, "b": 4.0}, {"a": 2.0}, "0.0e+00 off", False),
+        (judge_tokens, {"tokens": [[1, 2], [3, 4]]}, {"tokens": [[1, 2], [3, 4]], "ms": 2}, "same, 2 ms each", True),
+        (judge_tokens, {"tokens": [[1, 2], [3, 4]]}, {"tokens": [[1, 2], [3, 5]]}, "from token 1 of text 1", False),
+        (judge_tokens, {"tokens": [[1, 2], [3, 4]]}, {"tokens": [[1, 2], [3]]}, "3 tokens", False),
+        (judge_product, None, {"error": 1e-3}, "1.0e-03 off", False),
+        (judge_switch, False, True, "on", False),
+    ],
+)
+def test_judges(judge: Any, expected: Any, found: Any, words: str, right: bool) -> None:
+    judgement = judge(*json.loads(json.dumps([expected, found])))
+    assert words in judgement.found
+    assert judgement.right is right
+
+
+def test_rounding_may_decide_between_tokens_that_are_as_likely() -> None:
+    expected = {"tokens": [[1, 2, 3], [4, 5, 6]], "gaps": [[0.1, 1e-5, 0.1], [0.1, 0.1, 0.1]]}
+    tie = judge_tokens(expected, {"tokens": [[1, 7, 8], [4, 5, 6]]})
+    assert (tie.found, tie.right) == ("the same but for ties", True)
+    wrong = judge_tokens(expected, {"tokens": [[1, 7, 8], [4, 5, 9]]})
+    assert (wrong.found, wrong.right) == ("others from token 2 of text 1 on", False)
+
+
+def test_what_a_pass_sends_is_the_same() -> None:
+    sent = {"all_reduces": 20, "all_gathers": 2, "bytes": 640, "rate": 3.0}
+    assert judge_bench(sent, sent | {"rate": 500.0}).found == "the same, 500 tokens/s"
+    other = judge_bench(sent, sent | {"bytes": 1280})
+    assert (other.expected, other.found, other.right) == ("20+2, 640 bytes", "20+2, 1280 bytes, 3 tokens/s", False)
+    assert not judge_bench(sent, sent | {"rate": float("inf")}).right
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run.main([])
+    assert ended.value.code == 2
+    assert "no GPU that this PyTorch can use; --small tries the script on the CPU" in capsys.readouterr().err
