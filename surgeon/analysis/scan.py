@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +19,8 @@ from surgeon.analysis.engine.sharing import SharedPlan, plain_sublayers, share_a
 from surgeon.analysis.engine.workers import Job, Workers, measure_in_workers
 from surgeon.analysis.scan_journal import ScanJournal
 from surgeon.analysis.tables import Base, Outcome, cell_values, cells_table, permutations_table
+from surgeon.checkpoint.read import read_json
+from surgeon.language.operations.base import show_range
 from surgeon.language.program import Program
 from surgeon.memory import stay_below
 from surgeon.models.edit import as_stored
@@ -97,6 +100,7 @@ def scan(
         "seed": seed,
     }
     with as_stored(model) as program, ScanJournal(folder, identity, len(windows.ids)) as journal:
+        _recover(journal, folder, identity, selection)
         work = _Work.of(model, program, [*journal.finished, selection], seed)
         at_once = windows_at_once(model, work.plan, windows.ids, memory, batch)
         if journal.at_once is not None and batch is None:
@@ -105,11 +109,30 @@ def scan(
         run = _Run(model, windows, work, at_once, journal, memory, workers)
         measured = list(run.measured(screened))
         journal.finish(selection)
-        more = selection.to_json() | {"screen": screen.settings() if screened else None}
+        more = selection.to_json() | {"asked": selection.to_json(), "screen": screen.settings() if screened else None}
         if work.is_edited:
             more["program"] = str(program)
         earlier = [other.to_json() for other in journal.finished if other != selection]
         return _write(folder, run, measured, (record or {}) | more | ({"earlier": earlier} if earlier else {}))
+
+
+def _recover(journal: ScanJournal, folder: Path, identity: dict[str, Any], selection: Selection) -> None:
+    """Have what earlier scans were asked for in the journal, where that has lost it: the tables go by it."""
+    try:
+        record = read_json(folder / RECORD)
+        said = {"model_hash": "model_hash", "data": "data_hash", "window": "window", "tokens": "tokens", "seed": "seed"}
+        if any(record.get(name, identity[key]) != identity[key] for key, name in said.items()):
+            return  # of something else, in a folder whose journal was removed to begin again
+        asked = [Selection.from_json(one) for one in [*record.get("earlier", []), *filter(None, [record.get("asked")])]]
+    except (AttributeError, FileNotFoundError, KeyError, TypeError, ValueError):
+        return  # it is written again
+    for lost in (one for one in asked if one not in (*journal.finished, selection)):
+        warnings.warn(
+            f"{journal.path} has lost a scan of {', '.join(lost.operations)} on layers {show_range(lost.layers)} that "
+            f"{RECORD} tells of; what it lacks of it is measured again",
+            stacklevel=3,
+        )
+        journal.finish(lost)
 
 
 @dataclass(frozen=True)

@@ -144,8 +144,8 @@ class ScheduleArguments:
         typer.Option(
             "--trainer-arg",
             metavar="NAME=VALUE",
-            help="Any argument of transformers' TrainingArguments, e.g. gradient_checkpointing=true, bf16=true, "
-            "fsdp=true, deepspeed=FILE; may be repeated.",
+            help="An argument of transformers' TrainingArguments, e.g. gradient_checkpointing=true, bf16=true, "
+            "fsdp=true, deepspeed=FILE; may be repeated. One that would do nothing is refused.",
             show_default=False,
         ),
     ] = None

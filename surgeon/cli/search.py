@@ -59,6 +59,7 @@ def search(
     from surgeon.models.edit import restore
     from surgeon.searches.choosing import compared_by
     from surgeon.searches.question import Question
+    from surgeon.searches.results import lost_trials
 
     # What cannot be had is said before a large model is loaded.
     healing.require_sense(held.holdout)
@@ -81,6 +82,8 @@ def search(
     settings = {**asdict(asked), **asdict(use)}
     with work.at_work(output):
         study = _study(subject, mixture, objectives, work, storage, settings)
+        if work.is_first:
+            warn(lost_trials(output, study.name, storage.place, len(study.finished())))
         budget = budget or asked.within(mixture, use, _here(study, subject, use))
         question = Question(mixture, budget, objectives, original)
         study.values = lambda proposal, measured: question.told(proposal.key, measured)

@@ -44,7 +44,8 @@ def train(
         typer.Option(
             "--trainer-arg",
             metavar="NAME=VALUE",
-            help="Any argument of transformers' TrainingArguments, e.g. bf16=true, fsdp=true; may be repeated.",
+            help="An argument of transformers' TrainingArguments, e.g. bf16=true, fsdp=true; may be repeated. One that "
+            "would do nothing is refused.",
             show_default=False,
         ),
     ] = None,

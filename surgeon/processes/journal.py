@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import warnings
 from abc import ABC, abstractmethod
 from pathlib import Path
 from types import TracebackType
@@ -26,7 +27,9 @@ class Journal(ABC):
     """JSON values, one a line, each in the file as soon as it is known; what they mean, subclasses say in `take`.
 
     The first line says what the others depend on; a file of anything else is refused. A last line that was cut off by
-    a kill is dropped. A subclass sets its own attributes first: its lines are taken in while this constructor runs.
+    a kill is dropped. Where the work's result, WORK.json beside it, is there and the journal has lost lines, a warning
+    says that what they held is found again. A subclass sets its own attributes first: its lines are taken in while this
+    constructor runs.
 
     Args:
         path: its folder is made if it is not there; None to keep nothing.
@@ -76,7 +79,7 @@ class Journal(ABC):
         self.take(line)
 
     def _load(self, identity: dict[str, Any] | None) -> None:
-        lines = [] if self._file is None else _whole_lines(self._file)
+        lines = [] if self._file is None else self._whole_lines(self._file)
         first = 1 if identity is None else 2
         if identity is not None and lines:
             self._check(lines.pop(0), identity)
@@ -87,6 +90,22 @@ class Journal(ABC):
                 self.take(json.loads(text))
             except (IndexError, KeyError, TypeError, ValueError) as error:
                 raise self._damaged(number) from error
+
+    def _whole_lines(self, file: BinaryIO) -> list[bytes]:
+        """The lines of the file; a last one without an end is cut off."""
+        file.seek(0)
+        content = file.read()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            os.ftruncate(file.fileno(), whole)
+        assert self.path is not None
+        result = self.path.with_name(f"{self.work}.json")
+        if result.is_file() and (not whole or whole < len(content)):
+            lost = "is cut short" if content else "is gone or empty"
+            warnings.warn(
+                f"{self.path} {lost}, which {result.name} was made from; what is missing is found again", stacklevel=2
+            )
+        return content[:whole].splitlines()
 
     def _check(self, text: bytes, identity: dict[str, Any]) -> None:
         assert self.path is not None
@@ -124,16 +143,6 @@ def _open_alone(path: Path, work: str) -> BinaryIO:
         file.close()
         raise OSError(f"another {work} is writing to {path.parent}; wait for it, or use another folder") from error
     return file
-
-
-def _whole_lines(file: BinaryIO) -> list[bytes]:
-    """The lines of a file; a last one without an end is cut off."""
-    file.seek(0)
-    content = file.read()
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        os.ftruncate(file.fileno(), whole)
-    return content[:whole].splitlines()
 
 
 def _brief(value: Any) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from surgeon.checkpoint.read import read_json
 from surgeon.language.program import Program
 from surgeon.provenance import write_json, write_table, write_text
 from surgeon.searches.front import DepthCurve
@@ -127,6 +128,22 @@ def terms_table(question: Question, terms: Terms) -> pd.DataFrame:
             }
         )
     return pd.DataFrame(rows)
+
+
+def lost_trials(folder: Path, study: str, place: str, finished: int) -> list[str]:
+    """What to say where a study has fewer finished trials than the record of its search tells of.
+
+    Args:
+        place: of the storage, for people.
+    """
+    try:
+        record = read_json(folder / RECORD_FILE)
+    except (FileNotFoundError, ValueError):
+        return []  # it is written again
+    told = record.get("trials")
+    if record.get("study") != study or not isinstance(told, int) or told <= finished:
+        return []
+    return [f"{place} has {finished} of the {told} trials that {RECORD_FILE} tells of; the others are tried again"]
 
 
 def write_progress(folder: Path, question: Question, terms: Terms, trials: Sequence[Trial]) -> None:

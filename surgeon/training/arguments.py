@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from argparse import Namespace
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -12,39 +13,17 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from transformers import HfArgumentParser, TrainingArguments
+from transformers import HfArgumentParser, Trainer, TrainingArguments
+from transformers.training_args import OptimizerNames
 
 from surgeon.checkpoint.read import read_json
 from surgeon.errors import did_you_mean, first_line
 from surgeon.gpus import avoid_cudnn_attention, describe_gpu
 from surgeon.opened import choose_device
 from surgeon.training.settings import TrainSettings
+from surgeon.training.trainer_table import check_taken, check_trainer_arguments
 
-# What the run itself decides; each with what a user gives in its place.
-_DECIDED = {
-    "output_dir": "-o",
-    "max_steps": "--steps",
-    "num_train_epochs": "--epochs",
-    "per_device_train_batch_size": "--batch and --micro-batch",
-    "gradient_accumulation_steps": "--batch and --micro-batch",
-    "learning_rate": "--learning-rate",
-    "lr_scheduler_type": "--schedule",
-    "warmup_steps": "--warmup",
-    "seed": "--seed",
-    "data_seed": "--seed",
-    "eval_strategy": "--evaluate-every",
-    "eval_steps": "--evaluate-every",
-    "save_strategy": "--save-every",
-    "save_steps": "--save-every",
-    "load_best_model_at_end": "--patience",
-    "metric_for_best_model": "--patience",
-    "use_cpu": "--device",
-    "resume_from_checkpoint": "the same command again, which goes on where it was",
-    "auto_find_batch_size": "nothing: the micro-batch is halved where memory is short",
-    "push_to_hub": "nothing: the checkpoint is written to -o",
-    "remove_unused_columns": "nothing: every column is needed",
-    "train_sampling_strategy": "nothing: the order follows from --seed",
-}
+_OF_OPTIMISERS = ("optim_args", "optim_target_modules", "adam_beta1", "adam_beta2", "adam_epsilon")
 
 
 class OneDevice(TrainingArguments):
@@ -68,15 +47,15 @@ class _Parser(HfArgumentParser):
 
 
 @cache
-def _names() -> tuple[str, ...]:
-    return tuple(each.name for each in fields(TrainingArguments) if each.init)
+def _defaults() -> dict[str, Any]:
+    return {each.name: each.default for each in fields(TrainingArguments) if each.init}
 
 
 def parse_trainer_arguments(texts: Iterable[str]) -> dict[str, Any]:
     """Arguments of TrainingArguments from texts like "gradient_checkpointing=true".
 
     Raises:
-        ValueError: if one has no "=", is unknown, is what the run decides itself, or its value cannot be read.
+        ValueError: if one has no "=", is unknown, is not taken (`trainer_table`), or its value cannot be read.
     """
     found: dict[str, Any] = {}
     for text in texts:
@@ -84,30 +63,26 @@ def parse_trainer_arguments(texts: Iterable[str]) -> dict[str, Any]:
         name = name.strip().lstrip("-").replace("-", "_")
         if not equals:
             raise ValueError(f"--trainer-arg {text!r} has no value; write it as NAME=VALUE")
-        if name in _DECIDED:
-            raise ValueError(f"--trainer-arg {name} is decided by the run; use {_DECIDED[name]}")
         try:
             found[name] = read_trainer_argument(name, value.strip())
         except ValueError as error:
             raise ValueError(f"--trainer-arg {error}") from error
+    try:
+        check_trainer_arguments(found)
+    except ValueError as error:
+        raise ValueError(f"--trainer-arg {error}") from error
     return found
 
 
 def read_trainer_argument(name: str, value: str) -> Any:
-    """The value of one of TrainingArguments' arguments from its text.
+    """The value of one of TrainingArguments' arguments from its text, by the type that the argument has.
 
     Raises:
-        ValueError: if there is no such argument, the run decides it itself, or the value cannot be read.
+        ValueError: if there is no such argument, it is not taken whatever else is given, or the value cannot be read.
     """
-    if name not in _names():
-        raise ValueError(f"{name}: TrainingArguments has no such one; {did_you_mean(name, _names())}")
-    if name in _DECIDED:
-        raise ValueError(f"{name} is decided by the run")
-    return _read(name, value)
-
-
-def _read(name: str, value: str) -> Any:
-    """A value as TrainingArguments takes it, by the type that the argument has."""
+    if name not in _defaults():
+        raise ValueError(f"{name}: TrainingArguments has no such one; {did_you_mean(name, _defaults())}")
+    check_taken(name)
     kind: Any = TrainingArguments
     parser = _Parser(kind, allow_abbrev=False)
     try:
@@ -143,7 +118,6 @@ def training_arguments(
         "save_total_limit": 2,
         "max_grad_norm": 1.0,
         "report_to": [],
-        "logging_nan_inf_filter": False,  # what is not finite ends the run
         "weight_decay": 0.0,
         **settings.arguments,
     }
@@ -161,6 +135,7 @@ def training_arguments(
         "save_steps": settings.save_every,
         "metric_for_best_model": "eval_loss",
         "greater_is_better": False,
+        "logging_nan_inf_filter": False,
         "disable_tqdm": True,
         "use_cpu": device == "cpu",
         "remove_unused_columns": False,
@@ -173,9 +148,14 @@ def training_arguments(
     try:
         if given.get("fsdp"):
             given["fsdp_config"] = _sharding(given.get("fsdp_config"), called)
+        if "accelerator_config" in given:
+            given["accelerator_config"] = _accelerator(given["accelerator_config"])
         arguments = OneDevice(**given | decided)
     except (ImportError, TypeError) as error:
         raise ValueError(f"transformers does not take these arguments ({first_line(error)})") from error
+    if arguments.fp16 and device == "cpu":
+        raise ValueError("fp16 does nothing on a CPU; use bf16, or leave it out")
+    _require_heard(arguments, settings.arguments)
     together = micro_batch * arguments.world_size
     if settings.batch % together:
         raise ValueError(
@@ -186,11 +166,46 @@ def training_arguments(
     return arguments
 
 
-def _sharding(given: Any, called: Sequence[str]) -> dict[str, Any]:
-    """FSDP's configuration, with what is gathered together where the user has not said it."""
+def _require_heard(arguments: TrainingArguments, given: Mapping[str, Any]) -> None:
+    """Refuse what is said of the optimiser and does nothing with the one that is chosen."""
+    for name in [name for name in _OF_OPTIMISERS if name in given]:
+        others = copy.copy(arguments)
+        setattr(others, name, _defaults()[name])
+        if getattr(arguments, name) == getattr(others, name):
+            continue
+        try:
+            found, without = (Trainer.get_optimizer_cls_and_kwargs(each) for each in (arguments, others))
+        except (ImportError, ValueError):
+            continue  # one that asks for a model, or for a package, is heard or refused later
+        if found == without:
+            raise ValueError(
+                f"{name} does nothing with the optimiser {OptimizerNames(arguments.optim).value}; leave it out"
+            )
+
+
+def _accelerator(given: Any) -> dict[str, Any]:
+    """Accelerate's configuration, with nothing that would change which windows a step is made on."""
+    config = _configuration(given)
+    of_steps = config.get("gradient_accumulation_kwargs") or {}
+    odd = {*config} - {"non_blocking", "gradient_accumulation_kwargs"} | {*of_steps} - {"sync_each_batch"}
+    if odd:
+        raise ValueError(
+            f"accelerator_config: {min(odd)} is decided by the run; what is taken is non_blocking, and sync_each_batch "
+            "of gradient_accumulation_kwargs"
+        )
+    return config
+
+
+def _configuration(given: Any) -> dict[str, Any]:
+    """One that is given as values, as JSON, or as a file of JSON."""
     if isinstance(given, str):
         given = json.loads(given) if given.startswith("{") else read_json(Path(given))
-    config: dict[str, Any] = dict(given or {})
+    return dict(given or {})
+
+
+def _sharding(given: Any, called: Sequence[str]) -> dict[str, Any]:
+    """FSDP's configuration, with what is gathered together where the user has not said it."""
+    config = _configuration(given)
     keys = {key.removeprefix("fsdp_") for key in config}
     if not keys & {"transformer_layer_cls_to_wrap", "min_num_params"}:
         config["transformer_layer_cls_to_wrap"] = list(called)

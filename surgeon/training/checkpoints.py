@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
@@ -17,14 +18,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed import DistNetworkError
 from transformers import Trainer
-from transformers.trainer import TRAINER_STATE_NAME
 
 from surgeon.checkpoint.verify import sync
 from surgeon.errors import first_line, is_full_disk
 from surgeon.exports.staging import check_space, show_bytes
+from surgeon.training.manifest import STATE_FILE, fault_of, write_manifest
 
 WEIGHTS_FILE = "model.safetensors"  # as the Trainer reads it again
-STATE_FILE = TRAINER_STATE_NAME  # the last one that is written
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 OTHERS_ENDED = "another process of this run has ended; the reason is what it says"
 _OTHERS_ENDED_WORDS = ("Connection reset by peer", "Connection closed by peer", "Broken pipe")
@@ -36,6 +36,29 @@ def checkpoints_of(folder: Path) -> dict[int, Path]:
     """The checkpoints of a run by the steps it had made, in their order."""
     found = {int(match[1]): path for path in folder.iterdir() if (match := _CHECKPOINT.fullmatch(path.name))}
     return dict(sorted(found.items()))
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The last checkpoint of a run that is whole, None where there is none at all; warns of later ones that are not.
+
+    Raises:
+        ValueError: if none is whole, naming what the last one lacks.
+    """
+    faults: dict[Path, str] = {}
+    for path in reversed(checkpoints_of(folder).values()):
+        fault = fault_of(path)
+        if fault is None:
+            for broken, what in faults.items():
+                warnings.warn(f"{broken} {what}; the run goes on from {path.name}, before it", stacklevel=2)
+            return path
+        faults[path] = fault
+    if faults:
+        last, what = next(iter(faults.items()))
+        raise ValueError(
+            f"{last} {what}, and there is no whole checkpoint before it to go on from; put back what is missing, or "
+            f"remove {folder} to begin the run again"
+        )
+    return None
 
 
 def step_of(checkpoint: Path) -> int:
@@ -71,8 +94,12 @@ class CheckpointingTrainer(Trainer):
     """A Trainer whose checkpoints hold what is trained, and appear under their names when they are whole.
 
     What is frozen is left out: it follows from the model that is healed.
+
+    Attributes:
+        carried: files beside the checkpoints, each of which gets a copy of them as they are at its step.
     """
 
+    carried: Sequence[Path] = ()
     _writing: Path | None = None
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *others: Any, **options: Any) -> Any:
@@ -146,6 +173,9 @@ class CheckpointingTrainer(Trainer):
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             self.state.save_to_json(str(written / STATE_FILE))
+            for path in self.carried:
+                shutil.copyfile(path, written / path.name)
+            write_manifest(written)
             for path in (*(each for each in written.rglob("*") if each.is_file()), written):
                 sync(path)
             target = self._folder / written.name
@@ -161,8 +191,13 @@ class CheckpointingTrainer(Trainer):
         best = self.state.best_global_step if self.args.load_best_model_at_end else None
         self.state.best_model_checkpoint = str(self._folder / f"checkpoint-{best}") if best else None
 
+    def _made(self) -> dict[int, Path]:
+        """The checkpoints up to the step that the run is at; later ones are broken, and will be made again."""
+        there = checkpoints_of(self._folder) if self._folder.is_dir() else {}
+        return {step: path for step, path in there.items() if step <= self.state.global_step}
+
     def _rotate(self) -> None:
-        there = checkpoints_of(self._folder)
+        there = self._made()
         best = {self.state.best_global_step} & set(there) if self.args.load_best_model_at_end else set()
         newest = [step for step in reversed(there) if step not in best]
         for step in newest[max(1, self._kept() - len(best)) :]:
@@ -191,6 +226,13 @@ class CheckpointingTrainer(Trainer):
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
+        name = "rng_state.pth" if self.args.world_size == 1 else f"rng_state_{self.args.process_index}.pth"
+        if checkpoint is not None and self.args.should_save and not (Path(checkpoint) / name).is_file():
+            warnings.warn(
+                f"{checkpoint} was written by another number of processes than there are now; where the model has "
+                "dropout, its random numbers are others",
+                stacklevel=1,
+            )
         with _reading(checkpoint):
             super()._load_rng_state(checkpoint)
 
@@ -205,13 +247,23 @@ class CheckpointingTrainer(Trainer):
 
     def _init_training_state(self, *arguments: Any, **options: Any) -> Any:
         found = super()._init_training_state(*arguments, **options)
-        self._name_best()
-        best = self.state.best_model_checkpoint
-        if best is not None and not Path(best).is_dir():
-            raise ValueError(f"{best} has the best weights so far, and is gone; remove {self._folder} to begin again")
-        if self.args.should_save and self._folder.is_dir():
+        self._require_best()
+        if self.args.should_save:
             self._rotate()  # a run that was killed may not have come to it
         return found
+
+    def _load_best_model(self) -> None:
+        self._require_best()  # else the last weights would be taken for the best ones
+        super()._load_best_model()
+
+    def _require_best(self) -> None:
+        self._name_best()
+        best = self.state.best_model_checkpoint
+        if best is None:
+            return
+        fault = fault_of(Path(best)) if Path(best).is_dir() else "is gone"
+        if fault is not None:
+            raise ValueError(f"{best}, which has the best weights, {fault}; remove {self._folder} to begin again")
 
 
 @contextmanager

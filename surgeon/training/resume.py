@@ -16,7 +16,7 @@ from accelerate import PartialState
 from surgeon.checkpoint.read import read_json
 from surgeon.errors import shown
 from surgeon.provenance import write_json
-from surgeon.training.checkpoints import STATE_FILE, checkpoints_of, remove_checkpoint, remove_partial
+from surgeon.training.checkpoints import checkpoints_of, newest_checkpoint, remove_checkpoint, remove_partial
 
 RECORD_FILE = "run.json"
 TEACHER_FOLDER = "teacher"
@@ -68,10 +68,10 @@ def open_run(folder: Path, identity: dict[str, Any]) -> Path | None:
         identity: what the run's weights depend on, as JSON values.
 
     Returns:
-        The last checkpoint of the Trainer's; None where the run begins.
+        The last checkpoint of the Trainer's that is whole; None where the run begins.
 
     Raises:
-        ValueError: if the folder has a run of something else, naming the difference.
+        ValueError: if the folder has a run of something else, naming the difference, or what is there is not whole.
         OSError: if it cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -79,15 +79,13 @@ def open_run(folder: Path, identity: dict[str, Any]) -> Path | None:
     identity = json.loads(json.dumps(identity))
     if record.is_file():
         _require_same(record, read_record(folder).get("identity"), identity)
+    elif checkpoints_of(folder):
+        read_record(folder)  # which refuses them: nobody knows of what run they are
     remove_partial(folder)
-    newest = _newest(folder)
+    newest = newest_checkpoint(folder)
     if newest is None:
         write_json(record, {"identity": identity})
     return newest
-
-
-def _newest(folder: Path) -> Path | None:
-    return next((path for path in reversed(checkpoints_of(folder).values()) if (path / STATE_FILE).is_file()), None)
 
 
 def _require_same(record: Path, before: Any, now: dict[str, Any]) -> None:
@@ -109,8 +107,20 @@ def _difference(name: str, before: Any, now: Any) -> tuple[str, Any, Any]:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """What a run's folder says of the run."""
-    return read_json(folder / RECORD_FILE)
+    """What a run's folder says of the run.
+
+    Raises:
+        FileNotFoundError: if it is gone.
+        ValueError: if it is damaged.
+    """
+    if not (folder / RECORD_FILE).is_file():
+        raise FileNotFoundError(
+            f"{folder} has no {RECORD_FILE}, which says of what run it is; remove {folder} to begin the run again"
+        )
+    try:
+        return read_json(folder / RECORD_FILE)
+    except ValueError as error:
+        raise ValueError(f"{error}; remove {folder} to begin the run again") from error
 
 
 def add_to_record(folder: Path, record: dict[str, Any]) -> None:

@@ -266,7 +266,7 @@ def _run(
     """A Trainer with everything that watches it."""
     folder, windows = Path(str(arguments.output_dir)), texts.training.ids
     done = 0 if checkpoint is None else step_of(checkpoint)
-    log = RunLog(folder, done if checkpoint else None) if arguments.should_save else None
+    log = RunLog(folder, checkpoint) if arguments.should_save else None
     recorder = Recorder(log, settings.batch * windows.shape[1])
     callbacks: list[TrainerCallback] = [recorder]
     if log is not None:
@@ -278,6 +278,8 @@ def _run(
     callbacks += task.callbacks
     trainer = ModelTrainer(model, arguments, windows, task.held_out, settings.batch, task.towards, callbacks)
     recorder.trainer = trainer
+    if log is not None:
+        trainer.carried = log.files
     told = progress("training", arguments.max_steps, "steps", done, recorder.note)
     with told if log is not None else nullcontext(recorder.advance) as advance:
         recorder.advance = advance

@@ -10,6 +10,7 @@ from typing import Any
 
 from surgeon.provenance import whole_file
 from surgeon.quality.text import TextQuality
+from surgeon.training.checkpoints import step_of
 from surgeon.training.resume import add_to_record, read_record
 
 _BEFORE = "before"  # its training: in the record
@@ -22,35 +23,37 @@ HELD_OUT = (
 
 
 class RunLog:
-    """Both tables of a run; one that goes on drops what came after the step it goes on from.
+    """Both tables of a run; one that goes on has them as they were at the checkpoint it goes on from.
+
+    Attributes:
+        files: the tables, which belong into every checkpoint.
 
     Args:
         folder: of the run.
-        step: from which it goes on; None where it begins.
+        checkpoint: from which it goes on; None where it begins. One of the version before has no tables.
     """
 
-    def __init__(self, folder: Path, step: int | None = None) -> None:
+    def __init__(self, folder: Path, checkpoint: Path | None = None) -> None:
         self._folder = folder
-        self._files = {name: folder / name for name in (TRAINING_FILE, HELD_OUT_FILE)}
-        for (name, path), columns in zip(self._files.items(), (TRAINING, HELD_OUT), strict=True):
-            kept = [] if step is None else [row for row in read_rows(path) if int(row["step"]) <= step]
-            self._write(self._files[name], columns, kept)
-        rows = [row for path in self._files.values() for row in read_rows(path)]
+        self.files = (folder / TRAINING_FILE, folder / HELD_OUT_FILE)
+        for path, columns in zip(self.files, (TRAINING, HELD_OUT), strict=True):
+            self._write(path, columns, [] if checkpoint is None else _rows_at(checkpoint, path))
+        rows = [row for path in self.files for row in read_rows(path)]
         self.seconds = max((float(row["seconds"]) for row in rows), default=0.0)
 
     def training(self, row: Mapping[str, float]) -> None:
         """Add a row on the loss."""
-        _append(self._files[TRAINING_FILE], TRAINING, row)
+        _append(self.files[0], TRAINING, row)
 
     def held_out(self, step: int, seconds: float, quality: TextQuality) -> None:
         """Add a row on held-out text; of the first one, every digit is kept in the run's record."""
-        _append(self._files[HELD_OUT_FILE], HELD_OUT, {"step": step, "seconds": seconds} | flat(quality))
+        _append(self.files[1], HELD_OUT, {"step": step, "seconds": seconds} | flat(quality))
         if step == 0:
             add_to_record(self._folder, {_BEFORE: quality.to_json()})
 
     def first_quality(self) -> TextQuality | None:
         """What was measured before the first step, if it was."""
-        kept = read_record(self._folder).get(_BEFORE) if read_rows(self._files[HELD_OUT_FILE]) else None
+        kept = read_record(self._folder).get(_BEFORE) if read_rows(self.files[1]) else None
         return None if kept is None else TextQuality.from_json(kept)
 
     @staticmethod
@@ -59,6 +62,12 @@ class RunLog:
             writer = csv.DictWriter(file, columns, lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
+
+
+def _rows_at(checkpoint: Path, path: Path) -> list[dict[str, str]]:
+    """A table's rows up to a checkpoint."""
+    kept = checkpoint / path.name
+    return [row for row in read_rows(kept if kept.is_file() else path) if int(row["step"]) <= step_of(checkpoint)]
 
 
 def flat(quality: TextQuality) -> dict[str, float]:

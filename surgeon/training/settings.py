@@ -9,6 +9,7 @@ from typing import Any
 
 from surgeon.errors import did_you_mean
 from surgeon.training.distill.distiller import Distillation
+from surgeon.training.trainer_table import check_trainer_arguments
 
 SCOPES = ("edited", "all", "norms")
 DEFAULT_STEPS = 1000
@@ -33,7 +34,7 @@ class TrainSettings:
         evaluate_every, save_every: steps between measurements on held-out text, and between checkpoints.
         patience: how many measurements in a row may be no better than the best one before it; then the run ends, with
             the best one's weights. None never ends early, and keeps the last weights.
-        arguments: further arguments of transformers' TrainingArguments.
+        arguments: further arguments of transformers' TrainingArguments, of those in `trainer_table.TAKEN`.
     """
 
     scope: str = "edited"
@@ -71,6 +72,7 @@ class TrainSettings:
             raise ValueError(
                 f"a batch of {self.batch} windows is no multiple of a micro-batch of {self.micro_batch}; change one"
             )
+        check_trainer_arguments(self.arguments)
 
     @property
     def rate(self) -> float:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import TrainingArguments
 
 from surgeon.errors import first_line, is_out_of_memory
-from surgeon.training.checkpoints import CheckpointingTrainer, checkpoints_of
+from surgeon.training.checkpoints import CheckpointingTrainer
 from surgeon.training.texts import RunOrder
 
 _WINDOWS_SHOWN = 16
@@ -154,7 +154,7 @@ class SteppingTrainer(CheckpointingTrainer):
 
     def last_good(self) -> str:
         """Where weights are that were finite, and what to do; the end of a message."""
-        there = checkpoints_of(self._folder)
+        there = self._made()
         where = f"the weights after step {max(there)} are in {there[max(there)]}" if there else "no weights were kept"
         return (
             f"{where}; use a lower learning rate than {self.args.learning_rate:g}, or a warmup, in another -o (this "

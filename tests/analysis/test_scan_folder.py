@@ -143,6 +143,45 @@ def test_a_damaged_journal_is_said_to_be(windows: Windows, tmp_path: Path) -> No
             run(tmp_path, windows)
 
 
+def table_of(folder: Path) -> pd.DataFrame:
+    """A scan's cells, but for how many sublayers ran, which depends on what was measured before."""
+    places = ["operation", "first", "last"]
+    return pd.read_csv(folder / "cells.csv").drop(columns="sublayers_run").sort_values(places, ignore_index=True)
+
+
+@pytest.mark.parametrize("name", [JOURNAL, "cells.csv", "permutations.csv", "scan.json"])
+@pytest.mark.parametrize("left", [None, 0.0, 0.5])
+def test_what_is_lost_of_a_folder_is_measured_again(
+    name: str, left: float | None, windows: Windows, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Also what only an earlier scan was asked for; a journal's loss is said, the other files are written anew."""
+    run(tmp_path, windows, operations=["prune"], layers=range(2))
+    run(tmp_path, windows, operations=["shuffle"], permutations=2)
+    cells, permutations = table_of(tmp_path), (tmp_path / "permutations.csv").read_bytes()
+    whole = (tmp_path / name).read_bytes()
+    (tmp_path / name).unlink()
+    if left is not None:
+        (tmp_path / name).write_bytes(whole[: int(left * len(whole))])
+    recwarn.clear()
+    run(tmp_path, windows, operations=["shuffle"], permutations=2)
+    pd.testing.assert_frame_equal(table_of(tmp_path), cells)
+    assert (tmp_path / "permutations.csv").read_bytes() == permutations
+    said = [str(each.message) for each in recwarn]
+    assert bool(said) is (name == JOURNAL)
+    if said:
+        assert "journal.jsonl is " in said[0]
+        assert ("gone or empty" if not left else "cut short") in said[0]
+        assert left == 0.5 or "has lost a scan of prune on layers 0:2" in said[1]
+
+
+def test_a_record_of_something_else_is_not_recovered(windows: Windows, tmp_path: Path) -> None:
+    run(tmp_path, windows, operations=["prune"], record={"model_hash": "weights"})
+    (tmp_path / JOURNAL).unlink()
+    with pytest.warns(UserWarning, match="gone or empty"):
+        again = run(tmp_path, windows, operations=["merge"], model_hash="other")
+    assert set(again.table["operation"]) == {"merge"}
+
+
 def test_two_scans_do_not_write_to_one_folder(
     windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

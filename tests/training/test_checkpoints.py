@@ -15,6 +15,7 @@ from torch import nn
 
 from surgeon.training import checkpoints
 from surgeon.training.checkpoints import _stored, checkpoints_of
+from surgeon.training.manifest import write_manifest
 from tests.training.runs import record, run, same, student, tables, weights
 
 Usage = namedtuple("Usage", "total used free")
@@ -94,6 +95,7 @@ def test_a_checkpoint_is_never_trusted(tmp_path: Path, monkeypatch: pytest.Monke
     last, before = (tmp_path / "other" / f"checkpoint-{step}" for step in (4, 3))
     for name in ("training_args.bin", "optimizer.pt"):
         (last / name).write_bytes(pickle.dumps(Code(), protocol=2))
+    write_manifest(last)  # as whoever planted them would
     with pytest.raises(ValueError, match=r"checkpoint-4 cannot be read \(.*\); remove it, and the same command"):
         run(tmp_path / "other", lora=2, scope="edited")
     assert not Path("ran").exists()
@@ -102,6 +104,18 @@ def test_a_checkpoint_is_never_trusted(tmp_path: Path, monkeypatch: pytest.Monke
     assert same(weights(run(tmp_path / "other", lora=2, scope="edited")), whole)
     assert not Path("ran").exists()
     assert record(tmp_path / "other")["before"] == record(tmp_path / "run")["before"]
+
+
+def test_the_best_weights_are_never_replaced_by_the_last_ones(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"steps": 12, "patience": 3, "learning_rate": 0.1, "evaluate_every": 1}
+    run(tmp_path, **settings)
+    best, _ = checkpoints_of(tmp_path).values()
+    (best / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=rf"{best.name}, which has the best weights, has no model\.safetensors;"):
+        run(tmp_path, **settings)
+    shutil.rmtree(best)
+    with pytest.raises(ValueError, match=rf"{best.name}, which has the best weights, is gone; remove"):
+        run(tmp_path, **settings)
 
 
 def test_numbers_that_are_shared_are_stored_once() -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from surgeon.training.checkpoints import checkpoints_of
+from surgeon.training.manifest import fault_of, write_manifest
 from surgeon.training.resume import alone, finish_run, open_run, run_folder
 from tests.training.runs import record, run, same, student, tables, weights
 from tests.warm import Popen
@@ -19,7 +21,7 @@ KILLED = "import sys; from tests.training.killed import main; main(*sys.argv[1:]
 
 def test_a_run_killed_anywhere_ends_as_one_that_is_not(tmp_path: Path) -> None:
     """Weights bit for bit, tables, files: all weights, adapters, early stop, with dropout, files torn."""
-    process = Popen([sys.executable, "-c", KILLED, tmp_path, "2", "1"], stdout=subprocess.PIPE, cwd=Path.cwd())
+    process = Popen([sys.executable, "-c", KILLED, tmp_path, "2", "9"], stdout=subprocess.PIPE, cwd=Path.cwd())
     found = [json.loads(line) for line in process.communicate(timeout=120)[0].splitlines()]
     assert [each["name"] for each in found] == ["all", "adapters", "patience"]
     assert not any(each["different"] for each in found)
@@ -38,18 +40,45 @@ def test_two_runs_at_once_are_refused(tmp_path: Path) -> None:
 def test_what_was_half_written_or_half_removed_goes(tmp_path: Path) -> None:
     identity = {"settings": 1}
     assert open_run(tmp_path, identity) is None
-    for name in (".saving/checkpoint-8", ".removing-checkpoint-2", "checkpoint-4", "checkpoint-12", "teacher"):
+    for name in (".saving/checkpoint-8", ".removing-checkpoint-2", "checkpoint-4", "teacher"):
         (tmp_path / name).mkdir(parents=True)
-    for name in ("checkpoint-4/trainer_state.json", ".training.csv.77.part", ".lock"):
+    for name in (".training.csv.77.part", ".lock"):
         (tmp_path / name).write_text("{}")
+    write_manifest(tmp_path / "checkpoint-4")
     assert open_run(tmp_path, identity) == tmp_path / "checkpoint-4"
     assert {path.name for path in tmp_path.iterdir()} == {
         "run.json",
         "checkpoint-4",
-        "checkpoint-12",
         "teacher",
         ".lock",
     }
+
+
+def test_a_checkpoint_that_is_not_whole_is_passed_over(tmp_path: Path) -> None:
+    """Tables that are gone are those of the checkpoint."""
+    whole = run(tmp_path / "a", student(0.2), save_every=2)
+    run(tmp_path / "b", student(0.2), save_every=2)
+    folder = tmp_path / "b"
+    (folder / "checkpoint-4" / "optimizer.pt").unlink()
+    for name in ("training.csv", "held_out.csv"):
+        (folder / name).unlink()
+    with pytest.warns(UserWarning, match=r"checkpoint-4 has no optimizer\.pt; the run goes on from checkpoint-2"):
+        again = run(folder, student(0.2), save_every=2)
+    assert same(weights(whole), weights(again))
+    assert all(tables(tmp_path / "a")[name].equals(tables(folder)[name]) for name in ("training", "held_out"))
+    assert list(checkpoints_of(folder)) == [2, 4]
+    assert fault_of(folder / "checkpoint-4") is None
+
+
+def test_a_folder_that_does_not_say_whose_it_is_is_refused(tmp_path: Path) -> None:
+    run(tmp_path, steps=1)
+    said = (tmp_path / "run.json").read_text()
+    (tmp_path / "run.json").write_text(said[:100])
+    with pytest.raises(ValueError, match=r"run\.json is not valid JSON: .*; remove .* to begin the run again"):
+        run(tmp_path, steps=1)
+    (tmp_path / "run.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"has no run\.json, which says of what run it is; remove"):
+        run(tmp_path, steps=1)
 
 
 def test_a_finished_run_keeps_its_record_and_its_tables(tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from surgeon.analysis.factors.factor_plan import Target
+from surgeon.checkpoint.header import read_header
 from surgeon.checkpoint.kept_factors import KeptFactors, file_name
 from surgeon.language.program import Program, Sublayer
 from surgeon.models.weights import Factors, WeightMatrix
@@ -56,11 +58,12 @@ class FactorJournal(Journal):
     """What a folder of factors holds.
 
     Attributes:
+        identity: what the factors depend on, as JSON values.
         made: by matrix.
     """
 
     def __init__(self, folder: Path, identity: dict[str, Any]) -> None:
-        self.folder = folder
+        self.folder, self.identity = folder, identity
         self.made: dict[Target, Made] = {}
         super().__init__(folder / JOURNAL, "factors", identity)
 
@@ -69,8 +72,16 @@ class FactorJournal(Journal):
         return self.folder / file_name(target.sublayer, target.role)
 
     def has(self, target: Target) -> bool:
-        """Whether they are there."""
-        return target in self.made and self.file(target).exists()
+        """Whether they are there; those that should be and are not, or are damaged, are told of."""
+        if target not in self.made:
+            return False
+        try:
+            read_header(self.file(target))
+        except (FileNotFoundError, ValueError) as error:
+            what = "is gone" if isinstance(error, FileNotFoundError) else "is damaged"
+            warnings.warn(f"{self.file(target)} {what}; it is made again", stacklevel=2)
+            return False
+        return True
 
     def add(self, target: Target, made: Made) -> None:
         """Keep what is known of factors that are written."""

@@ -5,22 +5,27 @@ They need the whole model, and its gradients, in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import json
+import warnings
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from surgeon.analysis.factors.matrices import Matrices, Matrix
 from surgeon.checkpoint.streamed import streamed_layers
+from surgeon.errors import first_line
 from surgeon.models.weights import NamedTensors
 from surgeon.provenance import whole_file
 
 _WINDOWS = "windows"  # how many are summed up
+_IDENTITY = "identity"  # in the file's metadata
 _KEPT_EVERY = 16  # windows
 
 
@@ -29,6 +34,7 @@ def squared_gradients(
     ids: Tensor,
     matrices: Collection[Matrix],
     kept: Path | None = None,
+    identity: Mapping[str, Any] | None = None,
     ran: Callable[[float], Any] = lambda _: None,
 ) -> dict[Matrix, Tensor]:
     """By matrix: squares of the gradients of each window's loss, summed over windows and outputs, (in,), float64.
@@ -36,7 +42,8 @@ def squared_gradients(
     Args:
         model: unedited; its parameters are left as they are.
         ids: (windows, tokens); the loss is the mean negative log-likelihood of the tokens of a window.
-        kept: a file with what was summed up so far, to go on with.
+        kept: a file with what was summed up so far, to go on with; a damaged one, or one of another identity, is not.
+        identity: what the sums depend on, as JSON values.
         ran: called with the number of windows done.
 
     Raises:
@@ -50,10 +57,18 @@ def squared_gradients(
     reader, done = Matrices(model), 0
     reader.check(list(matrices))
     sums = {one: torch.zeros(reader.read(one).shape[1], dtype=torch.float64) for one in matrices}
+    about = {_IDENTITY: json.dumps(identity, sort_keys=True)}
     if kept is not None and kept.exists():
-        found = load_file(kept)
-        done = int(found.pop(_WINDOWS))
-        sums = {one: found[str(one)] for one in matrices}
+        try:
+            with safe_open(kept, framework="pt") as file:
+                if file.metadata() != about:
+                    raise ValueError("it is of another model, text or program")
+                done = int(file.get_tensor(_WINDOWS))
+                sums = {one: file.get_tensor(str(one)) for one in matrices}
+        except (OSError, SafetensorError, ValueError) as error:
+            reason = first_line(error)
+            warnings.warn(f"{kept} cannot be gone on with ({reason}); gradients are summed again", stacklevel=2)
+            done, sums = 0, {one: torch.zeros_like(total) for one, total in sums.items()}
     for window in range(done, len(ids)):
         for matrix, gradient in _gradients(model, ids[window : window + 1].to(model.device), reader, matrices):
             if not gradient.isfinite().all():
@@ -62,7 +77,8 @@ def squared_gradients(
         ran(1)
         if kept is not None and ((window + 1) % _KEPT_EVERY == 0 or window + 1 == len(ids)):
             with whole_file(kept) as beside:
-                save_file({_WINDOWS: torch.tensor(window + 1)} | {str(one): sums[one] for one in matrices}, beside)
+                found = {_WINDOWS: torch.tensor(window + 1)} | {str(one): sums[one] for one in matrices}
+                save_file(found, beside, metadata=about)
     return sums
 
 

@@ -161,8 +161,8 @@ class _Work:
         if wanted:
             assert self.windows is not None
             matrices = sorted(wanted, key=lambda matrix: (matrix.layer, matrix.kind, matrix.weight))
-            kept = self.journal.folder / GRADIENTS
-            self.gradients = squared_gradients(self.model, self.windows.ids, matrices, kept)
+            kept, identity = self.journal.folder / GRADIENTS, self.journal.identity
+            self.gradients = squared_gradients(self.model, self.windows.ids, matrices, kept, identity)
 
     def _make(self, node: Node, run: ProgramRun, whole: ProgramRun | None) -> list[State] | None:
         """Make a node's missing factors; the states after the node, if it ran as it has to."""

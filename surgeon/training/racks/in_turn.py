@@ -28,7 +28,7 @@ from surgeon.training.racks.model import RackModel
 from surgeon.training.racks.streams import KeptStreams
 from surgeon.training.racks.subject import RacksToTrain
 from surgeon.training.racks.task import own_settings, rack_task
-from surgeon.training.resume import add_to_record, alone, finish_run, open_run, read_record
+from surgeon.training.resume import RECORD_FILE, add_to_record, alone, finish_run, open_run, read_record
 from surgeon.training.run import RunFigures, train
 from surgeon.training.texts import TrainTexts
 
@@ -95,12 +95,22 @@ class _Turn:
     held_out: _Once
 
     def trained(self, index: int) -> tuple[RackModel, RunFigures]:
-        """A rack at the end of its run; one that is there already is read."""
+        """A rack at the end of its run; one that is there already is read.
+
+        Raises:
+            FileNotFoundError: if one was, and is gone.
+        """
         asked, folder = self.asked, rack_folder(self.asked.folder, index)
-        result = self._known(index) if (folder / RACK_FILE).is_file() else None
+        begun = any((folder / name).is_file() for name in (RECORD_FILE, RACK_FILE))
+        result = self._known(index) if begun else None
         if result is None:
             rack = rack_of(asked.whole, asked.racks, index, asked.seed)
             result = self._train(rack, folder)
+        elif not (folder / RACK_FILE).is_file():  # its streams may be gone, too
+            raise FileNotFoundError(
+                f"{folder} says that its rack is trained, and has no {RACK_FILE}; put it back, or remove "
+                f"{asked.folder} to begin the run again"
+            )
         else:
             rack = open_rack(folder / RACK_FILE)
         finish_run(folder, {})

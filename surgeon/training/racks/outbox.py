@@ -241,8 +241,8 @@ class Outbox:
 
 def _lost(key: ItemKey | None) -> str:
     return (
-        f"{key} is not kept any more, and is not made again: the rack that asks for it has gone back further than its "
-        "checkpoints said; remove the run's folder to begin again"
+        f"{key} is not kept any more, and is not made again: its file in spool/ is gone or cut short, or the rack that "
+        "asks for it has gone back further than its checkpoints said; remove the run's folder to begin again"
     )
 
 

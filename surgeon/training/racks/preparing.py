@@ -19,6 +19,7 @@ from surgeon.training.racks.run_files import (
     PLAN_FILE,
     RESULT_FILE,
     START,
+    TEXTS_FILE,
     ProcessOptions,
     RacksPlan,
     new_token,
@@ -33,7 +34,7 @@ from surgeon.training.settings import TrainSettings
 
 
 def prepare(asked: RacksToTrain, options: ProcessOptions | None = None) -> RacksPlan:
-    """Write what the racks' processes begin with, unless it is there; errors as of `train_in_processes`."""
+    """Write what the racks' processes begin with, where it is not there; errors as of `train_in_processes`."""
     racks, settings, folder = asked.racks, asked.settings, asked.folder
     settings.steps_on(len(asked.texts.training.ids))
     options = options or ProcessOptions()
@@ -45,11 +46,13 @@ def prepare(asked: RacksToTrain, options: ProcessOptions | None = None) -> Racks
     open_run(folder, of_racks | asked.settings_and_text())
     if (folder / PLAN_FILE).is_file():
         plan = replace(RacksPlan.read(folder), options=options, device=asked.device)
-        plan.write(folder)
-        return plan
-    _write_racks(asked)
-    write_texts(folder, asked.texts)
-    plan = RacksPlan(len(racks), of_racks, settings, options, asked.device, new_token())
+    else:
+        plan = RacksPlan(len(racks), of_racks, settings, options, asked.device, new_token())
+    files = [start_file(folder, index) for index in range(len(racks))]
+    files += [] if settings.distillation is None else [teacher_file(folder, index) for index in range(len(racks))]
+    if not all(path.is_file() for path in (*files, folder / TEXTS_FILE)):
+        _write_racks(asked)
+        write_texts(folder, asked.texts)
     plan.write(folder)  # the last one: a run that has it is prepared
     return plan
 
@@ -84,10 +87,13 @@ def gather(whole: PreTrainedModel, racks: Racks, folder: Path) -> RacksTrained:
     """What came of the racks of a run that is done.
 
     Raises:
-        FileNotFoundError: if one is not.
+        FileNotFoundError: if one is not, or its result is gone.
         ValueError: if a file is damaged.
     """
     folders = [rack_folder(folder, index) for index in range(len(racks))]
+    for path in (each / name for each in folders for name in (RESULT_FILE, RACK_FILE)):
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} is gone; put it back, or remove {folder} to begin the run again")
     found = [open_rack(each / RACK_FILE) for each in folders]
     results = tuple(RunFigures.from_json(read_json(each / RESULT_FILE)) for each in folders)
     return RacksTrained(assemble(whole, racks, found), tuple(rack.coda() for rack in found[:-1]), results)

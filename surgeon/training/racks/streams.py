@@ -53,7 +53,7 @@ class KeptStreams:
     given again takes the place of what was there.
 
     Args:
-        folder: of the files; it is made.
+        folder: of the files, in the folder of the rack that they come from; it is made.
         tokens: of a window.
         width: of the stream.
         dtype: of its numbers.
@@ -102,6 +102,11 @@ class KeptStreams:
             )
         handle = os.open(self.folder / name, os.O_WRONLY | os.O_CREAT, 0o644)
         try:
+            if first * self._bytes(shape) > os.fstat(handle).st_size:  # what is between would be zeros
+                raise OSError(
+                    f"{self.folder / name} ends before window {first}: what was handed on earlier is gone; remove "
+                    f"{self.folder.parent}, and the same command trains that rack again"
+                )
             left = memoryview(stream.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
             place = first * self._bytes(shape)
             while left:
@@ -125,5 +130,8 @@ class KeptStreams:
                 file.seek(first * size)
                 found = file.read(count * size)
         if len(found) < count * size:
-            raise OSError(f"{path} has no streams of windows {first} to {first + count - 1}; begin the run again")
+            raise OSError(
+                f"{path} has no streams of windows {first} to {first + count - 1}; remove {self.folder.parents[1]} to "
+                "begin the run again"
+            )
         return torch.frombuffer(bytearray(found), dtype=self.dtype).reshape(count, *shape)

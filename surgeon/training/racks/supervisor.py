@@ -13,11 +13,12 @@ from pathlib import Path
 from accelerate import PartialState
 
 from surgeon.progress import progress
-from surgeon.training.checkpoints import checkpoints_of
+from surgeon.training.checkpoints import newest_checkpoint, step_of
 from surgeon.training.held_out import HeldOutQuality
 from surgeon.training.racks.in_turn import RacksTrained, rack_folder
 from surgeon.training.racks.preparing import gather, prepare
 from surgeon.training.racks.run_files import RESULT_FILE, ProcessOptions, RacksPlan
+from surgeon.training.racks.shelf import ended_mark
 from surgeon.training.racks.started import RackEnd, RackProcesses
 from surgeon.training.racks.subject import RacksToTrain
 from surgeon.training.resume import alone
@@ -76,6 +77,14 @@ class _Supervisor:
         folders = [rack_folder(self.run, index) for index in range(self.plan.racks)]
         if all((folder / RESULT_FILE).is_file() for folder in folders):
             return
+        for index, folder in enumerate(folders):
+            said = next(self.run.glob(f"rack-*/**/{ended_mark(index)}"), None)  # once its result was written
+            if said is not None and not (folder / RESULT_FILE).is_file():
+                raise FileNotFoundError(
+                    f"{folder / RESULT_FILE} is gone ({said} says that rack {index} was done); put it back, or remove "
+                    f"{self.run} to begin the run again"
+                )
+            self._saved(index)  # what a rack lacks is said here, too: its own process writes to a log
         reader, writer = os.pipe()
         with ExitStack() as stack:
             stack.callback(os.close, reader)
@@ -109,7 +118,7 @@ class _Supervisor:
         if end.code > 0:
             raise RackFailed(end.said)
         name = signal.Signals(-end.code).name
-        saved = max(checkpoints_of(rack_folder(self.run, index)), default=0)
+        saved = self._saved(index)
         self.vain[index] = self.vain[index] + 1 if saved <= self.saved[index] else 1
         self.saved[index] = saved
         if self.vain[index] > _VAIN_STARTS:
@@ -121,6 +130,12 @@ class _Supervisor:
         goes_on = "it goes on" if self.plan.options.replicas == 1 else "the rack goes on"
         print(f"{end.who} was ended by {name}; {goes_on} from step {saved}", file=sys.stderr, flush=True)
         self.racks[index].start()
+
+    def _saved(self, index: int) -> int:
+        """The step that a rack goes on from."""
+        folder = rack_folder(self.run, index)
+        newest = newest_checkpoint(folder) if folder.is_dir() else None
+        return 0 if newest is None else step_of(newest)
 
     def _end(self) -> None:
         """End what still runs: whatever a rack has not kept it makes again."""

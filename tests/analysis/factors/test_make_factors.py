@@ -269,9 +269,34 @@ def test_files_that_do_not_fit_are_refused_and_missing_ones_made_again(tmp_path:
     file.unlink()
     with pytest.raises(ValueError, match="there are no factors of q of A0@q5 in the folder; make them again"):
         edit(model, plan.program, factors=source)
-    made(tmp_path, model, plan)
+    with pytest.warns(UserWarning, match=r"A0\.q5\.safetensors is gone; it is made again"):
+        made(tmp_path, model, plan)
     assert file.read_bytes() == before
     assert (tmp_path / "F1.up7.safetensors").exists()
+    file.write_bytes(before[:-7])
+    with pytest.warns(UserWarning, match=r"A0\.q5\.safetensors is damaged; it is made again"):
+        made(tmp_path, model, plan)
+    assert file.read_bytes() == before
+
+
+def test_gradients_of_something_else_are_not_gone_on_with(tmp_path: Path) -> None:
+    """A journal that was removed, as its messages advise, leaves them behind."""
+    plan, file = plan_of("A0@q5 F0", "fisher"), tmp_path / "gradients.safetensors"
+    made(tmp_path, tiny_model("llama", 2), plan)
+    own = (tmp_path / "A0.q5.safetensors").read_bytes()
+    for name in ("journal.jsonl", "factors.json"):
+        (tmp_path / name).unlink()
+    with pytest.warns(
+        UserWarning, match=r"gradients\.safetensors cannot be gone on with \(it is of another model, text"
+    ):
+        made(tmp_path, tiny_model("llama", 2), plan, text(9, 12, 7))
+    assert (tmp_path / "A0.q5.safetensors").read_bytes() != own
+    (tmp_path / "journal.jsonl").unlink()
+    file.write_bytes(file.read_bytes()[:50])
+    journal = pytest.warns(UserWarning, match=r"journal\.jsonl is gone or empty, which factors\.json was made from")
+    with journal, pytest.warns(UserWarning, match=r"gradients\.safetensors cannot be gone on with"):
+        made(tmp_path, tiny_model("llama", 2), plan)
+    assert (tmp_path / "A0.q5.safetensors").read_bytes() == own
 
 
 RECIPE = """\

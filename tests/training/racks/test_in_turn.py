@@ -189,6 +189,23 @@ def test_another_run_is_not_gone_on_with(tmp_path: Path) -> None:
         trained(tmp_path, model, cut(model, "0:3,3:4", 0), steps=1)
 
 
+def test_what_a_rack_left_is_missed(tmp_path: Path) -> None:
+    model = whole()
+    racks = cut(model, "0:3,3:4")
+    trained(tmp_path, model, racks, steps=1)
+    file = rack_folder(tmp_path, 1) / "rack.safetensors"
+    content = file.read_bytes()
+    file.unlink()
+    with pytest.raises(FileNotFoundError, match=r"rack-1 says that .* trained, and has no rack\.safetensors; put"):
+        trained(tmp_path, model, racks, steps=1)
+    file.write_bytes(content[:-7])
+    with pytest.raises(ValueError, match=r"rack-1/rack\.safetensors is truncated"):
+        trained(tmp_path, model, racks, steps=1)
+    (rack_folder(tmp_path, 0) / "run.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"rack-0 has no run\.json, which says of what run it is; remove"):
+        trained(tmp_path, model, racks, steps=1)
+
+
 def test_kept_streams(tmp_path: Path) -> None:
     kept = KeptStreams(tmp_path / "kept", 3, 2, torch.float64)
     two = KeptStreams(tmp_path / "two", 3, 2, torch.float64, beside=2)
@@ -201,10 +218,14 @@ def test_kept_streams(tmp_path: Path) -> None:
     assert torch.equal(kept.take(range(1, 4)), numbers[1:])
     kept.give(range(2), numbers[2:])  # again, by a rack that came back
     assert torch.equal(kept.take(range(4)), numbers[[2, 3, 2, 3]])
-    kept.give_held_out(2, 1, numbers[:1])
-    assert torch.equal(kept.take_held_out(2, 1), numbers[:1])
-    with pytest.raises(OSError, match=r"training\.bin has no streams of windows 3 to 4; begin the run again"):
+    for window in range(2):
+        kept.give_held_out(2, window, numbers[window : window + 1])
+    assert torch.equal(kept.take_held_out(2, 1), numbers[1:2])
+    with pytest.raises(OSError, match=r"training\.bin has no streams of windows 3 to 4; remove .* to begin"):
         kept.take(range(3, 5))
+    (tmp_path / "kept" / "training.bin").write_bytes(b"")  # a gap would be read as zeros
+    with pytest.raises(OSError, match=r"training\.bin ends before window 2: what was .* earlier is gone; remove"):
+        kept.give(range(2, 4), numbers[2:])
     with pytest.raises(OSError, match=r"held_out-3\.bin has no"):
         kept.take_held_out(3, 0)
     with pytest.raises(ValueError, match=r"in torch.float32 is handed on, where \(3, 2\) for each"):

@@ -10,6 +10,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -18,8 +19,9 @@ import pytest
 import torch
 
 from surgeon.training.racks.in_turn import RacksTrained
+from surgeon.training.racks.preparing import gather
 from surgeon.training.racks.run_files import replica_folder
-from surgeon.training.racks.supervisor import RackFailed
+from surgeon.training.racks.supervisor import RackFailed, _Supervisor
 from surgeon.training.racks.ways import finish_racks
 from tests import warm
 from tests.training.racks.local_run import (
@@ -183,3 +185,16 @@ def test_an_error_is_the_run_s_in_one_line(tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
     racks = [process_of(tmp_path, rack) for rack in range(3) if (tmp_path / f"rack-{rack}" / "address.json").exists()]
     assert not [rack for rack in racks if psutil.pid_exists(rack)]
+
+
+def test_a_result_that_is_gone_is_missed(tmp_path: Path) -> None:
+    """A rack that has said to its neighbour that it was done would wait in vain for what nobody keeps any more."""
+    mark = tmp_path / "rack-0" / "spool" / "streams" / "rack-1.ended"
+    mark.parent.mkdir(parents=True)
+    mark.write_text("")
+    plan: Any = SimpleNamespace(racks=2)
+    with pytest.raises(FileNotFoundError, match=r"rack-1/result\.json is gone \(.* says that rack 1 was done\)"):
+        _Supervisor(tmp_path, plan, 3).work()
+    model = whole()
+    with pytest.raises(FileNotFoundError, match=r"rack-0/result\.json is gone; put it back, or remove"):
+        gather(model, racks_of(model), tmp_path)

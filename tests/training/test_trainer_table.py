@@ -1,0 +1,334 @@
+"""Every argument of TrainingArguments: taken, and then it changes something, or refused with the reason."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import TrainingArguments
+from transformers.integrations import integration_utils
+from transformers.integrations.integration_utils import TensorBoardCallback
+from transformers.utils import logging
+
+from surgeon.training.arguments import parse_trainer_arguments, training_arguments
+from surgeon.training.checkpoints import checkpoints_of
+from surgeon.training.settings import TrainSettings
+from surgeon.training.trainer import ModelTrainer
+from surgeon.training.trainer_table import DECIDED, IDLE, TAKEN
+from tests.training.runs import TEXTS, run, same, student, tables, weights
+
+STEPS = 3
+REFUSED = DECIDED | IDLE
+
+
+def test_the_tables_have_every_argument_once() -> None:
+    """A release of transformers with another argument fails here by its name; what it does belongs into a table."""
+    tabled = [*TAKEN, *DECIDED, *IDLE]
+    assert len(tabled) == len(set(tabled))
+    assert [each.name for each in fields(TrainingArguments) if each.init and each.name not in tabled] == []
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_do_nothing_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} (is decided by the run; use|has no effect here: )"):
+        TrainSettings(arguments={name: 1})
+    with pytest.raises(ValueError, match=f"--trainer-arg {name} "):
+        parse_trainer_arguments([f"{name}=1"])
+
+
+@pytest.mark.parametrize(("name", "others"), [(name, others) for name, others in TAKEN.items() if others])
+def test_what_does_nothing_alone_is_refused_alone(name: str, others: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match=f"{name} does nothing without {others[0]}"):
+        TrainSettings(arguments={name: 1})
+    other, _, value = others[0].partition("=")
+    TrainSettings(arguments={name: 1, other: [value] if value else 1})
+
+
+def test_what_nobody_has_thought_of_is_refused() -> None:
+    with pytest.raises(ValueError, match="weight_decays is not known here .*did you mean 'weight_decay'"):
+        TrainSettings(arguments={"weight_decays": 0.1})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"optim": "sgd", "adam_beta1": 0.5}, "adam_beta1 does nothing with the optimiser sgd"),
+        ({"optim": "adafactor", "optim_args": "momentum=0.9"}, "optim_args does nothing with the optimiser adafactor"),
+        ({"accelerator_config": '{"split_batches": true}'}, "split_batches is decided by the run"),
+        ({"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}}}, "num_steps is decided by the run"),
+    ],
+)
+def test_what_the_others_rule_out_is_refused(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        training_arguments(TrainSettings(arguments=arguments), tmp_path, 1, 8)
+
+
+# What a run comes to changes: what is given, and what is given to the run that it is compared with.
+WEIGHTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "optim": ({"optim": "sgd"}, {}),
+    "optim_args": ({"optim": "sgd", "optim_args": "momentum=0.9"}, {"optim": "sgd"}),
+    "weight_decay": ({"weight_decay": 0.5}, {}),
+    "adam_beta1": ({"adam_beta1": 0.5}, {}),
+    "adam_beta2": ({"adam_beta2": 0.5}, {}),
+    "adam_epsilon": ({"adam_epsilon": 1e-2}, {}),
+    "max_grad_norm": ({"max_grad_norm": 1e-3}, {}),
+    "neftune_noise_alpha": ({"neftune_noise_alpha": 5.0}, {}),
+    "bf16": ({"bf16": True}, {}),
+    "lr_scheduler_kwargs": (
+        {"lr_scheduler_kwargs": {"num_cycles": 3}},
+        {"lr_scheduler_kwargs": {"num_cycles": 1}},
+    ),
+}
+
+
+def weights_with(folder: Path, arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
+    schedule = "cosine_with_restarts" if "lr_scheduler_kwargs" in arguments else "linear"
+    return weights(run(folder, steps=STEPS, save_every=STEPS, schedule=schedule, arguments=arguments))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    return weights_with(tmp_path_factory.mktemp("plain"), {})
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_it_changes_the_weights(name: str, tmp_path: Path, plain: dict[str, torch.Tensor]) -> None:
+    given, compared = WEIGHTS[name]
+    other = weights_with(tmp_path / "other", compared) if compared else plain
+    assert not same(weights_with(tmp_path / "given", given), other)
+
+
+def steps_told(folder: Path, table: str) -> list[int]:
+    found: list[int] = tables(folder)[table]["step"].tolist()
+    return found
+
+
+def logged(folder: Path) -> set[str]:
+    state = json.loads((folder / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())
+    return {name for row in state["log_history"] for name in row}
+
+
+def events(folder: Path) -> bytes:
+    return b"".join(path.read_bytes() for path in (folder / "tensorboard").iterdir())
+
+
+OFTEN = {"logging_steps": 1}
+# What a run leaves changes: from what it is without the argument to what it is with it.
+FILES: dict[str, tuple[dict[str, Any], Callable[[Path], Any], Any, Any]] = {
+    "logging_steps": ({"logging_steps": 2}, lambda run: steps_told(run, "training"), [1, 2, 3], [2, 3]),
+    "logging_strategy": ({"logging_strategy": "no"}, lambda run: steps_told(run, "training"), [1, 2, 3], [3]),
+    "logging_first_step": (
+        {"logging_steps": 3, "logging_first_step": True}, lambda run: steps_told(run, "training"), [1, 2, 3], [1, 3],
+    ),
+    "eval_delay": ({"eval_delay": 3}, lambda run: steps_told(run, "held_out"), [0, 1, 2, 3], [0, 3]),
+    "save_total_limit": ({"save_total_limit": 1}, lambda run: [*checkpoints_of(run)], [2, 3], [3]),
+    "include_num_input_tokens_seen": (
+        {"include_num_input_tokens_seen": "all"}, lambda run: "num_input_tokens_seen" in logged(run), False, True,
+    ),
+    "skip_memory_metrics": ({"skip_memory_metrics": False}, lambda run: b"mem_cpu" in events(run), False, True),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plain_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("files")
+    run(folder, steps=STEPS, evaluate_every=1, arguments=OFTEN)
+    return folder
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_it_changes_the_files(name: str, tmp_path: Path, plain_files: Path) -> None:
+    given, look, without, expected = FILES[name]
+    run(tmp_path, steps=STEPS, evaluate_every=1, save_every=3 if "logging" in name else 1, arguments=OFTEN | given)
+    assert (look(plain_files), look(tmp_path)) == (without, expected)
+
+
+def trainer_with(folder: Path, **arguments: Any) -> ModelTrainer:
+    made = training_arguments(TrainSettings(batch=4, arguments=arguments), folder, 1, 4)
+    ids = TEXTS.training.ids
+    held_out: Any = None  # nothing is measured
+    return ModelTrainer(student(), made, ids, held_out, 4)
+
+
+def start_method(loader: Any) -> str | None:
+    context = loader.multiprocessing_context
+    return None if context is None else str(context.get_start_method())
+
+
+# What the Trainer is made of changes.
+MADE: dict[str, tuple[dict[str, Any], Callable[[ModelTrainer], Any], Any]] = {
+    "torch_compile": (
+        {"torch_compile": True}, lambda trainer: trainer.accelerator.state.dynamo_plugin.backend.value, "INDUCTOR",
+    ),
+    "torch_compile_backend": (
+        {"torch_compile_backend": "eager"},
+        lambda trainer: trainer.accelerator.state.dynamo_plugin.backend.value, "EAGER",
+    ),
+    "torch_compile_mode": (
+        {"torch_compile_mode": "max-autotune"},
+        lambda trainer: trainer.accelerator.state.dynamo_plugin.mode, "max-autotune",
+    ),
+    "accelerator_config": (
+        {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}},
+        lambda trainer: trainer.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch"), True,
+    ),
+    "ddp_find_unused_parameters": (
+        {"ddp_find_unused_parameters": False},
+        lambda trainer: trainer.accelerator.ddp_handler.find_unused_parameters, False,
+    ),
+    "ddp_bucket_cap_mb": ({"ddp_bucket_cap_mb": 7}, lambda trainer: trainer.accelerator.ddp_handler.bucket_cap_mb, 7),
+    "ddp_broadcast_buffers": (
+        {"ddp_broadcast_buffers": False}, lambda trainer: trainer.accelerator.ddp_handler.broadcast_buffers, False,
+    ),
+    "ddp_static_graph": (
+        {"ddp_static_graph": True}, lambda trainer: trainer.accelerator.ddp_handler.static_graph, True,
+    ),
+    "dataloader_num_workers": (
+        {"dataloader_num_workers": 1}, lambda trainer: trainer.get_train_dataloader().num_workers, 1,
+    ),
+    "dataloader_persistent_workers": (
+        {"dataloader_num_workers": 1, "dataloader_persistent_workers": True},
+        lambda trainer: trainer.get_train_dataloader().persistent_workers, True,
+    ),
+    "dataloader_prefetch_factor": (
+        {"dataloader_num_workers": 1, "dataloader_prefetch_factor": 5},
+        lambda trainer: trainer.get_train_dataloader().prefetch_factor, 5,
+    ),
+    "dataloader_multiprocessing_context": (
+        {"dataloader_num_workers": 1, "dataloader_multiprocessing_context": "spawn"},
+        lambda trainer: start_method(trainer.get_train_dataloader()), "spawn",
+    ),
+    "report_to": (
+        {"report_to": "tensorboard"},
+        lambda trainer: any(isinstance(each, TensorBoardCallback) for each in trainer.callback_handler.callbacks), True,
+    ),
+    "log_level": ({"log_level": "debug"}, lambda _: logging.get_verbosity(), logging.DEBUG),
+    "full_determinism": ({"full_determinism": True}, lambda _: torch.are_deterministic_algorithms_enabled(), True),
+}  # fmt: skip
+
+
+@pytest.fixture
+def undone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a Trainer changes for the whole process is as before."""
+    for name in ("CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG", "ASCEND_LAUNCH_BLOCKING", "HCCL_DETERMINISTIC"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", "")
+    verbosity, benchmark = logging.get_verbosity(), torch.backends.cudnn.benchmark
+    yield
+    logging.set_verbosity(verbosity)
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = False, benchmark
+
+
+@pytest.mark.parametrize("name", MADE)
+@pytest.mark.usefixtures("undone")
+def test_it_changes_the_trainer(name: str, tmp_path: Path) -> None:
+    given, look, expected = MADE[name]
+    if name != "full_determinism":  # what makes a trainer deterministic is never taken back
+        assert look(trainer_with(tmp_path)) != expected
+    assert look(trainer_with(tmp_path, **given)) == expected
+
+
+# What one process on a CPU cannot have is refused in the words of who would do it; several processes share out
+# parameters in test_processes.py.
+IMPOSSIBLE = {
+    "fp16": ({"fp16": True}, "fp16 does nothing on a CPU; use bf16"),
+    "tf32": ({"tf32": True}, "tf32"),
+    "fsdp": ({"fsdp": True}, "fsdp"),
+    "deepspeed": ({"deepspeed": "missing.json"}, "deepspeed"),
+}
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_it_is_refused_by_who_would_do_it(name: str, tmp_path: Path) -> None:
+    given, message = IMPOSSIBLE[name]
+    with pytest.raises((ValueError, TypeError), match=message):
+        trainer_with(tmp_path, **given)
+
+
+def test_activations_are_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    original = transformers.modeling_utils.checkpoint
+
+    def checkpoint(*arguments: Any, **options: Any) -> Any:
+        asked.append(options)
+        return original(*arguments, **options)
+
+    monkeypatch.setattr("transformers.modeling_utils.checkpoint", checkpoint)
+    for name in CHECKPOINTING[::2]:
+        if name not in {each.name for each in fields(TrainingArguments)}:
+            continue  # of a later release than this one
+        given = {name: True, f"{name}_kwargs": {"use_reentrant": False, "preserve_rng_state": False}}
+        run(tmp_path / name, steps=1, arguments=given)
+        assert asked
+        assert all(each["preserve_rng_state"] is False for each in asked)
+        asked.clear()
+    run(tmp_path / "plain", steps=1)
+    assert not asked
+
+
+CHECKPOINTING = [
+    *("gradient_checkpointing", "gradient_checkpointing_kwargs"),
+    *("activation_checkpointing", "activation_checkpointing_kwargs"),
+]
+
+
+def test_memory_is_given_back_and_numbers_are_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    emptied, watched = list[int](), list[object]()
+    monkeypatch.setattr("transformers.trainer.clear_device_cache", lambda: emptied.append(1))
+    monkeypatch.setattr("transformers.trainer.DebugUnderflowOverflow", watched.append)
+    run(tmp_path, steps=STEPS, arguments={"torch_empty_cache_steps": 2, "debug": "underflow_overflow"})
+    assert (len(emptied), len(watched)) == (2, 1)  # before steps 1 and 3
+
+
+def test_how_parameters_are_shared_out(tmp_path: Path) -> None:
+    given = {"fsdp": True, "fsdp_config": '{"min_num_params": 7}'}
+    made = training_arguments(TrainSettings(batch=4, arguments=given), tmp_path, 1, 4)
+    assert made.fsdp_config["min_num_params"] == 7
+
+
+def test_what_other_processes_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {"log_level": "info", "log_level_replica": "error"}
+    made = [
+        training_arguments(TrainSettings(batch=4, arguments=said | more), tmp_path, 1, 4)
+        for more in ({}, {"log_on_each_node": False})
+    ]
+    monkeypatch.setattr(TrainingArguments, "process_index", 2)
+    monkeypatch.setattr(TrainingArguments, "local_process_index", 0)  # the first one of the second machine
+    assert [each.get_process_log_level() for each in made] == [logging.INFO, logging.ERROR]
+    monkeypatch.setattr(TrainingArguments, "local_process_index", 1)
+    assert made[0].get_process_log_level() == logging.ERROR
+
+
+TRACKED = ("run_name", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id")
+
+
+def test_trackers_are_told() -> None:
+    source = inspect.getsource(integration_utils)
+    assert [name for name in TRACKED if f"args.{name}" not in source] == []
+
+
+def test_modules_that_an_optimiser_is_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for GaLore's package, which is not installed here."""
+    package: Any = ModuleType("galore_torch")
+    package.GaLoreAdamW = package.GaLoreAdamW8bit = package.GaLoreAdafactor = torch.optim.AdamW
+    monkeypatch.setitem(sys.modules, "galore_torch", package)
+    monkeypatch.setattr("transformers.trainer_optimizer.is_galore_torch_available", lambda: True)
+    trainer = trainer_with(tmp_path, optim="galore_adamw", optim_target_modules=["q_proj"])
+    _, groups = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)[1]["params"]
+    assert len(groups["params"]) == 2
+
+
+def test_every_argument_that_is_taken_is_shown() -> None:
+    others = [*CHECKPOINTING, *TRACKED, "torch_empty_cache_steps", "debug", "optim_target_modules", "fsdp_config"]
+    others += ["log_level_replica", "log_on_each_node"]
+    assert sorted([*WEIGHTS, *FILES, *MADE, *IMPOSSIBLE, *others]) == sorted(TAKEN)
