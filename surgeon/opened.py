@@ -16,11 +16,12 @@ from surgeon.checkpoint.read import Checkpoint, locate, read_json
 from surgeon.checkpoint.texts import open_tokenizer
 from surgeon.errors import did_you_mean
 from surgeon.language.program import Program
-from surgeon.language.recipe import is_recipe, read_recipe
+from surgeon.language.recipe import parse_recipe, read_document
 from surgeon.models.edit import check_layers, edit
 from surgeon.models.families import family_of
 from surgeon.models.recipe_program import recipe_program
 from surgeon.models.weights import FactorSource
+from surgeon.named import is_recipe
 from surgeon.provenance import provenance
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -104,11 +105,12 @@ def open_candidate(name: str, program: str | None = None) -> UnloadedModel:
         ValueError: if a file is damaged, the program does not fit, there is no tokenizer, or a recipe was made for
             another model.
     """
-    recipe = None
+    recipe = text = None
     if is_recipe(name):
         if program is not None:
             raise ValueError(f"{name} is a recipe, which has a program of its own; give its model with --program")
-        recipe = read_recipe(Path(name))
+        text = read_document(Path(name), "recipe")
+        recipe = parse_recipe(text, name)
     model = name if recipe is None else recipe.model
     checkpoint = Checkpoint(locate(model))
     config = read_config(checkpoint)
@@ -119,7 +121,6 @@ def open_candidate(name: str, program: str | None = None) -> UnloadedModel:
             recipe.require_model(checkpoint.model_hash(), checkpoint.weights_hash())
     if chosen is not None:
         check_layers(chosen, config.num_hidden_layers)
-    text = None if recipe is None else Path(name).read_text(encoding="utf-8")
     return UnloadedModel(name, model, checkpoint, config, open_tokenizer(checkpoint.folder), chosen, text)
 
 

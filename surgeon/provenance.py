@@ -96,9 +96,3 @@ def whole_file(path: Path) -> Iterator[Path]:
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
-
-
-def public(name: str) -> str:
-    """A name without the place on this machine, if it is a path."""
-    is_path = name.startswith(("/", ".", "~")) or name.partition(":")[0].count("/") > 1
-    return Path(name).name if is_path else name

@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "surgeon"
 # several rooms use and knows nothing of models stands first. `demo` is only data (a model's folder and text) and the
 # command of that name lies in `cli`.
 FLOORS = [
-    ["errors", "progress", "memory", "gpus", "provenance", "threads", "words", "beside", "demo"],
+    ["errors", "progress", "memory", "gpus", "provenance", "threads", "named", "words", "beside", "demo"],
     ["processes"],
     ["language"],
     ["models"],
@@ -103,14 +103,6 @@ def test_an_import_by_a_string_is_seen(tmp_path: Path) -> None:
     path = tmp_path / "by_name.py"
     path.write_text('import_module("surgeon.exports.in_memory").save_edited(model)')
     assert list(imported_parts(path)) == [("exports", 1)]
-
-
-def test_scripts_are_loaded_once() -> None:
-    """A script that is run is `__main__`; imported by another that it imports itself, it would be there twice."""
-    scripts = {path.relative_to(PACKAGE.parent).with_suffix(""): path for path in PACKAGE.parent.glob("scripts/*/*.py")}
-    names = {".".join(parts.parts): path for parts, path in scripts.items()}
-    graph = {name: imports_of(path, names) for name, path in names.items()}
-    assert circles(graph) == []
 
 
 def room_of(name: str) -> int:

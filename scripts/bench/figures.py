@@ -1,14 +1,14 @@
-"""The figures that README shows, made again by one command, and which of them have become worse.
+"""The figures of README and docs/measured.md, made again by one command, and which of them have become worse.
 
     scripts/bench/all [-o FOLDER] [--only NAME,NAME] [--vllm-python PYTHON] [--against FOLDER] [--tolerance 0.15]
                       [--list]
 
-Every benchmark runs in turn, as README gives its command, on a machine that should do nothing else; all of them take
-hours (--list says how long each takes). What one prints lies in FOLDER/NAME.txt, under a head that names the command,
-the machine and how busy it was. One that is there is not run again: killed, the same command goes on. At the end the
-tables are compared with those of docs/measured, or of --against: rows that are worse by more than the tolerance are
-named. Between different machines only ratios are compared. Without --vllm-python what needs vLLM is left out, and said
-to be.
+Every benchmark runs in turn, as these pages give its command, on a machine that should do nothing else; all of them
+take hours (--list says how long each takes). What one prints lies in FOLDER/NAME.txt, under a head that names the
+command, the machine and how busy it was. One that is there is not run again: killed, the same command goes on. At the
+end the tables are compared with those of docs/measured, or of --against: rows that are worse by more than the
+tolerance are named. Between different machines only ratios are compared. Without --vllm-python what needs vLLM is
+left out, and said to be.
 
 Some benchmarks have a goal of their own. One that measured everything and missed its goal has its table like the
 others, and is named; one that failed is named apart, what it had printed by then lies in FOLDER/NAME.failed.txt, and it
@@ -48,7 +48,7 @@ VLLM, OUTPUT = "{vllm}", "{folder}"  # in commands: vLLM's Python, a folder for 
 
 @dataclass(frozen=True)
 class Figure:
-    """One benchmark of README.
+    """One benchmark of these pages.
 
     Attributes:
         script: in this project, with its arguments.
@@ -73,7 +73,7 @@ class Figure:
         return [sys.executable, *parts]
 
     def shown(self) -> str:
-        """The command as README gives it."""
+        """The command as a page gives it."""
         return f"python {self.script.replace(VLLM, 'PYTHON').replace(OUTPUT, 'FOLDER')}"
 
 

@@ -8,17 +8,15 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
 from scripts.bench.pipelined_ranks import LOCAL
+from scripts.bench.rack_bench import Bench, Cell, Figures
 from scripts.bench.rack_model import head_units
 from scripts.bench.rack_processes import PROCESSES
 from scripts.bench.rack_quality import HIDDEN, Run, found_in
-
-if TYPE_CHECKING:
-    from scripts.bench.racks import Bench, Cell, Figures
 
 NOISE = 0.02  # nats: by about so much do seeds of the same run differ at these sizes
 

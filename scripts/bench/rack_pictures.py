@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -17,12 +17,10 @@ from matplotlib.ticker import EngFormatter, FuncFormatter
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
 from scripts.bench.pipelined_ranks import LOCAL, SCHEDULES, Job, read_outcome
+from scripts.bench.rack_bench import BATCH, NAMES, WARM, WINDOW, Bench, Cell, Figures, figures_of, timeline
 from scripts.bench.rack_processes import PROCESSES, RackRun
 from scripts.bench.rack_quality import HIDDEN, Run, found_in, gaps
 from surgeon.reports.front import COLOURS, MARKERS
-
-if TYPE_CHECKING:
-    from scripts.bench.racks import Bench, Cell, Figures
 
 SHOWN = 1.0  # nats above the lowest loss
 STEPS = 2  # that a timeline shows, of the slowest way
@@ -60,8 +58,6 @@ def draw(bench: Bench, found: Mapping[Cell, Sequence[Figures]], quality: Sequenc
 
 def quietest(bench: Bench, cell: Cell) -> Path:
     """The round in which the least was taken from it."""
-    from scripts.bench.racks import figures_of
-
     return max(bench.folders(cell), key=lambda folder: figures_of(cell, folder).speed)
 
 
@@ -96,8 +92,6 @@ class RanksTrace:
 
 def trace_of(cell: Cell, folder: Path) -> RanksTrace:
     """A run as it is drawn: from the first rank's second step on."""
-    from scripts.bench.racks import BATCH, NAMES, WARM, WINDOW, figures_of, timeline
-
     speed = figures_of(cell, folder).speed
     name, seconds = f"{NAMES[cell.way]}: {speed:.0f} tokens/s", BATCH * WINDOW / speed
     if cell.way == PROCESSES:
@@ -152,8 +146,6 @@ def _draw_rank(axes: Axes, rank: int, rows: Sequence[dict[str, Any]], begun: flo
 
 def draw_losses(quality: Path, speeds: Mapping[str, float], path: Path) -> None:
     """Held-out loss of the largest size that is there, by tokens, and by the time that these take on four ranks."""
-    from scripts.bench.racks import NAMES
-
     runs = dict(found_in(quality))
     both = [size for size in HIDDEN if {Run(size), Run(size, racks=1)} <= set(runs)]
     if not both:

@@ -13,13 +13,15 @@ from typing import Any, Literal
 
 Measure = Literal["first", "token", "rate", "compute", "exchange", "total"]
 
+_SLICES = "tracks as slices of the dense model"
 NOTES = {
     "layer-parallelism 1": "eager, batch 1; the paper does not say which of its tasks: read as generating to 4k tokens",
     "layer-parallelism figure 8": "eager, batch 1; a forward pass and nothing else",
     "layer-parallelism 6": "as figure 8",
     "layer-parallelism 7": "printed in ms, read as µs: two layers of 0.4 GB take 217 µs on two RTX 4090",
     "ladder-residual 1": "gpt-fast with CUDA graphs; requests' own tokens/s, the first token included",
-    "parallel-track 5 to 10": "tracks as slices of the dense model; throughput as 256 sequences at a time",
+    "parallel-track 5": f"{_SLICES}; 256 sequences at a time",
+    **{f"parallel-track {table}": _SLICES for table in (6, 7, 9, 10)},
     "deinfer 4": "no dense model in the table: over Base. First token: 128 prompts of 32 tokens at once. Further ones: "
     "Base's are as fast without NVLink as with it, which leaves no time for what 128 tokens would send; read as 16",
     "deinfer 5": "one layer as 512 tokens pass it (vLLM's chunk); over Base",
@@ -236,7 +238,7 @@ READERS: dict[str, Reader] = {
     "layer-parallelism 7": _lp_profile,
     "ladder-residual 1": _ladder_sizes,
     "ladder-residual 2": _ladder_phases,
-    "parallel-track 5 to 10": _tracks,
+    **{f"parallel-track {table}": _tracks for table in range(5, 11)},
     "deinfer 4": _deinfer_serving,
     "deinfer 5": _deinfer_layer,
 }

@@ -1,11 +1,11 @@
 """The cost model against every row that the papers print: speedups fitted on some rows, held against the others.
 
-    python scripts/cost/papers.py TABLES.json [-o OUT.md] [--rounds 5]
+    python scripts/cost/papers.py [TABLES.json] [-o OUT.md] [--rounds 5]
 
-TABLES.json has the papers' rows as data: {"rows": [{"paper", "table", "what", "value", "unit", "use"}, ...]}. Rows of
-use "fit" choose the constants of `constants.py`, which are pulled towards what the hardware files ship; rows of use
-"check" are only compared with. Every row is a speed over a baseline of its own table, or such a baseline; parts of a
-layer's time (computing, communicating) are shown, but are no speeds and not in the error.
+TABLES.json, by default docs/papers.json, has the papers' rows as data: {"rows": [{"paper", "table", "what", "value",
+"unit", "use"}, ...]}. Rows of use "fit" choose the constants of `constants.py`, which are pulled towards what the
+hardware files ship; rows of use "check" are only compared with. Every row is a speed over a baseline of its own table,
+or such a baseline; parts of a layer's time (computing, communicating) are shown, but are no speeds, and not counted.
 
 Printed (with -o written, and drawn beside) are the constants, the mean absolute error of speedups in points (1.15 for
 a printed 1.19 misses by 4) of the rows to check, the same with the constants fitted on the other papers only, and every
@@ -31,6 +31,8 @@ from scripts.cost.constants import CONSTANTS
 from scripts.cost.fit import Seconds, Values, fit, speedup
 from scripts.cost.models import ASSUMED
 from scripts.cost.predictor import Predictor
+
+TABLES = Path(__file__).resolve().parents[2] / "docs" / "papers.json"
 
 
 @dataclass(frozen=True)
@@ -181,7 +183,7 @@ def draw(rows: Sequence[Compared], path: Path) -> None:
 def main() -> None:
     """Read, fit, compare, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tables", type=Path, help="the papers' rows, as JSON")
+    parser.add_argument("tables", type=Path, nargs="?", default=TABLES, help="the papers' rows, as JSON")
     parser.add_argument("-o", "--output", type=Path, help="a file for the page; printed otherwise")
     parser.add_argument("--rounds", type=int, default=5, help="of least squares; 0 keeps the constants as shipped")
     options = parser.parse_args()

@@ -18,6 +18,7 @@ from surgeon.checkpoint.texts import open_tokenizer
 from surgeon.gpus import gpu_with_room
 from surgeon.memory import free_bytes, gpu_free_bytes, resident_bytes, show_size
 from surgeon.models.families import family_of
+from surgeon.named import on_disk
 from surgeon.provenance import provenance
 from surgeon.quality.data import DEFAULT_TOKENS, Windows, load_windows, window_for
 
@@ -50,7 +51,7 @@ class Subject:
     @property
     def reference(self) -> str:
         """How a recipe names the model, wherever it is used from: a folder by its whole path, else as the user did."""
-        return str(self.folder.resolve()) if Path(self.name).is_dir() else self.name
+        return str(self.folder.resolve()) if on_disk(self.name) is not None else self.name
 
     def provenance(self, **more: Any) -> dict[str, Any]:
         """The record that goes beside every table made of this subject."""

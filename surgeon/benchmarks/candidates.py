@@ -11,12 +11,13 @@ from surgeon.analysis.factors.factor_plan import plan_factors
 from surgeon.benchmarks.measure import Candidate
 from surgeon.checkpoint.load import read_config, stored_program
 from surgeon.checkpoint.read import Checkpoint, locate
-from surgeon.cost.costed import apart, is_program_text, short_name
+from surgeon.cost.costed import apart, short_name
 from surgeon.demo import MODEL_FOLDER
 from surgeon.language.operations.variants import DENSE, UPPER_BOUND, is_variant, middle_layers, variant
 from surgeon.language.program import Program
-from surgeon.language.recipe import is_recipe, read_recipe
+from surgeon.language.recipe import read_recipe
 from surgeon.models.recipe_program import recipe_program
+from surgeon.named import is_program, is_recipe
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.kept import can_be_low_rank, require_low_rank
 from surgeon.runtime.plan.specification import Plan
@@ -71,7 +72,7 @@ def open_candidates(
     for text in compared:
         if is_variant(text):
             found.append(_variant(text, first.plan, needs, layers))
-        elif is_program_text(text):
+        elif is_program(text):
             found.append(Candidate(short_name(text), needs.plan(first.plan.folder, text)))
         else:
             found.append(_open(text, needs))

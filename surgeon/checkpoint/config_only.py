@@ -17,6 +17,7 @@ from surgeon.language.program import Program
 from surgeon.models.edit import PROGRAM_KEY, PROGRAM_PREFIX
 from surgeon.models.families import family_named, family_of
 from surgeon.models.families.fused import FUSED
+from surgeon.named import is_hub_name, on_disk
 
 CONFIG = "config.json"
 
@@ -86,19 +87,16 @@ def _of_source(path: Path) -> ConfigOnly:
 
 
 def _find(what: str | Path) -> Path:
-    path = Path(what)
-    if path.is_dir():
-        return path / CONFIG
-    if path.is_file():
-        if path.suffix != ".json":
+    name, there = str(what), on_disk(what)
+    if there is not None:
+        if not there.is_dir() and there.suffix != ".json":
             raise FileNotFoundError(
-                f"{path} is no {CONFIG}; give one, a folder with one, a name on the hub, or a recipe"
+                f"{there} is no {CONFIG}; give one, a folder with one, a name on the hub, or a recipe"
             )
-        return path
-    name = str(what)
+        return there / CONFIG if there.is_dir() else there
     if name == DEMO:
         return demo_model() / CONFIG
-    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+    if not is_hub_name(name):
         raise FileNotFoundError(f"there is no model folder {name}")
     return _fetched(name)
 

@@ -12,13 +12,14 @@ from transformers import AutoConfig
 from surgeon.checkpoint.codas import read_codas
 from surgeon.checkpoint.forms import Form, form_of
 from surgeon.checkpoint.load import read_config, stored_program
-from surgeon.checkpoint.read import DEMO, Checkpoint, locate, read_json
+from surgeon.checkpoint.read import Checkpoint, locate, read_json
 from surgeon.checkpoint.training import is_no_source, lacking
 from surgeon.errors import shown
 from surgeon.language.program import Program
-from surgeon.language.recipe import Recipe, is_recipe, read_recipe
+from surgeon.language.recipe import Recipe, read_recipe
 from surgeon.models.families import Family, family_of
 from surgeon.models.recipe_program import recipe_program
+from surgeon.named import is_hub_name, is_recipe, name_of, on_disk
 from surgeon.words import plural
 
 REPORT_FILE = "surgeon.json"
@@ -106,8 +107,7 @@ def describe(what: str | Path) -> Description:
         FileNotFoundError: if there is no such thing.
         ValueError: if it is damaged, or of an architecture that is not supported.
     """
-    path = Path(what)
-    return _describe_recipe(path) if is_recipe(path) else _describe_checkpoint(path, what)
+    return _describe_recipe(Path(what)) if is_recipe(what) else _describe_checkpoint(what)
 
 
 def _describe_recipe(path: Path) -> Description:
@@ -120,7 +120,7 @@ def _describe_recipe(path: Path) -> Description:
 
 def _config_only(model: str) -> tuple[Any, Program | None]:
     """A model's configuration, and its own program if it has one; of a model on the hub no weights are fetched."""
-    if model == DEMO or Path(model).exists() or model.count("/") != 1:
+    if on_disk(model) is not None or not is_hub_name(model):
         checkpoint = Checkpoint(locate(model))
         return read_config(checkpoint), stored_program(checkpoint)
     from surgeon.checkpoint.offline import without_retries
@@ -135,7 +135,7 @@ def _config_only(model: str) -> tuple[Any, Program | None]:
         ) from error
 
 
-def _describe_checkpoint(path: Path, name: str | Path) -> Description:
+def _describe_checkpoint(name: str | Path) -> Description:
     checkpoint = Checkpoint(locate(name))
     config = read_config(checkpoint)
     family = family_of(config)
@@ -151,7 +151,7 @@ def _describe_checkpoint(path: Path, name: str | Path) -> Description:
     elif held is not None:
         program = held
     return Description(
-        name=path.resolve().name if path.is_dir() else str(name),
+        name=name_of(name),
         form=form,
         model=model,
         config=config,

@@ -22,6 +22,7 @@ from torch import Tensor
 from surgeon.checkpoint.belongings import patterns_for_the_hub
 from surgeon.checkpoint.header import StoredTensor, parse_json, read_header
 from surgeon.demo import demo_model
+from surgeon.named import is_hub_name, on_disk
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -51,15 +52,14 @@ def locate(path_or_name: str | Path) -> Path:
     Raises:
         FileNotFoundError: if it is neither.
     """
-    folder = Path(path_or_name)
-    if folder.is_dir():
-        return folder
-    if folder.exists():
-        raise FileNotFoundError(f"{folder} is a file; a model is a folder with config.json and *.safetensors")
-    name = str(path_or_name)
+    name, there = str(path_or_name), on_disk(path_or_name)
+    if there is not None:
+        if not there.is_dir():
+            raise FileNotFoundError(f"{there} is a file; a model is a folder with config.json and *.safetensors")
+        return there
     if name == DEMO:
         return demo_model()
-    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+    if not is_hub_name(name):
         raise FileNotFoundError(f"there is no model folder {name}")
     from huggingface_hub import snapshot_download
 

@@ -15,7 +15,7 @@ from typing import Any
 from surgeon.checkpoint.forms import Layout
 from surgeon.errors import NotProven, shown
 from surgeon.language.program import Fork, Node, Program, Sublayer
-from surgeon.provenance import public
+from surgeon.named import public
 
 _ENTRIES: dict[str, type] = {"method": str, "data": str, "data_hash": str, "steps": int, "tokens": int}
 _SOURCE: dict[str, type] = {"model": str, "num_layers": int, "parameters": int, "model_hash": str}

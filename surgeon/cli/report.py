@@ -12,7 +12,8 @@ def report(
     runs: Annotated[
         list[Path],
         typer.Argument(
-            help="Folders that scan, similarity, sensitivity, spectrum, search, heal, export, eval or predict wrote.",
+            help="Folders that scan, similarity, sensitivity, spectrum, search, heal, train, export, eval or predict "
+            "wrote.",
             metavar="RUN",
             show_default=False,
         ),

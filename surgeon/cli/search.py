@@ -47,7 +47,7 @@ def search(
     text: TextArguments,
     memory: MemoryOption = None,
 ) -> None:
-    """Search for the best change of a model: layers in pairs, late steps, dropped layers, low ranks, or all of these.
+    """Search for the best change of a model: layers in groups, late, left out or in another order, tracks, low ranks.
 
     Every change is measured alone first; then whole programs are proposed from that, measured, and learnt from. Writes
     recipe.yaml (for surgeon export), trials.csv, terms.csv, search.json and pictures; without a budget, or with several

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import warnings
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -126,6 +125,7 @@ def serve(
     import surgeon.server  # noqa: F401 - first, because it says at once if a package is missing
     from surgeon.checkpoint.generation_defaults import read_defaults
     from surgeon.checkpoint.texts import open_tokenizer
+    from surgeon.named import name_of
     from surgeon.runtime.service import Service
     from surgeon.server.browsers import check_origin
     from surgeon.server.run import bind, url_of
@@ -145,8 +145,3 @@ def serve(
             state = ServerState(service, Texts(tokenizer), name, options.most_open, defaults, key, origins)
             lines = f"serving {name} at {url_of(bound)}\n{service.capacity.line()}"
             run_server(state, bound, lambda: print(lines, file=sys.stderr, flush=True))
-
-
-def name_of(model: str) -> str:
-    """What a model is called if nobody says: a folder's own name, a hub name as it is."""
-    return Path(model).resolve().name if Path(model).is_dir() else model

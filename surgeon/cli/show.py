@@ -65,9 +65,9 @@ def _verify(what: str) -> int:
     from surgeon.checkpoint.describe import REPORT_FILE
     from surgeon.checkpoint.read import locate
     from surgeon.checkpoint.verify import verify
-    from surgeon.language.recipe import is_recipe
+    from surgeon.named import is_recipe
 
-    if is_recipe(Path(what)):
+    if is_recipe(what):
         raise ValueError(f"{what} is a recipe, which has no files to verify; name a folder that surgeon export wrote")
     folder = locate(what)
     return verify(folder, folder / REPORT_FILE)

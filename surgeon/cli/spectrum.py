@@ -203,6 +203,7 @@ def spectrum(
     calibration = whitening.load(model, data, text)
     subject = open_measured(model, data, text)
     warn(calibration.notes)
+    recorded = whitening.recorded(calibration, text.tokens)
     record = subject.provenance(
         calibration=calibration.source, calibration_hash=calibration.digest, calibration_tokens=calibration.ids.numel()
     )
@@ -221,7 +222,6 @@ def spectrum(
     files = [*found.files, *pictures]
     if share is not None:
         chosen = _ranks(share, subject, found, calibration, output / "factors")
-        recorded = whitening.recorded(calibration, text.tokens)
         files.append(write_recipe(output, subject, found, share, chosen, recorded))
     for path in files:
         typer.echo(str(path))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,10 +10,10 @@ from surgeon.checkpoint.config_only import CONFIG, read_config_only
 from surgeon.cost.shapes import ModelShapes
 from surgeon.language.operations.variants import DENSE, UPPER_BOUND, is_variant, middle_layers, variant
 from surgeon.language.program import Program
-from surgeon.language.recipe import is_recipe, read_recipe
+from surgeon.language.recipe import read_recipe
 from surgeon.models.recipe_program import recipe_program
+from surgeon.named import is_program, is_recipe, on_disk
 
-_PROGRAM = re.compile(r"\s*(>|\[|\{|[AF]\d)")
 _LONGEST_NAME = 18  # so that tables fit a terminal
 
 
@@ -54,7 +53,7 @@ def open_costed(
     for text in compared:
         if is_variant(text):
             found.append(_variant(text, first, layers))
-        elif is_program_text(text):
+        elif is_program(text):
             found.append(_fixed(text, first.shapes, Program.parse(text)))
         else:
             found.append(_open(text))
@@ -76,8 +75,8 @@ def _open(text: str, program: str | None = None) -> Costed:
 
 
 def _name(text: str) -> str:
-    path = Path(text)
-    return (path.resolve().parent if path.name == CONFIG else path.resolve() if path.exists() else path).name
+    path = Path(text) if (there := on_disk(text)) is None else there.resolve()
+    return (path.parent if path.name == CONFIG else path).name
 
 
 def _fixed(name: str, shapes: ModelShapes, program: Program) -> Costed:
@@ -90,11 +89,6 @@ def _variant(name: str, first: Costed, layers: range | None) -> Costed:
     dense = Program.dense(first.shapes.layers, first.shapes.family.steps_per_layer)
     stretch = range(0) if name == DENSE else layers or middle_layers(first.shapes.layers)
     return replace(first, name=name, program=lambda ranks: variant(name, dense, stretch, ranks))
-
-
-def is_program_text(text: str) -> bool:
-    """Whether a text is a program, and no name of something."""
-    return _PROGRAM.match(text) is not None and not Path(text).exists()
 
 
 def short_name(name: str) -> str:

@@ -14,6 +14,7 @@ from surgeon.cost.figure import Figure
 from surgeon.cost.hardware import KINDS, Algorithm, Device, Hardware, Host, Interconnect, RankShare, Shares
 from surgeon.errors import did_you_mean, shown
 from surgeon.language.yaml import YamlError, read_yaml
+from surgeon.named import on_disk
 
 MACHINES = Path(__file__).parent / "machines"
 SUFFIX = ".yaml"
@@ -31,17 +32,11 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
         FileNotFoundError: if there is no such file.
         ValueError: if there is no such name, or something in the file is missing, unknown or impossible.
     """
-    text = str(name_or_path)
-    path = Path(name_or_path)
-    if path.suffix == SUFFIX or path.parent != Path():
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"there is no hardware file {text}; write one, or use {', '.join(known_hardware())}"
-            )
-    elif text in known_hardware():
-        path = MACHINES / f"{text}{SUFFIX}"
-    else:
-        known = known_hardware()
+    text, known = str(name_or_path), known_hardware()
+    path = MACHINES / f"{text}{SUFFIX}" if text in known else on_disk(text)
+    if path is None or not path.is_file():
+        if "/" in text or Path(text).suffix == SUFFIX:
+            raise FileNotFoundError(f"there is no hardware file {text}; write one, or use {', '.join(known)}")
         raise ValueError(f"there is no hardware {text!r}; {did_you_mean(text, known)} (or give a {SUFFIX} file)")
     try:
         return parse_hardware(path.read_text(encoding="utf-8"))

@@ -37,6 +37,7 @@ from surgeon.models.edit import check_layers
 from surgeon.models.families import Family, family_of
 from surgeon.models.recipe_program import recipe_program
 from surgeon.models.weights import FactorSource, Names, TruncatedSVD
+from surgeon.named import name_of
 from surgeon.progress import Advance, stretch
 from surgeon.provenance import versions, write_json
 from surgeon.results.card import write_card
@@ -100,8 +101,7 @@ class Original(StoredModel):
     @property
     def public_name(self) -> str:
         """Its name without the place where it lies on this machine."""
-        folder = Path(self.name)
-        return folder.resolve().name if folder.is_dir() else self.name
+        return name_of(self.name)
 
     def program_of(self, recipe: Recipe) -> Program:
         """The program that a recipe makes of this model."""

@@ -45,6 +45,7 @@ from surgeon.models.weights import (
     module_with,
     packed,
 )
+from surgeon.named import is_hub_name, on_disk
 from surgeon.provenance import write_json
 
 
@@ -105,7 +106,8 @@ def export(
             type(model).save_pretrained(model, source)
         if tokenizer is not None:
             tokenizer.save_pretrained(source)
-        name = model.name_or_path if model.name_or_path and Path(model.name_or_path).exists() else "a model in memory"
+        came_from = model.name_or_path or ""
+        name = came_from if on_disk(came_from) is not None else "a model in memory"
         original = Original.open(source)
         companions = _with_home(original.companions, model, tokenizer is not None)
         original = replace(original, name=name, companions=companions)
@@ -311,10 +313,11 @@ def _is_of(settings: GenerationConfig | None, home: Path) -> bool:
 
 def _home_of(model: PreTrainedModel) -> Path | None:
     """The folder that a model was loaded from, which it names; of a name on the hub, the one in the hub's cache."""
-    name = model.name_or_path
-    if not name or Path(name).is_dir():
-        return Path(name) if name else None
-    if name.count("/") > 1 or name.startswith(("/", ".", "~")):
+    name = model.name_or_path or ""
+    there = on_disk(name)
+    if there is not None and there.is_dir():
+        return there
+    if not is_hub_name(name):
         return None
     found = try_to_load_from_cache(name, "config.json", revision=getattr(model.config, "_commit_hash", None))
     return Path(found).parent if isinstance(found, str) else None

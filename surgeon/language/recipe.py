@@ -28,6 +28,7 @@ from surgeon.language.operations import OPERATIONS
 from surgeon.language.operations.applied import AppliedOperation, in_braces
 from surgeon.language.program import LayerShapes, Program
 from surgeon.language.yaml import LONGEST, YamlError, read_yaml
+from surgeon.named import on_disk
 
 FORMAT = 1
 KEYS = ("surgeon", "model", "weights", "operations", "expect")
@@ -151,11 +152,6 @@ class Recipe:
         return "\n".join(lines) + "\n"
 
 
-def is_recipe(name: str | Path) -> bool:
-    """Whether it is the name of a recipe, not of a model."""
-    return Path(name).suffix in (".yaml", ".yml")
-
-
 def read_recipe(path: Path) -> Recipe:
     """Read a recipe from a file.
 
@@ -176,12 +172,13 @@ def read_document(path: Path, kind: str) -> str:
         FileNotFoundError: if there is none.
         ValueError: if it is too large, or not UTF-8.
     """
-    if not path.is_file():
+    there = on_disk(path)
+    if there is None or not there.is_file():
         raise FileNotFoundError(f"there is no {kind} {path}")
-    if path.stat().st_size > 4 * LONGEST:  # bytes that a character takes at most
-        raise ValueError(f"{path} has {path.stat().st_size:,} bytes, which is too much for a {kind}; check the name")
+    if there.stat().st_size > 4 * LONGEST:  # bytes that a character takes at most
+        raise ValueError(f"{path} has {there.stat().st_size:,} bytes, which is too much for a {kind}; check the name")
     try:
-        return path.read_text(encoding="utf-8")
+        return there.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not a text file in UTF-8: {error}") from error
 

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, cast
 
 from surgeon.checkpoint.offline import without_retries
 from surgeon.errors import first_line, shown
+from surgeon.named import is_path, on_disk
 
 DEMO = "demo"
 DEMO_TRAINING = "demo:train"
@@ -62,7 +63,7 @@ def documents(data: str, separator: str | None) -> Iterator[Text]:
         FileNotFoundError: if there is no such file or dataset.
         ValueError: if it is no text, or a row of it is damaged, naming file and line.
     """
-    path, column = _file_and_column(data)
+    path, column = file_and_column(data)
     if data in (DEMO, DEMO_TRAINING) and path is None:
         from surgeon.demo import demo_data, demo_training_data
 
@@ -74,14 +75,16 @@ def documents(data: str, separator: str | None) -> Iterator[Text]:
     return _apart(rows, separator) if separator is not None else map(_whole, _joined(rows))
 
 
-def _file_and_column(data: str) -> tuple[Path | None, str | None]:
+def file_and_column(data: str) -> tuple[Path | None, str | None]:
     """The file that is meant, and the column of it; no file if this is the name of a dataset (or demo)."""
-    if Path(data).is_file():
-        return Path(data), None
+    there = on_disk(data)
+    if there is not None and there.is_file():
+        return there, None
     name, colon, column = data.rpartition(":")
-    if colon and Path(name).is_file():
-        return Path(name), column
-    if Path(data).is_dir():
+    beside = on_disk(name) if colon else None
+    if beside is not None and beside.is_file():
+        return beside, column
+    if there is not None and data != DEMO:
         raise ValueError(f"{data} is a folder; --data takes a file, a dataset's name, or demo")
     name = name if colon and is_table(Path(name)) else data
     if _looks_like_a_file(name):
@@ -92,7 +95,7 @@ def _file_and_column(data: str) -> tuple[Path | None, str | None]:
 def _looks_like_a_file(name: str) -> bool:
     path = Path(name)
     known = path.suffix in (".txt", ".md", ".py", ".gz") or is_table(path)
-    return known or name.startswith((".", "/", "~")) or name.count("/") > 1
+    return known or is_path(name)
 
 
 def is_table(path: Path) -> bool:

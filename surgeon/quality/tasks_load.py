@@ -20,6 +20,7 @@ from lm_eval.tasks import TaskManager
 
 from surgeon.checkpoint.offline import without_retries
 from surgeon.errors import did_you_mean, first_line
+from surgeon.named import on_disk
 from surgeon.progress import progress
 from surgeon.quality.tasks_files import MOST_NEW_TOKENS, SUFFIX, file_task
 
@@ -100,7 +101,7 @@ def split_names(given: list[str]) -> list[str]:
     """Names and paths of tasks, also where several stand in one text with commas between."""
     names = []
     for text in given:
-        parts = [text] if Path(text).exists() else text.split(",")
+        parts = [text] if on_disk(text) is not None else text.split(",")
         names += [part.strip() for part in parts if part.strip()]
     return names
 
@@ -157,13 +158,14 @@ class _Loader:
 
     def load(self, name: str) -> list[Any]:
         """The tasks and groups behind a name or a path."""
-        path = Path(name)
+        there = on_disk(name)
+        path = there or Path(name)
         if path.suffix == SUFFIX:
             task, self.files[name] = file_task(path, self.positions)
             return [task]
         if path.suffix in YAML:
             return self._yaml(path)
-        if "/" in name or (path.is_dir() and name not in self.known().all_tasks):
+        if "/" in name or (there is not None and there.is_dir() and name not in self.known().all_tasks):
             return self._folder(path)
         found = fnmatch.filter(self.known().all_subtasks, name) if "*" in name else [name]
         if not found or found[0] not in self.known().all_tasks:

@@ -15,7 +15,8 @@ from matplotlib.ticker import MaxNLocator
 
 from surgeon.language.operations.declare import HEATMAPS
 from surgeon.provenance import whole_file
-from surgeon.reports.heatmap import CAP, largest_shown, title_of
+from surgeon.reports.heatmap import title_of
+from surgeon.reports.scale import CAP, largest_shown
 
 MOST_LINES = 16
 _COLOURS = "viridis_r"

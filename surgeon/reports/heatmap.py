@@ -14,18 +14,13 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
-from matplotlib.colors import Colormap, LogNorm, Normalize
+from matplotlib.colors import Colormap, FuncNorm, Normalize
 from matplotlib.figure import Figure
 
 from surgeon.language.operations.declare import HEATMAPS
 from surgeon.provenance import whole_file
+from surgeon.reports.scale import BEYOND, CAP, COLOURS, damage, largest_shown, ratio_of
 
-CAP = 3.0  # colours end at this multiple of the base perplexity, at the latest
-LEAST_CAP = 1.1
-MOST = 0.85  # where a few cells are beyond the cap, colours tell this share of the cells apart, with some room
-_ROOM = 1.4
-_COLOURS = "viridis"
-_BEYOND = "#fff6c2"  # paler than the scale's last colour, so that a capped cell is seen to be one
 _NO_STRETCH = "0.88"
 _PANELS_IN_A_ROW = 5
 
@@ -50,8 +45,7 @@ def draw_heatmaps(
     Args:
         table: with the columns of `cells.csv`.
         model: its name, for the title.
-        cap: colours end at the worst cell, and at the latest at this multiple of the base perplexity; sooner where
-            nearly all cells are far better, as when one layer tolerates nothing and the others nearly everything.
+        cap: as in `largest_shown`.
 
     Returns:
         The files written.
@@ -98,14 +92,6 @@ def _evenly(layers: pd.Series[int]) -> range:
     return range(present[0], present[-1] + 1, math.gcd(*(b - a for a, b in pairwise(present))) or 1)
 
 
-def largest_shown(perplexity: pd.Series[float], base: float, cap: float) -> float:
-    """Where the colours of these cells end, as `draw_heatmaps` says."""
-    worst = float(perplexity.max())
-    if worst > base * cap:
-        worst = base * (float(perplexity.quantile(MOST, interpolation="lower")) / base) ** _ROOM
-    return min(base * cap, max(base * LEAST_CAP, worst))
-
-
 def _overview(grids: dict[str, pd.DataFrame], base: float, path: Path, model: str, cap: float) -> Path:
     """All heatmaps of a scan side by side, in as few rows as fit, under one colour scale."""
     rows = math.ceil(len(grids) / _PANELS_IN_A_ROW)
@@ -145,13 +131,14 @@ def _draw(axes: Axes, values: pd.DataFrame, scale: Normalize, small: bool = Fals
 
 
 def _colours() -> Colormap:
-    return matplotlib.colormaps[_COLOURS].with_extremes(bad=_NO_STRETCH, over=_BEYOND)
+    return matplotlib.colormaps[COLOURS].with_extremes(bad=_NO_STRETCH, over=BEYOND)
 
 
 def _scale(grids: list[pd.DataFrame], base: float, cap: float) -> Normalize:
-    """Logarithmic, from the base perplexity; better cells have its colour."""
-    cells = pd.Series(np.concatenate([values.to_numpy().ravel() for values in grids])).dropna()
-    return LogNorm(base, largest_shown(cells, base, cap))
+    """From the base perplexity to the largest that is shown; better cells have the base's colour."""
+    cells = pd.Series(np.concatenate([values.to_numpy().ravel() for values in grids]))
+    end = largest_shown(cells, base, cap)
+    return FuncNorm((lambda value: damage(value / base), lambda place: base * ratio_of(place)), base, end)
 
 
 def _colour_bar(figure: Figure, axes: list[Axes], grids: list[pd.DataFrame], scale: Normalize) -> None:
@@ -159,7 +146,7 @@ def _colour_bar(figure: Figure, axes: list[Axes], grids: list[pd.DataFrame], sca
     capped = any(bool((values > end).to_numpy().any()) for values in grids)
     mappable = ScalarMappable(scale, _colours())
     bar = figure.colorbar(mappable, ax=axes, extend="max" if capped else "neither", shrink=0.85, pad=0.02)
-    ticks = [base * (end / base) ** (i / 4) for i in range(5)]
+    ticks = [base * float(ratio_of(damage(end / base) * part / 4)) for part in range(5)]
     bar.set_ticks(ticks, labels=[f"{tick:.3g}" for tick in ticks])
     bar.minorticks_off()
     bar.ax.tick_params(labelsize=8)

@@ -16,6 +16,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 import surgeon
+from surgeon.named import public
 from surgeon.provenance import write_text
 from surgeon.reports.blocks import Block, Finding
 from surgeon.reports.runs import SHORT_HASH, Run, read_runs, told_with_files
@@ -145,7 +146,7 @@ def _chapter(number: int, model_hash: str, runs: Sequence[Run]) -> Chapter:
     if any(run.kind.of_surgery for run in runs):
         missing += [kind.without for kind in KINDS if kind.without and kind.name not in present]
     of_original = [run for run in ordered if run.model_hash == model_hash] or ordered
-    names = listed(dict.fromkeys(_short_name(run.model) for run in of_original))
+    names = listed(dict.fromkeys(public(run.model) for run in of_original))
     return Chapter(
         names,
         model_hash[:SHORT_HASH],
@@ -154,11 +155,6 @@ def _chapter(number: int, model_hash: str, runs: Sequence[Run]) -> Chapter:
         list(dict.fromkeys(missing)),
         sections,
     )
-
-
-def _short_name(model: str) -> str:
-    """A folder by its last part, a name on the hub as it is."""
-    return Path(model).name if Path(model).is_absolute() or model.startswith(".") else model
 
 
 def _name_if_several(run: Run, runs: Sequence[Run]) -> str:

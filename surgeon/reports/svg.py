@@ -11,13 +11,12 @@ import matplotlib
 from markupsafe import Markup, escape
 from matplotlib.colors import to_hex
 
-from surgeon.reports.heatmap import CAP, LEAST_CAP
+from surgeon.reports.scale import BEYOND, COLOURS, damage, largest_shown
 from surgeon.words import TIMES, allowance, tick
 
 TOLERANCES = (1.05, 1.10, 1.25)  # of the base perplexity, that tables and maps speak of
 MARKED = 1.10  # the one whose border is drawn into the maps
-BEYOND = "#fff6c2"  # paler than the scale's last colour, as in the PNG files
-_COLOURS = [to_hex(colour) for colour in matplotlib.colormaps["viridis"].resampled(64)(range(64))]
+_COLOURS = [to_hex(colour) for colour in matplotlib.colormaps[COLOURS].resampled(64)(range(64))]
 _TICKS = (1.05, 1.10, 1.25, 1.5, 2.0, 3.0)
 MANY_LAYERS = 48  # beyond, a map needs more room
 WIDE, HALF = 800.0, 520.0  # of flat maps, alone and side by side
@@ -45,22 +44,20 @@ class ColourScale:
 
     Attributes:
         low, high: values with the first and the last colour; below and above, `BEYOND` above.
-        damage: the value is a perplexity and `low` the base: its place is the square root of the logarithm of the
-            ratio, so that +5% and +10% differ as plainly as twice and three times the base do.
+        damaged: the value is a perplexity and `low` the base: its place is that of `surgeon.reports.scale.damage`.
         capped: some value lies above `high`.
     """
 
     low: float
     high: float
-    damage: bool = False
+    damaged: bool = False
     capped: bool = False
 
     @classmethod
     def of_perplexity(cls, values: Sequence[float], base: float) -> ColourScale:
-        """Ends where the PNG files end: at three times the base, or at the worst cell if that is better."""
-        worst = max((value for value in values if not math.isnan(value)), default=base)
-        high = min(base * CAP, max(base * LEAST_CAP, worst))
-        return cls(base, high, damage=True, capped=worst > high)
+        """From the base to the largest perplexity that is shown, as in the PNG files."""
+        high = largest_shown(values, base)
+        return cls(base, high, damaged=True, capped=any(value > high for value in values))
 
     @classmethod
     def of_values(cls, values: Sequence[float], low: float | None = None) -> ColourScale:
@@ -72,9 +69,8 @@ class ColourScale:
 
     def place(self, value: float) -> float:
         """Where a value lies: 0 at `low`, 1 at `high`."""
-        if self.damage:
-            ratio = math.log(value / self.low) if 0 < value < math.inf else (math.inf if value > 0 else 0.0)
-            return math.sqrt(max(0.0, ratio) / math.log(self.high / self.low))
+        if self.damaged:
+            return float(damage(value / self.low) / damage(self.high / self.low))
         return max(0.0, (value - self.low) / (self.high - self.low))
 
     def colour(self, value: float) -> str:
@@ -86,7 +82,7 @@ class ColourScale:
 
     def ticks(self) -> list[tuple[float, str]]:
         """Places and labels of the legend, from the first to the last colour."""
-        if not self.damage:
+        if not self.damaged:
             values = [self.low + (self.high - self.low) * part / 4 for part in range(5)]
             return [(part / 4, tick(value)) for part, value in enumerate(values)]
         end = self.high / self.low
@@ -114,10 +110,10 @@ def colour_bar(scale: ColourScale, label: str) -> Markup:
         marks.append(element("line", x1=x, x2=x, y1=height, y2=height + 4, class_="axis"))
         marks.append(element("text", escape(text), x=x, y=height + 15, text_anchor="middle"))
     if scale.capped:
-        x = left + width + 18
+        x = left + width + 30
         marks.append(element("rect", x=x, y=0, width=22, height=height, fill=BEYOND, class_="cell-edge"))
         marks.append(element("text", "beyond", x=x + 13, y=height + 15, text_anchor="middle"))
-    view = f"0 0 {left + width + (62 if scale.capped else 16):.0f} {height + 18:.0f}"
+    view = f"0 0 {left + width + (74 if scale.capped else 16):.0f} {height + 18:.0f}"
     return element("svg", *bars, *marks, viewBox=view, class_="bar", role="img", aria_label=label)
 
 

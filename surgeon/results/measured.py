@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from surgeon.language.program import Program
-from surgeon.provenance import public
+from surgeon.named import is_path, on_disk, public
 
 TEXT_FILE, BENCH_FILE, SEARCH_FILE, TASK_FILES = "text.json", "bench.json", "search.json", "results_*.json"
 PATTERNS = (TEXT_FILE, TASK_FILES, BENCH_FILE, SEARCH_FILE)
@@ -332,7 +332,7 @@ _READERS: dict[str, Callable[[Path, dict[str, Any], Identity], Iterator[CardScor
 def _dataset(source: str) -> str | None:
     """The data's name, unless they are the demo's or come from a file."""
     name = source.partition(":")[0]
-    return None if name == "demo" or public(source) != source or Path(name).suffix or Path(name).exists() else source
+    return None if name == "demo" or is_path(source) or Path(name).suffix or on_disk(name) is not None else source
 
 
 def _short(model_hash: str) -> str:

@@ -22,7 +22,7 @@ class PaperPreset:
 
 PRESETS = {
     "lp": PaperPreset(
-        "Layer Parallelism, section 4.3 and table 2",
+        "Layer Parallelism, section 5 and table 2",
         {"scope": "edited", "batch": 32, "learning_rate": 1e-4, "schedule": "linear", "warmup": 0, "steps": 4096},
     ),
     "ladder": PaperPreset(

@@ -139,7 +139,7 @@ def test_an_adapter_is_kept_apart(heal: Any, tmp_path: Path) -> None:
 def test_presets_are_said(heal: Any) -> None:
     code, _, err = heal('pair: {layers: "1:3"}', "--preset", "lp")
     assert code == 0, err
-    assert "preset lp (Layer Parallelism, section 4.3 and table 2): scope edited, batch 2, learning_rate 0.01" in err
+    assert "preset lp (Layer Parallelism, section 5 and table 2): scope edited, batch 2, learning_rate 0.01" in err
 
 
 @pytest.mark.parametrize(

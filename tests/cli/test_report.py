@@ -5,11 +5,13 @@ from __future__ import annotations
 import csv
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from surgeon.cli.app import main
+from surgeon.reports.sections import KINDS
 from tests.reports.read_page import Page, map_named
 
 Result = tuple[int, str, str]
@@ -25,6 +27,12 @@ def surgeon(capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
         return code, captured.out, captured.err
 
     return run
+
+
+def test_its_help_names_all_that_it_shows(surgeon: Callable[..., Result]) -> None:
+    code, out, _ = surgeon("report", "--help")
+    assert code == 0
+    assert [kind.name for kind in KINDS if not re.search(rf"\b{kind.name}\b", out)] == []
 
 
 @pytest.mark.thorough

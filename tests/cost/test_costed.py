@@ -51,6 +51,14 @@ def test_programs_recipes_and_variants_beside_it(tmp_path: Path) -> None:
     assert programs[6] == programs[7] == str(Program.dense(4))
 
 
+def test_a_program_may_be_longer_than_a_files_name(tmp_path: Path) -> None:
+    deep = folder(tmp_path / "deep", num_hidden_layers=60)
+    text = f"{Program.dense(58)} [A58 A59] [F58 F59]"
+    assert len(text) > 400
+    found = open_costed(str(deep), [text], program=text)
+    assert [str(one.program(1)) for one in found] == [text, text]
+
+
 def test_a_program_that_a_checkpoint_has(tmp_path: Path) -> None:
     edited = folder(tmp_path / "edited", model_type="surgeon_llama", surgeon_program="A0 F0 >A1 >F1")
     config, program = read_config_only(edited)

@@ -100,7 +100,7 @@ def test_every_row_of_table_1_is_there(model: str) -> None:
 
 
 def test_the_hybrids_of_ladder_residual() -> None:
-    """The upper half of the layers, and layers 12 to the end (section 3.2.2 of Ladder Residual)."""
+    """The upper half of the layers, and layers 12 to the end (section 4.2.1 of Ladder Residual)."""
     mine = {name: only_operation(recipe, "ladder") for name, recipe in RECIPES.items() if name.startswith("ladder-")}
     assert mine == {
         "ladder-llama-3.1-8b-instruct-16l": (range(16, 32),),

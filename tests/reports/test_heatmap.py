@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,11 +12,16 @@ import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from surgeon.analysis.cells import HEATMAPS, stretches
 from surgeon.reports import heatmap
+from surgeon.reports.blocks import Map
 from surgeon.reports.heatmap import draw_heatmaps, grid
+from surgeon.reports.scale import BEYOND, CAP
+from surgeon.reports.sections.scan_maps import heatmaps
+from surgeon.reports.tolerance import ScanTable
 
 BASE = 10.0
 OVER_STRETCHES = tuple(name for name, one in HEATMAPS.items() if one.varied is None)
@@ -142,7 +148,7 @@ def test_what_the_picture_says(tmp_path: Path, figures: list[Figure]) -> None:
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("last layer $e$", "first layer $s$")
     assert axes.get_ylim()[0] > axes.get_ylim()[1], "the first row is on top"
     scale = axes.images[0].norm
-    assert (scale.vmin, scale.vmax) == (BASE, BASE * heatmap.CAP)
+    assert (scale.vmin, scale.vmax) == (BASE, BASE * CAP)
     assert "beyond 3 times the base" in bar.get_ylabel()
 
 
@@ -175,6 +181,46 @@ def test_infinite_cells_have_the_colour_of_capped_ones(tmp_path: Path, figures: 
     rgba = image.to_rgba(image.get_array())
     assert tuple(rgba[0, 2]) == tuple(image.cmap.get_over())
     assert tuple(rgba[2, 0]) == tuple(image.cmap.get_bad()) != tuple(image.cmap.get_over())
+
+
+def colours_on_the_page(item: Map) -> dict[tuple[int, int], str]:
+    """Of each cell, by row and column of the map."""
+    found = {}
+    for path in re.findall(r"<path fill=[^>]*>", item.svg):
+        colour = re.search(r'fill="(#\w+)"', path)
+        assert colour is not None
+        for column, row in re.findall(r"M(\d+) (\d+)h1v1h-1z", path):
+            found[int(row), int(column)] = colour[1]
+    return found
+
+
+@pytest.mark.parametrize("operations", [("prune",), ("prune", "merge")])
+@pytest.mark.parametrize(("worst", "bad"), [(100.0, 500.0), (20.0, 20.0), (10.8, 500.0), (10.8, math.inf), (9.9, 9.9)])
+def test_the_page_has_the_same_colours(
+    operations: tuple[str, ...], worst: float, bad: float, tmp_path: Path, figures: list[Figure]
+) -> None:
+    cells = table(12, operations, worst).assign(divergence=0.1, tokens=100)
+    cells.loc[(cells["operation"] == "prune") & (cells["first"] == 0), "perplexity"] = bad
+    cells = pd.concat(
+        [cells, cells.iloc[-9:], pd.DataFrame([("lowrank", 0, 0, 90.0, 0.1, 100, 0.5)], columns=[*cells, "keep"])]
+    )
+    draw_heatmaps(cells, BASE, tmp_path, "a model")
+    scan = ScanTable.of(cells, {"base_perplexity": BASE, "num_layers": 12, "steps_per_layer": 2})
+    gallery = next(heatmaps(cells, scan))
+    figure = figures[-1] if len(operations) > 1 else figures[0]
+    panels = [axes for axes in figure.axes if axes.images]
+    assert len(panels) == len(gallery.items) == len(operations)
+    for panel, item in zip(panels, gallery.items, strict=True):
+        assert isinstance(item, Map)
+        image = panel.images[0]
+        drawn, shown = image.to_rgba(image.get_array()), colours_on_the_page(item)
+        assert len(shown) == 12 * 13 / 2
+        for place, colour in shown.items():
+            # The page has 64 colours, the picture has 256.
+            np.testing.assert_allclose(drawn[place][:3], to_rgb(colour), atol=0.035)
+        beyond = {place for place, colour in shown.items() if colour == BEYOND}
+        assert beyond == {place for place in shown if tuple(drawn[place]) == tuple(image.cmap.get_over())}
+    assert ("beyond" in str(gallery.legend)) == ("beyond" in figure.axes[-1].get_ylabel())
 
 
 @pytest.mark.parametrize("num_layers", [1, 16, 32, 80])

@@ -9,7 +9,8 @@ from surgeon.checkpoint.load import read_config
 from surgeon.checkpoint.read import Checkpoint, locate
 from surgeon.checkpoint.texts import open_tokenizer
 from surgeon.language.operations.lowrank import Calibration
-from surgeon.quality.data import DEMO, Windows, digest_of, load_windows, window_for
+from surgeon.quality.data import Windows, digest_of, load_windows, window_for
+from surgeon.quality.sources import file_and_column
 
 CALIBRATION_TOKENS = 32768
 
@@ -62,9 +63,10 @@ def recorded(windows: Windows, after: int = 0) -> Calibration:
     Args:
         after: how many tokens come before it in its data.
     """
-    path = Path(windows.source)
+    path, column = file_and_column(windows.source)
+    whole = windows.source if path is None else str(path.resolve())
     named: Calibration = {
-        "data": windows.source if windows.source == DEMO or not path.is_file() else str(path.resolve()),
+        "data": whole if column is None else f"{whole}:{column}",
         "tokens": windows.ids.numel(),
         "window": windows.ids.shape[1],
         "hash": f"sha256:{windows.digest}",

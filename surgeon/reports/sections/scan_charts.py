@@ -12,7 +12,8 @@ import pandas as pd
 from surgeon.language.operations.declare import HEATMAPS
 from surgeon.reports.blocks import Block, Chart, Gallery, Table
 from surgeon.reports.chart import STYLES, Axis, Point, Series, draw_chart, layer_axis, log_axis
-from surgeon.reports.heatmap import CAP, LEAST_CAP, title_of
+from surgeon.reports.heatmap import title_of
+from surgeon.reports.scale import CAP, LEAST_CAP
 from surgeon.reports.svg import TOLERANCES
 from surgeon.reports.tolerance import (
     PAIRS,

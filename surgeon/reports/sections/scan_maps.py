@@ -23,8 +23,20 @@ _FIELDS = {"perplexity": "perplexity", "divergence": "divergence"}
 
 
 def colours_of(table: pd.DataFrame, base: float) -> ColourScale:
-    """The scale that all maps of a scan share."""
-    return ColourScale.of_perplexity([float(value) for value in table["perplexity"]], base)
+    """The scale that a scan's maps over stretches share, here as in `heatmaps.png`."""
+    return _scale(_cells_of_maps(table, over_stretches=True), base)
+
+
+def _cells_of_maps(table: pd.DataFrame, over_stretches: bool) -> dict[str, pd.DataFrame]:
+    """The cells of each operation's map, each once; of maps over stretches or of the others."""
+    names = (name for name in dict.fromkeys(table["operation"]) if (varied_by(name) is None) == over_stretches)
+    return {
+        name: table[table["operation"] == name].drop_duplicates(["first", varied_by(name) or "last"]) for name in names
+    }
+
+
+def _scale(maps: dict[str, pd.DataFrame], base: float) -> ColourScale:
+    return ColourScale.of_perplexity([float(value) for cells in maps.values() for value in cells["perplexity"]], base)
 
 
 def legend_of(scale: ColourScale) -> Markup:
@@ -33,31 +45,29 @@ def legend_of(scale: ColourScale) -> Markup:
 
 
 def heatmaps(table: pd.DataFrame, scan: ScanTable, orders: pd.DataFrame | None = None) -> Iterator[Gallery]:
-    """One map for every operation of a scan, all on one scale; those over stretches first.
+    """One map for every operation of a scan: those over stretches on one scale, then the others on another one.
 
     Args:
         table: all of `cells.csv`.
         orders: `permutations.csv`, where there is one.
     """
-    scale = colours_of(table, scan.base)
-    over_stretches, of_values = [], []
-    for operation in dict.fromkeys(table["operation"]):
-        cells = table[table["operation"] == operation]
-        if (varied := varied_by(operation)) is None:
-            over_stretches.append(_heatmap(operation, cells.drop_duplicates(["first", "last"]), scan, scale, orders))
-        else:
-            of_values.append(_map_of_values(operation, cells.drop_duplicates(["first", varied]), varied, scan, scale))
     colours = (
         f"Colour: perplexity over that of the unedited model, {number(scan.base)}. The line fences in the cells within "
-        f"{allowance(MARKED)}. All maps of this scan share one scale."
+        f"{allowance(MARKED)}."
     )
-    if over_stretches:
-        many = max(len(item.cells["rows"]) for item in over_stretches) > MANY_LAYERS
+    if maps := _cells_of_maps(table, over_stretches=True):
+        scale = _scale(maps, scan.base)
+        drawn = [_heatmap(operation, cells, scan, scale, orders) for operation, cells in maps.items()]
+        many = max(len(item.cells["rows"]) for item in drawn) > MANY_LAYERS
         axes = "First layer of the stretch down, last layer across; the diagonal is single layers."
-        yield Gallery(over_stretches, f"{axes} {colours}", legend_of(scale), many=many)
-    if of_values:
-        axes = "Each layer alone, with every value of a parameter."
-        yield Gallery(of_values, f"{axes} {colours}", legend_of(scale), wide=True)
+        shared = " These maps share one scale, that of heatmaps.png." if len(maps) > 1 else ""
+        yield Gallery(drawn, f"{axes} {colours}{shared}", legend_of(scale), many=many)
+    if maps := _cells_of_maps(table, over_stretches=False):
+        scale = _scale(maps, scan.base)
+        drawn = [_map_of_values(name, cells, str(varied_by(name)), scan, scale) for name, cells in maps.items()]
+        yield Gallery(
+            drawn, f"Each layer alone, with every value of a parameter. {colours}", legend_of(scale), wide=True
+        )
 
 
 def _heatmap(

@@ -23,6 +23,7 @@ from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe, parse_recipe
 from surgeon.models.edit import decoder_layers, edit, program_of
 from surgeon.models.edited_layers import EditedLayers
+from surgeon.named import is_hub_name
 from surgeon.opened import UnloadedModel, open_candidate
 
 
@@ -138,7 +139,7 @@ def open_heal_subject(name: str, program: str | None = None, teacher: str | None
 
 def _is_found_by_name(model: Any) -> bool:
     """Whether a model can be opened by the name in a report, which says of a folder only the last part."""
-    return isinstance(model, str) and (model == DEMO or model.count("/") == 1)
+    return isinstance(model, str) and (model == DEMO or is_hub_name(model))
 
 
 def _made_from(report: dict[str, Any], edited: UnloadedModel) -> UnloadedModel:

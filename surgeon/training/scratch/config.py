@@ -32,8 +32,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from surgeon.language.operations.applied import AppliedOperation, in_braces
 from surgeon.language.program import Program
-from surgeon.language.recipe import FORMAT, DocumentReader, Recipe, is_recipe, line_of, read_document
-from surgeon.provenance import public
+from surgeon.language.recipe import FORMAT, DocumentReader, Recipe, line_of, read_document
+from surgeon.named import is_recipe, on_disk, public
 from surgeon.quality.data import DEFAULT_WINDOW
 from surgeon.training.arguments import read_trainer_argument
 from surgeon.training.settings import TrainSettings
@@ -205,7 +205,7 @@ def read_config_file(path: Path) -> ScratchConfig:
         FileNotFoundError: if there is none.
         ValueError: if it is not a valid configuration, naming the line.
     """
-    if not is_recipe(path) and path.exists():
+    if not is_recipe(path) and on_disk(path) is not None:
         raise ValueError(f"{path} is no {KIND}; give a YAML file, as recipes/train/ has them")
     return parse_config(read_document(path, KIND), str(path))
 

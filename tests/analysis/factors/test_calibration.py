@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from surgeon.analysis.factors.calibration import load_calibration
+from surgeon.analysis.factors.calibration import load_calibration, load_recorded, recorded
 from surgeon.checkpoint.texts import open_tokenizer
 from surgeon.quality.data import load_windows
 
@@ -30,6 +31,23 @@ def test_it_may_be_another_text(tiny_checkpoint: Path, tiny_text: Path, tmp_path
     expected = load_windows(open_tokenizer(tiny_checkpoint), str(other), 32, 64)
     assert torch.equal(found.ids, expected.ids)
     assert (found.source, found.digest) == (str(other), expected.digest)
+
+
+def test_a_recipe_names_a_file_by_its_whole_path(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [json.dumps({"words": "some of the words, ", "more": f"{row} others " * 40}) + "\n" for row in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(rows))
+    (tmp_path / "plain.txt").write_text("".join(rows))
+    tokenizer = open_tokenizer(tiny_checkpoint)
+    for named, whole in (("rows.jsonl:more", "rows.jsonl:more"), ("plain.txt", "plain.txt")):
+        windows = load_windows(tokenizer, named, 16, 64)
+        record = recorded(windows)
+        assert record["data"] == f"{tmp_path.resolve()}/{whole}"
+        monkeypatch.chdir("/")
+        assert load_recorded(tiny_checkpoint, record).digest == windows.digest
+        monkeypatch.chdir(tmp_path)
 
 
 def test_too_little_text(tiny_checkpoint: Path, tiny_text: Path) -> None:

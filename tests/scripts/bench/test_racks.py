@@ -1,4 +1,4 @@
-"""scripts/bench/racks.py, rack_claims.py, rack_pictures.py: figures, verdicts, pictures, of records made by hand."""
+"""scripts/bench/racks.py and its rack_*.py: figures, verdicts, pictures, of records made by hand."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from matplotlib.image import imread
 
-from scripts.bench import rack_claims, rack_pictures, racks
+from scripts.bench import rack_bench, rack_claims, rack_pictures, racks
 from scripts.bench.pipelined_p2p import Trace
 from scripts.bench.pipelined_ranks import LOCAL, SCHEDULES, Job, record_of
+from scripts.bench.rack_bench import Bench, Cell, Figures
 from scripts.bench.rack_model import Optimisation, head_units
 from scripts.bench.rack_processes import PROCESSES
 from scripts.bench.rack_quality import Run
-from scripts.bench.racks import Bench, Cell, Figures
 from surgeon.provenance import write_json
 from surgeon.training.racks.in_turn import rack_folder
 from surgeon.training.racks.items import ItemKey, ItemKind
@@ -57,8 +57,8 @@ def leave(made: Bench, cell: Cell, step_seconds: float, waits: float) -> Job:
 def test_figures_are_those_of_the_steps_behind_the_first(tmp_path: Path) -> None:
     made, cell = bench(tmp_path), Cell(2, "none", "1f1b")
     job = leave(made, cell, 0.5, 0.2)
-    found = racks.figures_of(cell, cell.folder(tmp_path, 0))
-    assert found.speed == pytest.approx(8 * racks.WINDOW / 0.5)
+    found = rack_bench.figures_of(cell, cell.folder(tmp_path, 0))
+    assert found.speed == pytest.approx(8 * rack_bench.WINDOW / 0.5)
     assert found.idle == pytest.approx((0.2, 0.2))
     steps = job.optimisation.steps
     assert (found.forward, found.backward, found.resident) == (600 / steps, 600 / steps, 1001)
@@ -69,22 +69,22 @@ def test_figures_are_those_of_the_steps_behind_the_first(tmp_path: Path) -> None
 def test_a_coda_and_a_slow_rank_are_to_take_longer() -> None:
     job = Job("1f1b", 2, bench(Path()).config.to_dict(), STEPS, unit=0.01)
     head = head_units(job.config)
-    assert racks.paced_seconds(job, 0, job.schedule) == pytest.approx(3 * 2 * 0.01)
-    assert racks.paced_seconds(job, 1, job.schedule) == pytest.approx(3 * (2 + head) * 0.01)
+    assert rack_bench.paced_seconds(job, 0, job.schedule) == pytest.approx(3 * 2 * 0.01)
+    assert rack_bench.paced_seconds(job, 1, job.schedule) == pytest.approx(3 * (2 + head) * 0.01)
     local = replace(job, schedule=LOCAL, factors=(2.0, 1.0))
-    assert racks.paced_seconds(local, 0, LOCAL) == pytest.approx(2 * 3 * (2 + 1 + head) * 0.01)
-    assert racks.paced_seconds(local, 1, LOCAL) == pytest.approx(3 * (2 + head) * 0.01)
+    assert rack_bench.paced_seconds(local, 0, LOCAL) == pytest.approx(2 * 3 * (2 + 1 + head) * 0.01)
+    assert rack_bench.paced_seconds(local, 1, LOCAL) == pytest.approx(3 * (2 + head) * 0.01)
 
 
 def test_every_way_meets_every_link(tmp_path: Path) -> None:
-    todo = racks.cells([2], ["none", "slow"])
-    assert [cell.way for cell in todo] == [*racks.WAYS, *racks.WAYS]
+    todo = rack_bench.cells([2], ["none", "slow"])
+    assert [cell.way for cell in todo] == [*rack_bench.WAYS, *rack_bench.WAYS]
     assert bench(tmp_path).job(todo[-1]).factors == (1.0, 2.0)
     assert bench(tmp_path).job(Cell(2, "10MB/s", "gpipe")).bandwidth == 10e6
 
 
 def test_what_is_there_is_tabled_judged_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made, todo = bench(tmp_path), [cell for cell in racks.cells([4], ["none"]) if cell.way in SCHEDULES]
+    made, todo = bench(tmp_path), [cell for cell in rack_bench.cells([4], ["none"]) if cell.way in SCHEDULES]
     for cell in todo:
         leave(made, cell, *((0.4, 0.01) if cell.way == LOCAL else (0.6, 0.3)))
     found = racks.show(made, todo)
@@ -156,11 +156,11 @@ def test_surgeons_own_processes_are_read_from_their_run(tmp_path: Path) -> None:
     folder = cell.folder(tmp_path, 0)
     for rank in range(2):
         rack_folder(folder, rank).mkdir(parents=True)
-    assert not racks.whole(cell, folder)
+    assert not rack_bench.whole(cell, folder)
     leave_racks(folder)
-    assert racks.whole(cell, folder)
-    found = racks.figures_of(cell, folder)
-    assert found.speed == pytest.approx(2 * 8 * racks.WINDOW / 16)
+    assert rack_bench.whole(cell, folder)
+    found = rack_bench.figures_of(cell, folder)
+    assert found.speed == pytest.approx(2 * 8 * rack_bench.WINDOW / 16)
     assert found.idle == pytest.approx((0.25, 0.25))
     assert (found.forward, found.backward) == (600, 20)
     assert found.paced == pytest.approx(24 / (2 * 8 * 0.5) - 1)
@@ -182,4 +182,4 @@ def test_curves_are_drawn(tmp_path: Path) -> None:
 
 def test_figures_take_the_median() -> None:
     rounds = [Figures(speed, 1.0, 1.0, (0.1,), 1) for speed in (3.0, 1.0, 2.0)]
-    assert racks.median(rounds, racks.speed) == 2.0
+    assert rack_bench.median(rounds, rack_bench.speed) == 2.0

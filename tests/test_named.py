@@ -1,0 +1,110 @@
+"""What texts of a user's name, and that everything that takes one takes what can be no file's name for none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from surgeon.checkpoint.config_only import read_config_only
+from surgeon.checkpoint.describe import describe
+from surgeon.checkpoint.read import locate
+from surgeon.cost.hardware_file import load_hardware
+from surgeon.language.recipe import read_recipe
+from surgeon.named import is_hub_name, is_path, is_program, is_recipe, name_of, on_disk, public
+from surgeon.quality.sources import documents, file_and_column
+from surgeon.quality.tasks_load import split_names
+
+LONG = " ".join(f"A{k} F{k}" for k in range(60))  # longer than a name on any file system may be
+UNNAMEABLE = [LONG, "x" * 5000, "no\0name", "lone\ud800surrogate"]
+
+
+@pytest.mark.parametrize("text", ["", "missing", *UNNAMEABLE])
+def test_what_no_file_is_called_is_on_no_disk(text: str) -> None:
+    assert on_disk(text) is None
+
+
+def test_files_folders_and_links_are_on_the_disk(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "there").symlink_to("file")
+    (tmp_path / "gone").symlink_to("nothing")
+    (tmp_path / "round").symlink_to("round")
+    assert on_disk(tmp_path) == tmp_path == on_disk(str(tmp_path))
+    assert on_disk(tmp_path / "there") == tmp_path / "there"
+    assert [on_disk(tmp_path / name) for name in ("gone", "round", "file/inside")] == [None] * 3
+
+
+def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "text.txt").write_text("words")
+    (tmp_path / "recipe.yaml").write_text("surgeon: 1\nmodel: demo\noperations: []\n")
+    (tmp_path / "~nobody-has-this-name").mkdir()
+    assert locate("~/model") == tmp_path / "model"
+    assert file_and_column("~/text.txt") == (tmp_path / "text.txt", None)
+    assert read_recipe(Path("~/recipe.yaml")).model == "demo"
+    assert name_of("~") == tmp_path.name
+    assert on_disk("~nobody-has-this-name") == Path("~nobody-has-this-name")
+
+
+def test_a_folder_that_may_not_be_searched_is_no_missing_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(self: Path, **_: Any) -> None:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "stat", forbidden)
+    with pytest.raises(PermissionError, match=r"no telling whether there is locked/model: Permission denied; see who"):
+        on_disk("locked/model")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [LONG, "A0", "A10 F10", " >A1 >F1", "[A1 A2]", "{A1 F1 | A2 F2}", "A1/2:0 F1/2:0", "A0~A1", "A0@q64 F0", "A0F0"],
+)
+def test_programs(text: str) -> None:
+    assert is_program(text)
+
+
+@pytest.mark.parametrize("text", ["A100.yaml", "F5-tts/base", "A21/jamba", "F16", "demo", "lp", "a0 f0", "", "B1 F1"])
+def test_names_are_no_programs(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "F16").mkdir()  # which is on the disk here
+    assert not is_program(text)
+
+
+def test_recipes_hub_names_and_paths() -> None:
+    assert [is_recipe(text) for text in ("a.yaml", "a/B.YML", "a.json", "yaml", LONG)] == [True, True, *[False] * 3]
+    names = ("meta-llama/Llama-3.1-8B", "llama", "./a/b", "a/b/c", "~/model", "a b/c", "a/b\0", "-a/b")
+    assert [is_hub_name(text) for text in names] == [True, *[False] * 7]
+    paths = ("/a", "./a", "..", "~/a", "a/b/c", "a/b", "owner/data:a/b:train", "name")
+    assert [is_path(text) for text in paths] == [True] * 5 + [False] * 3
+    assert [public(text) for text in paths[3:6]] == ["a", "c", "a/b"]
+
+
+@pytest.mark.parametrize("text", UNNAMEABLE)
+@pytest.mark.parametrize("take", [locate, read_config_only, describe, load_hardware])
+def test_what_takes_a_name_says_that_there_is_none(take: Callable[[str], Any], text: str) -> None:
+    with pytest.raises((FileNotFoundError, ValueError), match="there is no "):
+        take(text)
+
+
+@pytest.mark.parametrize("text", [f"{'x' * 300}.txt", f"{'x' * 300}.jsonl:text", "no\0name.txt", f"./{'x' * 300}"])
+def test_data_of_such_a_name_is_missing(text: str) -> None:
+    with pytest.raises(FileNotFoundError, match="there is no file "):
+        list(documents(text, None))
+
+
+def test_many_tasks_are_a_list_and_no_file(tmp_path: Path) -> None:
+    names = [f"task-number-{number}" for number in range(40)]
+    assert split_names([",".join(names)]) == names
+    (tmp_path / "a,b.jsonl").write_text("")
+    assert split_names([str(tmp_path / "a,b.jsonl")]) == [str(tmp_path / "a,b.jsonl")]
+
+
+def test_the_demos_text_is_no_folder_called_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo").mkdir()
+    assert file_and_column("demo") == (None, None)
+    assert sum(1 for _ in documents("demo", None)) > 0
