@@ -167,13 +167,13 @@ def test_where_pip_fails_its_last_words_are_shown_and_the_rest_named(clone: Clon
     [
         ([], True),
         (["-x", "-k", "pair"], True),
-        (["tests/operations", "-k", "pair"], False),
+        (["tests/language/operations", "-k", "pair"], False),
         (["tests/language/operations/test_operations.py::test_pair"], False),
         (["--pdb"], False),
     ],
 )
 def test_tests_run_side_by_side_unless_they_are_few(clone: Clone, arguments: list[str], workers: bool) -> None:
-    (clone.root / "tests/operations").mkdir(parents=True)
+    (clone.root / "tests/language/operations").mkdir(parents=True)
     (clone.root / "tests/language/operations/test_operations.py").touch()
     (clone.path / "nproc").write_text("#!/bin/sh\necho 32\n")
     (clone.path / "nproc").chmod(0o755)

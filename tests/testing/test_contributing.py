@@ -12,10 +12,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADINGS = {
-    "Adding an operation": "operations/parallel.py",
-    "Adding a family": "families/qwen3.py",
+    "Adding an operation": "language/operations/parallel.py",
+    "Adding a family": "models/families/qwen3.py",
     "Adding a form": "checkpoint/forms/plain.py",
-    "Adding a space": "search/spaces/fuse.py",
+    "Adding a space": "searches/spaces/fuse.py",
 }
 FAST = "described or bit_for_bit or padding or maps or recipes or Zeroed or Merges"
 
