@@ -32,6 +32,7 @@ class Subject:
     Attributes:
         name: the model as the user named it.
         folder: where it lies.
+        tokenizer: the model's, every token of which has a row in the embedding.
         model_hash: which model it is.
         memory: the limit it was opened under, in bytes, which what measures it has to keep.
     """
@@ -39,6 +40,7 @@ class Subject:
     name: str
     folder: Path
     model: PreTrainedModel
+    tokenizer: Any
     windows: Windows
     model_hash: str
     memory: int | None = None
@@ -59,8 +61,7 @@ class Subject:
         return provenance(
             self.name,
             self.model_hash,
-            data=text.source,
-            data_hash=text.digest,
+            **text.record(),
             separator=text.separator,
             window=text.ids.shape[1],
             tokens=text.ids.numel(),
@@ -94,11 +95,12 @@ def open_subject(
     checkpoint = Checkpoint(folder)
     # The text comes first: what is wrong with it is said before a large model is loaded.
     size = window_for(read_config(checkpoint), window)
-    windows = load_windows(open_tokenizer(folder), data, size, tokens, separator)
+    tokenizer = open_tokenizer(folder)
+    windows = load_windows(tokenizer, data, size, tokens, separator)
     # One with a program of its own is not streamed.
     streams = elsewhere and form_of(checkpoint).shipped is None
     loaded = load_streamed(folder) if streams else load_for_analysis(checkpoint, memory)
-    return Subject(model, folder, loaded, windows, checkpoint.model_hash(), memory)
+    return Subject(model, folder, loaded, tokenizer, windows, checkpoint.model_hash(), memory)
 
 
 def load_for_analysis(checkpoint: Checkpoint, memory: int | None = None, device: str | None = None) -> PreTrainedModel:

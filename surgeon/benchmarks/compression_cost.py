@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -97,7 +98,10 @@ def windows_of(
         if data is None:
             yield random_windows(plan.vocabulary, length, tokens, seed)
         else:
-            windows: list[list[int]] = load_windows(open_tokenizer(plan.folder), data, length, tokens).ids.tolist()
+            found = load_windows(open_tokenizer(plan.folder), data, length, tokens)
+            for note in found.notes:
+                warnings.warn(note, stacklevel=2)
+            windows: list[list[int]] = found.ids.tolist()
             yield windows
 
 

@@ -89,7 +89,7 @@ def _of_source(path: Path) -> ConfigOnly:
 def _find(what: str | Path) -> Path:
     name, there = str(what), on_disk(what)
     if there is not None:
-        if not there.is_dir() and there.suffix != ".json":
+        if not there.is_dir() and there.suffix.lower() != ".json":
             raise FileNotFoundError(
                 f"{there} is no {CONFIG}; give one, a folder with one, a name on the hub, or a recipe"
             )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,67 @@ from transformers import AutoTokenizer
 from surgeon.checkpoint.encoding import Encoder
 from surgeon.checkpoint.load import read_config
 from surgeon.checkpoint.read import Checkpoint, locate, read_json
+from surgeon.models.families import family_of
+from surgeon.models.weights import Names
 
 CONTEXT = 16  # earlier tokens decoded with the new ones, because tokenizers write a text's first token differently
 MOST_CONTEXT = 4 * CONTEXT
+MOST_NAMED = 3  # tokens in an error message
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 UNFINISHED = "\ufffd"  # what a token decodes to that holds a part of a character
 
 
 def open_tokenizer(path_or_name: str | Path) -> Any:
-    """The tokenizer in a checkpoint folder.
+    """The tokenizer of a model, every token of which has a row in the model's embedding.
+
+    An embedding of more rows is as good, and so is a tokenizer without BOS, EOS or a fast version. Of special ids in
+    the configuration that have no row, which say when a text ends, a warning is given.
+
+    Raises:
+        FileNotFoundError: if there is no such model, or a file of it is missing.
+        ValueError: if there is no tokenizer in it that can be read, or it gives token ids that have no row.
+    """
+    checkpoint = Checkpoint(locate(path_or_name))
+    family = family_of(read_config(checkpoint))
+    tokenizer = read_tokenizer(checkpoint.folder)
+    rows = checkpoint.shape(Names(checkpoint, family).of(f"{family.embedding}.weight"))[0]
+    if (needed := rows_needed(tokenizer)) > rows:
+        without = sorted((token, text) for text, token in tokenizer.get_vocab().items() if token >= rows)
+        named = ", ".join(f"{text!r} ({token})" for token, text in without[:MOST_NAMED])
+        more = f" and {len(without) - MOST_NAMED:,} more" if len(without) > MOST_NAMED else ""
+        raise ValueError(
+            f"the tokenizer of {path_or_name} gives token ids up to {needed - 1:,}, and the model's embedding has "
+            f"{rows:,} rows, none for {named}{more}; give it rows (model.resize_token_embeddings({needed}) of "
+            "transformers, and save it), or take these tokens out of the tokenizer's files, of which "
+            "tokenizer_config.json names the special ones"
+        )
+    special = _special_ids(checkpoint.folder)
+    if beyond := [f"{name} {token:,} ({file})" for file, name, token in special if token >= rows]:
+        warnings.warn(
+            f"{path_or_name} names tokens beyond the {rows:,} rows of its embedding, which cannot come: "
+            f"{', '.join(beyond)}; correct the numbers there",
+            stacklevel=2,
+        )
+    return tokenizer
+
+
+def rows_needed(tokenizer: Any) -> int:
+    """How many rows an embedding needs for all ids that a tokenizer gives."""
+    return 1 + int(max(tokenizer.get_vocab().values(), default=-1))
+
+
+def _special_ids(folder: Path) -> Iterator[tuple[str, str, int]]:
+    """The special tokens that a model's configurations name: in which file, as what, and their ids."""
+    for file in (folder / "config.json", folder / "generation_config.json"):
+        held = read_json(file) if file.is_file() else {}
+        for name in SPECIAL_IDS:
+            value = held.get(name)
+            ids = value if isinstance(value, list) else [value]
+            yield from ((file.name, name, token) for token in ids if type(token) is int)
+
+
+def read_tokenizer(path_or_name: str | Path) -> Any:
+    """The tokenizer in a folder, whatever model there is beside it, if any.
 
     Raises:
         FileNotFoundError: if there is no such folder.

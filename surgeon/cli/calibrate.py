@@ -60,7 +60,7 @@ def _check_output(path: Path) -> None:
         FileExistsError: if there is one.
         OSError: if it cannot be written.
     """
-    if path.suffix != ".yaml":
+    if path.suffix.lower() != ".yaml":
         raise ValueError(f"--output {path} must end in .yaml, by which hardware files are known")
     if path.exists():
         raise FileExistsError(f"{path} is there already; remove it, or write another file")

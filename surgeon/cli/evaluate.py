@@ -211,8 +211,8 @@ def _on_text(
     found = text_quality(model, windows.ids, compared)
     print(found.line())
     if output is not None:
-        more = {"data": windows.source, "data_hash": windows.digest, "window": windows.ids.shape[1]}
-        record = candidate.provenance(candidate.checkpoint.model_hash(), **more, **found.to_json())
+        more = windows.record() | {"window": windows.ids.shape[1]} | found.to_json()
+        record = candidate.provenance(candidate.checkpoint.model_hash(), **more)
         write_json(output / "text.json", record | ({} if original is None else {"against": original.name}))
 
 

@@ -26,16 +26,17 @@ def read_prompts(given: Sequence[str], file: Path | None) -> dict[str, str]:
 
 
 def _of_file(path: Path) -> Iterator[tuple[str, str]]:
-    from surgeon.quality.sources import is_table, read_table
+    from surgeon.quality.tables import is_table, read_table
+    from surgeon.quality.text_files import read_pieces
 
     if is_table(path):
-        yield from ((f"{path}: prompt {number}", text) for number, text in enumerate(read_table(path, FIELD), start=1))
+        for number, (where, text) in enumerate(read_table(path, FIELD), start=1):
+            if text is None:  # to leave it out would shift what is written for the others
+                raise ValueError(f"{where}: the row has no {FIELD!r}; every row needs one")
+            yield f"{path}: prompt {number}", text
         return
-    try:
-        lines = path.read_bytes().decode("utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); convert it, or give another file") from error
-    found = [(f"{path}:{number}", line.removesuffix("\r")) for number, line in enumerate(lines, 1) if line.strip()]
+    lines = "".join(read_pieces(path)).split("\n")
+    found = [(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
     if not found:
         raise ValueError(f"{path} is empty; write one prompt on each line")
     yield from found

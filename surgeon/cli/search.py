@@ -72,7 +72,7 @@ def search(
     subject = open_measured(model, data, text, memory)
     unseen = held.windows(subject)
     if unseen is not None:
-        warn(unseen.notes)
+        warn(note for note in unseen.notes if note not in subject.windows.notes)
     healer = healing.healer(subject, unseen, compared_by(objectives), output)
     if own is not None:
         restore(subject.model)  # its program is the one that others are compared with
@@ -109,11 +109,10 @@ def _tasks(subject: Subject, objectives: Sequence[Objective], output: Path) -> T
     """What measures the tasks among the objectives; None if there are none."""
     if not any(objective.is_of_few for objective in objectives):
         return None
-    from surgeon.checkpoint.texts import open_tokenizer  # lm-eval takes seconds to import
-    from surgeon.searches.accuracy import TaskAccuracy
+    from surgeon.searches.accuracy import TaskAccuracy  # lm-eval takes seconds to import
 
     identity = {"model_hash": subject.model_hash}
-    return TaskAccuracy(subject.model, open_tokenizer(subject.folder), objectives, identity, output)
+    return TaskAccuracy(subject.model, subject.tokenizer, objectives, identity, output)
 
 
 def _study(

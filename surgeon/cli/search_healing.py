@@ -87,7 +87,6 @@ class SearchHealing:
             ValueError: if it is too short, or not apart from the text that is searched or judged on; or if the model
                 does not fit into memory.
         """
-        from surgeon.checkpoint.texts import open_tokenizer
         from surgeon.quality.data import load_windows
         from surgeon.searches.healer import CandidateHealer, brief_settings, require_apart
         from surgeon.training.texts import TrainTexts
@@ -95,8 +94,8 @@ class SearchHealing:
         if self.heal is None or self.heal_data is None or unseen is None:
             return None
         searched, window = subject.windows, subject.windows.ids.shape[1]
-        tokens, tokenizer = self.heal * self.heal_batch * window, open_tokenizer(subject.folder)
-        text = load_windows(tokenizer, self.heal_data, window, tokens, searched.separator, at_most=True)
+        tokens = self.heal * self.heal_batch * window
+        text = load_windows(subject.tokenizer, self.heal_data, window, tokens, searched.separator, at_most=True)
         if len(text.ids) < self.heal_batch:
             raise ValueError(
                 f"--heal-data {self.heal_data} has {len(text.ids)} windows of {window} tokens, fewer than one batch of "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -211,9 +210,8 @@ class HeldOutText:
         Raises:
             FileNotFoundError, ValueError: as `held_out`.
         """
-        from surgeon.checkpoint.texts import open_tokenizer
         from surgeon.quality.held_out import held_out
 
         if self.holdout == 0:
             return None
-        return held_out(open_tokenizer(Path(subject.folder)), subject.windows, self.holdout, self.holdout_data)
+        return held_out(subject.tokenizer, subject.windows, self.holdout, self.holdout_data)

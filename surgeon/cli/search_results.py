@@ -53,7 +53,7 @@ def finish(
     ranked, why = choose(question, trials, curves)
     first, *others = _fast_enough_here(question, ranked, subject, use)
     comparison = None if unseen is None else _compared(question, first, others, unseen, subject, output)
-    text = None if unseen is None else (unseen.source, unseen.digest)
+    text = None if unseen is None else unseen.record()
     after = None if comparison is None or healer is None else healed(healer, comparison, output)
     winner = Winner(first, why) if comparison is None else Winner(comparison.chosen.trial, why, comparison, text)
     if after is not None and healer is not None:

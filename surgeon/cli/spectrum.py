@@ -204,9 +204,7 @@ def spectrum(
     subject = open_measured(model, data, text)
     warn(calibration.notes)
     recorded = whitening.recorded(calibration, text.tokens)
-    record = subject.provenance(
-        calibration=calibration.source, calibration_hash=calibration.digest, calibration_tokens=calibration.ids.numel()
-    )
+    record = subject.provenance(**calibration.record("calibration"), calibration_tokens=calibration.ids.numel())
     found = find_spectrum(
         subject.model,
         subject.windows,

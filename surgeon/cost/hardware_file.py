@@ -35,7 +35,7 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
     text, known = str(name_or_path), known_hardware()
     path = MACHINES / f"{text}{SUFFIX}" if text in known else on_disk(text)
     if path is None or not path.is_file():
-        if "/" in text or Path(text).suffix == SUFFIX:
+        if "/" in text or Path(text).suffix.lower() == SUFFIX:
             raise FileNotFoundError(f"there is no hardware file {text}; write one, or use {', '.join(known)}")
         raise ValueError(f"there is no hardware {text!r}; {did_you_mean(text, known)} (or give a {SUFFIX} file)")
     try:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from surgeon.quality.sources import DEMO, DEMO_TRAINING, Text, documents
+from surgeon.quality.text_files import Reading
 
 __all__ = ["DEFAULT_TOKENS", "DEFAULT_WINDOW", "DEMO", "Windows", "load_windows", "window_for"]
 
@@ -29,6 +31,8 @@ class Windows:
         digest: SHA-256 of the token ids and their shape: which text this is, for this tokenizer.
         separator: what documents were told apart by, or None where the text was read as one.
         notes: what the user should know about the data, one line each.
+        column: of a table or dataset, that was read.
+        left_out: how many of what is not in the windows, as far as the text was read (see `Reading`).
     """
 
     ids: Tensor
@@ -36,6 +40,14 @@ class Windows:
     digest: str
     separator: str | None = None
     notes: tuple[str, ...] = ()
+    column: str | None = None
+    left_out: Mapping[str, int] = field(default_factory=dict)
+
+    def record(self, name: str = "data") -> dict[str, Any]:
+        """Which text this is, as JSON values, under names that begin with the given one."""
+        column = {} if self.column is None else {f"{name}_column": self.column}
+        left_out = {f"{name}_left_out": dict(self.left_out)} if self.left_out else {}
+        return {name: self.source, f"{name}_hash": self.digest, **column, **left_out}
 
     @property
     def predicted(self) -> int:
@@ -58,12 +70,16 @@ def load_windows(
     each begun with the tokenizer's BOS; without a BOS each is ended with its EOS. Documents follow one another in the
     windows. Without a separator all of the text is one document, rows with a blank line between them.
 
+    A byte order mark is left out, CRLF in text files is read as LF, rows that have no text (null, or no such column)
+    and, with a separator, empty documents are left out: how many is in the result, and its notes say so.
+
     Args:
         tokenizer: a `transformers` tokenizer.
         data: a UTF-8 text file; a .jsonl, .json (one object a line) or .parquet file, as file or file:column (by
             default the column text, or else the only one of strings); "demo" for held-out source files of the Python
             standard library, "demo:train" for the others, which the demo model was trained on; or the name of a
             dataset for `datasets`, as name[:config[:split[:column]]]. Text and JSON files may be compressed (.gz).
+            Endings count in any letter case.
         window: tokens in a window.
         tokens: tokens in all, cut down to whole windows.
         after: tokens that are left out before these, whole windows.
@@ -71,8 +87,9 @@ def load_windows(
 
     Raises:
         FileNotFoundError: if there is no such file or dataset.
-        ValueError: if the text is empty, not UTF-8, shorter than one window (or than one behind those left out), a row
-            of it is damaged or holds no text, or the sizes make no sense.
+        ValueError: if the text is empty, not UTF-8 (UTF-16 by name; a NUL byte is no text), shorter than one window (or
+            than one behind those left out), a row of it is damaged or holds something else (a lone surrogate, too), it
+            is not clear which column is meant, or the sizes make no sense.
     """
     _check_sizes(window, tokens, after)
     if separator == "":
@@ -81,16 +98,17 @@ def load_windows(
     apart = separator is not None or data in (DEMO, DEMO_TRAINING)
     begin, end = _document_marks(tokenizer, data) if apart else ([], [])
     ids: list[int] = []
-    for document in documents(data, separator):
+    reading = Reading()
+    for document in documents(data, separator, reading):
         ids += begin + _tokenize(tokenizer, document, wanted - len(ids), special=not apart and not ids) + end
         if len(ids) >= wanted:
             break
     ids, notes = _cut(ids, data, window, after, wanted)
-    notes = [] if at_most else notes
+    notes = [*([] if at_most else notes), *reading.lines(data)]
     if not apart:
         notes += _read_as_text(tokenizer.decode(ids), data)
     tensor = torch.tensor(ids, dtype=torch.long).view(-1, window)
-    return Windows(tensor, data, digest_of(tensor), separator, tuple(notes))
+    return Windows(tensor, data, digest_of(tensor), separator, tuple(notes), reading.column, +reading.left_out)
 
 
 def _check_sizes(window: int, tokens: int, after: int) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from surgeon.errors import shown
-from surgeon.quality.sources import read_json_lines
+from surgeon.quality.text_files import lone_surrogate, read_json_lines
 
 Row = dict[str, Any]
 
@@ -233,6 +233,8 @@ def _text(row: Row, key: str, where: str) -> str:
     value = row[key]
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{where}: {key} must be text with something in it, not {shown(value)}")
+    if (surrogate := lone_surrogate(value)) is not None:
+        raise ValueError(f"{where}: {key} is not text in UTF-8 ({surrogate}); mend this row")
     return value
 
 

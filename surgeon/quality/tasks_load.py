@@ -160,10 +160,10 @@ class _Loader:
         """The tasks and groups behind a name or a path."""
         there = on_disk(name)
         path = there or Path(name)
-        if path.suffix == SUFFIX:
+        if path.suffix.lower() == SUFFIX:
             task, self.files[name] = file_task(path, self.positions)
             return [task]
-        if path.suffix in YAML:
+        if path.suffix.lower() in YAML:
             return self._yaml(path)
         if "/" in name or (there is not None and there.is_dir() and name not in self.known().all_tasks):
             return self._folder(path)

@@ -116,8 +116,7 @@ class CandidateHealer:
         text, settings = self.texts.training, self.settings
         return {
             "steps": settings.steps,
-            "data": text.source,
-            "data_hash": text.digest,
+            **text.record(),
             "settings": settings.to_json(),
         }
 

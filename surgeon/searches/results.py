@@ -35,7 +35,7 @@ class Winner:
     Attributes:
         why: what it is the best of, in a few words.
         comparison: with its runners-up on held-out text; None if none was held out.
-        text: the held-out text's source, and the hash of its windows.
+        text: which held-out text that is (`Windows.record`).
         healing: of both; None if none was healed.
         healed_by: what healed them, as JSON values.
     """
@@ -43,7 +43,7 @@ class Winner:
     trial: Trial
     why: str
     comparison: HeldOutComparison | None = None
-    text: tuple[str, str] | None = None
+    text: Mapping[str, Any] | None = None
     healing: HealedComparison | None = None
     healed_by: Mapping[str, Any] = field(default_factory=dict)
 
@@ -185,11 +185,9 @@ def write_record(
     best = {"trial": trial.number, "why": winner.why, "program": trial.proposal.key, **_finite(trial.measured)}
     found: dict[str, Any] = {"best": best, "original": _finite(question.original)}
     if winner.comparison is not None:
-        source, digest = winner.text or (None, None)
         missed = winner.missed_unseen(question.budget)
         found["held_out"] = {
-            "data": source,
-            "data_hash": digest,
+            **(winner.text or {}),
             **winner.comparison.to_json(),
             "limits_missed": missed,
         }

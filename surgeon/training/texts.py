@@ -29,6 +29,10 @@ class TrainTexts:
         )
         return f"trained on {training}, measured on {held_out}, in windows of {self.training.ids.shape[1]}"
 
+    def record(self) -> dict[str, Any]:
+        """Which texts these are, as JSON values: `data` is trained on, `held_out` measured."""
+        return self.training.record() | self.held_out.record("held_out")
+
     @property
     def notes(self) -> tuple[str, ...]:
         """What the user should know of them, one line each."""

@@ -150,6 +150,20 @@ def test_perplexity_and_divergence_on_a_text(run: Run, tiny_text: Path, tmp_path
     assert (record["tokens"], record["window"], record["program"]) == (124, 32, "A0 F0 [A1 A2] [F1 F2] A3 F3")
 
 
+def test_what_is_left_out_of_a_text_is_said_and_recorded(run: Run, tiny_text: Path, tmp_path: Path) -> None:
+    rows = [{"id": "a"}, {"id": "b", "text": None}, {"id": "c", "text": tiny_text.read_text()}]
+    path, sizes = tmp_path / "rows.JSONL", ("--tokens", 128, "--window", 32)
+    path.write_text("\ufeff" + "\r\n".join(map(json.dumps, rows)), encoding="utf-8")
+    code, said, err = run("--data", path, *sizes, "-o", tmp_path / "out")
+    assert code == 0, err
+    assert said == run("--data", tiny_text, *sizes)[1]
+    left_out = "1 row with null in column 'text', 1 row without column 'text' (of 3 rows read)"
+    assert f"warning: {path}: left out the byte order mark at its start, {left_out}\n" in err
+    record = json.loads((tmp_path / "out" / "text.json").read_text())
+    assert record["data_column"] == "text"
+    assert record["data_left_out"] == {"byte_order_marks": 1, "null_rows": 1, "rows_without_column": 1}
+
+
 def test_divergence_from_another_model(run: Run, tiny_text: Path, tiny_checkpoint: Path) -> None:
     code, said, err = run("--data", tiny_text, "--tokens", 64, "--window", 32, "--against", tiny_checkpoint)
     assert code == 0, err

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from surgeon.language.recipe import parse_range, parse_recipe, read_recipe
+from surgeon.language.recipe import is_recipe, parse_range, parse_recipe, read_recipe
 
 GOOD = """\
 surgeon: 1
@@ -193,6 +193,9 @@ def test_files(tmp_path: Path) -> None:
         read_recipe(path)
     path.write_text(GOOD)
     assert read_recipe(path).source == str(path)
+    assert is_recipe("Recipe.YAML")
+    assert is_recipe("recipe.yml")
+    assert not is_recipe("yaml")
 
 
 def test_ranges_are_python_slices() -> None:

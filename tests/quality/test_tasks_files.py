@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 from pathlib import Path
@@ -104,6 +105,7 @@ def test_nothing_is_left_in_the_cache(tmp_path: Path, monkeypatch: pytest.Monkey
         ({**CONTEXT, "context_options": ["a", 1]}, "context_options must be text with something in it, not 1"),
         ({**CONTEXT, "continuation": None}, "continuation must be text with something in it, not None"),
         ({**TEXT, "continuation": ""}, "continuation must be text"),
+        ({**CHOICE, "query": "a\ud800"}, "query is not text in UTF-8 (a lone surrogate, U+D800, at character 1)"),
         ({**NUMBER, "answer": "Paris"}, "the answer 'Paris' is no number; rows with context and answer are scored"),
         ({**NUMBER, "answer": True}, "answer must be text"),
         ({**NUMBER, "chain_of_thought": 1}, "chain_of_thought must be text"),
@@ -131,6 +133,16 @@ def test_every_row_is_checked(tmp_path: Path, rows: list[Row], said: str) -> Non
     with pytest.raises(ValueError, match="^") as raised:
         read_rows(path)
     assert str(raised.value) == f"{path}{said}" or str(raised.value).startswith(f"{path}{said}")
+
+
+def test_files_as_other_programs_write_them(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "t.jsonl", [CHOICE, CHOICE])
+    plain = read_rows(path)
+    path.write_bytes(codecs.BOM_UTF8 + path.read_bytes().replace(b"\n", b"\r\n"))
+    assert read_rows(path) == plain
+    path.write_text(path.read_text(encoding="utf-8-sig"), encoding="utf-16")
+    with pytest.raises(ValueError, match=r"t.jsonl begins as text in UTF-16 does"):
+        read_rows(path)
 
 
 def test_a_missing_file(tmp_path: Path) -> None:

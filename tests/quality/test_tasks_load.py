@@ -79,7 +79,7 @@ def test_names_patterns_and_groups(known: list[int]) -> None:
 
 
 def test_paths_need_no_list_of_tasks(folder: Path, known: list[int], tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "c.jsonl", CHOICES)
+    path = write_rows(tmp_path / "c.JSONL", CHOICES)
     tasks = load(folder / "third.yaml", path)
     assert tasks.names == ["third", "c"]
     assert list(tasks.files) == [str(path)]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from surgeon.checkpoint.texts import open_tokenizer
+from surgeon.checkpoint.texts import SPECIAL_IDS, read_tokenizer, rows_needed
 from surgeon.errors import did_you_mean, shown
 from surgeon.language.program import Program
 from surgeon.models.edit import check_layers, edit
@@ -28,7 +28,6 @@ from surgeon.training.texts import TrainTexts, load_train_texts
 
 ALL_TOKENS = 1 << 50  # more than any text has
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
-_SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Of a configuration, what says nothing of how a model begins or what it computes.
 _NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version", "architectures", "dtype", "use_cache")
 
@@ -154,15 +153,10 @@ def _plain_model(architecture: PreTrainedConfig) -> PreTrainedModel:
 
 def _tokenizer(config: ScratchConfig) -> Any:
     try:
-        return open_tokenizer(config.tokenizer)
+        return read_tokenizer(config.tokenizer)
     except (OSError, ValueError) as error:
         kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
         raise kind(str(config.error(f"tokenizer: {error}", "tokenizer"))) from error
-
-
-def _vocabulary(tokenizer: Any) -> int:
-    """How many entries an embedding needs for all ids that a tokenizer gives."""
-    return 1 + int(max(tokenizer.get_vocab().values()))
 
 
 def _program(config: ScratchConfig, architecture: PreTrainedConfig) -> Program:
@@ -204,7 +198,7 @@ def _architecture(config: ScratchConfig, tokenizer: Any) -> PreTrainedConfig:
         )
     made: Any = CONFIG_MAPPING[model_type]
     _check_entries(config, made, given, FAMILIES[model_type])
-    defaults = {"vocab_size": _vocabulary(tokenizer)} | {name: getattr(tokenizer, name, None) for name in _SPECIAL}
+    defaults = {"vocab_size": rows_needed(tokenizer)} | {name: getattr(tokenizer, name, None) for name in SPECIAL_IDS}
     found: PreTrainedConfig
     try:
         found = made(**(defaults | given))
@@ -248,12 +242,20 @@ def _check_sizes(config: ScratchConfig, found: PreTrainedConfig, family: Family,
             f"{', '.join(str(each) for each in range(1, heads + 1) if heads % each == 0)}",
             *("model", "num_key_value_heads"),
         )
-    if found.vocab_size < (needed := _vocabulary(tokenizer)):
+    if found.vocab_size < (needed := rows_needed(tokenizer)):
         raise config.error(
             f"model: vocab_size {found.vocab_size:,} is too small for the tokenizer {config.tokenizer}, which has "
             f"{needed:,} tokens; use at least that, or leave it out",
             *("model", "vocab_size"),
         )
+    for name in SPECIAL_IDS:
+        value = config.model.get(name)
+        if type(value) is int and value >= found.vocab_size:
+            raise config.error(
+                f"model: {name} {value:,} is beyond a vocabulary of {found.vocab_size:,}; leave it out, and it is the "
+                "tokenizer's",
+                *("model", name),
+            )
     positions = getattr(found, "max_position_embeddings", None)
     if positions is not None and config.window > positions:
         raise config.error(

@@ -131,6 +131,11 @@ def test_what_a_run_goes_by(built: Any) -> None:
             "configuration:2: model: vocab_size 97 is too small for the tokenizer ",
         ),
         (
+            f"model_type: llama, {SIZES}, vocab_size: 512, eos_token_id: 50256",
+            (),
+            "configuration:2: model: eos_token_id 50,256 is beyond a vocabulary of 512; leave it out",
+        ),
+        (
             f"model_type: llama, {SIZES}, max_position_embeddings: 8",
             (),
             "configuration:4: window: 16 tokens are more than the model's 8 positions; use a smaller window, or",

@@ -1,0 +1,205 @@
+"""Tables whose rows have a column of text: .jsonl, .json (one object a line), .parquet, or rows from elsewhere.
+
+Which column is read does not depend on where a table begins. It is the one that is said; or else the one named text,
+if any row has such a key, be it null; or else the only one that holds strings. Rows are looked through until it is
+known, a thousand at most; should a row behind those speak against the choice, it is refused instead of read on. Rows
+without text are counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from surgeon.errors import first_line, shown
+from surgeon.quality.text_files import Reading, ending, is_packed, lone_surrogate, read_json_lines
+
+JSON_LINES = (".jsonl", ".json", ".ndjson")
+PARQUET = ".parquet"
+TEXT_COLUMN = "text"
+_PARQUET_ROWS = 64
+_ROWS_LOOKED_AT, _CHARACTERS_LOOKED_AT = 1000, 1 << 26
+
+Row = dict[str, Any]
+
+
+def is_table(path: Path) -> bool:
+    """Whether a file's name says that it has rows and columns: what `read_table` reads."""
+    return ending(path) in (*JSON_LINES, PARQUET)
+
+
+def read_table(
+    path: Path, column: str | None = None, reading: Reading | None = None
+) -> Iterator[tuple[str, str | None]]:
+    """One column of a .jsonl, .json (one object a line) or .parquet file, as a stream.
+
+    Args:
+        column: by default the column named text, or else the only one that holds strings.
+        reading: is told the column, and how many rows have no text.
+
+    Returns:
+        Where each row stands, and its text; None where that is null, or the row has no such column.
+
+    Raises:
+        ValueError: if a row is damaged or holds something else there (with file and line), no row has text there, or
+            it is not clear which column is meant.
+    """
+    reading = reading or Reading()
+    if ending(path) == PARQUET:
+        column, rows = _open_parquet(path, column)
+    else:
+        rows = ((f"{path}:{number}", row) for number, row in read_json_lines(path, reading))
+    return read_column(rows, str(path), column, reading)
+
+
+def read_column(
+    rows: Iterator[tuple[str, Row]],
+    source: str,
+    column: str | None,
+    reading: Reading,
+    how: str = "{source}:{column}",
+) -> Iterator[tuple[str, str | None]]:
+    """One column of rows, as `read_table` has it of a file.
+
+    Args:
+        rows: each with where it stands.
+        source: what they are from, for error messages.
+        how: how a user says which column is meant.
+
+    Raises:
+        ValueError: as `read_table`.
+    """
+    chosen = column or TEXT_COLUMN
+    looked_at, is_whole = _look(rows, chosen)
+    if not looked_at:
+        raise ValueError(f"{source} is empty; give a file with rows in it")
+    place = source if is_whole else f"{source} (its first {len(looked_at):,} rows)"
+    is_guessed = column is None and chosen not in looked_at[-1][1]
+    if is_guessed:
+        with_text = dict.fromkeys(name for _, row in looked_at for name in _of_text(row))
+        chosen = choose_column(place, with_text, source, how)
+        if not is_whole:
+            reading.notes.append(f"column {chosen!r} is read, the only one of text in {place}")
+    elif chosen not in looked_at[-1][1]:
+        raise _no_column(chosen, place, dict.fromkeys(name for _, row in looked_at for name in row))
+    reading.column = chosen
+    has_text = False
+    for where, row in chain(looked_at, rows):
+        reading.rows += 1
+        if is_guessed and (others := [name for name in _of_text(row) if name != chosen]):
+            raise ValueError(
+                f"{where}: a column {others[0]!r} begins here, and {chosen!r} was the only one of text in {place}; say "
+                f"which one, as in {how.format(source=source, column=others[0])}"
+            )
+        value = row.get(chosen)
+        if value is None:
+            reading.left_out["null_rows" if chosen in row else "rows_without_column"] += 1
+            yield where, None
+        else:
+            has_text = True
+            yield where, _checked(value, where, chosen)
+    if not has_text:
+        raise ValueError(
+            f"column {chosen!r} of {source} has no text in any of its {reading.rows:,} rows; say another one, as in "
+            f"{how.format(source=source, column='COLUMN')}"
+        )
+
+
+def _look(rows: Iterator[tuple[str, Row]], wanted: str) -> tuple[list[tuple[str, Row]], bool]:
+    """The rows up to the first that has a column, but not more than are looked at; and whether these are all."""
+    looked_at: list[tuple[str, Row]] = []
+    characters = 0
+    for where, row in rows:
+        looked_at.append((where, row))
+        characters += sum(len(value) for value in row.values() if isinstance(value, str))
+        if wanted in row or len(looked_at) == _ROWS_LOOKED_AT or characters > _CHARACTERS_LOOKED_AT:
+            return looked_at, False
+    return looked_at, True
+
+
+def _of_text(row: Row) -> list[str]:
+    """The columns that a row's text may be in."""
+    return [name for name, value in row.items() if isinstance(value, str) or name == TEXT_COLUMN]
+
+
+def choose_column(place: str, with_text: Iterable[str], source: str, how: str = "{source}:{column}") -> str:
+    """The column to read: the one named text, or else the only one that holds strings.
+
+    Args:
+        place: what was looked at.
+        source: all that is to be read.
+        how: how a user says which column is meant.
+
+    Raises:
+        ValueError: if none is or several are.
+    """
+    names = list(with_text)
+    if TEXT_COLUMN in names:
+        return TEXT_COLUMN
+    if len(names) == 1:
+        return names[0]
+    if not names:
+        raise ValueError(f"{place} has no column of text")
+    example = how.format(source=source, column=names[0])
+    raise ValueError(f"{place} has several columns of text: {', '.join(names)}; say which one, as in {example}")
+
+
+def _no_column(column: str, place: str, names: Iterable[str]) -> ValueError:
+    return ValueError(f"{place} has no column {column!r}; the columns are {', '.join(names)}")
+
+
+def _checked(value: Any, where: str, column: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{where}: column {column!r} should hold text, not {shown(value)}; say another one if need be")
+    if (surrogate := lone_surrogate(value)) is not None:
+        raise ValueError(f"{where}: column {column!r} is not text in UTF-8 ({surrogate}); mend this row")
+    return value
+
+
+def _open_parquet(path: Path, column: str | None) -> tuple[str, Iterator[tuple[str, Row]]]:
+    """The column to read of a parquet file, whose schema says which have text, and the rows with it alone."""
+    import pyarrow  # type: ignore[import-untyped]
+    from pyarrow import parquet
+
+    if is_packed(path):
+        raise ValueError(f"{path} is compressed as a whole, and parquet is so within; unpack it (gunzip {path})")
+    try:
+        file = parquet.ParquetFile(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise _damaged(path, error) from error
+    schema = file.schema_arrow
+    if column is None:
+        with_text = [each.name for each in schema if each.name == TEXT_COLUMN or _holds_text(each.type)]
+        column = choose_column(str(path), with_text, str(path))
+    elif column not in schema.names:
+        raise _no_column(column, str(path), schema.names)
+    return column, _parquet_rows(path, file, column)
+
+
+def _parquet_rows(path: Path, file: Any, column: str) -> Iterator[tuple[str, Row]]:
+    import pyarrow
+
+    row = 0
+    try:
+        for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=[column]):
+            for value in batch.column(0).to_pylist():
+                row += 1
+                yield f"{path}: row {row}", {column: value}
+    except UnicodeDecodeError as error:
+        reason = f"not text in UTF-8 (byte {error.start} of a row behind row {row})"
+        raise ValueError(f"{path}: column {column!r} is {reason}; mend that row") from error
+    except (pyarrow.ArrowException, OSError) as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> ValueError:
+    return ValueError(f"{path} is damaged or no parquet file ({first_line(error)}); copy it again")
+
+
+def _holds_text(kind: Any) -> bool:
+    from pyarrow import types
+
+    kind = kind.value_type if types.is_dictionary(kind) else kind
+    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))

@@ -1,0 +1,174 @@
+"""Files of text as people's programs write them: unpacked, decoded, in pieces or line by line.
+
+Text is UTF-8. A byte order mark at its start is no part of it, and line ends of Windows (CRLF) are read as LF; what is
+left out so is counted. UTF-16, other encodings, archives and NUL bytes, which no text has, are refused by name.
+"""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import json
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from surgeon.results.card_text import plural
+
+PACKED = ".gz"
+_FIRST_BLOCK, _LARGEST_BLOCK = 1 << 16, 1 << 26
+_CONVERT = "convert it, as in: iconv -f {} -t UTF-8 {{path}} > utf8.txt"
+# What a file is that begins so, and what to do; of two beginnings the longer one comes first.
+_NO_TEXT = {
+    codecs.BOM_UTF32_LE: ("text in UTF-32", _CONVERT.format("UTF-32")),
+    codecs.BOM_UTF32_BE: ("text in UTF-32", _CONVERT.format("UTF-32")),
+    codecs.BOM_UTF16_LE: ("text in UTF-16", _CONVERT.format("UTF-16")),
+    codecs.BOM_UTF16_BE: ("text in UTF-16", _CONVERT.format("UTF-16")),
+    b"\x1f\x8b": ("a file compressed by gzip", "give it a name that ends in .gz"),
+    b"\x28\xb5\x2f\xfd": ("a file compressed by zstd", "unpack it (unzstd {path})"),
+    b"\xfd7zXZ": ("a file compressed by xz", "unpack it (unxz {path})"),
+    b"PK\x03\x04": ("a zip archive", "unpack it (unzip {path})"),
+}
+_LONGEST_MARK = max(map(len, _NO_TEXT))
+
+
+@dataclass
+class Reading:
+    """What has become of a text as far as it has been read.
+
+    Attributes:
+        column: of a table or dataset, which is read; None of a text.
+        rows: of a table, how many have been read.
+        left_out: how many of what is no part of the text that comes out: byte_order_marks, carriage_returns,
+            null_rows, rows_without_column, empty_documents.
+        notes: what else to know, one line each.
+    """
+
+    column: str | None = None
+    rows: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)
+    notes: list[str] = field(default_factory=list)
+
+    def lines(self, source: str) -> list[str]:
+        """All that a user should know, one line each."""
+        count = self.left_out
+        words = {
+            "byte_order_marks": "the byte order mark at its start",
+            "carriage_returns": f"{plural(count['carriage_returns'], 'carriage return')} of CRLF line ends",
+            "null_rows": f"{plural(count['null_rows'], 'row')} with null in column {self.column!r}",
+            "rows_without_column": f"{plural(count['rows_without_column'], 'row')} without column {self.column!r}",
+            "empty_documents": plural(count["empty_documents"], "empty document"),
+        }
+        named = [words[name] for name in words if count[name]]
+        read = f" (of {plural(self.rows, 'row')} read)" if self.rows else ""
+        return [*self.notes, *([f"{source}: left out {', '.join(named)}{read}"] if named else [])]
+
+
+def ending(path: Path) -> str:
+    """The ending that says what is in a file, in small letters, whether it is compressed or not."""
+    return (path.with_suffix("") if is_packed(path) else path).suffix.lower()
+
+
+def is_packed(path: Path) -> bool:
+    """Whether a file's name says that it is compressed by gzip."""
+    return path.suffix.lower() == PACKED
+
+
+def lone_surrogate(text: str) -> str | None:
+    """Which half of a character makes that a text cannot be written in UTF-8, in words; None if it can.
+
+    JSON may spell such halves out, as programs do that cut texts in UTF-16.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"a lone surrogate, U+{ord(text[error.start]):04X}, at character {error.start}"
+    return None
+
+
+@contextmanager
+def open_text(path: Path, reading: Reading) -> Iterator[BinaryIO]:
+    """A file's bytes, unpacked, behind the byte order mark that it may begin with.
+
+    Raises:
+        ValueError: if it begins like something else, or (also within the context) is damaged where it is compressed.
+    """
+    try:
+        with gzip.open(path) if is_packed(path) else path.open("rb") as opened:
+            file = cast("BinaryIO", opened)
+            start = file.read(_LONGEST_MARK)
+            for mark, (what, advice) in _NO_TEXT.items():
+                if start.startswith(mark):
+                    shown = mark.hex(" ").upper()
+                    raise ValueError(f"{path} begins as {what} does ({shown}); {advice.format(path=path)}")
+            marked = start.startswith(codecs.BOM_UTF8)
+            reading.left_out["byte_order_marks"] += marked
+            file.seek(len(codecs.BOM_UTF8) if marked else 0)
+            yield file
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{path} is truncated or not compressed by gzip ({error}); fetch or copy it again") from error
+
+
+def read_pieces(path: Path, reading: Reading | None = None) -> Iterator[str]:
+    """The text of a file in pieces, each twice as long as the last, so that joining them stays cheap.
+
+    Raises:
+        OSError: if it cannot be read.
+        ValueError: if it is no text in UTF-8, naming the byte, or damaged.
+    """
+    reading = reading or Reading()
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    with open_text(path, reading) as file:
+        size, before, begun = _FIRST_BLOCK, file.tell(), ""
+        while True:
+            block = file.read(size)
+            if (place := block.find(0)) >= 0:
+                raise ValueError(
+                    f"{path} is no text: byte {before + place} is NUL, as in a binary file, or in UTF-16 without a "
+                    "byte order mark; convert it, or give another file"
+                )
+            held = len(decoder.getstate()[0])  # the beginning of a character that the last block ended in
+            try:
+                piece = begun + decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                raise _not_utf8(path, before - held + error.start) from error
+            begun = "\r" if block and piece.endswith("\r") else ""  # of a line end, perhaps
+            piece = piece.removesuffix(begun)
+            reading.left_out["carriage_returns"] += piece.count("\r\n")
+            yield piece.replace("\r\n", "\n")
+            if not block:
+                return
+            before, size = before + len(block), min(2 * size, _LARGEST_BLOCK)
+
+
+def _not_utf8(where: object, byte: int) -> ValueError:
+    return ValueError(f"{where} is not UTF-8 text (byte {byte}); convert it, or give another file")
+
+
+def read_json_lines(path: Path, reading: Reading | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The objects of a file that has one on each line, with the number of the line; blank lines are left out.
+
+    Raises:
+        OSError: if it cannot be read.
+        ValueError: if a line is no JSON object in UTF-8, with file and line.
+    """
+    with open_text(path, reading or Reading()) as file:
+        before = file.tell()
+        for number, line in enumerate(file, start=1):
+            where = f"{path}:{number}"
+            try:
+                text = line.decode().removeprefix("\ufeff")  # where files with such marks have been joined
+                row = json.loads(text) if text.strip() else None
+            except UnicodeDecodeError as error:
+                raise _not_utf8(where, before + error.start) from error
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{where}: not valid JSON ({error}); each line must be one object") from error
+            if text.strip():
+                if not isinstance(row, dict):
+                    raise ValueError(f"{where}: each line must be one JSON object, not {type(row).__name__}")
+                yield number, row
+            before += len(line)
