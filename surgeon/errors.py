@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import difflib
 import errno
+import os
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -53,6 +56,37 @@ def is_full_disk(error: BaseException) -> bool:
         or (isinstance(link, RuntimeError) and _TORCH_WRITER in str(link) and "unexpected pos" in str(link))
         for link in _chain(error)
     )
+
+
+@contextmanager
+def naming(place: str | Path) -> Iterator[None]:
+    """Let errors that do not say where they came about say it: writing to an open file raises such ones.
+
+    Raises:
+        OSError: with `place` as its file's name, for those without one, and in place of other kinds of errors that say
+            that the disk is full.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(place)
+        raise
+    except Exception as error:
+        if is_full_disk(error):
+            raise full_disk(place) from error
+        raise
+
+
+def full_disk(place: str | Path) -> OSError:
+    """The error that the disk of a file is full."""
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(place))
+
+
+def full_place(error: BaseException) -> str | None:
+    """Which file an error of a full disk is of, as far as it, or one that it comes from, says it."""
+    names = (getattr(link, "filename", None) for link in _chain(error))
+    return next((os.fsdecode(name) for name in names if isinstance(name, str | bytes | os.PathLike)), None)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

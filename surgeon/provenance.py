@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from surgeon.errors import naming
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -92,7 +94,8 @@ def whole_file(path: Path) -> Iterator[Path]:
     """A path beside the wanted one to write to; it is renamed at the end, or removed if writing it fails."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        yield beside
-        beside.replace(path)
+        with naming(path):
+            yield beside
+            beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)

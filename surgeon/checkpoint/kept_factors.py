@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from surgeon.checkpoint.header import read_header
+from surgeon.errors import naming
 from surgeon.language.program import Sublayer
 from surgeon.models.weights import Factors, FactorSource, WeightMatrix
 
@@ -57,8 +58,9 @@ def write_factors(path: Path, factors: Factors) -> None:
     """Write one file of a folder, whole or not at all."""
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
-        save_file({name: tensor.contiguous() for name, tensor in factors._asdict().items()}, unfinished)
-        unfinished.replace(path)
+        with naming(path):
+            save_file({name: tensor.contiguous() for name, tensor in factors._asdict().items()}, unfinished)
+            unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
 

@@ -31,6 +31,7 @@ __all__ = [
     "load",
     "model_bytes",
     "read_config",
+    "stored_dtype",
     "stored_program",
 ]
 
@@ -38,9 +39,21 @@ __all__ = [
 def compute_dtype(checkpoint: Checkpoint, family: Family, device: torch.device | str) -> torch.dtype:
     """The dtype to compute in: that in which the embedding is stored, but float32 for 16-bit weights on a CPU.
 
+    Many CPUs compute 16-bit matrix products hundreds of times slower than float32 ones, and numbers should not depend
+    on which CPU it was.
+
+    Raises:
+        ValueError: as `stored_dtype`.
+    """
+    stored = stored_dtype(checkpoint, family)
+    return torch.float32 if torch.device(device).type == "cpu" and stored in (torch.float16, torch.bfloat16) else stored
+
+
+def stored_dtype(checkpoint: Checkpoint, family: Family) -> torch.dtype:
+    """The dtype in which the embedding is stored.
+
     What config.json says is not looked at, and what other tensors are stored in does not count: the stream begins as
-    rows of the embedding, norms are often kept in more digits, and buffers may be of any kind. Many CPUs compute 16-bit
-    matrix products hundreds of times slower than float32 ones, and numbers should not depend on which CPU it was.
+    rows of the embedding, norms are often kept in more digits, and buffers may be of any kind.
 
     Raises:
         ValueError: if the embedding is missing, or holds no floating-point numbers.
@@ -52,7 +65,7 @@ def compute_dtype(checkpoint: Checkpoint, family: Family, device: torch.device |
             f"{checkpoint.folder}: tensor {name} holds {str(stored).removeprefix('torch.')}, which cannot be computed "
             "in; use a checkpoint of floating-point weights"
         )
-    return torch.float32 if torch.device(device).type == "cpu" and stored in (torch.float16, torch.bfloat16) else stored
+    return stored
 
 
 def load(path_or_name: str | Path, dtype: torch.dtype | None = None, device_map: Any = None) -> PreTrainedModel:

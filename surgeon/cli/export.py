@@ -36,17 +36,22 @@ class FactorArguments:
     ] = None
     memory: MemoryOption = None
 
-    def make(self, steps: Recipe, original: Original, output: Path) -> RecipeFactors | None:
+    def make(self, steps: Recipe, original: Original, output: Path, dtype: str | None) -> RecipeFactors | None:
         """The recipe's calibrated factors; None where it has none.
+
+        Args:
+            dtype: that weights will be stored in, where that is not the original's.
 
         Raises:
             FileNotFoundError, ValueError, OSError: as `make_recipe_factors`.
         """
         from surgeon.analysis.factors.recipe_factors import make_recipe_factors
+        from surgeon.exports.export import DTYPES
         from surgeon.memory import parse_size
 
         memory = None if self.memory is None else parse_size(self.memory)
-        made = make_recipe_factors(steps, original.checkpoint, self._folder(output), memory)
+        kept = None if dtype is None else DTYPES[dtype]
+        made = make_recipe_factors(steps, original.checkpoint, self._folder(output), memory, kept)
         if made is not None:
             warn(made.found.notes)
         return made
@@ -124,7 +129,7 @@ def export(
     original = Original.of(checkpoint, model or steps.model)
     if steps.weights is not None:
         steps = _bound(steps, original, chosen=model is not None)
-    made = calibrated.make(steps, original, output)
+    made = calibrated.make(steps, original, output, dtype)
     if made is not None:
         steps = made.published(steps)
     source = None if made is None else made.found.source

@@ -8,9 +8,11 @@ is 2, as it is for diff(1).
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
-from surgeon.errors import is_full_disk, is_out_of_memory
+from surgeon.errors import full_place, is_full_disk, is_out_of_memory
 
 MENDABLE, USAGE, INTERNAL, INTERRUPTED, CLOSED_PIPE = 1, 2, 70, 130, 141
 
@@ -54,13 +56,16 @@ def explain(error: BaseException, output: str | None = None, command: str = "") 
     """Put an exception into one line.
 
     Args:
-        output: where the command was told to write, for errors of a full disk that do not name their file.
+        output: where the command was told to write, for errors of a full disk that do not name their file. One in words
+            of our own says what to do.
         command: its name, as it may have exit codes of its own.
     """
     mendable = USAGE if command in _ANSWERING else MENDABLE
-    if is_full_disk(error):
-        place = getattr(error, "filename", None) or output or "the output"
-        return Failure(f"error: no space left for {place}; free some space and run the same command again", mendable)
+    if is_full_disk(error) and not (isinstance(error, OSError) and error.errno is None):
+        place = full_place(error) or output
+        space = f"some space{_disk_of(place)}"
+        line = f"error: no space left for {place or 'the output'}; free {space} and run the same command again"
+        return Failure(line, mendable)
     if is_out_of_memory(error):
         advice = "use a smaller model or a smaller limit, or close other programs"
         return Failure(f"error: out of memory ({_text(error)}); {advice}", mendable)
@@ -80,6 +85,15 @@ def explain_interruption(command: str, output: str | None = None) -> Failure:
     if command == "eval" and output is None:
         words = "no answers were kept, as they are with --output"
     return Failure("interrupted" if words is None else f"interrupted; {words}", INTERRUPTED)
+
+
+def _disk_of(place: str | None) -> str:
+    """Which disk a file lies on, or would lie on; nothing for what is no file, and where there is only one."""
+    if place is None or "://" in place:
+        return ""
+    path = Path(place).absolute()
+    mount = next(parent for parent in (path, *path.parents) if os.path.ismount(parent) or parent == parent.parent)
+    return "" if mount == mount.parent else f" on {mount}"
 
 
 def _text(error: BaseException) -> str:

@@ -175,7 +175,9 @@ def _run(
     from surgeon.searches.search import BATCH, Search
 
     searching = Search(question, terms, evaluator, trials)
-    found = {trial.proposal.key: trial for trial in study.finished()}
+    # A study of an earlier version may have programs that are none to this one.
+    earlier = [trial for trial in study.finished() if question.mixture.allows(trial.proposal.choice)]
+    found = {trial.proposal.key: trial for trial in earlier}
 
     with progress("search", trials, "trials", len(found), lambda: _best_so_far(question, found.values())) as ran:
         for trial in study.run(searching.propose, searching.measure, BATCH):

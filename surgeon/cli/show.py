@@ -95,6 +95,8 @@ def facts(found: Description) -> Iterator[tuple[str, str]]:
             yield "weights", found.recipe.weights
     yield "program", outline_text(program, found.num_layers, steps)
     yield from (("ranks", line) for line in rank_lines(program))
+    if not program.attended:
+        yield "note", "there is no attention, so that no token looks at another"
     if found.trained is not None:
         yield "trained", found.trained
     if found.codas is not None:

@@ -66,7 +66,7 @@ def _open(text: str, program: str | None = None) -> Costed:
         config, own = read_config_only(text)
         shapes = ModelShapes.of(_name(text), config)
         dense = Program.dense(shapes.layers, shapes.family.steps_per_layer)
-        return _fixed(shapes.name, shapes, Program.parse(program) if program else own or dense)
+        return _fixed(shapes.name, shapes, own or dense if program is None else Program.parse(program))
     if program is not None:
         raise ValueError(f"{text} is a recipe and has a program of its own; give --program with a model")
     recipe = read_recipe(Path(text))

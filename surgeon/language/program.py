@@ -210,6 +210,15 @@ class Program:
         kinds = [{one.kind for step in steps_of((node,)) for one in step.sublayers} for node in self.nodes]
         return max((1 + number for number, found in enumerate(kinds) if ATTENTION in found), default=0)
 
+    def require_steps(self) -> None:
+        """Refuse a program of which nothing is left.
+
+        Raises:
+            ValueError: if it has no step.
+        """
+        if not self.nodes:
+            raise ValueError("the program is empty: it has no steps; keep at least one sublayer")
+
     def renamed(self, rename: Callable[[Sublayer], Sublayer]) -> Program:
         """The same program with other sublayers in the place of its own."""
         return Program(_renamed(self.nodes, rename))

@@ -159,10 +159,9 @@ def check_layers(program: Program, num_layers: int) -> None:
     """Refuse a program that names a layer the model does not have.
 
     Raises:
-        ValueError: naming the sublayer and the range that would be right.
+        ValueError: naming the sublayer and the range that would be right; and as `Program.require_steps`.
     """
-    if not program.nodes:
-        raise ValueError("the program is empty: it has no steps")
+    program.require_steps()
     for sublayer in program.sublayers():
         if max(sublayer.layers) >= num_layers:
             raise ValueError(f"{sublayer} is out of range: the model's layers are 0 to {num_layers - 1}")

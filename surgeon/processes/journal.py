@@ -11,6 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
+from surgeon.errors import naming
+
 # What messages call the entries of an identity; others are called by their own names.
 _NAMES = {
     "format": "format, an older version's",
@@ -19,6 +21,7 @@ _NAMES = {
     "calibration": "calibration text (hash of its tokens)",
     "window": "window size",
     "dtype": "dtype to compute in",
+    "kept": "dtype to store in",
 }
 _SHOWN = 40
 
@@ -26,10 +29,10 @@ _SHOWN = 40
 class Journal(ABC):
     """JSON values, one a line, each in the file as soon as it is known; what they mean, subclasses say in `take`.
 
-    The first line says what the others depend on; a file of anything else is refused. A last line that was cut off by
-    a kill is dropped. Where the work's result, WORK.json beside it, is there and the journal has lost lines, a warning
-    says that what they held is found again. A subclass sets its own attributes first: its lines are taken in while this
-    constructor runs.
+    The first line says what the others depend on; a file of anything else is refused. Empty lines mean nothing, and a
+    last line that was cut off by a kill is dropped. Where the work's result, WORK.json beside it, is there and the
+    journal has lost lines, a warning says that what they held is found again. A subclass sets its own attributes first:
+    its lines are taken in while this constructor runs.
 
     Args:
         path: its folder is made if it is not there; None to keep nothing.
@@ -70,8 +73,10 @@ class Journal(ABC):
     def append(self, *lines: Any) -> None:
         """Put lines into the file at once."""
         if self._file is not None:
-            self._file.write("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines).encode())
-            self._file.flush()
+            assert self.path is not None
+            with naming(self.path):
+                self._file.write("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines).encode())
+                self._file.flush()
 
     def keep(self, line: Any) -> None:
         """Put a line into the file, and take it in."""
@@ -80,19 +85,18 @@ class Journal(ABC):
 
     def _load(self, identity: dict[str, Any] | None) -> None:
         lines = [] if self._file is None else self._whole_lines(self._file)
-        first = 1 if identity is None else 2
         if identity is not None and lines:
-            self._check(lines.pop(0), identity)
+            self._check(*lines.pop(0), identity)
         elif identity is not None:
             self.append({self.work: identity})
-        for number, text in enumerate(lines, start=first):
+        for number, text in lines:
             try:
                 self.take(json.loads(text))
             except (IndexError, KeyError, TypeError, ValueError) as error:
                 raise self._damaged(number) from error
 
-    def _whole_lines(self, file: BinaryIO) -> list[bytes]:
-        """The lines of the file; a last one without an end is cut off."""
+    def _whole_lines(self, file: BinaryIO) -> list[tuple[int, bytes]]:
+        """The lines of the file with their numbers, without empty ones; a last one without an end is cut off."""
         file.seek(0)
         content = file.read()
         whole = content.rfind(b"\n") + 1
@@ -105,14 +109,14 @@ class Journal(ABC):
             warnings.warn(
                 f"{self.path} {lost}, which {result.name} was made from; what is missing is found again", stacklevel=2
             )
-        return content[:whole].splitlines()
+        return [(number, line) for number, line in enumerate(content[:whole].splitlines(), 1) if line.strip()]
 
-    def _check(self, text: bytes, identity: dict[str, Any]) -> None:
+    def _check(self, number: int, text: bytes, identity: dict[str, Any]) -> None:
         assert self.path is not None
         try:
             first = json.loads(text)
         except ValueError as error:
-            raise self._damaged(1) from error
+            raise self._damaged(number) from error
         held = first.get(self.work) if isinstance(first, dict) else None
         if not isinstance(held, dict):
             raise ValueError(f"{self.path} was not written by surgeon {self.work}; use another output folder (-o)")

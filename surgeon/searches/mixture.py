@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from surgeon.language.operations.applied import AppliedOperation
-from surgeon.language.program import Program
+from surgeon.language.program import ATTENTION, Program
 from surgeon.language.recipe import Expect, Recipe
 from surgeon.searches.edit import Choice, Edit, as_choice
 from surgeon.searches.spaces.base import Claim, Searched, Space
@@ -52,7 +52,8 @@ class Mixture:
         """What carries out a choice, in the order of a recipe.
 
         Raises:
-            ValueError: if its edits do not go together on this model.
+            ValueError: if its edits do not go together on this model, or leave no attention: no token would look at
+                another, and what is left of the model is a table of which token follows which.
         """
         return tuple(operation for operation, _ in self._applied(as_choice(choice)))
 
@@ -62,6 +63,14 @@ class Mixture:
         for _, program in self._applied(as_choice(choice)):  # noqa: B007 - the last one is wanted
             pass
         return program
+
+    def allows(self, choice: Iterable[Edit]) -> bool:
+        """Whether `program` takes a choice."""
+        try:
+            self.program(choice)
+        except ValueError:
+            return False
+        return True
 
     def recipe(self, choice: Iterable[Edit], model: str, weights: str | None = None) -> Recipe:
         """The recipe that makes a choice's program of the model, with what is to come out.
@@ -105,19 +114,36 @@ class Mixture:
             self._claims[edit] = self._spaces[edit.space].claims(edit)
         return self._claims[edit]
 
-    def is_free(self, choice: Sequence[Edit], edit: Edit) -> bool:
-        """Whether an edit can be added to a choice."""
-        return not any(self.exclude(edit, other) for other in choice)
-
-    def stretches(self) -> Iterator[list[Edit]]:
-        """Unbroken stretches of every space, as far as the model can have their edits, each once."""
-        every = (stretch for space in self.spaces for stretch in space.stretches(self.model))
-        there = dict.fromkeys(tuple(edit for edit in stretch if edit in self._known) for stretch in every)
-        return (list(stretch) for stretch in there if stretch)
+    @cached_property
+    def attentions_lost(self) -> dict[Edit, int]:
+        """How many layers lose their attention by each edit."""
+        there = _attending(self.model.dense)
+        return {edit: len(there - _attending(self.program((edit,)))) for edit in self.edits}
 
     @cached_property
-    def _known(self) -> frozenset[Edit]:
-        return frozenset(self.edits)
+    def most_lost(self) -> int:
+        """How many layers may lose their attention: one has to keep it."""
+        return len(_attending(self.model.dense)) - 1
+
+    def is_free(self, choice: Sequence[Edit], edit: Edit) -> bool:
+        """Whether an edit can be added to a choice."""
+        lost = sum(self.attentions_lost[one] for one in (*choice, edit))
+        return lost <= self.most_lost and not any(self.exclude(edit, other) for other in choice)
+
+    def stretches(self) -> Iterator[list[Edit]]:
+        """Unbroken stretches of every space, as far as the model can have their edits together, each once."""
+        every = (stretch for space in self.spaces for stretch in space.stretches(self.model))
+        there = dict.fromkeys(tuple(self._keeping_attention(stretch)) for stretch in every)
+        return (list(stretch) for stretch in there if stretch)
+
+    def _keeping_attention(self, stretch: Sequence[Edit]) -> Iterator[Edit]:
+        lost = 0
+        for edit in stretch:
+            lost += self.attentions_lost.get(edit, 0)
+            if lost > self.most_lost:
+                return
+            if edit in self.attentions_lost:
+                yield edit
 
     @cached_property
     def _spaces(self) -> dict[str, Space]:
@@ -145,6 +171,8 @@ class Mixture:
             for operation in space.operations(edits, program, self.model) if edits else ():
                 program = operation.apply(program, shapes, self.model.own)
                 yield operation, program
+        if not _attending(program):
+            raise ValueError(f"{', '.join(map(str, choice))}: no attention is left; a program has to keep one")
 
     def _require_compatible(self, choice: Choice) -> None:
         taken: dict[Claim, Edit] = {}
@@ -155,3 +183,8 @@ class Mixture:
                     raise ValueError(
                         f"{other} and {edit} do not go together: both decide {claim[0]} of layer {claim[1]}"
                     )
+
+
+def _attending(program: Program) -> set[int]:
+    """The layers whose attentions a program has."""
+    return {layer for one in program.sublayers() if one.kind == ATTENTION for layer in one.layers}

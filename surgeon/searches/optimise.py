@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 Numbers = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 Places = NDArray[np.intp]
+Counts = NDArray[np.int64]
 
 KEPT = 16  # partial choices of a group
 _GROUPS = 16  # times as many of all groups that have saved as much
@@ -89,7 +90,12 @@ class _Population:
 
 
 def best_choices(
-    damage: Damage, savings: Savings, excluded: Flags, count: int = 1, kept: int = KEPT
+    damage: Damage,
+    savings: Savings,
+    excluded: Flags,
+    count: int = 1,
+    scarce: tuple[Counts, int] | None = None,
+    kept: int = KEPT,
 ) -> list[tuple[int, ...]]:
     """The `count` choices of least predicted damage that save enough, the least first; fewer if there are fewer.
 
@@ -99,9 +105,11 @@ def best_choices(
 
     Args:
         excluded: (n, n), which edits exclude each other; edits are in the order of their layers.
+        scarce: (n,), how much each edit takes of something, and how much of it a choice may take in all.
         kept: how many partial choices of each group go on.
     """
     useful = _useful(damage, savings, excluded)
+    taken, most = (np.zeros(len(useful), dtype=np.int64), 0) if scarce is None else (scarce[0][useful], scarce[1])
     damage = Damage(damage.alone[useful], damage.cross[np.ix_(useful, useful)])
     savings, excluded = Savings(savings.each[useful], savings.need), excluded[np.ix_(useful, useful)]
     rows, limits = len(useful), len(savings.need)
@@ -109,7 +117,8 @@ def best_choices(
     found = _Population(none, none, np.zeros(1), np.zeros((1, limits)), np.zeros((1, rows)))
     digits = np.random.default_rng(0).integers(1, 2**62, rows)  # one number for each set of blocked edits
     for edit in range(rows):
-        found = found.joined(_longer(found, edit, damage, savings, excluded))
+        there = found.chosen @ taken + taken[edit] <= most
+        found = found.joined(_longer(found.take(there), edit, damage, savings, excluded))
         blocked = found.blocked[:, edit + 1 :] @ digits[edit + 1 :]
         found = found.take(_best_of_groups(found.damage, _levels(found.saved, savings), blocked, kept))
     enough = found.take(savings.are_enough(found.saved))

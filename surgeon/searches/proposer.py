@@ -14,7 +14,7 @@ from surgeon.language.program import Program
 from surgeon.searches.edit import Choice, Edit, as_choice
 from surgeon.searches.goals import Goal, Prices
 from surgeon.searches.mixture import Mixture
-from surgeon.searches.optimise import Damage, Numbers, Savings, best_choices
+from surgeon.searches.optimise import Counts, Damage, Flags, Numbers, Savings, best_choices
 from surgeon.searches.surrogate import Surrogate
 from surgeon.searches.terms import Terms
 from surgeon.searches.trial import Proposal, Trial
@@ -154,7 +154,9 @@ class Proposer:
         more = {} if kept is None else {"kept": kept}
         for tighter in (1.0, 1.1, 1.25, 1.5):  # what edits save together need not be the sum of what they save alone
             savings = Savings(self._savings[:, limited], tighter * need[limited])
-            found = [self._choice(one) for one in best_choices(damage, savings, self.mixture.exclusions, count, **more)]
+            keeping = self._lost, self.mixture.most_lost
+            best = best_choices(damage, savings, self.mixture.exclusions, count, keeping, **more)
+            found = [self._choice(one) for one in best]
             whole = found[:_COMPLETED] + [choice for choice in found[_COMPLETED:] if self.meets(choice, goal)]
             completed = [self._completed(choice, goal, damage) for choice in whole]
             fitting = dict.fromkeys(self._trimmed(choice, goal, damage) for choice in completed if choice is not None)
@@ -174,7 +176,7 @@ class Proposer:
                 return choice
             short = np.maximum((np.array(prices) - goal.most) / scale, 0.0)
             numbers = self._numbers(choice)
-            free = ~self.mixture.exclusions[numbers].any(axis=0)
+            free = self._are_free(numbers)
             gain = np.where(free, np.clip(self._savings / scale, 0.0, short).sum(axis=1), 0.0)
             harm = np.maximum(damage.alone + damage.cross[:, numbers].sum(axis=1), _LEAST_HARM)
             best = int(np.argmax(gain / harm))
@@ -223,9 +225,13 @@ class Proposer:
 
     def _free(self, choice: Choice) -> Iterator[Edit]:
         """Edits that go with all of a choice."""
-        numbers = self._numbers(choice)
-        free = ~self.mixture.exclusions[numbers].any(axis=0)
-        return (self.mixture.edits[number] for number in np.flatnonzero(free))
+        return (self.mixture.edits[number] for number in np.flatnonzero(self._are_free(self._numbers(choice))))
+
+    def _are_free(self, numbers: Sequence[int]) -> Flags:
+        """(edits,): which can be added to a choice, as `Mixture.is_free` has it."""
+        excluded = self.mixture.exclusions[numbers].any(axis=0)
+        keeping = self._lost[numbers].sum() + self._lost <= self.mixture.most_lost
+        return np.asarray(~excluded & keeping)
 
     def _by_damage(self, choices: Iterable[Choice], damage: Damage) -> list[Choice]:
         return sorted(choices, key=lambda choice: (damage.of(self._numbers(choice)), choice))
@@ -260,6 +266,11 @@ class Proposer:
     @cached_property
     def _number(self) -> dict[Edit, int]:
         return {edit: number for number, edit in enumerate(self.mixture.edits)}
+
+    @cached_property
+    def _lost(self) -> Counts:
+        """(edits,): how many layers lose their attention."""
+        return np.array([self.mixture.attentions_lost[edit] for edit in self.mixture.edits], dtype=np.int64)
 
     @cached_property
     def _dense(self) -> tuple[float, ...]:

@@ -70,7 +70,7 @@ def require_reachable(budget: SearchBudget, mixture: Mixture) -> Nearest:
     alone = {limit: reach(replace(budget, limits=(limit,)), mixture) for limit in missed}
     hopeless = [limit for limit in missed if not alone[limit].met]
     if hopeless:
-        parts = [_out_of_reach(budget, limit, alone[limit].program, spaces) for limit in hopeless]
+        parts = [_out_of_reach(budget, limit, alone[limit], mixture, spaces) for limit in hopeless]
         raise ValueError(f"budget {'; '.join(parts)}")
     raise ValueError(
         f"budget {budget}: each of its limits can be met, but not all at once was found how; the nearest has "
@@ -78,12 +78,14 @@ def require_reachable(budget: SearchBudget, mixture: Mixture) -> Nearest:
     )
 
 
-def _out_of_reach(budget: SearchBudget, limit: Limit, nearest: Program, spaces: str) -> str:
-    before, after = _shown(budget, [limit]), _shown(budget, [limit], nearest)
+def _out_of_reach(budget: SearchBudget, limit: Limit, nearest: Nearest, mixture: Mixture, spaces: str) -> str:
+    before, after = _shown(budget, [limit]), _shown(budget, [limit], nearest.program)
     if before == after:
         return f"{limit} is out of reach: no edit of {spaces} lowers the model's {before}"
     verb, end = ("bring" if "," in spaces else "brings"), ("most" if limit.aspect.quantity.upward else "least")
-    return f"{limit} is out of reach: {spaces} {verb} the model from {before} to {after} at the {end}"
+    last = sum(mixture.attentions_lost[edit] for edit in nearest.choice) == mixture.most_lost > 0
+    why = ", as a program has to keep one attention" if last else ""
+    return f"{limit} is out of reach: {spaces} {verb} the model from {before} to {after} at the {end}{why}"
 
 
 def _shown(budget: SearchBudget, limits: Sequence[Limit], program: Program | None = None) -> str:
@@ -125,12 +127,17 @@ def _solve(
     claims = lil_matrix((len(rows), count + limits))
     for row, numbers in enumerate(rows.values()):
         claims[row, numbers] = 1.0
+    lost = [mixture.attentions_lost[edit] for edit in edits]
     enough = np.hstack([saved.T, np.eye(limits)])
     found = milp(
         np.concatenate([np.full(count, _FEW), np.ones(limits)]),
         integrality=np.concatenate([np.ones(count), np.zeros(limits)]),
         bounds=Bounds(0.0, np.concatenate([np.ones(count), np.full(limits, np.inf)])),
-        constraints=[LinearConstraint(claims.tocsr(), ub=1.0), LinearConstraint(enough, lb=needed)],
+        constraints=[
+            LinearConstraint(claims.tocsr(), ub=1.0),
+            LinearConstraint(enough, lb=needed),
+            LinearConstraint(np.concatenate([lost, np.zeros(limits)])[None], ub=mixture.most_lost),
+        ],
         options={"time_limit": _SECONDS},
     )
     taken: NDArray[np.bool_] = found.x[:count] > 0.5 if found.x is not None else np.zeros(count, dtype=bool)

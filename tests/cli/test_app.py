@@ -94,10 +94,25 @@ def test_a_full_disk_names_the_output_when_the_error_names_no_file(run: Callable
         assert "no space left for there;" in err
 
 
+def test_a_full_disk_is_named_where_it_is_not_the_only_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = tmp_path / "disk"
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) in (disk, Path("/")))
+    error = OSError(errno.ENOSPC, "No space left", str(disk / "new" / "a.csv"))
+    assert f"/new/a.csv; free some space on {disk} and run" in explain(error, "out").line
+    for place in (tmp_path / "a.csv", "postgresql://host/database"):
+        assert f"{place}; free some space and run" in explain(OSError(errno.ENOSPC, "", str(place)), "out").line
+
+
+def test_a_full_disk_in_words_of_our_own_is_left_so() -> None:
+    error = OSError("no room for states in there; raise --memory")
+    error.__cause__ = OSError(errno.ENOSPC, "No space left")
+    assert explain(error, "out").line == "error: no room for states in there; raise --memory"
+
+
 def test_a_full_disk_behind_another_error_is_still_a_full_disk() -> None:
     outer = RuntimeError("could not write the study")
     outer.__cause__ = OSError(errno.ENOSPC, "No space left", "study.db")
-    assert explain(outer, "out") == explain(OSError(errno.ENOSPC, "No space left"), "out")
+    assert explain(outer, "out") == explain(OSError(errno.ENOSPC, "No space left", "study.db"), "out")
 
 
 def test_a_defect_is_exit_70_and_says_how_to_see_more(run: Callable[..., tuple[int, str, str]]) -> None:

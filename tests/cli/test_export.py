@@ -196,3 +196,14 @@ def test_calibrated_factors_are_made_kept_and_recorded(
     assert code == 1
     assert f"error: the calibration text is gone: there is no file {tiny_text}" in err
     assert not (tmp_path / "gone").exists()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_update_minds_what_factors_are_rounded_to(
+    run: Run, recipe: Callable[..., Path], tmp_path: Path, tiny_text: Path, dtype: str
+) -> None:
+    written = recipe(LOWRANK.format(tiny_text).replace("sequential: true", "sequential: true, update: true"))
+    rounded = ["--dtype", dtype] if dtype != "float32" else []
+    code, _, err = run(written, "-o", tmp_path / "out", "--factors", tmp_path / "kept", *rounded)
+    assert code == 0, err
+    assert json.loads((tmp_path / "kept" / "factors.json").read_text())["kept"] == dtype

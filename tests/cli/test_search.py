@@ -24,6 +24,7 @@ from surgeon.language.program import Program
 from surgeon.language.recipe import read_recipe
 from surgeon.models.edit import program_of
 from surgeon.models.recipe_program import recipe_program
+from surgeon.searches import mixture
 from surgeon.searches.evaluate import Evaluator
 from surgeon.training.run import train
 from tests.stored import configure
@@ -466,3 +467,23 @@ def test_native_tracks(
     configure(tiny_checkpoint, model_type="surgeon_llama", surgeon_program="A0 F0 >A1 F1 A2 F2 A3 F3")
     assert search_freely(tiny_checkpoint, tiny_text, tmp_path / "no") == 1
     assert "tiny-llama is an edited model; search the one that it was made of" in capsys.readouterr().err
+
+
+def test_programs_without_attention_are_none(
+    tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No trials, no points of a front and no winners, also where a study of an earlier version has some."""
+    asked = ("--space", "drop", "--budget", "syncs<=2", "--trials", "8", "--holdout", "0")
+    with monkeypatch.context() as earlier:
+        earlier.setattr(mixture, "_attending", lambda _: {0, 1, 2, 3})
+        assert search(tiny_checkpoint, tiny_text, tmp_path / "earlier", *asked) == 0
+    trials = tmp_path / "earlier" / "trials.csv"
+    assert not pd.read_csv(trials)["program"].str.contains("A").all()
+    assert search(tiny_checkpoint, tiny_text, tmp_path / "earlier", *asked) == 0
+    assert pd.read_csv(trials)["program"].str.contains("A").all()
+    assert search_freely(tiny_checkpoint, tiny_text, tmp_path / "new", "--space", "drop", "--trials", "20") == 0
+    front = pd.read_csv(tmp_path / "new" / "front.csv")
+    assert front["depth"].min() <= 1, "as shallow as can be"
+    assert front["program"].str.contains("A").all()
+    shallowest = tmp_path / "new" / front.loc[front["depth"].idxmin(), "recipe"]
+    assert main(["export", str(shallowest), "-o", str(tmp_path / "out")]) == 0

@@ -128,6 +128,20 @@ def test_what_it_refuses(surgeon_says: Run, tiny_checkpoint: Path, tmp_path: Pat
         assert len(err.splitlines()) == 1
 
 
+def test_what_is_left_of_a_model(surgeon_says: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """Nothing is refused, by every command in the same words; that no token looks at another is said."""
+    recipe = tmp_path / "none.yaml"
+    recipe.write_text(f"surgeon: 1\nmodel: {tiny_checkpoint}\noperations:\n  - prune: {{layers: ['0:2', '2:4']}}\n")
+    said = f"error: {recipe}:4: prune: the program is empty: it has no steps; keep at least one sublayer\n"
+    for command, *options in (["show"], ["show", "-o", tmp_path / "x.png"], ["export", "-o", tmp_path / "out"]):
+        assert surgeon_says(command, recipe, *options) == (1, "", said)
+    assert not (tmp_path / "x.png").exists()
+    recipe.write_text(recipe.read_text().replace("]}", "], sublayers: attention}"))
+    code, out, _ = surgeon_says("show", recipe)
+    assert code == 0
+    assert facts(out)["note"] == "there is no attention, so that no token looks at another"
+
+
 def test_records_and_programs_that_are_none(surgeon_says: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(tiny_checkpoint, folder)

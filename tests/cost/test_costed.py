@@ -59,6 +59,13 @@ def test_a_program_may_be_longer_than_a_files_name(tmp_path: Path) -> None:
     assert [str(one.program(1)) for one in found] == [text, text]
 
 
+def test_a_program_of_nothing_is_not_the_models_own(tmp_path: Path) -> None:
+    for text in ("", " "):
+        (one,) = open_costed(str(folder(tmp_path / "small")), [], program=text)
+        with pytest.raises(ValueError, match="the program is empty: it has no steps"):
+            one.shapes.plan(one.program(1), 1, max_tokens=8, dtype="float32", low_rank="gather", kv="full")
+
+
 def test_a_program_that_a_checkpoint_has(tmp_path: Path) -> None:
     edited = folder(tmp_path / "edited", model_type="surgeon_llama", surgeon_program="A0 F0 >A1 >F1")
     config, program = read_config_only(edited)

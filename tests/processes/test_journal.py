@@ -47,6 +47,31 @@ def test_lines_are_found_again_whatever_is_cut_off(path: Path, identity: dict[st
             assert count.numbers == [*expected[:whole], -1]
 
 
+def test_empty_lines_mean_nothing_and_what_is_damaged_has_its_number(path: Path) -> None:
+    with Count(path) as count:
+        count.append({"number": 1}, {"number": 2})
+    first, *rest = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"\n" + first + b"\n \n".join(rest) + b"\n\n")
+    with Count(path) as count:
+        assert count.numbers == [1, 2]
+        count.append({"number": 3})
+    with Count(path) as count:
+        assert count.numbers == [1, 2, 3]
+    path.write_bytes(b"\n" + first + b"\n" + rest[0][:-3] + b"\n")
+    with pytest.raises(ValueError, match=r"journal\.jsonl is damaged in line 4; delete the file to begin again"):
+        Count(path)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, the device without space")
+def test_a_full_disk_names_the_file(path: Path) -> None:
+    with Count(path) as count, Path("/dev/full").open("wb", buffering=0) as full:
+        own, count._file = count._file, full
+        with pytest.raises(OSError, match="No space left") as raised:
+            count.append({"number": 1})
+        count._file = own
+    assert raised.value.filename == str(path)
+
+
 def test_a_line_is_in_the_file_at_once(path: Path) -> None:
     with Count(path) as count:
         count.keep({"number": 1})

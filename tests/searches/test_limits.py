@@ -140,7 +140,14 @@ def test_limits_that_ask_for_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("text", "spaces", "edits"),
-    [("depth=5", "pair", 1), ("depth=3", "pair", 3), ("depth=2", "pair:3", 2), ("syncs<=8,wire_bytes=0.7x", "pair", 2)],
+    [
+        ("syncs<=1", "drop", 6),
+        ("params=0.2x", "drop,pair", 5),
+        ("depth=5", "pair", 1),
+        ("depth=3", "pair", 3),
+        ("depth=2", "pair:3", 2),
+        ("syncs<=8,wire_bytes=0.7x", "pair", 2),
+    ],
 )
 def test_what_can_be_reached(text: str, spaces: str, edits: int) -> None:
     wanted = budget(text)
@@ -167,6 +174,13 @@ def test_a_time_is_reached_with_as_few_edits_as_it_takes() -> None:
             "budget depth=2 is out of reach: pair brings the model from depth 6 to depth 3 at the least",
         ),
         ("depth=1", "pair:3,par", "pair, par bring the model from depth 6 to depth 2 at the least"),
+        (
+            "syncs<=0",
+            "drop",
+            "drop brings the model from syncs 12 to syncs 1 at the least, as a program has to keep one attention",
+        ),
+        ("syncs<=1", "drop:layers", "drop brings the model from syncs 12 to syncs 2 at the least, as a program"),
+        ("depth=1", "drop:attention", "drop brings the model from depth 6 to depth 3.5 at the least, as a program"),
         ("kv_bytes=0.5x,depth=4", "pair", "kv_bytes=0.5x is out of reach: no edit of pair lowers the model's kv_bytes"),
     ],
 )

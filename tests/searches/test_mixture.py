@@ -192,3 +192,22 @@ def test_drawn_choices(data: st.DataObject, family: str, layers: int) -> None:
         if searching.is_free(found, edit):
             found.append(edit)
     check_choice(searching, found)
+
+
+def test_one_attention_is_left() -> None:
+    mixed = mixture("drop,pair,rank", layers=3)
+    most = choice("drop 0:1", "drop 1:2 attention")
+    assert str(mixed.program(most)) == "F1 A2 F2"
+    for last in ("drop 2:3", "drop 2:3 attention"):
+        assert not mixed.is_free(most, Edit.parse(last))
+        assert not mixed.allows((*most, Edit.parse(last)))
+        with pytest.raises(
+            ValueError, match=f"drop 1:2 attention, {last}: no attention is left; a program has to keep one"
+        ):
+            mixed.recipe((*most, Edit.parse(last)), "small")
+    assert mixed.is_free(most, Edit.parse("drop 2:3 mlp"))
+    assert str(mixed.program((*most, Edit.parse("drop 2:3 mlp")))) == "F1 A2"
+    assert max(len(stretch) for stretch in mixture("drop:layers", layers=3).stretches()) == 2
+    assert {edit.option for edit in mixture("drop", layers=1).edits} == {"mlp"}
+    with pytest.raises(ValueError, match="the space drop has no edits of llama: the model has 1 layer; leave it out"):
+        mixture("drop:layers", layers=1).require_edits()

@@ -65,6 +65,20 @@ def test_what_cannot_be_saved_has_no_choice() -> None:
     assert best_choices(damage, Savings(savings.each, np.array([1e3])), excluded) == []
 
 
+@given(st.integers(0, 10_000), st.integers(0, 3))
+@settings(max_examples=40, derandomize=True)
+def test_what_is_scarce_is_not_used_up(seed: int, most: int) -> None:
+    damage, savings, excluded = problem(seed, 1, crossing=0)
+    taken = np.random.default_rng(seed).integers(0, 2, EDITS)
+    every = [one for one in every_choice(savings, excluded) if taken[list(one)].sum() <= most]
+    with patch.object(optimise, "_HOPELESS", 1e9):
+        found = best_choices(damage, savings, excluded, 500, (taken, most), kept=500)
+    assert all(one in every for one in found)
+    assert bool(found) == bool(every)
+    if every:
+        assert damage.of(found[0]) == pytest.approx(min(map(damage.of, every)))
+
+
 def test_damage_is_a_sum_over_edits_and_pairs_of_them() -> None:
     damage = Damage(np.array([1.0, 2.0, 4.0]), np.array([[0, 10, 20], [10, 0, 40], [20, 40, 0]], dtype=float))
     assert damage.of([0, 2]) == 1 + 4 + 20

@@ -65,6 +65,20 @@ def test_the_first_round_has_the_sum_the_papers_window_and_the_second_order() ->
     assert len(proposals) == 6 == len({proposal.key for proposal in proposals})
 
 
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_every_proposal_keeps_an_attention(steps: int) -> None:
+    """Also where nothing else is left; there are proposals for the tightest goal that can be met."""
+    made = proposer("drop", [Goal((steps / 2,))])
+    assert made.can_meet
+    trials: list[Trial] = []
+    for _ in range(4):
+        proposals = made.next_round(trials, [6]) if trials else made.first_round(6)
+        assert proposals or trials
+        assert all("A" in proposal.key for proposal in proposals)
+        run(proposals, trials)
+    assert min(len(trial.proposal.key.split()) for trial in trials) <= steps
+
+
 def test_trials_correct_what_single_edits_foretell() -> None:
     """The sum is wrong about neighbours; the best choice is found all the same, in a tenth of all evaluations."""
     every = [true_damage(choice) for choice in every_pair_choice()]

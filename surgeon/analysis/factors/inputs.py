@@ -52,7 +52,7 @@ class InputSums:
         self.size += rows.abs().sum(0)
         self.samples += len(rows)
         if self.moment is not None:
-            self.moment.add(rows)
+            self.moment.add(inputs)
         if self.cross is not None:
             assert others is not None
             self.cross.addmm_(others.detach().flatten(0, -2).to(rows).T, rows)

@@ -61,6 +61,7 @@ def make_factors(
     model_hash: str,
     memory: int | None = None,
     record: dict[str, Any] | None = None,
+    kept: torch.dtype = torch.float32,
 ) -> FactorFolder:
     """Make the factors of all matrices that a program has a rank for, and write them and `factors.json`.
 
@@ -70,6 +71,7 @@ def make_factors(
         folder: made if it is not there.
         memory: a limit in bytes on the memory of the whole process.
         record: provenance to begin `factors.json` with.
+        kept: what the factors will be rounded to where they are used; the folder has them in float32.
 
     Raises:
         ValueError: if the model runs a program whose weights are those of no layer, or one of its own where a method
@@ -86,9 +88,12 @@ def make_factors(
         "dtype": str(model.dtype).removeprefix("torch."),
         **plan.to_json(),
     }
+    if plan.calibration.get("update"):
+        kept = max(kept, torch.float32, key=lambda dtype: torch.finfo(dtype).eps)
+        identity["kept"] = str(kept).removeprefix("torch.")
     with as_stored(model) as own, FactorJournal(folder, identity) as journal:
         _check_gradients(plan, own == program_of(model))
-        work = _Work(model, plan, windows, journal, memory)
+        work = _Work(model, plan, windows, journal, memory, kept)
         if work.missing:
             work.make_missing()
         notes = tuple(notes_on(journal.made))
@@ -115,8 +120,10 @@ class _Work:
         windows: Windows | None,
         journal: FactorJournal,
         memory: int | None,
+        rounded_to: torch.dtype,
     ) -> None:
         self.model, self.plan, self.windows, self.journal, self.memory = model, plan, windows, journal, memory
+        self.rounded_to = rounded_to
         self.kept = KeptFactors(NoSource(), journal.folder)
         self.sequential = bool(plan.calibration.get("sequential"))
         self.update = bool(plan.calibration.get("update"))
@@ -238,7 +245,7 @@ class _Work:
         found = decompose(matrix)
         factors = factors_by(matrix, found.left, rank)
         if self.update and known is not None and known.moment is not None:
-            factors = fitted(matrix, factors, known.moment, known.cross)
+            factors = fitted(matrix, factors, known.moment, known.cross, self.rounded_to)
         factors = Factors(*(factor.float().cpu() for factor in factors))
         loss = None if known is None or known.moment is None else _share_lost(matrix, factors, known.moment)
         samples = 0 if known is None else known.samples

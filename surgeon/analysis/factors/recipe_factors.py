@@ -7,12 +7,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from surgeon.analysis.factors.factor_folder import FactorFolder
 from surgeon.analysis.factors.factor_plan import plan_factors
-from surgeon.checkpoint.load import read_config, stored_program
+from surgeon.checkpoint.load import read_config, stored_dtype, stored_program
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.language.operations.lowrank import Calibration
 from surgeon.language.recipe import Recipe
+from surgeon.models.families import family_of
 from surgeon.provenance import provenance
 
 
@@ -44,16 +47,24 @@ class RecipeFactors:
 
 
 def make_recipe_factors(
-    recipe: Recipe, checkpoint: Checkpoint, folder: Path, memory: int | None = None
+    recipe: Recipe,
+    checkpoint: Checkpoint,
+    folder: Path,
+    memory: int | None = None,
+    kept: torch.dtype | None = None,
 ) -> RecipeFactors | None:
     """Make the factors of a recipe in a folder, or go on with those there; None if no factors go by a text.
+
+    Args:
+        kept: what they will be stored in, where that is not the checkpoint's own dtype.
 
     Raises:
         FileNotFoundError: if the text is gone.
         ValueError: if the text has changed or cannot be used, or as `make_factors`.
         OSError: if the folder cannot be written to.
     """
-    plan = plan_factors(recipe, read_config(checkpoint), stored_program(checkpoint))
+    config = read_config(checkpoint)
+    plan = plan_factors(recipe, config, stored_program(checkpoint))
     if not plan.is_calibrated:
         return None
     # What makes them takes a second to import, which most recipes have no use for.
@@ -63,10 +74,11 @@ def make_recipe_factors(
 
     windows = load_recorded(checkpoint.folder, plan.calibration)
     model_hash = checkpoint.model_hash()
+    kept = kept or stored_dtype(checkpoint, family_of(config))
     model = load_for_analysis(checkpoint, memory)
     used = recorded(windows, plan.calibration.get("after", 0)) | _ways(plan.calibration)
     record = provenance(recipe.model, model_hash, calibration_text=used)
-    found = make_factors(model, plan, windows, folder, model_hash=model_hash, memory=memory, record=record)
+    found = make_factors(model, plan, windows, folder, model_hash=model_hash, memory=memory, record=record, kept=kept)
     notes = (*windows.notes, *found.notes)
     return RecipeFactors(replace(found, notes=notes), used, plan.to_json() | {"calibration": windows.digest})
 

@@ -26,6 +26,9 @@ class AppliedOperation:
 
         Args:
             own: of a model that runs a program of its own, that program: stretches may lie in its branches.
+
+        Raises:
+            ValueError: as the operation does, and as `Program.require_steps`.
         """
         operation = OPERATIONS[self.name]
 
@@ -37,6 +40,7 @@ class AppliedOperation:
                 program = change(program, stretch)
             else:
                 program = applied_within(program, own, stretch, change)
+        program.require_steps()
         return program
 
     @property

@@ -106,10 +106,8 @@ def decomposer(method: Method, statistics: Statistics | None = None, alpha: floa
         return decompose
     given = getattr(known, need)
     assert given is not None, f"{method} needs the {need} of the inputs"
-    if method == "features":
-        return partial(principal_components, moment=given)
-    if method == "whitened":
-        return partial(decompose, weighing=whiten(given).factor)
+    if need == "moment":
+        return partial(principal_components if method == "features" else decompose, weighing=whiten(given).factor)
     return partial(decompose, weighing=given.double().sqrt() if method == "fisher" else given.double() ** alpha)
 
 
@@ -192,11 +190,16 @@ def _blocks(matrix: Tensor) -> Iterator[tuple[slice, Tensor]]:
         yield rows, matrix[rows].double()
 
 
-def principal_components(matrix: Tensor, moment: SecondMoment) -> Decomposition:
-    """The eigenvectors of the second moment of W's outputs, and the roots of its eigenvalues."""
-    doubled = matrix.double()
-    eigenvalues, vectors = torch.linalg.eigh(doubled @ moment.matrix.to(doubled) @ doubled.T)
-    return _decomposition(matrix, vectors.flip(1), eigenvalues.flip(0).clamp_min(0).sqrt())
+def principal_components(matrix: Tensor, weighing: Tensor) -> Decomposition:
+    """The eigenvectors of the second moment of W's outputs, and the roots of its eigenvalues.
+
+    Args:
+        weighing: a factor of the second moment of its inputs, (in, rank).
+    """
+    weighed = _weighed(matrix, weighing)
+    eigenvalues, vectors = torch.linalg.eigh(weighed @ weighed.T)
+    rank = weighing.shape[1]
+    return _decomposition(matrix, vectors.flip(1)[:, :rank], eigenvalues.flip(0)[:rank].clamp_min(0).sqrt())
 
 
 def _decomposition(matrix: Tensor, left: Tensor, values: Tensor, plain: bool = False) -> Decomposition:
@@ -319,29 +322,45 @@ class TruncatedSVD:
         return left
 
 
-def fitted(matrix: Tensor, factors: Factors, moment: SecondMoment, cross: Tensor | None = None) -> Factors:
+def fitted(
+    matrix: Tensor,
+    factors: Factors,
+    moment: SecondMoment,
+    cross: Tensor | None = None,
+    kept: torch.dtype = torch.float64,
+) -> Factors:
     """The same first factor with the second one that best gives W's outputs (SVD-LLM, section 3.2, in closed form).
 
     With Z the inputs that the factors get and X those that W got, it minimises |X W' - Z F' B'| over B; the least
-    change of the given B that does, so that it stays as it is where inputs do not reach.
+    change of the given B that does, so that it stays as it is where inputs do not reach. Where Z F' is small next to
+    what rounding makes of it, of the inputs or of the factors, they do not: B would answer to rounding there, with
+    numbers that make as much of the next rounding.
 
     Args:
         matrix: W, (out, in).
         factors: F, (rank, in), and B, (out, rank).
         moment: Z'Z.
         cross: X'Z, (in, in); Z'Z where the inputs are the same.
+        kept: what the factors will be rounded to.
     """
     first, second = factors.first.double(), factors.second.double()
     gram = moment.matrix.to(first)
     reached = gram @ first.T
     normal = first @ reached
     missing = matrix.to(first) @ (reached if cross is None else cross.to(first) @ first.T) - second @ normal
-    sizes = normal.diagonal().sqrt()
-    # Scaled, so that small directions are not taken for rounding of large ones.
+    # What errors in parts of each input's size make of Z F', and those of each row of F by itself: rounding is so many
+    # parts of it, whatever the direction.
+    noise = (first * gram.diagonal()) @ first.T
+    noise.diagonal().mul_(2)
+    sizes = noise.diagonal().sqrt()
     scale = torch.where(sizes > 0, sizes, 1)
-    rounding = torch.finfo(torch.float64).eps * len(gram)
-    inverse = torch.linalg.pinv(normal / torch.outer(scale, scale), hermitian=True, rtol=rounding)
-    return Factors(first, second + (missing / scale) @ inverse / scale)
+    lower = torch.linalg.cholesky(noise / torch.outer(scale, scale) + torch.diag((sizes == 0).to(noise)))
+    whitened = torch.linalg.solve_triangular(lower, normal / torch.outer(scale, scale), upper=False)
+    whitened = torch.linalg.solve_triangular(lower, whitened.T, upper=False)
+    eigenvalues, vectors = torch.linalg.eigh(whitened)
+    there = eigenvalues > moment.zero(eigenvalues[-1], 2 * torch.finfo(kept).eps)
+    directions = torch.linalg.solve_triangular(lower.T, vectors[:, there], upper=True) / scale[:, None]
+    return Factors(first, second + (missing @ directions / eigenvalues[there]) @ directions.T)
 
 
 def truncation_loss(matrix: Tensor, factors: Factors, moment: SecondMoment) -> float:

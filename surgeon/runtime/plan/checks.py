@@ -92,8 +92,9 @@ def _program(wanted: str | None, checkpoint: Checkpoint, config: Any, source: Mo
     """The program that is asked for, or the checkpoint's own."""
     family = source.family
     layers = source.count_layers()
-    given = Program.parse(wanted) if wanted else stored_program(checkpoint)
-    program = given or Program.dense(int(config.num_hidden_layers), family.steps_per_layer)
+    program = stored_program(checkpoint) if wanted is None else Program.parse(wanted)
+    if program is None:
+        program = Program.dense(int(config.num_hidden_layers), family.steps_per_layer)
     check_layers(program, layers)
     for sliced in (sublayer for sublayer in program.sublayers() if sublayer.piece is not None):
         require_sliceable(family.spec(sliced.kind), family)

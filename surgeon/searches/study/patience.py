@@ -10,7 +10,7 @@ from typing import TypeVar
 from optuna.exceptions import StorageInternalError
 from sqlalchemy.exc import SQLAlchemyError
 
-from surgeon.errors import first_line
+from surgeon.errors import first_line, full_disk, is_full_disk
 from surgeon.provenance import without_password
 from surgeon.searches.study.storage import StudyStorage
 
@@ -51,6 +51,8 @@ class PatientCalls:
                 raise ValueError(f"the study is no longer in {self.storage.place}: somebody deleted it") from error
             except (StorageInternalError, SQLAlchemyError) as error:
                 if not self.storage.is_away(error):
+                    if is_full_disk(error):
+                        raise full_disk(self.storage.file or self.storage.place) from error
                     raise OSError(f"{self.storage.place}: {_words(error)}") from error
                 outage.wait(error)
             else:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import random
 import re
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,10 @@ from typing import Any
 import sqlalchemy
 from optuna.exceptions import StorageInternalError
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
-from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
+from optuna.storages.journal import BaseJournalBackend
 from sqlalchemy import URL, event, exc, make_url
 
-from surgeon.errors import did_you_mean, first_line
+from surgeon.errors import did_you_mean, first_line, naming
 from surgeon.provenance import without_password
 
 JOURNAL_FILE = "study.log"
@@ -51,11 +53,13 @@ class StudyStorage:
     Attributes:
         place: its address, as messages and records show it: without a password.
         is_server: whether it is a database of its own, which can go away and come back.
+        file: where it lies on a disk of this machine.
     """
 
     backend: BaseStorage
     place: str
     is_server: bool = False
+    file: Path | None = None
     pace: Pace = Pace()
 
     def is_away(self, error: BaseException) -> bool:
@@ -109,11 +113,12 @@ def _open_sqlite(path: Path, pace: Pace) -> StudyStorage:
         raise FileNotFoundError(f"there is no folder {path.parent} to keep the study in; make it first")
     url = URL.create("sqlite", database=str(path))
     try:
-        backend = _set_up(url, {"connect_args": {"timeout": SECONDS_LOCKED}})
+        with naming(path):
+            backend = _set_up(url, {"connect_args": {"timeout": SECONDS_LOCKED}})
     except exc.DatabaseError as error:
         raise OSError(f"{path} cannot hold a study: {first_line(error.orig or error)}; use another file") from error
     _take_turns(backend.engine)
-    return StudyStorage(backend, f"sqlite:///{path}", pace=pace)
+    return StudyStorage(backend, f"sqlite:///{path}", file=path, pace=pace)
 
 
 def _take_turns(engine: sqlalchemy.Engine) -> None:
@@ -209,14 +214,76 @@ def _open_journal(path: Path, pace: Pace) -> StudyStorage:
             first = file.read(len(JOURNAL_BEGINS))
     if not JOURNAL_BEGINS.startswith(first):  # it would be mended (JournalLock), so nothing else may be taken for one
         raise ValueError(f"{path} is no journal of a study; name another file")
-    try:
-        backend = JournalStorage(JournalFileBackend(str(path), lock_obj=JournalLock(path)))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is damaged: {first_line(error)}; name another file to begin anew") from error
-    return StudyStorage(backend, f"journal:{path}", pace=pace)
+    return StudyStorage(StudyJournal(path).storage(), f"journal:{path}", file=path, pace=pace)
 
 
-class JournalLock(JournalFileSymlinkLock):
+class StudyJournal(BaseJournalBackend):
+    """A journal of Optuna's, in its format: what was done to a study, a line each.
+
+    Optuna's own cannot read on behind an empty line, as programs that were killed and editors leave them, and does not
+    say which file, or which line of it, it cannot read or write.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.lock = path, JournalLock(path)
+        self.path.touch()
+        self._entries, self._line, self._place = 0, 0, 0  # read so far: entries, lines, bytes
+
+    def storage(self) -> JournalStorage:
+        """What the journal says was done, done.
+
+        Raises:
+            ValueError: if it is damaged; naming the line.
+        """
+        try:
+            return JournalStorage(self)
+        except (AssertionError, AttributeError, LookupError, TypeError) as error:
+            raise self._damaged(error) from error
+
+    def read_logs(self, log_number_from: int) -> Iterator[dict[str, Any]]:
+        """The entries from that one on.
+
+        Raises:
+            ValueError: at a line that is none.
+        """
+        if log_number_from != self._entries:
+            self._entries, self._line, self._place = 0, 0, 0
+        with self.path.open("rb") as file:
+            file.seek(self._place)
+            for text in file:
+                if not text.endswith(b"\n"):  # it is being written, or was when its process was killed
+                    return
+                self._line, self._place = self._line + 1, self._place + len(text)
+                if not text.strip():
+                    continue
+                try:
+                    entry = json.loads(text)
+                except ValueError as error:
+                    raise self._damaged(error) from error
+                self._entries += 1
+                if self._entries > log_number_from:
+                    yield entry
+
+    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+        """Write entries down; when it returns they are on the disk."""
+        lines = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs)
+        self.lock.acquire()
+        try:
+            with naming(self.path), self.path.open("ab") as file:
+                file.write(lines.encode())
+                file.flush()
+                os.fsync(file.fileno())
+        finally:
+            self.lock.release()
+
+    def _damaged(self, error: Exception) -> ValueError:
+        return ValueError(
+            f"{self.path} is damaged: line {self._line} is no entry of a study ({type(error).__name__}: "
+            f"{first_line(error)}); take it out, or name another file to begin anew"
+        )
+
+
+class JournalLock:
     """Lets one process of this machine at a time write to a journal.
 
     Optuna's own locks are files, which stay when their process is killed, and hold everybody up. This one goes with its
@@ -225,17 +292,18 @@ class JournalLock(JournalFileSymlinkLock):
     """
 
     def __init__(self, journal: Path) -> None:
-        super().__init__(str(journal))
         self.journal, self.file = journal, -1
 
-    def acquire(self) -> bool:
+    def acquire(self) -> None:
+        """Wait until nobody else has it."""
         lock = os.open(f"{self.journal}.lock", os.O_RDWR | os.O_CREAT, 0o666)
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        with naming(f"{self.journal}.lock"):
+            fcntl.flock(lock, fcntl.LOCK_EX)
         self.file = lock
         self._mend()
-        return True
 
     def release(self) -> None:
+        """Let others have it."""
         lock, self.file = self.file, -1
         os.close(lock)
 

@@ -14,6 +14,7 @@ from optuna.distributions import BaseDistribution, IntDistribution
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
+from surgeon.errors import is_full_disk
 from surgeon.searches.study.holder import Holder, this_process
 from surgeon.searches.study.patience import PatientCalls, Say
 from surgeon.searches.study.storage import StudyStorage
@@ -200,7 +201,7 @@ class TrialQueue:
         except (UpdateFinishedTrialError, KeyError):
             pass  # told just now, or taken to be lost, or deleted; telling finds out
         except Exception as error:
-            if not self.storage.is_away(error):  # else the next one may reach it
+            if not (self.storage.is_away(error) or is_full_disk(error)):  # else the next one may reach it
                 raise
 
     def _fail(self, trial: FrozenTrial) -> None:

@@ -44,9 +44,8 @@ def counterparts(program: Program, num_layers: int) -> tuple[Counterpart, ...]:
     Raises:
         ValueError: if the program is empty, or names a layer that the original does not have.
     """
+    program.require_steps()
     layers = [_layers_of(node) for node in program.nodes]
-    if not layers:
-        raise ValueError("the program is empty: it has no steps")
     highest = list(accumulate(map(max, layers), max))
     if highest[-1] >= num_layers:
         raise ValueError(f"the program has layer {highest[-1]}; the original's layers are 0 to {num_layers - 1}")

@@ -104,6 +104,31 @@ def test_sequential_factors_see_what_earlier_ones_did(update: bool, tmp_path: Pa
                 overwrite(own[role], expected)
 
 
+@pytest.mark.parametrize("windows", [TEXT, text(1, 5, 6)], ids=["few directions", "few tokens"])
+def test_an_update_leaves_alone_what_inputs_do_not_reach(windows: Windows, tmp_path: Path) -> None:
+    """With v of rank 1, what o gets spans a direction for each of the four heads; it has rank 6."""
+    model = tiny_model("llama", 2)
+    o = places("llama", model, 0)["o"]
+    exact = tiny_model("llama", 2).double()
+    (original,) = inputs_of(exact, [places("llama", exact, 0)["o"][0]], windows.ids)
+    errors = {}
+    for update in (False, True):
+        plan = plan_of("A0@v1,o6 F0 A1 F1", sequential=True, update=update)
+        found = made(tmp_path / str(update), model, plan, windows)
+        v, target = target_named(plan, "v of A0@v1,o6"), target_named(plan, "o of A0@v1,o6")
+        exact.model.layers[0].self_attn.v_proj.weight.data = torch.from_numpy(product(found, v))
+        (seen,) = inputs_of(exact, [places("llama", exact, 0)["o"][0]], windows.ids)
+        wanted = original @ matrix_of(o).T
+        errors[update] = np.linalg.norm(wanted - seen @ product(found, target).T) / np.linalg.norm(wanted)
+        if update:
+            best = np.linalg.lstsq(seen, wanted, rcond=1e-9)[0]
+            least = np.linalg.norm(wanted - seen @ best) / np.linalg.norm(wanted)
+            factors: Any = found.source.factors(target.sublayer, "o", None)  # type: ignore[arg-type]
+            assert factors.second.abs().max() < 10
+    assert errors[True] <= errors[False]
+    assert errors[True] == pytest.approx(least, rel=1e-3, abs=1e-5)
+
+
 def test_activation_and_fisher_weigh_inputs(tmp_path: Path) -> None:
     model = tiny_model("llama", 2)
     plan = plan_of("A0@q5 F0 A1 F1@up7")

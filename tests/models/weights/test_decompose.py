@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -313,6 +315,76 @@ def test_the_second_factor_is_fitted_by_least_squares(size: tuple[int, int], tok
         else:  # as far as inputs reach, and not beyond
             change = found.second - factors.second
             assert np.linalg.matrix_rank(change.numpy(), tol=1e-6 * float(change.norm())) <= tokens
+
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+
+
+@st.composite
+def deficient(draws: st.DrawFn) -> dict[str, Any]:
+    """Inputs that span fewer directions than they have features, or of fewer tokens than the rank, of any scaling."""
+    features, outputs = draws(st.integers(2, 24)), draws(st.integers(2, 24))
+    return {
+        "size": (outputs, features),
+        "rank": draws(st.integers(1, min(features, outputs))),
+        "span": draws(st.integers(1, features)),
+        "tokens": draws(st.sampled_from([1, 2, 5, 20, 100])),
+        "decades": draws(st.tuples(st.sampled_from([0, 2, 4]), st.sampled_from([0, 3]))),  # of directions, of features
+        "mean": draws(st.sampled_from([0, 30])),
+        "method": draws(st.sampled_from(["plain", "activation", "whitened", "features"])),
+        "drift": draws(
+            st.sampled_from([0.0, 0.01, 0.5])
+        ),  # of the inputs that the factors get from those of the matrix
+        "seed": draws(st.integers(0, 1 << 20)),
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
+@settings(max_examples=40, deadline=None)
+@given(deficient())
+def test_an_update_is_never_worse_than_none(dtype: torch.dtype, kept: torch.dtype, case: dict[str, Any]) -> None:
+    """On its own text, with inputs rounded anew, as on another machine, and factors rounded to what keeps them."""
+    outputs, features = case["size"]
+    tokens, span, seed = case["tokens"], case["span"], case["seed"]
+    directions, sizes = (
+        torch.logspace(0, -of, n).double() for of, n in zip(case["decades"], (span, features), strict=True)
+    )
+    spread = draw(tokens, span, seed=seed) * directions @ draw(span, features, seed=seed + 1)
+    exact = (spread + case["mean"] * draw(features, seed=seed + 2)) * sizes
+    original = exact + case["drift"] * draw(tokens, features, seed=seed + 3) * sizes
+    seen, again = (
+        (exact * (1 + torch.finfo(dtype).eps / 2 * draw(tokens, features, seed=seed + turn))).to(dtype)
+        for turn in (4, 5)
+    )
+    matrix = draw(outputs, features, seed=seed + 6)
+    moment = SecondMoment(features)
+    moment.add(seen)
+    statistics = Statistics(moment, seen.double().abs().mean(0))
+    factors = factorise(matrix, case["rank"], case["method"], statistics)
+    updated = fitted(matrix, factors, moment, original.T @ seen.double(), kept)
+
+    def error(of: Factors) -> float:
+        first, second = (factor.to(kept).double() for factor in of)
+        wanted = original @ matrix.T
+        return float((wanted - again.double() @ first.T @ second.T).norm() / wanted.norm())
+
+    assert error(updated) <= error(factors) + 8 * max(torch.finfo(dtype).eps, torch.finfo(kept).eps)
+
+
+@pytest.mark.parametrize(("dtype", "least"), [(torch.float32, 1e-6), (torch.bfloat16, 0.02)])
+def test_what_rounding_adds_to_inputs_is_no_direction(dtype: torch.dtype, least: float) -> None:
+    """Three directions in 16 features, rounded, are three; a fourth counts as soon as it is larger than rounding."""
+    exact = draw(200, 3) @ draw(3, 16, seed=1)
+    fourth = draw(200, 1, seed=2) @ draw(1, 16, seed=3)
+    for size, rank in ((0.0, 3), (20 * least, 4)):
+        moment = SecondMoment(16)
+        moment.add((exact + size * fourth).to(dtype))
+        assert whiten(moment).rank == rank
+        for method in ("whitened", "features"):
+            found = decomposer(method, Statistics(moment))(draw(12, 16, seed=4))
+            assert found.reached == rank
+            assert not found.values[rank:].any()
 
 
 def test_whitened_factors_are_fitted_already() -> None:

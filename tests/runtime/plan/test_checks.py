@@ -90,6 +90,8 @@ def test_end_tokens_of_the_generation_config_count(saved: Callable[..., Path]) -
 @pytest.mark.parametrize(
     ("ranks", "program", "message"),
     [
+        (2, "", "the program is empty: it has no steps"),
+        (2, " ", "the program is empty: it has no steps"),
         (3, None, "3 ranks cannot share this model: the 4 heads and 2 KV heads of A0 .* 3 slices; 1, 2 or 4 can"),
         (5, None, "the 48 neurons of F0 do not divide into 5 slices; 1, 2 or 4 can"),
         (3, "{A0 | A1}", "2 branches does not spread evenly over 3 ranks.*; 1, 2, 4 or 8 can"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -29,6 +30,7 @@ from surgeon.searches.trial import MeasuredProgram, Proposal, Trial
 from tests import warm
 from tests.searches.made_up import EDITS, LAYERS, QUICK, SIZES, damage, measure, measured, propose, rows, study
 from tests.selection import case
+from tests.waiting import wait_until
 
 ADDRESSES = {"sqlite": "sqlite:///{}/study.db", "journal": "journal:{}/study.log"}
 WORKER = "import sys; from tests.searches.made_up import work; work(*sys.argv[1:3], float(sys.argv[3]), sys.argv[4])"
@@ -381,3 +383,19 @@ def patience() -> Iterator[None]:
         yield
         time.sleep(0.01)
     pytest.fail(f"nothing happened (process {os.getpid()})")
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_signs_of_life_go_on_when_a_full_disk_has_space_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = study("", tmp_path).queue
+    queue.put("a", {}, {})
+    queue.take([queue.read()["a"]], most=1)
+    signs = []
+
+    def full(*_: object) -> None:
+        signs.append(1)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(queue.storage.backend, "set_trial_user_attr", full)
+    with queue.working():
+        wait_until(lambda: len(signs) > 1)
