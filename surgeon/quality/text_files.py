@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from surgeon.results.card_text import plural
+from surgeon.words import plural
 
 PACKED = ".gz"
 _FIRST_BLOCK, _LARGEST_BLOCK = 1 << 16, 1 << 26
