@@ -163,7 +163,10 @@ class Compared:
         first, second = self.checkpoints
         tensors = _compare_tensors(first, _keys(a, first), second, _keys(b, second), advance)
         files = _compare_files(_files_of(first), _files_of(second))
-        return replace(both, tensors=tensors, config=_compare_config(first.config, second.config), files=files)
+        keys = [*first.config, *(key for key in second.config if key not in first.config)]
+        pairs = {key: (first.config.get(key), second.config.get(key)) for key in keys}
+        config = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+        return replace(both, tensors=tensors, config=config, files=files)
 
 
 def _facts(a: Description, b: Description) -> dict[str, Pair]:
@@ -234,15 +237,11 @@ def _compare_tensors(
             equal += 1
         else:
             different.append(difference)
-        advance(_size(a, a_names[key]))
+        advance(a.num_bytes(a_names[key]))
     only_a, only_b = sorted(a_names.keys() - b_names.keys()), sorted(b_names.keys() - a_names.keys())
-    advance(sum(_size(a, a_names[key]) for key in only_a))
+    advance(sum(a.num_bytes(a_names[key]) for key in only_a))
     counts = Counter(key.layer for key in a_names.keys() | b_names.keys())
     return TensorComparison(equal, tuple(only_a), tuple(only_b), tuple(different), counts)
-
-
-def _size(checkpoint: Checkpoint, name: str) -> int:
-    return math.prod(checkpoint.shape(name)) * checkpoint.dtype(name).itemsize
 
 
 def _compare_tensor(key: Key, a: Checkpoint, a_name: str, b: Checkpoint, b_name: str) -> Difference | None:
@@ -253,9 +252,8 @@ def _compare_tensor(key: Key, a: Checkpoint, a_name: str, b: Checkpoint, b_name:
     if shapes[0] != shapes[1]:
         return Difference(key, (list(shapes[0]), list(shapes[1])), other_dtype)
     count, largest = 0, 0.0
-    stretches = _parts(shapes[0], max(dtype.itemsize for dtype in dtypes))
-    for first, end in stretches:
-        parts = (_rows(a, a_name, first, end), _rows(b, b_name, first, end))
+    at_once = max(1, PART // max(1, math.prod(shapes[0][1:]) * max(dtype.itemsize for dtype in dtypes)))  # rows
+    for parts in zip(a.rows(a_name, at_once), b.rows(b_name, at_once), strict=True):
         if other_dtype is None and torch.equal(as_bytes(parts[0]), as_bytes(parts[1])):
             continue
         differing, distance = _distance(*parts)
@@ -263,21 +261,10 @@ def _compare_tensor(key: Key, a: Checkpoint, a_name: str, b: Checkpoint, b_name:
         largest = max(largest, distance, key=_nan_is_largest)
     if other_dtype is None and not count:
         return None
-    scale = max((_largest(_rows(a, a_name, *stretch)) for stretch in stretches), default=0.0)
+    scale = max(map(_largest, a.rows(a_name, at_once)), default=0.0)
     known = math.isfinite(largest)
     relative = largest / scale if known and 0 < scale < math.inf else None
     return Difference(key, None, other_dtype, count, math.prod(shapes[0]), largest if known else None, relative)
-
-
-def _parts(shape: tuple[int, ...], itemsize: int) -> list[tuple[int, int]]:
-    """Stretches of rows that are small enough to be read at once."""
-    rows = shape[0] if shape else 1
-    at_once = max(1, PART // max(1, math.prod(shape[1:]) * itemsize))
-    return [(first, min(first + at_once, rows)) for first in range(0, rows, at_once)]
-
-
-def _rows(checkpoint: Checkpoint, name: str, first: int, end: int) -> Tensor:
-    return checkpoint.part(name, 0, first, end) if checkpoint.shape(name) else checkpoint.tensor(name)
 
 
 def _distance(a: Tensor, b: Tensor) -> tuple[int, float]:
@@ -302,11 +289,6 @@ def _wide(tensor: Tensor) -> Tensor:
 
 def _nan_is_largest(value: float) -> tuple[bool, float]:
     return math.isnan(value), value
-
-
-def _compare_config(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Pair]:
-    keys = [*a, *(key for key in b if key not in a)]
-    return {key: (a.get(key), b.get(key)) for key in keys if a.get(key) != b.get(key)}
 
 
 def _files_of(checkpoint: Checkpoint) -> dict[str, Path]:

@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 from transformers import CONFIG_MAPPING
 
 from surgeon.checkpoint.describe import REPORT_FILE
+from surgeon.checkpoint.forms.base import config_beside
+from surgeon.checkpoint.load import program_in
+from surgeon.checkpoint.offline import fetching
 from surgeon.checkpoint.read import DEMO, read_json
-from surgeon.checkpoint.remote_code import FAMILY_KEY
 from surgeon.checkpoint.training import is_no_source
 from surgeon.demo import demo_model
-from surgeon.errors import shown
 from surgeon.language.program import Program
 from surgeon.models.edit import PROGRAM_KEY, PROGRAM_PREFIX
 from surgeon.models.families import family_named, family_of
@@ -50,15 +51,12 @@ def read_config_only(what: str | Path) -> ConfigOnly:
     if model_type == FUSED.model_type:
         return _of_source(path)
     family = family_named(model_type.removeprefix(PROGRAM_PREFIX) if PROGRAM_KEY in entries else model_type)
-    kept = {
-        key: value for key, value in entries.items() if key not in ("auto_map", "model_type", PROGRAM_KEY, FAMILY_KEY)
-    }
     try:
-        config = CONFIG_MAPPING[family.model_type].from_dict(kept)
+        config = config_beside(entries, CONFIG_MAPPING[family.model_type])
         family_of(config)
     except Exception as error:  # whatever it trips over is a fault of the file
         raise ValueError(f"{path} is not a valid configuration: {error}") from error
-    return ConfigOnly(config, _program(path, entries))
+    return ConfigOnly(config, program_in(entries, path))
 
 
 def _of_source(path: Path) -> ConfigOnly:
@@ -98,31 +96,8 @@ def _find(what: str | Path) -> Path:
         return demo_model() / CONFIG
     if not is_hub_name(name):
         raise FileNotFoundError(f"there is no model folder {name}")
-    return _fetched(name)
+    advice = "check the name and the connection, or give the path of a config.json"
+    with fetching(name, "its configuration ", advice):
+        from huggingface_hub import hf_hub_download
 
-
-def _fetched(name: str) -> Path:
-    from huggingface_hub import hf_hub_download
-
-    from surgeon.checkpoint.offline import without_retries
-
-    try:
-        with without_retries():
-            return Path(hf_hub_download(name, CONFIG))
-    except Exception as error:
-        raise FileNotFoundError(
-            f"{name} is no folder here, and its configuration could not be fetched from the hub "
-            f"({type(error).__name__}); check the name and the connection, or give the path of a config.json"
-        ) from error
-
-
-def _program(path: Path, entries: dict[str, Any]) -> Program | None:
-    if PROGRAM_KEY not in entries:
-        return None
-    text = entries[PROGRAM_KEY]
-    if not isinstance(text, str) or not text.strip():
-        raise ValueError(f"{path} has {PROGRAM_KEY}: {shown(text)}, which is no program; export the model again")
-    try:
-        return Program.parse(text)
-    except ValueError as error:
-        raise ValueError(f"{path} has a {PROGRAM_KEY} that is none: {error}") from error
+        return Path(hf_hub_download(name, CONFIG))

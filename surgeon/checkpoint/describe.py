@@ -12,6 +12,7 @@ from transformers import AutoConfig
 from surgeon.checkpoint.codas import read_codas
 from surgeon.checkpoint.forms import Form, form_of
 from surgeon.checkpoint.load import read_config, stored_program
+from surgeon.checkpoint.offline import fetching
 from surgeon.checkpoint.read import Checkpoint, locate, read_json
 from surgeon.checkpoint.training import is_no_source, lacking
 from surgeon.errors import shown
@@ -36,8 +37,8 @@ class Weights:
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Weights:
         """What a checkpoint's headers say."""
-        counts = {name: math.prod(checkpoint.shape(name)) for name in checkpoint.names()}
-        return cls(sum(counts.values()), sum(n * checkpoint.dtype(name).itemsize for name, n in counts.items()))
+        names = checkpoint.names()
+        return cls(sum(math.prod(checkpoint.shape(name)) for name in names), sum(map(checkpoint.num_bytes, names)))
 
 
 @dataclass(frozen=True)
@@ -123,16 +124,8 @@ def _config_only(model: str) -> tuple[Any, Program | None]:
     if on_disk(model) is not None or not is_hub_name(model):
         checkpoint = Checkpoint(locate(model))
         return read_config(checkpoint), stored_program(checkpoint)
-    from surgeon.checkpoint.offline import without_retries
-
-    try:
-        with without_retries():
-            return AutoConfig.from_pretrained(model), None
-    except Exception as error:
-        raise FileNotFoundError(
-            f"{model} is no folder here, and its configuration could not be fetched from the hub "
-            f"({type(error).__name__}); check the name and the connection"
-        ) from error
+    with fetching(model, "its configuration ", "check the name and the connection"):
+        return AutoConfig.from_pretrained(model), None
 
 
 def _describe_checkpoint(name: str | Path) -> Description:

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from surgeon.checkpoint.belongings import GENERATION
 from surgeon.checkpoint.read import locate, read_json
-
-FILE = "generation_config.json"
 
 # Settings that change the text and are not applied, and the values with which they change nothing.
 _UNAPPLIED: dict[str, tuple[Any, ...]] = {
@@ -67,7 +66,7 @@ class Defaults:
     suppress_tokens: tuple[int, ...] = ()
     begin_suppress_tokens: tuple[int, ...] = ()
     unapplied: tuple[tuple[str, Any], ...] = ()
-    source: str = FILE
+    source: str = GENERATION
 
     def complaint(self, overridden: Container[str] = ()) -> str | None:
         """What to tell the user of settings that are not applied; None if there are none.
@@ -88,7 +87,7 @@ def read_defaults(path_or_name: str | Path) -> Defaults:
     """
     folder = locate(path_or_name)
     # Checkpoints from before there was such a file have them in their configuration, where transformers looks, too.
-    file = next((folder / name for name in (FILE, "config.json") if (folder / name).is_file()), None)
+    file = next((folder / name for name in (GENERATION, "config.json") if (folder / name).is_file()), None)
     if file is None:
         return Defaults()
     found = read_json(file)

@@ -42,8 +42,8 @@ _LARGEST = 1 << 40  # of a dimension
 
 
 @dataclass(frozen=True)
-class StoredTensor:
-    """Where a file holds a tensor: bytes begin..end-1 of it."""
+class Entry:
+    """What a header says of a tensor, which lies in bytes begin..end-1 of the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -55,7 +55,7 @@ class _Damaged(ValueError):
     """What is wrong with a header."""
 
 
-def read_header(path: Path) -> dict[str, StoredTensor]:
+def read_header(path: Path) -> dict[str, Entry]:
     """The tensors of a safetensors file by name; nothing else of it is read.
 
     Raises:
@@ -72,7 +72,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         ) from damage
 
 
-def _parse(path: Path) -> dict[str, StoredTensor]:
+def _parse(path: Path) -> dict[str, Entry]:
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size < 8:
@@ -114,7 +114,7 @@ def _check_metadata(metadata: Any) -> None:
             raise _Damaged(f"its {METADATA} has {shown(name)}: {shown(value)}, where a text should be")
 
 
-def _tensor(name: str, entry: Any, start: int, path: Path) -> StoredTensor:
+def _tensor(name: str, entry: Any, start: int, path: Path) -> Entry:
     if not isinstance(entry, dict):
         raise _Damaged(f"its header says nothing about tensor {name!r}")
     dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
@@ -130,14 +130,14 @@ def _tensor(name: str, entry: Any, start: int, path: Path) -> StoredTensor:
     begin, end = offsets
     if end - begin != needed:
         raise _Damaged(f"tensor {name!r} takes {needed} bytes, but its place has {end - begin}")
-    return StoredTensor(DTYPES[dtype], tuple(shape), start + begin, start + end)
+    return Entry(DTYPES[dtype], tuple(shape), start + begin, start + end)
 
 
 def _are_sizes(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
 
 
-def _check_places(tensors: Mapping[str, StoredTensor], start: int, size: int) -> None:
+def _check_places(tensors: Mapping[str, Entry], start: int, size: int) -> None:
     """Tensors must fill the file after its header, without gaps and without sharing bytes."""
     at = start
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):

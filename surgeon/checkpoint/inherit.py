@@ -59,7 +59,8 @@ def inherit(folder: Path) -> Inherited:
     metadata: dict[str, Any] = {}
     notes = []
     for key, value in front.items():
-        if not _is_carried(key) or value is None:
+        is_carried = isinstance(key, str) and (key in (*TEXTS, *LISTS) or key.startswith(TERMS))
+        if not is_carried or value is None:
             continue
         if _is_valid(key, value):
             metadata[key] = value
@@ -77,10 +78,6 @@ def _front_matter(path: Path) -> dict[Any, Any]:
     if not isinstance(front, dict | None):
         raise ValueError("it is no mapping")
     return front or {}
-
-
-def _is_carried(key: Any) -> bool:
-    return isinstance(key, str) and (key in (*TEXTS, *LISTS) or key.startswith(TERMS))
 
 
 def _is_valid(key: str, value: Any) -> bool:

@@ -162,9 +162,21 @@ def stored_program(checkpoint: Checkpoint) -> Program | None:
     Raises:
         ValueError: if what config.json has in its place is no program.
     """
-    if PROGRAM_KEY not in checkpoint.config:
+    return program_in(checkpoint.config, checkpoint.folder / "config.json")
+
+
+def program_in(entries: dict[str, Any], path: Path) -> Program | None:
+    """The program that the entries of a config.json have; None if they have none.
+
+    Args:
+        path: where they are from.
+
+    Raises:
+        ValueError: if what they have in its place is no program.
+    """
+    if PROGRAM_KEY not in entries:
         return None
-    text, path = checkpoint.config[PROGRAM_KEY], checkpoint.folder / "config.json"
+    text = entries[PROGRAM_KEY]
     if not isinstance(text, str) or not text.strip():
         raise ValueError(
             f'{path} has {PROGRAM_KEY}: {shown(text)}, which is no program; write it as a text, as in "A0 F0 >A1 >F1", '
@@ -176,16 +188,11 @@ def stored_program(checkpoint: Checkpoint) -> Program | None:
         raise ValueError(f"{path} has a {PROGRAM_KEY} that is none: {error}") from error
 
 
-def _model_type(checkpoint: Checkpoint) -> str:
-    """config.json's model type, without what a program puts before it."""
-    name = str(checkpoint.config.get("model_type"))
-    return name if name == FUSED.model_type else name.removeprefix(PROGRAM_PREFIX)
-
-
 def _family_in(checkpoint: Checkpoint) -> Family:
     """The family that config.json names, whatever the checkpoint's form."""
-    name = _model_type(checkpoint)
-    if name != str(checkpoint.config.get("model_type")) and PROGRAM_KEY not in checkpoint.config:
+    stored = str(checkpoint.config.get("model_type"))
+    name = stored if stored == FUSED.model_type else stored.removeprefix(PROGRAM_PREFIX)
+    if name != stored and PROGRAM_KEY not in checkpoint.config:
         raise ValueError(
             f"{checkpoint.folder / 'config.json'} has the model_type {PROGRAM_PREFIX}{name}, and so needs "
             f"{PROGRAM_KEY}, the program"
@@ -269,12 +276,9 @@ def _are_tied(checkpoint: Checkpoint, family: Family, wanted: bool) -> bool:
     """
     names = Names(checkpoint, family)
     embedding, head = (names.own(f"{path}.weight") for path in (family.embedding, family.head))
-    both = embedding in checkpoint and head in checkpoint
-    return wanted and (not both or _are_equal(checkpoint, embedding, head))
-
-
-def _are_equal(held: Checkpoint, one: str, other: str) -> bool:
-    """Whether two tensors are the same, bit for bit; they are read as far as they are."""
-    if (held.dtype(one), held.shape(one)) != (held.dtype(other), held.shape(other)):
+    if not wanted or embedding not in checkpoint or head not in checkpoint:
+        return wanted
+    if (checkpoint.dtype(embedding), checkpoint.shape(embedding)) != (checkpoint.dtype(head), checkpoint.shape(head)):
         return False
-    return all(a == b for a, b in zip(held.blocks(one), held.blocks(other), strict=True))
+    # Bit for bit; they are read as far as they are the same.
+    return all(a == b for a, b in zip(checkpoint.blocks(embedding), checkpoint.blocks(head), strict=True))

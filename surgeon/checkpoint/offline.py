@@ -1,4 +1,4 @@
-"""Machines without a network: their users wait for no retries."""
+"""What is fetched from the hub, and machines without a network: their users wait for no retries."""
 
 from __future__ import annotations
 
@@ -9,6 +9,26 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 SECONDS = 5.0
+
+
+@contextmanager
+def fetching(name: str, what: str, advice: str) -> Iterator[None]:
+    """Fetch something of a model on the hub, or take it from the hub's cache, in the block.
+
+    Args:
+        what: it is, before "could not be fetched".
+        advice: what the user can do then.
+
+    Raises:
+        FileNotFoundError: whatever it is that goes wrong.
+    """
+    try:
+        with without_retries():
+            yield
+    except Exception as error:
+        raise FileNotFoundError(
+            f"{name} is no folder here, and {what}could not be fetched from the hub ({type(error).__name__}); {advice}"
+        ) from error
 
 
 @contextmanager

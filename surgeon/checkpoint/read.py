@@ -8,19 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
-import torch
-from safetensors import safe_open
-from torch import Tensor
-
 from surgeon.checkpoint.belongings import patterns_for_the_hub
-from surgeon.checkpoint.header import StoredTensor, parse_json, read_header
+from surgeon.checkpoint.header import parse_json
+from surgeon.checkpoint.offline import fetching
+from surgeon.checkpoint.tensor_file import TensorFiles, blocks_of
 from surgeon.demo import demo_model
 from surgeon.named import is_hub_name, on_disk
 
@@ -40,8 +35,6 @@ NOT_COMPUTED = frozenset(
         *("dtype", "torch_dtype", "use_cache", "initializer_range", WEIGHTS_KEY),
     )
 )
-# Bytes that are read or written at a time, as cp does: they stay in the processor's cache.
-BLOCK = 1 << 18
 
 
 def locate(path_or_name: str | Path) -> Path:
@@ -61,30 +54,20 @@ def locate(path_or_name: str | Path) -> Path:
         return demo_model()
     if not is_hub_name(name):
         raise FileNotFoundError(f"there is no model folder {name}")
-    from huggingface_hub import snapshot_download
+    with fetching(name, "", "check the name and the connection, or give the path of a local folder"):
+        from huggingface_hub import snapshot_download
 
-    from surgeon.checkpoint.offline import without_retries
-
-    try:
-        with without_retries():
-            return Path(snapshot_download(name, allow_patterns=[*WANTED]))
-    except Exception as error:
-        raise FileNotFoundError(
-            f"{name} is no folder here, and could not be fetched from the hub ({type(error).__name__}); "
-            "check the name and the connection, or give the path of a local folder"
-        ) from error
+        return Path(snapshot_download(name, allow_patterns=[*WANTED]))
 
 
-class Checkpoint:
+class Checkpoint(TensorFiles):
     """A folder with config.json and safetensors weights, one file or sharded.
 
-    Files are opened anew whenever something is read: one that stays open keeps all that was ever read of it in memory.
     Symbolic links are followed where they stay in the folder, or lead to the blobs of the hub cache that it lies in.
 
     Attributes:
         folder: where it lies.
         config: the parsed config.json.
-        files: the safetensors file that holds each tensor, by tensor name.
 
     Raises:
         FileNotFoundError: if config.json, the weights or one of their shards is missing.
@@ -92,8 +75,11 @@ class Checkpoint:
             in it.
     """
 
+    needed_by = "its config.json"
+
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        super().__init__()
+        self.folder, self.where = folder, str(folder)
         if (folder / ADAPTER_FILE).exists():
             raise ValueError(
                 f"{folder} holds an adapter ({ADAPTER_FILE}), which transformers would apply where peft is installed, "
@@ -101,11 +87,10 @@ class Checkpoint:
             )
         check_inside(folder, folder / "config.json")
         self.config = read_json(folder / "config.json")
-        self._stored: dict[str, StoredTensor] = {}
-        self.files: dict[str, Path] = {}
         self._weights_hash = ""
         self._hashing = Lock()
         for file, names in self._index().items():
+            check_inside(folder, folder / file)
             self._add(folder / file, names)
         if not self.files:
             raise ValueError(f"{folder} holds no tensors")
@@ -153,78 +138,10 @@ class Checkpoint:
             f"{self.folder} has no {SINGLE_FILE} and no {INDEX_FILE}; only safetensors weights are read"
         )
 
-    def _add(self, path: Path, expected: set[str]) -> None:
-        """Take in one file's tensors, those too that the index forgets: whatever loads the file, loads them."""
-        check_inside(self.folder, path)
-        held = read_header(path)
-        for name in sorted(expected - held.keys()):
-            raise ValueError(f"tensor {name!r} is not in {path.name}, where the index says it is")
-        for name, stored in held.items():
-            if name in self.files:
-                raise ValueError(
-                    f"tensor {name!r} is in {self.files[name].name} and in {path.name} of {self.folder}; "
-                    "which of them is meant cannot be known"
-                )
-            self.files[name] = path
-            self._stored[name] = stored
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.files
-
-    @property
-    def where(self) -> str:
-        """What error messages call it."""
-        return str(self.folder)
-
     @property
     def file_names(self) -> frozenset[str]:
         """The weight files in use, and their index."""
         return frozenset({self._weights_file(), *(path.name for path in self.files.values())})
-
-    def names(self) -> list[str]:
-        """All tensor names, file by file."""
-        return list(self.files)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, without reading it."""
-        return self._of(name).shape
-
-    def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a tensor, without reading it."""
-        return self._of(name).dtype
-
-    def tensor(self, name: str) -> Tensor:
-        """One whole tensor; what is not looked at of it is not read."""
-        with self._open(name) as file:
-            tensor: Tensor = file.get_tensor(name)
-        return tensor
-
-    def part(self, name: str, dim: int, first: int, end: int) -> Tensor:
-        """Elements first..end-1 along one dimension (0 or 1) of a tensor; nothing else is read."""
-        with self._open(name) as file:
-            view = file.get_slice(name)
-            part: Tensor = view[first:end] if dim == 0 else view[:, first:end]
-        return part
-
-    def blocks(self, name: str) -> Iterator[memoryview]:
-        """A tensor's bytes as they are stored, a block at a time; each is valid until the next one is asked for.
-
-        Raises:
-            OSError: if the file has become shorter.
-        """
-        stored, path = self._of(name), self.files[name]
-        with path.open("rb", buffering=0) as file:
-            file.seek(stored.begin)
-            yield from blocks_of(file, stored.end - stored.begin, path)
-
-    def _of(self, name: str) -> StoredTensor:
-        if name not in self._stored:
-            raise ValueError(f"{self.folder} has no tensor {name!r}, which its config.json asks for")
-        return self._stored[name]
-
-    def _open(self, name: str) -> Any:
-        self._of(name)
-        return safe_open(self.files[name], framework="pt")
 
     def model_hash(self) -> str:
         """SHA-256 over what config.json says of the model and over its weights: which model this is.
@@ -247,28 +164,6 @@ class Checkpoint:
                             digest.update(block)
                 self._weights_hash = digest.hexdigest()
             return self._weights_hash
-
-
-@dataclass(frozen=True)
-class Stored:
-    """One tensor in a checkpoint's files."""
-
-    checkpoint: Checkpoint
-    name: str
-
-    def tensor(self) -> Tensor:
-        """The whole tensor; what is not looked at of it is not read."""
-        return self.checkpoint.tensor(self.name)
-
-    def rows(self, count: int) -> Iterator[Tensor]:
-        """All rows in order, so many at a time."""
-        end = self.checkpoint.shape(self.name)[0]
-        for first in range(0, end, count):
-            yield self.checkpoint.part(self.name, 0, first, min(first + count, end))
-
-    def blocks(self) -> Iterator[memoryview]:
-        """Its bytes, a block at a time."""
-        return self.checkpoint.blocks(self.name)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -306,18 +201,3 @@ def check_inside(folder: Path, path: Path) -> None:
             f"{path} is a symbolic link out of the folder, to {real}; put the file itself there, or name the folder "
             "in which it lies"
         )
-
-
-def blocks_of(file: FileIO, size: int, path: Path) -> Iterator[memoryview]:
-    """The next bytes of an unbuffered file, a block at a time, all in one buffer.
-
-    Raises:
-        OSError: if it has fewer.
-    """
-    buffer = memoryview(bytearray(min(size, BLOCK)))
-    while size:
-        count = file.readinto(buffer[: min(size, BLOCK)])
-        if not count:
-            raise OSError(f"{path} became shorter while it was read")
-        yield buffer[:count]
-        size -= count

@@ -1,18 +1,118 @@
-"""One safetensors file that belongs to no index: what lies beside a checkpoint."""
+"""Tensors in safetensors files, read whole or in part when asked for: a `Store` of `surgeon.models.weights`."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
+from io import FileIO
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from surgeon.checkpoint.header import read_header
+from surgeon.checkpoint.header import Entry, read_header
+
+# Bytes that are read or written at a time, as cp does: they stay in the processor's cache.
+BLOCK = 1 << 18
 
 
-class TensorFile:
-    """The tensors of a file, read whole or in part when they are asked for (a `Store` of `surgeon.models.weights`).
+class TensorFiles:
+    """Some files' tensors by name; which files, a subclass says.
+
+    Files are opened anew whenever something is read: one that stays open keeps all that was ever read of it in memory.
+
+    Attributes:
+        where: what error messages call it.
+        files: the file that holds each tensor, by tensor name.
+    """
+
+    where: str
+    needed_by = "its architecture"  # what a missing tensor is missing for
+
+    def __init__(self) -> None:
+        self.files: dict[str, Path] = {}
+        self._entries: dict[str, Entry] = {}
+
+    def _add(self, path: Path, expected: Collection[str] = ()) -> None:
+        """Take in one file's tensors, those too that nobody expects: whatever loads the file, loads them."""
+        entries = read_header(path)
+        for name in sorted(set(expected) - entries.keys()):
+            raise ValueError(f"tensor {name!r} is not in {path.name}, where the index says it is")
+        for name, entry in entries.items():
+            if name in self.files:
+                raise ValueError(
+                    f"tensor {name!r} is in {self.files[name].name} and in {path.name} of {self.where}; "
+                    "which of them is meant cannot be known"
+                )
+            self.files[name] = path
+            self._entries[name] = entry
+
+    def names(self) -> list[str]:
+        """All tensor names, file by file."""
+        return list(self.files)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.files
+
+    def _entry(self, name: str) -> Entry:
+        if name not in self._entries:
+            raise ValueError(f"{self.where} has no tensor {name!r}, which {self.needed_by} asks for")
+        return self._entries[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, without reading it."""
+        return self._entry(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of a tensor, without reading it."""
+        return self._entry(name).dtype
+
+    def num_bytes(self, name: str) -> int:
+        """How many bytes a tensor takes in its file."""
+        entry = self._entry(name)
+        return entry.end - entry.begin
+
+    def _open(self, name: str) -> Any:
+        self._entry(name)
+        return safe_open(self.files[name], framework="pt")
+
+    def tensor(self, name: str) -> Tensor:
+        """One whole tensor; what is not looked at of it is not read."""
+        with self._open(name) as file:
+            tensor: Tensor = file.get_tensor(name)
+        return tensor
+
+    def part(self, name: str, dim: int, first: int, end: int) -> Tensor:
+        """Elements first..end-1 along one dimension (0 or 1) of a tensor; nothing else is read."""
+        with self._open(name) as file:
+            view = file.get_slice(name)
+            part: Tensor = view[first:end] if dim == 0 else view[:, first:end]
+        return part
+
+    def rows(self, name: str, count: int | None = None) -> Iterator[Tensor]:
+        """All rows of a tensor in order, so many at a time, or the whole tensor; a single number has no rows."""
+        if count is None or not self.shape(name):
+            yield self.tensor(name)
+            return
+        end = self.shape(name)[0]
+        for first in range(0, end, count):
+            yield self.part(name, 0, first, min(first + count, end))
+
+    def blocks(self, name: str) -> Iterator[memoryview]:
+        """A tensor's bytes as they are stored, a block at a time; each is valid until the next one is asked for.
+
+        Raises:
+            OSError: if the file has become shorter.
+        """
+        entry, path = self._entry(name), self.files[name]
+        with path.open("rb", buffering=0) as file:
+            file.seek(entry.begin)
+            yield from blocks_of(file, entry.end - entry.begin, path)
+
+
+class TensorFile(TensorFiles):
+    """One file that belongs to no index: what lies beside a checkpoint.
 
     Raises:
         ValueError: if the file is damaged.
@@ -20,46 +120,21 @@ class TensorFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._held = read_header(path)
+        super().__init__()
+        self.where = str(path)
+        self._add(path)
 
-    @property
-    def where(self) -> str:
-        """What error messages call it."""
-        return str(self.path)
 
-    def names(self) -> list[str]:
-        """All tensor names."""
-        return list(self._held)
+def blocks_of(file: FileIO, size: int, path: Path) -> Iterator[memoryview]:
+    """The next bytes of an unbuffered file, a block at a time, all in one buffer.
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._held
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, without reading it."""
-        self._require(name)
-        return self._held[name].shape
-
-    def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a tensor, without reading it."""
-        self._require(name)
-        return self._held[name].dtype
-
-    def tensor(self, name: str) -> Tensor:
-        """One whole tensor."""
-        self._require(name)
-        with safe_open(self.path, framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
-        return tensor
-
-    def part(self, name: str, dim: int, first: int, end: int) -> Tensor:
-        """Elements first..end-1 along one dimension (0 or 1) of a tensor; nothing else is read."""
-        self._require(name)
-        with safe_open(self.path, framework="pt") as file:
-            view = file.get_slice(name)
-            part: Tensor = view[first:end] if dim == 0 else view[:, first:end]
-        return part
-
-    def _require(self, name: str) -> None:
-        if name not in self._held:
-            raise ValueError(f"{self.path} has no tensor {name!r}, which its architecture asks for")
+    Raises:
+        OSError: if it has fewer.
+    """
+    buffer = memoryview(bytearray(min(size, BLOCK)))
+    while size:
+        count = file.readinto(buffer[: min(size, BLOCK)])
+        if not count:
+            raise OSError(f"{path} became shorter while it was read")
+        yield buffer[:count]
+        size -= count

@@ -7,21 +7,25 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from itertools import chain
 from pathlib import Path
+from threading import Event
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from surgeon.checkpoint.awaited import WholeFiles
+from surgeon.beside import Beside, Stopped
 from surgeon.checkpoint.forms import PlannedTensor
 from surgeon.checkpoint.header import DTYPES
-from surgeon.checkpoint.read import BLOCK, INDEX_FILE, SINGLE_FILE, Checkpoint
-from surgeon.checkpoint.verify import Expected, FileRecord
+from surgeon.checkpoint.read import INDEX_FILE, SINGLE_FILE, Checkpoint
+from surgeon.checkpoint.tensor_file import BLOCK
+from surgeon.checkpoint.verify import FileRecord, sync
 from surgeon.progress import Advance
 from surgeon.provenance import write_json
 
@@ -53,83 +57,98 @@ def split_into_shards(tensors: Sequence[PlannedTensor], limit: int | None) -> di
     return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, start=1)}
 
 
-def work_of_writing(
-    source: Checkpoint,
-    tensors: Sequence[PlannedTensor],
-    folder: Path,
-    whole: WholeFiles,
-    advance: Advance,
-    written: Callable[[Path, Expected], None],
-) -> Callable[[Callable[[], None]], dict[str, FileRecord]]:
-    """`fill_files`, which are like the source's and are begun at once, as work for `Beside`.
+class Writing:
+    """A plan's tensors on their way into files, one after the other; each file is read back as soon as it is whole.
+
+    Both go on in threads of their own beside what is done in the block, and have ended when it is left. The files are
+    begun at once, so that the folder can be opened as a checkpoint; whoever reads one of them waits for it.
 
     Args:
-        whole: is told of them, and closed at the end.
-    """
-    shards = split_into_shards(tensors, shard_limit(source))
-    begin_files(folder, shards)
-
-    def work(go_on: Callable[[], None]) -> dict[str, FileRecord]:
-        def told(amount: float) -> None:
-            go_on()
-            advance(amount)
-
-        def done(path: Path, expected: Expected) -> None:
-            whole.add(path.name)
-            written(path, expected)
-
-        try:
-            return fill_files(folder, shards, told, done)
-        finally:
-            whole.close()
-
-    return work
-
-
-def begin_files(folder: Path, shards: dict[str, list[PlannedTensor]]) -> None:
-    """Make all files with their headers, as long as they will be, and their index if there are several.
-
-    So the folder can be opened as a checkpoint before its tensors are there.
+        shards: the tensors of each file, by its name.
+        advance: told of the bytes of tensors that are written.
 
     Raises:
         OSError: if files may not be so long, or cannot be written.
     """
-    for name, tensors in shards.items():
-        header = header_of(_in_file(tensors))
-        with _named_in_errors(folder / name), (folder / name).open("wb") as file:
-            file.write(header)
-            file.truncate(len(header) + sum(tensor.num_bytes for tensor in tensors))
-    if len(shards) > 1:
-        total = sum(tensor.num_bytes for tensors in shards.values() for tensor in tensors)
-        weight_map = {tensor.name: name for name, tensors in shards.items() for tensor in tensors}
-        write_json(
-            folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        )
 
+    def __init__(
+        self, folder: Path, shards: Mapping[str, Sequence[PlannedTensor]], advance: Advance = lambda _: None
+    ) -> None:
+        # Wide elements first, so that every tensor begins at a multiple of its element's size.
+        self._shards = {name: sorted(some, key=lambda one: -one.dtype.itemsize) for name, some in shards.items()}
+        self._folder, self._advance = folder, advance
+        self._records: dict[str, FileRecord] = {}  # of files that are whole
+        self._settled = {name: Event() for name in shards}  # set when a file is whole, or never will be
+        for name, tensors in self._shards.items():
+            header = header_of(tensors)
+            with _named_in_errors(folder / name), (folder / name).open("wb") as file:
+                file.write(header)
+                file.truncate(len(header) + sum(tensor.num_bytes for tensor in tensors))
+        if len(shards) > 1:
+            total = sum(tensor.num_bytes for tensors in shards.values() for tensor in tensors)
+            weight_map = {tensor.name: name for name, tensors in shards.items() for tensor in tensors}
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+            write_json(folder / INDEX_FILE, index)
 
-def fill_files(
-    folder: Path,
-    shards: dict[str, list[PlannedTensor]],
-    advance: Advance,
-    written: Callable[[Path, Expected], None] = lambda *_: None,
-) -> dict[str, FileRecord]:
-    """Write the tensors of files that have been begun.
+    def __enter__(self) -> Writing:
+        self._writing = Beside(self._write)
+        self._reading_back = Beside(self._read_back)
+        return self
 
-    Args:
-        written: told of each weight file as soon as it is whole, and what it should hold: everything but the values
-            that are rounded as they are stored, which are compared when they are proven.
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._writing.__exit__(kind, error, trace)
+        self._reading_back.__exit__(kind, error, trace)
+        if isinstance(error, Stopped):
+            self._writing.result()  # raises what has kept a file from becoming whole
 
-    Returns:
-        What each weight file holds, by its name.
+    def wait(self, name: str) -> None:
+        """Wait until a file is whole.
 
-    Raises:
-        OSError: if the disk fills up or a file cannot be written.
-    """
-    records = {}
-    for name, tensors in shards.items():
-        records[name] = _fill_file(folder / name, tensors, advance)
-        written(folder / name, partial(_expected, tensors))
-    return records
+        Raises:
+            Stopped: if it never will be; leaving the block raises the reason.
+        """
+        self._settled[name].wait()
+        if name not in self._records:
+            raise Stopped
+
+    def finish(self) -> dict[str, FileRecord]:
+        """Wait for all files; says what each of them holds, by its name.
+
+        Raises:
+            OSError: if the disk fills up, or naming a file that cannot be written or does not hold what was written.
+        """
+        self._writing.result()
+        self._reading_back.result()
+        return self._records
+
+    def _write(self, go_on: Callable[[], None]) -> None:
+        try:
+            for name, tensors in self._shards.items():
+                digest, size = hashlib.sha256(), 0
+                blocks = chain.from_iterable(map(content_of, tensors))
+                with _named_in_errors(self._folder / name), (self._folder / name).open("r+b") as file:
+                    for content in chain[bytes | memoryview]([header_of(tensors)], blocks):
+                        go_on()
+                        digest.update(content)
+                        file.write(content)
+                        self._advance(len(content) if size else 0)  # the header is of no tensor
+                        size += len(content)
+                self._records[name] = FileRecord(size, digest.hexdigest())
+                self._settled[name].set()
+        finally:
+            for event in self._settled.values():
+                event.set()
+
+    def _read_back(self, go_on: Callable[[], None]) -> None:
+        for name, tensors in self._shards.items():
+            self.wait(name)
+            sync(self._folder / name)
+            # Values that are rounded as they are stored are compared when they are proven, and passed over here.
+            values = ([tensor.num_bytes] if tensor.rounded else content_of(tensor) for tensor in tensors)
+            if not holds(self._folder / name, chain([header_of(tensors)], chain.from_iterable(values)), go_on):
+                raise OSError(f"{name} does not read back as it was written; is the disk sound?")
 
 
 def header_of(tensors: Sequence[PlannedTensor]) -> bytes:
@@ -149,17 +168,6 @@ def header_of(tensors: Sequence[PlannedTensor]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _fill_file(path: Path, tensors: Sequence[PlannedTensor], advance: Advance) -> FileRecord:
-    digest, size = hashlib.sha256(), 0
-    with _named_in_errors(path), path.open("r+b") as file:
-        for content, told in _contents(tensors):
-            digest.update(content)
-            file.write(content)
-            size += len(content)
-            advance(told)
-    return FileRecord(size, digest.hexdigest())
-
-
 @contextmanager
 def _named_in_errors(path: Path) -> Iterator[None]:
     """Say which file the system could not write."""
@@ -171,36 +179,13 @@ def _named_in_errors(path: Path) -> Iterator[None]:
         raise
 
 
-def _in_file(tensors: Sequence[PlannedTensor]) -> list[PlannedTensor]:
-    """Wide elements first, so that every tensor begins at a multiple of its element's size."""
-    return sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
-
-
-def _contents(tensors: Sequence[PlannedTensor]) -> Iterator[tuple[bytes | memoryview, int]]:
-    """A file's bytes, a block at a time, each with how many of them belong to tensors."""
-    yield header_of(_in_file(tensors)), 0
-    for planned in _in_file(tensors):
-        for block in content_of(planned):
-            yield block, len(block)
-
-
-def _expected(tensors: Sequence[PlannedTensor]) -> Iterator[bytes | memoryview | int]:
-    """The same once more; of values that are rounded, which `prove` compares, only how many bytes they take."""
-    yield header_of(_in_file(tensors))
-    for planned in _in_file(tensors):
-        if planned.rounded:
-            yield planned.num_bytes
-        else:
-            yield from content_of(planned)
-
-
 def content_of(planned: PlannedTensor) -> Iterator[memoryview]:
     """A tensor's bytes as they are to be written, a block at a time, each valid until the next one is asked for.
 
     What is copied byte for byte is never held as a whole.
     """
-    if planned.copy_of is not None:
-        yield from planned.copy_of.blocks()
+    if planned.blocks is not None:
+        yield from planned.blocks()
         return
     size = 0
     for rows in planned.rows():
@@ -216,3 +201,25 @@ def content_of(planned: PlannedTensor) -> Iterator[memoryview]:
 def as_bytes(tensor: Tensor) -> Tensor:
     """What a file holds of a tensor, as uint8."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def holds(path: Path, expected: Iterable[bytes | memoryview | int], go_on: Callable[[], None] = lambda: None) -> bool:
+    """Whether a file has these bytes and no others.
+
+    Args:
+        expected: in order; a number stands for so many bytes that are not compared.
+        go_on: called on the way.
+    """
+    with path.open("rb", buffering=0) as file:
+        for content in expected:
+            go_on()
+            if isinstance(content, int):
+                file.seek(content, os.SEEK_CUR)
+                continue
+            found: Any = bytearray(len(content))  # compares itself with any other bytes at once; a memoryview does not
+            count = 0
+            while count < len(found) and (more := file.readinto(memoryview(found)[count:])):
+                count += more
+            if count < len(found) or found != content:
+                return False
+        return file.tell() == os.fstat(file.fileno()).st_size

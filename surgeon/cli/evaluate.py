@@ -160,7 +160,7 @@ def evaluate(
 def _factors(candidate: UnloadedModel, output: Path | None) -> Iterator[UnloadedModel]:
     """The candidate with a folder for factors of its program's ranks: they are made once, as its recipe says."""
     from surgeon.analysis.factors.recipe_factors import make_recipe_factors
-    from surgeon.checkpoint.kept_factors import KeptFactors
+    from surgeon.checkpoint.factor_cache import FactorCache
     from surgeon.language.recipe import parse_recipe
     from surgeon.models.weights import TruncatedSVD
 
@@ -172,7 +172,7 @@ def _factors(candidate: UnloadedModel, output: Path | None) -> Iterator[Unloaded
         recipe = None if candidate.recipe is None else parse_recipe(candidate.recipe, candidate.name)
         made = None if recipe is None else make_recipe_factors(recipe, candidate.checkpoint, folder)
         if made is None:
-            yield replace(candidate, factors=KeptFactors(TruncatedSVD(), Path(scratch)))
+            yield replace(candidate, factors=FactorCache(TruncatedSVD(), Path(scratch)))
         else:
             warn(made.found.notes)
             yield replace(candidate, factors=made.found.source, factors_identity=made.identity)

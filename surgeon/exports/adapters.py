@@ -24,9 +24,10 @@ from surgeon.checkpoint.forms import FORMS, PROGRAM, Inexpressible, Layout, form
 from surgeon.checkpoint.load import read_config
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.errors import NotProven
-from surgeon.exports.in_memory import as_stored, export, logits_of, stored_layers_of
+from surgeon.exports.in_memory import export, logits_of
 from surgeon.exports.prove import EXACT_TOLERANCE, WRITTEN_TOLERANCE, Proof, Reference, random_tokens
 from surgeon.exports.staging import staged
+from surgeon.exports.stock import stock_layers_of, stock_model
 from surgeon.language.program import KINDS
 from surgeon.models.families import Family, family_of
 
@@ -108,11 +109,11 @@ def _put(root: nn.Module, path: str, module: nn.Module) -> None:
 
 def _layout_of(base: PreTrainedModel) -> Layout:
     """How the model is stored with its modules as they are: plain where that is exact."""
-    stored = stored_layers_of(base)
-    with as_stored(base, stored):
+    stock = stock_layers_of(base)
+    with stock_model(base, stock):
         for form in (FORMS["plain"], PROGRAM):
             try:
-                return form.lay_out(stored.program, family_of(base.config), base.config)
+                return form.lay_out(stock.program, family_of(base.config), base.config)
             except Inexpressible as refusal:
                 reason = str(refusal)
     raise ValueError(f"the model cannot be written with its modules as they are ({reason}); {_MERGE}")
@@ -126,7 +127,7 @@ def _written_names(path: str, layout: Layout, family: Family) -> list[str]:
     layer, _, rest = inside.partition(".")
     if not layer.isdigit():
         raise ValueError(f"the adapter lies on {layer}, which is stored as something else; {_MERGE}")
-    kinds = [kind for kind in KINDS if any(_is_inside(rest, module) for module in family.spec(kind).modules)]
+    kinds = [kind for kind in KINDS if any(f"{rest}.".startswith(f"{one}.") for one in family.spec(kind).modules)]
     return [
         f"{family.layers}.{index}.{rest}"
         for index, stored in enumerate(layout.layers)
@@ -134,30 +135,21 @@ def _written_names(path: str, layout: Layout, family: Family) -> list[str]:
     ]
 
 
-def _is_inside(path: str, module: str) -> bool:
-    return path == module or path.startswith(f"{module}.")
-
-
 def _renamed(state: dict[str, Tensor], names: Names) -> dict[str, Tensor]:
     """The adapter's tensors by their names over the written model's modules."""
     found = {}
     for name, tensor in state.items():
-        path, rest = _split(name.removeprefix(_WRAPPED), names)
+        own = name.removeprefix(_WRAPPED)
+        path = max((path for path in names if own.startswith(f"{path}.")), key=len, default=None)
+        if path is None:
+            raise ValueError(f"the adapter has a tensor {own}, which is of no module that carries it; {_MERGE}")
         for written in names[path]:
-            found[f"{_WRAPPED}{written}.{rest}"] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+            found[f"{_WRAPPED}{written}{own.removeprefix(path)}"] = (
+                tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+            )
     if not found:
         raise ValueError("the adapter lies on no module that the program runs, so there is nothing to keep")
     return found
-
-
-def _split(name: str, names: Names) -> tuple[str, str]:
-    """The module that a tensor of an adapter belongs to, and the rest of its name."""
-    path = name
-    while path not in names:
-        path, found, _ = path.rpartition(".")
-        if not found:
-            raise ValueError(f"the adapter has a tensor {name}, which is of no module that carries it; {_MERGE}")
-    return path, name.removeprefix(f"{path}.")
 
 
 def _config(config: LoraConfig, lora: dict[str, Any], names: Names, adapter: str) -> LoraConfig:

@@ -1,24 +1,19 @@
-"""Models in memory as checkpoints: whatever an edited model is now, merged, sliced or trained.
-
-Sublayers that no layer has, averages and slices, have weights of their own while a model lives. To be stored they
-become layers behind the original ones, and the program names these: of a model with three layers, `A0 F0 A1~A2 F1~F2`
-is stored as four layers and `A0 F0 A3 F3`.
-"""
+"""Models in memory as checkpoints: whatever an edited model is now, merged, sliced or trained."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from surgeon.checkpoint.belongings import GENERATION
@@ -30,38 +25,12 @@ from surgeon.checkpoint.training import Training
 from surgeon.exports.export import DTYPES, Original, plan_export, write_export
 from surgeon.exports.prove import Proof
 from surgeon.exports.staging import check_target, scratch
-from surgeon.language.program import ATTENTION, FEED_FORWARD, KINDS, ROLES, WRITING, Program, Sublayer
-from surgeon.models.edit import decoder_layers, decoder_parent, input_device, program_of
-from surgeon.models.edited_layers import EditedLayers
+from surgeon.exports.stock import stock_layers_of, stock_model, stock_state
+from surgeon.models.edit import input_device
 from surgeon.models.families import family_of
 from surgeon.models.families.fused import FUSED
-from surgeon.models.weights import (
-    Group,
-    ModelWeights,
-    ModuleStore,
-    NamedTensors,
-    Store,
-    Tensors,
-    module_with,
-    packed,
-)
 from surgeon.named import is_hub_name, on_disk
 from surgeon.provenance import write_json
-
-
-@dataclass(frozen=True)
-class LayersInMemory:
-    """A model's layers as they are to be stored.
-
-    Attributes:
-        layers: the original ones, then those made of derived sublayers.
-        sources: for each, the original layer that it has the configuration's entries of.
-        program: over these layers.
-    """
-
-    layers: list[nn.Module]
-    sources: list[int]
-    program: Program
 
 
 def export(
@@ -73,6 +42,7 @@ def export(
     tokenizer: Any = None,
     overwrite: bool = False,
     training: Training | None = None,
+    complete: Callable[[Path], None] = lambda _: None,
 ) -> Proof:
     """Write what a model in memory is now as a checkpoint, in the most portable form that is exact, with its proof.
 
@@ -89,6 +59,7 @@ def export(
         overwrite: replace an existing checkpoint.
         training: what the model went through since its edit, where that is to be known of the checkpoint: its original
             is named as the source then, and its program is proven to be the recipe's.
+        complete: adds what belongs to the checkpoint to its folder, before that gets its name.
 
     Raises:
         NotProven: if what was written does not compute what the model does, or its program is not the recipe's.
@@ -101,8 +72,8 @@ def export(
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}; use {', '.join(DTYPES)}")
     with scratch(target) as source:
-        stored = stored_layers_of(model)
-        with as_stored(model, stored):
+        stock = stock_layers_of(model)
+        with stock_model(model, stock):
             type(model).save_pretrained(model, source)
         if tokenizer is not None:
             tokenizer.save_pretrained(source)
@@ -111,8 +82,9 @@ def export(
         original = Original.open(source)
         companions = _with_home(original.companions, model, tokenizer is not None)
         original = replace(original, name=name, companions=companions)
-        plan = plan_export(original, stored.program, form, dtype)
-        return write_export(plan, target, overwrite, alive=lambda tokens: logits_of(model, tokens), training=training)
+        plan = plan_export(original, stock.program, form, dtype)
+        alive = partial(logits_of, model)
+        return write_export(plan, target, overwrite, alive=alive, training=training, complete=complete)
 
 
 def save_edited(model: PreTrainedModel, save_directory: str | Path, **options: Any) -> None:
@@ -129,156 +101,23 @@ def save_edited(model: PreTrainedModel, save_directory: str | Path, **options: A
     if options.get("push_to_hub"):
         raise ValueError("an edited model is saved with a modeling file; save it into a folder, and upload that")
     folder = Path(save_directory)
-    stored = stored_layers_of(model, options.get("state_dict"))
+    stock = stock_layers_of(model, options.get("state_dict"))
     family = family_of(model.config)
     if family.model_type == FUSED.model_type:
         raise ValueError("a fused model that was edited again cannot be saved; edit and export the original model")
     if options.get("state_dict") is not None:
-        options["state_dict"] = _renamed(options["state_dict"], model, stored)
-    with as_stored(model, stored):
+        options["state_dict"] = stock_state(options["state_dict"], model, stock)
+    with stock_model(model, stock):
         # Under their own names: those that stock checkpoints have are translated for stock classes only.
         type(model).save_pretrained(model, folder, **(options | {"save_original_format": False}))
     if not options.get("is_main_process", True):
         return
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     saved = StoredModel(Checkpoint(folder), model.config, family)
-    entries = PROGRAM.class_entries(saved, Layout(PROGRAM, "", (), stored.program))
+    entries = PROGRAM.class_entries(saved, Layout(PROGRAM, "", (), stock.program))
     write_json(folder / "config.json", config | entries)
     shutil.copyfile(PROGRAM.shipped.file, folder / PROGRAM.shipped.file.name)
     keep_tokenizer_class(folder, model.config)
-
-
-def stored_layers_of(model: PreTrainedModel, state: dict[str, Tensor] | None = None) -> LayersInMemory:
-    """The layers of a model as they are now.
-
-    Args:
-        state: of derived sublayers, to take their tensors from; by default their own.
-
-    Raises:
-        ValueError: if a layer holds what its architecture does not have.
-    """
-    layers = decoder_layers(model)
-    if not isinstance(layers, EditedLayers):
-        return LayersInMemory(list(layers), list(range(len(layers))), program_of(model))
-    groups = layers.stored_groups
-    made = [_layer_of(group, layers, state) for group in groups.groups]
-    sources = [*range(len(layers.original[0])), *(group.layers[0] for group in groups.groups)]
-
-    def stored(sublayer: Sublayer) -> Sublayer:
-        return replace(sublayer, layers=(layers.stored_place(sublayer, groups),))
-
-    return LayersInMemory([*layers.original[0], *made], sources, layers.program.renamed(stored))
-
-
-def _layer_of(group: Group, edited: EditedLayers, state: dict[str, Tensor] | None) -> nn.Module:
-    """A layer with the weights of a group's sublayers; those that the program does not have are as they were."""
-    made, weights = nn.Module(), edited.weights()
-    for kind in KINDS:
-        spec, owner = edited.family.spec(kind), edited.layer(group.layers[0])
-        count = group.count if kind in group.used else None
-        pieces = [None] if count is None else [(index, count) for index in range(count)]
-        sublayers = [group.sublayer(kind, piece) for piece in pieces]
-        parts = [_values_of(sublayer, edited, state) for sublayer in sublayers]
-        live = [part for part, sublayer in zip(parts, sublayers, strict=True) if _lives(sublayer, edited)]
-        tensors = packed(_joined(parts, live, f"{kind}{group.layers[0]}"), spec, weights.width(kind))
-        for name, module in module_with(tensors, owner, spec, weights.head_dim).named_children():
-            made.add_module(name, module)
-    return made
-
-
-def _values_of(sublayer: Sublayer, edited: EditedLayers, state: dict[str, Tensor] | None) -> Tensors:
-    """A sublayer's tensors by role, from the module that was derived for it, or as they would be derived."""
-    if not _lives(sublayer, edited):
-        return edited.weights().by_role(sublayer)
-    inside, own = f"{edited.family.layers}.0.", f"{edited.family.layers}.{sublayer}."
-    store: Store = ModuleStore(edited.get_submodule(str(sublayer)), inside)
-    if state is not None:
-        found = {name: tensor for name, tensor in state.items() if name.startswith(own)}
-        store = NamedTensors({inside + name.removeprefix(own): tensor for name, tensor in found.items()})
-    weights = ModelWeights(store, edited.family, edited.family.head_dim(edited.config))
-    return weights.by_role(Sublayer(sublayer.kind, (0,), ranks=sublayer.ranks))
-
-
-def _lives(sublayer: Sublayer, edited: EditedLayers) -> bool:
-    """Whether there is a module of it, whose weights may be others than those it was derived from."""
-    return str(sublayer) in edited._modules
-
-
-def _joined(parts: list[Tensors], live: list[Tensors], name: str) -> Tensors:
-    """The tensors of a whole sublayer, of those of its slices.
-
-    Args:
-        live: of the slices that the program has; where there are some, what is not divided is as they have it.
-    """
-    whole = dict(parts[0])
-    for key in whole if len(parts) > 1 else ():
-        dim = _divided_dim(key)
-        if dim is not None:
-            whole[key] = torch.cat([part[key] for part in parts], dim)
-            continue
-        first, *others = [part[key] for part in live if key in part] or [whole[key]]
-        whole[key] = first
-        if not all(torch.equal(first, other) for other in others):
-            raise ValueError(
-                f"the slices of {name} have {_shared(key)} of their own, and a checkpoint has one for all of them; "
-                "replace no parameter of one slice alone"
-            )
-    return whole
-
-
-def _divided_dim(key: str) -> int | None:
-    """The dimension along which slices have parts of a tensor of a sublayer; None for what all of them have."""
-    role, _, what = key.partition(".")
-    if role not in ROLES[ATTENTION] + ROLES[FEED_FORWARD]:
-        return None
-    if role in WRITING:
-        return 1 if what in ("weight", "first.weight") else None
-    return None if what == "first.weight" else 0
-
-
-def _shared(key: str) -> str:
-    return "factors" if key.endswith(("first.weight", "second.weight")) else "norms"
-
-
-@contextmanager
-def as_stored(model: PreTrainedModel, stored: LayersInMemory) -> Iterator[None]:
-    """While inside, the model is a stock one with the layers that are to be stored, in its configuration too."""
-    family = family_of(model.config)
-    edited = isinstance(decoder_layers(model), EditedLayers)
-    parent, name = decoder_parent(model)
-    before = getattr(parent, name)
-    original = before.undo(model.config) if edited else before
-    entries = family.per_layer_entries(model.config, stored.sources) | {"num_hidden_layers": len(stored.layers)}
-    config_before = {key: getattr(model.config, key) for key in entries}
-    for key, value in entries.items():
-        setattr(model.config, key, value)
-    setattr(parent, name, nn.ModuleList(stored.layers))
-    try:
-        yield
-    finally:
-        for key, value in config_before.items():
-            setattr(model.config, key, value)
-        setattr(parent, name, original)
-        if edited:
-            setattr(parent, name, before)
-            before.describe_in(model.config)
-
-
-def _renamed(state: dict[str, Tensor], model: PreTrainedModel, stored: LayersInMemory) -> dict[str, Tensor]:
-    """A state dict of the edited model under the names of the stored layers."""
-    edited = decoder_layers(model)
-    assert isinstance(edited, EditedLayers)
-    prefix = f"{edited.family.layers}."
-    derived = {str(sublayer) for sublayer in edited.program.sublayers() if edited.is_derived(sublayer)}
-    renamed = {}
-    for name, tensor in state.items():
-        inside = name.removeprefix(prefix).partition(".") if name.startswith(prefix) else ("", "", "")
-        if inside[0] not in derived:
-            renamed[name] = tensor
-    for index in range(len(edited.original[0]), len(stored.layers)):
-        for name, tensor in stored.layers[index].state_dict().items():
-            renamed[f"{prefix}{index}.{name}"] = tensor
-    return renamed
 
 
 def _with_home(written: Companions, model: PreTrainedModel, has_tokenizer: bool) -> Companions:
@@ -297,18 +136,14 @@ def _with_home(written: Companions, model: PreTrainedModel, has_tokenizer: bool)
             )
         return replace(written, left={})
     found = companions_at(home)
-    if GENERATION in found.files and _is_of(model.generation_config, home):
+    try:
+        is_unchanged = GENERATION in found.files and model.generation_config == GenerationConfig.from_pretrained(home)
+    except (OSError, ValueError):  # the folder's cannot be read
+        is_unchanged = False
+    if is_unchanged:
         kept = {name: path for name, path in written.files.items() if name != GENERATION}  # the file says it all
         written = replace(written, files=kept)
     return written.over(found.without_tokenizer() if has_tokenizer else found)
-
-
-def _is_of(settings: GenerationConfig | None, home: Path) -> bool:
-    """Whether generation settings are those that a folder has."""
-    try:
-        return settings == GenerationConfig.from_pretrained(home)
-    except (OSError, ValueError):  # it has none that can be read
-        return False
 
 
 def _home_of(model: PreTrainedModel) -> Path | None:

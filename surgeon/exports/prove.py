@@ -14,9 +14,11 @@ Weights are read from their files when they are needed, so that a model of any s
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +28,11 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.utils import logging
 
 from surgeon.beside import Stopped
-from surgeon.checkpoint import on_demand
-from surgeon.checkpoint.awaited import StoredWhenWhole, WholeFiles
 from surgeon.checkpoint.forms import Form, PlannedTensor
 from surgeon.checkpoint.load import read_config
-from surgeon.checkpoint.on_demand import StoredNames, WeightsOnDemand, build_empty, match_names
-from surgeon.checkpoint.read import Checkpoint, Stored
+from surgeon.checkpoint.read import Checkpoint
 from surgeon.errors import NotProven
+from surgeon.exports.on_demand import Match, WeightsOnDemand, build_empty, match_names
 from surgeon.language.program import Program, Sublayer
 from surgeon.models.edit import edit
 from surgeon.models.edited_layers import EditedLayers
@@ -119,12 +119,13 @@ def reference_of(
         ValueError: if a tensor is missing or has another shape than the configuration asks for, or logits are not
             finite.
     """
-    model, names = original_model(checkpoint, config)
+    model, match = original_model(checkpoint, config)
     size = sum(parameter.numel() for parameter in model.parameters())
     tokens = random_tokens(model.config, LENGTH if size < LARGE else LARGE_LENGTH)
-    stored = {name: Stored(checkpoint, of) for name, of in names.by_parameter.items()}
     edit(model, program, _DerivedWhenRun, factors)
-    reference = Reference(tokens, _logits(model, tokens, stored, _told(checkpoint, stored, advance)))
+    # What is stored is the only version of a tensor, and `zip` makes tuples of one.
+    logits = _logits(model, tokens, match, checkpoint, lambda name, count: zip(checkpoint.rows(name, count)), advance)
+    reference = Reference(tokens, logits)
     if not reference.logits.isfinite().all():
         raise ValueError(
             "the edited model has logits that are not finite on random tokens; are the weights of "
@@ -152,7 +153,7 @@ def require_alike(reference: Reference, alive: Callable[[Tensor], Tensor], dtype
         )
 
 
-def original_model(checkpoint: Checkpoint, config: Any, buffers: bool = True) -> tuple[PreTrainedModel, StoredNames]:
+def original_model(checkpoint: Checkpoint, config: Any, buffers: bool = True) -> tuple[PreTrainedModel, Match]:
     """A checkpoint's model without its weights, and where those are.
 
     Raises:
@@ -163,17 +164,17 @@ def original_model(checkpoint: Checkpoint, config: Any, buffers: bool = True) ->
         model = build_empty(model_class, copy.deepcopy(config), buffers)
     family = family_of(config)
     make_room_for_factors(model, ModelWeights(checkpoint, family, family.head_dim(config)))
-    names = match_names(model, checkpoint, family)
-    for name, stored in names.by_parameter.items():
-        shape, expected = checkpoint.shape(stored), tuple(model.get_parameter(name).shape)
-        if shape != expected:
-            raise ValueError(
-                f"{checkpoint.folder}: tensor {stored} has the shape {shape}, but config.json asks for {expected}"
-            )
-    if names.missing:
-        more = "" if len(names.missing) == 1 else f" and {len(names.missing) - 1} more"
-        raise ValueError(f"{checkpoint.folder} lacks a tensor of its model: {names.missing[0]}{more}")
-    return model, names
+    match = match_names(model, checkpoint, family)
+    for name in match.misshapen:
+        stored = match.names[name]
+        raise ValueError(
+            f"{checkpoint.folder}: tensor {stored} has the shape {checkpoint.shape(stored)}, but config.json asks for "
+            f"{tuple(model.get_parameter(name).shape)}"
+        )
+    if match.missing:
+        more = "" if len(match.missing) == 1 else f" and {len(match.missing) - 1} more"
+        raise ValueError(f"{checkpoint.folder} lacks a tensor of its model: {match.missing[0]}{more}")
+    return model, match
 
 
 class _DerivedWhenRun(EditedLayers):
@@ -195,168 +196,144 @@ def prove(
     reference: Reference,
     folder: Path,
     form: Form,
-    tensors: list[PlannedTensor],
-    whole: WholeFiles,
+    tensors: Sequence[PlannedTensor],
+    wait: Callable[[str], None],
     advance: Advance = lambda _: None,
 ) -> Proof:
     """Compare what is written in the folder with the reference.
 
     Args:
-        whole: which of the folder's files are; they are waited for.
+        tensors: what was to be written.
+        wait: until a file of the folder is whole.
         advance: told of the bytes of every tensor when it is first read, in each of the one or two runs, of which the
             latter may be made as one.
 
     Raises:
-        Stopped: if a file will never be whole.
+        Stopped: as `wait`.
         NotProven: if the logits differ by more than rounding can explain.
     """
-    rounded = {tensor.dtype for tensor in tensors if tensor.rounded}
-    tolerance = max((WRITTEN_TOLERANCE[dtype] for dtype in rounded), default=EXACT_TOLERANCE)
-    run = _WrittenForm(Checkpoint(folder), form, whole, advance)
-    before = {tensor.name: _BothRoundings(tensor, run.stored[tensor.name]) for tensor in tensors if tensor.rounded}
-    if not before:
-        exact = written = reference.difference(run.logits(reference.tokens))
-    elif run.maps_only(before):
-        halves = run.logits(reference.tokens.repeat(2, 1), before, runs=2).chunk(2)
-        exact, written = map(reference.difference, halves)
+    checkpoint = Checkpoint(folder)
+    model, match = _written_model(checkpoint, form)
+    rounded = {tensor.name: tensor for tensor in tensors if tensor.rounded}
+    versions = _Versions(checkpoint, rounded, wait)
+    logits_of = partial(_logits, model, match=match, checkpoint=checkpoint)
+    if not rounded:
+        exact = written = reference.difference(logits_of(reference.tokens, rows=versions.written, advance=advance))
+    elif _only_linear(model, match, rounded):
+        # One run in which each half of the batch has one version: most of the work is to read and fold the weights.
+        tokens, twice = reference.tokens.repeat(2, 1), lambda size: advance(2 * size)
+        exact, written = map(reference.difference, logits_of(tokens, rows=versions.both, advance=twice).chunk(2))
     else:
-        written = reference.difference(run.logits(reference.tokens))
-        first = {name: _FirstVersion(one) for name, one in before.items()}
-        exact = reference.difference(run.logits(reference.tokens, first))
-    for value in before.values():
-        value.compare_unread()
-    for name, found, bound in (("before rounding", exact, EXACT_TOLERANCE), ("as written", written, tolerance)):
+        written = reference.difference(logits_of(reference.tokens, rows=versions.written, advance=advance))
+        exact = reference.difference(logits_of(reference.tokens, rows=versions.exact, advance=advance))
+    versions.compare_unread()
+    tolerance = max((WRITTEN_TOLERANCE[tensor.dtype] for tensor in rounded.values()), default=EXACT_TOLERANCE)
+    for what, found, bound in (("before rounding", exact, EXACT_TOLERANCE), ("as written", written, tolerance)):
         if not found <= bound:  # so that nan is refused too
             raise NotProven(
-                f"the {form} form does not compute what the program does: its logits {name} differ by "
+                f"the {form} form does not compute what the program does: its logits {what} differ by "
                 f"{found:.2g} of their scale (at most {bound:g} is allowed), so nothing was written"
             )
-    dtype = str(next(iter(rounded), torch.float32)).removeprefix("torch.")
+    dtype = str(next((tensor.dtype for tensor in rounded.values()), torch.float32)).removeprefix("torch.")
     return Proof(reference.tokens.numel(), reference.scale, exact, written, tolerance, dtype)
 
 
-class _BothRoundings:
-    """A tensor before it is rounded and as it was written, compared bit for bit when it is read.
+class _Versions:
+    """The rows of what is written, as `Rows` are: exactly as planned before it was rounded, as written, or both.
 
-    Other tensors are compared by whoever reads their files back (write.py).
+    Where both are there, what is written is compared bit for bit. All other tensors are compared when their files are
+    read back (`surgeon.checkpoint.write`).
     """
 
-    def __init__(self, planned: PlannedTensor, written: StoredWhenWhole) -> None:
-        self.planned = planned
-        self.written = written
-        self.compared = False
+    def __init__(
+        self, checkpoint: Checkpoint, rounded: Mapping[str, PlannedTensor], wait: Callable[[str], None]
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._rounded = rounded
+        self._wait = wait
+        self._uncompared = set(rounded)
+
+    def written(self, name: str, count: int | None) -> Iterable[Sequence[Tensor]]:
+        """As written; they are waited for."""
+        self._wait(self._checkpoint.files[name].name)
+        return zip(self._checkpoint.rows(name, count))  # the only version
+
+    def both(self, name: str, count: int | None) -> Iterable[Sequence[Tensor]]:
+        """Before rounding and as written, where that makes a difference."""
+        return self._compared(name) if name in self._rounded else self.written(name, count)
+
+    def exact(self, name: str, count: int | None) -> Iterable[Sequence[Tensor]]:
+        """Before rounding."""
+        return (rows[:1] for rows in self.both(name, count))
 
     def compare_unread(self) -> None:
-        """Check values that the model did not use (buffers of old checkpoints)."""
-        if not self.compared:
-            self.tensor()
+        """Compare what the model had no use for (buffers of old checkpoints)."""
+        for name in [*self._uncompared]:
+            deque(self._compared(name), maxlen=0)
 
-    def tensor(self) -> Tensor:
-        """Before it is rounded."""
-        value = self.planned.build()
-        self._check(value, self.written.tensor())
-        self.compared = True
-        return value
-
-    def rows(self, count: int) -> Iterator[Tensor]:
-        """Before they are rounded."""
-        return (value for value, _ in self.both(count))
-
-    def both(self, _: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Rows before they are rounded, as many at a time as are computed together, and as they were written."""
-        written, first = self.written.tensor(), 0
-        for value in self.planned.rows():
-            own = written[first : first + len(value)]
-            self._check(value, own)
-            yield value, own
-            first += len(value)
-        self.compared = True
-
-    def _check(self, value: Tensor, written: Tensor) -> None:
-        bits = BITS[written.element_size()]  # so that NaNs are equal, and 0 is not -0
-        if not torch.equal(value.to(written.dtype).view(bits), written.view(bits)):
-            raise NotProven(
-                f"{self.planned.name} was written with other values than it should have, so nothing was kept"
-            )
+    def _compared(self, name: str) -> Iterator[tuple[Tensor, Tensor]]:
+        self._wait(self._checkpoint.files[name].name)
+        written, first = self._checkpoint.tensor(name), 0
+        for exact in self._rounded[name].rows():
+            own = written[first : first + len(exact)] if exact.dim() else written
+            bits = BITS[own.element_size()]  # so that NaNs are equal, and 0 is not -0
+            if not torch.equal(exact.to(own.dtype).view(bits), own.view(bits)):
+                raise NotProven(f"{name} was written with other values than it should have, so nothing was kept")
+            yield exact, own
+            first += len(own) if own.dim() else 1
+        self._uncompared.discard(name)
 
 
-@dataclass(frozen=True)
-class _FirstVersion:
-    """What both roundings are of, where all of a batch gets that."""
+def _written_model(checkpoint: Checkpoint, form: Form) -> tuple[PreTrainedModel, Match]:
+    """The class that others build for a checkpoint, in its own modeling file if it has one, without its weights.
 
-    of: _BothRoundings
-
-    def tensor(self) -> Tensor:
-        return self.of.tensor()
-
-    def rows(self, count: int) -> Iterator[Tensor]:
-        return self.of.rows(count)
-
-
-class _WrittenForm:
-    """The checkpoint in the class of its own modeling file.
-
-    Attributes:
-        stored: its tensors.
+    Raises:
+        NotProven: if the checkpoint does not have its tensors.
     """
-
-    def __init__(self, checkpoint: Checkpoint, form: Form, whole: WholeFiles, advance: Advance) -> None:
-        """Build the class.
-
-        Raises:
-            NotProven: if the checkpoint does not have its tensors.
-        """
-        config = read_config(checkpoint)
-        with _quiet():
-            self.model = build_empty(*form.written_class(checkpoint, config))
-        self.checkpoint, self.advance = checkpoint, advance
-        self.stored = {name: StoredWhenWhole(Stored(checkpoint, name), whole) for name in checkpoint.names()}
-        names = match_names(self.model, checkpoint, family_of(config))
-        for what, which in (("missing", names.missing), ("unexpected", names.unexpected)):
-            if which:
-                raise NotProven(f"the {form} form has {what} tensors: {', '.join(sorted(which)[:3])}")
-        for name, of in names.by_parameter.items():
-            if checkpoint.shape(of) != tuple(self.model.get_parameter(name).shape):
-                raise NotProven(f"the {form} form has a tensor of a wrong shape: {of}, {checkpoint.shape(of)}")
-        self.by_parameter = names.by_parameter
-
-    def maps_only(self, stored: Collection[str]) -> bool:
-        """Whether some stored tensors, as far as the model has any use for them, belong to linear maps."""
-        used = (name.rpartition(".")[0] for name, of in self.by_parameter.items() if of in stored)
-        return all(isinstance(self.model.get_submodule(module), nn.Linear) for module in used)
-
-    def logits(self, tokens: Tensor, others: Mapping[str, on_demand.Readable] | None = None, runs: int = 1) -> Tensor:
-        """Logits, (batch, tokens, vocabulary), with other tensors in the place of some stored ones.
-
-        Args:
-            runs: that this one stands for, which is what it advances by.
-        """
-        weights = self.stored | dict(others or {})
-        of_parameters = {name: weights[of] for name, of in self.by_parameter.items()}
-        in_files = {name: Stored(self.checkpoint, of) for name, of in self.by_parameter.items()}
-        return _logits(
-            self.model, tokens, of_parameters, _told(self.checkpoint, in_files, lambda size: self.advance(runs * size))
-        )
+    config = read_config(checkpoint)
+    with _quiet():
+        model = build_empty(*form.written_class(checkpoint, config))
+    match = match_names(model, checkpoint, family_of(config))
+    for what, which in (("missing", match.missing), ("unexpected", match.unexpected)):
+        if which:
+            raise NotProven(f"the {form} form has {what} tensors: {', '.join(sorted(which)[:3])}")
+    for name in match.misshapen:
+        stored = match.names[name]
+        raise NotProven(f"the {form} form has a tensor of a wrong shape: {stored}, {checkpoint.shape(stored)}")
+    return model, match
 
 
-def _told(checkpoint: Checkpoint, stored: Mapping[str, Stored], advance: Advance) -> Any:
-    """Tells `advance` of the bytes of every stored tensor when a parameter is read from it for the first time."""
-    left = {tensor.name for tensor in stored.values()}
-
-    def used(parameter: str) -> None:
-        name = stored[parameter].name
-        if name in left:
-            left.remove(name)
-            advance(torch.Size(checkpoint.shape(name)).numel() * checkpoint.dtype(name).itemsize)
-
-    return used
+def _only_linear(model: PreTrainedModel, match: Match, stored: Collection[str]) -> bool:
+    """Whether some stored tensors, as far as the model has any use for them, belong to linear maps."""
+    used = (parameter.rpartition(".")[0] for parameter, name in match.names.items() if name in stored)
+    return all(isinstance(model.get_submodule(module), nn.Linear) for module in used)
 
 
 @_quiet()
 @torch.inference_mode()
-def _logits(model: PreTrainedModel, tokens: Tensor, stored: Mapping[str, on_demand.Readable], used: Any) -> Tensor:
+def _logits(
+    model: PreTrainedModel,
+    tokens: Tensor,
+    match: Match,
+    checkpoint: Checkpoint,
+    rows: Callable[[str, int | None], Iterable[Sequence[Tensor]]],
+    advance: Advance,
+) -> Tensor:
+    """Logits, (batch, tokens, vocabulary), of a model whose weights are read from their files as they are needed.
+
+    Args:
+        rows: of a stored tensor, as `Rows` are of a parameter.
+        advance: told of the bytes of a stored tensor when it is first read.
+    """
+    unread = {name: checkpoint.num_bytes(name) for name in match.names.values()}
+
+    def read(name: str, count: int | None) -> Iterable[Sequence[Tensor]]:
+        if name in unread:
+            advance(unread.pop(name))
+        return rows(name, count)
+
     try:
-        with WeightsOnDemand(model, stored, used):
+        with WeightsOnDemand(model, {parameter: partial(read, name) for parameter, name in match.names.items()}):
             logits: Tensor = model(input_ids=tokens, use_cache=False, return_dict=True).logits
     except (ValueError, OSError, MemoryError, Stopped):
         raise

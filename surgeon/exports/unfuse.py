@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -75,9 +74,15 @@ def unfused(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> PreTrai
     program = _program_of(parts, 1 if fused.parallel_residual else 2)
     _check_report(checkpoint, program)
     config = unfused_config(checkpoint, fused, [part.layers for part in parts], program)
-    model = _empty(config, dtype or compute_dtype(checkpoint, weights.family, "cpu"))
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    with no_init_weights():
+        model = model_class._from_config(config, dtype=dtype or compute_dtype(checkpoint, weights.family, "cpu"))
+    model.tie_weights()
     _fill(model, weights, parts)
-    _name(model, checkpoint.folder)
+    # As `from_pretrained` says where a model comes from: what lies beside the weights is looked for there.
+    model.name_or_path = model.config._name_or_path = str(checkpoint.folder)
+    if (checkpoint.folder / GENERATION).is_file():
+        model.generation_config = GenerationConfig.from_pretrained(checkpoint.folder)
     return edit(model.eval(), program)
 
 
@@ -127,15 +132,6 @@ def _check_report(checkpoint: Checkpoint, program: Program) -> None:
         layers_by_recipe(found.program, program)
     except NotProven as difference:
         raise ValueError(_advice(checkpoint.where, str(difference))) from difference
-
-
-def _empty(config: Any, dtype: torch.dtype) -> PreTrainedModel:
-    """The stock model with numbers yet to come, in memory of its own."""
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    with no_init_weights():
-        model: PreTrainedModel = model_class._from_config(config, dtype=dtype)
-    model.tie_weights()
-    return model
 
 
 @torch.no_grad()
@@ -202,10 +198,3 @@ def _part(name: str, tensor: Tensor, index: int, count: int, blocks: int) -> Ten
     dim = int(role in WRITING)
     own: Tensor = tensor.unflatten(dim, (blocks, count, -1)).select(dim + 1, index)
     return own.flatten(dim, dim + 1)
-
-
-def _name(model: PreTrainedModel, folder: Path) -> None:
-    """Say where the model comes from, as `from_pretrained` does: what lies beside the weights is looked for there."""
-    model.name_or_path = model.config._name_or_path = str(folder)
-    if (folder / GENERATION).is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)

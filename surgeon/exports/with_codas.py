@@ -16,7 +16,6 @@ from surgeon.errors import NotProven
 from surgeon.exports.export import DTYPES
 from surgeon.exports.in_memory import export
 from surgeon.exports.prove import Proof
-from surgeon.exports.staging import staged
 from surgeon.language.program import Program
 from surgeon.models.families import family_of
 
@@ -46,17 +45,13 @@ def export_with_codas(
         NotProven: if what was written is not the model, or not the codas.
         FileExistsError, OSError, ValueError: as `surgeon.export`.
     """
-    target = Path(folder)
-    with staged(target, overwrite) as partial:
-        inside = partial / target.name  # cards have the name
-        proof = export(model, inside, dtype=dtype, **options)
-        for path in inside.iterdir():
-            path.rename(partial / path.name)
-        inside.rmdir()
+
+    def add_codas(written: Path) -> None:
         if codas:
-            write_codas(partial, racks, nodes, depth, codas, None if dtype is None else DTYPES[dtype])
-            _prove(partial, nodes, codas)
-    return proof
+            write_codas(written, racks, nodes, depth, codas, None if dtype is None else DTYPES[dtype])
+            _prove(written, nodes, codas)
+
+    return export(model, folder, dtype=dtype, overwrite=overwrite, complete=add_codas, **options)
 
 
 def _prove(folder: Path, nodes: Sequence[int], codas: Sequence[Coda]) -> None:

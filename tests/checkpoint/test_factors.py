@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 
 import surgeon
-from surgeon.checkpoint.kept_factors import KeptFactors, file_name
+from surgeon.checkpoint.factor_cache import FactorCache, file_name
 from surgeon.exports.export import Original, plan_export, write_export
 from surgeon.language.program import Program, Sublayer
 from surgeon.models.weights import Factors, Groups, ModelWeights, TruncatedSVD, WeightMatrix
@@ -69,19 +69,19 @@ def test_a_factor_of_another_method_is_what_is_written(tmp_path: Path) -> None:
 def test_kept_factors_are_read_again(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path / "source")
     model, source = surgeon.load(folder), Counting()
-    first = logits_of(surgeon.edit(model, PROGRAM, factors=KeptFactors(source, tmp_path)))
+    first = logits_of(surgeon.edit(model, PROGRAM, factors=FactorCache(source, tmp_path)))
     made = list(source.made)
-    assert torch.equal(logits_of(surgeon.edit(model, PROGRAM, factors=KeptFactors(source, tmp_path))), first)
+    assert torch.equal(logits_of(surgeon.edit(model, PROGRAM, factors=FactorCache(source, tmp_path))), first)
     assert source.made == made
     (tmp_path / "A0.q5.safetensors").write_bytes(b"torn")
     with pytest.raises(ValueError, match=r"A0\.q5\.safetensors"):
-        surgeon.edit(model, PROGRAM, factors=KeptFactors(source, tmp_path))
+        surgeon.edit(model, PROGRAM, factors=FactorCache(source, tmp_path))
     save_file({"first": torch.zeros(5, 32), "last": torch.zeros(32, 5)}, tmp_path / "A0.q5.safetensors")
     with pytest.raises(ValueError, match=r"A0\.q5\.safetensors does not hold the two factors of a matrix"):
-        surgeon.edit(model, PROGRAM, factors=KeptFactors(source, tmp_path))
+        surgeon.edit(model, PROGRAM, factors=FactorCache(source, tmp_path))
     save_file({"first": torch.zeros(5, 31), "second": torch.zeros(32, 5)}, tmp_path / "A0.q5.safetensors")
     with pytest.raises(ValueError, match=r"factors of q of A0@q5,o6 have the shapes \(5, 31\) and \(32, 5\)"):
-        surgeon.edit(model, PROGRAM, factors=KeptFactors(source, tmp_path))
+        surgeon.edit(model, PROGRAM, factors=FactorCache(source, tmp_path))
 
 
 def test_a_layer_that_holds_factors_can_be_whole_again(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import surgeon
-from surgeon.checkpoint.on_demand import WeightsOnDemand
-from surgeon.checkpoint.read import Checkpoint, Stored
-from surgeon.checkpoint.verify import Expected, FileRecord, ReadBack, verify
+from surgeon.checkpoint import write
+from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.verify import FileRecord, verify
 from surgeon.exports.export import Original
+from surgeon.exports.on_demand import WeightsOnDemand
 from surgeon.exports.prove import original_model, reference_of
 from surgeon.language.program import Program
 from surgeon.memory import resident_bytes
@@ -32,10 +35,13 @@ DERIVED = "A0 F0 A1~A2 F1~F2 {A3/2:0 F3/2:0 | A3/2:1 F3/2:1}"
 def streamed_logits(folder: Path) -> Tensor:
     """Logits of a checkpoint whose weights are read while it runs."""
     original = Original.open(folder)
-    model, names = original_model(original.checkpoint, original.config)
+    model, match = original_model(original.checkpoint, original.config)
     assert all(parameter.is_meta for parameter in model.parameters())
-    stored = {name: Stored(original.checkpoint, of) for name, of in names.by_parameter.items()}
-    with WeightsOnDemand(model, stored):
+
+    def rows(name: str, count: int | None) -> Iterable[tuple[Tensor]]:
+        return zip(original.checkpoint.rows(name, count))
+
+    with WeightsOnDemand(model, {parameter: partial(rows, name) for parameter, name in match.names.items()}):
         return logits_of(model)
 
 
@@ -43,7 +49,7 @@ def streamed_logits(folder: Path) -> Tensor:
 def test_every_family_runs_with_its_weights_in_their_files(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("surgeon.checkpoint.on_demand.BLOCK", 100)  # a few rows at a time
+    monkeypatch.setattr("surgeon.exports.on_demand.BLOCK", 100)  # a few rows at a time
     model = save_source(tmp_path, family, 4)
     assert relative_error(streamed_logits(tmp_path), logits_of(model)) < 1e-5
     program = Program.parse(DERIVED if family != "gemma2" else "A0 F0 A1~A2 F1~F2")
@@ -78,7 +84,7 @@ def test_an_embedding_is_not_read_beyond_its_tokens(tmp_path: Path, monkeypatch:
         return part(self, name, dim, first, end)
 
     monkeypatch.setattr(Checkpoint, "part", noted)
-    monkeypatch.setattr("surgeon.checkpoint.on_demand.BLOCK", 32 * 4)
+    monkeypatch.setattr("surgeon.exports.on_demand.BLOCK", 32 * 4)
     reference_of(original.checkpoint, original.config, Program.dense(2))
     assert max(rows for _, rows in read) == 32  # eight blocks of four rows
     assert sum(rows for name, rows in read if name == "lm_head.weight") == 97
@@ -155,31 +161,16 @@ def test_reports_that_record_nothing(tmp_path: Path, report: Any, said: str) -> 
         verify(tmp_path, tmp_path / "surgeon.json")
 
 
-@pytest.mark.parametrize("content", [b"abd", b"ab", b"abcd", b""])
-def test_files_are_read_back_while_something_else_goes_on(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "good").write_bytes(b"abc")
-    (tmp_path / "bad").write_bytes(content)
-    check = ReadBack()
-    check.add(tmp_path / "good", lambda: [b"a", 1, memoryview(b"c")])
-    check.finish()
-    with ReadBack() as check:
-        check.add(tmp_path / "bad", lambda: [b"ab", b"c"])
-        with pytest.raises(OSError, match="bad does not read back as it was written"):
-            check.finish()
-
-
 def test_what_is_written_and_not_there_afterwards_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that changes a bit behind the writer's back, in a way that no logit shows."""
     save_source(tmp_path / "source", num_layers=3)
-    add = ReadBack.add
 
-    def rots(self: ReadBack, path: Path, expected: Expected) -> None:
+    def rots(path: Path) -> None:
         content = bytearray(path.read_bytes())
         content[-4] ^= 1
         path.write_bytes(content)
-        add(self, path, expected)
 
-    monkeypatch.setattr(ReadBack, "add", rots)
+    monkeypatch.setattr(write, "sync", rots)
     with pytest.raises(OSError, match="model.safetensors does not read back"):
         run_export(tmp_path / "source", tmp_path / "out" / "target", "A0 F0 A2 F2")
     assert list((tmp_path / "out").iterdir()) == []

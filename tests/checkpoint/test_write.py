@@ -6,15 +6,19 @@ import json
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event, Timer
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from surgeon.beside import Background, Stopped
+from surgeon.checkpoint import write
 from surgeon.checkpoint.forms import PlannedTensor
 from surgeon.checkpoint.read import Checkpoint
-from surgeon.checkpoint.write import begin_files, fill_files, shard_limit, split_into_shards
+from surgeon.checkpoint.verify import FileRecord
+from surgeon.checkpoint.write import Writing, holds, shard_limit, split_into_shards
 from surgeon.progress import Advance
 from tests.checkpoint.helpers import save_source
 
@@ -24,8 +28,8 @@ def planned(name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> Plan
 
 
 def write_weights(folder: Path, shards: dict[str, list[PlannedTensor]], advance: Advance = lambda _: None) -> None:
-    begin_files(folder, shards)
-    fill_files(folder, shards, advance)
+    with Writing(folder, shards, advance) as writing:
+        writing.finish()
 
 
 def test_files_hold_what_safetensors_reads(tmp_path: Path) -> None:
@@ -59,7 +63,7 @@ def test_one_tensor_is_alive_at_a_time(tmp_path: Path) -> None:
 
     class Counted:
         def __call__(self) -> Iterator[Tensor]:
-            tensor = torch.randn(1000)
+            tensor = torch.ones(1000)
             alive[0] += 1
             most.append(alive[0])
             weakref.finalize(tensor, lambda: alive.__setitem__(0, alive[0] - 1))
@@ -113,10 +117,104 @@ def test_a_folder_can_be_opened_before_its_tensors_are_there(tmp_path: Path) -> 
     (tmp_path / "new" / "model.safetensors").unlink()
     tensors = {f"t{i}": torch.randn(10, i) for i in range(1, 7)}
     shards = split_into_shards([planned(n, t) for n, t in tensors.items()], 250)
-    begin_files(tmp_path / "new", shards)
+    writing = Writing(tmp_path / "new", shards)
     checkpoint = Checkpoint(tmp_path / "new")
     sizes = {path.name: path.stat().st_size for path in tmp_path.glob("new/*.safetensors")}
     assert {name: checkpoint.shape(name) for name in checkpoint.names()} == {n: t.shape for n, t in tensors.items()}
-    fill_files(tmp_path / "new", shards, lambda _: None)
+    with writing:
+        writing.finish()
     assert {path.name: path.stat().st_size for path in tmp_path.glob("new/*.safetensors")} == sizes
     assert all(torch.equal(checkpoint.tensor(name), tensor) for name, tensor in tensors.items())
+
+
+class Held:
+    """A tensor of ones in a file that is not whole until it is let go."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.go, self.error = Event(), error
+
+    def rows(self) -> Iterator[Tensor]:
+        assert self.go.wait(10)
+        if self.error is not None:
+            raise self.error
+        yield torch.ones(3, 4)
+
+    def writing(self, folder: Path, advance: Advance = lambda _: None) -> Writing:
+        """A file that is whole at once, and this one."""
+        plan = [planned("first", torch.zeros(2)), PlannedTensor("held", (3, 4), torch.float32, False, self.rows)]
+        save_source(folder)
+        (folder / "model.safetensors").unlink()
+        return Writing(folder, split_into_shards(plan, 10), advance)
+
+
+FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+
+
+def test_what_is_read_too_early_is_waited_for(tmp_path: Path) -> None:
+    held = Held()
+    with held.writing(tmp_path) as writing:
+        writing.wait(FIRST)
+        checkpoint, asked = Checkpoint(tmp_path), Event()
+
+        def read() -> Tensor:
+            asked.set()
+            writing.wait(SECOND)
+            return checkpoint.tensor("held")
+
+        reading = Background(read)
+        assert asked.wait(10)
+        held.go.set()
+        assert torch.equal(reading.result(), torch.ones(3, 4))
+        records = writing.finish()
+    assert records == {name: FileRecord.of(tmp_path / name) for name in (FIRST, SECOND)}
+
+
+def test_what_will_never_be_whole_is_not_waited_for_and_the_reason_is_raised(tmp_path: Path) -> None:
+    held = Held(RuntimeError("no such factors"))
+
+    def read_both() -> None:
+        with held.writing(tmp_path) as writing:
+            held.go.set()
+            with pytest.raises(Stopped):
+                writing.wait(SECOND)
+            writing.wait(FIRST)
+            writing.wait(SECOND)
+
+    with pytest.raises(RuntimeError, match="no such factors"):
+        read_both()
+
+
+def test_what_is_no_longer_wanted_is_not_written_to_the_end(tmp_path: Path) -> None:
+    told: list[float] = []
+
+    def stop() -> None:
+        held = Held()
+        writing = held.writing(tmp_path, told.append)
+        with writing:
+            writing.wait(FIRST)
+            Timer(0.2, held.go.set).start()  # when the block is being left
+            raise ValueError("somebody else's")
+
+    with pytest.raises(ValueError, match="somebody else's"):
+        stop()
+    assert sum(told) == 8
+
+
+@pytest.mark.parametrize("content", [b"abd", b"ab", b"abcd", b""])
+def test_a_file_holds_what_was_written_and_no_more(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "good").write_bytes(b"abc")
+    (tmp_path / "bad").write_bytes(content)
+    assert holds(tmp_path / "good", [b"a", 1, memoryview(b"c")])
+    assert not holds(tmp_path / "bad", [b"ab", b"c"])
+
+
+def test_files_are_read_back_once_they_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def rots(path: Path) -> None:
+        path.write_bytes(path.read_bytes()[:-1] + b"x")
+
+    monkeypatch.setattr(write, "sync", rots)
+    with (
+        pytest.raises(OSError, match="model.safetensors does not read back as it was written"),
+        Writing(tmp_path, {"model.safetensors": [planned("t", torch.ones(3))]}) as writing,
+    ):
+        writing.finish()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import surgeon
-from surgeon.checkpoint.kept_factors import KeptFactors
+from surgeon.checkpoint.factor_cache import FactorCache
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.language.recipe import parse_recipe, read_recipe
 from surgeon.models.recipe_program import recipe_program
@@ -175,7 +175,7 @@ def test_calibrated_factors_are_made_kept_and_recorded(
     assert (text["data"], text["tokens"], text["window"], text["sequential"]) == ("text.txt", 320, 32, True)
     assert text["hash"] == "sha256:" + json.loads((tmp_path / "kept" / "factors.json").read_text())["calibration"]
     original = surgeon.load(tiny_checkpoint)
-    kept = KeptFactors(TruncatedSVD(), tmp_path / "kept")
+    kept = FactorCache(TruncatedSVD(), tmp_path / "kept")
     files = set((tmp_path / "kept").glob("*.safetensors"))
     assert len(files) == 14
     edited = surgeon.edit(original, recipe_program(read_recipe(written), original.config), factors=kept)

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 import surgeon
 from surgeon.checkpoint.forms import FORMS, Form
 from surgeon.checkpoint.read import Checkpoint
+from surgeon.exports import prove
 from surgeon.exports.export import Original, plan_export, write_export
-from surgeon.exports.prove import _WrittenForm
 from surgeon.language.program import Program, layer_nodes
 from surgeon.models.families import FAMILIES, family_of
 from surgeon.testing import FormContract
@@ -148,20 +148,39 @@ def test_both_roundings_are_proven_in_one_run_as_in_two(
     """With biases that have shifts folded in, and with two factors, too."""
     save_source(tmp_path / "source", family, dtype=torch.bfloat16)
     runs = list[int]()
-    logits_of_form = _WrittenForm.logits
+    logits_of = prove._logits
 
-    def counted(form: _WrittenForm, tokens: Tensor, *others: Any, **more: Any) -> Tensor:
+    def counted(model: Any, tokens: Tensor, *others: Any, **more: Any) -> Tensor:
         runs.append(len(tokens))
-        return logits_of_form(form, tokens, *others, **more)
+        return logits_of(model, tokens, *others, **more)
 
-    monkeypatch.setattr(_WrittenForm, "logits", counted)
+    monkeypatch.setattr(prove, "_logits", counted)
     together = run_export(tmp_path / "source", tmp_path / "together", program)
-    monkeypatch.setattr(_WrittenForm, "maps_only", lambda *_: False)
+    monkeypatch.setattr(prove, "_only_linear", lambda *_: False)
     apart = run_export(tmp_path / "source", tmp_path / "apart", program)
-    assert runs == [4, 2, 2]
+    assert runs == [2, 4, 2, 2, 2]  # each time the original first
     assert together.exact < 1e-5 < together.written
     assert together.exact == pytest.approx(apart.exact, abs=1e-6)
     assert together.written == pytest.approx(apart.written, rel=1e-3)
+
+
+def test_a_plan_says_what_every_tensor_is_computed_from(tmp_path: Path) -> None:
+    save_source(tmp_path / "source", dtype=torch.bfloat16)
+    plan = plan_export(Original.open(tmp_path / "source"), Program.parse(PAIRS))
+    planned = {tensor.name: tensor for tensor in plan.tensors}
+    copy, folded, columns = (
+        planned[f"model.layers.{name}.weight"]
+        for name in ("0.self_attn.q_proj", "1.self_attn.q_proj", "1.mlp.down_proj")
+    )
+    assert copy.sources == (copy.name,)
+    assert copy.blocks is not None
+    assert not copy.rounded
+    of_pair = [f"model.layers.{k}.{name}.weight" for name in ("self_attn.q_proj", "input_layernorm") for k in (1, 2)]
+    assert folded.sources == tuple(of_pair)
+    assert folded.blocks is None
+    assert folded.rounded
+    assert columns.sources == tuple(f"model.layers.{k}.mlp.down_proj.weight" for k in (1, 2))
+    assert not columns.rounded
 
 
 def test_folding_a_16_bit_model_is_proven_before_and_after_rounding(tmp_path: Path) -> None:

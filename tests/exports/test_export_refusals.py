@@ -62,7 +62,7 @@ def test_damage_while_writing_is_refused(
     def damages_one(planned: PlannedTensor) -> Iterator[memoryview]:
         count[0] += 1
         if count[0] == 9:  # within what rounding to bfloat16 may do to logits
-            return right(replace(planned, rows=lambda: iter([planned.build() * 1.02]), copy_of=None))
+            return right(replace(planned, rows=lambda: (rows * 1.02 for rows in planned.rows()), blocks=None))
         return right(planned)
 
     monkeypatch.setattr(write, "content_of", damages_one)

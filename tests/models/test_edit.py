@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import surgeon
-from surgeon.checkpoint.kept_factors import KeptFactors
+from surgeon.checkpoint.factor_cache import FactorCache
 from surgeon.language.program import Program
 from surgeon.models.edit import decoder_layers, edit, program_of, restore
 from surgeon.models.weights import TruncatedSVD
@@ -225,7 +225,7 @@ def test_derived_sublayers_of_a_model_on_disk(program: str, tmp_path: Path) -> N
 def test_derived_sublayers_lie_where_their_layers_do(program: str, tmp_path: Path) -> None:
     """Factors that are read from files come to main memory first."""
     model = tiny_model("llama", num_layers=4)
-    kept = KeptFactors(TruncatedSVD(), tmp_path)
+    kept = FactorCache(TruncatedSVD(), tmp_path)
     edit(model, program, factors=kept)  # the files are there now
     edit(restore(model).to("meta"), program, factors=kept)
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
@@ -235,7 +235,7 @@ def test_derived_sublayers_lie_where_their_layers_do(program: str, tmp_path: Pat
 @pytest.mark.parametrize("program", ["A0 F0 >[A1 A2] >[F1 F2] A3 F3", *DERIVED])
 def test_layers_on_two_gpus(program: str, places: tuple[int, ...], tmp_path: Path) -> None:
     """Each sublayer computes where accelerate has put the (first) layer that it is of, factors of files, too."""
-    kept = KeptFactors(TruncatedSVD(), tmp_path)
+    kept = FactorCache(TruncatedSVD(), tmp_path)
     expected = logits(edit(tiny_model("llama", num_layers=4, dropout=0.0), program, factors=kept)).detach()
     where = {f"model.layers.{layer}": f"cuda:{place}" for layer, place in enumerate(places)}
     where |= {"model.embed_tokens": "cuda:0", "model.rotary_emb": "cuda:0", "model.norm": "cuda:1", "lm_head": "cuda:1"}

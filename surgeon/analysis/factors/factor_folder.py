@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from surgeon.analysis.factors.factor_plan import Target
+from surgeon.checkpoint.factor_cache import FactorCache, file_name
 from surgeon.checkpoint.header import read_header
-from surgeon.checkpoint.kept_factors import KeptFactors, file_name
 from surgeon.language.program import Program, Sublayer
 from surgeon.models.weights import Factors, WeightMatrix
 from surgeon.processes.journal import Journal
@@ -49,7 +49,7 @@ class FactorFolder:
         notes: what the user should know, one line each.
     """
 
-    source: KeptFactors
+    source: FactorCache
     made: Mapping[Target, Made]
     notes: tuple[str, ...]
 

@@ -1,6 +1,6 @@
 """Factors for a program's matrices, made for the inputs that these get on a text, one node of the program at a time.
 
-A folder gets a file for each matrix, as `surgeon.checkpoint.kept_factors` reads them, as soon as its factors are made:
+A folder gets a file for each matrix, as `surgeon.checkpoint.factor_cache` reads them, as soon as its factors are made:
 started again on the same folder, the work goes on where it was, with equal results. Inputs are those in the program
 with whole matrices, or with `sequential` those in the program as it has become so far: matrices that read the stream
 come before those behind them. Inside a fork, all matrices are whole until those of the fork are made.
@@ -30,7 +30,7 @@ from surgeon.analysis.factors.factor_plan import FactorPlan, Making, Target
 from surgeon.analysis.factors.gradients import squared_gradients
 from surgeon.analysis.factors.inputs import InputSums, ProgramRun, Renaming, reads_stream, targets_in
 from surgeon.analysis.factors.matrices import Matrix
-from surgeon.checkpoint.kept_factors import KeptFactors, write_factors
+from surgeon.checkpoint.factor_cache import FactorCache, write_factors
 from surgeon.language.execute import State
 from surgeon.language.program import WRITING, Node, Step, Sublayer
 from surgeon.memory import stay_below
@@ -124,7 +124,7 @@ class _Work:
     ) -> None:
         self.model, self.plan, self.windows, self.journal, self.memory = model, plan, windows, journal, memory
         self.rounded_to = rounded_to
-        self.kept = KeptFactors(NoSource(), journal.folder)
+        self.kept = FactorCache(NoSource(), journal.folder)
         self.sequential = bool(plan.calibration.get("sequential"))
         self.update = bool(plan.calibration.get("update"))
         self.missing = [target for target in sorted(plan.makings) if not journal.has(target)]

@@ -55,6 +55,7 @@ class Form(ABC):
         widths_differ: whether its layers may differ in width.
         why_code: why it needs the modeling file, for people who have to trust it.
         on_vllm: how vLLM runs it, in a sentence; `serving` says it of one checkpoint.
+        planner: plans the tensors of its checkpoints.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Form(ABC):
     widths_differ = False
     why_code = ""
     on_vllm: str
+    planner: type[TensorPlanner] = TensorPlanner
 
     def __str__(self) -> str:
         return self.name
@@ -103,7 +105,7 @@ class Form(ABC):
         Raises:
             ValueError: if the original lacks a tensor, or has one that would be left behind.
         """
-        planner = TensorPlanner(original.checkpoint, original.family, original.config, dtype, factors)
+        planner = self.planner(original.checkpoint, original.family, original.config, dtype, factors)
         return planner.plan(layout.layers)
 
     def config(self, original: StoredModel, layout: Layout, tensors: list[PlannedTensor]) -> dict[str, Any]:  # noqa: ARG002
@@ -156,7 +158,7 @@ class Form(ABC):
         return self.on_vllm, serve if self.shipped is None else f"{serve} --trust-remote-code"
 
 
-def config_beside(checkpoint: Checkpoint, config_class: Any) -> Any:
-    """The configuration in a config.json whose other entries name a program, or classes in a file."""
+def config_beside(entries: dict[str, Any], config_class: Any) -> Any:
+    """The configuration in the entries of a config.json, of which others name a program, or classes in a file."""
     left_out = ("model_type", "auto_map", PROGRAM_KEY, FAMILY_KEY)
-    return config_class.from_dict({key: value for key, value in checkpoint.config.items() if key not in left_out})
+    return config_class.from_dict({key: value for key, value in entries.items() if key not in left_out})

@@ -8,8 +8,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
-
 from surgeon.checkpoint import remote_code
 from surgeon.checkpoint.forms.base import BY_THE_FILE, Form, Layout, StoredModel, config_beside
 from surgeon.checkpoint.forms.fused_tensors import FusedPlanner, groups_of
@@ -28,7 +26,6 @@ from surgeon.models.families import Family
 from surgeon.models.families.base import Unit
 from surgeon.models.families.fused import FUSED as FUSED_FAMILY
 from surgeon.models.families.fused import POSITIONS, PROJECTIONS
-from surgeon.models.weights import FactorSource
 
 WIDTHS_KEY = "per_layer_config"
 GLOBAL_WIDTHS_KEY = "allow_global_per_layer_attribute_access"  # lets transformers read the other layers' widths
@@ -49,6 +46,7 @@ class Fused(Form):
     widths_differ = True
     why_code = "some of its layers are wider than others, which no class of transformers allows"
     on_vllm = BY_THE_FILE
+    planner = FusedPlanner
 
     def lay_out(self, program: Program, family: Family, config: Any) -> Layout:
         layers = stored_layers(program, family.steps_per_layer)
@@ -68,15 +66,6 @@ class Fused(Form):
         )
         return Layout(self, reason, layers)
 
-    def tensors(
-        self,
-        original: StoredModel,
-        layout: Layout,
-        dtype: torch.dtype | None,
-        factors: FactorSource | None = None,  # noqa: ARG002 - its programs have no ranks
-    ) -> list[PlannedTensor]:
-        return FusedPlanner(original.checkpoint, original.family, original.config, dtype).plan(layout.layers)
-
     def config(self, original: StoredModel, layout: Layout, tensors: list[PlannedTensor]) -> dict[str, Any]:
         """A configuration of the form's own, whatever the original's."""
         shapes = {tensor.name: tensor.shape for tensor in tensors}
@@ -91,7 +80,7 @@ class Fused(Form):
         return config.get("model_type") in (own, PROGRAM_PREFIX + own)  # the latter was edited again and saved
 
     def stock_config(self, checkpoint: Checkpoint, family: Family) -> Any:
-        return config_beside(checkpoint, self.shipped.config_class(family.model_type))
+        return config_beside(checkpoint.config, self.shipped.config_class(family.model_type))
 
     def model_class(self, checkpoint: Checkpoint, config: Any) -> Any:  # noqa: ARG002
         return self.shipped.model_class(config.model_type)

@@ -32,7 +32,7 @@ from surgeon.checkpoint.read import Checkpoint
 from surgeon.language.program import ATTENTION, FEED_FORWARD, Sublayer
 from surgeon.models.families import Family, Projection
 from surgeon.models.families.fused import FUSED, POSITIONS, PROJECTIONS
-from surgeon.models.weights import ModelWeights
+from surgeon.models.weights import FactorSource, ModelWeights
 
 ROWS = 64  # that are computed at a time: they stay in the second cache, and the heap keeps them for the next ones
 
@@ -45,10 +45,19 @@ class FusedPlanner(TensorPlanner):
             norm's shift has to go somewhere; layers without one get zeros.
     """
 
-    def __init__(self, source: Checkpoint, family: Family, config: Any, dtype: torch.dtype | None) -> None:
-        super().__init__(source, family, config, dtype)
+    def __init__(
+        self,
+        source: Checkpoint,
+        family: Family,
+        config: Any,
+        dtype: torch.dtype | None,
+        factors: FactorSource | None = None,
+    ) -> None:
+        super().__init__(source, family, config, dtype, factors)
+        stored = [name for name in source.names() if name.startswith(self.prefix)]
         self.biases = {
-            projection.role: (projection.reads_stream and family.norm_kind == "layer") or self._any_bias(projection)
+            projection.role: (projection.reads_stream and family.norm_kind == "layer")
+            or any(name.endswith(f".{projection.path}.bias") for name in stored)
             for spec in (family.attention, family.mlp)
             for projection in spec.projections
         }
@@ -74,10 +83,6 @@ class FusedPlanner(TensorPlanner):
             stored = self.weights.names.of(whole)
             raise ValueError(f"{self.source.folder} has no tensor {stored}, which {self.family.name} needs")
         return self.planned(name, lambda weights: weights.tensor(whole))
-
-    def _any_bias(self, projection: Projection) -> bool:
-        ending = f".{projection.path}.bias"
-        return any(name.startswith(self.prefix) and name.endswith(ending) for name in self.source.names())
 
     def _check_known(self, sublayers: tuple[Sublayer, ...]) -> None:
         """Refuse tensors that would be left behind."""

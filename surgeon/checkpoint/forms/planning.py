@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from surgeon.checkpoint.forms.stored_layers import StoredLayer
-from surgeon.checkpoint.read import Checkpoint, Stored
+from surgeon.checkpoint.read import Checkpoint
 from surgeon.language.program import Sublayer
 from surgeon.models.families import Family, SublayerSpec
 from surgeon.models.weights import Factored, Factorised, Factors, FactorSource, ModelWeights, WeightMatrix, mean
@@ -35,7 +36,8 @@ class PlannedTensor:
         dtype: to be stored in.
         rounded: whether storing it may lose digits, because it is computed, or stored more coarsely than it was.
         rows: computes its value, in float32 if it is rounded afterwards: all rows in order, some at a time.
-        copy_of: the stored tensor that it is a copy of, byte for byte, if it is one.
+        sources: the stored tensors that it is computed from, in the order in which they are read.
+        blocks: its bytes, where they are those of its only source: it is copied, and never held as a whole.
     """
 
     name: str
@@ -43,11 +45,8 @@ class PlannedTensor:
     dtype: torch.dtype
     rounded: bool
     rows: Callable[[], Iterator[Tensor]]
-    copy_of: Stored | None = None
-
-    def build(self) -> Tensor:
-        """Its whole value."""
-        return _joined(list(self.rows()))
+    sources: tuple[str, ...] = ()
+    blocks: Callable[[], Iterator[memoryview]] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -75,8 +74,7 @@ class TensorPlanner:
         self.dtype = dtype
         head_dim = family.head_dim(config)
         self.weights = ModelWeights(source, family, head_dim, factors)
-        self.shapes = _ShapesOnly(source)
-        self.outlines = ModelWeights(self.shapes, family, head_dim, _Outlines())
+        self.outlines = _Outlines(source, family, head_dim)
         self.prefix = self.weights.names.layers
 
     def plan(self, layers: tuple[StoredLayer, ...]) -> list[PlannedTensor]:
@@ -89,8 +87,8 @@ class TensorPlanner:
         last = [name for name in outside if name not in first]
         planned = [self._copied(name) for name in first]
         for index, layer in enumerate(layers):
-            for sublayer in layer.sublayers:
-                planned += self._sublayer_tensors(f"{self.prefix}{index}.", sublayer)
+            computed = chain.from_iterable(map(self._sublayer_tensors, layer.sublayers))
+            planned += [self.planned(f"{self.prefix}{index}.{path}", compute) for path, compute in computed]
         return planned + [self._copied(name) for name in last]
 
     def _copied(self, name: str) -> PlannedTensor:
@@ -100,47 +98,41 @@ class TensorPlanner:
         written = names.own(embedding) if name == names.of(embedding) else name
         return self.planned(written, lambda weights: weights.store.tensor(name))
 
-    def _sublayer_tensors(self, prefix: str, sublayer: Sublayer) -> list[PlannedTensor]:
-        apart = self._taken_apart(sublayer)
-        roots = tuple(f"{module}." for module in apart)
-        computed: list[tuple[str, Compute]] = [
-            (path, partial(self.part, sublayer, path)) for path in self.paths(sublayer) if not path.startswith(roots)
-        ]
-        computed += [found for path in apart for found in self._apart_tensors(sublayer, path)]
-        return [self.planned(prefix + path, compute) for path, compute in computed]
-
-    def _taken_apart(self, sublayer: Sublayer) -> list[str]:
-        """Paths from the layer of the modules in which some matrix is stored as two factors."""
-        modules = modules_of(self.family.spec(sublayer.kind))
-        return [path for path, packed in modules.items() if any(sublayer.rank(one.role) for one in packed)]
-
-    def _apart_tensors(self, sublayer: Sublayer, path: str) -> Iterator[tuple[str, Compute]]:
-        """The tensors of a module that is taken apart, by path from the layer, and how each is computed."""
+    def _sublayer_tensors(self, sublayer: Sublayer) -> Iterator[tuple[str, Compute]]:
+        """A sublayer's tensors by path from the layer, and how each is computed."""
         spec = self.family.spec(sublayer.kind)
-        for projection in modules_of(spec)[path]:
+        # Modules in which some matrix is stored as two factors are taken apart; the others are stored as they are.
+        apart = {
+            path: packed for path, packed in modules_of(spec).items() if any(sublayer.rank(one.role) for one in packed)
+        }
+        for path in self.paths(sublayer):
+            if not path.startswith(tuple(f"{module}." for module in apart)):
+                yield path, partial(self.part, sublayer, path)
+        for projection in chain.from_iterable(apart.values()):
             role, own = projection.role, own_path(projection, spec)
-            factored = sublayer.rank(role) is not None
-            for name in ("first", "second") if factored else ():
+            factors = () if sublayer.rank(role) is None else ("first", "second")
+            for name in factors:
                 yield f"{own}.{name}.weight", partial(_factor, sublayer, role, name)
-            if not factored:
+            if not factors:
                 yield f"{own}.weight", partial(_whole, sublayer, role)
             if self.weights.bias(sublayer, role) is not None:
-                yield f"{own}.second.bias" if factored else f"{own}.bias", partial(_bias, sublayer, role)
+                yield f"{own}.second.bias" if factors else f"{own}.bias", partial(_bias, sublayer, role)
 
     def planned(self, name: str, compute: Compute) -> PlannedTensor:
         """A tensor of this name; how it is computed is tried on shapes alone."""
-        read = self.shapes.read = {}
-        outline = list(_rows(compute(self.outlines)))
-        first = next(iter(read))
-        original = self.source.dtype(first)
+        outline, read = self.outlines.trace(compute)
+        sources = tuple(read)
+        original = self.source.dtype(sources[0])
         dtype = self.dtype if self.dtype is not None and original.is_floating_point else original
+        is_copy = outline[0] is read[sources[0]] and dtype == original
         return PlannedTensor(
             name,
-            tuple(_joined(outline).shape),
+            tuple(joined(outline).shape),
             dtype,
             rounded=torch.promote_types(outline[0].dtype, dtype) != dtype,
             rows=lambda: _rows(compute(self.weights)),
-            copy_of=Stored(self.source, first) if outline[0] is read[first] and dtype == original else None,
+            sources=sources,
+            blocks=partial(self.source.blocks, sources[0]) if is_copy else None,
         )
 
     def paths(self, sublayer: Sublayer) -> list[str]:
@@ -167,40 +159,41 @@ class TensorPlanner:
         return mean(tensors, averaging_dtype(sublayer))
 
 
-class _ShapesOnly:
-    """A checkpoint whose tensors have no values.
+class _Outlines:
+    """The source's tensors and factors without values: what is computed of them has its shape and dtype, and no more.
 
-    Attributes:
-        read: what was asked for, in order.
+    A store and a source of factors of its own `ModelWeights`, which knows what is read of it.
     """
 
-    def __init__(self, source: Checkpoint) -> None:
-        self.source = source
-        self.read: dict[str, Tensor] = {}
+    def __init__(self, source: Checkpoint, family: Family, head_dim: int) -> None:
         self.where = source.where
+        self._source = source
+        self._read: dict[str, Tensor] = {}
+        self._weights = ModelWeights(self, family, head_dim, self)
+
+    def trace(self, compute: Compute) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """What is computed, some rows at a time, and the stored tensors that this takes, in the order of reading."""
+        self._read = {}
+        return list(_rows(compute(self._weights))), self._read
 
     def names(self) -> list[str]:
-        return self.source.names()
+        return self._source.names()
 
     def __contains__(self, name: str) -> bool:
-        return name in self.source
+        return name in self._source
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self.source.shape(name)
+        return self._source.shape(name)
 
     def dtype(self, name: str) -> torch.dtype:
-        return self.source.dtype(name)
+        return self._source.dtype(name)
 
     def tensor(self, name: str) -> Tensor:
-        self.read[name] = torch.empty(self.shape(name), dtype=self.dtype(name), device="meta")
-        return self.read[name]
+        self._read[name] = torch.empty(self.shape(name), dtype=self.dtype(name), device="meta")
+        return self._read[name]
 
     def part(self, name: str, dim: int, first: int, end: int) -> Tensor:
         return self.tensor(name).narrow(dim, first, end - first)
-
-
-class _Outlines:
-    """Factors without values."""
 
     def factors(self, sublayer: Sublayer, role: str, matrix: WeightMatrix) -> Factors:
         rank, like = sublayer.rank(role), matrix.whole(torch.float32)
@@ -234,7 +227,8 @@ def _rows(computed: Computed) -> Iterator[Tensor]:
     return iter([computed]) if isinstance(computed, Tensor) else computed
 
 
-def _joined(rows: list[Tensor]) -> Tensor:
+def joined(rows: list[Tensor]) -> Tensor:
+    """All rows of a tensor, which are not copied where they come as one."""
     return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 

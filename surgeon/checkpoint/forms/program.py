@@ -75,7 +75,7 @@ class ProgramForm(Form):
         return PROGRAM_KEY in config
 
     def stock_config(self, checkpoint: Checkpoint, family: Family) -> Any:
-        return config_beside(checkpoint, CONFIG_MAPPING[family.model_type])
+        return config_beside(checkpoint.config, CONFIG_MAPPING[family.model_type])
 
     def model_class(self, checkpoint: Checkpoint, config: Any) -> Any:
         weights = ModelWeights(checkpoint, family_of(config), family_of(config).head_dim(config))

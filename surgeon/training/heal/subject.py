@@ -17,7 +17,7 @@ from surgeon.checkpoint.forms import form_of
 from surgeon.checkpoint.forms.fused import FUSED
 from surgeon.checkpoint.read import DEMO, read_json
 from surgeon.checkpoint.training import layers_by_recipe
-from surgeon.exports.in_memory import stored_layers_of
+from surgeon.exports.stock import stock_layers_of
 from surgeon.exports.unfuse import unfused
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe, parse_recipe
@@ -82,7 +82,7 @@ class HealSubject:
             model = self.edited.load("cpu")
         if not isinstance(decoder_layers(model), EditedLayers):
             edit(model, program_of(model))
-        layers_by_recipe(self.program, stored_layers_of(model).program)  # before it is trained
+        layers_by_recipe(self.program, stock_layers_of(model).program)  # before it is trained
         model.float()
         return model
 

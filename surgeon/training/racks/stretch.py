@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
 from surgeon.checkpoint.codas import Coda
-from surgeon.checkpoint.on_demand import build_empty
+from surgeon.exports.on_demand import build_empty
 from surgeon.language.program import Program
 from surgeon.models.edit import decoder_parent, edit
 from surgeon.models.edited_layers import EditedLayers, ModelMachine

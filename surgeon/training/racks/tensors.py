@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from surgeon.checkpoint.training import layers_by_recipe
-from surgeon.exports.in_memory import as_stored, stored_layers_of
+from surgeon.exports.stock import stock_layers_of, stock_model
 from surgeon.language.program import Node, Program, Sublayer, steps_of
 from surgeon.models.families import Family, family_of
 
@@ -56,12 +56,12 @@ def tensors_of(model: PreTrainedModel) -> ModelTensors:
     Raises:
         ValueError: if a layer holds what its architecture does not have.
     """
-    stored, prefix = stored_layers_of(model), f"{family_of(model.config).layers}."
-    with as_stored(model, stored):
+    stock, prefix = stock_layers_of(model), f"{family_of(model.config).layers}."
+    with stock_model(model, stock):
         config = copy.deepcopy(model.config)
     named = model.named_parameters(remove_duplicate=False)
     others = {name: one.detach() for name, one in named if not name.startswith(prefix)}
-    return ModelTensors(config, stored.program, list(map(_tensors_in, stored.layers)), others)
+    return ModelTensors(config, stock.program, list(map(_tensors_in, stock.layers)), others)
 
 
 def tensors_by(model: PreTrainedModel, program: Program) -> ModelTensors:

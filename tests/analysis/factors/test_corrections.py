@@ -16,7 +16,7 @@ from surgeon.analysis.factors.factor_plan import Making
 from surgeon.analysis.factors.make_factors import make_factors
 from surgeon.analysis.factors.matrices import Matrix
 from surgeon.analysis.factors.rank_recipe import RankBudget, Share
-from surgeon.checkpoint.kept_factors import KeptFactors
+from surgeon.checkpoint.factor_cache import FactorCache
 from surgeon.language.program import Program
 from surgeon.models.edit import edit, program_of, restore
 from surgeon.models.weights import TruncatedSVD
@@ -51,7 +51,7 @@ def test_layers_are_weighed_by_what_their_matrices_do_together(tmp_path: Path) -
     found = corrected_ranks(model, curves, share, "whitened", MEASURED, CALIBRATION, folder, "weights")
     budget = 0.5 * sum(parameters(curve, None) for curve in curves)
     first = allocate(curves, "damage", budget)
-    source, weights = KeptFactors(TruncatedSVD(), folder), {}
+    source, weights = FactorCache(TruncatedSVD(), folder), {}
     for layer in range(3):
         own = {matrix: rank for matrix, rank in first.items() if matrix.layer == layer}
         alone = sum(

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import init_empty_weights
@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from surgeon.beside import in_order
+from surgeon.checkpoint.forms.planning import joined
 from surgeon.models.families import Family
 from surgeon.models.weights import Names, Store
 from surgeon.threads import usable_cores
@@ -37,39 +38,22 @@ READ_AT_ONCE = 8  # blocks
 _ALWAYS_IGNORED = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")  # as transformers does
 
 
-class Readable(Protocol):
-    """A tensor that can be read, whole or all of its rows in order, about so many at a time."""
-
-    def tensor(self) -> Tensor: ...
-
-    def rows(self, count: int) -> Iterable[Tensor]: ...
-
-
-@runtime_checkable
-class TwoVersions(Readable, Protocol):
-    """A tensor for linear maps that differs for the two halves of a batch; elsewhere its first version counts."""
-
-    def both(self, count: int) -> Iterable[tuple[Tensor, Tensor]]:
-        """All rows of both versions in order, about so many at a time."""
+# All rows of a tensor in order, about so many at a time, or at once: of its one version, or of two.
+Rows = Callable[[int | None], Iterable[Sequence[Tensor]]]
 
 
 class WeightsOnDemand(TorchFunctionMode):
     """While it is active, operations on a model's parameters are done on stored tensors.
 
     Args:
-        stored: for each parameter, what it stands for.
-        used: told of a parameter's name whenever it is read.
+        rows: for each parameter, those of the stored tensor that it stands for. Two versions are for linear maps, and
+            differ for the two halves of a batch; elsewhere the first one counts.
     """
 
-    def __init__(
-        self, model: nn.Module, stored: Mapping[str, Readable], used: Callable[[str], None] = lambda _: None
-    ) -> None:
+    def __init__(self, model: nn.Module, rows: Mapping[str, Rows]) -> None:
         super().__init__()
-        self.used = used
         self.parameters = _parameters(model)  # kept, so that nothing else can get the id of one of them
-        self.stored = {
-            id(parameter): (name, stored[name]) for name, parameter in self.parameters.items() if name in stored
-        }
+        self.rows = {id(parameter): rows[name] for name, parameter in self.parameters.items() if name in rows}
         self.at_once = max(1, usable_cores() // torch.get_num_threads())
         self.pool: ThreadPoolExecutor | None = None
 
@@ -94,50 +78,42 @@ class WeightsOnDemand(TorchFunctionMode):
         if getattr(func, "__name__", "") == "__get__":  # dtype, shape and the like are those of the parameter itself
             return func(*args, **kwargs)
         weight = args[1] if len(args) > 1 else kwargs.get("weight")
-        if id(weight) in self.stored and func in _BY_ROWS:
+        if id(weight) in self.rows and func in _BY_ROWS:
             return _BY_ROWS[func](self, *args, **kwargs)
         args, kwargs = tree_map(self.whole, (args, kwargs))
         return func(*args, **kwargs)
 
-    def read(self, parameter: Any) -> Readable:
-        """What a parameter stands for."""
-        name, stored = self.stored[id(parameter)]
-        self.used(name)
-        return stored
-
     def whole(self, value: Any) -> Any:
         """The stored tensor, in float32, where the value is a parameter; else the value itself."""
-        return self.read(value).tensor().float() if id(value) in self.stored else value
+        if id(value) not in self.rows:
+            return value
+        return joined([versions[0] for versions in self.rows[id(value)](None)]).float()
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """`functional.linear`, a block of output features at a time, several blocks in threads side by side."""
         assert self.pool is not None
         step = max(1, BLOCK // max(1, weight.shape[1]))
-        rows = _versions(self.read(weight), READ_AT_ONCE * step)
+        rows = self.rows[id(weight)](READ_AT_ONCE * step)
         blocks = (block for some in rows for block in zip(*(one.split(step) for one in some), strict=True))
         product = partial(_product, x, torch.is_inference_mode_enabled())
         output = torch.cat(list(in_order(self.pool, product, blocks, 2 * self.at_once)), dim=-1)
         if bias is None:
             return output
-        if id(bias) not in self.stored:
+        if id(bias) not in self.rows:
             return output + bias
-        parts = [torch.cat(some) for some in zip(*_versions(self.read(bias), len(bias)), strict=True)]
+        parts = [joined(list(version)) for version in zip(*self.rows[id(bias)](None), strict=True)]
         return _by_parts(output, lambda part, own: part + own.float(), parts)
 
     def embedding(self, ids: Tensor, weight: Tensor, *_: Any, **__: Any) -> Tensor:
         """`functional.embedding`, of which only the rows looked up are read."""
         rows, place = ids.unique(return_inverse=True)
-        return self.read(weight).tensor()[rows].float()[place]
+        whole = joined([versions[0] for versions in self.rows[id(weight)](None)])
+        return whole[rows].float()[place]
 
 
 def _product(x: Tensor, inference: bool, versions: Sequence[Tensor]) -> Tensor:
     with torch.inference_mode(inference), torch.no_grad():  # a thread has modes of its own
         return _by_parts(x, lambda part, block: functional.linear(part, block.float()), versions)
-
-
-def _versions(stored: Readable, count: int) -> Iterable[tuple[Tensor, ...]]:
-    """All rows of one version, or of two, about so many at a time."""
-    return stored.both(count) if isinstance(stored, TwoVersions) else ((rows,) for rows in stored.rows(count))
 
 
 def _by_parts(x: Tensor, compute: Callable[[Tensor, Tensor], Tensor], versions: Sequence[Tensor]) -> Tensor:
@@ -174,21 +150,23 @@ def build_empty(model_class: Any, config: Any, buffers: bool = True) -> PreTrain
     return empty
 
 
-class StoredNames(NamedTuple):
-    """How a model's parameters are stored.
+class Match(NamedTuple):
+    """A model's parameters and the tensors of a store.
 
     Attributes:
-        by_parameter: the stored tensor that each parameter is read from.
+        names: the stored tensor that each parameter is read from.
         missing: parameters that are not stored.
+        misshapen: those whose stored tensor has another shape.
         unexpected: stored tensors that are no parameter of the model.
     """
 
-    by_parameter: dict[str, str]
+    names: dict[str, str]
     missing: list[str]
+    misshapen: list[str]
     unexpected: list[str]
 
 
-def match_names(model: PreTrainedModel, store: Store, family: Family) -> StoredNames:
+def match_names(model: PreTrainedModel, store: Store, family: Family) -> Match:
     """Find each parameter among stored tensors, as `transformers` does when it loads a model.
 
     Of tied parameters one is enough; those that are tied, but both stored, become two. Buffers that old models store
@@ -208,7 +186,9 @@ def match_names(model: PreTrainedModel, store: Store, family: Family) -> StoredN
     for first, second in (*tied.items(), *((source, target) for target, source in tied.items())):
         if second in found:
             found.setdefault(first, found[second])
-    return StoredNames(found, [name for name in parameters if name not in found], unexpected)
+    missing = [parameter for parameter in parameters if parameter not in found]
+    misshapen = [parameter for parameter, name in found.items() if store.shape(name) != parameters[parameter].shape]
+    return Match(found, missing, misshapen, unexpected)
 
 
 def _separate(model: nn.Module, name: str) -> None:

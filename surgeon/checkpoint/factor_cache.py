@@ -1,4 +1,4 @@
-"""Factors that are made once and kept in a folder: making them costs much more than reading them.
+"""Factors that are made once and then read from a folder: making them costs much more than reading them.
 
 A folder holds one safetensors file for each matrix of each sublayer, "A4.q64.safetensors", with the tensors "first"
 and "second". A file gets its name when it is complete, so that work that was killed goes on with what is there.
@@ -7,6 +7,8 @@ and "second". A file gets its name when it is complete, so that work that was ki
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
@@ -20,7 +22,7 @@ from surgeon.language.program import Sublayer
 from surgeon.models.weights import Factors, FactorSource, WeightMatrix
 
 
-class KeptFactors:
+class FactorCache:
     """What another source makes, made once.
 
     Attributes:
@@ -32,8 +34,17 @@ class KeptFactors:
         self.folder = folder
         self._making = Lock()  # so that threads that want the same factors make them once
 
+    @contextmanager
+    def inside(self, folder: Path) -> Iterator[None]:
+        """Keep them in another folder while in the block."""
+        before, self.folder = self.folder, folder
+        try:
+            yield
+        finally:
+            self.folder = before
+
     def factors(self, sublayer: Sublayer, role: str, matrix: WeightMatrix) -> Factors:
-        """The kept ones, or new ones.
+        """Those in the folder, or new ones.
 
         Raises:
             ValueError: if a file is damaged, or as the source does.
@@ -45,7 +56,10 @@ class KeptFactors:
         with self._making:
             if not path.exists():
                 write_factors(path, self.source.factors(sublayer, role, matrix))
-        return _read(path)
+        if set(read_header(path)) != set(Factors._fields):
+            raise ValueError(f"{path} does not hold the two factors of a matrix; remove it, and they are made again")
+        with safe_open(path, framework="pt") as file:
+            return Factors(*map(file.get_tensor, Factors._fields))
 
 
 def file_name(sublayer: Sublayer, role: str) -> str:
@@ -63,10 +77,3 @@ def write_factors(path: Path, factors: Factors) -> None:
             unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
-
-
-def _read(path: Path) -> Factors:
-    if set(read_header(path)) != set(Factors._fields):
-        raise ValueError(f"{path} does not hold the two factors of a matrix; remove it, and they are made again")
-    with safe_open(path, framework="pt") as file:
-        return Factors(*map(file.get_tensor, Factors._fields))
