@@ -39,7 +39,8 @@ import surgeon
 from scripts.bench.busy import neighbour
 from scripts.bench.decoding import random_llama
 from surgeon.analysis.cells import SCANNED, Cell, scan_cells, select
-from surgeon.analysis.engine.measure import TOKENS_AT_ONCE, MeasureOptions, measure
+from surgeon.analysis.engine.measure import MeasureOptions, measure
+from surgeon.analysis.engine.memory import TOKENS_AT_ONCE
 from surgeon.analysis.engine.sharing import plain_sublayers, share, simplify
 from surgeon.analysis.scan import Scan, scan
 from surgeon.analysis.screen import HOPELESS
@@ -92,7 +93,8 @@ class Bench:
     def shared(self, programs: list[Program]) -> dict[Program, Numbers]:
         wanted = {program: simplify(program) for program in programs}
         values: dict[Program, list[Quality]] = {}
-        for measured in measure(self.model, self.ids, self.dense, wanted.values(), MeasureOptions(self.at_once)):
+        plan = share([self.dense, *wanted.values()])
+        for measured in measure(self.model, self.ids, plan, MeasureOptions(self.at_once)):
             values.setdefault(measured.program, []).append(measured.quality)
             self.captured.clear()
         return {program: _numbers(values[simple]) for program, simple in wanted.items()}

@@ -34,7 +34,8 @@ from surgeon.runtime.comm.collectives import Alone, Counts
 from surgeon.runtime.comm.link import Line, Link, SystemClock
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.model.layers import Pass
-from surgeon.runtime.model.paged_cache import PagedLayout, angles_at
+from surgeon.runtime.model.paged_cache import angles_at
+from surgeon.runtime.model.paged_layout import PagedLayout
 from surgeon.runtime.plan.specification import Plan
 
 HEADER = struct.Struct("<IIIIdI")  # epoch, first position, tokens, whether they are a prompt, due, bytes behind
@@ -114,13 +115,13 @@ class Stretch:
         blocks = blocks_for(plan.max_tokens)
         self._cache = self.engine.new_cache(blocks)
         self._runs = ([(0, blocks)],)
-        self._angles = self.engine._turn(plan.max_tokens)
+        self._angles = self.engine.angles_up_to(plan.max_tokens)
         self.pace = 0.0
 
     def embed(self, tokens: list[int], start: int) -> Tensor:
         """The stream before the program."""
         positions = slice(start, start + len(tokens))
-        return self.engine._embedded(torch.tensor(tokens), positions)
+        return self.engine.embedded(torch.tensor(tokens), positions)
 
     def __call__(self, tokens: list[int], start: int, stream: Tensor) -> Tensor:
         """The stream behind the stretch, (tokens, hidden)."""
@@ -148,8 +149,7 @@ class Stretch:
     def best(self, stream: Tensor) -> list[int]:
         """What follows each token, by the whole program."""
         engine = self.engine
-        own = engine.vocabulary.logits(engine.ends.final_norm(stream))
-        return [int(token) for token in engine.best_tokens(own)]
+        return [int(token) for token in engine.best_tokens(engine.own_logits(stream))]
 
 
 @dataclass

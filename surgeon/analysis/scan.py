@@ -14,8 +14,9 @@ from transformers import PreTrainedModel
 
 from surgeon.analysis import screen
 from surgeon.analysis.cells import Cell, Selection, selected_cells
-from surgeon.analysis.engine.measure import MeasuredWindows, MeasureOptions, measure, windows_at_once
-from surgeon.analysis.engine.sharing import SharedPlan, plain_sublayers, share_after, simplify
+from surgeon.analysis.engine.measure import MeasuredWindows, MeasureOptions, measure
+from surgeon.analysis.engine.memory import windows_at_once
+from surgeon.analysis.engine.sharing import SharedPlan, plain_sublayers, share, simplify
 from surgeon.analysis.engine.workers import Job, Workers, measure_in_workers
 from surgeon.analysis.scan_journal import ScanJournal
 from surgeon.analysis.tables import Base, Outcome, cell_values, cells_table, permutations_table
@@ -143,7 +144,7 @@ class _Work:
     programs: dict[Program, Program]  # of each cell's program, the form that is run
     dense: Program  # what all others are compared with: the model's own
     is_edited: bool  # whether that is another one than its layers one after the other
-    plan: SharedPlan
+    plan: SharedPlan  # of that one and them
 
     @classmethod
     def of(cls, model: PreTrainedModel, own: Program, selections: list[Selection], seed: int) -> _Work:
@@ -153,11 +154,13 @@ class _Work:
         shapes = family.layer_shapes(model.config)
         cells = selected_cells(selections, num_layers, seed, steps, shapes, own if is_edited else None)
         programs = {program: simplify(program) for cell in cells for program in cell.programs}
-        return cls(cells, programs, own, is_edited, share_after(own, programs.values()))
+        return cls(cells, programs, own, is_edited, share([own, *programs.values()]))
 
-    def run_for(self, cells: Sequence[Cell]) -> list[Program]:
-        """The programs that are run for these cells, each once, beside the unedited one."""
-        return list(dict.fromkeys(self.programs[program] for cell in cells for program in cell.programs))
+    def plan_for(self, cells: Sequence[Cell]) -> SharedPlan:
+        """The part of the plan that some of the cells need."""
+        if cells is self.cells:
+            return self.plan
+        return self.plan.only({self.dense, *(self.programs[program] for cell in cells for program in cell.programs)})
 
 
 @dataclass(frozen=True)
@@ -188,16 +191,13 @@ class _Run:
         rounds = screen.rounds(len(everything)) if self.journal.spread else [list(everything)]
         cells, taken = self.work.cells, list[int]()
         settled_on: dict[Cell, list[int]] = {}
-        cost = dict.fromkeys(self.work.programs.values(), 0.0)
+        cost = dict.fromkeys(self.work.plan.programs, 0.0)
         for number, added in enumerate(rounds, start=1):
-            plan = (
-                self.work.plan if cells is self.work.cells else share_after(self.work.dense, self.work.run_for(cells))
-            )
-            name = f"scan, round {number} of {len(rounds)}" if len(rounds) > 1 else "scan"
-            self._measure(name, cells, plan, added)
+            plan = self.work.plan_for(cells)
+            self._measure(f"scan, round {number} of {len(rounds)}" if len(rounds) > 1 else "scan", plan, added)
             taken += added
             for program, sublayers in plan.sublayers.items():
-                cost[program] = cost.get(program, 0.0) + sublayers * len(added) / len(everything)
+                cost[program] += sublayers * len(added) / len(everything)
             if screened and number < len(rounds):
                 settled_on |= {cell: list(taken) for cell in cells if self._is_settled(cell, taken)}
                 cells = [cell for cell in cells if cell not in settled_on]
@@ -212,13 +212,16 @@ class _Run:
         nll, _ = cell_values(cell, windows, self.values)
         return screen.is_settled(nll - self.journal.values(self.work.dense, windows)[0])
 
-    def _measure(self, name: str, cells: Sequence[Cell], plan: SharedPlan, windows: list[int]) -> None:
-        """Run these cells' programs on these windows, where the journal does not have them yet."""
-        journal, programs = self.journal, self.work.run_for(cells)
-        share_of_all = len(windows) / len(self.windows.ids)
-        total = plan.total_sublayers * share_of_all
-        done = sum(plan.sublayers[p] for p in programs if p != self.work.dense and journal.is_done(p, windows))
-        with progress(name, total, "sublayers", done * share_of_all) as advance:
+    def _measure(self, name: str, plan: SharedPlan, windows: list[int]) -> None:
+        """Run a plan's programs on these windows, where the journal does not have them yet."""
+        journal, share_of_all = self.journal, len(windows) / len(self.windows.ids)
+        missing = [program for program in plan.programs if not journal.is_done(program, windows)]
+        if not missing:
+            return
+        left = plan.only({self.work.dense, *missing})
+        total = plan.total_sublayers
+        done = total - left.total_sublayers
+        with progress(name, total * share_of_all, "sublayers", done * share_of_all) as advance:
 
             def ran(amount: float) -> None:
                 advance(amount * share_of_all)
@@ -227,17 +230,14 @@ class _Run:
             def is_done(program: Program, part: range) -> bool:
                 return journal.is_done(program, windows[part.start : part.stop])
 
-            missing = [p for p in programs if not journal.is_done(p, windows)]
-            journal.add_new(self._numbers(self.windows.ids[windows], missing, is_done, ran), windows)
+            journal.add_new(self._numbers(self.windows.ids[windows], left, is_done, ran), windows)
 
-    def _numbers(
-        self, ids: Tensor, programs: list[Program], is_done: IsDone, ran: Advance
-    ) -> Iterator[MeasuredWindows]:
-        folder, dense = self.journal.folder, self.work.dense
-        if self.workers is None or set(programs) <= {dense}:  # workers measure the unedited model beside others only
+    def _numbers(self, ids: Tensor, plan: SharedPlan, is_done: IsDone, ran: Advance) -> Iterator[MeasuredWindows]:
+        folder, (dense, *others) = self.journal.folder, plan.programs
+        if self.workers is None or not others:  # workers measure the unedited model beside others only
             options = MeasureOptions(self.at_once, is_done, ran, memory=self.memory, folder=folder)
-            return measure(self.model, ids, dense, programs, options)
-        job = Job(self.workers.checkpoint, ids, str(dense), tuple(map(str, programs)), memory=self.memory)
+            return measure(self.model, ids, plan, options)
+        job = Job(self.workers.checkpoint, ids, str(dense), tuple(map(str, others)), memory=self.memory)
         return measure_in_workers(replace(job, batch=self.workers.batch, folder=folder), self.workers.count, ran)
 
 

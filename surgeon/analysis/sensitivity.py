@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from surgeon.analysis.correlation import rank_correlation
-from surgeon.analysis.engine.measure import MeasureOptions, measure, windows_at_once
+from surgeon.analysis.engine.measure import MeasureOptions, measure
+from surgeon.analysis.engine.memory import windows_at_once
 from surgeon.analysis.engine.program_journal import ProgramJournal
 from surgeon.analysis.engine.sharing import share
 from surgeon.analysis.engine.walk import Walk
@@ -246,7 +247,7 @@ class _Damage:
         done = sum(plan.sublayers[p] for p in self.programs if is_done(p, self.everything))
         with progress("damage", plan.total_sublayers, "sublayers", done) as ran:
             options = MeasureOptions(at_once, is_done, ran, memory=self.memory, folder=self.journal.folder)
-            measured = measure(self.model, self.ids, self.dense, self.programs, options)
+            measured = measure(self.model, self.ids, plan, options)
             self.journal.add_new(measured, self.everything)
 
     def columns(self, first: int) -> dict[str, float]:

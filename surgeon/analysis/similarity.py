@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from surgeon.analysis.cka import LEAST_SAMPLES, LinearCKA
 from surgeon.analysis.engine.layer_runs import layers_run, runs_of
-from surgeon.analysis.engine.measure import windows_in_a_walk
+from surgeon.analysis.engine.memory import windows_in_a_walk
 from surgeon.analysis.engine.streams import Streams, compare_streams
 from surgeon.analysis.engine.walk import walks
 from surgeon.language.program import Fork, Program

@@ -19,7 +19,7 @@ from surgeon.quality.summary import interval, mean_divergence, perplexity
 from surgeon.runtime.batching.request import UndefinedLogits
 from surgeon.runtime.comm.collectives import Collectives
 from surgeon.runtime.comm.quantised import Compressed, Compression
-from surgeon.runtime.model.engine import Figures, RankEngine
+from surgeon.runtime.model.engine import Figures, RankEngine, ways_through
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.rank import Rank
 from surgeon.runtime.worker.ranks import Ranks
@@ -162,7 +162,7 @@ def _sending(engine: RankEngine, how: Callable[[Collectives], Collectives]) -> R
     """The same weights, with other reductions of the program's steps, counted apart."""
     other = copy.copy(engine)
     other.groups = {group: how(collectives) for group, collectives in engine.groups.items()}
-    other.figures = Figures()
+    other.figures, other.ways = Figures(), ways_through(other, other.coda)
     return other
 
 

@@ -24,10 +24,11 @@ from surgeon.runtime.batching.sequence import Row
 from surgeon.runtime.comm.collectives import Collectives, Counts, Unconnected
 from surgeon.runtime.comm.link import EmulatedLink, Link
 from surgeon.runtime.kernels.recording import Recording, spanned
-from surgeon.runtime.model.engine import Figures, RankEngine, Results
+from surgeon.runtime.model.engine import Figures, RankEngine
 from surgeon.runtime.model.layers import Pass
 from surgeon.runtime.model.paged_cache import PagedCache
 from surgeon.runtime.model.program import RankMachine
+from surgeon.runtime.model.rank_model import Results
 from surgeon.runtime.plan.placement import Group, Work
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.rank import Rank

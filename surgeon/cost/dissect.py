@@ -23,10 +23,11 @@ from surgeon.runtime.batching.sequence import Row
 from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.comm.collectives import Collectives
 from surgeon.runtime.kernels.recording import spanned
-from surgeon.runtime.model.engine import RankEngine, Results
+from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.model.layers import Attention, Pass
 from surgeon.runtime.model.paged_cache import PagedCache
 from surgeon.runtime.model.program import RankMachine
+from surgeon.runtime.model.rank_model import Results
 from surgeon.runtime.plan.placement import Group, Part, Work
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.rank import Rank

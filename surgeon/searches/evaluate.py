@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from surgeon.analysis.engine.measure import MeasureOptions, measure, streams_after, windows_at_once, working_bytes
+from surgeon.analysis.engine.measure import MeasureOptions, measure, streams_after
+from surgeon.analysis.engine.memory import windows_at_once, working_bytes
 from surgeon.analysis.engine.prefixes import KeptStates
-from surgeon.analysis.engine.sharing import SharedPlan, share_after
+from surgeon.analysis.engine.sharing import SharedPlan, share
 from surgeon.checkpoint.streamed import streamed_layers
 from surgeon.language.program import Program
 from surgeon.memory import free_bytes, gpu_free_bytes, resident_bytes, stay_below
@@ -118,8 +119,8 @@ class Evaluator:
                 lost.add(program)
             return program in lost
 
-        options = self._options(share_after(self.dense, wanted), is_done)
-        for part in measure(self.model, self.windows.ids, self.dense, wanted, options):
+        plan = share([self.dense, *wanted])
+        for part in measure(self.model, self.windows.ids, plan, self._options(plan, is_done)):
             parts[part.program].append(part.quality)
         self._keep_references()
         return {program: self._summary(parts[program], leader) for program in wanted}
@@ -129,9 +130,8 @@ class Evaluator:
 
         In the order in which they are reached, equal ones once; what they begin with in common runs once.
         """
-        wanted = list(dict.fromkeys(programs))
-        options = self._options(share_after(self.dense, wanted))
-        return streams_after(self.model, self.windows.ids, windows, self.dense, wanted, options)
+        plan = share(programs)
+        return streams_after(self.model, self.windows.ids, windows, plan, self._options(plan))
 
     def _is_lost(self, parts: list[Quality], best: MeasuredProgram) -> bool:
         if best.blocks:
@@ -160,13 +160,13 @@ class Evaluator:
             self.at_once,
             is_done,
             self._ran,
-            self.references,
-            self.memory,
-            self.folder,
-            first,
-            self.blocks,
-            self.kept,
-            self.factors,
+            references=self.references,
+            memory=self.memory,
+            folder=self.folder,
+            first=first,
+            blocks=self.blocks,
+            kept=self.kept,
+            factors=self.factors,
         )
 
     def _free_share(self) -> int:

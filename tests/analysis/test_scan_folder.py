@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,24 @@ def test_interrupted_and_resumed(
     for name in ("cells.csv", "scan.json"):
         assert (tmp_path / "at-once" / name).read_bytes() == (tmp_path / "stopped" / name).read_bytes()
     assert len(result.table) == 50
+
+
+def test_what_is_counted_is_what_runs(windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a new scan, and of one that some cells have been measured for already."""
+    bars: list[list[float]] = []
+
+    @contextmanager
+    def counted(_: str, total: float, __: str, done: float = 0) -> Iterator[Callable[[float], None]]:
+        bars.append([total, done])
+        yield bars[-1].append
+
+    monkeypatch.setattr(scan_module, "progress", counted)
+    run(tmp_path, windows, operations=["prune"], batch=WINDOWS)
+    run(tmp_path, windows, operations=["prune", "merge", "parallel"], batch=WINDOWS)
+    assert len(bars) == 2
+    for total, done, *amounts in bars:
+        assert done + sum(amounts) == pytest.approx(total)
+    assert bars[0][1] == 0 < bars[1][1]
 
 
 def test_a_finished_scan_runs_nothing_again(windows: Windows, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import surgeon
-from surgeon.analysis.engine import measure as measure_module
+from surgeon.analysis.engine import memory
 from surgeon.analysis.similarity import CKA_COLUMNS, Similarity, similarity
 from surgeon.checkpoint.load import load
 from surgeon.checkpoint.streamed import load_streamed, streamed_layers
@@ -31,7 +31,7 @@ FAMILIES = ("llama", "opt", "gpt_neox")
 
 @pytest.fixture(autouse=True)
 def _two_windows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(measure_module.TOKENS_AT_ONCE, "cpu", 2 * TOKENS)
+    monkeypatch.setitem(memory.TOKENS_AT_ONCE, "cpu", 2 * TOKENS)
 
 
 class Plain:

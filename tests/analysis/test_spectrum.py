@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import surgeon
-from surgeon.analysis.engine import dense_run, measure
+from surgeon.analysis.engine import dense_run, memory
 from surgeon.analysis.spectrum_journal import JOURNAL
 from surgeon.models.edit import program_of
 from surgeon.models.families import family_of
@@ -172,7 +172,7 @@ def test_layers_before_the_changed_one_run_once(tmp_path: Path) -> None:
 def test_windows_in_parts_give_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("gemma2", LAYERS)
     whole = run(tmp_path / "whole", model)
-    monkeypatch.setattr(measure, "TOKENS_AT_ONCE", {"cpu": 24})
+    monkeypatch.setattr(memory, "TOKENS_AT_ONCE", {"cpu": 24})
     parts = run(tmp_path / "parts", model)
     assert len(dense_run.DenseRun(model, MEASURED.ids)._parts) == 3
     pd.testing.assert_frame_equal(whole.matrices, parts.matrices, rtol=1e-5)

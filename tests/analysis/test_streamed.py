@@ -12,7 +12,8 @@ import torch
 
 import surgeon
 from surgeon.analysis.engine import measure as measure_module
-from surgeon.analysis.engine.measure import MeasureOptions, measure, windows_at_once
+from surgeon.analysis.engine.measure import MeasureOptions, measure
+from surgeon.analysis.engine.memory import Streaming, windows_at_once
 from surgeon.analysis.engine.order import by_layer, place
 from surgeon.analysis.engine.sharing import Extend, Reach, RunStep, reads, share
 from surgeon.checkpoint.load import load
@@ -36,7 +37,7 @@ def programs(dense: Program, layers: int) -> list[Program]:
 
 def numbers(model: Any, dense: Program, edited: list[Program], **options: Any) -> dict[Program, tuple[Any, Any]]:
     found: dict[Program, list[tuple[Any, Any]]] = {}
-    for part in measure(model, IDS, dense, edited, MeasureOptions(2, **options)):
+    for part in measure(model, IDS, share([dense, *edited]), MeasureOptions(2, **options)):
         found.setdefault(part.program, []).append((part.quality.nll, part.quality.divergence))
     return {p: tuple(map(torch.cat, zip(*parts, strict=True))) for p, parts in found.items()}  # type: ignore[misc]
 
@@ -55,7 +56,7 @@ def test_numbers_equal_those_in_memory(
     dense = Program.dense(4, family_of(in_memory.config).steps_per_layer)
     edited = programs(dense, 4)
     if spilled:  # room for no state at all: every one of them goes through a file
-        monkeypatch.setattr(measure_module, "streaming_room", lambda *_: measure_module.Streaming(0, 0, tmp_path))
+        monkeypatch.setattr(measure_module, "streaming_room", lambda *_: Streaming(0, 0, tmp_path))
     expected, got = numbers(in_memory, dense, edited), numbers(streamed, dense, edited)
     assert got.keys() == expected.keys() == {dense, *edited}
     for program in expected:
@@ -103,9 +104,10 @@ def test_a_layer_is_read_once_where_memory_keeps_nothing(tmp_path: Path, monkeyp
     read: list[str] = []
     original = layers.checkpoint.tensor
     monkeypatch.setattr(layers.checkpoint, "tensor", lambda name: read.append(name) or original(name))
-    monkeypatch.setattr(measure_module, "streaming_room", lambda *_: measure_module.Streaming(0, 1 << 20, None))
+    monkeypatch.setattr(measure_module, "streaming_room", lambda *_: Streaming(0, 1 << 20, None))
     dense = Program.dense(4)
-    list(measure(model, IDS, dense, [prune(dense, layers=range(a, a + 1)) for a in range(4)], MeasureOptions(3)))
+    plan = share([dense, *(prune(dense, layers=range(a, a + 1)) for a in range(4))])
+    list(measure(model, IDS, plan, MeasureOptions(3)))
     assert len(read) == len(set(read)) == 4 * 9  # two norms and seven matrices of each
     assert [int(name.split(".")[2]) for name in read] == sorted(4 * [0, 1, 2, 3] + 5 * [0, 1, 2, 3])
 

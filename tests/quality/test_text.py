@@ -8,6 +8,7 @@ from torch.nn import functional
 
 import surgeon
 from surgeon.analysis.engine.measure import MeasureOptions, measure
+from surgeon.analysis.engine.sharing import share
 from surgeon.language.program import Program
 from surgeon.quality.text import logits_of, text_quality, text_values
 from tests.tiny_models import VOCABULARY, tiny_model
@@ -20,7 +21,7 @@ def test_numbers_equal_a_scans_and_plain_ones(family: str) -> None:
     original, edited = tiny_model(family), tiny_model(family)
     dense = Program.dense(4, 1 if family == "gpt_neox" else 2)
     program = Program(dense.nodes[: len(dense) // 2])
-    (_, by_scan) = list(measure(original, IDS, dense, [program], MeasureOptions(3)))
+    (_, by_scan) = list(measure(original, IDS, share([dense, program]), MeasureOptions(3)))
     surgeon.edit(edited, program)
     found = text_quality(logits_of(edited), IDS, logits_of(original))
     assert found.perplexity == pytest.approx(float(by_scan.quality.nll.mean().exp()), rel=1e-5)

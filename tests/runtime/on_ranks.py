@@ -19,6 +19,7 @@ from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.comm.collectives import Collectives, Counts
 from surgeon.runtime.comm.shared_memory import SharedMemoryCollectives
 from surgeon.runtime.model.engine import RankEngine
+from surgeon.runtime.model.recorded import RecordedDecode
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.rank import Rank
 from surgeon.runtime.worker.worker import ENGINE, Leader, follow
@@ -236,8 +237,8 @@ def continued_both_ways(rank: Rank, plan: Plan) -> tuple[Tensor, Tensor, list[Co
             found.append(made)
         logits.append(torch.cat(found))
         counts.append(engine.figures.prefill.layers + engine.figures.decode.layers)
-        if engine.recorded is not None:
-            problems = engine.recorded.problems
+        if isinstance(engine.ways[0], RecordedDecode):
+            problems = engine.ways[0].problems
         elif way == "auto":
             problems = {0: "nothing is recorded"}
     return logits[0], logits[1], counts, problems

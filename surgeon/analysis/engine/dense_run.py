@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from surgeon.analysis.engine.machine import PlanMachine
-from surgeon.analysis.engine.measure import windows_in_a_walk
+from surgeon.analysis.engine.memory import windows_in_a_walk
 from surgeon.analysis.engine.walk import not_finite, walks
 from surgeon.analysis.factors.matrices import Matrix
 from surgeon.language.execute import State, advance, land

@@ -15,9 +15,9 @@ from surgeon.analysis.engine.averages import RunningAverages
 from surgeon.analysis.engine.prefixes import PlanStates
 from surgeon.analysis.engine.sharing import Extend, Join, Reach, RunStep, SharedPlan, Take, sublayers_in
 from surgeon.analysis.engine.states import Held, States
-from surgeon.checkpoint.streamed import StreamedLayers, streamed_layers
+from surgeon.checkpoint.streamed import streamed_layers
 from surgeon.language.execute import Partial, State, advance, fork_output, land
-from surgeon.language.program import Fork, Program, Sublayer
+from surgeon.language.program import KINDS, Fork, Program, Sublayer
 from surgeon.models.edit import decoder_inputs, decoder_layers
 from surgeon.models.edited_layers import EditedLayers, ModelMachine
 from surgeon.models.families import family_of
@@ -77,24 +77,20 @@ class _OnDemand(EditedLayers):
     def owner(self, sublayer: Sublayer) -> nn.Module:
         if self.is_derived(sublayer):
             return self.derive(sublayer)
-        return super().owner(sublayer) if self.streamed is None else self._read(sublayer, self.streamed)
-
-    def view_weights(self) -> ModelWeights:
         if self.streamed is None:
-            return super().view_weights()
-        return self.streamed.weights(self.family.head_dim(self.config), self.factors)
-
-    def _read(self, sublayer: Sublayer, streamed: StreamedLayers) -> nn.Module:
-        if sublayer not in self.kept:
-            room = self.kept_bytes - streamed.sublayer_bytes(self.family.spec(sublayer.kind))
-            while self.kept and self._held_bytes(streamed) > room:
+            return super().owner(sublayer)
+        if sublayer not in self.kept:  # those used longest ago give way to it
+            size = {kind: self.streamed.sublayer_bytes(self.family.spec(kind)) for kind in KINDS}
+            while self.kept and sum(size[one.kind] for one in self.kept) > self.kept_bytes - size[sublayer.kind]:
                 self.kept.popitem(last=False)
             self.kept[sublayer] = self.derive(sublayer)
         self.kept.move_to_end(sublayer)
         return self.kept[sublayer]
 
-    def _held_bytes(self, streamed: StreamedLayers) -> int:
-        return sum(streamed.sublayer_bytes(self.family.spec(sublayer.kind)) for sublayer in self.kept)
+    def view_weights(self) -> ModelWeights:
+        if self.streamed is None:
+            return super().view_weights()
+        return self.streamed.weights(self.family.head_dim(self.config), self.factors)
 
 
 @torch.inference_mode()

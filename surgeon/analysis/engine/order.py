@@ -11,15 +11,7 @@ import heapq
 from collections import defaultdict
 from collections.abc import Iterable
 
-from surgeon.analysis.engine.sharing import (
-    Extend,
-    Reach,
-    RunStep,
-    SharedPlan,
-    Task,
-    plan_of,
-    reads,
-)
+from surgeon.analysis.engine.sharing import Extend, Reach, RunStep, SharedPlan, Task, reads
 from surgeon.language.program import FEED_FORWARD, Program, Sublayer, steps_of
 
 
@@ -49,7 +41,7 @@ def by_layer(plan: SharedPlan, first: Program | None = None) -> SharedPlan:
             for follower in waiting.ready_after(task.target):
                 sweep.push(follower)
     tasks += held
-    return plan_of(tasks)
+    return SharedPlan.of(tasks)
 
 
 def place(sublayers: Iterable[Sublayer]) -> int:

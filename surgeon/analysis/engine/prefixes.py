@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from threading import RLock
 from typing import NamedTuple
 
-from surgeon.analysis.engine.sharing import Extend, Join, Reach, RunStep, SharedPlan, Take, Task, plan_of, reads
+from surgeon.analysis.engine.sharing import Extend, Join, RunStep, SharedPlan, Take, Task
 from surgeon.analysis.engine.states import held_bytes
 from surgeon.language.execute import State, land
 from surgeon.language.program import Fork, Node, steps_of
@@ -66,17 +66,13 @@ def resume(plan: SharedPlan, numbers: Mapping[int, int], is_kept: Callable[[int,
         numbers: of prefixes, by register.
         is_kept: whether there is a state for a prefix, which is landed or which need not be.
     """
-    tasks: list[Task] = []
-    read: set[int] = set()
-    for task in reversed(plan.tasks):
-        if not isinstance(task, Reach) and task.target not in read:
-            continue  # only led to a kept state
+
+    def kept(task: Task) -> Task:
         if isinstance(task, RunStep | Join) and is_kept(numbers[task.target], task.land):
-            tasks.append(Take(numbers[task.target], task.target, task.land))
-            continue
-        tasks.append(task)
-        read.update(reads(task))
-    return plan_of(tasks[::-1])
+            return Take(numbers[task.target], task.target, task.land)
+        return task
+
+    return plan.rewritten(kept)
 
 
 class Place(NamedTuple):
@@ -182,7 +178,7 @@ class PlanStates:
     def __init__(self, kept: KeptStates, plan: SharedPlan, numbers: Mapping[int, int], windows: range) -> None:
         self.kept, self.numbers, self.windows = kept, numbers, windows
         with kept.lock:
-            self.plan = resume(plan, numbers, self._is_kept)
+            self.plan = resume(plan, numbers, lambda prefix, land: kept.find(self._place(prefix), land) is not None)
             # They are held here until the plan comes to them, whatever is dropped meanwhile.
             takes = [task.prefix for task in self.plan.tasks if isinstance(task, Take)]
             self._ready = {prefix: kept.take(self._place(prefix)) for prefix in takes}
@@ -195,9 +191,6 @@ class PlanStates:
     def offer(self, register: int, state: State) -> None:
         """Keep a state that was computed, if there is room for it."""
         self.kept.put(self._place(self.numbers[register]), state)
-
-    def _is_kept(self, prefix: int, landed: bool) -> bool:
-        return self.kept.find(self._place(prefix), landed) is not None
 
     def _place(self, prefix: int) -> Place:
         return Place(self.windows.start, self.windows.stop, prefix)

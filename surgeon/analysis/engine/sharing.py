@@ -3,13 +3,14 @@
 Programs are joined into a tree by their leading nodes. Forks that start from the same state are joined further, by
 their leading branches: {A1 F1 | A2 F2 | A3 F3} goes on from the sum of what the branches of {A1 F1 | A2 F2} add.
 The tree is then written out as a flat list of tasks on numbered registers, depth first, so that few states are alive
-at a time. The list says everything there is to know before anything runs: how many sublayers will run, how many
-states are held at most, and what each program costs beyond what others share with it. Nothing here knows tensors.
+at a time, and in the order in which programs came. The list says everything there is to know before anything runs: how
+many sublayers will run, how many states are held at most, and what each program costs beyond what others share with it.
+Nothing here knows tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from surgeon.language.program import Fork, Node, Program, Step, steps_of
@@ -82,8 +83,10 @@ class SharedPlan:
     """Tasks in the order to run them; register 0 holds the embedded tokens.
 
     Attributes:
+        tasks: no task reads a register that none before it writes.
         frees: for each task, the registers that no later task reads.
-        sublayers: for each program, how many sublayers run for it and were not already run for one before it.
+        sublayers: for each program, in the order in which they are reached, how many sublayers run for it and were not
+            already run for one before it.
         peak_tensors: the most tensors of the stream's size that registers hold at one time.
     """
 
@@ -92,46 +95,66 @@ class SharedPlan:
     sublayers: dict[Program, int]
     peak_tensors: int
 
+    @classmethod
+    def of(cls, tasks: Sequence[Task]) -> SharedPlan:
+        """The plan of these tasks, in this order."""
+        frees, sublayers, since = last_uses(tasks), dict[Program, int](), 0
+        for task in tasks:
+            since += sublayers_in(task)
+            if isinstance(task, Reach):
+                sublayers[task.program], since = since, 0
+        return cls(tuple(tasks), frees, sublayers, peak_tensors(tasks, frees))
+
+    @property
+    def programs(self) -> list[Program]:
+        """In the order in which they are reached."""
+        return list(self.sublayers)
+
     @property
     def total_sublayers(self) -> int:
         """How many sublayers run in all."""
         return sum(self.sublayers.values())
 
+    def only(self, programs: Collection[Program]) -> SharedPlan:
+        """The part of the plan that it takes to reach some of its programs."""
+        if all(program in programs for program in self.sublayers):
+            return self
+        return self.rewritten(lambda task: None if isinstance(task, Reach) and task.program not in programs else task)
+
+    def rewritten(self, change: Callable[[Task], Task | None]) -> SharedPlan:
+        """The plan with other tasks in the place of some, and without those that only led to what has gone.
+
+        Args:
+            change: what stands in the place of a task, which may be itself, or nothing.
+        """
+        tasks: list[Task] = []
+        read: set[int] = set()
+        for task in reversed(self.tasks):
+            if (isinstance(task, Reach) or task.target in read) and (changed := change(task)) is not None:
+                tasks.append(changed)
+                read.update(reads(changed))
+        return SharedPlan.of(tasks[::-1])
+
 
 def share(programs: Iterable[Program]) -> SharedPlan:
-    """Plan the evaluation of these programs, equal ones once.
-
-    The first program is reached first, unless it contains a fork and another one branches off before that fork.
-    """
-    root = _Tree()
-    for program in dict.fromkeys(programs):
-        root.add(program)
-    tasks = list(_Writer(root).tasks())
-    return plan_of(tasks)
-
-
-def share_after(first: Program, programs: Iterable[Program]) -> SharedPlan:
-    """What it takes to run a program before others: in one plan, or by itself if others could come before it.
-
-    In the latter case its work is counted, and the tasks are those of the others.
-    """
-    others = [program for program in dict.fromkeys(programs) if program != first]
-    if not has_forks(first):
-        return share([first, *others])
-    alone, together = share([first]), share(others)
-    peak = max(alone.peak_tensors, together.peak_tensors)
-    return replace(together, sublayers=alone.sublayers | together.sublayers, peak_tensors=peak)
-
-
-def has_forks(program: Program) -> bool:
-    """Whether some of a program's nodes have branches."""
-    return any(isinstance(node, Fork) for node in program.nodes)
-
-
-def plan_of(tasks: list[Task]) -> SharedPlan:
-    """The plan of these tasks, in this order."""
-    frees = last_uses(tasks)
-    return SharedPlan(tuple(tasks), frees, new_sublayers(tasks), peak_tensors(tasks, frees))
+    """Plan the evaluation of these programs, equal ones once; the first one is reached first."""
+    root = _Place()
+    for program in programs:
+        place = root
+        for node in program.nodes:
+            for by in (*node.branches, None) if isinstance(node, Fork) else (node,):
+                place = place.after(by)
+        place.after(program)
+    tasks: list[Task] = []
+    # What waits, the next one last, each with what follows it: programs are deeper than Python likes to recurse.
+    waiting = root.tasks(0, 0)[::-1]
+    while waiting:
+        task, place = waiting.pop()
+        if not isinstance(task, Reach):
+            task = replace(task, target=len(tasks) + 1)  # registers are numbered when their turn comes
+            waiting += reversed(place.tasks(task.source if isinstance(task, Extend) else task.target, task.target))
+        tasks.append(task)
+    return SharedPlan.of(tasks)
 
 
 def simplify(program: Program) -> Program:
@@ -157,79 +180,42 @@ def sublayers_in(task: Task) -> int:
 
 
 @dataclass
-class _Tree:
-    """A state that programs pass through."""
+class _Place:
+    """A state that programs pass through, or a running sum of what the first branches of forks add.
 
-    program: Program | None = None  # the one that ends here
-    steps: dict[Step, _Tree] = field(default_factory=dict)
-    sums: dict[Branch, _Sum] = field(default_factory=dict)  # forks from here, by their first branch
+    Attributes:
+        onward: what there is after it, in the order in which it came up, by what leads there: a program, which ends, a
+            step, one more branch of forks, or None for the end of forks, from a running sum.
+    """
 
-    def add(self, program: Program) -> None:
-        place = self
-        for node in program.nodes:
-            place = place.fork(node) if isinstance(node, Fork) else place.steps.setdefault(node, _Tree())
-        place.program = program
+    onward: dict[Program | Step | Branch | None, _Place] = field(default_factory=dict)
 
-    def fork(self, fork: Fork) -> _Tree:
-        sums = self.sums
-        for branch in fork.branches:
-            total = sums.setdefault(branch, _Sum())
-            sums = total.sums
-        total.after = total.after or _Tree()
-        return total.after
+    def after(self, by: Program | Step | Branch | None) -> _Place:
+        """What there is after it, made if it is new."""
+        return self.onward.setdefault(by, _Place())
 
-    @property
-    def lands(self) -> bool:
-        """Whether everything that goes on from here reads the stream with all outputs added."""
-        return not any(step.late for step in self.steps)
+    def tasks(self, source: int, register: int) -> list[tuple[Written, _Place]]:
+        """What leads on from here, with what it leads to; targets are not numbered yet.
 
-
-@dataclass
-class _Sum:
-    """A running sum of what the first branches of forks add."""
-
-    after: _Tree | None = None  # the forks that end with this branch
-    sums: dict[Branch, _Sum] = field(default_factory=dict)
-
-
-class _Writer:
-    """Writes a tree out as tasks. A stack of its own: programs are deeper than Python likes to recurse."""
-
-    def __init__(self, root: _Tree) -> None:
-        self.registers = 0
-        # Tasks that wait, the next one last, each with what follows it; targets are numbered when their turn comes.
-        self.waiting: list[tuple[Written, _Tree | _Sum | None]] = []
-        self.arrive(root, 0)
-
-    def tasks(self) -> Iterator[Task]:
-        while self.waiting:
-            task, place = self.waiting.pop()
-            if isinstance(task, Reach):
-                yield task
-                continue
-            self.registers += 1
-            task = replace(task, target=self.registers)
-            yield task
-            if isinstance(place, _Tree):
-                self.arrive(place, task.target)
-            elif isinstance(place, _Sum):
-                self.summed(place, task.source, task.target)
-
-    def arrive(self, tree: _Tree, register: int) -> None:
-        """Push what goes on from a state; a program that ends here comes last, so that the first one given is first."""
-        if tree.program is not None:
-            self.waiting.append((Reach(tree.program, register), None))
-        for branch, total in reversed(tree.sums.items()):
-            self.waiting.append((Extend(branch, register, None, -1), total))
-        for step, after in reversed(tree.steps.items()):
-            self.waiting.append((RunStep(step, register, -1, after.lands), after))
-
-    def summed(self, place: _Sum, source: int, total: int) -> None:
-        """Push what goes on from a running sum: first the forks that end with it, so that fewer sums live at a time."""
-        for branch, longer in reversed(place.sums.items()):
-            self.waiting.append((Extend(branch, source, total, -1), longer))
-        if place.after is not None:
-            self.waiting.append((Join(source, total, -1, place.after.lands), place.after))
+        Args:
+            source: the register of the state; of a running sum, of the one that its forks started from.
+            register: of this place itself.
+        """
+        total = None if register == source else register
+        found: list[tuple[Written, _Place]] = []
+        for by, place in self.onward.items():
+            # A late step reads the stream without the output before it.
+            land = not any(isinstance(next_one, Step) and next_one.late for next_one in place.onward)
+            if isinstance(by, Program):
+                found.append((Reach(by, source), place))
+            elif isinstance(by, Step):
+                found.append((RunStep(by, source, -1, land), place))
+            elif by is not None:
+                found.append((Extend(by, source, total, -1), place))
+            else:
+                assert total is not None
+                found.append((Join(source, total, -1, land), place))
+        return found
 
 
 def reads(task: Task) -> list[int]:
@@ -240,7 +226,7 @@ def reads(task: Task) -> list[int]:
     return [task.source] if total is None else [task.source, total]
 
 
-def last_uses(tasks: list[Task]) -> tuple[tuple[int, ...], ...]:
+def last_uses(tasks: Sequence[Task]) -> tuple[tuple[int, ...], ...]:
     """For each task, the registers that no later one reads."""
     seen: set[int] = set()
     frees = []
@@ -251,18 +237,7 @@ def last_uses(tasks: list[Task]) -> tuple[tuple[int, ...], ...]:
     return tuple(reversed(frees))
 
 
-def new_sublayers(tasks: list[Task]) -> dict[Program, int]:
-    """How many sublayers run between one program's end and the next one's."""
-    counts: dict[Program, int] = {}
-    since = 0
-    for task in tasks:
-        since += sublayers_in(task)
-        if isinstance(task, Reach):
-            counts[task.program], since = since, 0
-    return counts
-
-
-def peak_tensors(tasks: list[Task], frees: tuple[tuple[int, ...], ...]) -> int:
+def peak_tensors(tasks: Sequence[Task], frees: tuple[tuple[int, ...], ...]) -> int:
     """The most tensors of the stream's size that are held at one time."""
     held = {0: 1}
     peak = 1

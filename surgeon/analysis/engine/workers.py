@@ -24,8 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgeon.analysis.engine.measure import MeasuredWindows, MeasureOptions, measure, windows_at_once
-from surgeon.analysis.engine.sharing import share_after
+from surgeon.analysis.engine.measure import MeasuredWindows, MeasureOptions, measure
+from surgeon.analysis.engine.memory import windows_at_once
+from surgeon.analysis.engine.sharing import share
 from surgeon.analysis.subject import load_for_analysis
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.language.program import Program
@@ -106,7 +107,7 @@ def measure_in_workers(
 
 def split(job: Job, workers: int) -> list[Job]:
     """A job for each worker, with programs that are neighbours in the shared plan and about as much to run in each."""
-    plan = share_after(Program.parse(job.dense), map(Program.parse, job.programs))
+    plan = share(map(Program.parse, (job.dense, *job.programs)))
     costs = {str(program): sublayers for program, sublayers in plan.sublayers.items() if str(program) != job.dense}
     wanted = sum(costs.values()) / workers
     parts: list[list[str]] = [[] for _ in range(workers)]
@@ -182,10 +183,10 @@ def _work(job: Job, messages: Any) -> None:
 def _measured(job: Job, ran: Callable[[float], Any]) -> Iterator[MeasuredWindows]:
     torch.set_num_threads(job.threads)
     model = restore(load_for_analysis(Checkpoint(job.checkpoint), job.memory, job.device))
-    dense, programs = Program.parse(job.dense), [Program.parse(text) for text in job.programs]
-    at_once = windows_at_once(model, share_after(dense, programs), job.ids, job.memory, job.batch)
+    plan = share(map(Program.parse, (job.dense, *job.programs)))
+    at_once = windows_at_once(model, plan, job.ids, job.memory, job.batch)
     options = MeasureOptions(at_once, ran=ran, memory=job.memory, folder=job.folder)
-    return measure(model, job.ids, dense, programs, options)
+    return measure(model, job.ids, plan, options)
 
 
 def _end_with_parent() -> None:

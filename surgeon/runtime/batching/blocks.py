@@ -118,8 +118,11 @@ class Gaps:
         self._start_of = {blocks: 0} if blocks else {}
 
     def give(self, block: int) -> None:
-        """Put a block back."""
-        self._add(self._remove_ending(block), self._remove_starting(block + 1))
+        """Put a block back: it joins the gaps that end and begin there."""
+        start, end = self._start_of.pop(block, block), self._end_of.pop(block + 1, block + 1)
+        self._end_of.pop(start, None)
+        self._start_of.pop(end, None)
+        self._add(start, end)
         self.total += 1
 
     def take(self, start: int, length: int, offset: int = 0) -> list[int]:
@@ -145,21 +148,6 @@ class Gaps:
         if start < end:
             self._end_of[start] = end
             self._start_of[end] = start
-
-    def _remove_ending(self, end: int) -> int:
-        """Where the gap started that ends there, which is taken out; `end` if there was none."""
-        start = self._start_of.pop(end, None)
-        if start is None:
-            return end
-        del self._end_of[start]
-        return start
-
-    def _remove_starting(self, start: int) -> int:
-        end = self._end_of.pop(start, None)
-        if end is None:
-            return start
-        del self._start_of[end]
-        return end
 
 
 class BlockPool:
@@ -276,7 +264,10 @@ class BlockPool:
     def _extend(self, table: BlockTable, new: int) -> None:
         assert new <= self.free, f"{new} blocks are wanted and {self.free} are free"
         if new > self._gaps.total:
-            self._evict(max(new - self._gaps.total, len(self._idle) // _EVICTED_SHARE))
+            for _ in range(max(new - self._gaps.total, len(self._idle) // _EVICTED_SHARE)):
+                block, _ = self._idle.popitem(last=False)
+                self._unlearn(block)
+                self._gaps.give(block)
         while new:
             behind = table.blocks[-1] + 1 if table.blocks else -1
             if room := self._gaps.length_at(behind):
@@ -323,12 +314,6 @@ class BlockPool:
             return self._gaps.take(start, room)
         offset = (room - new) // 2 if start and self._users[start - 1] else 0
         return self._gaps.take(start, new, offset)
-
-    def _evict(self, number: int) -> None:
-        for _ in range(number):
-            block, _ = self._idle.popitem(last=False)
-            self._unlearn(block)
-            self._gaps.give(block)
 
     def _unlearn(self, block: int) -> None:
         key = self._key.pop(block)

@@ -82,7 +82,7 @@ def _loaded(compiler: str) -> CDLL:
             return CDLL(str(path))
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / path.name
-        _compile(compiler, made)
+        _run([compiler, *FLAGS, "-shared", str(SOURCES / MAIN), "-o", str(made)])
         return CDLL(str(path if _keep(made, path) else made))
 
 
@@ -103,10 +103,6 @@ def _processor() -> list[str]:
         return [platform.processor()]
     lines = described.read_text().splitlines()
     return sorted({line for line in lines if line.split(":")[0].strip() in ("flags", "Features", "model name")})
-
-
-def _compile(compiler: str, library: Path) -> None:
-    _run([compiler, *FLAGS, "-shared", str(SOURCES / MAIN), "-o", str(library)])
 
 
 def _run(command: list[str]) -> str:

@@ -98,12 +98,12 @@ class StepOutputs:
         first, *others = self.segments
         if not others and first.second is None and first.norm is None:
             return Partial(reduce(torch.add, (output for _, output in outputs)))
-        parts = [self._part(segment, outputs) for segment in self.segments]
+        parts = []
+        for segment in self.segments:
+            own = [output for index, output in outputs if index in segment.members]
+            like = outputs[0][1]
+            parts.append(reduce(torch.add, own) if own else like.new_zeros(len(like), segment.width))
         return Partial(parts[0] if len(parts) == 1 else torch.cat(parts, -1), self._finish)
-
-    def _part(self, segment: Segment, outputs: list[tuple[int, Tensor]]) -> Tensor:
-        own = [output for index, output in outputs if index in segment.members]
-        return reduce(torch.add, own) if own else outputs[0][1].new_zeros(len(outputs[0][1]), segment.width)
 
     def _finish(self, totals: Tensor) -> Tensor:
         parts = totals.split([segment.width for segment in self.segments], -1)

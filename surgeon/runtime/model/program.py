@@ -57,6 +57,7 @@ class RankProgram:
     Attributes:
         counts: where collectives are counted now; may be replaced.
         passes: how many there have been; of the one being computed, the share of its steps that is done.
+        slots: the attentions among the parts of its work, by their slots of the cache.
     """
 
     def __init__(self, plan: Plan, collectives: Collectives, device: torch.device) -> None:
@@ -71,6 +72,8 @@ class RankProgram:
         for group in groups_within(self.program, plan.ranks):
             self.groups[group] = collectives.subgroup(group)
         self.work = rank_work(self.program, self.rank, plan.ranks)
+        parts = (part for work in self.work for part in work.parts if part.slot is not None)
+        self.slots = sorted(parts, key=lambda part: part.slot or 0)
         self.sublayers: dict[PartKey, Attention | FeedForward] = {}
         self.norms: dict[Sublayer, Norm] = {}
         self.outputs: dict[Step, StepOutputs] = {}  # of steps that this rank has slices of
@@ -82,22 +85,20 @@ class RankProgram:
         """The slices of this rank's work, and what stands behind the sums of every step it has a share in."""
         for work in self.work:
             for sublayer in dict.fromkeys(work.step.sublayers):
-                self._load_norm(sublayer, source)
+                if self.plan.family.spec(sublayer.kind).post_norm is not None and sublayer not in self.norms:
+                    tensors = self._here(source.norms(sublayer, torch_dtype(self.plan)))
+                    self.norms[sublayer] = Norm(tensors, "post_norm", self.plan)
             if not work.whole and work.step not in self.outputs:
                 self.outputs[work.step] = self._step_outputs(work.step, source)
             for part in work.parts:
                 if part_key(part) not in self.sublayers:
-                    self.sublayers[part_key(part)] = self._made(work, part, source)
-
-    def _load_norm(self, sublayer: Sublayer, source: ModelWeights) -> None:
-        if self.plan.family.spec(sublayer.kind).post_norm is not None and sublayer not in self.norms:
-            tensors = source.norms(sublayer, torch_dtype(self.plan))
-            self.norms[sublayer] = Norm(self._here(tensors), "post_norm", self.plan)
+                    self.sublayers[part_key(part)] = self._part(work, part, source)
 
     def _here(self, tensors: Tensors) -> Tensors:
         return {name: tensor.to(self.device) for name, tensor in tensors.items()}
 
     def _step_outputs(self, step: Step, source: ModelWeights) -> StepOutputs:
+        """What stands behind the sums of a step, with the second factors that sums in rank space go through."""
         norms = {index: self.norms[one] for index, one in enumerate(step.sublayers) if one in self.norms}
         seconds: dict[int, LinearMap] = {}
         for index in self._in_rank_space(step):
@@ -116,23 +117,19 @@ class RankProgram:
     def _projections(self, sublayer: Sublayer) -> tuple[Projection, ...]:
         return self.plan.family.spec(sublayer.kind).projections
 
-    def _made(self, work: Work, part: Part, source: ModelWeights) -> Attention | FeedForward:
+    def _part(self, work: Work, part: Part, source: ModelWeights) -> Attention | FeedForward:
         """What computes a part, with its weights."""
         plan, sublayer = self.plan, computed_of(self.plan, work, part)
-        tensors = self._here(source.sublayer(sublayer, torch_dtype(plan)))
-        spec = plan.family.spec(sublayer.kind)
-        later = self._kept_in_rank_space(sublayer, tensors)
+        spec, tensors = plan.family.spec(sublayer.kind), self._here(source.sublayer(sublayer, torch_dtype(plan)))
+        later: frozenset[str] = frozenset()  # roles whose second factors are no business of this part
+        if sublayer.kind == ATTENTION:
+            kv_heads = count_outputs(tensors, "k") // plan.head_dim
+            if kept_ranks(plan, sublayer, kv_heads) is not None:
+                later = frozenset("kv")  # the cache keeps what the first ones give
         maps = self._maps(work, part, tensors, later, based=sublayer != part.sublayer)
         if sublayer.kind == ATTENTION:
             return Attention(tensors, maps, spec, plan, plan.window(sublayer), plan.rotates(sublayer))
         return FeedForward(tensors, maps, spec, plan)
-
-    def _kept_in_rank_space(self, sublayer: Sublayer, tensors: Tensors) -> frozenset[str]:
-        """Which of its projections the cache keeps before their second factors."""
-        if sublayer.kind != ATTENTION:
-            return frozenset()
-        kv_heads = count_outputs(tensors, "k") // self.plan.head_dim
-        return frozenset() if kept_ranks(self.plan, sublayer, kv_heads) is None else frozenset("kv")
 
     def _maps(self, work: Work, part: Part, tensors: Tensors, later: frozenset[str], based: bool) -> Maps:
         """The linear maps of a part: by itself, or together with the ranks that share its sublayer."""
@@ -190,7 +187,7 @@ class RankProgram:
 
     def attentions(self) -> list[Sublayer]:
         """The attentions of this rank's work, by cache slot."""
-        return [part.sublayer for part in self._slots()]
+        return [part.sublayer for part in self.slots]
 
     def kv_heads(self) -> list[int]:
         """How many KV heads this rank has of each, once they are loaded."""
@@ -198,16 +195,11 @@ class RankProgram:
 
     def rebuilds(self) -> dict[int, Rebuild]:
         """What makes keys and values of what is cached, by slot, where that is in rank space."""
-        found = {slot: made.rebuild for slot, made in enumerate(self._attentions())}
-        return {slot: rebuild for slot, rebuild in found.items() if rebuild is not None}
+        return {slot: made.rebuild for slot, made in enumerate(self._attentions()) if made.rebuild is not None}
 
     def _attentions(self) -> list[Attention]:
-        found = [self.sublayers[part_key(part)] for part in self._slots()]
+        found = [self.sublayers[part_key(part)] for part in self.slots]
         return [made for made in found if isinstance(made, Attention)]
-
-    def _slots(self) -> list[Part]:
-        parts = [part for work in self.work for part in work.parts if part.slot is not None]
-        return sorted(parts, key=lambda part: part.slot or 0)
 
     def run(self, state: State, shared: Pass, first: int = 0, end: int | None = None) -> State:
         """The state after the program; what its last node left pending may be on its way still.
@@ -291,7 +283,9 @@ class RankMachine(Machine):
         outputs = [self._output(part, stream) for part in work.parts]
         self.rank_program.passes += 1 / len(self.rank_program.work)
         if work.whole:
-            return Partial(reduce(torch.add, (self._normed(part, output) for part, output in outputs)))
+            norms = self.rank_program.norms
+            normed = (norms[part.sublayer](out) if part.sublayer in norms else out for part, out in outputs)
+            return Partial(reduce(torch.add, normed))
         step_outputs = self.rank_program.outputs[step]
         return step_outputs.partial([(part.index, output) for part, output in outputs])
 
@@ -301,10 +295,6 @@ class RankMachine(Machine):
             assert part.slot is not None
             return part, made(stream, part.slot, self.shared)
         return part, made(stream)
-
-    def _normed(self, part: Part, output: Tensor) -> Tensor:
-        norm = self.rank_program.norms.get(part.sublayer)
-        return output if norm is None else norm(output)
 
     def reduce(self, partial: Partial) -> Pending:
         part, finish = partial

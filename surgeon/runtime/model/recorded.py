@@ -11,8 +11,7 @@ Shapes: B texts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,38 +21,14 @@ from surgeon.runtime.batching.sequence import Row
 from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.kernels.functions import Kernels, Runs
 from surgeon.runtime.kernels.recording import Arena, Recording, Replay, Span
-from surgeon.runtime.model.layers import Angles, Attend, Weighting
+from surgeon.runtime.model.layers import Angles, Weighting
 from surgeon.runtime.model.paged_cache import PagedCache, runs_of, stretches
-from surgeon.runtime.model.program import Phase
+from surgeon.runtime.model.rank_model import RankModel, Results, Way
 from surgeon.runtime.plan.kept import power_of_two
 
 Reading = tuple[int, int | None]  # a group of the cache, and a window
+FIRST_ANGLES = 4096  # positions whose angles are computed at once: all passes are recorded anew when there are more
 TOKEN, POSITION, PLACE = 0, 1, 2  # rows of the inputs; places in the cache's groups take all further ones
-
-
-class RecordableModel(Protocol):
-    """What computes the logits of one token of each of some texts: the engine.
-
-    Attributes:
-        counts: where collectives are counted now.
-    """
-
-    counts: Phase
-
-    def angles_up_to(self, tokens: int) -> Angles | None:
-        """Rotary angles of so many positions or more, if there are any; others than before if those were fewer."""
-
-    def next_logits(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """This rank's logits, (texts, rows), of tokens (texts,) at positions (texts,)."""
-
-    def sums_recorded(self, recording: Recording) -> AbstractContextManager[None]:
-        """Have what is sent between ranks noted in a recording."""
-
-    def check_collectives(self) -> None:
-        """See that sums in recorded passes have waited for nobody in vain."""
-
-    def replayed(self, spans: Sequence[tuple[Any, float, float]]) -> None:
-        """Take note of when a recorded pass has computed what spans of it were noted for."""
 
 
 class PassInputs:
@@ -120,41 +95,48 @@ class RecordedPass(NamedTuple):
     spans: list[Span]
 
 
-class RecordedDecode:
-    """The recorded passes of one engine.
+class RecordedDecode(Way):
+    """Computes passes that add one token to each text, where kernels compute all that takes long.
 
     Attributes:
         problems: why passes over so many texts are not recorded, where that was tried in vain.
     """
 
-    def __init__(self, model: RecordableModel, kernels: Kernels) -> None:
+    holds_caches = True
+
+    def __init__(self, model: RankModel, kernels: Kernels) -> None:
         self.problems: dict[int, str] = {}
         self._model = model
         self._kernels = kernels
         self._arena = Arena()
         # By cache, because recordings hold its address.
         self._passes: WeakKeyDictionary[PagedCache, dict[int, RecordedPass]] = WeakKeyDictionary()
+        model.angles_up_to(min(model.plan.max_tokens, FIRST_ANGLES))
 
     def fits(self, rows: Sequence[Row]) -> bool:
         """Whether a pass of these rows can be recorded: each adds one token to a text, and none is scored."""
         return len(rows) not in self.problems and all(len(row.tokens) == 1 and row.targets is None for row in rows)
 
-    def logits(self, rows: Sequence[Row], cache: PagedCache) -> Tensor:
-        """This rank's logits of each row, (B, rows of the vocabulary), which the next pass may overwrite.
+    def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
+        """One pass, which extends the cache.
 
         Raises:
             TimeoutError: if another rank does not come.
         """
+        return Results(*self._model.chosen(self.logits(rows, cache), [row.wanted for row in rows]), [])
+
+    def logits(self, rows: Sequence[Row], cache: PagedCache) -> Tensor:
+        """The same, but this rank's logits of each row, (B, rows of the vocabulary)."""
+        model, phase = self._model, self._model.counts
         passes = self._passes.setdefault(cache, {})
-        angles = self._model.angles_up_to(1 + max(row.start for row in rows))
+        angles = model.angles_up_to(1 + max(row.start for row in rows))
         known = passes.get(len(rows))
         if known is None or not known.inputs.load(rows, angles):
             return self._recorded(rows, cache, PassInputs(rows, angles), passes)
         times = known.replay(bool(known.spans))
-        self._model.check_collectives()
+        model.check_collectives()
         if times:
-            self._model.replayed([(what, times[first], times[end]) for what, first, end in known.spans])
-        phase = self._model.counts
+            model.replayed([(what, times[first], times[end]) for what, first, end in known.spans])
         phase.layers, phase.vocabulary = phase.layers + known.layers, phase.vocabulary + known.vocabulary
         return known.logits
 
@@ -165,9 +147,17 @@ class RecordedDecode:
         model, phase, recording = self._model, self._model.counts, Recording(self._kernels, self._arena)
         before, sent = (phase.layers, phase.vocabulary), (Counts(), Counts())
         phase.layers, phase.vocabulary = sent
-        attend = self._attend(inputs, rows, cache, recording)
+
+        def attend(slot: int, queries: Tensor, kept: Tensor, weighting: Weighting) -> Tensor:
+            """Attention over the cache that finds everything where a replay will find it."""
+            group, pair = cache.group_of[slot], cache.pairs[slot]
+            with recording.paused():
+                read = inputs.read(rows, (group, weighting.window))
+            self._kernels.keep(kept, inputs.numbers[PLACE + group], pair)
+            return self._kernels.attend(queries, pair, read, weighting.scale, weighting.softcap)
+
         with model.sums_recorded(recording), recording.during():
-            logits = model.next_logits(inputs.numbers[TOKEN], inputs.numbers[POSITION], attend)
+            logits = model.next_logits(inputs.numbers[TOKEN], inputs.numbers[POSITION], inputs.angles, attend)
         phase.layers, phase.vocabulary = before[0] + sent[0], before[1] + sent[1]
         replay = recording.finished()
         if replay is None:
@@ -175,16 +165,3 @@ class RecordedDecode:
         else:
             passes[len(rows)] = RecordedPass(inputs, replay, self._arena.borrowed(logits), *sent, recording.spans)
         return logits
-
-    def _attend(self, inputs: PassInputs, rows: Sequence[Row], cache: PagedCache, recording: Recording) -> Attend:
-        """Attention over the cache that finds everything where a replay will find it."""
-        kernels = self._kernels
-
-        def attend(slot: int, queries: Tensor, kept: Tensor, weighting: Weighting) -> Tensor:
-            group, pair = cache.group_of[slot], cache.pairs[slot]
-            with recording.paused():
-                read = inputs.read(rows, (group, weighting.window))
-            kernels.keep(kept, inputs.numbers[PLACE + group], pair)
-            return kernels.attend(queries, pair, read, weighting.scale, weighting.softcap)
-
-        return attend

@@ -1,6 +1,6 @@
 """Decode passes of few fixed shapes, which a GPU can repeat from a recording without Python in between.
 
-The passes of paged_cache.py go through sequences one by one, and their shapes change with every token: right for CPUs,
+The passes of paged_layout.py go through sequences one by one, and their shapes change with every token: right for CPUs,
 but a GPU would wait for all those small launches. A static pass computes one token of each of its texts at once. It has
 room for so many texts and so many blocks of each, both rounded up to powers of two, so that there are few sizes. All
 that changes from one pass of a size to the next is the contents of one tensor of inputs: token, position and block
@@ -21,19 +21,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from surgeon.runtime.batching.blocks import GONE, BlockRun
-from surgeon.runtime.batching.sequence import Row
+from surgeon.runtime.batching.sequence import Row, Wanted
 from surgeon.runtime.batching.windows import BLOCK_TOKENS
 from surgeon.runtime.comm.collectives import Counts
-from surgeon.runtime.model.layers import Angles, Attend, Weighting, attention
+from surgeon.runtime.model.layers import Angles, Weighting, attention
 from surgeon.runtime.model.paged_cache import PagedCache, angles_at
-from surgeon.runtime.model.program import Phase
+from surgeon.runtime.model.rank_model import RankModel, Results, Way
 from surgeon.runtime.plan.kept import power_of_two
 
 WARM_UPS = 2  # passes before a recording, in which libraries choose kernels and allocate what a recording may not
@@ -50,24 +50,6 @@ class Outputs(NamedTuple):
 
     best: Tensor
     logits: Tensor
-
-
-class TokenModel(Protocol):
-    """What computes the logits of one token of each of some texts: the engine.
-
-    Attributes:
-        counts: where collectives are counted now.
-        all_angles: of every position, if there are rotary ones.
-    """
-
-    counts: Phase
-    all_angles: Angles | None
-
-    def next_logits(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """This rank's logits, (texts, rows), of tokens (texts,) at positions (texts,)."""
-
-    def best_tokens(self, own: Tensor) -> Tensor:
-        """The most likely token of each text, (texts,), the same on every rank."""
 
 
 Replay = Callable[[], Outputs]  # computes again what was recorded, from what its tensors hold now
@@ -233,19 +215,21 @@ class StaticPass:
             at = end
 
 
-class StaticDecode:
-    """The static passes of one engine."""
+class StaticDecode(Way):
+    """Computes passes that add one token to each text, in few fixed shapes."""
 
-    spare_blocks = 1  # that a cache has beyond those of texts
+    spare_blocks = 1
+    holds_caches = True
 
-    def __init__(self, engine: TokenModel, recorder: GraphRecorder | None) -> None:
+    def __init__(self, model: RankModel, recorder: GraphRecorder | None) -> None:
         """Start without any pass.
 
         Args:
             recorder: records every pass when its size first comes up; None to compute passes as they are.
         """
-        self._engine = engine
+        self._model = model
         self._recorder = recorder
+        self._angles = model.angles_up_to(model.plan.max_tokens)  # of all positions: recordings hold their address
         # By cache, because recordings hold its address.
         self._passes: WeakKeyDictionary[PagedCache, dict[PassSize, StaticPass]] = WeakKeyDictionary()
 
@@ -254,8 +238,20 @@ class StaticDecode:
         """Whether a pass of these rows can be a static one: each adds one token to a text."""
         return all(row.start and len(row.tokens) == 1 and row.targets is None for row in rows)
 
-    def step(self, rows: Sequence[Row], cache: PagedCache) -> Outputs:
-        """One pass, which extends the cache. The next one may overwrite what it returns."""
+    def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
+        """One pass, which extends the cache."""
+        best, own = self._outputs(rows, cache)
+        full = [at for at, row in enumerate(rows) if row.wanted == Wanted.LOGITS]
+        tokens = best.tolist()  # the one time in a pass that this process waits for a GPU
+        wanted = [token for token, row in zip(tokens, rows, strict=False) if row.wanted == Wanted.BEST]
+        return Results(wanted, self._model.whole_logits(own[full]) if full else None, [])
+
+    def logits(self, rows: Sequence[Row], cache: PagedCache) -> Tensor:
+        """The same, but this rank's logits of each row."""
+        return self._outputs(rows, cache).logits[: len(rows)]
+
+    def _outputs(self, rows: Sequence[Row], cache: PagedCache) -> Outputs:
+        """What a pass computes of the rows, and of lines without a text; the next one may overwrite it."""
         blocks = cache.tokens // BLOCK_TOKENS - self.spare_blocks
         size = PassSize.of(rows, blocks if None in cache.windows else sys.maxsize)
         passes = self._passes.setdefault(cache, {})
@@ -268,29 +264,29 @@ class StaticDecode:
         if self._recorder is None:
             return self._compute(static.inputs, cache)
         if static.replay is None:
-            self._record(static, cache, self._recorder)
-            assert static.replay is not None
-        phase = self._engine.counts
+            static.replay = self._record(static, cache, self._recorder)
+        phase = self._model.counts
         phase.layers, phase.vocabulary = phase.layers + static.layers, phase.vocabulary + static.vocabulary
         return static.replay()
 
     def _compute(self, inputs: Tensor, cache: PagedCache) -> Outputs:
-        layout = StaticLayout(inputs, cache, self._engine.all_angles)
-        logits = self._engine.next_logits(inputs[:, TOKEN], layout.positions, layout.attend)
-        return Outputs(self._engine.best_tokens(logits), logits)
+        layout = StaticLayout(inputs, cache, self._angles)
+        logits = self._model.next_logits(inputs[:, TOKEN], layout.positions, self._angles, layout.attend)
+        return Outputs(self._model.best_tokens(logits), logits)
 
-    def _record(self, static: StaticPass, cache: PagedCache, recorder: GraphRecorder) -> None:
-        """Make the pass's replay, with its inputs loaded; what that computes is what the replay will compute again."""
-        phase = self._engine.counts
+    def _record(self, static: StaticPass, cache: PagedCache, recorder: GraphRecorder) -> Replay:
+        """The pass's replay, with its inputs loaded; what recording computes is what the replay will compute again."""
+        phase = self._model.counts
         before = phase.layers, phase.vocabulary
 
         def compute() -> Outputs:
             phase.layers, phase.vocabulary = Counts(), Counts()  # a recorder may compute several times
             return self._compute(static.inputs, cache)
 
-        static.replay = recorder(compute)
+        replay = recorder(compute)
         static.layers, static.vocabulary = phase.layers, phase.vocabulary
         phase.layers, phase.vocabulary = before
+        return replay
 
 
 class CudaRecorder:

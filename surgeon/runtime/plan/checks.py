@@ -15,9 +15,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from surgeon.checkpoint.load import compute_dtype, read_config, stored_program
 from surgeon.checkpoint.read import Checkpoint, locate, read_json
 from surgeon.errors import did_you_mean, first_line, shown
-from surgeon.language.program import Program, Sublayer
+from surgeon.language.program import Program
 from surgeon.models.edit import check_layers
-from surgeon.models.families import Family, Projection, family_of
+from surgeon.models.families import Family, family_of
 from surgeon.models.families.fused import FUSED
 from surgeon.models.weights import ModelWeights, require_sliceable
 from surgeon.runtime.plan.division import check_division
@@ -62,22 +62,6 @@ def make_plan(
     """
     if not 1 <= ranks <= MOST_RANKS:
         raise ValueError(f"the number of ranks must lie in 1..{MOST_RANKS}, not {ranks}")
-    checkpoint, config, source = _opened(path_or_name)
-    family = source.family
-    parsed = _program(program, checkpoint, config, source)
-    _check_shapes(parsed, source, config)
-    check_division(parsed, source.units, ranks)
-    if max_tokens is None:
-        max_tokens = _most_tokens(config, family, source)
-    _check_length(config, family, source, max_tokens)
-    ways = {"decoding": _decoding(decoding), "low_rank": _low_rank(low_rank), "kv": _kv(kv, parsed)}
-    asked = {"program": str(parsed), "ranks": ranks, **ways}
-    computed = _dtype(dtype) or str(compute_dtype(checkpoint, family, device)).removeprefix("torch.")
-    return _gather(checkpoint.folder, config, source, max_tokens, dtype=computed, **asked)
-
-
-def _opened(path_or_name: str | Path) -> tuple[Checkpoint, Any, ModelWeights]:
-    """A checkpoint, its configuration and its weights, none of which are read."""
     checkpoint = Checkpoint(locate(path_or_name))
     config = read_config(checkpoint)
     family = family_of(config)
@@ -85,28 +69,42 @@ def _opened(path_or_name: str | Path) -> tuple[Checkpoint, Any, ModelWeights]:
         raise ValueError(
             f"{checkpoint.folder} holds quantised weights, which ranks cannot share; use the model it was made from"
         )
-    return checkpoint, config, ModelWeights(checkpoint, family, family.head_dim(config))
-
-
-def _program(wanted: str | None, checkpoint: Checkpoint, config: Any, source: ModelWeights) -> Program:
-    """The program that is asked for, or the checkpoint's own."""
-    family = source.family
+    source = ModelWeights(checkpoint, family, family.head_dim(config))  # none of them are read
     layers = source.count_layers()
-    program = stored_program(checkpoint) if wanted is None else Program.parse(wanted)
-    if program is None:
-        program = Program.dense(int(config.num_hidden_layers), family.steps_per_layer)
-    check_layers(program, layers)
-    for sliced in (sublayer for sublayer in program.sublayers() if sublayer.piece is not None):
+
+    given = stored_program(checkpoint) if program is None else Program.parse(program)
+    dense = Program.dense(int(config.num_hidden_layers), family.steps_per_layer)
+    parsed = dense if given is None else given
+    check_layers(parsed, layers)
+    for sliced in (sublayer for sublayer in parsed.sublayers() if sublayer.piece is not None):
         require_sliceable(family.spec(sliced.kind), family)
-    return program
+    _check_shapes(parsed, source, config)
+    check_division(parsed, source.units, ranks)
 
+    positions = _positions(config, family, source)
+    if max_tokens is None:
+        unchanged = _unchanged(config) if family.rotary else None
+        max_tokens = positions if unchanged is None else min(positions, unchanged)
+    if max_tokens > positions:
+        raise ValueError(
+            f"prompt and output together are {max_tokens} tokens, and the model has {positions} positions; "
+            "shorten the prompt or ask for fewer tokens"
+        )
 
-def _gather(folder: Path, config: Any, source: ModelWeights, max_tokens: int, **asked: Any) -> Plan:
-    """All that ranks need, of what the checkpoint says and what is asked for, the other fields of `Plan`."""
-    family, layers = source.family, source.count_layers()
+    if kv == "lowrank":
+        require_low_rank(parsed)
+    dtype = _one_of(dtype, ("auto", *DTYPES), "dtype {!r} to compute in")
+    if dtype == "auto":
+        dtype = str(compute_dtype(checkpoint, family, device)).removeprefix("torch.")
     vocabulary, hidden = source.shape(f"{family.embedding}.weight")
     return Plan(
-        folder=folder,
+        folder=checkpoint.folder,
+        program=str(parsed),
+        ranks=ranks,
+        dtype=dtype,
+        decoding=_one_of(decoding, get_args(Decoding), "decoding {!r}"),
+        low_rank=_one_of(low_rank, get_args(LowRankMode), "way {!r} of sharing factors among ranks"),
+        kv=_one_of(kv, get_args(KvMode), "kv {!r}"),
         model_type=family.model_type,
         head_dim=source.head_dim,
         epsilon=family.epsilon(config),
@@ -117,7 +115,7 @@ def _gather(folder: Path, config: Any, source: ModelWeights, max_tokens: int, **
         layers=layers,
         max_tokens=max_tokens,
         tied=bool(config.tie_word_embeddings),
-        ends=_end_tokens(folder, config),
+        ends=_end_tokens(checkpoint.folder, config),
         attention_scale=family.attention_scale(config),
         attention_softcap=_softcap(config, family.attention_softcap),
         windows=windows_of(config, family, layers),
@@ -127,43 +125,18 @@ def _gather(folder: Path, config: Any, source: ModelWeights, max_tokens: int, **
         logit_softcap=_softcap(config, family.softcap),
         rotary_layers=rotary_layers_of(config, family, layers),
         described=family if family.model_type == FUSED.model_type else None,
-        **asked,
     )
 
 
-def _dtype(wanted: str) -> str | None:
-    """What was asked for; None for "auto"."""
-    if wanted == "auto":
-        return None
-    if wanted not in DTYPES:
-        raise ValueError(f"there is no dtype {wanted!r} to compute in; {did_you_mean(wanted, ('auto', *DTYPES))}")
+def _one_of(wanted: str, known: tuple[Any, ...], what: str) -> Any:
+    """A word that is known.
+
+    Raises:
+        ValueError: saying that there is no such `what`, and which was probably meant.
+    """
+    if wanted not in known:
+        raise ValueError(f"there is no {what.format(wanted)}; {did_you_mean(wanted, known)}")
     return wanted
-
-
-def _decoding(wanted: str) -> Decoding:
-    known: tuple[Decoding, ...] = get_args(Decoding)
-    for one in known:
-        if one == wanted:
-            return one
-    raise ValueError(f"there is no decoding {wanted!r}; {did_you_mean(wanted, known)}")
-
-
-def _low_rank(wanted: str) -> LowRankMode:
-    known: tuple[LowRankMode, ...] = get_args(LowRankMode)
-    for one in known:
-        if one == wanted:
-            return one
-    raise ValueError(f"there is no way {wanted!r} of sharing factors among ranks; {did_you_mean(wanted, known)}")
-
-
-def _kv(wanted: str, program: Program) -> KvMode:
-    known: tuple[KvMode, ...] = get_args(KvMode)
-    for one in known:
-        if one == wanted:
-            if one == "lowrank":
-                require_low_rank(program)
-            return one
-    raise ValueError(f"there is no kv {wanted!r}; {did_you_mean(wanted, known)}")
 
 
 def _check_shapes(program: Program, source: ModelWeights, config: Any) -> None:
@@ -175,24 +148,21 @@ def _check_shapes(program: Program, source: ModelWeights, config: Any) -> None:
         if len(found) != len(expected) or any(e not in (None, f) for e, f in zip(expected, found, strict=True)):
             wanted = ", ".join("any" if size is None else str(size) for size in expected)
             raise ValueError(f"tensor {path} has the shape {found}, where the configuration asks for ({wanted})")
+    hidden = int(config.hidden_size)
     for sublayer in set(program.sublayers()):
         units = source.units(sublayer)
         for projection in source.family.spec(sublayer.kind).projections:
-            _check_matrix(sublayer, projection, source, int(config.hidden_size))
+            role, rank = projection.role, sublayer.rank(projection.role)
+            outputs, inputs = source.matrix(replace(sublayer, piece=None, ranks=()), role).shape
+            size = f"{outputs} x {inputs}"
+            if (inputs if projection.reads_stream else outputs) != hidden:
+                raise ValueError(f"{role} of {sublayer} is a matrix of {size}, and the stream is {hidden} wide")
+            if rank is not None and rank > min(outputs, inputs):
+                raise ValueError(f"{sublayer}: rank {rank} of {role} is above that of a matrix of {size}")
         if "kv_heads" in units and units["heads"] % units["kv_heads"]:
             raise ValueError(
                 f"{sublayer} has {units['heads']} heads, which do not divide among {units['kv_heads']} KV heads"
             )
-
-
-def _check_matrix(sublayer: Sublayer, projection: Projection, source: ModelWeights, hidden: int) -> None:
-    """Refuse a matrix that does not fit the stream, and a rank that it cannot have."""
-    role, rank = projection.role, sublayer.rank(projection.role)
-    outputs, inputs = source.matrix(replace(sublayer, piece=None, ranks=()), role).shape
-    if (inputs if projection.reads_stream else outputs) != hidden:
-        raise ValueError(f"{role} of {sublayer} is a matrix of {outputs} x {inputs}, and the stream is {hidden} wide")
-    if rank is not None and rank > min(outputs, inputs):
-        raise ValueError(f"{sublayer}: rank {rank} of {role} is above that of a matrix of {outputs} x {inputs}")
 
 
 def _expected_shapes(program: Program, source: ModelWeights, config: Any) -> dict[str, tuple[int | None, ...]]:
@@ -229,21 +199,6 @@ def _activation(config: Any, family: Family) -> str:
         if name not in ACT2FN:
             raise ValueError(f"there is no activation {name!r}; {did_you_mean(name, ACT2FN)}")
     return name
-
-
-def _check_length(config: Any, family: Family, source: ModelWeights, max_tokens: int) -> None:
-    positions = _positions(config, family, source)
-    if max_tokens > positions:
-        raise ValueError(
-            f"prompt and output together are {max_tokens} tokens, and the model has {positions} positions; "
-            "shorten the prompt or ask for fewer tokens"
-        )
-
-
-def _most_tokens(config: Any, family: Family, source: ModelWeights) -> int:
-    """The longest text that is not refused."""
-    limits = _positions(config, family, source), _unchanged(config) if family.rotary else None
-    return min(limit for limit in limits if limit is not None)
 
 
 def _positions(config: Any, family: Family, source: ModelWeights) -> int:

@@ -28,7 +28,8 @@ def check_division(program: Program, units_of: UnitsOf, ranks: int) -> None:
     if reason is None:
         return
     fits = [str(n) for n in range(1, MOST_SUGGESTED + 1) if why_not(program, units_of, n) is None]
-    raise ValueError(f"{ranks} ranks cannot share this model: {reason}; {_either(fits)} can")
+    either = " or ".join([", ".join(fits[:-1]), fits[-1]] if len(fits) > 1 else fits) or "no number of ranks"
+    raise ValueError(f"{ranks} ranks cannot share this model: {reason}; {either} can")
 
 
 def why_not(program: Program, units_of: UnitsOf, ranks: int) -> str | None:
@@ -42,7 +43,3 @@ def why_not(program: Program, units_of: UnitsOf, ranks: int) -> str | None:
     reasons = {part: indivisible(part, units_of(part), replicate=True) for part in sorted(parts, key=str)}
     first_of_kind = {part.kind: reason for part, reason in reversed(reasons.items()) if reason}
     return " and ".join(first_of_kind[kind] for kind in sorted(first_of_kind)) or None
-
-
-def _either(numbers: list[str]) -> str:
-    return " or ".join([", ".join(numbers[:-1]), numbers[-1]] if len(numbers) > 1 else numbers) or "no number of ranks"

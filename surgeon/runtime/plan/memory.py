@@ -10,7 +10,7 @@ from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.tensor_file import TensorFile
 from surgeon.language.program import Program, Sublayer
 from surgeon.memory import free_bytes, gpu_free_bytes, show_size
-from surgeon.models.families.base import Family, Unit
+from surgeon.models.families.base import Family
 from surgeon.models.weights import ModelWeights, unit_bounds
 from surgeon.models.weights.layout import Units
 from surgeon.runtime.batching.windows import (
@@ -47,14 +47,14 @@ class Footprint:
 
     @property
     def block(self) -> tuple[int, ...]:
-        """One block of the cache."""
-        return tuple(map(self._widest, self.kept, self.groups.slots))
-
-    def _widest(self, kept: tuple[int, ...], groups: tuple[int, ...]) -> int:
-        sizes = [0] * len(self.groups.windows)
-        for group, size in zip(groups, kept, strict=True):
-            sizes[group] += size
-        return max(sizes)
+        """One block of the cache: as wide as the widest group."""
+        widest = []
+        for kept, groups in zip(self.kept, self.groups.slots, strict=True):
+            sizes = [0] * len(self.groups.windows)
+            for group, size in zip(groups, kept, strict=True):
+                sizes[group] += size
+            widest.append(max(sizes))
+        return tuple(widest)
 
     def blocks(self, texts: int, tokens: int, together: int = PASS_TOKENS) -> int:
         """How many blocks so many texts of so many tokens take, of which `together` are computed in one pass."""
@@ -118,48 +118,28 @@ def _vocabulary_rows(plan: Plan, matrices: int) -> int:
 def _program_footprint(plan: Plan, source: Sizes, rows: int) -> Footprint:
     """What ranks will hold for a plan's program, and of so many rows as wide as the stream."""
     program = Program.parse(plan.program)
+    block = BLOCK_TOKENS * plan.dtype_bytes  # a number of every token of a block
     weights, kept, buffers = [], list[tuple[int, ...]](), []
     for rank in range(plan.ranks):
-        work = rank_work(program, rank, plan.ranks)
-        numbers = sum(_numbers(source, one) for one in {part.sublayer for each in work for part in each.parts})
-        weights.append((rows * plan.hidden + numbers) * plan.dtype_bytes)
-        attentions = [computed_of(plan, each, part) for each in work for part in each.parts if part.slot is not None]
-        numbers_kept = (kept_numbers(plan, attention, _kv_heads(source, attention)) for attention in attentions)
-        kept.append(tuple(numbers * BLOCK_TOKENS * plan.dtype_bytes for numbers in numbers_kept))
-        buffers.append(_buffer_numbers(plan, source, attentions) * BLOCK_TOKENS * plan.dtype_bytes)
+        parts = [(work, part) for work in rank_work(program, rank, plan.ranks) for part in work.parts]
+        numbers = rows * plan.hidden
+        for sublayer in {part.sublayer for _, part in parts}:
+            for projection in source.family.spec(sublayer.kind).projections:
+                outputs, inputs = source.matrix(sublayer, projection.role).shape
+                factors = sublayer.rank(projection.role)
+                numbers += outputs * inputs if factors is None else factors * (outputs + inputs)
+        weights.append(numbers * plan.dtype_bytes)
+        own, copied, rebuilt = list[int](), 0, 0
+        for attention in (computed_of(plan, work, part) for work, part in parts if part.slot is not None):
+            (unit,) = (p.unit for p in source.family.spec(attention.kind).projections if p.role == "k")
+            first, end = unit_bounds(source.units(attention)[unit], attention.piece)
+            own.append(kept_numbers(plan, attention, end - first) * block)
+            factors_kept = kept_ranks(plan, attention, end - first)
+            if factors_kept is not None:  # all such attentions read by the same two buffers
+                copied, rebuilt = max(copied, sum(factors_kept)), max(rebuilt, 2 * (end - first) * plan.head_dim)
+        kept.append(tuple(own))
+        buffers.append((copied + rebuilt) * block)
     return Footprint(tuple(weights), tuple(kept), tuple(buffers), cache_groups(plan))
-
-
-def _buffer_numbers(plan: Plan, source: Sizes, attentions: list[Sublayer]) -> int:
-    """How many numbers of one token have room in the two buffers that attentions in rank space read with."""
-    kept, rebuilt = 0, 0
-    for attention in attentions:
-        kv_heads = _kv_heads(source, attention)
-        ranks = kept_ranks(plan, attention, kv_heads)
-        if ranks is not None:
-            kept, rebuilt = max(kept, sum(ranks)), max(rebuilt, 2 * kv_heads * plan.head_dim)
-    return kept + rebuilt
-
-
-def _numbers(source: Sizes, sublayer: Sublayer) -> int:
-    """What the matrices of a slice hold, or the factors in their place."""
-    total = 0
-    for projection in source.family.spec(sublayer.kind).projections:
-        outputs, inputs = source.matrix(sublayer, projection.role).shape
-        rank = sublayer.rank(projection.role)
-        total += outputs * inputs if rank is None else rank * (outputs + inputs)
-    return total
-
-
-def _kv_heads(source: Sizes, sublayer: Sublayer) -> int:
-    (k,) = (p for p in source.family.spec(sublayer.kind).projections if p.role == "k")
-    return _size(source, sublayer, k.unit)
-
-
-def _size(source: Sizes, sublayer: Sublayer, unit: Unit) -> int:
-    """How many heads, KV heads or neurons a slice has."""
-    first, end = unit_bounds(source.units(sublayer)[unit], sublayer.piece)
-    return end - first
 
 
 def choose_cache(

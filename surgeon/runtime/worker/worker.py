@@ -22,8 +22,9 @@ from surgeon.runtime.batching.request import Choice, Request
 from surgeon.runtime.batching.scheduler import Limits, Output, Scheduler
 from surgeon.runtime.batching.sequence import Row, ScheduledChunk, Wanted
 from surgeon.runtime.comm.pipes import Sender
-from surgeon.runtime.model.engine import Figures, RankEngine, Results
+from surgeon.runtime.model.engine import Figures, RankEngine
 from surgeon.runtime.model.paged_cache import PagedCache
+from surgeon.runtime.model.rank_model import Results
 from surgeon.runtime.model.sampling import Sampler
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.rank import Rank

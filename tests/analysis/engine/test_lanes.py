@@ -14,6 +14,7 @@ from surgeon.analysis.engine import lanes
 from surgeon.analysis.engine.lanes import GoOn, lanes_for, parts_of, side_by_side
 from surgeon.analysis.engine.measure import MeasureOptions, measure
 from surgeon.analysis.engine.prefixes import KeptStates
+from surgeon.analysis.engine.sharing import share
 from surgeon.language.program import Program
 from surgeon.quality.head import OutputHead
 from tests.tiny_models import VOCABULARY, tiny_model
@@ -86,12 +87,12 @@ def test_numbers_are_those_of_one_thread(family: str, keeps: bool) -> None:
     dense = Program.dense(LAYERS, 1 if family == "gpt_neox" else 2)
     operations = ["shuffle", "prune", "merge", "parallel"]
     cells = scan_cells(operations, LAYERS, 0, 1 if family == "gpt_neox" else 2)
-    programs = list(dict.fromkeys(cell.program for cell in cells))
+    plan = share([dense, *(cell.program for cell in cells)])
     told: list[float] = []
     kept = KeptStates(1 << 20) if keeps else None
-    found = list(measure(model, ids, dense, programs, MeasureOptions(5, ran=told.append, kept=kept, blocks=2)))
+    found = list(measure(model, ids, plan, MeasureOptions(5, ran=told.append, kept=kept, blocks=2)))
     torch.set_num_threads(1)
-    alone = list(measure(model, ids, dense, programs, MeasureOptions(5, blocks=2)))
+    alone = list(measure(model, ids, plan, MeasureOptions(5, blocks=2)))
     torch.set_num_threads(3)
     by_place = {(one.program, one.start): one.quality for one in found}
     assert by_place.keys() == {(one.program, one.start) for one in alone}
@@ -116,7 +117,7 @@ def test_out_of_memory_in_one_lane_halves_the_windows(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(OutputHead, "compare", small)
     with pytest.warns(UserWarning, match="out of memory with 6 windows together; going on with 3"):
-        found = list(measure(model, ids, dense, [A, B], MeasureOptions(6)))
+        found = list(measure(model, ids, share([dense, A, B]), MeasureOptions(6)))
     for program in (dense, A, B):
         starts = [one.start + i for one in found if one.program == program for i in range(len(one.quality.nll))]
         assert starts == list(range(6))

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from surgeon.analysis.cells import scan_cells
-from surgeon.analysis.engine import measure as measure_module
-from surgeon.analysis.engine.measure import MeasureOptions, measure, windows_at_once, working_bytes
+from surgeon.analysis.engine import memory
+from surgeon.analysis.engine.measure import MeasureOptions, measure
+from surgeon.analysis.engine.memory import windows_at_once, working_bytes
 from surgeon.analysis.engine.sharing import SharedPlan, share
 from surgeon.language.program import Program
 from surgeon.quality.head import OutputHead, Quality
@@ -21,7 +22,7 @@ HELD = 100 << 20
 
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(measure_module, "resident_bytes", lambda: HELD)
+    monkeypatch.setattr(memory, "resident_bytes", lambda: HELD)
     return tiny_model("llama", LAYERS)
 
 
@@ -73,7 +74,7 @@ def test_the_estimate_covers_what_torch_allocates(ids: torch.Tensor) -> None:
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        list(measure(model, ids, Program.dense(LAYERS), programs, MeasureOptions(len(ids))))
+        list(measure(model, ids, plan, MeasureOptions(len(ids))))
     held = most = 0
     for event in profiler.profiler.kineto_results.events():
         if event.name() == "[memory]":
@@ -84,12 +85,15 @@ def test_the_estimate_covers_what_torch_allocates(ids: torch.Tensor) -> None:
 
 def test_references_are_not_made_twice(model: Any, ids: torch.Tensor) -> None:
     dense, program = Program.dense(LAYERS), Program.parse("A0 F0 A1 F1")
-    references: dict[range, Any] = {}
-    first = list(measure(model, ids, dense, [program], MeasureOptions(4, references=references)))
-    again = list(measure(model, ids, dense, [program], MeasureOptions(4, references=references)))
-    assert [measured.program for measured in first] == [dense, program] * 2
-    assert [measured.program for measured in again] == [program] * 2
-    for one, other in zip([first[1], first[3]], again, strict=True):
+    plan, ran = share([dense, program]), list[float]()
+    options = MeasureOptions(4, references={}, ran=ran.append)
+    first = list(measure(model, ids, plan, options))
+    again = list(measure(model, ids, plan, options))
+    # The original once, whose beginning the program is, and then that alone.
+    assert sum(ran) == pytest.approx(2 * LAYERS + 4)
+    for one, other in zip(first, again, strict=True):
+        assert (one.program, one.start) == (other.program, other.start)
+        assert torch.equal(one.quality.nll, other.quality.nll)
         assert torch.equal(one.quality.divergence, other.quality.divergence)
 
 
@@ -99,7 +103,8 @@ def test_out_of_memory_halves_the_windows_and_goes_on(
 ) -> None:
     dense = Program.dense(LAYERS)
     programs = [Program.parse(text) for text in ("A0 F0 A1 F1", "A0 F0 A2 F2", "A3 F3")]
-    expected = [list(measure(model, chunk, dense, programs, MeasureOptions(1))) for chunk in ids.split(1)]
+    plan = share([dense, *programs])
+    expected = [list(measure(model, chunk, plan, MeasureOptions(1))) for chunk in ids.split(1)]
     compare = OutputHead.compare
 
     def small(self: OutputHead, stream: torch.Tensor, reference: Any, _: int = 0) -> Quality:
@@ -112,7 +117,7 @@ def test_out_of_memory_halves_the_windows_and_goes_on(
     seen: list[int] = []
     monkeypatch.setattr(OutputHead, "compare", small)
     with pytest.warns(UserWarning, match="out of memory with 6 windows together; going on with 3"):
-        got = list(measure(model, ids, dense, programs, MeasureOptions(6)))
+        got = list(measure(model, ids, plan, MeasureOptions(6)))
     for program in (dense, *programs):
         parts = [part for part in got if part.program == program]
         starts = [part.start + i for part in parts for i in range(len(part.quality.nll))]
@@ -127,14 +132,14 @@ def test_one_window_that_does_not_fit_is_an_error(
 ) -> None:
     monkeypatch.setattr(OutputHead, "compare", lambda *_: (_ for _ in ()).throw(MemoryError("no room")))
     with pytest.raises(MemoryError, match="no room"), pytest.warns(UserWarning, match="going on with 1"):
-        list(measure(model, ids, Program.dense(LAYERS), [Program.parse("A0 F0")], MeasureOptions(2)))
+        list(measure(model, ids, share([Program.dense(LAYERS), Program.parse("A0 F0")]), MeasureOptions(2)))
 
 
 def test_where_numbers_stop_being_finite_is_said(ids: torch.Tensor) -> None:
     broken = tiny_model("llama", LAYERS)
     broken.model.layers[2].mlp.down_proj.weight.data[0, 0] = torch.nan
     with pytest.raises(ValueError, match="not finite: NaN or infinity appears first in F2"):
-        list(measure(broken, ids, Program.dense(LAYERS), [], MeasureOptions(2)))
+        list(measure(broken, ids, share([Program.dense(LAYERS)]), MeasureOptions(2)))
 
 
 def test_options_are_checked_as_they_are_made() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from surgeon.analysis.cells import SCANNED, check_operations, scan_cells, stretches
@@ -151,3 +153,25 @@ def test_operations_are_checked_and_ordered() -> None:
     assert check_operations(["2-parallel", "prune", "prune"]) == ["prune", "2-parallel"]
     with pytest.raises(ValueError, match="'prun'.*did you mean 'prune'"):
         check_operations(["prun"])
+
+
+@pytest.mark.parametrize("first", ["A0 F0 {A1 F1 | A2 F2} A3 F3", "A0 F0", "{A0 | F0 | A1} F1", "{A0 | F0}"])
+def test_the_first_program_is_reached_first_whatever_the_others_begin_with(first: str) -> None:
+    others = ["A0 F0 {A1 F1} A3", "A0 F0 A1 F1", "A0 F0 {A1 F1 | A2 F2}", "{A0 | F0}", "{A0 | F0 | A1}", ""]
+    plan = share(map(Program.parse, [first, *others]))
+    assert str(plan.programs[0]) == first
+    assert set(walk(plan)[0]) == {Program.parse(text) for text in (first, *others)}
+
+
+@pytest.mark.parametrize("kept", [(0,), (1, 5, 7), range(3, 20, 4)])
+def test_a_part_of_a_plan_is_what_sharing_those_programs_would_be(kept: Sequence[int]) -> None:
+    cells = scan_cells(list(SCANNED), 4, seed=3)
+    programs = list(dict.fromkeys([Program.dense(4), *(cell.program for cell in cells)]))
+    chosen = [programs[at] for at in kept]
+    part, alone = share(programs).only(chosen), share(chosen)
+    assert part.programs == alone.programs
+    assert part.sublayers == alone.sublayers
+    assert part.peak_tensors == alone.peak_tensors
+    assert {str(program): " ".join(words) for program, words in walk(part)[0].items()} == {
+        str(program): str(program) for program in chosen
+    }

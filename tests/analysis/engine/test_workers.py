@@ -12,6 +12,7 @@ import torch
 
 from surgeon.analysis.engine import workers
 from surgeon.analysis.engine.measure import MeasureOptions, measure
+from surgeon.analysis.engine.sharing import share
 from surgeon.analysis.engine.workers import Job, measure_in_workers, split
 from surgeon.language.operations import prune
 from surgeon.language.program import Program
@@ -36,7 +37,7 @@ def test_two_workers_measure_what_one_process_does(job: Job) -> None:
     got: dict[tuple[Program, int], Any] = {
         (m.program, m.start): m.quality for m in measure_in_workers(job, 2, ran.append)
     }
-    expected = list(measure(tiny_model("llama", 4), IDS, DENSE, PROGRAMS, MeasureOptions(2)))
+    expected = list(measure(tiny_model("llama", 4), IDS, share([DENSE, *PROGRAMS]), MeasureOptions(2)))
     assert got.keys() == {(m.program, m.start) for m in expected}
     for one in expected:
         torch.testing.assert_close(got[one.program, one.start].nll, one.quality.nll)

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import surgeon
 from surgeon.analysis.engine.measure import MeasureOptions, measure
+from surgeon.analysis.engine.sharing import share
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.streamed import load_streamed
 from surgeon.checkpoint.texts import open_tokenizer
@@ -81,7 +82,7 @@ def stock_logits(folder: Path) -> Tensor:
 def losses(model: Any) -> Tensor:
     """What a scan measures on the unedited model, by token."""
     dense = Program.dense(2, family_of(model.config).steps_per_layer)
-    return torch.cat([part.quality.nll for part in measure(model, IDS, dense, [dense], MeasureOptions(2))])
+    return torch.cat([part.quality.nll for part in measure(model, IDS, share([dense]), MeasureOptions(2))])
 
 
 @CASES

@@ -12,7 +12,8 @@ from surgeon.runtime.batching.blocks import BlockTable
 from surgeon.runtime.batching.sequence import Row, Wanted, asked_of
 from surgeon.runtime.batching.windows import BLOCK_TOKENS
 from surgeon.runtime.model.layers import Weighting
-from surgeon.runtime.model.paged_cache import PagedCache, PagedLayout, as_index, stretches
+from surgeon.runtime.model.paged_cache import PagedCache, stretches
+from surgeon.runtime.model.paged_layout import PagedLayout, as_index
 
 HEAD_DIM = 8
 BLOCKS = 24

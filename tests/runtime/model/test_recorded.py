@@ -31,6 +31,7 @@ from surgeon.runtime.model.layers import FeedForward
 from surgeon.runtime.model.linear import Linear
 from surgeon.runtime.model.paged_cache import PagedCache
 from surgeon.runtime.model.products import laid_out
+from surgeon.runtime.model.recorded import RecordedDecode
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.ranks import RankOptions, Ranks
@@ -78,9 +79,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def engines(plan: Plan) -> tuple[RankEngine, RankEngine]:
     """One that records, and one that does not."""
     made = [RankEngine(replace(plan, decoding=way), Alone(), torch.device("cpu")) for way in ("auto", "dynamic")]
-    assert made[0].recorded is not None
-    assert made[1].recorded is None
+    assert [len(one.ways) for one in made] == [2, 1]
     return made[0], made[1]
+
+
+def recorded_by(engine: RankEngine) -> RecordedDecode:
+    way = engine.ways[0]
+    assert isinstance(way, RecordedDecode)
+    return way
 
 
 Texts = list[tuple[int, list[int]]]  # of each how many tokens there are, and its blocks
@@ -121,8 +127,8 @@ def test_the_same_bits(family: str, program: str, passes: list[Texts], folders: 
         found = [engine.step(one_more(texts, number), cache).logits for number, texts in enumerate(passes)]
         logits.append(found)
         caches.append(cache.stored)
-        if engine.recorded is not None:
-            assert engine.recorded.problems == {}
+        if len(engine.ways) > 1:
+            assert recorded_by(engine).problems == {}
     for own, expected in zip(*logits, strict=True):
         assert own is not None
         assert expected is not None
@@ -179,14 +185,13 @@ def test_a_text_in_more_runs_than_there_was_room_for(
 
 def test_recordings_go_with_their_cache(pair: tuple[RankEngine, RankEngine]) -> None:
     engine, _ = pair
-    assert engine.recorded is not None
     cache: PagedCache | None = engine.new_cache(BLOCKS)
     assert cache is not None
     engine.step(one_more([(5, [0, 1])], 3), cache)
-    assert len(engine.recorded._passes) == 1
+    assert len(recorded_by(engine)._passes) == 1
     cache = None
     gc.collect()
-    assert len(engine.recorded._passes) == 0
+    assert len(recorded_by(engine)._passes) == 0
 
 
 def test_what_cannot_be_recorded_is_tried_once(
@@ -204,8 +209,7 @@ def test_what_cannot_be_recorded_is_tried_once(
         found.append([one.step(one_more([(5 + number, [0, 1])], number), cache).logits for number in range(3)])
     assert all(torch.equal(*each) for each in zip(*found, strict=True))  # type: ignore[arg-type]
     assert len(made) == 1
-    assert engine.recorded is not None
-    assert engine.recorded.problems == {1: "aten.exp.default"}
+    assert recorded_by(engine).problems == {1: "aten.exp.default"}
 
 
 def test_one_size_that_cannot_be_recorded_leaves_the_others(
@@ -220,17 +224,15 @@ def test_one_size_that_cannot_be_recorded_leaves_the_others(
     for texts in (1, 2, 1, 2, 1):
         engine.step(one_more([(5, [0, 1]), (9, [2, 3])][:texts], 1), cache)
     assert len(made) == 2
-    assert engine.recorded is not None
-    assert engine.recorded.problems == {2: "aten.exp.default"}
-    assert list(engine.recorded._passes[cache]) == [1]
+    assert recorded_by(engine).problems == {2: "aten.exp.default"}
+    assert list(recorded_by(engine)._passes[cache]) == [1]
 
 
 def test_prompts_and_slow_links_are_not_recorded(folders: Callable[[str], Path]) -> None:
     plan = make_plan(folders("llama"), 1, 100)
     slow = EmulatedLink(Alone(), Link(delay=0.1))
-    assert RankEngine(plan, slow, torch.device("cpu")).recorded is None
-    recorded = engines(plan)[0].recorded
-    assert recorded is not None
+    assert len(RankEngine(plan, slow, torch.device("cpu")).ways) == 1
+    recorded = recorded_by(engines(plan)[0])
     assert not recorded.fits([Row(0, [1, 2], ([(0, 1)],), Wanted.BEST)])
     assert recorded.fits([Row(0, [1], ([(0, 1)],), Wanted.BEST)])
 
@@ -244,8 +246,7 @@ def test_steps_of_recorded_passes_are_timed(folders: Callable[[str], Path]) -> N
     cache = engine.new_cache(BLOCKS)
     for number in range(3):
         engine.step(one_more([(5 + number, [0, 1])], number), cache)
-    assert engine.recorded is not None
-    assert engine.recorded.problems == {}
+    assert recorded_by(engine).problems == {}
     for one in engine.recorder.passes:
         assert len(one.steps) == 8
         assert 0 < sum(one.steps) < one.seconds

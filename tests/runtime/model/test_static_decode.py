@@ -195,7 +195,7 @@ def error_between(engine: RankEngine, reference: RankEngine) -> float:
 def test_logits_are_those_of_any_pass(family: str, program: str, checkpoints: dict[str, Path]) -> None:
     static, dynamic = (engine_of(checkpoints[family], program, one) for one in ("static", "dynamic"))
     assert error_between(static, dynamic) < TOLERANCE
-    assert (static._static is None, dynamic._static is None) == (False, True)
+    assert (type(static.ways[0]), len(dynamic.ways)) == (StaticDecode, 1)
 
 
 def test_sixteen_bits(checkpoints: dict[str, Path]) -> None:
@@ -239,6 +239,12 @@ class Trace:
             return Outputs(*traced())
 
         return replay
+
+
+def record_by(trace: Trace | None, engine: RankEngine) -> StaticDecode:
+    """Have static passes recorded."""
+    engine.ways = (static := StaticDecode(engine, trace), *engine.ways[1:])
+    return static
 
 
 class FakeCuda:
@@ -301,7 +307,7 @@ def test_what_becomes_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_recording_depends_on_its_inputs_only(program: str, checkpoints: dict[str, Path]) -> None:
     recorded = engine_of(checkpoints["llama"], program, "static")
     trace = Trace()
-    recorded._static = StaticDecode(recorded, trace)
+    record_by(trace, recorded)
     assert error_between(recorded, engine_of(checkpoints["llama"], program, "dynamic")) < TOLERANCE
     assert (trace.made, trace.replays) == (2, 12)  # eight texts or four, of four blocks
 
@@ -309,11 +315,11 @@ def test_a_recording_depends_on_its_inputs_only(program: str, checkpoints: dict[
 @pytest.mark.usefixtures("as_on_gpus")
 def test_a_cache_has_recordings_of_its_own(checkpoints: dict[str, Path]) -> None:
     engine, trace = engine_of(checkpoints["llama"], "dense", "static"), Trace()
-    engine._static = StaticDecode(engine, trace)
+    static = record_by(trace, engine)
     first, second = list(all_logits(engine)), list(all_logits(engine))
     assert trace.made == 4
     assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
-    assert len(engine._static._passes) < 2  # those of caches that are gone go with them
+    assert len(static._passes) < 2  # those of caches that are gone go with them
 
 
 @pytest.mark.usefixtures("as_on_gpus")
@@ -323,7 +329,7 @@ def test_replays_count_their_collectives(program: str, checkpoints: dict[str, Pa
     counts = []
     for trace in (None, Trace()):
         engine = RankEngine(plan, Together(), torch.device("cpu"))
-        engine._static = StaticDecode(engine, trace)
+        record_by(trace, engine)
         list(all_logits(engine))
         counts.append((engine.figures.decode.layers, engine.figures.decode.vocabulary))
         assert engine.figures.decode.passes == 12
@@ -341,7 +347,7 @@ def test_timing_of_recorded_passes(checkpoints: dict[str, Path]) -> None:
         rank: Any = SimpleNamespace(device=torch.device("cpu"))
         engine = TimedEngine(plan, rank, Together())
         engine.recorder.on_gpu = True
-        engine._static = StaticDecode(engine, trace)
+        record_by(trace, engine)
         list(all_logits(engine))
         seen.append([(one.decode, one.steps, one.layers, one.vocabulary) for one in engine.recorder.passes])
     assert seen[0] == seen[1]
@@ -353,7 +359,7 @@ def test_timing_of_recorded_passes(checkpoints: dict[str, Path]) -> None:
 def test_modes_that_do_not_fit(checkpoints: dict[str, Path]) -> None:
     with pytest.raises(ValueError, match="on GPUs only; choose static, dynamic or auto"):
         engine_of(checkpoints["llama"], "dense", "captured")
-    assert engine_of(checkpoints["llama"], "dense", "auto")._static is None
+    assert not any(isinstance(way, StaticDecode) for way in engine_of(checkpoints["llama"], "dense", "auto").ways)
 
 
 NEW = 14

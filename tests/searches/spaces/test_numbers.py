@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from surgeon.analysis.engine.measure import MeasureOptions, measure
+from surgeon.analysis.engine.sharing import share
 from surgeon.cost.shapes import ModelShapes
 from surgeon.language.program import Program
 from surgeon.models.edit import program_of
@@ -35,7 +36,7 @@ def test_mixtures_are_measured_as_their_equations_say(family: str) -> None:
     model = tiny_model(family, 4, **OVERRIDES[family])
     mixture = Mixture(parse_spaces(",".join(SPACES)), Searched(ModelShapes.of("tiny", model.config), 2))
     programs = list(dict.fromkeys(mixture.program(choice) for choice in drawn_choices(mixture, 10)))
-    found = measure(model, IDS, program_of(model), programs, MeasureOptions(at_once=3))
+    found = measure(model, IDS, share([program_of(model), *programs]), MeasureOptions(at_once=3))
     measured = {each.program: each.quality.divergence for each in found}
     assert len(programs) > 5
     for program in programs:

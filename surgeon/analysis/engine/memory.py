@@ -1,0 +1,165 @@
+"""How much memory running a plan takes, and how many windows of text fit beside each other into a limit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from surgeon.analysis.engine.lanes import lanes_for
+from surgeon.analysis.engine.sharing import SharedPlan
+from surgeon.analysis.engine.walk import kept_bytes
+from surgeon.checkpoint.streamed import StreamedLayers, streamed_layers
+from surgeon.memory import free_bytes, resident_bytes, show_size
+from surgeon.models.families import family_of
+from surgeon.quality.head import OutputHead
+
+# On a CPU 4,096 tokens of a small model were a third slower than 2 x 2,048: what a layer computes outgrows the cache.
+TOKENS_AT_ONCE = {"cpu": 2048, "cuda": 32768}
+# Measured on the demo model: what is freed in between is not all given back, and libraries allocate on first use.
+_SLACK = 1.5
+_FIRST_USE = 40 << 20
+
+
+def windows_at_once(
+    model: PreTrainedModel, plan: SharedPlan, ids: Tensor, memory: int | None = None, batch: int | None = None
+) -> int:
+    """How many windows to run together.
+
+    Args:
+        plan: what will be run; its `peak_tensors` says how many states are held.
+        memory: a limit in bytes on the memory of the whole process, model and libraries included.
+        batch: at most this many windows.
+
+    Raises:
+        ValueError: if not even one window fits into the limit, saying which limit would do.
+    """
+    streamed = streamed_layers(model)
+
+    def needed(tokens: int) -> int:
+        if streamed is None:
+            return working_bytes(model, plan, tokens)
+        return _task_bytes(model, streamed, tokens) + _least_states(model, tokens) + _factor_bytes(model, plan)
+
+    return _fitting(model, ids, needed, memory, batch)
+
+
+def windows_in_a_walk(
+    model: PreTrainedModel, ids: Tensor, streams: int = 2, beside: int = 0, memory: int | None = None
+) -> int:
+    """How many windows to run together in a walk through the unedited model.
+
+    Args:
+        streams: how many tensors of the size of these windows' stream are held at most.
+        beside: bytes of what is held beside them.
+        memory: a limit in bytes on the memory of the whole process, model and libraries included.
+
+    Raises:
+        ValueError: if not even one window fits into the limit, saying which limit would do.
+    """
+    beside += kept_bytes(model)
+    return _fitting(model, ids, lambda tokens: beside + _held_bytes(model, streams, tokens), memory)
+
+
+def _fitting(
+    model: PreTrainedModel, ids: Tensor, needed: Callable[[int], int], memory: int | None, batch: int | None = None
+) -> int:
+    """The most windows, of those that run fast together, that fit into memory; `needed` bytes for so many tokens."""
+    window = ids.shape[1]
+    most = batch or max(1, TOKENS_AT_ONCE.get(model.device.type, TOKENS_AT_ONCE["cpu"]) // window)
+    most = min(most, len(ids))
+    if memory is None and streamed_layers(model) is None:
+        return most
+    held, limit = resident_bytes(), memory or resident_bytes() + free_bytes()
+    for windows in range(most, 0, -1):
+        if held + needed(windows * window) <= limit:
+            return windows
+    # What the process holds varies a little from run to run.
+    least = math.ceil((held + needed(window)) * 1.02 / 2**20)
+    raise ValueError(
+        f"a memory limit of {show_size(limit)} is too small: the model and the libraries hold {show_size(held)}, "
+        f"one window of {window} tokens needs {show_size(needed(window))}; use --memory {least}MB or more"
+    )
+
+
+@dataclass(frozen=True)
+class Streaming:
+    """How a model that is larger than memory is run.
+
+    Attributes:
+        kept_bytes: of weights that may be kept for the next task.
+        states_bytes: of hidden states that may be held in memory; the rest goes to disk.
+        folder: where on disk.
+    """
+
+    kept_bytes: int
+    states_bytes: int
+    folder: Path | None
+
+
+def streaming_room(
+    model: PreTrainedModel, plan: SharedPlan, tokens: int, memory: int | None, folder: Path | None
+) -> Streaming:
+    """How to share out the memory that is left for running a plan of a streamed model on this many tokens."""
+    streamed = streamed_layers(model)
+    assert streamed is not None
+    limit = memory or resident_bytes() + free_bytes()
+    left = limit - resident_bytes() - _task_bytes(model, streamed, tokens) - _factor_bytes(model, plan)
+    states = max(left // 2, _least_states(model, tokens))
+    return Streaming(max(0, left - states), states, folder)
+
+
+def working_bytes(model: PreTrainedModel, plan: SharedPlan, tokens: int) -> int:
+    """An upper estimate of what running a plan on this many tokens takes beside the model."""
+    derived = 0
+    if any(len(sublayer.layers) > 1 for program in plan.programs for sublayer in program.sublayers()):
+        # Averages on the way, in every lane: the sum so far, the next layer, and the average's module.
+        layers = model.get_submodule(family_of(model.config).layers)
+        largest = 3 * max(sum(p.numel() for p in layer.parameters()) * 4 for layer in layers.children())
+        derived = largest * lanes_for(model.device, 1, tokens)
+    return _held_bytes(model, plan.peak_tensors, tokens) + derived + _factor_bytes(model, plan)
+
+
+def _held_bytes(model: PreTrainedModel, tensors: int, tokens: int) -> int:
+    """What computing takes while so many tensors of the size of these tokens' stream are held."""
+    size: int = model.config.hidden_size * max(4, model.dtype.itemsize)
+    states = (tensors + 2) * tokens * size  # and what a reference keeps
+    return _FIRST_USE + int(_SLACK * (states + _activation_bytes(model, tokens)))
+
+
+def _activation_bytes(model: PreTrainedModel, tokens: int) -> int:
+    """What a sublayer, or the output head, needs while it computes."""
+    config: Any = model.config
+    hidden = int(config.hidden_size)
+    width = max(family_of(config).units(config)["neurons"], hidden)
+    layer = (4 * width + 8 * hidden) * tokens * max(4, model.dtype.itemsize)
+    return max(layer, OutputHead(model).working_bytes(tokens))
+
+
+def _factor_bytes(model: PreTrainedModel, plan: SharedPlan) -> int:
+    """What factorising matrices on the way takes: a layer's directions, and one decomposition, both in float64."""
+    if not any(sublayer.ranks for program in plan.programs for sublayer in program.sublayers()):
+        return 0
+    sizes = [math.prod(shape) for shape in family_of(model.config).layer_shapes(model.config).matrices.values()]
+    return 8 * (sum(sizes) + 5 * max(sizes))
+
+
+def _least_states(model: PreTrainedModel, tokens: int) -> int:
+    """Of a streamed model's states, those of one task."""
+    config: Any = model.config
+    return int(6 * tokens * config.hidden_size * max(4, model.dtype.itemsize))
+
+
+def _task_bytes(model: PreTrainedModel, streamed: StreamedLayers, tokens: int) -> int:
+    """An upper estimate of what one task of a streamed model takes: its weights, and what they compute.
+
+    A merged sublayer holds the sum so far, the next layer's tensors and the average.
+    """
+    family = family_of(model.config)
+    weights = max(streamed.sublayer_bytes(family.attention), streamed.sublayer_bytes(family.mlp))
+    return _FIRST_USE + int(_SLACK * _activation_bytes(model, tokens)) + 3 * weights

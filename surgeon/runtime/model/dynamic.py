@@ -1,0 +1,66 @@
+"""Passes of whatever shape their rows have: any number of texts, each with any number of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from surgeon.runtime.batching.request import TokenLogprob
+from surgeon.runtime.batching.sequence import Row, asked_of
+from surgeon.runtime.model.ends import Index
+from surgeon.runtime.model.layers import Pass
+from surgeon.runtime.model.paged_cache import PagedCache, angles_at
+from surgeon.runtime.model.paged_layout import PagedLayout
+from surgeon.runtime.model.rank_model import RankModel, Results, Way
+
+SCORED_TOKENS = 64  # whose logits are computed at a time: those of a long prompt would fill the memory
+
+
+class DynamicPasses(Way):
+    """Computes any pass."""
+
+    def __init__(self, model: RankModel) -> None:
+        self.model = model
+
+    def fits(self, rows: Sequence[Row]) -> bool:  # noqa: ARG002 - whatever they are
+        """Always."""
+        return True
+
+    def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
+        """One pass, which extends the cache."""
+        places, wanted = asked_of(rows)
+        stream = self.stream(rows, cache, places)
+        last, predicting = stream.split([len(wanted), len(places) - len(wanted)])
+        best, logits = self.model.chosen(self.model.own_logits(last), wanted) if wanted else ([], None)
+        return Results(best, logits, self._scores(predicting, rows))
+
+    def logits(self, rows: Sequence[Row], cache: PagedCache) -> Tensor:
+        """The same, but this rank's logits of all tokens."""
+        return self.model.own_logits(self.stream(rows, cache))
+
+    def stream(self, rows: Sequence[Row], cache: PagedCache, places: list[int] | None = None) -> Tensor:
+        """The stream after the program, (tokens, hidden), of the rows' tokens or of those at some places."""
+        tokens, positions, shared = self.laid_out(rows, cache)
+        return self.model.stream_after(self.model.embedded(tokens, positions), shared, places=places)
+
+    def laid_out(self, rows: Sequence[Row], cache: PagedCache) -> tuple[Tensor, Index, Pass]:
+        """The rows' tokens, (tokens,), their positions, and what their attentions share."""
+        model = self.model
+        tokens = torch.tensor([token for row in rows for token in row.tokens], dtype=torch.long, device=model.device)
+        angles = model.angles_up_to(max(row.start + len(row.tokens) for row in rows))
+        layout = PagedLayout(rows, cache, angles)
+        return tokens, layout.positions, Pass(layout.attend, angles_at(angles, layout.positions))
+
+    def _scores(self, stream: Tensor, rows: Sequence[Row]) -> list[list[TokenLogprob]]:
+        """How likely the targets of rows are, given the stream before each, (all targets, hidden)."""
+        model, found, start = self.model, list[list[TokenLogprob]](), 0
+        for _, targets, top in (row.targets for row in rows if row.targets is not None):
+            found.append([])
+            for begin in range(0, len(targets), SCORED_TOKENS):
+                tokens = targets[begin : begin + SCORED_TOKENS]
+                own = model.own_logits(stream[start + begin : start + begin + len(tokens)])
+                found[-1] += model.vocabulary.score(own, tokens, top, model.counts.vocabulary)
+            start += len(targets)
+        return found

@@ -1,0 +1,262 @@
+"""Attention over a paged cache for sequences of any lengths at once.
+
+The tokens of one forward pass lie one after another, whichever sequences they belong to. All but attention treats
+every token alike. In float32 on CPUs the kernels (runtime/kernels) read blocks where they lie, those of all sequences
+that add one token in one call. Elsewhere attention goes through the sequences one by one, which on a CPU is faster than
+padding them to one length: a sequence in one run of blocks is read where it lies, as a view; for one in several runs
+they are gathered first, which costs about a fifth more time than a view (padding costs several times as much).
+
+An attention with a window reads the window's keys only: for one more token of a sequence a shorter view.
+
+Shapes: T tokens of the pass, D head_dim, H heads and K KV heads of a slice, N tokens of a sequence so far, R the ranks
+of k and v together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from surgeon.runtime.batching.sequence import Row
+from surgeon.runtime.kernels.functions import Runs, TextKeys
+from surgeon.runtime.model.ends import Index
+from surgeon.runtime.model.layers import Angles, Weighting, attention
+from surgeon.runtime.model.paged_cache import PagedCache, angles_at, runs_of, stretches
+
+
+class PagedLayout:
+    """Where the tokens of one pass are, in the stream and in the cache.
+
+    Attributes:
+        positions: of the tokens, each in its sequence.
+    """
+
+    def __init__(self, rows: Sequence[Row], cache: PagedCache, angles: Angles | None = None) -> None:
+        """Find the places.
+
+        Args:
+            angles: of all positions up to the last one, if there are rotary ones.
+        """
+        self.cache = cache
+        self._parts: list[_Singles | _Chunk] = []
+        positions, first = [], 0
+        places: list[list[slice]] = [[] for _ in cache.windows]
+        for row in rows:
+            end = row.start + len(row.tokens)
+            positions.append(slice(row.start, end))
+            for found, runs in zip(places, row.runs, strict=True):
+                found.extend(stretches(runs, row.start, end))
+            if len(row.tokens) > 1:
+                self._parts.append(_Chunk(first, row, cache, angles))
+            elif self._parts and isinstance(self._parts[-1], _Singles):
+                self._parts[-1].add(row)
+            else:
+                self._parts.append(_Singles(first, row, cache, angles))
+            first += len(row.tokens)
+        self.positions = as_index(positions, cache.device)
+        self.places = [as_index(found, cache.device) for found in places]
+        self._numbers = [numbers_of(place) for place in self.places] if cache.kernels is not None else []
+
+    def attend(self, slot: int, queries: Tensor, kept: Tensor, weighting: Weighting) -> Tensor:
+        """Put new keys and values into a slot; queries (T, H, D) to attended values (T, H * D).
+
+        Args:
+            kept: keys and, behind them, values, (T, 2 * K, D), or what they are rebuilt of, (T, R).
+        """
+        self._keep(slot, kept)
+        attended = [part.attend(slot, queries, kept, weighting) for part in self._parts]
+        return attended[0] if len(attended) == 1 else torch.cat(attended)
+
+    def _keep(self, slot: int, kept: Tensor) -> None:
+        """Put what is new into its places."""
+        cache, group = self.cache, self.cache.group_of[slot]
+        if slot in cache.rebuilds:
+            cache.low_rank[slot][self.places[group]] = kept
+        elif cache.kernels is not None:
+            cache.kernels.keep(kept, self._numbers[group], cache.pairs[slot])
+        else:
+            cache.pairs[slot][:, self.places[group]] = kept.transpose(0, 1)
+
+
+class _Singles:
+    """Rows of a pass, one after another, that have one token each: texts that are being continued."""
+
+    def __init__(self, first: int, row: Row, cache: PagedCache, angles: Angles | None) -> None:
+        self._first = first
+        self._sequences = [_Cached(row, cache, angles)]
+        self._cache = cache
+        self._angles = angles
+        self._runs: dict[tuple[int, int | None], Runs] = {}
+
+    def add(self, row: Row) -> None:
+        """Take in the row behind."""
+        self._sequences.append(_Cached(row, self._cache, self._angles))
+
+    def attend(self, slot: int, queries: Tensor, _: Tensor, weighting: Weighting) -> Tensor:
+        """Attended values of these rows, (rows, H * D), given queries of the whole pass and what it keeps."""
+        heads, head_dim, kv_heads = queries.shape[1], queries.shape[2], self._cache.kv_heads[slot]
+        count = len(self._sequences)
+        own = queries[self._first : self._first + count]
+        if self._cache.kernels is not None and slot not in self._cache.rebuilds:
+            read = self._read(self._cache.group_of[slot], weighting.window)
+            return self._cache.kernels.attend(own, self._cache.pairs[slot], read, weighting.scale, weighting.softcap)
+        # The heads of one KV group are like several tokens that may look at everything: no copies of keys.
+        grouped = own.view(count, 1, kv_heads, heads // kv_heads, head_dim).unbind()
+        attended = [
+            attention(query, *sequence.read(slot, weighting.window), weighting)
+            for query, sequence in zip(grouped, self._sequences, strict=True)
+        ]
+        together = attended[0] if count == 1 else torch.cat(attended)
+        return together.reshape(count, heads * head_dim)
+
+    def _read(self, group: int, window: int | None) -> Runs:
+        """Where attentions of a group with such a window read."""
+        key = group, window
+        if key not in self._runs:
+            runs, ends = runs_of([sequence.row for sequence in self._sequences], group, window)
+            self._runs[key] = Runs(torch.tensor(runs), torch.tensor(ends))
+        return self._runs[key]
+
+
+class _Chunk:
+    """A row of several tokens: a prompt, or a part of one."""
+
+    def __init__(self, first: int, row: Row, cache: PagedCache, angles: Angles | None) -> None:
+        self._tokens = len(row.tokens)
+        self._end = row.start + self._tokens
+        self._own = slice(first, first + self._tokens)
+        self._cache = cache
+        self._angles = angles
+        self._whole = not row.start  # a whole prompt: all that is read comes with the pass itself
+        self._cached = _Cached(row, cache, angles)
+        self._texts: dict[tuple[int, int | None], TextKeys] = {}
+        self._masks: dict[int | None, Tensor] = {}
+
+    def attend(self, slot: int, queries: Tensor, kept: Tensor, weighting: Weighting) -> Tensor:
+        """Attended values of this row, (tokens, H * D), given queries of the whole pass and what it keeps."""
+        own, window = self._own, weighting.window
+        if window is not None and window >= self._end:
+            window = None
+        if self._cache.kernels is not None and slot not in self._cache.rebuilds:
+            text = self._text(self._cache.group_of[slot], window)
+            return self._cache.kernels.attend_text(
+                queries[own], self._cache.pairs[slot], text, weighting.scale, weighting.softcap
+            )
+        if self._whole:
+            all_keys, all_values = self._fresh(slot, kept[own])
+        else:
+            # The first of these tokens looks back the furthest.
+            all_keys, all_values = self._cached.read(slot, None if window is None else window + self._tokens - 1)
+        causal = self._whole and window is None
+        mask = None if causal else self._mask(all_keys.shape[2], window)
+        attended = attention(queries[own].transpose(0, 1)[None], all_keys, all_values, weighting, mask, causal)
+        return attended.transpose(1, 2).flatten(2)[0]
+
+    def _text(self, group: int, window: int | None) -> TextKeys:
+        """What attentions of a group with such a window read."""
+        key = group, window
+        if key not in self._texts:
+            last = None if window is None else window + self._tokens - 1
+            first_key, runs = self._cached.stretches(group, last)
+            self._texts[key] = TextKeys(as_runs(runs), first_key, self._end - self._tokens, window)
+        return self._texts[key]
+
+    def _fresh(self, slot: int, kept: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values, (1, K, tokens, D) each, of a whole prompt."""
+        if slot in self._cache.rebuilds:
+            return by_head(self._cache.rebuild(slot, kept, angles_at(self._angles, slice(0, self._end))))
+        keys, values = kept.transpose(0, 1)[None].chunk(2, 1)
+        return keys, values
+
+    def _mask(self, keys: int, window: int | None) -> Tensor:
+        """Which of the last so many tokens up to the row's end each token of the row looks at, (tokens, keys)."""
+        if window not in self._masks:
+            before = keys - self._tokens
+            seen = torch.ones(self._tokens, keys, dtype=torch.bool, device=self._cache.device).tril(before)
+            self._masks[window] = seen if window is None else seen.triu(before - window + 1)
+        return self._masks[window]
+
+
+class _Cached:
+    """The keys and values of one sequence up to the end of its row."""
+
+    def __init__(self, row: Row, cache: PagedCache, angles: Angles | None) -> None:
+        self.row = row
+        self._end = row.start + len(row.tokens)
+        self._cache = cache
+        self._angles = angles
+        self._found: dict[tuple[int, int], Sequence[Tensor] | Tensor] = {}
+
+    def read(self, slot: int, last: int | None) -> tuple[Tensor, Tensor]:
+        """Those of a slot, (1, K, N, D) each: views where they lie in one run of blocks, copies otherwise.
+
+        Where they have to be rebuilt they last until the next ones.
+
+        Args:
+            last: how many of them, from the end; None for all.
+        """
+        first = self._first(last)
+        if slot in self._cache.rebuilds:
+            return by_head(self._rebuilt(slot, first))
+        key = self._cache.group_of[slot], first
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = self._find(*key)
+        if isinstance(found, Tensor):
+            keys, values = self._cache.pairs[slot].index_select(1, found)[None].chunk(2, 1)
+            return keys, values
+        place = self._cache.places_in_group[slot]
+        return found[2 * place], found[2 * place + 1]
+
+    def stretches(self, group: int, last: int | None) -> tuple[int, list[slice]]:
+        """The first of the last so many of them, or of all, and where these lie in the places of a group."""
+        first = self._first(last)
+        return first, stretches(self.row.runs[group], first, self._end)
+
+    def _first(self, last: int | None) -> int:
+        return 0 if last is None else max(0, self._end - last)
+
+    def _rebuilt(self, slot: int, first: int) -> tuple[Tensor, Tensor]:
+        """Those of a slot in rank space from a token on, (N, K, D) each."""
+        cache = self._cache
+        own = self.row.runs[cache.group_of[slot]]
+        runs = [cache.low_rank[slot][run] for run in stretches(own, first, self._end)]
+        kept = runs[0]
+        if len(runs) > 1:
+            kept = torch.cat(runs, out=cache.buffers.for_kept(cache.rebuilds[slot], self._end - first))
+        return cache.rebuild(slot, kept, angles_at(self._angles, slice(first, self._end)))
+
+    def _find(self, group: int, first: int) -> Sequence[Tensor] | Tensor:
+        """Views of a group's keys and values from a token on, or the places where they lie scattered."""
+        cache = self._cache
+        places = as_index(stretches(self.row.runs[group], first, self._end), cache.device)
+        if isinstance(places, Tensor):
+            return places
+        halves = cache.halves[group]
+        return cache.stored[:, : sum(halves), places].split_with_sizes(halves, 1)
+
+
+def by_head(keys_values: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Keys and values of one sequence by token, (N, K, D), as (1, K, N, D)."""
+    keys, values = keys_values
+    return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
+
+
+def as_index(parts: Sequence[slice], device: torch.device) -> Index:
+    """What indexes all of these, one after the other: a slice (whose result is a view) where there is one only."""
+    if len(parts) == 1:
+        return parts[0]
+    places = [place for part in parts for place in range(part.start, part.stop)]
+    return torch.tensor(places, dtype=torch.long, device=device)
+
+
+def as_runs(parts: Sequence[slice]) -> Tensor:
+    """First place and number of places of each of these, (parts, 2)."""
+    return torch.tensor([(part.start, part.stop - part.start) for part in parts])
+
+
+def numbers_of(index: Index) -> Tensor:
+    """The numbers that an index stands for."""
+    return torch.arange(index.start, index.stop) if isinstance(index, slice) else index

@@ -1,0 +1,159 @@
+"""A whole model on one rank, from tokens to logits: the program, and what lies before and behind it.
+
+`RankModel` knows nothing of passes. Each way of computing one (`Way`) has a file of its own: dynamic.py for whatever
+rows there are, recorded.py and static_decode.py for those that add one token to each text, coda.py where tokens are
+drafted. The engine (engine.py) chooses among them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from surgeon.checkpoint.read import Checkpoint
+from surgeon.models.weights import ModelWeights
+from surgeon.runtime.batching.request import TokenLogprob
+from surgeon.runtime.batching.sequence import Row, Wanted
+from surgeon.runtime.comm.collectives import Collectives
+from surgeon.runtime.kernels.recording import Recording
+from surgeon.runtime.model.ends import Ends, Index, Vocabulary
+from surgeon.runtime.model.layers import Angles, Attend, Pass, rotation
+from surgeon.runtime.model.paged_cache import PagedCache, angles_at
+from surgeon.runtime.model.program import RankProgram
+from surgeon.runtime.plan.specification import Plan
+
+
+class Results(NamedTuple):
+    """What a pass brings; the same on every rank.
+
+    Attributes:
+        best: the most likely next token of every row that wants it, or, of drafted rows, the one behind each of their
+            tokens; UNDEFINED where the logits are not finite.
+        logits: (rows, vocabulary), of those that want logits, as above; None if none does.
+        scores: of every row with targets, how likely each of them is; NaN where the logits are not finite.
+    """
+
+    best: list[int]
+    logits: Tensor | None
+    scores: list[list[TokenLogprob]]
+
+
+class Way(ABC):
+    """A way of computing a pass: every rank takes the same one for the same rows.
+
+    Attributes:
+        spare_blocks: that a cache has beyond those of texts.
+        holds_caches: whether it goes on having the addresses of the caches that passes were computed with.
+    """
+
+    spare_blocks = 0
+    holds_caches = False
+
+    @abstractmethod
+    def fits(self, rows: Sequence[Row]) -> bool:
+        """Whether it can compute a pass of these rows."""
+
+    @abstractmethod
+    def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
+        """One pass, which extends the cache."""
+
+    @abstractmethod
+    def logits(self, rows: Sequence[Row], cache: PagedCache) -> Tensor:
+        """The same, but this rank's logits of all tokens, (tokens, its rows); the next pass may overwrite them."""
+
+
+class RankModel(RankProgram):
+    """What one rank has of a model.
+
+    Attributes:
+        vocabulary: its rows of the embedding and of the output head.
+        ends: what becomes of embedded tokens, and the final norm.
+    """
+
+    def __init__(self, plan: Plan, collectives: Collectives, device: torch.device) -> None:
+        """Load it."""
+        super().__init__(plan, collectives, device)
+        source = ModelWeights(Checkpoint(plan.folder), plan.family, plan.head_dim)
+        self.load(source)
+        self.vocabulary = Vocabulary(source, plan, collectives, device)
+        self.ends = Ends(source, plan, device)
+        self._angles = self._angles_of(0)
+
+    @property
+    def by_kernels(self) -> bool:
+        """Whether kernels compute all that takes long."""
+        return all(made.by_kernels for made in self.sublayers.values())
+
+    @property
+    def is_recordable(self) -> bool:
+        """Whether passes can be recorded: nothing that ranks send has to be waited for in Python either."""
+        return self.by_kernels and all(one.recordable for one in self.groups.values())
+
+    def angles_up_to(self, tokens: int) -> Angles | None:
+        """Rotary angles of so many positions or more, if there are any; others than before if those were fewer."""
+        if self._angles is not None and tokens > len(self._angles[0]):
+            self._angles = self._angles_of(max(tokens, 2 * len(self._angles[0])))
+        return self._angles
+
+    def _angles_of(self, tokens: int) -> Angles | None:
+        return None if self.plan.rotary is None else rotation(self.plan.rotary, 0, tokens, self.vocabulary.like)
+
+    def embedded(self, tokens: Tensor, positions: Index) -> Tensor:
+        """The stream before the program, (tokens, hidden), of tokens (tokens,)."""
+        embedded = self.ends.scaled(self.vocabulary.embed(tokens, self.counts.vocabulary))
+        return self.ends.placed(embedded, positions)
+
+    def next_logits(self, tokens: Tensor, positions: Tensor, angles: Angles | None, attend: Attend) -> Tensor:
+        """This rank's logits, (texts, rows), of one token (texts,) of each of some texts; nothing waits for a GPU.
+
+        Args:
+            angles: of all positions up to the last one, if there are rotary ones.
+        """
+        shared = Pass(attend, angles_at(angles, positions))
+        return self.own_logits(self.stream_after(self.embedded(tokens, positions), shared))
+
+    def own_logits(self, stream: Tensor) -> Tensor:
+        """This rank's logits, (tokens, rows), of the stream behind the program."""
+        return self.vocabulary.logits(self.ends.final_norm(stream))
+
+    def whole_logits(self, own: Tensor) -> Tensor:
+        """Logits of the whole vocabulary, (tokens, vocabulary), from each rank's own."""
+        return self.vocabulary.gather(own, self.counts.vocabulary)
+
+    def best_tokens(self, own: Tensor) -> Tensor:
+        """The most likely token of each text, (texts,), from each rank's own logits, (texts, rows)."""
+        return self.vocabulary.best(own, self.counts.vocabulary)
+
+    def chosen(self, own: Tensor, wanted: Sequence[Wanted]) -> tuple[list[int], Tensor | None]:
+        """The `best` and the `logits` of results, of what is wanted of tokens with these logits, (tokens, rows)."""
+        best, full = ([at for at, want in enumerate(wanted) if want == kind] for kind in (Wanted.BEST, Wanted.LOGITS))
+        likeliest = self.best_tokens(own if len(best) == len(wanted) else own[best]).tolist() if best else []
+        return likeliest, self.whole_logits(own[full]) if full else None
+
+    @contextmanager
+    def sums_recorded(self, recording: Recording) -> Iterator[None]:
+        """Have what is sent between ranks noted in a recording."""
+        with self.groups_recorded(recording):
+            self.vocabulary.collectives = self.groups[self.collectives.group]
+            try:
+                yield
+            finally:
+                self.vocabulary.collectives = self.collectives
+
+    def check_collectives(self) -> None:
+        """See that sums in recorded passes have waited for nobody in vain.
+
+        Raises:
+            TimeoutError: if they have.
+        """
+        for collectives in self.groups.values():
+            if (failure := collectives.failure()) is not None:
+                raise failure
+
+    def replayed(self, spans: Sequence[tuple[Any, float, float]]) -> None:
+        """Take note of when a recorded pass has computed what spans of it were noted for (`recording.spanned`)."""
