@@ -1,9 +1,12 @@
 """Surgery on trained transformer language models: programs over the residual stream, edited, searched, exported, run.
 
     import surgeon
-    model = surgeon.load("meta-llama/Llama-2-7b-hf")
-    surgeon.edit(model, "A0 F0 [A1 A2] [F1 F2] A3 F3")
-    surgeon.restore(model)
+    model = surgeon.open("meta-llama/Llama-2-7b-hf")    # its configuration and the headers of its files, no weights
+    scan = surgeon.scan(model, "text.txt", "runs/scan", operations=["lp"])    # what `surgeon scan` does
+    print(scan.table)
+    loaded = surgeon.load("meta-llama/Llama-2-7b-hf")    # a `transformers` model
+    surgeon.edit(loaded, "A0 F0 [A1 A2] [F1 F2] A3 F3")
+    surgeon.restore(loaded)
 
 Importing surgeon imports nothing heavy: each name below is fetched from its module when it is first used.
 """
@@ -13,46 +16,70 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from surgeon.demo import demo_data, demo_model
+    from surgeon.exports.in_memory import export
     from surgeon.exports.saving import edit, load
     from surgeon.language.program import Fork, Program, Step, Sublayer
+    from surgeon.language.recipe import Recipe, read_recipe
+    from surgeon.library.evaluate import evaluate
+    from surgeon.library.scan import scan
+    from surgeon.library.sensitivity import sensitivity
+    from surgeon.library.similarity import similarity
     from surgeon.models.edit import program_of, restore
+    from surgeon.opened import Model
+    from surgeon.opened import open_model as open
 
 __version__ = "0.1.0"
 
+_HOMES = {  # where each name is fetched from; what has another name there says so behind a colon
+    "Fork": "surgeon.language.program",
+    "Model": "surgeon.opened",
+    "Program": "surgeon.language.program",
+    "Recipe": "surgeon.language.recipe",
+    "Step": "surgeon.language.program",
+    "Sublayer": "surgeon.language.program",
+    "demo_data": "surgeon.demo",
+    "demo_model": "surgeon.demo",
+    "edit": "surgeon.exports.saving",
+    "evaluate": "surgeon.library.evaluate",
+    "export": "surgeon.exports.in_memory",
+    "load": "surgeon.exports.saving",
+    "open": "surgeon.opened:open_model",
+    "program_of": "surgeon.models.edit",
+    "read_recipe": "surgeon.language.recipe",
+    "restore": "surgeon.models.edit",
+    "scan": "surgeon.library.scan",
+    "sensitivity": "surgeon.library.sensitivity",
+    "similarity": "surgeon.library.similarity",
+}
 __all__ = [
     "Fork",
+    "Model",
     "Program",
+    "Recipe",
     "Step",
     "Sublayer",
     "__version__",
     "demo_data",
     "demo_model",
     "edit",
+    "evaluate",
     "export",
     "load",
+    "open",
     "program_of",
+    "read_recipe",
     "restore",
+    "scan",
+    "sensitivity",
+    "similarity",
 ]
-
-_HOMES = {
-    "Fork": "surgeon.language.program",
-    "Program": "surgeon.language.program",
-    "Step": "surgeon.language.program",
-    "Sublayer": "surgeon.language.program",
-    "demo_data": "surgeon.demo",
-    "demo_model": "surgeon.demo",
-    "edit": "surgeon.exports.saving",
-    "export": "surgeon.exports.in_memory",
-    "load": "surgeon.exports.saving",
-    "program_of": "surgeon.models.edit",
-    "restore": "surgeon.models.edit",
-}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_HOMES[name]), name)
+    home, _, there = _HOMES[name].partition(":")
+    value = getattr(import_module(home), there or name)
     globals()[name] = value
     return value
 

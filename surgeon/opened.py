@@ -1,103 +1,226 @@
-"""What is evaluated: a checkpoint, or what a recipe makes of one, or one under a program of the user's own."""
+"""The model that a user named, opened without its weights; and what it is to run, by a recipe or a program."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
 
+from surgeon.checkpoint.forms import Form, form_of
 from surgeon.checkpoint.load import device_map_for, load, read_config, stored_program
-from surgeon.checkpoint.read import Checkpoint, locate, read_json
-from surgeon.checkpoint.texts import open_tokenizer
+from surgeon.checkpoint.read import DEMO, Checkpoint, locate, read_json
 from surgeon.errors import did_you_mean
 from surgeon.language.program import Program
-from surgeon.language.recipe import parse_recipe, read_document
+from surgeon.language.recipe import Recipe, parse_recipe, read_document
 from surgeon.models.edit import check_layers, edit
-from surgeon.models.families import family_of
+from surgeon.models.families import Family, family_of
 from surgeon.models.recipe_program import recipe_program
-from surgeon.models.weights import FactorSource
-from surgeon.named import is_recipe
+from surgeon.models.weights import FactorSource, ModelWeights
+from surgeon.named import is_program, is_recipe, name_of, on_disk
 from surgeon.provenance import provenance
+
+if TYPE_CHECKING:  # takes seconds, and who does not load it does without
+    from transformers import PreTrainedModel
 
 DEVICES = ("auto", "cpu", "cuda")
 
 
 @dataclass(frozen=True)
-class UnloadedModel:
-    """A model that has not been loaded yet.
+class Model:
+    """A model by its files: its configuration and the headers of its weights have been read, and nothing else.
 
     Attributes:
-        name: as the user named it: a folder, a hub name, a recipe.
-        model: the folder or hub name of its weights.
-        program: what to run, or None for what the checkpoint runs by itself.
+        name: as the user named it: a folder, a hub name, or "demo".
+        checkpoint: its files, with the headers of its weights.
+        config: as `transformers` reads it.
+        own: the program that an edited or native-track checkpoint runs; None where it runs its layers one after the
+            other.
+    """
+
+    name: str
+    checkpoint: Checkpoint
+    config: Any
+    own: Program | None
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, name: str) -> Model:
+        """Open a model whose files have been found.
+
+        Raises:
+            ValueError: if its configuration is damaged, or of an architecture that is not supported.
+        """
+        config = read_config(checkpoint)
+        family_of(config)
+        return cls(name, checkpoint, config, stored_program(checkpoint))
+
+    def __repr__(self) -> str:
+        return f"<surgeon.Model {self.name}: {self.family.name}, {self.num_layers} layers, {self.form} form>"
+
+    @property
+    def folder(self) -> Path:
+        """Where its files lie."""
+        return self.checkpoint.folder
+
+    @property
+    def label(self) -> str:
+        """A short name for titles and tables."""
+        return self.name if self.name == DEMO else self.folder.resolve().name
+
+    @property
+    def public_name(self) -> str:
+        """Its name without the place where it lies on this machine."""
+        return name_of(self.name)
+
+    @property
+    def reference(self) -> str:
+        """How a recipe names it, wherever it is used from: a folder by its whole path, else as the user did."""
+        return str(self.folder.resolve()) if on_disk(self.name) is not None else self.name
+
+    @property
+    def form(self) -> Form:
+        """The form that it is stored in."""
+        return form_of(self.checkpoint)
+
+    @cached_property
+    def family(self) -> Family:
+        """Its architecture."""
+        return family_of(self.config)
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers it is stored as."""
+        return int(self.config.num_hidden_layers)
+
+    @property
+    def positions(self) -> int:
+        """How many tokens it can read at once."""
+        return int(self.config.max_position_embeddings)
+
+    @cached_property
+    def program(self) -> Program:
+        """What it runs: its own program, or its layers one after the other."""
+        return self.own or Program.dense(self.num_layers, self.family.steps_per_layer)
+
+    @property
+    def hash(self) -> str:
+        """Which model it is: of its weights, which are read for it once, and of what config.json says of it."""
+        return self.checkpoint.model_hash()
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """Its tokenizer, every token of which has a row in the embedding.
+
+        Raises:
+            ValueError: if there is none, or one with tokens that have no row.
+        """
+        from surgeon.checkpoint.texts import open_tokenizer  # takes transformers' tokenizers, which take a second
+
+        return open_tokenizer(self.folder)
+
+    @cached_property
+    def weights(self) -> ModelWeights:
+        """Its stored tensors by layer and role; each is read when it is asked for."""
+        return ModelWeights(self.checkpoint, self.family, self.family.head_dim(self.config))
+
+    def program_of(self, recipe: Recipe) -> Program:
+        """The program that a recipe makes of it.
+
+        Raises:
+            ValueError: as `recipe_program`; and if the recipe was made for another model.
+        """
+        made = recipe_program(recipe, self.config, self.own)
+        if recipe.weights is not None:
+            recipe.require_model(self.hash, self.checkpoint.weights_hash())
+        return made
+
+    def check(self, program: Program) -> None:
+        """Refuse a program that names layers which it does not have.
+
+        Raises:
+            ValueError: naming the first one.
+        """
+        check_layers(program, self.num_layers)
+
+
+def open_model(name: str | Path) -> Model:
+    """`surgeon.open`: the model of a folder or a name on the hub, or "demo"; weights are not read.
+
+    Raises:
+        FileNotFoundError: if there is no such model, or a file of it is missing.
+        ValueError: if a file is damaged, the architecture is not supported, or it is a recipe or a program.
+    """
+    text = str(name)
+    if is_recipe(text) or is_program(text):
+        what = "a recipe" if is_recipe(text) else "a program"
+        raise ValueError(f"{text} is {what}, which is applied to a model; open the model by its folder or name")
+    return Model.of(Checkpoint(locate(name)), text)
+
+
+@dataclass(frozen=True)
+class EditedModel:
+    """A model and what it is to run; its weights have not been read.
+
+    Attributes:
+        name: as the user named it: the model's name, or a recipe.
+        asked: the program to run in place of the model's own; None to run that.
         recipe: the recipe's text, if it is one.
         factors: of matrices that the program has a rank for; by default their truncated singular values.
         factors_identity: what the values of such factors follow from, as JSON values.
     """
 
     name: str
-    model: str
-    checkpoint: Checkpoint
-    config: Any
-    tokenizer: Any
-    program: Program | None = None
+    model: Model
+    asked: Program | None = None
     recipe: str | None = None
     factors: FactorSource | None = None
     factors_identity: dict[str, Any] | None = None
 
     @property
-    def positions(self) -> int:
-        """How many tokens the model can read at once."""
-        return int(self.config.max_position_embeddings)
-
-    @property
-    def runs(self) -> str:
-        """The program that is evaluated, as text."""
-        if self.program is not None:
-            return str(self.program)
-        layers, family = self.config.num_hidden_layers, family_of(self.config)
-        return str(stored_program(self.checkpoint) or Program.dense(layers, family.steps_per_layer))
+    def program(self) -> Program:
+        """What runs."""
+        return self.asked or self.model.program
 
     def load(self, device: str = "auto") -> PreTrainedModel:
         """The model, under its program, on the device; for cuda one GPU that has room for it, else all of them."""
         where = choose_device(device)
-        places = device_map_for(self.checkpoint, self.program) if where == "cuda" else None
-        model = load(self.checkpoint.folder, device_map=places)
-        return model if self.program is None else edit(model, self.program, factors=self.factors)
+        places = device_map_for(self.model.checkpoint, self.asked) if where == "cuda" else None
+        loaded = load(self.model.folder, device_map=places)
+        return loaded if self.asked is None else edit(loaded, self.asked, factors=self.factors)
 
-    def identity(self, model_hash: str, device: str) -> dict[str, Any]:
-        """What a model's answers on some device depend on, as JSON values."""
-        generation = self.checkpoint.folder / "generation_config.json"
-        backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        words = json.dumps(self.tokenizer.get_vocab(), sort_keys=True) if backend is None else backend.to_str()
+    def identity(self, device: str) -> dict[str, Any]:
+        """What its answers on some device depend on, as JSON values; weights are read for their hash."""
+        tokenizer, generation = self.model.tokenizer, self.model.folder / "generation_config.json"
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        words = json.dumps(tokenizer.get_vocab(), sort_keys=True) if backend is None else backend.to_str()
         return {
-            "model_hash": model_hash,
+            "model_hash": self.model.hash,
             "generation": read_json(generation) if generation.is_file() else None,  # penalties, end tokens
-            "program": self.runs,
+            "program": str(self.program),
             "tokenizer": words,
-            "special": self.tokenizer.special_tokens_map,
+            "special": tokenizer.special_tokens_map,
             "device": choose_device(device),  # numbers differ a little, and 16-bit weights are computed as such
             "lm_eval": version("lm_eval"),
             **({} if self.factors_identity is None else {"factors": self.factors_identity}),
         }
 
-    def provenance(self, model_hash: str, **more: Any) -> dict[str, Any]:
-        """The record that goes into the results."""
+    def provenance(self, **more: Any) -> dict[str, Any]:
+        """The record that goes into the results; weights are read for their hash."""
         if self.recipe is not None:
             more = {"recipe": self.recipe} | more
-        return provenance(self.model, model_hash, program=self.runs, **more)
+        return provenance(self.model.name, self.model.hash, program=str(self.program), **more)
 
 
-def open_candidate(name: str, program: str | None = None) -> UnloadedModel:
+def open_edited(what: str | Path | Model, program: Program | str | None = None) -> EditedModel:
     """Check a model's files, its program and its tokenizer; weights are read only to tell if a recipe is for them.
 
     Args:
-        name: a checkpoint folder (plain, fused, or with a program), a hub name, "demo", or a recipe (.yaml).
+        what: a checkpoint folder (plain, fused, or with a program), a hub name, "demo", a recipe (.yaml), or a model
+            that is open.
         program: to run in place of the checkpoint's own.
 
     Raises:
@@ -105,23 +228,22 @@ def open_candidate(name: str, program: str | None = None) -> UnloadedModel:
         ValueError: if a file is damaged, the program does not fit, there is no tokenizer, or a recipe was made for
             another model.
     """
-    recipe = text = None
-    if is_recipe(name):
+    text, asked = None, Program.parse(program) if isinstance(program, str) else program
+    if isinstance(what, Model):
+        model = what
+    elif is_recipe(what):
         if program is not None:
-            raise ValueError(f"{name} is a recipe, which has a program of its own; give its model with --program")
-        text = read_document(Path(name), "recipe")
-        recipe = parse_recipe(text, name)
-    model = name if recipe is None else recipe.model
-    checkpoint = Checkpoint(locate(model))
-    config = read_config(checkpoint)
-    chosen = Program.parse(program) if program is not None else None
-    if recipe is not None:
-        chosen = recipe_program(recipe, config, stored_program(checkpoint))
-        if recipe.weights is not None:
-            recipe.require_model(checkpoint.model_hash(), checkpoint.weights_hash())
-    if chosen is not None:
-        check_layers(chosen, config.num_hidden_layers)
-    return UnloadedModel(name, model, checkpoint, config, open_tokenizer(checkpoint.folder), chosen, text)
+            raise ValueError(f"{what} is a recipe, which has a program of its own; give its model with --program")
+        text = read_document(Path(what), "recipe")
+        recipe = parse_recipe(text, str(what))
+        model = open_model(recipe.model)
+        asked = model.program_of(recipe)
+    else:
+        model = open_model(what)
+    if asked is not None:
+        model.check(asked)
+    _ = model.tokenizer  # what is wrong with it is said now
+    return EditedModel(model.name if isinstance(what, Model) else str(what), model, asked, text)
 
 
 def choose_device(device: str) -> str:

@@ -34,6 +34,7 @@ FLOORS = [
     ["reports"],
     ["server"],
     ["vllm_plugin"],
+    ["library"],
     ["testing"],
     ["cli"],
 ]

@@ -11,7 +11,7 @@ import torch
 
 import surgeon
 from surgeon.cli.app import main
-from surgeon.opened import choose_device, open_candidate
+from surgeon.opened import choose_device, open_edited
 from tests.stored import configure
 
 PAIRED = "A0 F0 [A1 A2] [F1 F2] A3 F3"
@@ -26,7 +26,7 @@ def recipe(tiny_checkpoint: Path, tmp_path: Path) -> Path:
 
 
 def logits(name: Path, program: str | None = None) -> torch.Tensor:
-    found: torch.Tensor = open_candidate(str(name), program).load("cpu")(input_ids=IDS).logits
+    found: torch.Tensor = open_edited(str(name), program).load("cpu")(input_ids=IDS).logits
     return found
 
 
@@ -42,18 +42,21 @@ def test_a_recipe_a_program_and_exports_are_the_same_model(recipe: Path, tiny_ch
 
 
 def test_what_is_recorded(recipe: Path, tiny_checkpoint: Path, tmp_path: Path) -> None:
-    record = open_candidate(str(recipe)).provenance("hash", seed=3)
-    assert (record["model"], record["model_hash"], record["program"]) == (str(tiny_checkpoint), "hash", PAIRED)
+    record = open_edited(str(recipe)).provenance(seed=3)
+    assert (record["model"], record["model_hash"], record["program"]) == (
+        str(tiny_checkpoint),
+        surgeon.open(tiny_checkpoint).hash,
+        PAIRED,
+    )
     assert record["recipe"] == recipe.read_text()
     assert main(["export", str(recipe), "-o", str(tmp_path / "program"), "--form", "program"]) == 0
-    assert open_candidate(str(tmp_path / "program")).runs == PAIRED
-    assert open_candidate(str(tiny_checkpoint)).runs == "A0 F0 A1 F1 A2 F2 A3 F3"
+    assert str(open_edited(str(tmp_path / "program")).program) == PAIRED
+    assert str(open_edited(str(tiny_checkpoint)).program) == "A0 F0 A1 F1 A2 F2 A3 F3"
 
 
 def test_answers_depend_on_model_program_and_tokenizer(tiny_checkpoint: Path) -> None:
     def identity(program: str | None = None) -> dict[str, Any]:
-        candidate = open_candidate(str(tiny_checkpoint), program)
-        return candidate.identity(candidate.checkpoint.model_hash(), "cpu")
+        return open_edited(str(tiny_checkpoint), program).identity("cpu")
 
     seen = [identity(program) for program in (None, PAIRED)]
     (tiny_checkpoint / "generation_config.json").write_text('{"repetition_penalty": 1.5}')
@@ -68,30 +71,30 @@ def test_answers_depend_on_model_program_and_tokenizer(tiny_checkpoint: Path) ->
 
 def test_what_is_refused(recipe: Path, tiny_checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="pairs.yaml is a recipe, which has a program of its own"):
-        open_candidate(str(recipe), PAIRED)
+        open_edited(str(recipe), PAIRED)
     with pytest.raises(ValueError, match="A9 is out of range: the model's layers are 0 to 3"):
-        open_candidate(str(tiny_checkpoint), "A9 F0")
+        open_edited(str(tiny_checkpoint), "A9 F0")
     with pytest.raises(FileNotFoundError, match="there is no recipe"):
-        open_candidate(str(tmp_path / "none.yaml"))
+        open_edited(str(tmp_path / "none.yaml"))
     with pytest.raises(FileNotFoundError, match="there is no model folder"):
-        open_candidate(str(tmp_path / "none"))
+        open_edited(str(tmp_path / "none"))
     text = recipe.read_text()
     recipe.write_text(f"{text}weights: sha256:{'0' * 64}\n")
     with pytest.raises(ValueError, match="pairs.yaml:5: weights: the recipe was made for sha256:0"):
-        open_candidate(str(recipe))
+        open_edited(str(recipe))
     recipe.write_text(text.replace("1:3", "1:9"))
     with pytest.raises(ValueError, match="pairs.yaml:4: pair"):
-        open_candidate(str(recipe))
+        open_edited(str(recipe))
     recipe.write_text(text)
     configure(tiny_checkpoint, model_type="surgeon_llama", surgeon_program="A0 >F0 A1 F1 A2 F2 A3 F3")
     with pytest.raises(ValueError, match="pairs.yaml: .* is an edited model, .* with --program .* layer 0 whole"):
-        open_candidate(str(recipe))
+        open_edited(str(recipe))
     configure(tiny_checkpoint, model_type="surgeon_llama", surgeon_program="{A0 F0 A1 F1 A2 F2 | A3 F3}")
-    assert str(open_candidate(str(recipe)).program) == "{A0 F0 [A1 A2] [F1 F2] | A3 F3}"
+    assert str(open_edited(str(recipe)).asked) == "{A0 F0 [A1 A2] [F1 F2] | A3 F3}"
     for path in tiny_checkpoint.glob("tokenizer*"):
         path.unlink()
     with pytest.raises(ValueError, match="has no tokenizer that can be read"):
-        open_candidate(str(tiny_checkpoint))
+        open_edited(str(tiny_checkpoint))
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,11 +50,13 @@ class Scan:
             not already for one before it (a sublayer that ran on half of the windows counts a half).
         base_perplexity: of the unedited model.
         record: provenance and counts, as in `scan.json`.
+        files: what there is to look at, pictures among them.
     """
 
     table: pd.DataFrame
     base_perplexity: float
     record: dict[str, Any]
+    files: tuple[Path, ...] = ()
 
 
 def scan(

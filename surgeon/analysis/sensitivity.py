@@ -65,11 +65,13 @@ class Sensitivity:
             `iterations`, the most that an operator norm took, and `converged`, whether all of them did.
         correlations: rank correlations of `PREDICTORS` with `DAMAGES`: `predictor`, `damage`, `rho`, `p`, `n`.
         record: provenance, settings and these correlations, as in `sensitivity.json`.
+        files: what there is to look at, pictures among them.
     """
 
     table: pd.DataFrame
     correlations: pd.DataFrame
     record: dict[str, Any]
+    files: tuple[Path, ...] = ()
 
 
 def sensitivity(

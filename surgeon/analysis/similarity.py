@@ -53,11 +53,15 @@ class Similarity:
             `angular_distance_last_token`, over the last token of each window; `cosine_distance`, 1 - the mean cosine
             between them.
         record: provenance and settings, as in `similarity.json`.
+        proxies: how every measure is correlated with a scan's heatmaps, as in `proxies.csv`, if there is a scan.
+        files: what there is to look at, pictures among them.
     """
 
     layers: pd.DataFrame
     distances: pd.DataFrame
     record: dict[str, Any]
+    proxies: pd.DataFrame | None = None
+    files: tuple[Path, ...] = ()
 
 
 def similarity(

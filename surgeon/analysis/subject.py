@@ -10,15 +10,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from surgeon.checkpoint.forms import form_of
-from surgeon.checkpoint.load import load, model_bytes, read_config
-from surgeon.checkpoint.read import DEMO, Checkpoint, locate
+from surgeon.checkpoint.load import load, model_bytes
+from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.streamed import load_streamed
-from surgeon.checkpoint.texts import open_tokenizer
 from surgeon.gpus import gpu_with_room
 from surgeon.memory import free_bytes, gpu_free_bytes, resident_bytes, show_size
-from surgeon.models.families import family_of
-from surgeon.named import on_disk
+from surgeon.opened import Model, open_model
 from surgeon.provenance import provenance
 from surgeon.quality.data import DEFAULT_TOKENS, Windows, load_windows, window_for
 
@@ -30,50 +27,60 @@ class Subject:
     """A loaded model and its windows of text.
 
     Attributes:
-        name: the model as the user named it.
-        folder: where it lies.
-        tokenizer: the model's, every token of which has a row in the embedding.
-        model_hash: which model it is.
+        opened: the model as the user named it.
+        model: the same, loaded.
         memory: the limit it was opened under, in bytes, which what measures it has to keep.
     """
 
-    name: str
-    folder: Path
+    opened: Model
     model: PreTrainedModel
-    tokenizer: Any
     windows: Windows
-    model_hash: str
     memory: int | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Where the model lies."""
+        return self.opened.folder
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's, every token of which has a row in the embedding."""
+        return self.opened.tokenizer
+
+    @property
+    def model_hash(self) -> str:
+        """Which model it is."""
+        return self.opened.hash
 
     @property
     def label(self) -> str:
         """A short name for titles."""
-        return self.name if self.name == DEMO else self.folder.resolve().name
+        return self.opened.label
 
     @property
     def reference(self) -> str:
-        """How a recipe names the model, wherever it is used from: a folder by its whole path, else as the user did."""
-        return str(self.folder.resolve()) if on_disk(self.name) is not None else self.name
+        """How a recipe names the model."""
+        return self.opened.reference
 
     def provenance(self, **more: Any) -> dict[str, Any]:
         """The record that goes beside every table made of this subject."""
         text = self.windows
         return provenance(
-            self.name,
-            self.model_hash,
+            self.opened.name,
+            self.opened.hash,
             **text.record(),
             separator=text.separator,
             window=text.ids.shape[1],
             tokens=text.ids.numel(),
             tokens_predicted=text.predicted,
-            num_layers=self.model.config.num_hidden_layers,
-            steps_per_layer=family_of(self.model.config).steps_per_layer,
+            num_layers=self.opened.num_layers,
+            steps_per_layer=self.opened.family.steps_per_layer,
             **more,
         )
 
 
 def open_subject(
-    model: str,
+    model: str | Model,
     data: str,
     tokens: int = DEFAULT_TOKENS,
     window: int | None = None,
@@ -91,16 +98,13 @@ def open_subject(
         FileNotFoundError: if the model, a file of it, or the data is missing.
         ValueError: if one of them cannot be used, saying why.
     """
-    folder = locate(model)
-    checkpoint = Checkpoint(folder)
+    opened = model if isinstance(model, Model) else open_model(model)
     # The text comes first: what is wrong with it is said before a large model is loaded.
-    size = window_for(read_config(checkpoint), window)
-    tokenizer = open_tokenizer(folder)
-    windows = load_windows(tokenizer, data, size, tokens, separator)
+    windows = load_windows(opened.tokenizer, data, window_for(opened.config, window), tokens, separator)
     # One with a program of its own is not streamed.
-    streams = elsewhere and form_of(checkpoint).shipped is None
-    loaded = load_streamed(folder) if streams else load_for_analysis(checkpoint, memory)
-    return Subject(model, folder, loaded, tokenizer, windows, checkpoint.model_hash(), memory)
+    streams = elsewhere and opened.form.shipped is None
+    loaded = load_streamed(opened.folder) if streams else load_for_analysis(opened.checkpoint, memory)
+    return Subject(opened, loaded, windows, memory)
 
 
 def load_for_analysis(checkpoint: Checkpoint, memory: int | None = None, device: str | None = None) -> PreTrainedModel:

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from surgeon.cli.grouped import grouped
-from surgeon.cli.opening import warn
 from surgeon.cli.options import DATA_HELP, ProgramOption, TextArguments
-
-if TYPE_CHECKING:
-    from surgeon.opened import UnloadedModel
-    from surgeon.quality.data import Windows
-    from surgeon.quality.tasks import TaskSettings
-    from surgeon.quality.tasks_load import Tasks
 
 
 @dataclass(frozen=True)
@@ -133,118 +122,23 @@ def evaluate(
     context_options, continuation, gold (one text after several contexts); context, continuation (LAMBADA); context,
     answer, and if there is one chain_of_thought (a number, as in GSM8K). Its few-shot examples are its other rows.
     """
-    from surgeon.opened import choose_device, open_candidate
-    from surgeon.quality.tasks import TaskSettings
-    from surgeon.quality.tasks_load import Seeds, load_tasks, split_names
+    from surgeon.library.evaluate import evaluate as measure
 
-    seeds = Seeds.all(prompts.seed)
-    settings = TaskSettings(asking.limit, asking.batch_size, prompts.apply_chat_template, seeds)
-    choose_device(device)
-    candidate = open_candidate(model, program)
-    if files.output is not None:
-        files.output.mkdir(parents=True, exist_ok=True)
-    # What is wrong with the text or the tasks is said before anything is measured.
-    windows = None if on.data is None else _windows(candidate, on.data, text)
-    original = None if on.data is None or on.against is None else open_candidate(on.against)
-    names = split_names(on.tasks or [])
-    loaded = load_tasks(names, candidate.positions, asking.num_fewshot, seeds) if on.tasks else None
-    with _factors(candidate, files.output) as candidate:
-        if windows is not None:
-            with _factors(original, None) if original is not None else nullcontext() as compared:
-                _on_text(candidate, compared, windows, device, files.output)
-        if loaded is not None:
-            _on_tasks(candidate, loaded, settings, device, files)
-
-
-@contextmanager
-def _factors(candidate: UnloadedModel, output: Path | None) -> Iterator[UnloadedModel]:
-    """The candidate with a folder for factors of its program's ranks: they are made once, as its recipe says."""
-    from surgeon.analysis.factors.recipe_factors import make_recipe_factors
-    from surgeon.checkpoint.factor_cache import FactorCache
-    from surgeon.language.recipe import parse_recipe
-    from surgeon.models.weights import TruncatedSVD
-
-    if candidate.program is None or not any(sublayer.ranks for sublayer in candidate.program.sublayers()):
-        yield candidate
-        return
-    with TemporaryDirectory() as scratch:
-        folder = Path(scratch) if output is None else output / "factors"
-        recipe = None if candidate.recipe is None else parse_recipe(candidate.recipe, candidate.name)
-        made = None if recipe is None else make_recipe_factors(recipe, candidate.checkpoint, folder)
-        if made is None:
-            yield replace(candidate, factors=FactorCache(TruncatedSVD(), Path(scratch)))
-        else:
-            warn(made.found.notes)
-            yield replace(candidate, factors=made.found.source, factors_identity=made.identity)
-
-
-def _windows(candidate: UnloadedModel, data: str, text: TextArguments) -> Windows:
-    """The text that perplexity is measured on."""
-    from surgeon.quality.data import load_windows, window_for
-
-    size = window_for(candidate.config, text.window)
-    return load_windows(candidate.tokenizer, data, size, text.tokens, text.separator)
-
-
-def _on_text(
-    candidate: UnloadedModel, original: UnloadedModel | None, windows: Windows, device: str, output: Path | None
-) -> None:
-    """Print and write perplexity, and divergence where there is something to compare with."""
-    from surgeon.models.edit import edit, restore
-    from surgeon.provenance import write_json
-    from surgeon.quality.text import logits_of, text_quality
-
-    warn(windows.notes)
-    loaded, program = candidate.load(device), candidate.program
-    model, compared = logits_of(loaded), None
-    if original is not None:
-        compared = logits_of(original.load(device))
-    elif program is not None:  # the same weights, with and without the program
-        edited = program
-
-        def model(ids: Any) -> Any:
-            return logits_of(edit(loaded, edited, factors=candidate.factors))(ids)
-
-        def compared(ids: Any) -> Any:
-            return logits_of(restore(loaded))(ids)
-
-    found = text_quality(model, windows.ids, compared)
-    print(found.line())
-    if output is not None:
-        more = windows.record() | {"window": windows.ids.shape[1]} | found.to_json()
-        record = candidate.provenance(candidate.checkpoint.model_hash(), **more)
-        write_json(output / "text.json", record | ({} if original is None else {"against": original.name}))
-
-
-def _on_tasks(
-    candidate: UnloadedModel,
-    loaded: Tasks,
-    settings: TaskSettings,
-    device: str,
-    files: ResultFiles,
-) -> None:
-    """Print and write lm-eval's results."""
-    from surgeon.quality.tasks import run_tasks
-    from surgeon.quality.tasks_model import Answers, TaskModel
-    from surgeon.results.tasks import scores, table, write_results
-
-    for note in loaded.notes:
-        print(f"note: {note}", file=sys.stderr)
-    weights = candidate.checkpoint.model_hash()
-    with Answers(files.output, candidate.identity(weights, device)) as answers:
-        lm = TaskModel(candidate.load(device), candidate.tokenizer, answers, settings.batch_size)
-        results = run_tasks(lm, loaded, candidate.name, settings)
-    if lm.cut:
-        print(
-            f"note: {lm.cut:,} of {len(lm.asked):,} requests were longer than the model's {candidate.positions:,} "
-            "positions, and lost their beginning",
-            file=sys.stderr,
-        )
-    print(table(scores(results)))
-    if files.output is not None:
-        record = candidate.provenance(weights, files=loaded.files, requests=len(lm.asked), requests_cut=lm.cut)
-        for path in write_results(files.output, results, record, files.log_samples):
-            print(path)
+    found = measure(
+        model,
+        on.data,
+        tasks=on.tasks or (),
+        program=program,
+        against=on.against,
+        **vars(text),
+        **vars(asking),
+        **vars(prompts),
+        device=device,
+        **vars(files),
+    )
+    print(found)
+    for path in found.files:
+        print(path)
 
 
 evaluate.__name__ = "eval"  # the command's name, which as a function's would hide Python's own

@@ -301,9 +301,9 @@ def _texts(subject: HealSubject, text: HealTextArguments, settings: TrainSetting
     from surgeon.quality.data import window_for
     from surgeon.training.texts import load_train_texts
 
-    window = window_for(subject.edited.config, text.window)
+    window = window_for(subject.edited.model.config, text.window)
     needed = None if settings.epochs is not None and settings.steps is None else settings.steps_on(settings.batch)
     tokens = text.tokens or (ALL_TOKENS if needed is None else needed * settings.batch * window)
     return load_train_texts(
-        subject.edited.tokenizer, text.data, window, tokens, text.eval_data, text.eval_tokens, text.separator
+        subject.edited.model.tokenizer, text.data, window, tokens, text.eval_data, text.eval_tokens, text.separator
     )

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from surgeon.cli.grouped import grouped
-from surgeon.cli.opening import open_measured, warn
 from surgeon.cli.options import DataOption, MemoryOption, ModelArgument, OutputOption, TextArguments
 from surgeon.language.operations.declare import HEATMAPS, described
-
-if TYPE_CHECKING:
-    from surgeon.analysis.cells import Selection
-    from surgeon.analysis.scan import Scan
-    from surgeon.analysis.subject import Subject
 
 _RANDOM = " and ".join(name for name, heatmap in HEATMAPS.items() if heatmap.seeded)
 
@@ -63,27 +56,6 @@ class CellArguments:
             "permutations.csv has each.",
         ),
     ] = 1
-
-    def selection(self, model: str) -> Selection:
-        """The cells of a model; its configuration is read, and no weights.
-
-        Raises:
-            ValueError: if there is no such heatmap, or no such layers.
-        """
-        from surgeon.analysis.cells import SCANNED, check_operations, select
-        from surgeon.checkpoint.load import read_config
-        from surgeon.checkpoint.read import Checkpoint, locate
-        from surgeon.language.recipe import parse_range
-
-        operations = check_operations(self.operation or SCANNED)
-        return select(
-            operations,
-            read_config(Checkpoint(locate(model))).num_hidden_layers,
-            layers=None if self.layers is None else parse_range(self.layers),
-            every=self.every,
-            max_length=self.max_length,
-            permutations=self.permutations,
-        )
 
 
 @dataclass(frozen=True)
@@ -140,50 +112,28 @@ def scan(
     the table then has a column of that name. Interrupted, the same command goes on where it was; another one
     on the same folder adds its cells.
     """
-    from surgeon.analysis.engine.workers import Workers
-    from surgeon.analysis.scan import scan as run_scan
-    from surgeon.reports.curves import draw_curves
-    from surgeon.reports.heatmap import draw_heatmaps
+    from surgeon.library.scan import scan as run_scan
 
-    selection = cells.selection(model)  # what is wrong with it is said before a large model is loaded
-    workers, batch = effort.workers, effort.batch
-    subject = open_measured(model, data, text, effort.memory, elsewhere=workers > 1)
-    if screen:
-        _warn_if_few(len(subject.windows.ids))
-    result = run_scan(
-        subject.model,
-        subject.windows,
+    found = run_scan(
+        model,
+        data,
         output,
-        selection,
-        model_hash=subject.model_hash,
+        operations=cells.operation,
+        layers=cells.layers,
+        max_length=cells.max_length,
+        every=cells.every,
+        permutations=cells.permutations,
+        screen=screen,
+        **vars(text),
+        **vars(effort),
         seed=seed,
-        screened=screen,
-        memory=subject.memory,
-        batch=batch,
-        workers=Workers(workers, subject.folder, batch) if workers > 1 else None,
-        record=subject.provenance(seed=seed),
     )
-    _say(result, subject, output, screen)
-    for draw in (draw_heatmaps, draw_curves):
-        for picture in draw(result.table, result.base_perplexity, output, subject.label):
-            typer.echo(str(picture))
-
-
-def _warn_if_few(windows: int) -> None:
-    """Say so if there is too little text to give some cells less of it."""
-    from surgeon.analysis.screen import rounds
-
-    if len(rounds(windows)) == 1:
-        few = f"{windows} windows are too few to screen: every cell gets all of them"
-        warn([f"{few}; use a smaller --window or more --tokens"])
-
-
-def _say(result: Scan, subject: Subject, output: Path, screened: bool) -> None:
-    """Print what was measured, a few lines."""
-    ran, loop = result.record["sublayers_run"], result.record["sublayers_of_a_loop"]
-    typer.echo(f"base perplexity {result.base_perplexity:.4g} over {subject.windows.predicted:,} predicted tokens")
-    typer.echo(f"{len(result.table):,} cells in {output / 'cells.csv'}")
+    ran, loop, predicted = (found.record[key] for key in ("sublayers_run", "sublayers_of_a_loop", "tokens_predicted"))
+    typer.echo(f"base perplexity {found.base_perplexity:.4g} over {predicted:,} predicted tokens")
+    cells_file, *pictures = found.files
+    typer.echo(f"{len(found.table):,} cells in {cells_file}")
     typer.echo(f"sublayers run: {ran['total']:,}; a loop over cells would have run {loop['total']:,}")
-    if screened:
-        rests_on = result.table["tokens"].mean() / subject.windows.predicted
-        typer.echo(f"screened: a cell rests on {rests_on:.0%} of the tokens on average")
+    if screen:
+        typer.echo(f"screened: a cell rests on {found.table['tokens'].mean() / predicted:.0%} of the tokens on average")
+    for picture in pictures:
+        typer.echo(str(picture))

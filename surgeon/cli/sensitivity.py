@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from surgeon.cli.grouped import grouped
-from surgeon.cli.opening import open_measured, warn
 from surgeon.cli.options import DataOption, MemoryOption, ModelArgument, OutputOption, TextArguments
 
 
@@ -39,25 +38,19 @@ def sensitivity(
     Writes sensitivity.csv (first and last are the pair's layers, counted from 0), sensitivity.json and
     sensitivity.png. Interrupted, the same command goes on where it was.
     """
-    from surgeon.analysis.jacobian import PowerIteration
-    from surgeon.analysis.sensitivity import sensitivity as measure_sensitivity
-    from surgeon.reports.sensitivity import draw_sensitivity, print_sensitivity
+    from surgeon.library.sensitivity import sensitivity as measure_sensitivity
+    from surgeon.reports.sensitivity import print_sensitivity
 
-    subject = open_measured(model, data, text, memory)
     found = measure_sensitivity(
-        subject.model,
-        subject.windows,
+        model,
+        data,
         output,
-        model_hash=subject.model_hash,
-        power=PowerIteration(iterations=iterations, seed=seed),
-        jacobian_windows=windows_for_jacobians,
-        memory=subject.memory,
-        record=subject.provenance(seed=seed),
+        windows_for_jacobians=windows_for_jacobians,
+        iterations=iterations,
+        seed=seed,
+        **vars(text),
+        memory=memory,
     )
-    draw_sensitivity(found.table, output / "sensitivity.png", subject.label)
     print_sensitivity(found.correlations, found.table, found.record["errors_within_bound"], found.record["errors"])
-    slow = [f"{row.first}-{row.last}" for row in found.table.itertuples() if not row.converged]
-    if slow:
-        warn([f"{iterations} iterations were too few for pairs {', '.join(slow)}"])
-    for name in ("sensitivity.csv", "sensitivity.png"):
-        typer.echo(str(output / name))
+    for path in found.files:
+        typer.echo(str(path))

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from surgeon.cli.grouped import grouped
-from surgeon.cli.opening import open_measured
 from surgeon.cli.options import DataOption, MemoryOption, ModelArgument, OutputOption, TextArguments
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from surgeon.analysis.proxies import MeasuredScan
-    from surgeon.analysis.similarity import Similarity
 
 
 @grouped
@@ -53,35 +46,13 @@ def similarity(
     0), similarity.json, similarity.png and distances.png. Angular distance is the mean over all tokens; the column
     angular_distance_last_token takes the last token of each window only, as it was first defined.
     """
-    from surgeon.analysis.proxies import read_pairs, read_scan
-    from surgeon.analysis.similarity import similarity as measure_similarity
-    from surgeon.reports.similarity import draw_distances, draw_similarity
-
-    if sensitivity is not None and scan is None:
-        raise ValueError("--sensitivity is used with --scan only; add --scan and a folder made by surgeon scan")
-    subject = open_measured(model, data, text, memory)
-    # What is wrong with the folders is said before any work begins.
-    measured = None if scan is None else read_scan(scan, subject.model_hash)
-    pairs = None if sensitivity is None else read_pairs(sensitivity, subject.model_hash)
-    inputs = {"scan": measured and measured.source, "sensitivity": sensitivity and str(sensitivity)}
-    record = subject.provenance(**{name: value for name, value in inputs.items() if value})
-    found = measure_similarity(subject.model, subject.windows, output, record, subject.memory)
-    draw_similarity(found.layers, output / "similarity.png", subject.label)
-    draw_distances(found.distances, output / "distances.png", subject.label)
-    if measured is not None:
-        _correlate(measured, found, pairs, output)
-    for name in ("similarity.csv", "distances.csv", "similarity.png", "distances.png"):
-        typer.echo(str(output / name))
-
-
-def _correlate(scan: MeasuredScan, found: Similarity, pairs: pd.DataFrame | None, output: Path) -> None:
-    """Write proxies.csv, and print it."""
-    from surgeon.analysis.proxies import correlate, write_proxies
+    from surgeon.library.similarity import similarity as measure_similarity
     from surgeon.reports.similarity import print_proxies
 
-    table = correlate(scan, found, pairs)
-    path = write_proxies(table, output)
-    print_proxies(table)
-    typer.echo("All proxies, and their rho with the perplexity, are in proxies.csv (stretches")
-    typer.echo("overlap, so that its p is too small)")
-    typer.echo(str(path))
+    found = measure_similarity(model, data, output, scan=scan, sensitivity=sensitivity, **vars(text), memory=memory)
+    if found.proxies is not None:
+        print_proxies(found.proxies)
+        typer.echo("All proxies, and their rho with the perplexity, are in proxies.csv (stretches")
+        typer.echo("overlap, so that its p is too small)")
+    for path in found.files:
+        typer.echo(str(path))

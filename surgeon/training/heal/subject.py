@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from surgeon.analysis.factors.recipe_factors import make_recipe_factors
 from surgeon.checkpoint.companions import companions_at
 from surgeon.checkpoint.describe import REPORT_FILE
-from surgeon.checkpoint.forms import form_of
 from surgeon.checkpoint.forms.fused import FUSED
 from surgeon.checkpoint.read import DEMO, read_json
 from surgeon.checkpoint.training import layers_by_recipe
@@ -24,7 +23,7 @@ from surgeon.language.recipe import Recipe, parse_recipe
 from surgeon.models.edit import decoder_layers, edit, program_of
 from surgeon.models.edited_layers import EditedLayers
 from surgeon.named import is_hub_name
-from surgeon.opened import UnloadedModel, open_candidate
+from surgeon.opened import EditedModel, open_edited
 
 
 @dataclass(frozen=True)
@@ -38,8 +37,8 @@ class HealSubject:
         published: the recipe that is healed, once its factors are made.
     """
 
-    edited: UnloadedModel
-    original: UnloadedModel | None
+    edited: EditedModel
+    original: EditedModel | None
     report: dict[str, Any] | None = None
     published: Recipe | None = None
 
@@ -52,7 +51,7 @@ class HealSubject:
     @property
     def program(self) -> Program:
         """What the edited model runs, in the numbers of the original's layers."""
-        return Program.parse(self.edited.runs if self.report is None else self.report["program"])
+        return self.edited.program if self.report is None else Program.parse(self.report["program"])
 
     def with_factors(self, folder: Path) -> HealSubject:
         """The same with the factors that its recipe has calibrated on a text, made in a folder.
@@ -63,7 +62,7 @@ class HealSubject:
         recipe = self.recipe
         if recipe is None:
             return self
-        made = make_recipe_factors(recipe, self.edited.checkpoint, folder)
+        made = make_recipe_factors(recipe, self.edited.model.checkpoint, folder)
         if made is None:
             return self
         edited = replace(self.edited, factors=made.found.source, factors_identity=made.identity)
@@ -76,8 +75,8 @@ class HealSubject:
             NotProven: if it does not run the program that it is said to run.
             ValueError: if a fused checkpoint's layers cannot be told apart any more.
         """
-        if form_of(self.edited.checkpoint) is FUSED and self.edited.program is None:
-            model = unfused(self.edited.checkpoint)
+        if self.edited.model.form is FUSED and self.edited.asked is None:
+            model = unfused(self.edited.model.checkpoint)
         else:
             model = self.edited.load("cpu")
         if not isinstance(decoder_layers(model), EditedLayers):
@@ -96,14 +95,14 @@ class HealSubject:
         """What the edited model follows from, as JSON values."""
         return {
             "task": "heal",
-            "model": self.edited.checkpoint.model_hash(),
-            "program": self.edited.runs,
-            "original": None if self.original is None else self.original.checkpoint.model_hash(),
+            "model": self.edited.model.hash,
+            "program": str(self.edited.program),
+            "original": None if self.original is None else self.original.model.hash,
             "factors": self.edited.factors_identity,
         }
 
 
-def _in_float32(unloaded: UnloadedModel) -> PreTrainedModel:
+def _in_float32(unloaded: EditedModel) -> PreTrainedModel:
     model = unloaded.load("cpu")
     model.float()
     return model
@@ -121,14 +120,14 @@ def open_heal_subject(name: str, program: str | None = None, teacher: str | None
         FileNotFoundError: if there is no such model or recipe.
         ValueError: if it is damaged, unedited without a program, or the teacher is not what the checkpoint was made of.
     """
-    edited = open_candidate(name, program)
-    companions_at(edited.checkpoint.folder)  # what cannot go along is refused before it is trained
-    if edited.program is not None:
-        unedited = replace(edited, name=edited.model, program=None, recipe=None)
+    edited = open_edited(name, program)
+    companions_at(edited.model.folder)  # what cannot go along is refused before it is trained
+    if edited.asked is not None:
+        unedited = EditedModel(edited.model.name, edited.model)
         return HealSubject(edited, unedited if teacher is None else _original(teacher, edited))
-    path = edited.checkpoint.folder / REPORT_FILE
+    path = edited.model.folder / REPORT_FILE
     report = read_json(path) if path.is_file() else None
-    if report is None and form_of(edited.checkpoint).shipped is not None:
+    if report is None and edited.model.form.shipped is not None:
         raise ValueError(
             f"{name} is edited, and has no {REPORT_FILE} that says of what; heal the recipe, or the model and --program"
         )
@@ -142,11 +141,11 @@ def _is_found_by_name(model: Any) -> bool:
     return isinstance(model, str) and (model == DEMO or is_hub_name(model))
 
 
-def _made_from(report: dict[str, Any], edited: UnloadedModel) -> UnloadedModel:
+def _made_from(report: dict[str, Any], edited: EditedModel) -> EditedModel:
     """The model that a checkpoint was made of."""
     source = report["source"]
     found = _original(source["model"], edited)
-    if source.get("model_hash") not in (None, found.checkpoint.model_hash()):
+    if source.get("model_hash") not in (None, found.model.hash):
         raise ValueError(
             f"{edited.name} was made of {source['model']} with other weights than those that are found under this name "
             f"now; give the original with --teacher"
@@ -154,9 +153,9 @@ def _made_from(report: dict[str, Any], edited: UnloadedModel) -> UnloadedModel:
     return found
 
 
-def _original(name: str, edited: UnloadedModel) -> UnloadedModel:
-    found = open_candidate(name)
-    sizes = [int(each.config.vocab_size) for each in (found, edited)]
+def _original(name: str, edited: EditedModel) -> EditedModel:
+    found = open_edited(name)
+    sizes = [int(each.model.config.vocab_size) for each in (found, edited)]
     if sizes[0] != sizes[1]:
         raise ValueError(
             f"{name} has {sizes[0]:,} tokens and {edited.name} {sizes[1]:,}; a model is healed towards one of the same "

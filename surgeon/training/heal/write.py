@@ -15,7 +15,6 @@ from surgeon.exports.in_memory import export
 from surgeon.exports.prove import Proof
 from surgeon.models.edit import decoder_layers
 from surgeon.models.edited_layers import EditedLayers
-from surgeon.models.families import family_of
 from surgeon.models.weights import Names
 from surgeon.provenance import provenance
 from surgeon.quality.text import TextQuality
@@ -27,10 +26,10 @@ from surgeon.training.texts import TrainTexts
 
 def record_of(subject: HealSubject, texts: TrainTexts, settings: TrainSettings, found: Trained) -> dict[str, Any]:
     """What is to be known of a run, as JSON values: run.json, and the checkpoint's own record."""
-    checkpoint = subject.edited.checkpoint if subject.original is None else subject.original.checkpoint
+    judged = subject.edited if subject.original is None else subject.original
     return provenance(
-        subject.edited.model,
-        checkpoint.model_hash(),
+        subject.edited.model.name,
+        judged.model.hash,
         seed=settings.seed,
         program=str(subject.program),
         recipe=None if subject.recipe is None else subject.recipe.to_yaml(),
@@ -101,7 +100,7 @@ def _published(subject: HealSubject) -> str | None:
         return recipe
     if subject.recipe is None:
         return None
-    return replace(subject.recipe, model=Original.open(subject.edited.model).public_name).to_yaml()
+    return replace(subject.recipe, model=subject.edited.model.public_name).to_yaml()
 
 
 def _source_of(subject: HealSubject) -> dict[str, Any]:
@@ -109,14 +108,13 @@ def _source_of(subject: HealSubject) -> dict[str, Any]:
     if subject.report is not None:
         source: dict[str, Any] = subject.report["source"]
         return source
-    return source_record(Original.open(subject.edited.model))
+    return source_record(Original.of(subject.edited.model.checkpoint, subject.edited.model.name))
 
 
 def _stored_dtype(subject: HealSubject) -> str:
     """What the edited model's weights are stored in, by its embedding."""
-    checkpoint = subject.edited.checkpoint
-    family = family_of(subject.edited.config)
-    held = checkpoint.dtype(Names(checkpoint, family).of(f"{family.embedding}.weight"))
+    model = subject.edited.model
+    held = model.checkpoint.dtype(Names(model.checkpoint, model.family).of(f"{model.family.embedding}.weight"))
     return next((name for name, dtype in DTYPES.items() if dtype == held), "float32")
 
 

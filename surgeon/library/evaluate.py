@@ -1,0 +1,182 @@
+"""`surgeon.evaluate`: a model's quality on texts, and its accuracy on tasks, by lm-eval."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from surgeon.analysis.factors.recipe_factors import make_recipe_factors
+from surgeon.checkpoint.factor_cache import FactorCache
+from surgeon.language.program import Program
+from surgeon.language.recipe import parse_recipe
+from surgeon.library.opening import warn
+from surgeon.models.edit import edit, restore
+from surgeon.models.weights import TruncatedSVD
+from surgeon.opened import EditedModel, Model, choose_device, open_edited
+from surgeon.provenance import write_json
+from surgeon.quality.data import DEFAULT_TOKENS, Windows, load_windows, window_for
+from surgeon.quality.tasks import TaskSettings, run_tasks
+from surgeon.quality.tasks_load import Seeds, Tasks, load_tasks, split_names
+from surgeon.quality.tasks_model import Answers, TaskModel
+from surgeon.quality.text import TextQuality, logits_of, text_quality
+from surgeon.results.tasks import scores, table, write_results
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What was measured of a model.
+
+    Attributes:
+        text: on the text; None where none was given.
+        tasks: lm-eval's results; None where none were asked for.
+        files: what was written of tasks.
+    """
+
+    text: TextQuality | None = None
+    tasks: dict[str, Any] | None = None
+    files: tuple[Path, ...] = ()
+
+    def table(self) -> str:
+        """The tasks' scores, for people."""
+        return "" if self.tasks is None else table(scores(self.tasks))
+
+    def __str__(self) -> str:
+        return "\n".join(filter(None, ["" if self.text is None else self.text.line(), self.table()]))
+
+
+def evaluate(
+    model: str | Path | Model,
+    data: str | Path | None = None,
+    *,
+    tasks: Sequence[str] = (),
+    program: Program | str | None = None,
+    against: str | Path | Model | None = None,
+    tokens: int = DEFAULT_TOKENS,
+    window: int | None = None,
+    separator: str | None = None,
+    num_fewshot: int | None = None,
+    limit: int | None = None,
+    batch_size: int = 1,
+    seed: int | None = None,
+    apply_chat_template: bool = False,
+    device: str = "auto",
+    output: str | Path | None = None,
+    log_samples: bool = False,
+) -> Evaluation:
+    """Measure perplexity and divergence on a text, and accuracy on tasks.
+
+    Args:
+        model: a checkpoint's folder, edited or not, a hub name, "demo", a recipe (.yaml), or a model that is open.
+        data: text, as `--data` takes it.
+        tasks: names of lm-eval's tasks and groups, "paper", or paths of .jsonl and YAML files.
+        program: to run in place of the model's own.
+        against: the model that the divergence is from; by default, of a recipe or a program, the model without it.
+        tokens: of the text, in windows of `window`; documents are apart at `separator`.
+        num_fewshot: examples for every task; by default the task's own number.
+        limit: rows of each task, from its start.
+        batch_size: requests to run together.
+        seed: of the choice of few-shot examples; by default lm-eval's own.
+        apply_chat_template: put prompts into the tokenizer's chat template.
+        device: "cpu", "cuda", or "auto".
+        output: folder for results; answers are kept in it as they come.
+        log_samples: write every row's prompts and answers, too.
+
+    Raises:
+        FileNotFoundError, ValueError: if there is nothing to measure, or the model, the text or a task cannot be used.
+        OSError: if the output cannot be written.
+    """
+    if not tasks and data is None:
+        raise ValueError("there is nothing to measure; give --tasks, --data or both")
+    if log_samples and output is None:
+        raise ValueError("--log-samples writes files; say where to with --output")
+    seeds, folder = Seeds.all(seed), None if output is None else Path(output)
+    settings = TaskSettings(limit, batch_size, apply_chat_template, seeds)
+    choose_device(device)
+    candidate = open_edited(model, program)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    # What is wrong with the text or the tasks is said before anything is measured.
+    windows = None
+    if data is not None:
+        size = window_for(candidate.model.config, window)
+        windows = load_windows(candidate.model.tokenizer, str(data), size, tokens, separator)
+    original = None if data is None or against is None else open_edited(against)
+    loaded = load_tasks(split_names(list(tasks)), candidate.model.positions, num_fewshot, seeds) if tasks else None
+    found = Evaluation()
+    with _factors(candidate, folder) as candidate:
+        if windows is not None:
+            with _factors(original, None) if original is not None else nullcontext() as compared:
+                found = replace(found, text=_on_text(candidate, compared, windows, device, folder))
+        if loaded is not None:
+            results, files = _on_tasks(candidate, loaded, settings, device, folder, log_samples)
+            found = replace(found, tasks=results, files=tuple(files))
+    return found
+
+
+@contextmanager
+def _factors(candidate: EditedModel, output: Path | None) -> Iterator[EditedModel]:
+    """The candidate with a folder for factors of its program's ranks: they are made once, as its recipe says."""
+    if candidate.asked is None or not any(sublayer.ranks for sublayer in candidate.asked.sublayers()):
+        yield candidate
+        return
+    with TemporaryDirectory() as scratch:
+        folder = Path(scratch) if output is None else output / "factors"
+        recipe = None if candidate.recipe is None else parse_recipe(candidate.recipe, candidate.name)
+        made = None if recipe is None else make_recipe_factors(recipe, candidate.model.checkpoint, folder)
+        if made is None:
+            yield replace(candidate, factors=FactorCache(TruncatedSVD(), Path(scratch)))
+        else:
+            warn(made.found.notes)
+            yield replace(candidate, factors=made.found.source, factors_identity=made.identity)
+
+
+def _on_text(
+    candidate: EditedModel, original: EditedModel | None, windows: Windows, device: str, output: Path | None
+) -> TextQuality:
+    """Perplexity, and divergence where there is something to compare with; text.json."""
+    warn(windows.notes)
+    loaded, program = candidate.load(device), candidate.asked
+    model, compared = logits_of(loaded), None
+    if original is not None:
+        compared = logits_of(original.load(device))
+    elif program is not None:  # the same weights, with and without the program
+        edited = program
+
+        def model(ids: Any) -> Any:
+            return logits_of(edit(loaded, edited, factors=candidate.factors))(ids)
+
+        def compared(ids: Any) -> Any:
+            return logits_of(restore(loaded))(ids)
+
+    found = text_quality(model, windows.ids, compared)
+    if output is not None:
+        more = windows.record() | {"window": windows.ids.shape[1]} | found.to_json()
+        said = candidate.provenance(**more) | ({} if original is None else {"against": original.name})
+        write_json(output / "text.json", said)
+    return found
+
+
+def _on_tasks(
+    candidate: EditedModel, loaded: Tasks, settings: TaskSettings, device: str, output: Path | None, log_samples: bool
+) -> tuple[dict[str, Any], list[Path]]:
+    """lm-eval's results, and the files that have them."""
+    for note in loaded.notes:
+        print(f"note: {note}", file=sys.stderr)
+    with Answers(output, candidate.identity(device)) as answers:
+        lm = TaskModel(candidate.load(device), candidate.model.tokenizer, answers, settings.batch_size)
+        results = run_tasks(lm, loaded, candidate.name, settings)
+    if lm.cut:
+        print(
+            f"note: {lm.cut:,} of {len(lm.asked):,} requests were longer than the model's "
+            f"{candidate.model.positions:,} positions, and lost their beginning",
+            file=sys.stderr,
+        )
+    if output is None:
+        return results, []
+    record = candidate.provenance(files=loaded.files, requests=len(lm.asked), requests_cut=lm.cut)
+    return results, list(write_results(output, results, record, log_samples))

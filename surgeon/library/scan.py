@@ -1,0 +1,98 @@
+"""`surgeon.scan`: the heatmaps of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from surgeon.analysis.cells import SCANNED, check_operations, select
+from surgeon.analysis.engine.workers import Workers
+from surgeon.analysis.scan import CELLS, Scan
+from surgeon.analysis.scan import scan as run_scan
+from surgeon.analysis.screen import rounds
+from surgeon.library.opening import as_range, open_measured, warn
+from surgeon.opened import Model, open_model
+from surgeon.quality.data import DEFAULT_TOKENS
+from surgeon.reports.curves import draw_curves
+from surgeon.reports.heatmap import draw_heatmaps
+
+
+def scan(
+    model: str | Path | Model,
+    data: str | Path,
+    output: str | Path,
+    *,
+    operations: Sequence[str] | None = None,
+    layers: range | str | None = None,
+    max_length: int | None = None,
+    every: int = 1,
+    permutations: int = 1,
+    screen: bool = False,
+    tokens: int = DEFAULT_TOKENS,
+    window: int | None = None,
+    separator: str | None = None,
+    memory: int | str | None = None,
+    batch: int | None = None,
+    workers: int = 1,
+    seed: int = 0,
+) -> Scan:
+    """Measure what every contiguous stretch of layers tolerates; what is in the folder already is gone on with.
+
+    Args:
+        model: a folder, a hub name, "demo", or a model that is open.
+        data: text, as `--data` takes it.
+        output: folder for cells.csv, permutations.csv, scan.json and pictures.
+        operations: names of heatmaps; by default the five of the paper, "all" for every one.
+        layers: only stretches inside this range; "4:30" is layers 4 to 29.
+        max_length: only stretches of at most this many layers.
+        every: only stretches that begin at multiples of it, and whose length is one.
+        permutations: random orders for each cell of shuffle.
+        screen: give a cell only as much text as it takes to place it.
+        tokens: of the text, in windows of `window`; documents are apart at `separator`.
+        memory: the most that the process may take, in bytes or as text ("2GB").
+        batch: windows to run together at most.
+        workers: processes that share the stretches.
+        seed: of the random orders.
+
+    Raises:
+        FileNotFoundError, ValueError: if the model or the text cannot be used, there is no such heatmap or range, or
+            the folder holds a scan of something else.
+        OSError: if the folder cannot be written to.
+    """
+    opened, folder = model if isinstance(model, Model) else open_model(model), Path(output)
+    # What is wrong with the cells is said before a large model is loaded.
+    selection = select(
+        check_operations(operations or SCANNED),
+        opened.num_layers,
+        layers=as_range(layers),
+        every=every,
+        max_length=max_length,
+        permutations=permutations,
+    )
+    subject = open_measured(
+        opened, data, tokens=tokens, window=window, separator=separator, memory=memory, elsewhere=workers > 1
+    )
+    windows = len(subject.windows.ids)
+    if screen and len(rounds(windows)) == 1:
+        few = f"{windows} windows are too few to screen: every cell gets all of them"
+        warn([f"{few}; use a smaller --window or more --tokens"])
+    found = run_scan(
+        subject.model,
+        subject.windows,
+        folder,
+        selection,
+        model_hash=subject.model_hash,
+        seed=seed,
+        screened=screen,
+        memory=subject.memory,
+        batch=batch,
+        workers=Workers(workers, subject.folder, batch) if workers > 1 else None,
+        record=subject.provenance(seed=seed),
+    )
+    drawn = [
+        picture
+        for draw in (draw_heatmaps, draw_curves)
+        for picture in draw(found.table, found.base_perplexity, folder, subject.label)
+    ]
+    return replace(found, files=(folder / CELLS, *drawn))

@@ -1,0 +1,61 @@
+"""`surgeon.similarity`: what a layer's output owes to the layer before it, and how well that predicts damage."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from surgeon.analysis.proxies import correlate, read_pairs, read_scan, write_proxies
+from surgeon.analysis.similarity import Similarity
+from surgeon.analysis.similarity import similarity as measure_similarity
+from surgeon.library.opening import open_measured
+from surgeon.opened import Model
+from surgeon.quality.data import DEFAULT_TOKENS
+from surgeon.reports.similarity import draw_distances, draw_similarity
+
+
+def similarity(
+    model: str | Path | Model,
+    data: str | Path,
+    output: str | Path,
+    *,
+    scan: str | Path | None = None,
+    sensitivity: str | Path | None = None,
+    tokens: int = DEFAULT_TOKENS,
+    window: int | None = None,
+    separator: str | None = None,
+    memory: int | str | None = None,
+) -> Similarity:
+    """Measure how much each layer depends on the one before it, by CKA, block influence and angular distance.
+
+    Args:
+        model: a folder, a hub name, "demo", or a model that is open.
+        data: text, as `--data` takes it.
+        output: folder for similarity.csv, distances.csv, similarity.json and pictures.
+        scan: folder of a finished scan of this model, with whose heatmaps every measure is correlated (proxies.csv).
+        sensitivity: with `scan`: folder of a finished sensitivity of this model, whose bounds are correlated too.
+        tokens: of the text, in windows of `window`; documents are apart at `separator`.
+        memory: the most that the process may take, in bytes or as text ("2GB").
+
+    Raises:
+        FileNotFoundError, ValueError: if the model, the text or a folder cannot be used.
+        OSError: if the output cannot be written.
+    """
+    if sensitivity is not None and scan is None:
+        raise ValueError("--sensitivity is used with --scan only; add --scan and a folder made by surgeon scan")
+    folder = Path(output)
+    subject = open_measured(model, data, tokens=tokens, window=window, separator=separator, memory=memory)
+    # What is wrong with the folders is said before any work begins.
+    measured = None if scan is None else read_scan(Path(scan), subject.model_hash)
+    pairs = None if sensitivity is None else read_pairs(Path(sensitivity), subject.model_hash)
+    inputs = {"scan": measured and measured.source, "sensitivity": sensitivity and str(sensitivity)}
+    record = subject.provenance(**{name: value for name, value in inputs.items() if value})
+    found = measure_similarity(subject.model, subject.windows, folder, record, subject.memory)
+    draw_similarity(found.layers, folder / "similarity.png", subject.label)
+    draw_distances(found.distances, folder / "distances.png", subject.label)
+    names = ("similarity.csv", "distances.csv", "similarity.png", "distances.png")
+    found = replace(found, files=tuple(folder / name for name in names))
+    if measured is None:
+        return found
+    proxies = correlate(measured, found, pairs)
+    return replace(found, proxies=proxies, files=(write_proxies(proxies, folder), *found.files))
