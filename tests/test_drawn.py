@@ -23,8 +23,9 @@ from surgeon.analysis.engine.machine import PlanMachine, run_plan
 from surgeon.analysis.engine.sharing import share
 from surgeon.checkpoint.streamed import load_streamed
 from surgeon.exports.export import Original, plan_export, write_export
+from surgeon.exports.saving import edit
 from surgeon.language.program import Program
-from surgeon.models.edit import edit, program_of, restore
+from surgeon.models.edit import program_of, restore
 from surgeon.models.families import FAMILIES, family_of
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.worker.ranks import RankOptions, Ranks

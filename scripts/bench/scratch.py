@@ -33,7 +33,8 @@ from transformers import AutoModelForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
 from surgeon.checkpoint.read import Checkpoint
-from surgeon.models.edit import edit, restore
+from surgeon.exports.saving import edit
+from surgeon.models.edit import restore
 from surgeon.provenance import provenance, write_table
 from surgeon.quality.data import DEMO
 from surgeon.quality.sources import DEMO_TRAINING

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from surgeon.checkpoint.forms.program import needs_plugin
 from surgeon.exports.export import Original, plan_export, write_export
+from surgeon.exports.saving import edit
 from surgeon.language.operations import ladder, lowrank, pair, parallel, prune, tracks
 from surgeon.language.program import Program, Sublayer
-from surgeon.models.edit import edit
 from surgeon.models.families import Family, family_of
 from surgeon.training.scratch.tracks import narrow
 from tests.tiny_models import disturb, tiny_model

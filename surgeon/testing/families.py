@@ -14,8 +14,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # 
 from surgeon.checkpoint.load import load
 from surgeon.checkpoint.remote_code import PROGRAM
 from surgeon.exports.export import Original, plan_export, write_export
+from surgeon.exports.saving import edit
 from surgeon.language.program import KINDS, Program, Sublayer
-from surgeon.models.edit import decoder_layers, edit, program_of, restore
+from surgeon.models.edit import decoder_layers, program_of, restore
 from surgeon.models.families import family_of
 from surgeon.models.weights import Dense, ModelWeights, ModuleStore, NamedTensors, packed
 from surgeon.testing.sublayers import EDITS, LAYERS, OwnSublayers, Sublayers, sliced

@@ -16,8 +16,9 @@ from surgeon.checkpoint.forms import FORMS, Form, StoredModel, form_of
 from surgeon.checkpoint.load import load, read_config
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.exports.export import Original, plan_export, write_export
+from surgeon.exports.saving import edit
 from surgeon.language.program import Program
-from surgeon.models.edit import edit, restore
+from surgeon.models.edit import restore
 
 LAYERS = 6
 Exported = dict[str, Path]  # folders by program

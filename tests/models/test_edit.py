@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import surgeon
 from surgeon.checkpoint.factor_cache import FactorCache
+from surgeon.exports.saving import edit
 from surgeon.language.program import Program
-from surgeon.models.edit import decoder_layers, edit, program_of, restore
+from surgeon.models.edit import decoder_layers, program_of, restore
 from surgeon.models.weights import TruncatedSVD
 from surgeon.quality.text import logits_of
 from tests.pretended import pretended_gpus

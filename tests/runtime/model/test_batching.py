@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from surgeon.models.edit import edit
+from surgeon.exports.saving import edit
 from surgeon.runtime.batching.request import Request, Sampling
 from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.model.sampling import logprob_of

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from surgeon.exports.in_memory import export
-from surgeon.models.edit import edit
+from surgeon.exports.saving import edit
 from surgeon.runtime.batching.request import Request, Sampling
 from surgeon.runtime.batching.scheduler import Limits, Output, Tally
 from surgeon.runtime.comm.collectives import Alone

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from surgeon.exports.saving import edit
 from surgeon.language.operations import desync, fuse_attention_mlp, tracks
 from surgeon.language.program import Node, Program, Step
-from surgeon.models.edit import edit
 from surgeon.models.families import FAMILIES
 from surgeon.runtime.batching.request import Request, Sampling
 from surgeon.runtime.batching.scheduler import Limits

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from surgeon.exports.saving import edit
 from surgeon.language.program import Program
-from surgeon.models.edit import edit
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.memory import footprint
 from surgeon.training.scratch.tracks import narrow
