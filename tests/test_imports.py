@@ -97,7 +97,7 @@ def test_imports_go_one_way(path: Path) -> None:
 
 
 def test_the_program_knows_nothing() -> None:
-    assert set(imported_parts(PACKAGE / "language" / "program.py")) == set()
+    assert {part for part, _ in imported_parts(PACKAGE / "language" / "program.py")} <= {"language"}
 
 
 def test_an_import_by_a_string_is_seen(tmp_path: Path) -> None:

@@ -77,6 +77,9 @@ class Sublayer:
             text += "@" + ",".join(f"{role}{rank}" for role, rank in self.ranks)
         return text
 
+    def __repr__(self) -> str:
+        return f"Sublayer({str(self)!r})"
+
     @property
     def parts(self) -> tuple[tuple[str, int], ...]:
         """Whose weights it has: (kind, layer), of each of its layers."""
@@ -153,6 +156,9 @@ class Step:
         inside = " ".join(map(str, self.sublayers))
         return (">" if self.late else "") + (inside if len(self.sublayers) == 1 else f"[{inside}]")
 
+    def __repr__(self) -> str:
+        return f"Step({str(self)!r})"
+
 
 @dataclass(frozen=True)
 class Fork:
@@ -167,6 +173,9 @@ class Fork:
     def __str__(self) -> str:
         return "{" + " | ".join(" ".join(map(str, branch)) for branch in self.branches) + "}"
 
+    def __repr__(self) -> str:
+        return f"Fork({str(self)!r})"
+
 
 Node = Step | Fork
 
@@ -179,6 +188,14 @@ class Program:
 
     def __str__(self) -> str:
         return " ".join(map(str, self.nodes))
+
+    def __repr__(self) -> str:
+        return f"Program.parse({str(self)!r})"
+
+    def _repr_html_(self) -> str:
+        from surgeon.language.picture import program_html  # which only notebooks ask for
+
+        return program_html(self)
 
     def __len__(self) -> int:
         return len(self.nodes)

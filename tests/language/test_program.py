@@ -266,3 +266,15 @@ def test_programs_are_hashable_and_know_nothing_of_torch() -> None:
     assert len({Program.parse("A0 F0"), Program.dense(1)}) == 1
     with pytest.raises(ValueError, match="ranks must be at least 1"):
         Program.dense(1).sync_points(0)
+
+
+def test_notebooks_show_a_program_as_its_text_and_as_a_picture() -> None:
+    program = Program.parse("A0 F0 >[A1 A2/2:0] {F1@up8 | F2~F3}")
+    assert repr(program) == "Program.parse('A0 F0 >[A1 A2/2:0] {F1@up8 | F2~F3}')"
+    assert eval(repr(program)) == program
+    assert [repr(node) for node in program.nodes[2:]] == ["Step('>[A1 A2/2:0]')", "Fork('{F1@up8 | F2~F3}')"]
+    assert repr(program.nodes[0].sublayers[0]) == "Sublayer('A0')"  # type: ignore[union-attr]
+    html = program._repr_html_()
+    assert all(f">{sublayer}</span>" in html for sublayer in program.sublayers())
+    assert html.count("dashed") == 2
+    assert "4 steps and forks, 4 one after the other" in html
