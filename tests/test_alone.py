@@ -10,12 +10,21 @@ from pathlib import Path
 import pytest
 
 CONFTEST = Path(__file__).with_name("conftest.py")
+# The first test of each worker waits until the other's has begun, too, so that both work beside each other.
 TESTS = """
-import time, pytest
+import os, time, pytest
+from pathlib import Path
+folder, first = Path(r"{folder}"), True
 marks = {{7: pytest.mark.alone, 12: pytest.mark.alone}}
 @pytest.mark.parametrize("number", [pytest.param(n, marks=marks.get(n, ())) for n in range(20)])
 def test_span(number):
+    global first
     began = time.monotonic()
+    if first:
+        (folder / os.environ["PYTEST_XDIST_WORKER"]).touch()
+        while len(list(folder.glob("gw*"))) < 2:
+            time.sleep(0.01)
+    first = False
     time.sleep(0.05)
     with open(r"{log}", "a") as log:
         log.write(f"{{number}} {{began}} {{time.monotonic()}}\\n")
@@ -25,7 +34,7 @@ def test_span(number):
 def test_no_other_test_runs_meanwhile(tmp_path: Path) -> None:
     pytest.importorskip("xdist")
     log = tmp_path / "log"
-    (tmp_path / "test_spans.py").write_text(TESTS.format(log=log))
+    (tmp_path / "test_spans.py").write_text(TESTS.format(log=log, folder=tmp_path))
     (tmp_path / "conftest.py").write_text(CONFTEST.read_text())
     options = ["-p", "xdist.plugin", "-n", "2", "--dist", "load", "-c", "/dev/null", f"--rootdir={tmp_path}"]
     done = subprocess.run(

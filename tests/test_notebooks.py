@@ -20,6 +20,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from tests.waiting import PATIENCE
+
 PROJECT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((PROJECT / "notebooks").glob("*.ipynb"))
 NUMBERS = "numbers"  # the tag of the cell that prints them as JSON
@@ -32,7 +34,9 @@ def run(path: Path, folder: Path) -> Any:
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
-    client = NotebookClient(notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(folder)}})
+    client = NotebookClient(
+        notebook, timeout=int(PATIENCE), kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+    )
     client.execute(env=os.environ | {"TMPDIR": str(folder)})
     return notebook
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests import warm
+from tests.waiting import PATIENCE
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks are made on Linux only")
 SHOW = """
@@ -41,7 +42,7 @@ def test_what_it_is_given(start: type[subprocess.Popen[str]], tmp_path: Path) ->
     out = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     environment = os.environ | {"WHERE": "here"}
     process = start(command, cwd=tmp_path, env=environment, pass_fds=readers[::-1], **out)  # type: ignore[call-overload]
-    shown, read = process.communicate(timeout=60)
+    shown, read = process.communicate(timeout=PATIENCE)
     for descriptor in [end for pipe in pipes for end in pipe]:
         os.close(descriptor)
     arguments = ["-c", *map(str, readers)]
@@ -54,7 +55,7 @@ def test_what_it_is_given(start: type[subprocess.Popen[str]], tmp_path: Path) ->
 @pytest.mark.parametrize("start", [warm.Popen, warm.ColdPopen])
 def test_how_it_ends(start: type[subprocess.Popen[str]], code: str) -> None:
     process = start([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=PATIENCE)
     expected, end = ENDS[code]
     assert (process.returncode, said[len(said) - len(end) :]) == (expected, end)
 
@@ -65,7 +66,7 @@ def test_ctrl_c_reaches_it() -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGINT)
-    assert "KeyboardInterrupt" in process.communicate(timeout=60)[1]
+    assert "KeyboardInterrupt" in process.communicate(timeout=PATIENCE)[1]
     assert process.returncode in (-signal.SIGINT, 1)
 
 

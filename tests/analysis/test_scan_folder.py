@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +24,7 @@ from tests import warm
 from tests.analysis.scanning import LAYERS, Stopped, run, stopping
 from tests.selection import one_in
 from tests.tiny_models import save_checkpoint, tiny_model
+from tests.waiting import wait_until
 
 WINDOWS, TOKENS = 5, 12
 
@@ -231,8 +231,6 @@ def add(self, *measured):
     time.sleep(0.02)
 ScanJournal.add = add
 from surgeon.cli.app import main
-from tests.selection import one_in
-from tests.selection import one_in
 raise SystemExit(main(sys.argv[1:]))
 """
 
@@ -256,11 +254,9 @@ def test_killed_and_started_again(tmp_path: Path, tiny_text: Path, capsys: pytes
     environment = os.environ | {"PYTHONPATH": str(Path(surgeon.__file__).parents[1])}
     folder = tmp_path / "killed"
     child = warm.Popen([*command, "-o", str(folder)], env=environment, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while not (folder / JOURNAL).exists() or (folder / JOURNAL).read_bytes().count(b"\n") < 20:
-        assert child.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    journal = folder / JOURNAL
+    wait_until(lambda: child.poll() is not None or (journal.exists() and journal.read_bytes().count(b"\n") >= 20))
+    assert child.poll() is None
     child.send_signal(signal.SIGKILL)
     child.wait()
     assert not (folder / "cells.csv").exists()

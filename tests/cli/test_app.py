@@ -18,6 +18,7 @@ import typer
 from surgeon import __version__
 from surgeon.cli import app as cli
 from surgeon.cli.failures import explain, explain_interruption
+from tests.waiting import PATIENCE
 
 
 @pytest.fixture(autouse=True)
@@ -194,7 +195,7 @@ def surgeon(line: str) -> subprocess.CompletedProcess[str]:
     code = "import sys; from surgeon.cli.app import main; sys.exit(main())"
     environment = {**os.environ, "SURGEON": f"{sys.executable} -c '{code}'", "COLUMNS": "80"}
     shell = ["bash", "-o", "pipefail", "-c", line.replace("surgeon", "eval $SURGEON")]
-    return subprocess.run(shell, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    return subprocess.run(shell, capture_output=True, text=True, env=environment, timeout=PATIENCE, check=False)
 
 
 def test_help_lists_the_commands_in_80_columns() -> None:

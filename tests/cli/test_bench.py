@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pandas as pd
@@ -18,6 +17,7 @@ from matplotlib.image import imread
 from surgeon.cli.app import main
 from tests import warm
 from tests.selection import one_in
+from tests.waiting import PATIENCE, wait_until
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SMALL = ["--prompt", "4", "--new", "3", "--rounds", "2"]
@@ -119,13 +119,13 @@ def test_what_is_refused(
 
 def measuring_ranks(command: subprocess.Popen[str]) -> list[psutil.Process]:
     """The ranks of a bench, by rank, once they have computed for longer than starting and loading takes."""
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
+
+    def compute() -> bool:
         ranks = warm.ranks_of(command.pid)
-        if len(ranks) == 2 and ranks[1].cpu_times().user > 1:
-            return ranks
-        time.sleep(0.05)
-    raise AssertionError("the ranks do not compute")
+        return len(ranks) == 2 and ranks[1].cpu_times().user > 1
+
+    wait_until(compute)
+    return warm.ranks_of(command.pid)
 
 
 @pytest.mark.parametrize(
@@ -142,11 +142,11 @@ def test_ending_in_the_middle(target: str, name: str, code: int, message: str, t
     try:
         ranks = measuring_ranks(command)
         (ranks[1] if target == "rank" else command).send_signal(signal.Signals[name])
-        _, err = command.communicate(timeout=60)
+        _, err = command.communicate(timeout=PATIENCE)
     finally:
         command.kill()
     assert command.returncode == code
     assert re.fullmatch(message, err.splitlines()[-1])
     assert "Traceback" not in err
     assert len(ranks) == 2
-    assert psutil.wait_procs(ranks, timeout=20)[1] == []
+    assert psutil.wait_procs(ranks, timeout=PATIENCE)[1] == []

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.cli.conftest import Run
+from tests.waiting import PATIENCE
 
 ANSWERS = ["jumps over", "sleeping", "it"]
 CHOICES = [
@@ -92,7 +93,7 @@ def test_what_a_user_sees(tasks: str, tiny_checkpoint: Path) -> None:
     """In a process of its own: nothing of lm-eval's many words."""
     code = "import sys; from surgeon.cli.app import main; sys.exit(main())"
     command = [sys.executable, "-c", code, "eval", str(tiny_checkpoint), "--tasks", tasks, "--num-fewshot", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 1 + 2 + 2 + 2
     shown = [line.partition(":")[0] for line in done.stderr.splitlines()]

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from surgeon.runtime import service
 from surgeon.runtime.worker import ranks
 from tests import warm
 from tests.tiny_models import damage
+from tests.waiting import PATIENCE, wait_until
 
 REPOSITORY = Path(__file__).parents[2]
 PROMPT = "The quick brown fox"
@@ -392,20 +392,13 @@ def test_ending_in_the_middle(target: str, name: str, code: int, message: str, e
         shown = command.stdout.read(len(beginning))
         ranks = [rank.pid for rank in warm.ranks_of(command.pid)]
         os.kill(ranks[1] if target == "rank" else command.pid, signal.Signals[name])
-        _, err = command.communicate(timeout=60)
+        _, err = command.communicate(timeout=PATIENCE)
     assert command.returncode == code
     assert re.fullmatch(message + "\n", err)
     assert shown == beginning
     assert len(ranks) == 2
     for rank in ranks:
-        assert has_ended(rank)
-
-
-def has_ended(process: int) -> bool:
-    deadline = time.monotonic() + 20
-    while Path(f"/proc/{process}").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not Path(f"/proc/{process}").exists()
+        wait_until(lambda rank=rank: not Path(f"/proc/{rank}").exists())  # type: ignore[misc]
 
 
 def test_texts_that_are_done_are_there_when_it_is_interrupted(endless: Path) -> None:
@@ -415,7 +408,7 @@ def test_texts_that_are_done_are_there_when_it_is_interrupted(endless: Path) -> 
         assert command.stdout is not None
         shown = command.stdout.read(len(first))
         command.send_signal(signal.SIGINT)
-        rest, err = command.communicate(timeout=60)
+        rest, err = command.communicate(timeout=PATIENCE)
     assert (shown, rest) == (first, "")
     assert err.startswith("interrupted")
 

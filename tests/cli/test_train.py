@@ -21,6 +21,7 @@ from surgeon.training import run
 from surgeon.training.scratch.build import blueprint
 from surgeon.training.scratch.config import parse_config
 from tests.cli.conftest import Run
+from tests.waiting import PATIENCE
 
 CONFIG = """\
 surgeon: 1
@@ -243,7 +244,7 @@ def test_from_the_shell(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("surgeon: 1\nmodel: {model_type: llama}\ntokenizer: demo\ndata: demo:train\nwindow: 1\n")
     command = [sys.executable, "-m", "surgeon.cli", "train", str(path), "-o", str(tmp_path / "new")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     expected = f"error: {path}:5: window: Input should be greater than or equal to 2, not 1\n"
     assert (done.returncode, done.stdout, done.stderr) == (1, "", expected)
 

@@ -18,6 +18,7 @@ from surgeon.exports import staging
 from surgeon.exports.staging import MARK, check_space, show_bytes, staged
 from tests import warm
 from tests.checkpoint.helpers import run_export, save_source, weights_of
+from tests.waiting import PATIENCE
 
 DEAD = 2**22 + 1  # above the largest process id
 REPOSITORY = Path(__file__).parents[2]
@@ -322,7 +323,7 @@ def test_killed_halfway_the_old_target_is_whole_and_the_next_run_cleans_up(tmp_p
     assert process.stdout is not None
     assert process.stdout.readline() == "halfway\n", process.stderr.read()  # type: ignore[union-attr]
     process.kill()
-    process.communicate(timeout=60)
+    process.communicate(timeout=PATIENCE)
     assert {path.name: path.read_bytes() for path in (tmp_path / "target").iterdir()} == before
     assert len(names(tmp_path)) == 3  # the partial folder is still there
     run_export(tmp_path / "source", tmp_path / "target", "A0 F0 A4 F4", overwrite=True)

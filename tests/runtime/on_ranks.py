@@ -7,7 +7,9 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -18,6 +20,7 @@ from surgeon.runtime.batching.sequence import Row, Wanted
 from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.comm.collectives import Collectives, Counts
 from surgeon.runtime.comm.shared_memory import SharedMemoryCollectives
+from surgeon.runtime.model import low_rank
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.model.recorded import RecordedDecode
 from surgeon.runtime.plan.specification import Plan
@@ -34,6 +37,21 @@ def logits_in_chunks(rank: Rank, plan: Plan, chunks: list[Tensor]) -> tuple[Tens
         counts.append(prefill.layers)
         prefill.layers = Counts()
     return torch.cat(found, 1), counts, prefill.vocabulary
+
+
+def logits_as_timed(
+    rank: Rank, plan: Plan, chunks: list[Tensor], seconds: list[list[float]]
+) -> tuple[Tensor, list[Counts], Counts]:
+    """What `logits_in_chunks` gives where measuring says how long each way takes that is tried.
+
+    Args:
+        seconds: of each rank, in the order in which they are asked for.
+    """
+    said = iter(seconds[rank.rank])
+    with patch.object(low_rank, "_time_of", lambda *_: next(said)):
+        found = logits_in_chunks(rank, plan, chunks)
+    assert next(said, None) is None, "something was not measured"
+    return found
 
 
 def held(rank: Rank, plan: Plan) -> tuple[set[int], int, int]:
@@ -146,7 +164,9 @@ def fail(rank: Rank, who: int, how: str) -> None:
     rank.collectives.all_reduce(torch.ones(2), Counts())()
 
 
-def sleep(_: Rank, seconds: float) -> None:
+def sleep(rank: Rank, seconds: float, folder: Path) -> None:
+    """Say so with a file, then sleep."""
+    (folder / f"{rank.rank}.asleep").touch()
     time.sleep(seconds)
 
 

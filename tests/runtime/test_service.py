@@ -19,11 +19,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from surgeon.models.edit import edit
+from surgeon.processes.watchdog import PATIENCE_SECONDS
 from surgeon.runtime.batching.request import Event, QueueFull, Sampling, Stats, UndefinedLogits
 from surgeon.runtime.comm.link import Link
 from surgeon.runtime.service import Service, ServiceOptions, Stream
 from surgeon.runtime.worker.ranks import RankFailed, RankOptions
 from tests.tiny_models import damage, save_checkpoint
+from tests.waiting import PATIENCE, takes_less_than, wait_until
 
 PROMPT = "The quick brown fox"
 NEW = 12
@@ -73,9 +75,7 @@ def read(stream: Stream) -> tuple[list[int], str, Event]:
 
 def settled(service: Service, finished: int) -> bool:
     """Wait until the ranks have finished so many requests and have nothing to do."""
-    deadline = time.monotonic() + 60
-    while service.stats().finished < finished and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: service.stats().finished >= finished)
     return service.stats().running == service.stats().waiting == 0
 
 
@@ -113,8 +113,8 @@ def test_many_threads(service: Service, prompt: list[int], expected: list[int]) 
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
-    results = [found.get(timeout=1) for _ in threads]
+        thread.join(PATIENCE)
+    results = [found.get(timeout=PATIENCE) for _ in threads]
     assert all(tokens == expected for tokens, _, _ in results)
     assert len({text for _, text, _ in results}) == 1
 
@@ -269,10 +269,10 @@ def test_a_rank_that_is_killed(who: int, folder: Path, prompt: list[int]) -> Non
         for stream in streams[:3]:
             with pytest.raises(RankFailed, match=rf"rank {who} \(process {killed}\) was ended by SIGKILL"):
                 list(stream)
-        while isinstance(event := heard.get(timeout=60), Event):
+        while isinstance(event := heard.get(timeout=PATIENCE), Event):
             assert event.finish_reason is None
         assert isinstance(event, RankFailed)
-        assert time.monotonic() - began < 30
+        assert time.monotonic() - began < PATIENCE_SECONDS  # after which ranks that do not answer are given up
         with pytest.raises(RankFailed):
             service.submit(prompt, GREEDY)
         with pytest.raises(RankFailed):
@@ -285,29 +285,29 @@ def test_a_rank_that_is_killed(who: int, folder: Path, prompt: list[int]) -> Non
 def test_a_rank_that_is_killed_while_nothing_is_asked(folder: Path) -> None:
     with Service(folder, ServiceOptions(RankOptions(2))) as service:
         os.kill(service.pids[1], signal.SIGKILL)
-        deadline = time.monotonic() + 30
-        while service.failure is None and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: service.failure is not None)
         assert "rank 1" in str(service.failure)
 
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_rank_that_is_stopped(who: int, folder: Path, prompt: list[int]) -> None:
     """While nothing is asked that harms nobody; whoever then asks is told in time, and which rank it is."""
-    with Service(folder, ServiceOptions(RankOptions(2), max_batch=2, patience=2)) as service:
+    patience = 4  # a twelfth of it apart, three pulses at once are seldom late even on a busy machine
+    with Service(folder, ServiceOptions(RankOptions(2), max_batch=2, patience=patience)) as service:
         stopped = service.pids[who]
-        os.kill(stopped, signal.SIGSTOP)
-        time.sleep(3)
-        os.kill(stopped, signal.SIGCONT)
+        if who == 1:
+            os.kill(stopped, signal.SIGSTOP)
+            time.sleep(patience + 1)
+            os.kill(stopped, signal.SIGCONT)
         assert read(service.submit(prompt, GREEDY))[2].finish_reason == "length"
         streams = [service.submit(prompt, LONG) for _ in range(4)]
         next(iter(streams[0]))
         os.kill(stopped, signal.SIGSTOP)
         began = time.monotonic()
         for stream in streams:
-            with pytest.raises(RankFailed, match=rf"^rank {who} \(process {stopped}\) has not answered for 2 seconds"):
+            with pytest.raises(RankFailed, match=rf"^rank {who} \(process {stopped}\) has not answered for 4 seconds"):
                 list(stream)
-        assert 1 < time.monotonic() - began < 20
+        assert patience / 2 < time.monotonic() - began < PATIENCE
         with pytest.raises(RankFailed, match="has not answered"):
             service.submit(prompt, GREEDY)
         assert isinstance(service.failure, RankFailed)
@@ -332,15 +332,18 @@ def test_draining_and_closing(folder: Path, prompt: list[int], expected: list[in
 def test_ranks_that_wait_use_no_processor(folder: Path, prompt: list[int]) -> None:
     with Service(folder, ServiceOptions(RankOptions(2))) as service:
         read(service.submit(prompt, GREEDY))
-        time.sleep(0.2)
+
+        def used() -> float:
+            """Processor time of both in a second; the first one may be left from the request."""
+            before = ticks()
+            time.sleep(1.0)
+            return (ticks() - before) / 100
 
         def ticks() -> int:
             stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in service.pids]
             return sum(int(fields[11]) + int(fields[12]) for fields in stats)
 
-        before = ticks()
-        time.sleep(1.0)
-        assert ticks() - before <= 5  # hundredths of a second, of both
+        assert takes_less_than(0.06, used)
 
 
 def test_memory_is_checked_before_anything_starts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

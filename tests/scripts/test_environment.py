@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import PATIENCE
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = [
     *["scripts/demo", "scripts/test", "scripts/environment.sh", ".ci/run"],
@@ -87,7 +89,7 @@ class Clone:
             capture_output=True,
             text=True,
             stdin=subprocess.DEVNULL,
-            timeout=60,
+            timeout=PATIENCE,
             check=False,
         )
 
@@ -267,6 +269,6 @@ def test_a_closed_standard_input_does_no_harm(clone: Clone) -> None:
     line = f'"{clone.root}/scripts/demo" <&-'
     environment = {"PATH": str(clone.path), "CALLS": str(clone.calls)}
     done = subprocess.run(
-        ["bash", "-c", line], env=environment, capture_output=True, text=True, timeout=20, check=False
+        ["bash", "-c", line], env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
     )
     assert (done.returncode, done.stdout) == (0, "surgeon demo\n")

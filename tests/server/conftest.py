@@ -36,4 +36,6 @@ def client(server: Server) -> OpenAI:
     """OpenAI's own client; it tries nothing twice."""
     from openai import OpenAI
 
-    return OpenAI(base_url=f"{server.url}/v1", api_key="not asked for", max_retries=0, timeout=60)
+    from tests.waiting import PATIENCE
+
+    return OpenAI(base_url=f"{server.url}/v1", api_key="not asked for", max_retries=0, timeout=PATIENCE)

@@ -21,9 +21,9 @@ import psutil
 
 from tests import warm
 from tests.tiny_models import save_checkpoint, tiny_tokenizer
+from tests.waiting import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
-START_SECONDS = 120
 COMMAND = [sys.executable, "-c", "from surgeon.cli.app import main; raise SystemExit(main())", "serve"]
 POSITIONS = 8192  # so that a request can be made to last
 # Writes the roles as text, refuses any it does not know, and begins like the tokenizer does.
@@ -76,18 +76,17 @@ class Server:
 
     def wait_until_serving(self) -> Server:
         """Raises AssertionError with what it wrote if it ends first."""
-        deadline = time.monotonic() + START_SECONDS
         while not self.url:
-            line = self._lines.get(timeout=deadline - time.monotonic())
+            line = self._lines.get(timeout=PATIENCE)
             assert line is not None, "\n".join(self.lines)
             if line.startswith("serving "):
                 self.url = line.split()[3].removesuffix("/v1")
         return self
 
-    def wait_until_ended(self, seconds: float) -> int:
+    def wait_until_ended(self) -> int:
         """The exit code."""
-        code = self.process.wait(seconds)
-        while self._lines.get(timeout=5) is not None:
+        code = self.process.wait(PATIENCE)
+        while self._lines.get(timeout=PATIENCE) is not None:
             pass
         return code
 
@@ -105,30 +104,34 @@ class Server:
             self.process.kill()
         self.process.wait()
 
+    def ask(self, method: str, path: str, **options: Any) -> httpx2.Response:
+        """Send a request."""
+        return httpx2.request(method, f"{self.url}{path}", timeout=PATIENCE, **options)
+
     def post(self, path: str, **fields: Any) -> httpx2.Response:
         """Send a request with a JSON body."""
-        return httpx2.post(f"{self.url}{path}", json=fields, timeout=60)
+        return self.ask("POST", path, json=fields)
 
     def open_request(self, path: str, fields: dict[str, Any]) -> socket.socket:
         """Send a request and leave the answer to come; closing the connection is going away."""
         body = json.dumps(fields).encode()
         host, _, port = self.url.removeprefix("http://").partition(":")
-        connection = socket.create_connection((host, int(port)), timeout=60)
+        connection = socket.create_connection((host, int(port)), timeout=PATIENCE)
         head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
         connection.sendall(head.encode() + b"\r\n\r\n" + body)
         return connection
 
     def metrics(self) -> dict[str, float]:
         """What /metrics shows, by name and labels."""
-        text = httpx2.get(f"{self.url}/metrics").text
+        text = self.ask("GET", "/metrics").text
         pairs = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
         return {name: float(value) for name, _, value in pairs}
 
-    def wait_for(self, condition: Callable[[dict[str, float]], bool], seconds: float = 10) -> dict[str, float]:
+    def wait_for(self, condition: Callable[[dict[str, float]], bool]) -> dict[str, float]:
         """The first metrics of which something is true."""
-        deadline = time.monotonic() + seconds
+        end = time.monotonic() + PATIENCE
         while not condition(found := self.metrics()):
-            assert time.monotonic() < deadline, found
+            assert time.monotonic() < end, found
             time.sleep(0.02)
         return found
 

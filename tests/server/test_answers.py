@@ -8,7 +8,6 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import httpx2
 import openai
 import pytest
 import torch
@@ -338,7 +337,7 @@ def test_begun_prompts_are_shared(server: Server) -> None:
 
 def test_metrics_count(server: Server, tokenizer: Any) -> None:
     before = server.metrics()
-    assert httpx2.get(f"{server.url}/health").json() == {"status": "ok"}
+    assert server.ask("GET", "/health").json() == {"status": "ok"}
     server.post("/v1/completions", prompt=PROMPT, temperature=0, max_tokens=10, ignore_eos=True)
     after = server.wait_for(lambda found: found["surgeon_running"] == 0)
     grown = {name: after[name] - before.get(name, 0) for name in after}

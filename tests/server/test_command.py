@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from surgeon.cli.app import main
 from surgeon.server.run import bind
 from tests.server.servers import Server
+from tests.waiting import PATIENCE, wait_until
 
 
 def test_help_names_every_option(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,10 +99,9 @@ def test_of_two_servers_that_start_at_once_one_gives_way(chat_model: Path) -> No
         with connect_when_possible(port) as early:
             early.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert early.recv(15) == b"HTTP/1.1 200 OK"
-        while all(server.process.poll() is None for server in both):
-            time.sleep(0.02)
+        wait_until(lambda: any(server.process.poll() is not None for server in both))
         loser, winner = sorted(both, key=lambda server: server.process.poll() is None)
-        assert loser.wait_until_ended(5) == 1
+        assert loser.wait_until_ended() == 1
         message = f"port {port} of 127.0.0.1 is in use by another program; choose another with --port (0 takes any)"
         assert loser.lines == [f"error: {message}"]
         assert winner.process.poll() is None
@@ -110,13 +111,15 @@ def test_of_two_servers_that_start_at_once_one_gives_way(chat_model: Path) -> No
 
 
 def connect_when_possible(port: int) -> socket.socket:
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            return socket.create_connection(("127.0.0.1", port), timeout=60)
-        except ConnectionRefusedError:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+    connections: list[socket.socket] = []
+
+    def connects() -> bool:
+        with suppress(ConnectionRefusedError):
+            connections.append(socket.create_connection(("127.0.0.1", port), PATIENCE))
+        return bool(connections)
+
+    wait_until(connects)
+    return connections[0]
 
 
 def test_a_link_and_compression(chat_model: Path) -> None:
@@ -151,7 +154,7 @@ def test_a_missing_extra_names_the_command_that_installs_it() -> None:
         "import sys; sys.modules['fastapi'] = None\n"
         "from surgeon.cli.app import main; raise SystemExit(main(['serve', 'demo']))"
     )
-    done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 1
     assert done.stderr.strip() == (
         "error: serving needs fastapi, which is not installed; run: pip install 'surgeon[serve]'"

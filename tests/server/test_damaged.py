@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import httpx2
 import pytest
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ def test_no_numbers_are_an_error_of_their_own_request(damaged: Server, fields: d
     assert "the model's logits are not finite" in error["message"]
     # The likeliest tokens: a drawn one could be the damaged one.
     assert damaged.post(COMPLETIONS, prompt=GOOD, max_tokens=3, temperature=0).status_code == 200
-    assert httpx2.get(f"{damaged.url}/health").status_code == 200
+    assert damaged.ask("GET", "/health").status_code == 200
 
 
 def test_a_stream_that_has_begun_ends_with_the_error(damaged: Server) -> None:

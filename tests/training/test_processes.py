@@ -14,6 +14,7 @@ import pytest
 from tests import warm
 from tests.processes.test_torchrun import free_port
 from tests.training.process import main
+from tests.waiting import PATIENCE
 
 REPOSITORY = Path(__file__).parents[2]
 PAIRED = "A0 F0 [A1 A2] [F1 F2]"
@@ -36,7 +37,7 @@ def together(*arguments: str) -> None:
         for rank in range(2)
     ]
     for process in started:
-        said, _ = process.communicate(timeout=120)
+        said, _ = process.communicate(timeout=PATIENCE)
         assert process.returncode == 0, said
 
 
@@ -74,7 +75,7 @@ def test_the_command_under_torchrun(tmp_path: Path, tiny_checkpoint: Path, tiny_
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port())}
     done = subprocess.run(
         [*torchrun, *command, *quick, "-o", str(tmp_path / "healed")],
-        env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=240, check=False,
+        env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=PATIENCE, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(tmp_path / "healed")

@@ -14,6 +14,7 @@ from surgeon.training.checkpoints import checkpoints_of
 from surgeon.training.manifest import fault_of, write_manifest
 from surgeon.training.resume import alone, finish_run, open_run, run_folder
 from tests.training.runs import record, run, same, student, tables, weights
+from tests.waiting import PATIENCE
 from tests.warm import Popen
 
 KILLED = "import sys; from tests.training.killed import main; main(*sys.argv[1:])"
@@ -22,7 +23,7 @@ KILLED = "import sys; from tests.training.killed import main; main(*sys.argv[1:]
 def test_a_run_killed_anywhere_ends_as_one_that_is_not(tmp_path: Path) -> None:
     """Weights bit for bit, tables, files: all weights, adapters, early stop, with dropout, files torn."""
     process = Popen([sys.executable, "-c", KILLED, tmp_path, "2", "9"], stdout=subprocess.PIPE, cwd=Path.cwd())
-    found = [json.loads(line) for line in process.communicate(timeout=120)[0].splitlines()]
+    found = [json.loads(line) for line in process.communicate(timeout=PATIENCE)[0].splitlines()]
     assert [each["name"] for each in found] == ["all", "adapters", "patience"]
     assert not any(each["different"] for each in found)
     assert all(each["ended"][-1] == 0 for each in found)

@@ -25,14 +25,16 @@
 #define PAUSE() std::this_thread::yield()
 #endif
 
-class Pool {
+// Its clock is the system's, but where a test says how much time has passed.
+template <typename Clock>
+class PoolBy {
 public:
     // How many threads may work, the calling one included.
     void set_threads(int64_t threads) {
         const std::lock_guard<std::mutex> lock(mutex_);
         wanted_.store(threads);
         resting_.store(0);
-        while (started_ + 1 < threads) std::thread(&Pool::help, this, ++started_).detach();
+        while (started_ + 1 < threads) std::thread(&PoolBy::help, this, ++started_).detach();
         awake_.notify_all();
         recalled_.notify_all();
     }
@@ -76,8 +78,8 @@ public:
     }
 
 private:
-    using Clock = std::chrono::steady_clock;
-    using Time = Clock::time_point;
+    using Time = typename Clock::time_point;
+    using Duration = typename Clock::duration;
 
     static constexpr int64_t kWorthTaking = 1 << 13;          // numbers: some microseconds
     static constexpr int kLooks = 1000;                       // before a core is offered to others
@@ -109,7 +111,7 @@ private:
         if (!rests && !loses) return;
         const Time now = Clock::now();
         const int64_t others = threads() - 1;  // all of them take note of one that holds them up
-        const bool too_much = others && times_.load() >= kOften * others && Clock::duration(lost_.load()) >= kLost * others;
+        const bool too_much = others && times_.load() >= kOften * others && Duration(lost_.load()) >= kLost * others;
         if (too_much || now - watched_since_ > kWatched) {
             watched_since_ = now;
             lost_.store(0);
@@ -173,7 +175,7 @@ private:
     std::atomic<Call> call_{nullptr};
     std::atomic<const void *> context_{nullptr};
     std::atomic<int64_t> pieces_{0}, done_{0}, wanted_{1}, resting_{0}, sleeping_{0};
-    std::atomic<Clock::rep> lost_{0};  // time that threads have waited for others that seem to have no core
+    std::atomic<typename Duration::rep> lost_{0};  // time that threads have waited for others that seem to have no core
     std::atomic<int64_t> times_{0};
     Time watched_since_{}, rested_{};  // the caller's whose work is shared
     uint64_t round_ = 0;
@@ -181,6 +183,8 @@ private:
     std::mutex callers_, mutex_;
     std::condition_variable awake_, recalled_;
 };
+
+using Pool = PoolBy<std::chrono::steady_clock>;
 
 // Never destroyed: its threads end with the process.
 inline Pool &pool() {

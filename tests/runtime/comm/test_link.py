@@ -13,23 +13,12 @@ from torch import Tensor
 from surgeon.language.execute import Machine, Partial, Pending, run
 from surgeon.language.program import Fork, Program, Step
 from surgeon.runtime.comm.collectives import Collectives, Counts
-from surgeon.runtime.comm.link import SPIN_SECONDS, Clock, EmulatedLink, Link, SystemClock, parse_link, parse_seconds
+from surgeon.runtime.comm.link import SPIN_SECONDS, EmulatedLink, Link, SystemClock, parse_link, parse_seconds
 from surgeon.runtime.plan.placement import Group
 from surgeon.runtime.worker.ranks import RankOptions, Ranks, check_sending
+from tests.clock import HandClock
 from tests.runtime.comm import on_collectives
-
-
-class HandClock(Clock):
-    """Time passes only when somebody says so."""
-
-    def __init__(self) -> None:
-        self.time = 100.0
-
-    def now(self) -> float:
-        return self.time
-
-    def wait_until(self, when: float) -> None:
-        self.time = max(self.time, when)
+from tests.waiting import takes_less_than
 
 
 class Echo(Collectives):
@@ -54,46 +43,46 @@ def test_a_transfer_takes_the_delay_and_its_bytes_time() -> None:
     link, clock = linked(2, delay=3.0, bandwidth=8.0)
     counts = Counts()
     result = link.all_reduce(torch.ones(4), counts)()  # 16 bytes
-    assert clock.time == 100 + 3 + 16 / 8
+    assert clock.seconds == 100 + 3 + 16 / 8
     assert torch.equal(result, torch.full((4,), 2.0))
     assert torch.equal(link.all_gather(torch.ones(2), counts), torch.ones(2, 2))
-    assert clock.time == 105 + 3 + 8 / 8
+    assert clock.seconds == 105 + 3 + 8 / 8
     assert counts == Counts(all_reduces=1, all_gathers=1, bytes=24)
 
 
 def test_what_is_computed_meanwhile_hides_it() -> None:
     link, clock = linked(2, delay=3.0, bandwidth=8.0)
     wait = link.all_reduce(torch.ones(4), Counts())
-    clock.time += 4.5
+    clock.seconds += 4.5
     wait()
-    assert clock.time == 105
+    assert clock.seconds == 105
     wait = link.all_reduce(torch.ones(4), Counts())
-    clock.time += 50
+    clock.seconds += 50
     wait()
-    assert clock.time == 155
+    assert clock.seconds == 155
 
 
 def test_transfers_in_flight_share_the_bandwidth_but_not_the_delay() -> None:
     link, clock = linked(2, delay=3.0, bandwidth=8.0)
     first, second = (link.all_reduce(torch.ones(4), Counts()) for _ in range(2))
     second()
-    assert clock.time == 100 + 2 + 2 + 3
+    assert clock.seconds == 100 + 2 + 2 + 3
     first()
-    assert clock.time == 107
+    assert clock.seconds == 107
     # A group of the same rank sends through the same wire.
     link, clock = linked(4, delay=0.0, bandwidth=8.0)
     first, second = (part.all_reduce(torch.ones(4), Counts()) for part in (link, link.subgroup((0, 1))))
     second()
-    assert clock.time == 100 + (2 * 3 / 4 * 16 + 16) / 8
+    assert clock.seconds == 100 + (2 * 3 / 4 * 16 + 16) / 8
 
 
 def test_more_ranks_send_more() -> None:
     """Around a ring of 4: three quarters of an all-reduce twice, every rank's part of an all-gather three times."""
     link, clock = linked(4, delay=0.0, bandwidth=1.0)
     link.all_reduce(torch.ones(4), Counts())()
-    assert clock.time == 100 + 24
+    assert clock.seconds == 100 + 24
     link.all_gather(torch.ones(4), Counts())
-    assert clock.time == 124 + 48
+    assert clock.seconds == 124 + 48
 
 
 class Pipeline(Machine):
@@ -103,7 +92,7 @@ class Pipeline(Machine):
         self.link, self.clock, self.seconds = link, clock, seconds
 
     def compute(self, step: Step, stream: Tensor) -> Partial:  # noqa: ARG002
-        self.clock.time += self.seconds
+        self.clock.seconds += self.seconds
         return Partial(torch.zeros_like(stream))
 
     def reduce(self, partial: Partial) -> Pending:
@@ -121,7 +110,7 @@ def test_ladders_hide_what_dense_programs_wait_for(compute: float, delay: float)
     def seconds_per_step(program: Program) -> float:
         link, clock = linked(2, delay, bandwidth=1e30)
         run(program, torch.zeros(1), Pipeline(link, clock, compute))
-        return (clock.time - 100) / steps
+        return (clock.seconds - 100) / steps
 
     dense = Program.dense(steps // 2)
     ladder = Program(tuple(Step(step.sublayers, late=True) for step in dense.nodes if isinstance(step, Step)))
@@ -131,34 +120,36 @@ def test_ladders_hide_what_dense_programs_wait_for(compute: float, delay: float)
 
 def test_waiting_costs_little_processor_time() -> None:
     clock = SystemClock()
-    began, used = clock.now(), time.process_time()
-    for number in range(1, 31):
-        clock.wait_until(began + number * 0.005)
-        assert clock.now() >= began + number * 0.005
-    assert time.process_time() - used < 30 * (SPIN_SECONDS + 0.0005)  # of 0.15 s
+
+    def used() -> float:
+        began, before = clock.now(), time.thread_time()
+        for number in range(1, 31):
+            clock.wait_until(began + number * 0.005)
+            assert clock.now() >= began + number * 0.005
+        return time.thread_time() - before
+
+    assert takes_less_than(30 * (SPIN_SECONDS + 0.0005), used)  # of 0.15 s
     clock.wait_until(clock.now() - 5)  # what is over is over
 
 
-@pytest.mark.alone
-def test_ranks_really_compute_while_transfers_are_under_way() -> None:
-    delay, rounds = 0.05, 6
-    with Ranks(RankOptions(2, collectives="shm", link=Link(delay=delay))) as ranks:
-        waiting = fastest(ranks, rounds, 0.0)
-        overlapped = fastest(ranks, rounds, delay)
-    assert rounds * delay <= waiting < 1.6 * rounds * delay
-    assert rounds * delay <= overlapped < 1.6 * rounds * delay  # one after the other they would take twice the delay
-
-
-def fastest(ranks: Ranks, *arguments: float) -> float:
-    """Of some tries, because other processes may hold them up; seconds of the slower rank."""
-    return min(max(ranks.call(on_collectives.seconds_of_sums, *arguments)) for _ in range(4))
-
-
-@pytest.mark.alone
-def test_bandwidth_counts_bytes_on_ranks() -> None:
-    link = Link(bandwidth=4 * 4096 / 0.02)  # a sum of 4096 floats in 20 ms
+@pytest.mark.parametrize(
+    ("link", "computing"),
+    [
+        (Link(delay=0.05), 0.0),
+        (Link(delay=0.05), 0.05),  # one after the other they would take twice as long
+        (Link(bandwidth=4 * 4096 / 0.05), 0.0),  # a sum of 4096 floats in 50 ms
+    ],
+)
+def test_ranks_really_compute_while_transfers_are_under_way(link: Link, computing: float) -> None:
     with Ranks(RankOptions(2, collectives="shm", link=link)) as ranks:
-        assert 0.2 <= fastest(ranks, 10, 0.0, 4096) < 0.35
+
+        def seconds() -> float:
+            """Of the slower rank."""
+            taken = max(ranks.call(on_collectives.seconds_of_sums, 6, computing, 4096))
+            assert taken >= 6 * 0.05
+            return taken
+
+        assert takes_less_than(1.6 * 6 * 0.05, seconds)
 
 
 def test_links_that_cannot_be() -> None:

@@ -23,6 +23,7 @@ from surgeon.runtime.comm.shared_memory import (
 from surgeon.runtime.worker.ranks import RankOptions, Ranks
 from tests.runtime import on_ranks
 from tests.runtime.comm import on_collectives
+from tests.waiting import takes_less_than
 
 
 @pytest.fixture
@@ -58,10 +59,10 @@ def test_a_rank_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     descriptor = create_memory(3)
     collectives = SharedMemoryCollectives(0, (0, 2), descriptor, 3)
     wait = collectives.all_reduce(torch.ones(2), Counts())
-    used = time.process_time()
-    with pytest.raises(TimeoutError, match="rank 0 has waited 0 s for rank 2, in vain"):
+    used = time.thread_time()
+    with pytest.raises(TimeoutError, match=r"rank 0 has waited \d+ s for rank 2, in vain"):
         wait()
-    assert time.process_time() - used < 0.1
+    assert time.thread_time() - used < 0.1
     os.close(descriptor)
 
 
@@ -78,16 +79,19 @@ def test_more_ranks_than_cores() -> None:
             assert [float(value) for value in found] == [own, float(number)] * 20
 
 
-@pytest.mark.alone
 def test_idle_ranks_leave_the_processor_alone() -> None:
     with Ranks(RankOptions(3, collectives="shm")) as ranks:
         ranks.call(on_ranks.staggered_sums, 3)
-        before = ranks.call(on_collectives.processor_seconds)
-        time.sleep(1.0)
-        idle = [after - b for after, b in zip(ranks.call(on_collectives.processor_seconds), before, strict=True)]
-        waiting = ranks.call(on_collectives.wait_for_a_late_rank, 1.0)
-    assert max(idle) < 0.02
-    assert max(waiting) < 0.1  # of a second in which ranks 1 and 2 wait for rank 0
+
+        def idle() -> float:
+            before = ranks.call(on_collectives.processor_seconds)
+            time.sleep(1.0)
+            after = ranks.call(on_collectives.processor_seconds)
+            return max(then - first for then, first in zip(after, before, strict=True))
+
+        assert takes_less_than(0.02, idle)
+        # Of a second in which ranks 1 and 2 wait for rank 0.
+        assert takes_less_than(0.1, lambda: max(ranks.call(on_collectives.wait_for_a_late_rank, 1.0)))
 
 
 def test_looking_lasts_as_long_as_it_has_paid_lately(monkeypatch: pytest.MonkeyPatch) -> None:

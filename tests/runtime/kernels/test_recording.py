@@ -16,6 +16,7 @@ from torch import Tensor
 
 from surgeon.runtime.kernels.functions import Kernels, kernels
 from surgeon.runtime.kernels.recording import Arena, Recording
+from tests.waiting import PATIENCE
 
 GAIN, EPSILON = torch.linspace(0.5, 1.5, 24), 1e-5
 
@@ -149,7 +150,7 @@ def test_what_other_threads_compute_is_not_recorded() -> None:
         found = computed(x)
         thread = threading.Thread(target=aside)
         thread.start()
-        assert done.wait(10)
+        assert done.wait(PATIENCE)
         thread.join()
     alone = Recording(own(), Arena())
     with alone.during():

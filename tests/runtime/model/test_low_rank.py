@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,14 @@ from surgeon.runtime.model.outputs import summed_in_rank_space
 from surgeon.runtime.plan.checks import make_plan
 from tests.checkpoint.helpers import IDS, plain_logits, relative_error, run_export
 from tests.runtime.model.conftest import Several
-from tests.runtime.on_ranks import logits_in_chunks
+from tests.runtime.on_ranks import logits_as_timed, logits_in_chunks
 from tests.selection import case
 from tests.tiny_models import tiny_model
 
 TOLERANCE = 1e-4
 WAYS = ("gather", "replicate", "base", "auto")
 HIDDEN = 32
+SENDING = "A0@q9,k3,v5,o7 F0@gate11,up13,down6"
 
 
 def factored(family: str, layer: int, ranks: str) -> str:
@@ -83,14 +85,36 @@ def test_what_is_sent(several: Several, tmp_path: Path) -> None:
     n, tokens = several.count, IDS.numel()
 
     def sent(way: str) -> Counts:
-        plan = make_plan(tmp_path, n, IDS.shape[1], "A0@q9,k3,v5,o7 F0@gate11,up13,down6", low_rank=way)
+        plan = make_plan(tmp_path, n, IDS.shape[1], SENDING, low_rank=way)
         return several.started.call(logits_in_chunks, plan, [IDS])[0][1][0]
 
-    gathered = -(-(9 + 3 + 5) // n) + -(-(11 + 13) // n)  # of each rank
-    assert sent("gather") == Counts(2, 2, 4 * tokens * (gathered + 7 + 6))
-    assert sent("replicate") == Counts(2, 0, 4 * tokens * (7 + 6))
+    of_attention, of_mlp = -(-(9 + 3 + 5) // n), -(-(11 + 13) // n)  # gathered of each rank
+    summed = 4 * tokens * (7 + 6)
+    assert sent("gather") == Counts(2, 2, summed + 4 * tokens * (of_attention + of_mlp))
+    assert sent("replicate") == Counts(2, 0, summed)
     assert sent("base") == Counts(7, 0, 4 * tokens * (4 * HIDDEN + 2 * 48 + HIDDEN))
-    assert sent("auto") in (sent("gather"), sent("replicate"))
+    either = [[0, of_attention], [0, of_mlp]]  # what is measured decides, for each kind by itself
+    ways = [Counts(2, sum(map(bool, gathered)), summed + 4 * tokens * sum(gathered)) for gathered in product(*either)]
+    assert sent("auto") in ways
+
+
+@pytest.mark.parametrize(("attention", "mlp"), product([True, False], repeat=2))
+def test_auto_takes_the_way_that_is_faster_over_all_ranks(
+    attention: bool, mlp: bool, several: Several, tmp_path: Path
+) -> None:
+    """Attentions and MLPs each by themselves; the first rank's times say the opposite of all ranks' together."""
+    model = tiny_model("llama", 1, num_key_value_heads=4)
+    model.save_pretrained(tmp_path)
+    n, tokens = several.count, IDS.numel()
+    plan = make_plan(tmp_path, n, IDS.shape[1], SENDING)
+    faster = [attention, mlp]
+    first = [time for gathers in faster for time in ((1.0, 2.0) if gathers else (2.0, 1.0))]  # by itself, together
+    others = [time for gathers in faster for time in ((9.0, 1.0) if gathers else (1.0, 9.0))]
+    found = several.started.call(logits_as_timed, plan, [IDS], [first] + [others] * (n - 1))
+    gathered = [-(-(9 + 3 + 5) // n) * attention, -(-(11 + 13) // n) * mlp]
+    for logits, counts, _ in found:
+        assert relative_error(logits, plain_logits(model, SENDING)) < TOLERANCE
+        assert counts == [Counts(2, sum(faster), 4 * tokens * (7 + 6 + sum(gathered)))]
 
 
 def test_where_sums_are_taken() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -12,13 +11,14 @@ import torch
 
 from scripts.bench.goals import MISSED
 from scripts.bench.large_model import make_model
-from scripts.bench.loading import EVERY_SECONDS, Watch, anonymous, main
+from scripts.bench.loading import Watch, anonymous, main
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.runtime.comm.collectives import Alone
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.memory import footprint
 from tests.scripts.bench.test_large_model import SHARD, small_config
+from tests.waiting import wait_until
 
 
 def test_the_share_of_a_rank(tmp_path: Path) -> None:
@@ -35,7 +35,7 @@ def test_the_share_of_a_rank(tmp_path: Path) -> None:
 
 def test_the_most_memory_that_a_process_has_had() -> None:
     """Of another process, which does nothing meanwhile but take and give back what is looked for."""
-    size, until = 64 << 20, time.monotonic() + 10
+    size = 64 << 20
     code = f"print(); input(); held = b'1' * {size}; print(); input(); del held; print(); input()"
     with subprocess.Popen([sys.executable, "-uc", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
 
@@ -53,8 +53,7 @@ def test_the_most_memory_that_a_process_has_had() -> None:
         before = watch.peaks[0]
         go_on()
         wait()
-        while watch.peaks[0] < before + 0.9 * size and time.monotonic() < until:
-            time.sleep(EVERY_SECONDS)
+        wait_until(lambda: watch.peaks[0] >= before + 0.9 * size)
         go_on()
         wait()
         watch.end()

@@ -6,7 +6,6 @@ import copy
 import math
 import os
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from scripts.bench.rack_memory import HeldBytes
 from scripts.bench.rack_model import Optimisation, Rack, Stretch, build, cut, head_units, next_token_loss
 from surgeon.runtime.comm.link import Link
 from tests import warm
+from tests.clock import HandClock
 
 RANK = (
     "import sys; from pathlib import Path; from scripts.bench.pipelined_ranks import run_rank; "
@@ -128,14 +128,25 @@ def test_the_head_counts_as_the_layers_that_compute_as_much() -> None:
     assert head_units(config()) == pytest.approx(53 * 16 / matrices)
 
 
-def test_computing_takes_at_least_its_time_and_as_many_times_as_long_as_it_is_slow() -> None:
-    for pace, units, least in ((Pace(1.0, 0.01), 2.0, 0.02), (Pace(3.0, 0.01), 1.0, 0.03)):
-        begun = time.perf_counter()
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> HandClock:
+    hand = HandClock()
+    monkeypatch.setattr("scripts.bench.pipelined_p2p.time", hand)
+    monkeypatch.setattr("scripts.bench.pipelined_p2p.SystemClock", lambda: hand)
+    return hand
+
+
+def test_computing_takes_at_least_its_time_and_as_many_times_as_long_as_it_is_slow(clock: HandClock) -> None:
+    for pace, units, took, least in (
+        (Pace(1.0, 10), 2.0, 1.0, 20.0),
+        (Pace(3.0, 10), 1.0, 1.0, 30.0),
+        (Pace(3.0, 10), 1.0, 11.0, 33.0),
+        (Pace(), 100.0, 1.0, 1.0),
+    ):
+        begun = clock.now()
+        clock.sleep(took)
         pace.keep(begun, units)
-        assert least <= time.perf_counter() - begun < least + 0.2
-    begun = time.perf_counter()
-    Pace().keep(begun, 100.0)
-    assert time.perf_counter() - begun < 0.01
+        assert clock.now() - begun == pytest.approx(least)
 
 
 class Arrived:
@@ -152,33 +163,32 @@ def op(kind: Any, peer: int, size: int, part: str) -> Any:
     return made
 
 
-def test_a_message_arrives_after_the_links_time_and_leaves_before_that(tmp_path: Path) -> None:
+def test_a_message_arrives_after_the_links_time_and_leaves_before_that(tmp_path: Path, clock: HandClock) -> None:
     shared_file(tmp_path / "shared", 2)
-    link = Link(0.05, 1000.0)
+    link = Link(5, 10)
     ends = [Traffic(rank, 2, link, tmp_path / "shared", Trace()) for rank in range(2)]
-    begun = time.perf_counter()
+    begun = clock.now()
     (sent,) = ends[0]._post([op(dist.isend, 1, 100, "forward")], lambda: [Arrived()])
     (received,) = ends[1]._post([op(dist.irecv, 0, 100, "forward")], lambda: [Arrived()])
-    assert time.perf_counter() - begun < 0.05  # neither keeps the rank from going on
+    assert clock.now() == begun  # neither keeps the rank from going on
     sent.wait()
-    left = time.perf_counter() - begun
+    assert clock.now() - begun == 100 / 10
     received.wait()
-    there = time.perf_counter() - begun
-    assert 0.1 <= left < 0.15 <= there
+    assert clock.now() - begun == 100 / 10 + 5
     assert (ends[0].sent, ends[1].received) == ({"forward": 100}, {"forward": 100})
     assert [row[2] for row in ends[0].trace.rows] == ["send", "wait_room"]
     assert [row[2] for row in ends[1].trace.rows] == ["wait_input"]
 
 
-def test_without_a_link_nothing_waits_longer_than_the_message(tmp_path: Path) -> None:
+def test_without_a_link_nothing_waits_longer_than_the_message(tmp_path: Path, clock: HandClock) -> None:
     shared_file(tmp_path / "shared", 2)
     ends = [Traffic(rank, 2, None, tmp_path / "shared", Trace()) for rank in range(2)]
     (sent,) = ends[0]._post([op(dist.isend, 1, 10**9, "backward")], lambda: [Arrived()])
     (received,) = ends[1]._post([op(dist.irecv, 0, 10**9, "backward")], lambda: [Arrived()])
-    begun = time.perf_counter()
+    begun = clock.now()
     sent.wait()
     received.wait()
-    assert time.perf_counter() - begun < 0.05
+    assert clock.now() == begun
 
 
 def test_bytes_that_autograd_holds_are_those_of_what_backward_needs() -> None:

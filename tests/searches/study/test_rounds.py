@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import math
-import os
 import signal
 import sqlite3
 import subprocess
@@ -13,14 +12,15 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import optuna
 import psutil
 import pytest
-from optuna.trial import TrialState
+from optuna.trial import FrozenTrial, TrialState
 
 from surgeon.searches.edit import Edit, as_choice
 from surgeon.searches.study.holder import this_process
@@ -30,7 +30,7 @@ from surgeon.searches.trial import MeasuredProgram, Proposal, Trial
 from tests import warm
 from tests.searches.made_up import EDITS, LAYERS, QUICK, SIZES, damage, measure, measured, propose, rows, study
 from tests.selection import case
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 
 ADDRESSES = {"sqlite": "sqlite:///{}/study.db", "journal": "journal:{}/study.log"}
 WORKER = "import sys; from tests.searches.made_up import work; work(*sys.argv[1:3], float(sys.argv[3]), sys.argv[4])"
@@ -76,7 +76,7 @@ def test_several_workers_find_what_one_does(
 ) -> None:
     log = tmp_path / "log"
     workers = [start(address, tmp_path, 0.01, log) for _ in range(3)]
-    assert [worker.wait(60) for worker in workers] == [0, 0, 0]
+    assert [worker.wait(PATIENCE) for worker in workers] == [0, 0, 0]
     assert rows(study(address, tmp_path)) == expected
     assert Counter(log.read_text().splitlines()) == Counter(key for _, key, _ in expected)
 
@@ -86,13 +86,13 @@ def test_workers_are_killed_and_others_go_on(
     address: str, tmp_path: Path, expected: list[tuple[int, str, float]]
 ) -> None:
     log = tmp_path / "log"
-    workers = [start(address, tmp_path, 0.1, log) for _ in range(3)]
+    workers = [start(address, tmp_path, 0.3, log) for _ in range(3)]
     for wanted, worker in zip((2, 9), workers, strict=False):
         wait_for_lines(log, wanted)
         worker.send_signal(signal.SIGKILL)
-        assert worker.wait(60) == -signal.SIGKILL
+        assert worker.wait(PATIENCE) == -signal.SIGKILL
     again = start(address, tmp_path, 0.01, log)  # one comes back
-    assert (workers[2].wait(60), again.wait(60)) == (0, 0)
+    assert (workers[2].wait(PATIENCE), again.wait(PATIENCE)) == (0, 0)
     made = study(address, tmp_path)
     assert rows(made) == expected
     live = Counter(t.user_attrs["key"] for t in made.study.get_trials() if t.state != TrialState.FAIL)
@@ -232,22 +232,32 @@ def test_trials_of_workers_elsewhere_are_taken_over_after_a_while(
     assert any(("far-away" if died == "silent" else "unknown worker") in line for line in said)
 
 
-def test_trials_of_a_worker_that_shows_signs_of_life_are_left_to_it(address: str, tmp_path: Path) -> None:
+def test_trials_of_a_worker_that_shows_signs_of_life_are_left_to_it(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that goes on by a tenth of the grace with each of them: half as long again as it lasts."""
     slow, made = study(address, tmp_path), study(address, tmp_path)
     slow.queue.me = replace(this_process(), world="another kernel")
-    release, began = threading.Event(), threading.Event()
+    began, beat, signs = threading.Event(), slow.queue._beat_for, list[int]()
+
+    def noted(trial: FrozenTrial, count: int) -> None:
+        beat(trial, count)
+        signs.append(count)
+
+    monkeypatch.setattr(slow.queue, "_beat_for", noted)
+    clock = SimpleNamespace(monotonic=lambda: QUICK.grace * len(signs) / 10)
+    monkeypatch.setattr("surgeon.searches.study.trial_queue.time", clock)
 
     def hold(proposals: Sequence[Proposal], earlier: Sequence[Trial]) -> list[MeasuredProgram]:
         began.set()
-        assert release.wait(30)
+        wait_until(lambda: len(signs) >= 15)
         return measure(proposals, earlier)
 
     thread = threading.Thread(target=lambda: list(slow.run(propose, hold, together=2)))
     thread.start()
-    assert began.wait(30)
-    threading.Timer(QUICK.grace + 1.0, release.set).start()
+    assert began.wait(PATIENCE)
     list(made.run(propose, measure, together=3))
-    thread.join(30)
+    thread.join(PATIENCE)
     assert not [t for t in made.study.get_trials(states=[TrialState.FAIL]) if t.datetime_start]  # none was taken away
     assert len(made.finished()) == sum(SIZES)
 
@@ -293,7 +303,7 @@ def test_what_all_need_is_computed_once(address: str, tmp_path: Path) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(PATIENCE)
     value = {"terms": [0.333333333, math.inf], "of": [1, "a" * 100_000]}
     assert found == [value] * 3
     assert study(address, tmp_path).shared("terms", compute) == value
@@ -372,17 +382,7 @@ def start(address: str, folder: Path, seconds: float, log: Path) -> warm.Popen:
 
 
 def wait_for_lines(path: Path, wanted: int) -> None:
-    for _ in patience():
-        if path.exists() and len(path.read_text().splitlines()) >= wanted:
-            return
-
-
-def patience() -> Iterator[None]:
-    ending = time.monotonic() + 30
-    while time.monotonic() < ending:
-        yield
-        time.sleep(0.01)
-    pytest.fail(f"nothing happened (process {os.getpid()})")
+    wait_until(lambda: path.exists() and len(path.read_text().splitlines()) >= wanted)
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from surgeon.searches.study.workers import WorkerProcesses, gpu_of, interruptible, worker_command
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 
 # What a worker runs in these tests: it writes down what it was given, and that it was interrupted.
 CODE = """
@@ -109,7 +109,7 @@ def test_they_are_interrupted_when_the_first_is_killed(tmp_path: Path) -> None:
     first.kill()
     first.wait()
     wait_until((tmp_path / "interrupted").exists)
-    assert psutil.wait_procs(children, timeout=30)[1] == []
+    assert psutil.wait_procs(children, timeout=PATIENCE)[1] == []
 
 
 def test_the_end_of_a_job_is_an_interruption() -> None:

@@ -20,6 +20,7 @@ from surgeon.training.distill import kept_logits
 from surgeon.training.distill.kept_logits import KeptIdentity, KeptLogits, keep_logits
 from tests import tiny_models as models
 from tests import warm
+from tests.waiting import PATIENCE
 
 WINDOWS, WINDOW, KEPT, TEMPERATURE = 7, 12, 5, 1.5
 IDENTITY = KeptIdentity("0" * 64, "float32", "d" * 64, WINDOWS, WINDOW, KEPT, TEMPERATURE)
@@ -102,7 +103,7 @@ def test_once_is_enough(teacher: CountedTeacher, tmp_path: Path) -> None:
 def test_killed_it_goes_on(teacher: CountedTeacher, tmp_path: Path) -> None:
     folder = tmp_path / "kept"
     process = warm.Popen([sys.executable, "-c", MAKE, folder, "5"], cwd=Path.cwd())
-    assert process.wait(60) == -signal.SIGKILL
+    assert process.wait(PATIENCE) == -signal.SIGKILL
     (first,) = folder.glob("windows-*")
     made = first.stat().st_mtime_ns
     (folder / f".windows-0000003.safetensors.{process.pid}.part").write_bytes(b"half")
@@ -175,7 +176,7 @@ def no_file_above(size: int) -> Iterator[None]:
 
 def test_without_room_what_is_whole_stays(teacher: CountedTeacher, tmp_path: Path) -> None:
     process = warm.Popen([sys.executable, "-c", MAKE, tmp_path, "3"], cwd=Path.cwd())
-    assert process.wait(60) == -signal.SIGKILL
+    assert process.wait(PATIENCE) == -signal.SIGKILL
     with no_file_above(1000), pytest.raises(OSError, match="cannot be written to .*make room and start again"):
         make(teacher, tmp_path)
     assert [path.name for path in tmp_path.iterdir() if path.name != ".lock"] == ["windows-0000000.safetensors"]

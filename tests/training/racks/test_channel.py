@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
 import time
@@ -22,10 +23,12 @@ from surgeon.training.racks.items import ItemKey, ItemKind
 from surgeon.training.racks.outbox import Closed, Outbox
 from surgeon.training.racks.traffic import Traffic
 from surgeon.training.racks.wire import Lane
+from tests.waiting import PATIENCE, takes_less_than, wait_until
 
 TOKEN = bytes(range(16))
 WINDOWS = 3  # of a step
-QUICK = Absence(told=0.05, limit=5.0)
+TELLING = Absence(told=0.05, limit=PATIENCE)
+BRIEF = Absence(told=9.0, limit=0.2)
 
 
 def order(steps: int) -> list[ItemKey]:
@@ -52,7 +55,7 @@ def outbox(folder: Path, ahead: int = 4, **options: Any) -> Outbox:
     return Outbox(folder, TOKEN, {Lane.STREAMS: [1]}, ahead, **options)
 
 
-def inbox(where: Callable[[], Any], absence: Absence = QUICK, token: bytes = TOKEN, **options: Any) -> Inbox:
+def inbox(where: Callable[[], Any], absence: Absence = TELLING, token: bytes = TOKEN, **options: Any) -> Inbox:
     return Inbox(1, 0, where, token, absence=absence, **options)
 
 
@@ -86,9 +89,7 @@ def test_nobody_runs_far_ahead(tmp_path: Path) -> None:
             made.append(key)
 
     def settled(count: int) -> bool:
-        until = time.monotonic() + 5
-        while len(made) < count and time.monotonic() < until:
-            time.sleep(0.001)
+        wait_until(lambda: len(made) >= count)
         time.sleep(0.02)
         return len(made) == count
 
@@ -135,7 +136,7 @@ def test_what_is_covered_is_forgotten(tmp_path: Path) -> None:
             ValueError, match="rack 0: window 1 of step 2 is not kept any more.*remove the run's folder"
         ):
             after.ask(ItemKey(2, ItemKind.TRAINING, 1))
-        assert after.end()
+        assert after.end(PATIENCE)
         before.wait_until_taken()
         assert {path.name for path in (tmp_path / "streams").iterdir()} == {"rack-1.ended"}
         before.offer(ItemKey(5, ItemKind.TRAINING, 0), content(keys[0]))  # to nobody, and without waiting
@@ -156,7 +157,7 @@ def test_lost_items_are_not_waited_for(tmp_path: Path) -> None:
 
 def test_codas_go_to_all_that_ask(tmp_path: Path) -> None:
     before = Outbox(tmp_path, TOKEN, {Lane.CODAS: [1, 2]})
-    askers = [Inbox(rack, 0, lambda: before.address, TOKEN, Lane.CODAS, QUICK) for rack in (1, 2)]
+    askers = [Inbox(rack, 0, lambda: before.address, TOKEN, Lane.CODAS, TELLING) for rack in (1, 2)]
     for step in range(1, 20):  # far ahead of anybody who asks
         before.offer(ItemKey(step, ItemKind.CODA), torch.full((4,), float(step)))
     for step in (1, 7, 19):
@@ -173,17 +174,26 @@ def test_codas_go_to_all_that_ask(tmp_path: Path) -> None:
     before.close()
 
 
-@pytest.mark.alone
 def test_a_link_delays_what_arrives_and_not_who_sends(tmp_path: Path) -> None:
-    keys = [ItemKey(1, ItemKind.TRAINING, place) for place in range(4)]
-    with joined(tmp_path, link=Link(delay=0.3)) as (before, after):
-        begun = time.monotonic()
-        for key in keys:
-            before.offer(key, content(key))
-        assert time.monotonic() - begun < 0.3
-        for key in keys:
-            assert torch.equal(after.ask(key), content(key))
-        assert 0.3 <= time.monotonic() - begun < 1.1  # they travel together
+    steps, offers = itertools.count(1), list[float]()
+    with joined(tmp_path, ahead=50, link=Link(delay=0.3)) as (before, after):
+
+        def seconds() -> float:
+            step = next(steps)
+            keys = [ItemKey(step, ItemKind.TRAINING, place) for place in range(4)]
+            begun = time.monotonic()
+            for key in keys:
+                before.offer(key, content(key))
+            offers.append(time.monotonic() - begun)
+            for key in keys:
+                assert torch.equal(after.ask(key), content(key))
+            took = time.monotonic() - begun
+            assert took >= 0.3
+            after.covered(step)
+            return took
+
+        assert takes_less_than(1.1, seconds)  # they travel together
+        assert min(offers) < 0.3
 
 
 def test_a_link_has_a_bandwidth(tmp_path: Path) -> None:
@@ -204,7 +214,7 @@ def test_bytes_are_counted_at_both_ends(tmp_path: Path) -> None:
     for key in keys:
         before.offer(key, content(key))
         after.ask(key)
-    assert after.end()
+    assert after.end(PATIENCE)
     before.wait_until_taken()  # what is said is counted once it has been sent, in another thread
     after.close()
     before.close()
@@ -233,10 +243,13 @@ def test_a_rack_that_is_away_is_waited_for(tmp_path: Path, capfd: pytest.Capture
     asking = threading.Thread(target=lambda: found.append(after.ask(key)))
     asking.start()
     said = ""
-    until = time.monotonic() + 5
-    while "waiting" not in said and time.monotonic() < until:
-        time.sleep(0.05)
+
+    def told() -> bool:
+        nonlocal said
         said += capfd.readouterr().err
+        return "\n" in said
+
+    wait_until(told)
     assert "rack 1: waiting for rack 0 at an address that it has not said yet, which is away" in said
     before = outbox(tmp_path)
     places.append(before.address)
@@ -249,9 +262,10 @@ def test_a_rack_that_is_away_is_waited_for(tmp_path: Path, capfd: pytest.Capture
 
 def test_a_rack_that_is_gone_for_good(tmp_path: Path) -> None:
     before = outbox(tmp_path)
-    after = inbox(lambda: before.address, Absence(told=9.0, limit=0.2))
+    after = inbox(lambda: before.address)
     before.offer(ItemKey(1, ItemKind.TRAINING), torch.ones(3))
     after.ask(ItemKey(1, ItemKind.TRAINING))
+    after._absence = BRIEF  # from now on, and not while it connects
     before.close()
     with pytest.raises(ConnectionError, match=r"rack 0 at 127\.0\.0\.1:\d+ has been away for .* start it again"):
         after.ask(ItemKey(2, ItemKind.TRAINING))
@@ -261,13 +275,14 @@ def test_a_rack_that_is_gone_for_good(tmp_path: Path) -> None:
 def test_racks_of_other_runs_are_sent_away(tmp_path: Path) -> None:
     before = outbox(tmp_path)
     for token, lane in ((bytes(16), Lane.STREAMS), (TOKEN, Lane.CODAS)):
-        after = Inbox(1, 0, lambda: before.address, token, lane, Absence(9.0, 0.2))
+        after = Inbox(1, 0, lambda: before.address, token, lane, BRIEF)
+        wait_until(lambda inbox=after: "of another run" in inbox._why)  # type: ignore[misc]
         with pytest.raises(ConnectionError, match="of another run"):
             after.ask(ItemKey(1, ItemKind.TRAINING))
         after.close()
     with socket.create_server(("127.0.0.1", 0)) as server:
         threading.Thread(target=lambda: server.accept()[0].sendall(b"HTTP/1.1 400 Bad Request"), daemon=True).start()
-        after = inbox(server.getsockname, Absence(9.0, 0.2))
+        after = inbox(server.getsockname, BRIEF)
         with pytest.raises(ConnectionError, match="away"):
             after.ask(ItemKey(1, ItemKind.TRAINING))
         after.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,37 +12,43 @@ from torch import Tensor, nn
 from surgeon.training.racks.items import ItemKey, ItemKind
 from surgeon.training.racks.pace import PacedLoss, RackPace
 from surgeon.training.racks.traffic import Timeline
+from tests.clock import HandClock
 
 
 class Slow:
     """A loss that waits for input, then computes."""
 
-    def __init__(self, timeline: Timeline, waits: float, computes: float) -> None:
-        self.timeline, self.waits, self.computes = timeline, waits, computes
+    def __init__(self, timeline: Timeline, clock: HandClock, waits: float, computes: float) -> None:
+        self.timeline, self.clock, self.waits, self.computes = timeline, clock, waits, computes
 
     def loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         with self.timeline.waiting("wait_input", ItemKey(1, ItemKind.TRAINING)):
-            time.sleep(self.waits)
-        time.sleep(self.computes)
+            self.clock.sleep(self.waits)
+        self.clock.sleep(self.computes)
         return {"loss": model(inputs["x"]).sum()}
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize(
     ("pace", "waits", "computes", "takes"),
     [
-        (RackPace(factor=3.0), 0.0, 0.03, 0.09),
-        (RackPace(factor=9.0), 0.2, 0.01, 0.29),  # waiting is not made longer
-        (RackPace(least=0.08), 0.0, 0.01, 0.08),
-        (RackPace(), 0.0, 0.01, 0.01),
+        (RackPace(factor=3.0), 0.0, 3.0, 9.0),
+        (RackPace(factor=9.0), 20.0, 1.0, 29.0),  # waiting is not made longer
+        (RackPace(least=8.0), 0.0, 1.0, 8.0),
+        (RackPace(factor=3.0, least=8.0), 0.0, 3.0, 9.0),
+        (RackPace(), 0.0, 1.0, 1.0),
     ],
 )
-def test_a_micro_batch_takes_as_long_as_asked(pace: RackPace, waits: float, computes: float, takes: float) -> None:
+def test_a_micro_batch_takes_as_long_as_asked(
+    pace: RackPace, waits: float, computes: float, takes: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = HandClock()
+    for module in ("pace", "traffic"):
+        monkeypatch.setattr(f"surgeon.training.racks.{module}.time", clock)
     timeline, model = Timeline(), nn.Linear(2, 1)
-    paced = PacedLoss(Slow(timeline, waits, computes), pace, timeline)
-    begun = time.monotonic()
+    paced = PacedLoss(Slow(timeline, clock, waits, computes), pace, timeline)
+    begun = clock.now()
     paced.loss(model, {"x": torch.ones(2)})["loss"].backward()
-    assert takes <= time.monotonic() - begun < takes + 1.0
+    assert clock.now() - begun == pytest.approx(takes)
     assert model.weight.grad is not None
     assert torch.equal(model.weight.grad, torch.ones(1, 2))
 

@@ -25,6 +25,7 @@ from surgeon.training.settings import TrainSettings
 from tests import warm
 from tests.processes.test_torchrun import free_port
 from tests.training.racks.local_run import TEXTS, THREE, TWO, in_step, racks_of, require_close, whole
+from tests.waiting import PATIENCE
 
 REPOSITORY = Path(__file__).parents[3]
 SHORT = TrainSettings(scope="all", steps=2, batch=4, learning_rate=1e-2, evaluate_every=1, save_every=1)
@@ -71,7 +72,7 @@ def test_racks_with_addresses_of_their_neighbours(tmp_path: Path) -> None:
             anew = rack == replica == 1
             processes.append(begin(run, rack, "--listen", f"127.0.0.1:{port}", *before, anew=anew, **own))
     for process in processes:
-        said = process.communicate(timeout=300)[1]
+        said = process.communicate(timeout=PATIENCE)[1]
         assert process.returncode == 0, said
     (runs[1] / "rack-1").rename(runs[0] / "rack-1")
     expected, _ = in_step(SHORT, TWO)

@@ -35,7 +35,7 @@ from tests.training.racks.local_run import (
     weights,
     whole,
 )
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 
 REPOSITORY = Path(__file__).parents[3]
 CODE = "import sys; from tests.train.racks import local_run as run; run.main(*sys.argv[1:])"
@@ -171,8 +171,8 @@ def test_the_supervisor_ends_and_no_rack_is_left(tmp_path: Path, expected: tuple
         begun = time.time()
         racks = [psutil.Process(process_of(tmp_path, rack)) for rack in range(3)]
         supervisor.send_signal(end)
-        supervisor.communicate(timeout=30)
-        _, alive = psutil.wait_procs(racks, timeout=10)
+        supervisor.communicate(timeout=PATIENCE)
+        _, alive = psutil.wait_procs(racks, timeout=PATIENCE)
         assert not [rack for rack in alive if rack.status() != psutil.STATUS_ZOMBIE]
     require_same(tmp_path, in_processes(tmp_path), expected)
 
