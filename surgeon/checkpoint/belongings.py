@@ -51,7 +51,7 @@ _LEFT = {
     FileKind.TRAINING: (
         *("optimizer*", "scheduler*", "scaler.pt", "rng_state*", "training_args*", "trainer_state.json", "latest"),
         *("*_results.json", "events.out.tfevents*", "zero_to_fp32.py", "checkpoint-*/", "global_step*/"),
-        *("runs/", "logs/", "wandb/"),
+        *("runs/", "logs/", "wandb/", "training.json"),
     ),
     FileKind.WEIGHTS: (
         *("*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle", "*.gguf", "*.ggml"),
