@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from surgeon.training.settings import TrainSettings
     from surgeon.training.texts import TrainTexts
 
-ALL_TOKENS = 1 << 50  # more than any text has
 HIDDEN_WEIGHT = 10.0  # of the streams beside the logits: in three of three edits it left a lower divergence than 1
 
 
@@ -302,8 +301,7 @@ def _texts(subject: HealSubject, text: HealTextArguments, settings: TrainSetting
     from surgeon.training.texts import load_train_texts
 
     window = window_for(subject.edited.model.config, text.window)
-    needed = None if settings.epochs is not None and settings.steps is None else settings.steps_on(settings.batch)
-    tokens = text.tokens or (ALL_TOKENS if needed is None else needed * settings.batch * window)
+    tokens = text.tokens or settings.tokens_on(window)
     return load_train_texts(
         subject.edited.model.tokenizer, text.data, window, tokens, text.eval_data, text.eval_tokens, text.separator
     )

@@ -142,6 +142,7 @@ def training_arguments(
         "label_names": ["labels"],
         "dataloader_drop_last": True,
         "dataloader_pin_memory": device != "cpu",
+        "train_sampling_strategy": "sequential",  # the windows come in the run's own order
     }
     if settings.patience is not None:
         decided |= {"load_best_model_at_end": True, "save_steps": settings.evaluate_every}

@@ -1,4 +1,4 @@
-"""What is told of a run while it goes on: progress, tables, TensorBoard."""
+"""What a run says while it goes on: progress, tables, TensorBoard."""
 
 from __future__ import annotations
 
@@ -22,17 +22,16 @@ class Recorder(TrainerCallback):
     """Writes the tables of a run, and moves its progress bar.
 
     Attributes:
-        trainer: whose run it is; set once there is one.
+        trainer: whose run it is.
+        log: has the tables; None in every process but the first.
         advance: moves the progress bar; set once there is one, in the first process.
-        told: what the progress bar says beside the time left.
+        latest: what the progress bar says beside the time left.
     """
 
-    trainer: ModelTrainer
-
-    def __init__(self, log: RunLog | None, tokens_per_step: int) -> None:
-        self.log, self.tokens = log, tokens_per_step
-        self.advance: Advance = _silently
-        self.told: dict[str, float] = {}
+    def __init__(self, trainer: ModelTrainer, log: RunLog | None, tokens_per_step: int) -> None:
+        self.trainer, self.log, self.tokens = trainer, log, tokens_per_step
+        self.advance: Advance = lambda _: None
+        self.latest: dict[str, float] = {}
         self._begun = time.monotonic()
         self._before = 0.0 if log is None else log.seconds
 
@@ -43,8 +42,8 @@ class Recorder(TrainerCallback):
 
     def note(self) -> str:
         """The latest numbers, in as many words as stand beside a bar on a narrow terminal."""
-        names = ("loss", "divergence" if "divergence" in self.told else "perplexity")
-        return ", ".join(f"{name} {self.told[name]:.4g}" for name in names if name in self.told)
+        names = ("loss", "divergence" if "divergence" in self.latest else "perplexity")
+        return ", ".join(f"{name} {self.latest[name]:.4g}" for name in names if name in self.latest)
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self._begun = time.monotonic()
@@ -69,7 +68,7 @@ class Recorder(TrainerCallback):
         del args, control, kwargs
         if logs is None or "loss" not in logs:
             return
-        self.told["loss"] = logs["loss"]
+        self.latest["loss"] = logs["loss"]
         if self.log is not None:
             place = {"step": state.global_step, "tokens": state.global_step * self.tokens, "seconds": self.seconds}
             self.log.training(place | logs)
@@ -78,9 +77,9 @@ class Recorder(TrainerCallback):
         del args, control, kwargs
         quality = self.trainer.latest
         assert quality is not None
-        self.told["perplexity"] = quality.perplexity
+        self.latest["perplexity"] = quality.perplexity
         if quality.divergence is not None:
-            self.told["divergence"] = quality.divergence
+            self.latest["divergence"] = quality.divergence
         if self.log is not None:
             self.log.held_out(state.global_step, self.seconds, quality)
 
@@ -97,7 +96,3 @@ class EarlyEnd(EarlyStoppingCallback):
         self.early_stopping_patience_counter = kept["early_stopping_patience_counter"]
         if self.early_stopping_patience_counter >= self.early_stopping_patience:
             control.should_training_stop = True
-
-
-def _silently(_: float) -> None:
-    """Where no progress is shown."""

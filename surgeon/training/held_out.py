@@ -42,9 +42,20 @@ class HeldOutQuality:
         self._streams: dict[bytes, Tensor] = {}
         self._head: OutputHead | None = None
         self.original: TextQuality | None = None
-        if original is not None:
-            self._keep(original)
-            self.original = text_quality(self._logits, self.ids, shown=False)
+        if original is None:
+            return
+        found = list[Tensor]()
+        norm = original.get_submodule(family_of(original.config).final_norm)
+        hook = norm.register_forward_hook(lambda _module, _inputs, output: found.append(output))
+        try:
+            with torch.inference_mode():
+                self._head = OutputHead(original)
+                for window in self.ids.split(1):
+                    original.base_model(input_ids=window.to(original.device), use_cache=False)
+                    self._streams[window.numpy().tobytes()] = found.pop().cpu()
+        finally:
+            hook.remove()
+        self.original = text_quality(self._logits, self.ids, shown=False)
 
     def measure(self, model: nn.Module, step: int = 0) -> TextQuality:  # noqa: ARG002 - parts of models need it
         """The quality of a model as it is, without dropout."""
@@ -63,18 +74,6 @@ class HeldOutQuality:
     @property
     def _reference(self) -> Logits | None:
         return None if self._head is None else self._logits
-
-    @torch.inference_mode()
-    def _keep(self, original: PreTrainedModel) -> None:
-        self._head, found = OutputHead(original), list[Tensor]()
-        norm = original.get_submodule(family_of(original.config).final_norm)
-        hook = norm.register_forward_hook(lambda _module, _inputs, output: found.append(output))
-        try:
-            for window in self.ids.split(1):
-                original.base_model(input_ids=window.to(original.device), use_cache=False)
-                self._streams[window.numpy().tobytes()] = found.pop().cpu()
-        finally:
-            hook.remove()
 
     def _logits(self, window: Tensor) -> Tensor:
         """The original's, (1, tokens, vocabulary), on one of the windows, (1, tokens)."""

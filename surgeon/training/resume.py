@@ -78,7 +78,13 @@ def open_run(folder: Path, identity: dict[str, Any]) -> Path | None:
     record = folder / RECORD_FILE
     identity = json.loads(json.dumps(identity))
     if record.is_file():
-        _require_same(record, read_record(folder).get("identity"), identity)
+        before = read_record(folder).get("identity")
+        if before != identity:
+            name, was, is_now = _difference("identity", before, identity)
+            raise ValueError(
+                f"{record} is of another run: its {name.replace('_', ' ')} was {shown(was)}, and now it is "
+                f"{shown(is_now)}; choose another -o, or remove {folder}"
+            )
     elif checkpoints_of(folder):
         read_record(folder)  # which refuses them: nobody knows of what run they are
     remove_partial(folder)
@@ -86,16 +92,6 @@ def open_run(folder: Path, identity: dict[str, Any]) -> Path | None:
     if newest is None:
         write_json(record, {"identity": identity})
     return newest
-
-
-def _require_same(record: Path, before: Any, now: dict[str, Any]) -> None:
-    if before == now:
-        return
-    name, was, is_now = _difference("identity", before, now)
-    raise ValueError(
-        f"{record} is of another run: its {name.replace('_', ' ')} was {shown(was)}, and now it is {shown(is_now)}; "
-        f"choose another -o, or remove {record.parent}"
-    )
 
 
 def _difference(name: str, before: Any, now: Any) -> tuple[str, Any, Any]:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from peft import PeftModel
-from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback
 from transformers.integrations.integration_utils import TensorBoardCallback
 
 from surgeon.language.program import Program
@@ -140,147 +139,95 @@ def train(
         ValueError: if settings, text and model do not fit, or the folder has another run.
         OSError: if the folder cannot be written, is another run's at the moment, or the disk is too full.
     """
-    with alone(folder, device):
-        return _train(model, texts, settings, folder, original, program, identity, device, task)
-
-
-def _train(
-    model: PreTrainedModel,
-    texts: TrainTexts,
-    settings: TrainSettings,
-    folder: Path,
-    original: Callable[[], PreTrainedModel] | None,
-    program: Program | None,
-    identity: dict[str, Any] | None,
-    device: str,
-    task: TrainingTask | None,
-) -> Trained | None:
-    steps = settings.steps_on(len(texts.training.ids))
-    arguments = _arguments(model, settings, folder, steps, device)
-    known = {
-        **(identity or {}),
-        "settings": settings.to_json(),
-        "data": texts.training.digest,
-        "held_out": texts.held_out.digest,
-    }
-    checkpoint = _agreed(lambda: open_run(folder, known))
-    program = program or program_of(model)
     if task is not None and settings.distillation is not None:
         raise ValueError("a model with a task of its own is not distilled as well; leave the distillation out")
-    task = task or TrainingTask(*_teaching(original, program, texts, settings, folder, known))
-    if task.uses_all and arguments.ddp_find_unused_parameters is None:
-        arguments.ddp_find_unused_parameters = False
-    caches = model.config.use_cache
-    model = prepared(model, settings, program)
-    with _run(model, texts, settings, arguments, task, checkpoint) as (trainer, recorder):
-        before = None if recorder.log is None else _first_quality(recorder.log, model, task.held_out)
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-        trained = trainer.whole_model()
-    if trained is None or before is None:
-        return None
-    after = task.held_out.measure(trained, trainer.state.global_step)
-    whole: Any = trained.get_base_model() if isinstance(trained, PeftModel) else trained
-    whole.config.use_cache = caches  # which the Trainer has turned off
-    made = trainer.state.global_step
-    tokens = made * settings.batch * texts.training.ids.shape[1]
-    return Trained(made, tokens, recorder.seconds, task.held_out.original, before, after, trained)
+    windows = texts.training.ids
+    with alone(folder, device):
+        steps = settings.steps_on(len(windows))
+        processes, _ = join_processes(device)
+        share = share_of_batch(settings, processes.num_processes)
+        arguments = training_arguments(settings, folder, steps, share, device, called_classes(model))
+        known = {
+            **(identity or {}),
+            "settings": settings.to_json(),
+            "data": texts.training.digest,
+            "held_out": texts.held_out.digest,
+        }
+        # The first of several processes opens the folder, and says where the run goes on.
+        found = [open_run(folder, known) if processes.is_main_process else None]
+        broadcast_object_list(found, from_process=0)
+        checkpoint = found[0]
+        program = program or program_of(model)
+        task = task or _task_by(original, program, texts, settings, folder, known)
+        if task.uses_all and arguments.ddp_find_unused_parameters is None:
+            arguments.ddp_find_unused_parameters = False
+
+        caches = model.config.use_cache
+        for parameter in model.parameters():  # factors may be transposed, which cannot be shared out among processes
+            parameter.data = parameter.data.contiguous()
+        trained: Any = model
+        if settings.lora is None:
+            choose_parameters(model, settings.scope, program)
+        else:
+            torch.manual_seed(settings.seed)  # adapters begin with random numbers
+            trained = add_adapters(model, settings.scope, program, settings.lora)
+
+        trainer = ModelTrainer(trained, arguments, windows, task.held_out, task.towards)
+        log = RunLog(folder, checkpoint) if arguments.should_save else None
+        recorder = Recorder(trainer, log, settings.batch * windows.shape[1])
+        trainer.add_callback(recorder)
+        done, before = 0 if checkpoint is None else step_of(checkpoint), None
+        if log is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            trainer.checkpoints.carried = log.files
+            trainer.add_callback(TensorBoardCallback(SummaryWriter(str(folder / "tensorboard"), purge_step=done)))
+        if settings.patience is not None:
+            trainer.add_callback(EarlyEnd(settings.patience))
+        for callback in task.callbacks:
+            trainer.add_callback(callback)
+
+        shown = progress("training", steps, "steps", done, recorder.note)
+        with shown if log is not None else nullcontext(recorder.advance) as recorder.advance:
+            if log is not None and (before := log.first_quality()) is None:
+                before = task.held_out.measure(trained, 0)
+                log.held_out(0, 0.0, before)
+            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+            trained = trainer.whole_model()
+        if trained is None or before is None:
+            return None
+        made = trainer.state.global_step
+        after = task.held_out.measure(trained, made)
+        whole: Any = trained.get_base_model() if isinstance(trained, PeftModel) else trained
+        whole.config.use_cache = caches  # which the Trainer has turned off
+        tokens = made * settings.batch * windows.shape[1]
+        return Trained(made, tokens, recorder.seconds, task.held_out.original, before, after, trained)
 
 
-def _agreed(open_folder: Callable[[], Path | None]) -> Path | None:
-    """Where the run goes on, as the first process of several finds it."""
-    state = PartialState()
-    found = [open_folder() if state.is_main_process else None]
-    broadcast_object_list(found, from_process=0)
-    return found[0]
-
-
-def _first_quality(log: RunLog, model: Any, held_out: Measure) -> TextQuality:
-    """What the model was before the first step; measured if it was not yet."""
-    found = log.first_quality()
-    if found is None:
-        found = held_out.measure(model, 0)
-        log.held_out(0, 0.0, found)
-    return found
-
-
-def prepared(model: PreTrainedModel, settings: TrainSettings, program: Program) -> Any:
-    """The model with what is trained of it, or with adapters.
-
-    Raises:
-        ValueError: if nothing is in scope.
-    """
-    for parameter in model.parameters():  # factors may be transposed, which cannot be shared out among processes
-        parameter.data = parameter.data.contiguous()
-    if settings.lora is not None:
-        torch.manual_seed(settings.seed)  # adapters begin with random numbers
-        return add_adapters(model, settings.scope, program, settings.lora)
-    choose_parameters(model, settings.scope, program)
-    return model
-
-
-def _teaching(
+def _task_by(
     load_original: Callable[[], PreTrainedModel] | None,
     program: Program,
     texts: TrainTexts,
     settings: TrainSettings,
     folder: Path,
     known: dict[str, Any],
-) -> tuple[HeldOutQuality, Distiller | None]:
+) -> TrainingTask:
     """What the original has to say: on held-out text, and of the training text where it is distilled."""
     wanted = settings.distillation
     if load_original is None:
         if wanted is not None:
             raise ValueError("there is no original to distil from; name it with --teacher")
-        return HeldOutQuality(texts.held_out, None), None
+        return TrainingTask(HeldOutQuality(texts.held_out, None))
     original = load_original()
     held_out = HeldOutQuality(texts.held_out, original)
     if wanted is None:
-        return held_out, None
+        return TrainingTask(held_out)
     if wanted.kept is None:
-        return held_out, Distiller(wanted, program, original)
+        return TrainingTask(held_out, Distiller(wanted, program, original))
     ids = texts.training.ids
     computed = str(original.dtype).removeprefix("torch.")
     windows, window = ids.shape
     digest = texts.training.digest
     same = KeptIdentity(str(known.get("original")), computed, digest, windows, window, wanted.kept, wanted.temperature)
-    return held_out, Distiller(wanted, program, keep_logits(original, ids, folder / TEACHER_FOLDER, same))
-
-
-def _arguments(
-    model: PreTrainedModel, settings: TrainSettings, folder: Path, steps: int, device: str
-) -> TrainingArguments:
-    processes, _ = join_processes(device)
-    share = share_of_batch(settings, processes.num_processes)
-    return training_arguments(settings, folder, steps, share, device, called_classes(model))
-
-
-@contextmanager
-def _run(
-    model: Any,
-    texts: TrainTexts,
-    settings: TrainSettings,
-    arguments: TrainingArguments,
-    task: TrainingTask,
-    checkpoint: Path | None,
-) -> Iterator[tuple[ModelTrainer, Recorder]]:
-    """A Trainer with everything that watches it."""
-    folder, windows = Path(str(arguments.output_dir)), texts.training.ids
-    done = 0 if checkpoint is None else step_of(checkpoint)
-    log = RunLog(folder, checkpoint) if arguments.should_save else None
-    recorder = Recorder(log, settings.batch * windows.shape[1])
-    callbacks: list[TrainerCallback] = [recorder]
-    if log is not None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        callbacks.append(TensorBoardCallback(SummaryWriter(str(folder / "tensorboard"), purge_step=done)))
-    if settings.patience is not None:
-        callbacks.append(EarlyEnd(settings.patience))
-    callbacks += task.callbacks
-    trainer = ModelTrainer(model, arguments, windows, task.held_out, settings.batch, task.towards, callbacks)
-    recorder.trainer = trainer
-    if log is not None:
-        trainer.carried = log.files
-    told = progress("training", arguments.max_steps, "steps", done, recorder.note)
-    with told if log is not None else nullcontext(recorder.advance) as advance:
-        recorder.advance = advance
-        yield trainer, recorder
+    kept = keep_logits(original, ids, folder / TEACHER_FOLDER, same)
+    return TrainingTask(held_out, Distiller(wanted, program, kept))

@@ -36,10 +36,18 @@ class RunLog:
     def __init__(self, folder: Path, checkpoint: Path | None = None) -> None:
         self._folder = folder
         self.files = (folder / TRAINING_FILE, folder / HELD_OUT_FILE)
+        self.seconds = 0.0
         for path, columns in zip(self.files, (TRAINING, HELD_OUT), strict=True):
-            self._write(path, columns, [] if checkpoint is None else _rows_at(checkpoint, path))
-        rows = [row for path in self.files for row in read_rows(path)]
-        self.seconds = max((float(row["seconds"]) for row in rows), default=0.0)
+            rows: list[dict[str, str]] = []
+            if checkpoint is not None:
+                kept = checkpoint / path.name
+                there = read_rows(kept if kept.is_file() else path)
+                rows = [row for row in there if int(row["step"]) <= step_of(checkpoint)]
+            with whole_file(path) as beside, beside.open("w", newline="", encoding="utf-8") as file:
+                writer = csv.DictWriter(file, columns, lineterminator="\n")
+                writer.writeheader()
+                writer.writerows(rows)
+            self.seconds = max([self.seconds, *(float(row["seconds"]) for row in rows)])
 
     def training(self, row: Mapping[str, float]) -> None:
         """Add a row on the loss."""
@@ -55,19 +63,6 @@ class RunLog:
         """What was measured before the first step, if it was."""
         kept = read_record(self._folder).get(_BEFORE) if read_rows(self.files[1]) else None
         return None if kept is None else TextQuality.from_json(kept)
-
-    @staticmethod
-    def _write(path: Path, columns: tuple[str, ...], rows: list[dict[str, str]]) -> None:
-        with whole_file(path) as beside, beside.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, columns, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
-
-
-def _rows_at(checkpoint: Path, path: Path) -> list[dict[str, str]]:
-    """A table's rows up to a checkpoint."""
-    kept = checkpoint / path.name
-    return [row for row in read_rows(kept if kept.is_file() else path) if int(row["step"]) <= step_of(checkpoint)]
 
 
 def flat(quality: TextQuality) -> dict[str, float]:

@@ -87,7 +87,7 @@ def add_adapters(model: PreTrainedModel, scope: str, program: Program, rank: int
     """
     from peft import LoraConfig, get_peft_model
 
-    inside = {id(linear) for module in _modules(model, scope, program) for linear in _linears(module)}
+    inside = {id(inner) for module in _modules(model, scope, program) for inner in module.modules()}
     linears = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
     # What slices share has one adapter at most, and none is simple: several would be merged into one matrix.
     held = Counter(id(module.weight) for _, module in linears)
@@ -107,10 +107,6 @@ def add_adapters(model: PreTrainedModel, scope: str, program: Program, rank: int
         return get_peft_model(model, config)
 
 
-def _linears(module: nn.Module) -> Iterator[nn.Module]:
-    return (each for each in module.modules() if isinstance(each, nn.Linear | Conv1D))
-
-
 def _modules(model: PreTrainedModel, scope: str, program: Program) -> Iterator[nn.Module]:
     """The modules whose parameters are in scope."""
     layers = decoder_layers(model)
@@ -119,7 +115,8 @@ def _modules(model: PreTrainedModel, scope: str, program: Program) -> Iterator[n
         yield model
     elif scope == "edited":
         for sublayer in edited_in(model, program):
-            yield from sublayer_modules(layers, sublayer)
+            spec, owner = layers.family.spec(sublayer.kind), layers.owner(sublayer)
+            yield from (owner.get_submodule(path) for path in (spec.norm, *spec.modules))
     else:
         yield model.get_submodule(layers.family.final_norm)
         for sublayer in dict.fromkeys(layers.program.sublayers()):
@@ -138,9 +135,3 @@ def called_classes(model: PreTrainedModel) -> list[str]:
         for path in layers.family.spec(sublayer.kind).modules
     )
     return sorted({type(module).__name__ for module in called if any(True for _ in module.parameters())})
-
-
-def sublayer_modules(layers: EditedLayers, sublayer: Sublayer) -> Iterator[nn.Module]:
-    """The modules that compute one sublayer: its norm, and those called on the normed stream."""
-    spec, owner = layers.family.spec(sublayer.kind), layers.owner(sublayer)
-    return (owner.get_submodule(path) for path in (spec.norm, *spec.modules))

@@ -13,6 +13,7 @@ from surgeon.training.trainer_table import check_trainer_arguments
 
 SCOPES = ("edited", "all", "norms")
 DEFAULT_STEPS = 1000
+ALL_TOKENS = 1 << 50  # more than any text has
 LEARNING_RATE, LORA_LEARNING_RATE = 1e-4, 1e-3
 
 
@@ -95,6 +96,12 @@ class TrainSettings:
         if self.steps is not None:
             return self.steps
         return DEFAULT_STEPS if self.epochs is None else max(1, round(self.epochs * windows / self.batch))
+
+    def tokens_on(self, window: int) -> int:
+        """How many tokens of training text, in windows of this many, the run goes through at most."""
+        if self.steps is None and self.epochs is not None:
+            return ALL_TOKENS
+        return self.steps_on(self.batch) * self.batch * window
 
     @property
     def method(self) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset
 
 from surgeon.quality.data import Windows, digest_of, load_windows
 
@@ -84,21 +84,7 @@ def _part(windows: Windows, rows: slice) -> Windows:
     return replace(windows, ids=ids, digest=digest_of(ids))
 
 
-class TrainingWindows(Dataset[dict[str, Tensor]]):
-    """Windows as the Trainer takes them: tokens, themselves as labels, and which window it is."""
-
-    def __init__(self, ids: Tensor) -> None:
-        self.ids = ids
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        ids = self.ids[index]
-        return {"input_ids": ids, "labels": ids, "index": torch.tensor(index)}
-
-
-class RunOrder(Sampler[int]):
+class RunOrder:
     """Which window comes when, over a whole run: every epoch in an order of its own, which follows from the seed.
 
     As one list for all epochs it makes a run the same whatever the number of processes and the size of micro-batches,
@@ -107,14 +93,35 @@ class RunOrder(Sampler[int]):
 
     def __init__(self, windows: int, steps: int, batch: int, seed: int) -> None:
         self.windows, self.count, self.seed = windows, steps * batch, seed
+        self._epoch, self._permutation = -1, list[int]()  # drawn last: places are asked for one after the other
 
     def __len__(self) -> int:
         return self.count
 
     def __iter__(self) -> Iterator[int]:
-        left, epoch = self.count, 0
-        while left > 0:
+        return map(self.__getitem__, range(self.count))
+
+    def __getitem__(self, place: int) -> int:
+        epoch, place_in_epoch = divmod(place, self.windows)
+        if epoch != self._epoch:
             generator = torch.Generator().manual_seed((self.seed << 20) + epoch)
-            order = torch.randperm(self.windows, generator=generator)[:left].tolist()
-            yield from order
-            left, epoch = left - len(order), epoch + 1
+            self._epoch, self._permutation = epoch, torch.randperm(self.windows, generator=generator).tolist()
+        return self._permutation[place_in_epoch]
+
+
+class TrainingWindows(Dataset[dict[str, Tensor]]):
+    """A run's windows in its order, as the Trainer takes them: one after the other is the whole run.
+
+    Each has its tokens, which are its labels, too, and says which window it is, and at which place it stands.
+    """
+
+    def __init__(self, ids: Tensor, order: RunOrder) -> None:
+        self.ids, self.order = ids, order
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, place: int) -> dict[str, Tensor]:
+        index = self.order[place]
+        ids = self.ids[index]
+        return {"input_ids": ids, "labels": ids, "index": torch.tensor(index), "place": torch.tensor(place)}

@@ -1,10 +1,17 @@
-"""transformers' Trainer on a model with a program: its loss, its order of windows, what it measures meanwhile."""
+"""transformers' Trainer on a model with a program: its loss, its steps, its checkpoints, what it measures meanwhile.
+
+What of the Trainer's own is private is overridden only where nothing public is asked; each such method says why.
+"""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -13,13 +20,24 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import Dataset
-from transformers import PreTrainedModel, PrinterCallback, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
 
+from surgeon.errors import first_line, is_full_disk, is_out_of_memory
+from surgeon.exports.staging import show_bytes
 from surgeon.quality.text import TextQuality
+from surgeon.training.checkpoints import (
+    OTHERS_ENDED,
+    RunCheckpoints,
+    checkpoint_bytes,
+    others_have_ended,
+    readable,
+    trained_parameters,
+    write_trained,
+)
 from surgeon.training.held_out import Measure
-from surgeon.training.steps import SteppingTrainer
 from surgeon.training.texts import RunOrder, TrainingWindows
+
+_WINDOWS_SHOWN = 16
 
 
 class LossParts(Protocol):
@@ -34,15 +52,24 @@ class LossParts(Protocol):
         """
 
 
-class ModelTrainer(SteppingTrainer):
+class ModelTrainer(Trainer):
     """A Trainer whose loss is the text's or a distillation's, and whose evaluation is a `Measure`.
 
+    A process takes its windows of a step at once, and divides them into micro-batches itself, so that a step that runs
+    out of memory is made again with smaller ones. A step whose loss or gradient is not finite is not taken, and ends
+    the run. Checkpoints hold what is trained, and have their names when they are whole (`RunCheckpoints`).
+
     Attributes:
+        order: which windows each step is made on.
+        batch: how many a step has, over all processes.
+        micro_batch: windows per forward pass of one process; it may shrink.
+        checkpoints: of the run.
         latest: what was measured last on held-out text.
         empty: where parameters are shared out among processes, the model without numbers, to be filled with all.
-    """
 
-    latest: TextQuality | None = None
+    Args:
+        arguments: their batch is a micro-batch of one process, and what is accumulated makes a step.
+    """
 
     def __init__(
         self,
@@ -50,21 +77,24 @@ class ModelTrainer(SteppingTrainer):
         arguments: TrainingArguments,
         windows: Tensor,
         held_out: Measure,
-        batch: int,
         towards: LossParts | None = None,
-        callbacks: Sequence[TrainerCallback] = (),
     ) -> None:
-        data = TrainingWindows(windows)
-        self.order = RunOrder(len(windows), arguments.max_steps, batch, arguments.seed)
-        self.batch, self.held_out, self.towards = batch, held_out, towards
-        self._parts: dict[str, Tensor] = {}
+        self.micro_batch = arguments.per_device_train_batch_size
+        arguments.per_device_train_batch_size *= arguments.gradient_accumulation_steps
+        arguments.gradient_accumulation_steps = 1
+        self.batch = arguments.per_device_train_batch_size * arguments.world_size
+        self.order = RunOrder(len(windows), arguments.max_steps, self.batch, arguments.seed)
+        self.checkpoints = RunCheckpoints(arguments)
+        self.held_out, self.towards = held_out, towards
+        self.latest: TextQuality | None = None
+        self._parts: dict[str, Tensor] = {}  # of the loss, summed over so many micro-batches since the last log
         self._counted = 0
-        self.empty: nn.Module | None = None
-        super().__init__(model, arguments, train_dataset=data, eval_dataset=data, callbacks=list(callbacks))
+        data = TrainingWindows(windows, self.order)
+        super().__init__(model, arguments, train_dataset=data, eval_dataset=data, callbacks=[self.checkpoints])
         self.remove_callback(PrinterCallback)
-        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            self.empty = meta_copy(model)
-        self.model_accepts_loss_kwargs = False  # every micro-batch's loss is a mean over as many tokens
+        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        self.empty: nn.Module | None = meta_copy(model) if sharded else None
+        self.model_accepts_loss_kwargs = False  # every window has as many tokens: nothing is to be counted
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -75,15 +105,21 @@ class ModelTrainer(SteppingTrainer):
             state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
             self.is_fsdp_enabled = True
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        if self.empty is None or not state_dict:
-            super()._save(output_dir, state_dict)
-            return
-        sharded, self.model = self.model, filled(self.empty, state_dict)
+    def train(self, resume_from_checkpoint: str | bool | None = None, *others: Any, **options: Any) -> Any:
+        """As Trainer's.
+
+        Raises:
+            OSError: if the disk has no room for the run's checkpoints, or another process of the run has ended.
+            ValueError: if those that are there are of something else.
+        """
+        if self.args.should_save:
+            self.checkpoints.require_room(self.model)
         try:
-            super()._save(output_dir)
-        finally:
-            self.model = sharded
+            return super().train(resume_from_checkpoint, *others, **options)
+        except RuntimeError as error:
+            if self.args.world_size == 1 or not others_have_ended(error):
+                raise
+            raise OSError(OTHERS_ENDED) from error
 
     def whole_model(self) -> Any:
         """The model in one piece, in the first process; None in the others."""
@@ -94,9 +130,83 @@ class ModelTrainer(SteppingTrainer):
         state = self.accelerator.get_state_dict(self.model_wrapped)
         return filled(self.empty, state) if self.args.should_save else None
 
-    def _get_train_sampler(self, train_dataset: Dataset[Any] | None = None) -> RunOrder:
-        del train_dataset
-        return self.order
+    # Steps
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Tensor | int | None]:
+        """The windows of a step; none where the run was at its end already, which the Trainer sees after a step only.
+
+        So it is where it goes on from a checkpoint at which it had ended early.
+        """
+        if self.control.should_training_stop:
+            return [], None
+        samples: tuple[list[Any], Tensor | int | None] = super().get_batch_samples(epoch_iterator, num_batches, device)
+        return samples
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """Add the gradient of the mean loss over the windows of this process; returns that loss.
+
+        Raises:
+            ValueError: if one window at a time is too much for the memory, or there are several processes, of which
+                one alone cannot begin a step anew.
+        """
+        del num_items_in_batch
+        windows, step = len(inputs["input_ids"]), self.state.global_step + 1
+        on_gpu = self.args.device.type == "cuda"
+        random = torch.get_rng_state(), torch.cuda.get_rng_state(self.args.device) if on_gpu else None
+        parts = dict(self._parts), self._counted
+        while True:
+            try:
+                self._loss = self._accumulate(model, inputs)
+                return self._loss
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                said = first_line(error)
+            # Outside the handler, whose exception holds on to the tensors of the step.
+            model.zero_grad()
+            if on_gpu:
+                torch.cuda.empty_cache()
+            size = min(self.micro_batch, windows)
+            if size == 1:
+                raise ValueError(
+                    f"out of memory at step {step} with one window at a time ({said}); use a smaller window, "
+                    "--trainer-arg gradient_checkpointing=true, or train fewer weights (adapters, norms only)"
+                )
+            if self.args.world_size > 1 or self.is_deepspeed_enabled or self.is_fsdp_enabled:
+                raise ValueError(
+                    f"out of memory at step {step} with {size} windows at a time in a process ({said}); use a smaller "
+                    f"micro-batch than {size} in another -o"
+                )
+            # At most half as many, so that they divide those of a step.
+            self.micro_batch = max(half for half in range(1, size // 2 + 1) if windows % half == 0)
+            warnings.warn(
+                f"out of memory at step {step} with {size} windows at a time; the step is made again with "
+                f"{self.micro_batch} at a time, and so are all after it (the batch stays as it is)",
+                stacklevel=1,
+            )
+            # The step is made again as if nothing had been: dropout draws the same numbers.
+            torch.set_rng_state(random[0])
+            if random[1] is not None:
+                torch.cuda.set_rng_state(random[1])
+            self._parts, self._counted = parts
+
+    def _accumulate(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        """The mean loss of all micro-batches of a step; processes exchange their gradients at the last one only."""
+        starts = range(0, len(inputs["input_ids"]), self.micro_batch)
+        self.current_gradient_accumulation_steps = len(starts)  # what the Trainer divides each loss by
+        by_itself = self.accelerator.distributed_type == DistributedType.DEEPSPEED  # it goes by `sync_gradients`
+        always = by_itself or self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+        total = torch.zeros((), device=self.args.device)
+        for start in starts:
+            last = self.accelerator.sync_gradients = start == starts[-1]
+            part = {name: value[start : start + self.micro_batch] for name, value in inputs.items()}
+            with nullcontext() if last or always else self.accelerator.no_sync(model):
+                total = total + super().training_step(model, part)
+        return total
 
     def compute_loss(
         self,
@@ -117,11 +227,44 @@ class ModelTrainer(SteppingTrainer):
             self._counted += 1
         return (loss, outputs) if return_outputs else loss
 
-    def told(self) -> tuple[dict[str, Tensor], int]:
-        return dict(self._parts), self._counted
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """The gradient's norm; here every process has the same gradient, and no step has been taken yet.
 
-    def tell_again(self, told: tuple[dict[str, Tensor], int]) -> None:
-        self._parts, self._counted = told
+        Private: `on_pre_optimizer_step`, the public hook, has only the clipped gradient, of which another norm would
+        take another pass over all of it.
+
+        Raises:
+            ValueError: if it, or the loss, is not finite.
+        """
+        norm = super()._get_grad_norm(model, grad_norm)  # type: ignore[no-untyped-call]
+        loss = float(self.accelerator.reduce(self._loss, "mean") if self.args.world_size > 1 else self._loss)
+        # With fp16, steps whose scaled gradient is too large are left out.
+        scaled = getattr(self.accelerator, "scaler", None) is not None
+        if not math.isfinite(loss):
+            what = f"the loss is {loss}"
+        elif norm is not None and not scaled and not math.isfinite(float(norm)):
+            what = f"the gradient's norm is {float(norm)}"
+        else:
+            return norm
+        step = self.state.global_step
+        windows = [self.order[place] for place in range(step * self.batch, (step + 1) * self.batch)]
+        shown = ", ".join(map(str, windows[:_WINDOWS_SHOWN]))
+        more = f" and {len(windows) - _WINDOWS_SHOWN} more" if len(windows) > _WINDOWS_SHOWN else ""
+        raise ValueError(
+            f"{what} at step {step + 1}, made on windows {shown}{more} of the training text; that step is not taken, "
+            f"and {self._last_good()}"
+        )
+
+    def _last_good(self) -> str:
+        """Where weights are that were finite, and what to do; the end of a message."""
+        there = self.checkpoints.until(self.state.global_step)
+        where = f"the weights after step {max(there)} are in {there[max(there)]}" if there else "no weights were kept"
+        return (
+            f"{where}; use a lower learning rate than {self.args.learning_rate:g}, or a warmup, in another -o (this "
+            "run would come to the same again)"
+        )
+
+    # Measurements
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs and self._counted:
@@ -136,7 +279,7 @@ class ModelTrainer(SteppingTrainer):
             self.latest = self.held_out.measure(self.model_wrapped, self.state.global_step)
         except ValueError as error:
             raise ValueError(
-                f"held-out text after step {self.state.global_step}: {error} {self.last_good()}"
+                f"held-out text after step {self.state.global_step}: {error} {self._last_good()}"
             ) from error
         metrics = {"eval_loss": math.log(self.latest.perplexity), "eval_perplexity": self.latest.perplexity}
         if self.latest.divergence is not None:
@@ -144,6 +287,79 @@ class ModelTrainer(SteppingTrainer):
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+    # Checkpoints
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write what is trained; FSDP and DeepSpeed write it themselves, with the optimiser's state."""
+        del _internal_call
+        if self.args.should_save and self.empty is None:
+            model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+            write_trained(model, Path(output_dir or str(self.args.output_dir)))
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
+        """Write a checkpoint where nobody looks for one, until every process has written its part.
+
+        Private: when `on_save`, the public hook, is called, a checkpoint has had its name for a while, in part.
+
+        Raises:
+            OSError: if the disk is full.
+        """
+        self.args.output_dir = str(self.checkpoints.staging)
+        try:
+            super()._save_checkpoint(model, trial)
+            self.checkpoints.name_best(self.state)
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                self.checkpoints.publish(self.state)
+            self.accelerator.wait_for_everyone()
+            return
+        except Exception as error:
+            if not is_full_disk(error):
+                raise
+        finally:
+            self.args.output_dir = str(self.checkpoints.folder)
+            if self.args.should_save:
+                shutil.rmtree(self.checkpoints.staging, ignore_errors=True)
+        # Raised outside the handler, to stand for itself: it says more than the error that it comes from.
+        raise OSError(
+            f"the disk of {self.checkpoints.folder} filled up at step {self.state.global_step}: a checkpoint takes "
+            f"about {show_bytes(checkpoint_bytes(self.model))}; earlier ones are whole, so make room, and run the same "
+            "command again to go on"
+        )
+
+    # These three are private, as is all of the Trainer that reads a checkpoint. Around `train` one could not tell an
+    # error of the checkpoint, which a user would be told to remove, from one of anything else.
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        with readable(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with readable(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        name = "rng_state.pth" if self.args.world_size == 1 else f"rng_state_{self.args.process_index}.pth"
+        if checkpoint is not None and self.args.should_save and not (Path(checkpoint) / name).is_file():
+            warnings.warn(
+                f"{checkpoint} was written by another number of processes than there are now; where the model has "
+                "dropout, its random numbers are others",
+                stacklevel=1,
+            )
+        with readable(checkpoint):
+            super()._load_rng_state(checkpoint)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Refuse a checkpoint that is not of what is trained.
+
+        Private: the Trainer reads with `strict=False`, and would only warn, of frozen parameters, too, which no
+        checkpoint has.
+        """
+        trained = {name for name, _ in trained_parameters(self.model)}
+        odd = sorted(trained & set(load_result.missing_keys)) + list(load_result.unexpected_keys)
+        if odd:
+            raise ValueError(f"the checkpoint is not of what is trained now: {odd[0]}")
 
 
 def text_loss(model: nn.Module, ids: Tensor) -> tuple[Tensor, Mapping[str, Any]]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from surgeon.training.presets import PRESETS, preset
-from surgeon.training.settings import TrainSettings
+from surgeon.training.settings import ALL_TOKENS, TrainSettings
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,8 @@ def test_steps() -> None:
     assert TrainSettings(steps=7, epochs=3.0).steps_on(100) == 7
     assert TrainSettings(epochs=2.0, batch=8).steps_on(100) == 25
     assert TrainSettings().steps_on(8) == 1000
+    assert TrainSettings(steps=7, epochs=3.0, batch=2).tokens_on(16) == 7 * 2 * 16
+    assert TrainSettings(epochs=2.0).tokens_on(16) == ALL_TOKENS
     with pytest.raises(ValueError, match="7 windows, fewer than one batch of 8"):
         TrainSettings().steps_on(7)
 

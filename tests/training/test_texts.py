@@ -57,7 +57,10 @@ def test_every_epoch_has_an_order_of_its_own() -> None:
 
 def test_windows_say_which_they_are() -> None:
     ids = torch.arange(12).view(3, 4)
-    item = TrainingWindows(ids)[2]
-    assert torch.equal(item["input_ids"], ids[2])
-    assert torch.equal(item["labels"], ids[2])
-    assert item["index"] == 2
+    order = RunOrder(3, 2, 3, seed=0)
+    items = list(map(TrainingWindows(ids, order).__getitem__, range(6)))
+    assert [int(item["place"]) for item in items] == list(range(6))
+    assert [int(item["index"]) for item in items] == list(order)
+    for item in items:
+        assert torch.equal(item["input_ids"], ids[item["index"]])
+        assert torch.equal(item["labels"], item["input_ids"])

@@ -156,7 +156,7 @@ def trainer_with(folder: Path, **arguments: Any) -> ModelTrainer:
     made = training_arguments(TrainSettings(batch=4, arguments=arguments), folder, 1, 4)
     ids = TEXTS.training.ids
     held_out: Any = None  # nothing is measured
-    return ModelTrainer(student(), made, ids, held_out, 4)
+    return ModelTrainer(student(), made, ids, held_out)
 
 
 def start_method(loader: Any) -> str | None:

@@ -64,12 +64,10 @@ class Distillation:
             raise ValueError("distillation needs a weight above 0 for logits or hidden; without, train on text alone")
         if not (math.isfinite(self.temperature) and self.temperature > 0):
             raise ValueError(f"the temperature must be a number above 0, not {self.temperature}")
-        if self.kept is not None:
-            self._check_kept(self.kept)
-
-    def _check_kept(self, kept: int) -> None:
-        if kept < 1:
-            raise ValueError(f"at least 1 of the original's logits has to be kept for each token, not {kept}")
+        if self.kept is None:
+            return
+        if self.kept < 1:
+            raise ValueError(f"at least 1 of the original's logits has to be kept for each token, not {self.kept}")
         if self.hidden:
             raise ValueError("hidden streams need the original in memory; keep no logits on disk, or give hidden 0")
 
@@ -113,20 +111,22 @@ class Distiller:
         self.kept = teacher if isinstance(teacher, KeptLogits) else None
         self.counterparts: tuple[Counterpart, ...] = ()
         if self.kept is not None:
-            _check_kept_logits(self.kept, distillation)
+            for name in ("kept", "temperature"):
+                held, asked = getattr(self.kept.identity, name), getattr(distillation, name)
+                if held != asked:
+                    raise ValueError(
+                        f"{self.kept.folder} was made with {name} {held}, not {asked}; make the logits again"
+                    )
         if self.teacher is not None:
-            self._prepare(self.teacher)
-
-    def _prepare(self, teacher: PreTrainedModel) -> None:
-        if self.distillation.kept is not None:
-            raise ValueError("the distillation asks for kept logits; give a KeptLogits in place of a model")
-        own = require_unedited_teacher(teacher)
-        teacher.eval().requires_grad_(False)
-        if self.distillation.hidden:
-            steps = family_of(teacher.config).steps_per_layer
-            self.counterparts = counterparts(self.program, len(own) // steps)
-            if not isinstance(decoder_layers(teacher), EditedLayers):
-                edit(teacher, own)
+            if distillation.kept is not None:
+                raise ValueError("the distillation asks for kept logits; give a KeptLogits in place of a model")
+            own = require_unedited_teacher(self.teacher)
+            self.teacher.eval().requires_grad_(False)
+            if distillation.hidden:
+                steps = family_of(self.teacher.config).steps_per_layer
+                self.counterparts = counterparts(program, len(own) // steps)
+                if not isinstance(decoder_layers(self.teacher), EditedLayers):
+                    edit(self.teacher, own)
 
     def loss(
         self, model: nn.Module, batch: Mapping[str, Tensor], num_items: int | Tensor | None = None
@@ -155,18 +155,15 @@ class Distiller:
         input_ids = batch["input_ids"]
         labels = functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)  # what each token is to predict
         items = (labels != IGNORED).sum().clamp_min(1) if num_items is None else num_items
-        taught = self._ask_teacher(batch)
+        if self.kept is not None:
+            taught = Taught(self.kept.read(batch["index"]), {})
+        else:
+            assert self.teacher is not None
+            taught = ask_teacher(self.teacher, input_ids, self.counterparts, self.distillation)
         nodes = [one.node for one in self.counterparts]
         with watched_streams(model, nodes, len(self.program)) as streams:
             logits = model(input_ids=input_ids, use_cache=False).logits
         return parts_of_loss(self.distillation, logits, labels, streams, taught, items)
-
-    def _ask_teacher(self, batch: Mapping[str, Tensor]) -> Taught:
-        """What it predicts, and its streams by the student's nodes."""
-        if self.kept is not None:
-            return Taught(self.kept.read(batch["index"]), {})
-        assert self.teacher is not None
-        return ask_teacher(self.teacher, batch["input_ids"], self.counterparts, self.distillation)
 
 
 def require_unedited_teacher(teacher: PreTrainedModel) -> Program:
@@ -290,10 +287,3 @@ def watched_streams(model: nn.Module, nodes: Sequence[int], length: int | None) 
             "the model's streams were not seen in its forward pass, as when it is compiled or replicated by "
             "DataParallel; train without torch_compile and with one process for each device, or give hidden 0"
         )
-
-
-def _check_kept_logits(kept: KeptLogits, distillation: Distillation) -> None:
-    for name in ("kept", "temperature"):
-        held, asked = getattr(kept.identity, name), getattr(distillation, name)
-        if held != asked:
-            raise ValueError(f"{kept.folder} was made with {name} {held}, not {asked}; make the logits again")

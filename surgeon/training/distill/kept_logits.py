@@ -26,6 +26,7 @@ from surgeon.training.distill.logits_loss import TopLogits, blocks
 _FILE_BYTES = 16 << 20  # no more is lost in a kill
 _MOST_WINDOWS = 128  # in a file
 _LOCK = ".lock"
+_TENSORS = ("ids", "log_p", "rest")  # in a file, as `TopLogits` has them
 _NAMES = {
     "format": "an older or a newer version's format",
     "model_hash": "another teacher",
@@ -97,24 +98,21 @@ class KeptLogits:
             ValueError: if there is no such window.
             OSError: if a file is gone or damaged.
         """
-        rows = [self._window(int(window)) for window in index]
-        ids, log_p, rest = (torch.cat(each) for each in zip(*rows, strict=True))
-        return TopLogits(ids, log_p, rest)
-
-    def _window(self, window: int) -> tuple[Tensor, Tensor, Tensor]:
-        if not 0 <= window < self.identity.windows:
-            raise ValueError(
-                f"{self.folder} has logits of windows 0 to {self.identity.windows - 1}, not of window {window}"
-            )
-        windows = self.files[window // len(self.files[0])]
-        path = _path(self.folder, windows)
-        try:
-            with safe_open(path, "pt") as file:
-                row = window - windows.start
-                ids, log_p, rest = (file.get_slice(name)[row] for name in ("ids", "log_p", "rest"))
-        except (OSError, SafetensorError) as error:
-            raise OSError(f"{path} cannot be read any more ({error}); start again, and it is made again") from error
-        return ids, log_p, rest
+        rows = []
+        for window in map(int, index):
+            if not 0 <= window < self.identity.windows:
+                raise ValueError(
+                    f"{self.folder} has logits of windows 0 to {self.identity.windows - 1}, not of window {window}"
+                )
+            windows = self.files[window // len(self.files[0])]
+            path = _path(self.folder, windows)
+            try:
+                with safe_open(path, "pt") as file:
+                    row = window - windows.start
+                    rows.append([file.get_slice(name)[row] for name in _TENSORS])
+            except (OSError, SafetensorError) as error:
+                raise OSError(f"{path} cannot be read any more ({error}); start again, and it is made again") from error
+        return TopLogits(*(torch.cat(each) for each in zip(*rows, strict=True)))
 
 
 def keep_logits(
@@ -161,9 +159,18 @@ def _make(
                 some = ids[first : min(first + at_once, windows.stop)]
                 parts.append(_top_of(teacher, some, identity, first))
                 advance(len(some))
-            tensors = {name: torch.cat([getattr(part, name) for part in parts]) for name in ("ids", "log_p", "rest")}
+            tensors = {name: torch.cat([getattr(part, name) for part in parts]) for name in _TENSORS}
             shaped = {name: tensor.unflatten(0, (len(windows), -1)) for name, tensor in tensors.items()}
-            _write(_path(folder, windows), shaped, identity)
+            try:
+                with whole_file(_path(folder, windows)) as beside:
+                    save_file(shaped, beside, metadata=identity.metadata())
+            except (OSError, SafetensorError) as error:
+                size = identity.windows * identity.window_bytes / 2**20
+                raise OSError(
+                    f"the teacher's logits cannot be written to {folder} ({error}); they take {size:,.0f}MB in all: "
+                    f"make room and start again, which goes on from here, or keep fewer than {identity.kept} for each "
+                    "token"
+                ) from error
 
 
 @torch.inference_mode()
@@ -171,24 +178,12 @@ def _top_of(teacher: PreTrainedModel, ids: Tensor, identity: KeptIdentity, first
     """Of some windows, the first of which has this number."""
     logits = teacher(input_ids=ids.to(teacher.device), use_cache=False).logits.flatten(0, 1)
     parts = [TopLogits.of(logits[rows], identity.kept, identity.temperature) for rows in blocks(logits)]
-    found, log_p, rest = (torch.cat([getattr(part, name) for part in parts]).cpu() for name in ("ids", "log_p", "rest"))
+    found, log_p, rest = (torch.cat([getattr(part, name) for part in parts]).cpu() for name in _TENSORS)
     if not log_p.isfinite().all():
         row = int((~log_p.isfinite()).any(-1).nonzero()[0])
         window = first + row // identity.window
         raise ValueError(f"the teacher's logits are not finite in training window {window}; are its weights damaged?")
     return TopLogits(found.int(), log_p, rest)
-
-
-def _write(path: Path, tensors: dict[str, Tensor], identity: KeptIdentity) -> None:
-    try:
-        with whole_file(path) as beside:
-            save_file(tensors, beside, metadata=identity.metadata())
-    except (OSError, SafetensorError) as error:
-        size = identity.windows * identity.window_bytes / 2**20
-        raise OSError(
-            f"the teacher's logits cannot be written to {path.parent} ({error}); they take {size:,.0f}MB in all: make "
-            f"room and start again, which goes on from here, or keep fewer than {identity.kept} for each token"
-        ) from error
 
 
 def _is_whole(path: Path, identity: KeptIdentity) -> bool:

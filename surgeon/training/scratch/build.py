@@ -22,11 +22,10 @@ from surgeon.models.recipe_program import recipe_program
 from surgeon.training.racks.averaging import parse_averaging
 from surgeon.training.racks.partition import Racks
 from surgeon.training.racks.task import check_settings
-from surgeon.training.scratch.config import ScratchConfig, TracksSection
+from surgeon.training.scratch.config import ScratchConfig
 from surgeon.training.scratch.tracks import narrow
 from surgeon.training.texts import TrainTexts, load_train_texts
 
-ALL_TOKENS = 1 << 50  # more than any text has
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
 # Of a configuration, what says nothing of how a model begins or what it computes.
 _NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version", "architectures", "dtype", "use_cache")
@@ -71,21 +70,17 @@ class Blueprint:
             ValueError: if it cannot be used, or is shorter than one batch.
         """
         config, settings = self.config, self.config.settings
-        in_epochs = settings.epochs is not None and settings.steps is None
-        needed = ALL_TOKENS if in_epochs else settings.steps_on(settings.batch) * settings.batch * config.window
         texts = load_train_texts(
             self.tokenizer,
             config.data,
             config.window,
-            config.tokens or needed,
+            config.tokens or settings.tokens_on(config.window),
             config.eval_data,
             config.eval_tokens,
             config.separator,
         )
-        try:
+        with config.under("data"):
             settings.steps_on(len(texts.training.ids))
-        except ValueError as error:
-            raise config.error(f"data: {error}", "data") from error
         return texts
 
     def identity(self) -> dict[str, Any]:
@@ -116,34 +111,37 @@ def blueprint(config: ScratchConfig) -> Blueprint:
     """
     tokenizer = _tokenizer(config)
     architecture = _architecture(config, tokenizer)
-    if config.tracks is None:
-        program = _program(config, architecture)
+    if config.tracks is not None:
+        with config.under("tracks"):
+            architecture, program = narrow(architecture, config.tracks.count, config.tracks.depth)
+    elif config.program is not None:
+        program = config.program
+        with config.under("program"):
+            check_layers(program, architecture.num_hidden_layers)
     else:
-        architecture, program = _tracks(config, config.tracks, architecture)
+        for operation in config.operations:
+            if operation.parameters.get("method", "plain") != "plain":
+                raise ValueError(
+                    f"{config.source}:{operation.line}: {operation.name}: method {operation.parameters['method']} goes "
+                    "by what a trained model computes, and this one begins with random weights; use method: plain"
+                )
+        program = recipe_program(config.recipe, architecture)
     try:
         with torch.device("meta"):
             parameters = sum(each.numel() for each in _plain_model(architecture).parameters())
     except Exception as error:  # whatever it trips over is a fault of the entries
         raise config.error(f"model: it cannot be built: {_said(error)}", "model") from error
-    return Blueprint(config, architecture, program, tokenizer, parameters, _racks(config, program))
-
-
-def _racks(config: ScratchConfig, program: Program) -> Racks | None:
-    if config.racks is None:
-        return None
-    try:
-        racks = Racks.parse(config.racks.ranges, program, config.racks.coda)
-        if config.racks.replicas > 1 and not config.racks.processes:
-            raise ValueError("replicas are processes that share a rack; add processes: true, or leave them out")
-        if parse_averaging(config.racks.average) is not None and not config.racks.processes:
-            raise ValueError("average needs all racks at the same time; add processes: true, or leave it out")
-    except ValueError as error:
-        raise config.error(f"racks: {error}", "racks") from error
-    try:
-        check_settings(config.settings)
-    except ValueError as error:
-        raise config.error(f"training: {error}", "training") from error
-    return racks
+    racks = None
+    if (wanted := config.racks) is not None:
+        with config.under("racks"):
+            racks = Racks.parse(wanted.ranges, program, wanted.coda)
+            if wanted.replicas > 1 and not wanted.processes:
+                raise ValueError("replicas are processes that share a rack; add processes: true, or leave them out")
+            if parse_averaging(wanted.average) is not None and not wanted.processes:
+                raise ValueError("average needs all racks at the same time; add processes: true, or leave it out")
+        with config.under("training"):
+            check_settings(config.settings)
+    return Blueprint(config, architecture, program, tokenizer, parameters, racks)
 
 
 def _plain_model(architecture: PreTrainedConfig) -> PreTrainedModel:
@@ -157,29 +155,6 @@ def _tokenizer(config: ScratchConfig) -> Any:
     except (OSError, ValueError) as error:
         kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
         raise kind(str(config.error(f"tokenizer: {error}", "tokenizer"))) from error
-
-
-def _program(config: ScratchConfig, architecture: PreTrainedConfig) -> Program:
-    if config.program is None:
-        for operation in config.operations:
-            if operation.parameters.get("method", "plain") != "plain":
-                raise ValueError(
-                    f"{config.source}:{operation.line}: {operation.name}: method {operation.parameters['method']} goes "
-                    "by what a trained model computes, and this one begins with random weights; use method: plain"
-                )
-        return recipe_program(config.recipe, architecture)
-    try:
-        check_layers(config.program, architecture.num_hidden_layers)
-    except ValueError as error:
-        raise config.error(f"program: {error}", "program") from error
-    return config.program
-
-
-def _tracks(config: ScratchConfig, wanted: TracksSection, dense: PreTrainedConfig) -> tuple[PreTrainedConfig, Program]:
-    try:
-        return narrow(dense, wanted.count, wanted.depth)
-    except ValueError as error:
-        raise config.error(f"tracks: {error}", "tracks") from error
 
 
 def _architecture(config: ScratchConfig, tokenizer: Any) -> PreTrainedConfig:

@@ -14,7 +14,7 @@
 their place `program` may stand, as text, or `tracks: {count: 2, depth: 4}` for a native Parallel Track model: 2 narrow
 tracks that meet every 4 layers, as large together as the layers of `model` (see tracks.py). Without any of these the
 model is the plain one. With `racks: {ranges: ["0:4", "4:8"], coda: 1}` it is trained rack by rack, each of which has a
-coda of so many layers and a loss of its own (see train/racks/); with `processes: true` in it all racks at once, and
+coda of so many layers and a loss of its own (see training/racks/); with `processes: true` in it all racks at once, and
 then their codas may be averaged (`average: 100`), and each rack may be several processes (`replicas: 2`). Every error
 names the file, the line, the value and what would be right.
 """
@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,14 @@ class ScratchConfig:
         """An error of what stands under a key; `path` has the keys that lead there, or to where it would stand."""
         return ValueError(f"{self.source}:{line_of(path, self.lines)}: {message}")
 
+    @contextmanager
+    def under(self, key: str) -> Iterator[None]:
+        """What is refused inside is said of what stands under a key."""
+        try:
+            yield
+        except ValueError as error:
+            raise self.error(f"{key}: {error}", key) from error
+
     @property
     def recipe(self) -> Recipe:
         """The operations, as a recipe has them."""
@@ -228,7 +237,12 @@ class _ConfigReader(DocumentReader):
 
     def config(self) -> ScratchConfig:
         document = self.top()
-        self._require_one_program(document)
+        there = [name for name in PROGRAMS if name in document]
+        if len(there) > 1:
+            raise self.error(
+                self.lines[there[1],],
+                f"{there[0]} and {there[1]} both say what the model's program is; keep one of them",
+            )
         for name, section in _SECTIONS:
             if isinstance(inside := document.get(name), dict):
                 self.require_known(inside, section.model_fields, (name,))
@@ -243,14 +257,6 @@ class _ConfigReader(DocumentReader):
             source=self.source,
             lines=self.lines,
         )
-
-    def _require_one_program(self, document: dict[str, Any]) -> None:
-        there = [name for name in PROGRAMS if name in document]
-        if len(there) > 1:
-            raise self.error(
-                self.lines[there[1],],
-                f"{there[0]} and {there[1]} both say what the model's program is; keep one of them",
-            )
 
     def _program(self, text: str | None) -> Program | None:
         try:

@@ -12,7 +12,6 @@ from surgeon.exports.in_memory import export
 from surgeon.exports.prove import Proof
 from surgeon.exports.with_codas import export_with_codas
 from surgeon.training.racks.healing import as_one, method_of, racks_record
-from surgeon.training.racks.in_turn import RacksTrained
 from surgeon.training.racks.run_files import ProcessOptions
 from surgeon.training.racks.subject import RacksToTrain
 from surgeon.training.racks.ways import finish_racks, train_racks
@@ -62,23 +61,18 @@ def train_blueprint(plan: Blueprint, texts: TrainTexts, folder: Path, device: st
     Raises:
         ValueError, OSError: as `train`, and `train_in_turn` where it is trained rack by rack.
     """
-    settings = plan.config.settings
-    if plan.racks is not None:
-        known, model = plan.identity(), plan.build()
-        racks = RacksToTrain(
-            model, plan.racks, texts, settings, folder, identity=known, seed=settings.seed, device=device
-        )
-        asked, processes = plan.config.racks, None
-        if asked is not None and asked.processes:
-            processes = ProcessOptions(asked.average, asked.ahead, replicas=asked.replicas)
-        return _of_racks(train_racks(racks, processes), plan)
-    found = train(plan.build(), texts, settings, folder, None, plan.program, plan.identity(), device)
-    return None if found is None else ScratchTrained(found, settings.method)
-
-
-def _of_racks(found: RacksTrained, plan: Blueprint) -> ScratchTrained:
-    racks = plan.racks
-    assert racks is not None
+    settings, racks = plan.config.settings, plan.racks
+    if racks is None:
+        one = train(plan.build(), texts, settings, folder, None, plan.program, plan.identity(), device)
+        return None if one is None else ScratchTrained(one, settings.method)
+    known, model = plan.identity(), plan.build()
+    asked, processes = plan.config.racks, None
+    if asked is not None and asked.processes:
+        processes = ProcessOptions(asked.average, asked.ahead, replicas=asked.replicas)
+    found = train_racks(
+        RacksToTrain(model, racks, texts, settings, folder, identity=known, seed=settings.seed, device=device),
+        processes,
+    )
     write = partial(export_with_codas, racks=racks.texts, nodes=racks.ends, depth=racks.depth, codas=found.codas)
-    method, each = method_of(racks, plan.config.settings), racks_record(racks, found.results)
+    method, each = method_of(racks, settings), racks_record(racks, found.results)
     return ScratchTrained(as_one(found), method, each, write, partial(finish_racks, racks=racks))
