@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from surgeon.library.scan import scan
     from surgeon.library.sensitivity import sensitivity
     from surgeon.library.similarity import similarity
+    from surgeon.library.spectrum import spectrum
     from surgeon.models.edit import program_of, restore
     from surgeon.opened import Model
     from surgeon.opened import open_model as open
@@ -50,6 +51,7 @@ _HOMES = {  # where each name is fetched from; what has another name there says 
     "scan": "surgeon.library.scan",
     "sensitivity": "surgeon.library.sensitivity",
     "similarity": "surgeon.library.similarity",
+    "spectrum": "surgeon.library.spectrum",
 }
 __all__ = [
     "Fork",
@@ -72,6 +74,7 @@ __all__ = [
     "scan",
     "sensitivity",
     "similarity",
+    "spectrum",
 ]
 
 

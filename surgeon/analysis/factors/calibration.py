@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from surgeon.checkpoint.load import read_config
-from surgeon.checkpoint.read import Checkpoint, locate
+from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.texts import open_tokenizer
 from surgeon.language.operations.lowrank import Calibration
+from surgeon.opened import Model, open_model
 from surgeon.quality.data import Windows, digest_of, load_windows, window_for
 from surgeon.quality.sources import file_and_column
 
@@ -16,7 +17,7 @@ CALIBRATION_TOKENS = 32768
 
 
 def load_calibration(
-    model: str,
+    model: str | Model,
     data: str,
     tokens: int,
     wanted: int,
@@ -27,7 +28,7 @@ def load_calibration(
     """Windows to calibrate on: what follows the measured ones in their text, or the beginning of another text.
 
     Args:
-        model: a checkpoint folder, a hub name or "demo".
+        model: a checkpoint folder, a hub name, "demo", or a model that is open.
         data: the text measured on, as `load_windows` takes it.
         tokens: measured on, from the start of the data.
         wanted: tokens to calibrate on; fewer if the text has no more, which a note says.
@@ -38,8 +39,8 @@ def load_calibration(
         FileNotFoundError: if the model, a file of it, or the data is missing.
         ValueError: if one of them cannot be used, or nothing follows the measured text.
     """
-    folder = locate(model)
-    size, tokenizer = window_for(read_config(Checkpoint(folder)), window), open_tokenizer(folder)
+    opened = model if isinstance(model, Model) else open_model(model)
+    size, tokenizer = window_for(opened.config, window), opened.tokenizer
     if wanted < size:
         raise ValueError(f"calibration tokens must be at least one window of {size}, not {wanted}")
     if other is not None:
