@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from markupsafe import Markup
+from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -48,24 +48,30 @@ class Table:
 
 
 @dataclass(frozen=True)
-class LegendKey:
-    """An entry of a legend: a sample of how it is drawn, and its name."""
+class Chart:
+    """A drawing with a caption, and the legend of its axes where more than one thing is drawn.
 
-    sample: Markup
-    name: str
+    Attributes:
+        described: read out for those who do not see it; the title where there is nothing more to say.
+        themed: in the page's colours; else in its own, on a light sheet.
+    """
+
+    kind: ClassVar[str] = "chart"
+    figure: Figure
+    title: str
+    caption: str = ""
+    described: str = ""
+    wide: bool = False
+    themed: bool = True
+    table: Table | None = None
 
 
 @dataclass(frozen=True)
-class Chart:
-    """A drawing with a caption and a legend."""
+class Legend:
+    """The colours of maps, and what they say."""
 
-    kind: ClassVar[str] = "chart"
-    svg: Markup
+    figure: Figure
     title: str
-    caption: str
-    keys: Sequence[LegendKey] = ()
-    wide: bool = False
-    table: Table | None = None
 
 
 @dataclass(frozen=True)
@@ -75,15 +81,17 @@ class Map:
     Attributes:
         cells: what the script needs to show a cell's values, as JSON values.
         table: the same numbers, for readers without a pointer.
+        described: read out for those who do not see it; the title where there is nothing more to say.
     """
 
     kind: ClassVar[str] = "map"
-    svg: Markup
+    figure: Figure
     title: str
     caption: str
     cells: dict[str, Any]
     table: Table | None = None
-    legend: Markup | None = None
+    legend: Legend | None = None
+    described: str = ""
     wide: bool = False
 
 
@@ -99,7 +107,7 @@ class Gallery:
     kind: ClassVar[str] = "gallery"
     items: Sequence[Chart | Map]
     caption: str = ""
-    legend: Markup | None = None
+    legend: Legend | None = None
     many: bool = False
     wide: bool = False
 

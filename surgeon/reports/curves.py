@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-import matplotlib
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
-from matplotlib.colors import BoundaryNorm, ListedColormap
+from matplotlib.colors import BoundaryNorm, LinearSegmentedColormap, ListedColormap, to_hex
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from surgeon.language.operations.declare import HEATMAPS
-from surgeon.provenance import whole_file
+from surgeon.reports.drawing import ORDERED, SOFT, points, save, scale
 from surgeon.reports.heatmap import title_of
 from surgeon.reports.scale import CAP, largest_shown
 
 MOST_LINES = 16
-_COLOURS = "viridis_r"
 
 
 def draw_curves(table: pd.DataFrame, base_perplexity: float, folder: Path, model: str, cap: float = CAP) -> list[Path]:
@@ -43,38 +43,56 @@ def draw_curves(table: pd.DataFrame, base_perplexity: float, folder: Path, model
         # Layers that fill no group stay as they were, so that other lengths say nothing new.
         cells = cells.assign(length=length)[length % HEATMAPS[name].group == 0]
         if len(cells):
+            figure = Figure(figsize=(7.2, 4.4), layout="constrained", dpi=160)
+            axes = figure.add_subplot()
             title = f"{title_of(name)}: {model}, base perplexity {base_perplexity:.4g}"
-            written.append(_draw(cells, base_perplexity, folder / f"curves-{name}.png", title, cap))
+            axes.set_title(title, fontsize=11)
+            _finish(figure, axes, cells, base_perplexity, cap)
+            written.append(save(figure, folder / f"curves-{name}.png"))
     return written
 
 
-def _draw(cells: pd.DataFrame, base: float, path: Path, title: str, cap: float) -> Path:
-    figure = Figure(figsize=(7.2, 4.4), layout="constrained", dpi=160)
-    axes = figure.add_subplot()
-    lengths = _thinned(sorted(cells["length"].unique()))
-    colours = matplotlib.colormaps[_COLOURS](np.linspace(0.02, 1.0, len(lengths)))
-    for length, colour in zip(lengths, colours, strict=True):
+def draw_lengths(
+    axes: Axes,
+    cells: pd.DataFrame,
+    base: float,
+    end: float,
+    names: Any = None,
+    tips: Any = None,
+    most: int = MOST_LINES,
+) -> dict[int, str]:
+    """A line for each length of a stretch, or evenly chosen ones, and the base, dashed.
+
+    Args:
+        cells: with `length`, `last` and `perplexity`.
+        end: where the vertical axis ends; what lies beyond is hollow, on the edge.
+        names: of a length, for a legend.
+        tips: what is said of each of some cells.
+
+    Returns:
+        The colour of each length.
+    """
+    lengths = sorted(int(length) for length in cells["length"].unique())
+    if len(lengths) > most:
+        lengths = [lengths[place] for place in np.linspace(0, len(lengths) - 1, most).round().astype(int)]
+    blend = LinearSegmentedColormap.from_list("ordered", ORDERED)
+    places = [place * (len(ORDERED) - 1) / max(1, len(lengths) - 1) for place in range(len(lengths))]
+    # Of eight and fewer each has one of the named colours, which the page has in light and dark.
+    hues = [
+        ORDERED[round(p)] if len(lengths) <= len(ORDERED) else to_hex(blend(p / (len(ORDERED) - 1))) for p in places
+    ]
+    scale(axes, "y", [base, *cells["perplexity"][cells["length"].isin(lengths)]], log=True, end=end)
+    axes.axhline(base, color=SOFT, lw=1.2, ls=(0, (4, 3)), zorder=1, clip_on=False)
+    for length, hue in zip(lengths, hues, strict=True):
         line = cells[cells["length"] == length].sort_values("last")
-        axes.plot(line["last"], line["perplexity"], "o-", ms=3.2, lw=1.3, color=colour)
-    axes.axhline(base, color="#444444", lw=1.0, ls="--", zorder=1)
-    axes.set_title(title, fontsize=11)
-    _finish(axes, cells[cells["length"].isin(lengths)], base, cap)
-    _colour_bar(figure, axes, lengths, ListedColormap(colours))
-    with whole_file(path) as beside:
-        figure.savefig(beside, format="png")
-    return path
+        said: Sequence[str] = () if tips is None else tips(line)
+        points(axes, line["last"], line["perplexity"], said, label=names(length) if names else "", colour=hue)
+    return dict(zip(lengths, hues, strict=True))
 
 
-def _finish(axes: Axes, cells: pd.DataFrame, base: float, cap: float) -> None:
-    """Axes, their limits and labels."""
+def _finish(figure: Figure, axes: Axes, cells: pd.DataFrame, base: float, cap: float) -> None:
     end = largest_shown(cells["perplexity"], base, cap)
-    low = min(base, float(cells["perplexity"].min()))
-    room = (end / low) ** 0.04
-    axes.set_yscale("log")
-    axes.set_ylim(low / room, end * room)
-    ticks = [base * (end / base) ** (i / 4) for i in range(5)]
-    axes.set_yticks(ticks, labels=[f"{tick:.3g}" for tick in ticks])
-    axes.minorticks_off()
+    hues = draw_lengths(axes, cells, base, end)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=16, integer=True))
     axes.set_xlabel("last layer of the stretch (end index)", fontsize=9)
     axes.set_ylabel("perplexity (dashed: base)", fontsize=9)
@@ -83,24 +101,14 @@ def _finish(axes: Axes, cells: pd.DataFrame, base: float, cap: float) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     beyond = int((cells["perplexity"] > end).sum())
     if beyond:
-        axes.text(0.99, 0.98, f"{beyond} of {len(cells)} stretches lie above", ha="right", va="top", fontsize=8,
-                  color="#666666", transform=axes.transAxes,
+        text = f"{beyond} of {len(cells)} stretches lie above (hollow)"
+        axes.text(0.99, 0.98, text, ha="right", va="top", fontsize=8, color="#666666", transform=axes.transAxes,
                   bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5})  # fmt: skip
-
-
-def _colour_bar(figure: Figure, axes: Axes, lengths: list[int], colours: ListedColormap) -> None:
-    """One block for each length."""
-    edges = np.arange(len(lengths) + 1) - 0.5
-    bar = figure.colorbar(ScalarMappable(BoundaryNorm(edges, len(lengths)), colours), ax=axes, pad=0.02)
-    bar.set_ticks(list(range(len(lengths))), labels=[str(length) for length in lengths])
+    edges = np.arange(len(hues) + 1) - 0.5
+    bar = figure.colorbar(
+        ScalarMappable(BoundaryNorm(edges, len(hues)), ListedColormap([*hues.values()])), ax=axes, pad=0.02
+    )
+    bar.set_ticks(list(range(len(hues))), labels=[str(length) for length in hues])
     bar.minorticks_off()
     bar.ax.tick_params(labelsize=8, length=0)
     bar.set_label("layers in the stretch (Δ)", fontsize=9)
-
-
-def _thinned(lengths: list[int]) -> list[int]:
-    """At most `MOST_LINES` lengths, evenly chosen, the shortest and the longest among them."""
-    if len(lengths) <= MOST_LINES:
-        return lengths
-    places = np.linspace(0, len(lengths) - 1, MOST_LINES).round().astype(int)
-    return [lengths[place] for place in places]

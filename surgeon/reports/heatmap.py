@@ -6,22 +6,21 @@ A map over the values of a parameter has the layers down and these values across
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.cm import ScalarMappable
-from matplotlib.colors import Colormap, FuncNorm, Normalize
+from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
 from surgeon.language.operations.declare import HEATMAPS
-from surgeon.provenance import whole_file
-from surgeon.reports.scale import BEYOND, CAP, COLOURS, damage, largest_shown, ratio_of
+from surgeon.reports.drawing import save
+from surgeon.reports.maps import MARKED, colour_bar, damage_scale, draw_map, label_map
+from surgeon.reports.scale import CAP, damage, largest_shown, ratio_of
 
-_NO_STRETCH = "0.88"
 _PANELS_IN_A_ROW = 5
 
 
@@ -57,11 +56,11 @@ def draw_heatmaps(
         size = _side(max(values.shape))
         figure = Figure(figsize=(size + 1.0, size), layout="constrained", dpi=160)
         axes = figure.add_subplot()
-        scale = _scale([values], base_perplexity, cap)
-        _draw(axes, values, scale, varied=varied_by(name))
-        _colour_bar(figure, [axes], [values], scale)
+        scale, capped = scale_of([values], base_perplexity, cap)
+        draw_heatmap(axes, values, scale, base_perplexity, varied_by(name), ticks=24)
+        _colour_bar(figure, [axes], scale, capped)
         axes.set_title(f"{title_of(name)}: {model}, base perplexity {base_perplexity:.4g}", fontsize=11)
-        written.append(_save(figure, folder / f"heatmap-{name}.png"))
+        written.append(save(figure, folder / f"heatmap-{name}.png"))
     over_stretches = [name for name in names if varied_by(name) is None]
     if len(over_stretches) > 1:
         same = grid(table[table["operation"].isin(over_stretches)])
@@ -97,10 +96,10 @@ def _overview(grids: dict[str, pd.DataFrame], base: float, path: Path, model: st
     rows = math.ceil(len(grids) / _PANELS_IN_A_ROW)
     columns = math.ceil(len(grids) / rows)
     figure = Figure(figsize=(3.2 * columns + 1.0, 3.4 * rows + 0.5), layout="constrained", dpi=160)
-    scale = _scale(list(grids.values()), base, cap)
+    scale, capped = scale_of(list(grids.values()), base, cap)
     panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).ravel()
     for place, (panel, (name, values)) in enumerate(zip(panels, grids.items(), strict=False)):
-        _draw(panel, values, scale, small=True)
+        draw_heatmap(panel, values, scale, base, None, ticks=12)
         panel.set_title(f"({chr(ord('a') + place)}) {title_of(name)}", fontsize=11)
         if place % columns:
             panel.set_ylabel("")
@@ -110,65 +109,38 @@ def _overview(grids: dict[str, pd.DataFrame], base: float, path: Path, model: st
             panel.tick_params(labelbottom=True)
     for panel in panels[len(grids) :]:
         panel.set_visible(False)
-    _colour_bar(figure, list(panels), list(grids.values()), scale)
+    _colour_bar(figure, list(panels), scale, capped)
     figure.suptitle(f"{model}, base perplexity {base:.4g}", fontsize=12)
-    return _save(figure, path)
+    return save(figure, path)
 
 
-def _draw(axes: Axes, values: pd.DataFrame, scale: Normalize, small: bool = False, varied: str | None = None) -> None:
-    # Infinity would be left blank like a stretch that does not exist.
-    shown = np.ma.masked_invalid(values.replace(math.inf, np.finfo(np.float64).max).to_numpy())
-    axes.imshow(
-        shown, cmap=_colours(), norm=scale, interpolation="nearest", aspect="equal" if varied is None else "auto"
-    )
-    step = _tick_step(max(values.shape), small)
-    across, down = (range(0, len(layers), step) for layers in (values.columns, values.index))
-    axes.set_xticks(across, labels=[f"{values.columns[place]:g}" for place in across])
-    axes.set_yticks(down, labels=[str(values.index[place]) for place in down])
-    axes.tick_params(labelsize=8, length=2)
+def draw_heatmap(
+    axes: Axes, values: pd.DataFrame, scale: Normalize, base: float, varied: str | None, ticks: int
+) -> None:
+    """A map with names of its axes and a line around the cells within `MARKED`."""
+    draw_map(axes, values, scale, base * MARKED, "equal" if varied is None else "auto")
+    label_map(axes, values, ticks, ticks, 8)
     axes.set_xlabel("last layer $e$" if varied is None else varied, fontsize=9)
     axes.set_ylabel("first layer $s$" if varied is None else "layer", fontsize=9)
 
 
-def _colours() -> Colormap:
-    return matplotlib.colormaps[COLOURS].with_extremes(bad=_NO_STRETCH, over=BEYOND)
-
-
-def _scale(grids: list[pd.DataFrame], base: float, cap: float) -> Normalize:
-    """From the base perplexity to the largest that is shown; better cells have the base's colour."""
+def scale_of(grids: Sequence[pd.DataFrame], base: float, cap: float = CAP) -> tuple[Normalize, bool]:
+    """The scale of these maps, from the base perplexity to the largest that is shown, and whether some lie beyond."""
     cells = pd.Series(np.concatenate([values.to_numpy().ravel() for values in grids]))
     end = largest_shown(cells, base, cap)
-    return FuncNorm((lambda value: damage(value / base), lambda place: base * ratio_of(place)), base, end)
+    return damage_scale(base, end), bool((cells > end).any())
 
 
-def _colour_bar(figure: Figure, axes: list[Axes], grids: list[pd.DataFrame], scale: Normalize) -> None:
+def _colour_bar(figure: Figure, axes: list[Axes], scale: Normalize, capped: bool) -> None:
     base, end = float(scale.vmin or 0), float(scale.vmax or 0)
-    capped = any(bool((values > end).to_numpy().any()) for values in grids)
-    mappable = ScalarMappable(scale, _colours())
-    bar = figure.colorbar(mappable, ax=axes, extend="max" if capped else "neither", shrink=0.85, pad=0.02)
+    bar = colour_bar(figure, axes, scale, capped, shrink=0.85, pad=0.02)
     ticks = [base * float(ratio_of(damage(end / base) * part / 4)) for part in range(5)]
     bar.set_ticks(ticks, labels=[f"{tick:.3g}" for tick in ticks])
     bar.minorticks_off()
-    bar.ax.tick_params(labelsize=8)
     beyond = f" (pale: beyond {end / base:.3g} times the base)" if capped else ""
-    bar.set_label("perplexity" + beyond, fontsize=9)
-
-
-def _tick_step(num_layers: int, small: bool) -> int:
-    """Labels stay apart: every layer up to 24 (12 in a small panel), then every 2nd, 4th, ..."""
-    room = 12 if small else 24
-    step = 1
-    while num_layers / step > room:
-        step *= 2
-    return step
+    bar.set_label(f"perplexity{beyond}", fontsize=9)
 
 
 def _side(num_layers: int) -> float:
     """Inches: more for more layers, so that a cell stays visible."""
     return min(7.5, max(4.6, 0.24 * num_layers + 1.0))
-
-
-def _save(figure: Figure, path: Path) -> Path:
-    with whole_file(path) as beside:
-        figure.savefig(beside, format="png")
-    return path

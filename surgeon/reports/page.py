@@ -19,6 +19,8 @@ import surgeon
 from surgeon.named import public
 from surgeon.provenance import write_text
 from surgeon.reports.blocks import Block, Finding
+from surgeon.reports.drawing import legend_keys
+from surgeon.reports.inline import inline_svg
 from surgeon.reports.runs import SHORT_HASH, Run, read_runs, told_with_files
 from surgeon.reports.sections import KINDS
 from surgeon.reports.sections.checkpoint import CHECKPOINT
@@ -98,6 +100,7 @@ def render(paths: Iterable[Path]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters |= {"inline": inline_svg, "legend_keys": legend_keys}
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "ensure_ascii": False}
     return environment.get_template("page.html").render(
         title=f"surgeon report: {listed(chapter.name for chapter in chapters)}",

@@ -15,9 +15,9 @@ import pandas as pd
 from surgeon.errors import did_you_mean, first_line, shown
 from surgeon.provenance import FORMAT
 from surgeon.reports.blocks import Block, Finding
+from surgeon.reports.drawing import MOST_LAYERS
 
 SHORT_HASH = 12
-MOST_LAYERS = 10_000  # a number beyond is damage
 
 
 @dataclass(frozen=True)

@@ -193,6 +193,12 @@ class SearchedTrials:
             found[[*{layer for edit in self.choices[row] if edit.space == space for layer in edit.layers}]] += 1
         return found / max(1, len(rows))
 
+    def shares(self, layers: int) -> pd.DataFrame:
+        """(spaces, layers): which share of the good trials has an edit of a space on each layer."""
+        spaces = self.spaces()
+        found = [self.touched(space, layers, self.good) for space in spaces]
+        return pd.DataFrame(np.reshape(found, (-1, layers)), index=spaces)
+
     def effects(self) -> list[EditEffect]:
         """Trials with each edit against those without, the surest differences first.
 

@@ -10,9 +10,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from surgeon.reports.similarity import BLUE, GREEN, GREY, ORANGE, as_text, finish_axes, save
+from surgeon.reports.drawing import COLOURS, INK, SOFT, save
+from surgeon.reports.similarity import as_text, finish_axes
 
-PURPLE, YELLOW, BLACK = "#CC79A7", "#E69F00", "#222222"
+BLUE, ORANGE, GREEN, PURPLE, YELLOW = COLOURS[:5]
+BLACK, GREY = INK, SOFT
 _ERRORS = {
     "bound": ("bound (equation 12)", BLACK, "o"),
     "attention_shift": ("its attention shift", BLUE, ""),

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from io import StringIO
 from pathlib import Path
 
-import matplotlib
-import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 from rich.table import Table
 
-from surgeon.provenance import whole_file
+from surgeon.reports.drawing import COLOURS, points, save, scale
+from surgeon.reports.maps import colour_bar, draw_map, label_map
+from surgeon.words import number
 
-# Colours that stay apart for colour-blind readers and in print.
-BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#666666"
-_CKA = {
-    "cka_attention": ("attention", BLUE, "-", "o"),
-    "cka_mlp": ("MLP", ORANGE, "-", "s"),
-    # Darker, and over the others: with many tokens they lie on them.
-    "cka_attention_debiased": ("attention, debiased", "#003554", "--", ""),
-    "cka_mlp_debiased": ("MLP, debiased", "#5E2900", "--", ""),
+BLUE, ORANGE = COLOURS[:2]
+# What is drawn of each column: its words and its style.
+CKA = {
+    "cka_attention": ("attention", 0),
+    "cka_mlp": ("MLP", 1),
+    "cka_attention_debiased": ("attention, debiased", 2),
+    "cka_mlp_debiased": ("MLP, debiased", 3),
+}
+SIZES = {
+    "block_influence": ("block influence", 4),
+    "attention_size": ("attention's output / stream", 0),
+    "mlp_size": ("MLP's output / stream", 1),
 }
 _WIDTH = 80
 _NOT_PRINTED = "_debiased"  # orders stretches almost as the biased one does
@@ -38,23 +44,27 @@ def draw_similarity(layers: pd.DataFrame, path: Path, label: str) -> Path:
     """
     figure = Figure(figsize=(max(6.4, min(12, 0.22 * len(layers) + 3)), 5.4), layout="constrained", dpi=150)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    for name, (words, colour, line, marker) in _CKA.items():
-        above.plot(layers["layer"], layers[name], line, color=colour, marker=marker, ms=4, lw=1.4, label=words)
-    above.set(ylabel="CKA", ylim=(min(0.0, float(layers[list(_CKA)].min().min())) - 0.02, 1.02))
-    above.set_title(f"{label}: outputs with and without the layer before", fontsize=11)
-    above.legend(fontsize=8, frameon=False)
-    for name, words, colour, marker in (
-        ("block_influence", "block influence", GREEN, "D"),
-        ("attention_size", "attention's output / stream", BLUE, ""),
-        ("mlp_size", "MLP's output / stream", ORANGE, ""),
-    ):
-        below.plot(layers["layer"], layers[name], color=colour, marker=marker, ms=3.5, lw=1.2, label=words)
-    below.set(xlabel="layer", ylabel="size of the update", yscale="log")
-    handles = below.get_legend_handles_labels()
-    figure.legend(*handles, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    draw_measures(above, layers, CKA)
+    draw_measures(below, layers, SIZES, log=True)
+    above.set(ylabel="CKA", title=f"{label}: outputs with and without the layer before")
+    above.title.set_fontsize(11)
+    if above.lines:  # a model of one layer has no layer before
+        above.legend(fontsize=8, frameon=False)
+    below.set(xlabel="layer", ylabel="size of the update")
+    figure.legend(*below.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=8)
     for axes in (above, below):
         finish_axes(axes)
     return save(figure, path)
+
+
+def draw_measures(axes: Axes, layers: pd.DataFrame, measures: Mapping[str, tuple[str, int]], log: bool = False) -> None:
+    """Draw columns of `similarity.csv` by layer: shares of the stream on a logarithmic axis, CKA up to 1."""
+    values = layers[list(measures)].to_numpy(dtype=float).ravel().tolist()
+    scale(axes, "y", values if log else [*values, 1.0], log, zero=not log)
+    for column, (words, style) in measures.items():
+        rows = zip(layers["layer"], layers[column], strict=True)
+        tips = [f"layer {layer}, {words}: {number(value)}" for layer, value in rows]
+        points(axes, layers["layer"], layers[column], tips, style, words)
 
 
 def draw_distances(distances: pd.DataFrame, path: Path, label: str) -> Path:
@@ -63,29 +73,30 @@ def draw_distances(distances: pd.DataFrame, path: Path, label: str) -> Path:
     Args:
         distances: with the columns of `distances.csv`.
     """
-    num_layers = int(distances["last"].max()) + 1
-    values = np.full((num_layers, num_layers), np.nan)
-    values[distances["first"], distances["last"]] = distances["angular_distance"]
-    side = min(7.5, max(4.6, 0.24 * num_layers + 1.0))
+    values, scale, beyond = distance_map(distances)
+    side = min(7.5, max(4.6, 0.24 * len(values) + 1.0))
     figure = Figure(figsize=(side + 1.0, side), layout="constrained", dpi=150)
     axes = figure.add_subplot()
-    colours = matplotlib.colormaps["viridis"].with_extremes(bad="0.88", over="#fff6c2")
-    # Layer 0 turns the embedding almost at a right angle: under one scale with it the others would look alike.
-    rest = values[1:][~np.isnan(values[1:])]
-    end = float(rest.max() if len(rest) else values[0, -1])
-    image = axes.imshow(np.ma.masked_invalid(values), cmap=colours, interpolation="nearest", vmin=0, vmax=end)
+    draw_map(axes, values, scale)
+    label_map(axes, values, 24, 24, 8)
     axes.set_xlabel("last layer", fontsize=9)
     axes.set_ylabel("first layer", fontsize=9)
     axes.set_title(f"{label}: angle between the streams\nbefore the first and after the last layer", fontsize=11)
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(MaxNLocator(nbins=16, integer=True))
-    axes.tick_params(labelsize=8, length=2)
-    beyond = bool((values > end).any())
-    bar = figure.colorbar(image, ax=axes, shrink=0.85, pad=0.02, extend="max" if beyond else "neither")
-    bar.ax.tick_params(labelsize=8)
-    pale = f", pale: up to {np.nanmax(values):.2f}" if beyond else ""
+    bar = colour_bar(figure, [axes], scale, beyond, shrink=0.85, pad=0.02)
+    pale = f", pale: up to {float(distances['angular_distance'].max()):.2f}" if beyond else ""
     bar.set_label(f"angular distance (0.5: at right angles{pale})", fontsize=9)
     return save(figure, path)
+
+
+def distance_map(distances: pd.DataFrame) -> tuple[pd.DataFrame, Normalize, bool]:
+    """Angular distances by first and last layer, their scale, and whether some lie beyond it."""
+    layers = range(int(distances["last"].max()) + 1)
+    values = distances.pivot_table(index="first", columns="last", values="angular_distance", dropna=False)
+    values = values.reindex(index=layers, columns=layers)
+    # Layer 0 turns the embedding almost at a right angle: under one scale with it the others would look alike.
+    rest = values.loc[1:].max().max()
+    end = float(rest if rest > 0 else values.max().max())
+    return values, Normalize(0, end or 1.0), bool((values > end).to_numpy().any())
 
 
 def finish_axes(axes: Axes) -> None:
@@ -94,13 +105,6 @@ def finish_axes(axes: Axes) -> None:
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(which="both", labelsize=8)
-
-
-def save(figure: Figure, path: Path) -> Path:
-    """Write a figure as a PNG file that is whole or not there."""
-    with whole_file(path) as beside:
-        figure.savefig(beside, format="png")
-    return path
 
 
 def as_text(table: Table) -> str:

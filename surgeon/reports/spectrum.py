@@ -12,19 +12,19 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
-from matplotlib.colors import Colormap, ListedColormap, LogNorm, Normalize
+from matplotlib.colors import ListedColormap, LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from numpy.typing import NDArray
 from rich.table import Table
 
 from surgeon.analysis.factors.matrices import TargetRank
 from surgeon.analysis.spectrum import Spectrum
 from surgeon.analysis.spectrum_tables import METHODS
-from surgeon.reports.similarity import as_text, save
+from surgeon.reports.drawing import save
+from surgeon.reports.maps import colour_bar, draw_map, label_map
+from surgeon.reports.similarity import as_text
 
 _COLOURS = "viridis"
-_NOTHING = "0.88"
 _PANELS_ACROSS = 4
 _RANKS_ACROSS = 4
 _DECADES = 5  # of damage, below the worst, that have colours of their own
@@ -32,8 +32,6 @@ _MOST_NUMBERS = 40  # layers, beyond which the cells of a map are too low for nu
 _INCHES_PER_LETTER = 0.09  # of a title
 _LEAST_VALUE = 1e-4  # of the largest singular value
 _LINES = ListedColormap(matplotlib.colormaps[_COLOURS](np.linspace(0, 0.92, 256)))  # yellow is faint on white
-
-Grid = NDArray[np.float64]  # (layers, weights)
 
 
 def draw_spectrum(found: Spectrum, ranks: Sequence[TargetRank], folder: Path, label: str) -> list[Path]:
@@ -75,9 +73,8 @@ def draw_damage(damage: pd.DataFrame, ranks: Sequence[TargetRank], path: Path, l
             panel.set_axis_off()
             continue
         rank, part = list(panels.items())[place]
-        grid = _grid(part, "divergence")
         # Infinity and zero, which have no logarithm, would be left blank like cells that were not measured.
-        _map(panel, np.clip(grid, (scale.vmin or 0) / 2, (scale.vmax or 1) * 2), part, scale)
+        _map(panel, _by_layer(part, "divergence").clip((scale.vmin or 0) / 2, (scale.vmax or 1) * 2), scale)
         kept = part.groupby("weight")["kept"].mean()
         panel.set_xticks(range(len(weights)), [f"{w}\n{kept[w]:.0%}" for w in weights], fontsize=7)
         panel.set_title(f"rank {rank} of full" if rank.is_share else f"rank {rank}", fontsize=10)
@@ -103,15 +100,14 @@ def draw_ranks(matrices: pd.DataFrame, path: Path, label: str) -> Path:
     scale = Normalize(0, 1)
     for panel, (method, ending) in zip(axes, METHODS.items(), strict=True):
         shares = matrices.assign(share=matrices[f"rank95{ending}"] / matrices["full_rank"])
-        grid = _grid(shares, "share")
-        _map(panel, grid, shares, scale)
+        values = _by_layer(shares, "share")
+        _map(panel, values, scale)
         if layers <= _MOST_NUMBERS:
-            _write_numbers(panel, grid)
+            _write_numbers(panel, values)
         panel.set_xticks(range(len(weights)), weights, fontsize=8)
         panel.set_title(method, fontsize=10)
     axes[0].set_ylabel("layer", fontsize=9)
-    bar = figure.colorbar(ScalarMappable(scale, _colours()), ax=list(axes), shrink=0.85, pad=0.02)
-    bar.ax.tick_params(labelsize=8)
+    bar = colour_bar(figure, list(axes), scale, False, shrink=0.85, pad=0.02)
     bar.set_label("rank / full rank", fontsize=9)
     _title(figure, f"{label}: rank with 95% of the energy")
     return save(figure, path)
@@ -180,25 +176,10 @@ def _medians(found: Spectrum, ranks: Sequence[TargetRank]) -> Table:
     return table
 
 
-def _grid(rows: pd.DataFrame, column: str) -> Grid:
+def _by_layer(rows: pd.DataFrame, column: str) -> pd.DataFrame:
     """Values by layer and weight, in the order of the table; NaN where there is none."""
-    table = rows.pivot_table(index="layer", columns="weight", values=column, sort=False)
-    order = list(dict.fromkeys(rows["weight"]))
-    return table.reindex(columns=order).sort_index().to_numpy(dtype=np.float64)
-
-
-def _map(axes: Axes, grid: Grid, rows: pd.DataFrame, scale: Normalize) -> None:
-    layers = sorted(rows["layer"].unique())
-    axes.imshow(np.ma.masked_invalid(grid), cmap=_colours(), norm=scale, interpolation="nearest", aspect="auto")
-    step = max(1, math.ceil(len(layers) / 20))
-    axes.set_yticks(range(0, len(layers), step), [str(layer) for layer in layers[::step]], fontsize=8)
-    axes.tick_params(length=2)
-
-
-def _write_numbers(axes: Axes, grid: Grid) -> None:
-    for (row, column), value in np.ndenumerate(grid):
-        colour = "white" if value < 0.6 else "black"
-        axes.text(column, row, f"{100 * value:.0f}", ha="center", va="center", fontsize=6, color=colour)
+    table = rows.pivot_table(index="layer", columns="weight", values=column, sort=False, dropna=False)
+    return table.reindex(columns=list(dict.fromkeys(rows["weight"]))).sort_index()
 
 
 def _damage_scale(divergence: pd.Series[float]) -> Normalize:
@@ -210,13 +191,22 @@ def _damage_scale(divergence: pd.Series[float]) -> Normalize:
     return LogNorm(max(float(finite.min()), worst / 10**_DECADES) * (1 - 1e-9), worst * (1 + 1e-9))
 
 
+def _map(axes: Axes, values: pd.DataFrame, scale: Normalize) -> None:
+    draw_map(axes, values, scale, aspect="auto")
+    label_map(axes, values, len(values.columns), 20, 8)
+
+
+def _write_numbers(axes: Axes, values: pd.DataFrame) -> None:
+    for (row, column), value in np.ndenumerate(values.to_numpy()):
+        colour = "white" if value < 0.6 else "black"
+        axes.text(column, row, f"{100 * value:.0f}", ha="center", va="center", fontsize=6, color=colour)
+
+
 def _damage_bar(figure: Figure, axes: list[Axes], scale: Normalize, divergence: pd.Series[float]) -> None:
-    below, above = bool((divergence < (scale.vmin or 0)).any()), bool(np.isinf(divergence).any())
-    extend = {(False, False): "neither", (True, False): "min", (False, True): "max", (True, True): "both"}
-    bar = figure.colorbar(
-        ScalarMappable(scale, _colours()), ax=axes, extend=extend[below, above], shrink=0.85, pad=0.02
+    above = bool(np.isinf(divergence).any())
+    bar = colour_bar(
+        figure, axes, scale, above, below=bool((divergence < (scale.vmin or 0)).any()), shrink=0.85, pad=0.02
     )
-    bar.ax.tick_params(labelsize=8)
     bar.set_label("divergence, nats per token", fontsize=9)
 
 
@@ -234,10 +224,6 @@ def _finish_values(axes: Axes, is_lowest: bool, is_first: bool) -> None:
 def _title(figure: Figure, words: str) -> None:
     """Above all panels, on as many lines as it takes to fit."""
     figure.suptitle(textwrap.fill(words, int(figure.get_figwidth() / _INCHES_PER_LETTER)), fontsize=11)
-
-
-def _colours() -> Colormap:
-    return matplotlib.colormaps[_COLOURS].with_extremes(bad=_NOTHING, over="#fff6c2", under="#2a0134")
 
 
 def _height(layers: int) -> float:

@@ -14,6 +14,7 @@ from surgeon.language.program import Program
 from surgeon.reports.heatmap import varied_by
 
 PAIRS, PAIRS_OF_STREAMS, PRUNE = "lp", "2-parallel", "prune"  # what the summary asks about by name
+TOLERANCES = (1.05, 1.10, 1.25)  # of the base perplexity, that tables and maps speak of
 _SUBLAYERS = re.compile(r"[^AF]*[AF]\d+[^AF>\[{]*")
 _SAME = 1e-6  # relative; perplexities this close are one
 

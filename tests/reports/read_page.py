@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
+from io import BytesIO
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
+from xml.etree.ElementTree import Element
+
+import numpy as np
+from matplotlib.image import imread
+from numpy.typing import NDArray
 
 from surgeon.reports.page import render
 
@@ -88,3 +96,28 @@ def map_named(page: Page, title: str) -> dict[str, Any]:
     """The data of the map under a title, by the order in which maps and their captions stand in the page."""
     captions = re.findall(r'<figure class="map[^"]*">\s*<figcaption><b>(.*?)</b>', page.html)
     return list(page.data.values())[captions.index(title)]
+
+
+def drawing_of(html: str, title: str) -> Element:
+    """The first drawing whose description begins with a title."""
+    svg = re.search(rf'<svg[^>]*aria-label="{re.escape(title)}[:"].*?</svg>', html, re.DOTALL)
+    assert svg is not None, title
+    return ElementTree.fromstring(svg[0])
+
+
+def colours_in(html: str, title: str) -> NDArray[np.float64]:
+    """(rows, columns, 4): the colours of a map's cells, in an image of a pixel for each; transparent where is none."""
+    (image,) = drawing_of(html, title).iter("image")
+    kind, _, data = str(image.get("href")).partition(",")
+    assert kind == "data:image/png;base64"
+    return np.asarray(imread(BytesIO(base64.b64decode(data))), dtype=np.float64)
+
+
+def marks_in(drawing: Element) -> list[tuple[float, float, bool, str]]:
+    """Of every point of a chart: where it is, whether it is hollow, and what is said of it."""
+    found = []
+    for mark in drawing.iter("use"):
+        if mark.get("class") == "mark":
+            place = float(str(mark.get("x"))), float(str(mark.get("y")))
+            found.append((*place, mark.get("fill") == "var(--paper)", mark.findtext("title", "")))
+    return found

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pandas as pd
 
 from surgeon.reports.blocks import Block, Chart, Finding, Gallery, Paragraph, Table
-from surgeon.reports.chart import Axis, Point, Series, draw_chart, log_axis, value_axis
+from surgeon.reports.drawing import chart, points, scale
 from surgeon.reports.predict import drawn_axes, swept_axes, words_of
 from surgeon.reports.runs import Kind, Run, TableFile
 from surgeon.words import NO_VALUE, TIMES, number, plural
@@ -30,49 +30,46 @@ def _show(run: Run) -> Iterator[Block]:
         f"are over {table['program'].iloc[0]} on the same ranks for the same load."
     )
     if table[["ranks", "batch", "prompt", "new"]].nunique().max() > 1:
-        yield _speedups(table) if table["program"].nunique() > 1 else _rates(table)
+        charts = _speedups(table) if table["program"].nunique() > 1 else _rates(table)
+        yield from [Gallery(charts)] if charts else []  # none where nothing can be shared out
     yield _cells(table)
 
 
-def _rates(table: pd.DataFrame) -> Gallery:
-    return _gallery(table, "tokens_per_second", "new tokens per second")
+def _rates(table: pd.DataFrame) -> list[Chart]:
+    return _charts(table, "tokens_per_second", "new tokens per second")
 
 
-def _speedups(table: pd.DataFrame) -> Gallery:
-    return _gallery(table, "tokens_per_second_speedup", f"tokens/s, times {table['program'].iloc[0]}")
+def _speedups(table: pd.DataFrame) -> list[Chart]:
+    return _charts(table, "tokens_per_second_speedup", f"tokens/s, times {table['program'].iloc[0]}")
 
 
-def _gallery(table: pd.DataFrame, column: str, title: str) -> Gallery:
+def _charts(table: pd.DataFrame, column: str, title: str) -> list[Chart]:
     along, by, *others = drawn_axes(table)
     for name in others:
         table = table[table[name] == table[name].iloc[0]]
     charts = []
     for value in list(table[by].unique())[:_MOST_CHARTS]:
         own = table[(table[by] == value) & table[column].notna()]
-        name = words_of(by, int(value))
-        series = [
-            Series(str(program), [_point(row, along, column) for _, row in rows.iterrows()], style)
-            for style, (program, rows) in enumerate(own.groupby("program", sort=False))
-        ]
-        if not series:
+        if own.empty:
             continue
-        y = value_axis(list(own[column]), title) if column.endswith("speedup") else log_axis(list(own[column]), title)
-        svg = draw_chart(series, _doubling_axis(list(own[along]), along), y, f"{title}, {name}")
-        charts.append(Chart(svg, name, "", [one.key() for one in series]))
-    return Gallery(charts)
+        figure, axes = chart(along, title)
+        ticks = sorted(set(own[along]))
+        shown = ticks[:: max(1, math.ceil(len(ticks) / 8))]
+        axes.set_xscale("log")
+        axes.set_xlim(ticks[0] / 1.1, max(ticks[-1], ticks[0] * 2) * 1.1)
+        axes.set_xticks(shown, labels=[str(int(tick)) for tick in shown])
+        axes.minorticks_off()
+        scale(axes, "y", own[column].tolist(), log=not column.endswith("speedup"))
+        for style, (program, rows) in enumerate(own.groupby("program", sort=False)):
+            tips = [_tip(row, along, column) for _, row in rows.iterrows()]
+            points(axes, rows[along], rows[column], tips, style, str(program))
+        charts.append(Chart(figure, words_of(by, int(value)), described=f"{title}, {words_of(by, int(value))}"))
+    return charts
 
 
-def _point(row: pd.Series[float], along: str, column: str) -> Point:
+def _tip(row: pd.Series[float], along: str, column: str) -> str:
     room = "" if row["fits"] else ", does not fit into memory"
-    tip = f"{row['program']}, {along} {int(row[along])}: {number(row[column], 3)}{room}"
-    return Point(float(row[along]), float(row[column]), tip)
-
-
-def _doubling_axis(values: list[float], title: str) -> Axis:
-    ticks = sorted(set(values))
-    low, high = ticks[0], max(ticks[-1], ticks[0] * 2)
-    shown = ticks[:: max(1, math.ceil(len(ticks) / 8))]
-    return Axis(low / 1.1, high * 1.1, [(tick, str(int(tick))) for tick in shown], title, log=True)
+    return f"{row['program']}, {along} {int(row[along])}: {number(row[column], 3)}{room}"
 
 
 def _cells(table: pd.DataFrame) -> Table:

@@ -12,11 +12,11 @@ from surgeon.reports.blocks import Block, Finding, Paragraph, Table
 from surgeon.reports.heatmap import title_of, varied_by
 from surgeon.reports.runs import Kind, Run, TableFile
 from surgeon.reports.sections.scan_charts import charts, reach_table
-from surgeon.reports.sections.scan_maps import colours_of, heatmaps, ribbon
-from surgeon.reports.svg import TOLERANCES
+from surgeon.reports.sections.scan_maps import heatmaps, ribbon
 from surgeon.reports.tolerance import (
     PAIRS,
     PAIRS_OF_STREAMS,
+    TOLERANCES,
     ScanTable,
     longest_within,
     never_to_touch,
@@ -53,7 +53,7 @@ def _show(run: Run) -> Iterator[Block]:
     table, scan = run.tables[CELLS], _scan_of(run)
     yield Paragraph(_what_was_measured(run, scan))
     if len(scan.cells):
-        yield ribbon(scan, colours_of(table, scan.base))
+        yield ribbon(scan, table)
         yield reach_table(scan)
         yield from charts(scan)
     yield from heatmaps(table, scan, run.tables.get(PERMUTATIONS))

@@ -8,15 +8,17 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 
 from surgeon.language.operations.declare import HEATMAPS
 from surgeon.reports.blocks import Block, Chart, Gallery, Table
-from surgeon.reports.chart import STYLES, Axis, Point, Series, draw_chart, layer_axis, log_axis
+from surgeon.reports.curves import draw_lengths
+from surgeon.reports.drawing import ORDERED, SOFT, chart, layers_across, points, scale
 from surgeon.reports.heatmap import title_of
 from surgeon.reports.scale import CAP, LEAST_CAP
-from surgeon.reports.svg import TOLERANCES
 from surgeon.reports.tolerance import (
     PAIRS,
+    TOLERANCES,
     ScanTable,
     best_by_depth,
     group_size,
@@ -66,62 +68,59 @@ def _tip(cell: pd.Series[Any]) -> str:
     return f"{where}: {change(cell['ratio'])}, {quality(cell)}"
 
 
-def _points(cells: pd.DataFrame, x: str, y: str) -> list[Point]:
-    return [Point(float(cell[x]), float(cell[y]), _tip(cell)) for _, cell in cells.iterrows()]
-
-
-def _perplexity_axis(scan: ScanTable, values: Sequence[float]) -> Axis:
+def _end_of_axis(scan: ScanTable, values: Sequence[float]) -> float:
     """Reaches beyond most of the points; the few that are far off would press the others together."""
     typical = float(np.quantile([value / scan.base for value in values], _MOST_POINTS, method="lower"))
-    end = min(CAP, max(LEAST_CAP, 1 + 2.5 * (typical - 1)))
-    return log_axis([scan.base, *values], "perplexity", end=scan.base * end)
+    return scan.base * min(CAP, max(LEAST_CAP, 1 + 2.5 * (typical - 1)))
 
 
-def _above(values: Sequence[float], axis: Axis) -> str:
+def _above(values: Sequence[float], axes: Axes) -> str:
     """What a caption says of points that are drawn on the upper edge."""
-    count = sum(value > axis.high for value in values)
+    count = sum(value > axes.get_ylim()[1] for value in values)
     if not count:
         return ""
     return f" {plural(count, 'point')} of {len(values)} lie{'s' if count == 1 else ''} above (hollow, on the edge)."
 
 
 def _removing_one(scan: ScanTable) -> Chart | None:
-    series = []
     removing = [name for name, heatmap in HEATMAPS.items() if heatmap.removes]
-    for place, operation in enumerate(removing):
-        cells = single_layers(scan, operation).sort_values("first")
-        ends = [cells.get(f"divergence_{end}", pd.Series(math.nan, cells.index)) for end in ("low", "high")]
-        rows = zip(_points(cells, "first", "divergence"), *ends, strict=True)
-        aside = (place - (len(removing) - 1) / 2) * 0.18  # so that bars do not hide each other
-        points = [Point(point.x + aside, point.y, point.tip, low, high) for point, low, high in rows]
-        if points:
-            series.append(Series(title_of(operation), points, _style(operation), line=False))
-    if not series:
+    found = {operation: single_layers(scan, operation).sort_values("first") for operation in removing}
+    cells = pd.concat(found.values())
+    if cells.empty:
         return None
-    values = [value for one in series for point in one.points for value in (point.y, point.low, point.high)]
-    layers = [point.x for one in series for point in one.points]
-    y = log_axis([value for value in values if not math.isnan(value)], "divergence (nats per token)")
-    title = "Removing one layer"
-    bars = " Bars: 95% intervals." if any(math.isfinite(p.low) for one in series for p in one.points) else ""
+    figure, axes = chart("layer", "divergence (nats per token)")
+    names = ["divergence", *(name for name in ("divergence_low", "divergence_high") if name in cells)]
+    layers_across(axes, int(cells["first"].min()), int(cells["first"].max()))
+    scale(axes, "y", cells[names].to_numpy().ravel().tolist(), log=True)
+    for place, (operation, own) in enumerate(found.items()):
+        if len(own):
+            aside = (place - (len(removing) - 1) / 2) * 0.18  # so that bars do not hide each other
+            ends = (own["divergence_low"], own["divergence_high"]) if len(names) == 3 else None
+            tips, style = [_tip(cell) for _, cell in own.iterrows()], _style(operation)
+            points(
+                axes, own["first"] + aside, own["divergence"], tips, style, title_of(operation), line=False, ends=ends
+            )
+    known = len(names) == 3 and np.isfinite(cells[names[1:]].to_numpy(dtype=float)).any()
+    bars = " Bars: 95% intervals." if known else ""
     caption = f"How far the predictions move with one layer, or a part of it, left out.{bars}"
-    svg = draw_chart(series, layer_axis(round(min(layers)), round(max(layers))), y, title)
-    return Chart(svg, title, caption, [one.key() for one in series])
+    return Chart(figure, "Removing one layer", caption)
 
 
 def _by_depth(scan: ScanTable, best: dict[str, pd.DataFrame]) -> Chart:
-    series = [
-        Series(title_of(name), _points(cells, "depth", "perplexity"), _style(name)) for name, cells in best.items()
-    ]
-    values = [point.y for one in series for point in one.points]
-    depths = [point.x for one in series for point in one.points]
-    y = _perplexity_axis(scan, values)
-    x = layer_axis(math.floor(min(depths)), scan.num_layers, "effective depth (layers one after the other)")
-    title = "The best stretch for every depth"
+    every = pd.concat(best.values())
+    values = every["perplexity"].tolist()
+    figure, axes = chart("effective depth (layers one after the other)", "perplexity")
+    layers_across(axes, math.floor(every["depth"].min()), scan.num_layers)
+    scale(axes, "y", [scan.base, *values], log=True, end=_end_of_axis(scan, values))
+    axes.axhline(scan.base, color=SOFT, lw=1.2, ls=(0, (4, 3)), zorder=1, clip_on=False)
+    for name, cells in best.items():
+        tips = [_tip(cell) for _, cell in cells.iterrows()]
+        points(axes, cells["depth"], cells["perplexity"], tips, _style(name), title_of(name))
     caption = (
-        f"The least perplexity that each kind of change has at a depth. Dashed: the unedited model.{_above(values, y)}"
+        "The least perplexity that each kind of change has at a depth. Dashed: the unedited model."
+        f"{_above(values, axes)}"
     )
-    svg = draw_chart(series, x, y, title, rule=scan.base)
-    return Chart(svg, title, caption, [one.key() for one in series])
+    return Chart(figure, "The best stretch for every depth", caption)
 
 
 def _depth_table(scan: ScanTable, best: dict[str, pd.DataFrame]) -> Table:
@@ -137,23 +136,22 @@ def _depth_table(scan: ScanTable, best: dict[str, pd.DataFrame]) -> Table:
 
 
 def _by_end(scan: ScanTable, operation: str) -> Chart:
-    cells = scan.of_operation(operation)
-    lengths = sorted(int(length) for length in cells["changed"].unique())
-    if len(lengths) > STYLES:
-        lengths = [lengths[place] for place in np.linspace(0, len(lengths) - 1, STYLES).round().astype(int)]
-    series = []
-    for place, length in enumerate(lengths):
-        points = _points(cells[cells["changed"] == length].sort_values("last"), "last", "perplexity")
-        groups = f" ({plural(length // 2, 'pair')})" if group_size(operation) == 2 else ""
-        style = round(place * (STYLES - 1) / max(1, len(lengths) - 1))
-        series.append(Series(plural(length, "layer") + groups, points, style, ordered=True))
-    values = [point.y for one in series for point in one.points]
-    ends = [point.x for one in series for point in one.points]
-    y = _perplexity_axis(scan, values)
-    title = f"{title_of(operation)}: where the stretch ends"
-    x = layer_axis(int(min(ends)), int(max(ends)), "last layer of the stretch")
-    svg = draw_chart(series, x, y, title, rule=scan.base)
-    return Chart(svg, title, _above(values, y).strip(), [one.key() for one in series])
+    cells = scan.of_operation(operation).assign(length=lambda table: table["changed"])
+
+    def name(length: int) -> str:
+        return plural(length, "layer") + (f" ({plural(length // 2, 'pair')})" if group_size(operation) == 2 else "")
+
+    def tips(line: pd.DataFrame) -> list[str]:
+        return [_tip(cell) for _, cell in line.iterrows()]
+
+    figure, axes = chart("last layer of the stretch", "perplexity")
+    end = _end_of_axis(scan, cells["perplexity"].tolist())
+    drawn = draw_lengths(axes, cells, scan.base, end, name, tips, most=len(ORDERED))
+    shown = cells[cells["length"].isin(drawn)]
+    layers_across(axes, int(shown["last"].min()), int(shown["last"].max()))
+    return Chart(
+        figure, f"{title_of(operation)}: where the stretch ends", _above(shown["perplexity"].tolist(), axes).strip()
+    )
 
 
 def reach_table(scan: ScanTable) -> Table:

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
-from typing import Any
+from collections.abc import Iterator
 
 import pandas as pd
-from markupsafe import Markup
+from matplotlib.colors import Normalize
 
 from surgeon.language.operations.declare import HEATMAPS
-from surgeon.reports.blocks import Gallery, Map, Table
-from surgeon.reports.heatmap import title_of, varied_by
-from surgeon.reports.svg import HALF, MANY_LAYERS, MARKED, WIDE, ColourScale, Grid, colour_bar, draw_map
+from surgeon.reports.blocks import Gallery, Legend, Map, Table
+from surgeon.reports.heatmap import grid, scale_of, title_of, varied_by
+from surgeon.reports.maps import HALF, MANY_LAYERS, MARKED, WIDE, cell_table, legend_figure, map_cells, map_figure
 from surgeon.reports.tolerance import ScanTable, changed_layers, cheapest_with, group_size, shown_stretch
-from surgeon.reports.values import cell_table, map_cells
 from surgeon.words import allowance, change, number, stretch
 
 _ORDERS_SHOWN = 12  # layers of a random order, before it is cut short
 _FIELDS = {"perplexity": "perplexity", "divergence": "divergence"}
-
-
-def colours_of(table: pd.DataFrame, base: float) -> ColourScale:
-    """The scale that a scan's maps over stretches share, here as in `heatmaps.png`."""
-    return _scale(_cells_of_maps(table, over_stretches=True), base)
 
 
 def _cells_of_maps(table: pd.DataFrame, over_stretches: bool) -> dict[str, pd.DataFrame]:
@@ -35,13 +27,11 @@ def _cells_of_maps(table: pd.DataFrame, over_stretches: bool) -> dict[str, pd.Da
     }
 
 
-def _scale(maps: dict[str, pd.DataFrame], base: float) -> ColourScale:
-    return ColourScale.of_perplexity([float(value) for cells in maps.values() for value in cells["perplexity"]], base)
-
-
-def legend_of(scale: ColourScale) -> Markup:
-    """Its legend."""
-    return colour_bar(scale, f"Colours: perplexity over that of the unedited model, {number(scale.low)}")
+def _scale(maps: dict[str, pd.DataFrame], base: float) -> tuple[Normalize, Legend]:
+    """Of a scan's maps over stretches, here as in `heatmaps.png`, or of the others; with its legend."""
+    scale, capped = scale_of([cells[["perplexity"]] for cells in maps.values()], base)
+    title = f"Colours: perplexity over that of the unedited model, {number(base)}"
+    return scale, Legend(legend_figure(scale, base, capped), title)
 
 
 def heatmaps(table: pd.DataFrame, scan: ScanTable, orders: pd.DataFrame | None = None) -> Iterator[Gallery]:
@@ -56,32 +46,27 @@ def heatmaps(table: pd.DataFrame, scan: ScanTable, orders: pd.DataFrame | None =
         f"{allowance(MARKED)}."
     )
     if maps := _cells_of_maps(table, over_stretches=True):
-        scale = _scale(maps, scan.base)
+        scale, legend = _scale(maps, scan.base)
         drawn = [_heatmap(operation, cells, scan, scale, orders) for operation, cells in maps.items()]
         many = max(len(item.cells["rows"]) for item in drawn) > MANY_LAYERS
         axes = "First layer of the stretch down, last layer across; the diagonal is single layers."
         shared = " These maps share one scale, that of heatmaps.png." if len(maps) > 1 else ""
-        yield Gallery(drawn, f"{axes} {colours}{shared}", legend_of(scale), many=many)
+        yield Gallery(drawn, f"{axes} {colours}{shared}", legend, many=many)
     if maps := _cells_of_maps(table, over_stretches=False):
-        scale = _scale(maps, scan.base)
+        scale, legend = _scale(maps, scan.base)
         drawn = [_map_of_values(name, cells, str(varied_by(name)), scan, scale) for name, cells in maps.items()]
-        yield Gallery(
-            drawn, f"Each layer alone, with every value of a parameter. {colours}", legend_of(scale), wide=True
-        )
+        yield Gallery(drawn, f"Each layer alone, with every value of a parameter. {colours}", legend, wide=True)
 
 
 def _heatmap(
-    operation: str, cells: pd.DataFrame, scan: ScanTable, scale: ColourScale, orders: pd.DataFrame | None
+    operation: str, cells: pd.DataFrame, scan: ScanTable, scale: Normalize, orders: pd.DataFrame | None
 ) -> Map:
-    rows, columns = _evenly(cells["first"]), _evenly(cells["last"])
-    places = [(rows.index(int(f)), columns.index(int(e))) for f, e in zip(cells["first"], cells["last"], strict=True)]
-    values = dict(zip(places, (float(value) for value in cells["perplexity"]), strict=True))
-    grid = Grid([str(r) for r in rows], [str(c) for c in columns], values, "first layer", "last layer")
+    values = grid(cells)
+    rows, columns = list(values.index), list(values.columns)
+    places = [(rows.index(f), columns.index(e)) for f, e in zip(cells["first"], cells["last"], strict=True)]
     title = title_of(operation)
-    described = (
-        f"{title}: {len(cells)} stretches, perplexity {number(min(values.values()))} to {number(max(values.values()))}"
-    )
-    data = map_cells(grid, places, cells, _FIELDS, "layers {row} to {column}", "layer {row}", scan.base)
+    extent = [number(float(getattr(cells["perplexity"], end)())) for end in ("min", "max")]
+    data = map_cells(values, places, cells, _FIELDS, "layers {row} to {column}", "layer {row}", scan.base)
     if scan.steps_per_layer:
         spans = zip(cells["first"], cells["last"], strict=True)
         lengths = {changed_layers(operation, first, last) for first, last in spans} - {0}
@@ -89,32 +74,27 @@ def _heatmap(
     if _is_random(operation) and orders is not None:
         data["notes"] = _orders(cells, orders[orders["operation"] == operation])
     return Map(
-        draw_map(grid, scale, described, border=scan.base * MARKED),
+        map_figure(values, scale, ("last layer", "first layer"), scan.base * MARKED),
         title,
         "",
         data,
-        cell_table(f"{title}: perplexity of every stretch", "first \\ last", grid),
+        cell_table(f"{title}: perplexity of every stretch", "first \\ last", values),
+        described=f"{title}: {len(cells)} stretches, perplexity {' to '.join(extent)}",
     )
 
 
-def _map_of_values(operation: str, cells: pd.DataFrame, varied: str, scan: ScanTable, scale: ColourScale) -> Map:
+def _map_of_values(operation: str, cells: pd.DataFrame, varied: str, scan: ScanTable, scale: Normalize) -> Map:
     """Single layers down, the values of a parameter across."""
-    rows, columns = sorted(set(cells["first"])), list(cells[varied].unique())
+    values = grid(cells, varied).reindex(sorted(set(cells["first"])))
+    rows, columns = list(values.index), list(values.columns)
     places = [(rows.index(layer), columns.index(v)) for layer, v in zip(cells["first"], cells[varied], strict=True)]
-    values = dict(zip(places, (float(value) for value in cells["perplexity"]), strict=True))
-    grid = Grid([f"layer {row}" for row in rows], [f"{column:g}" for column in columns], values, "", varied)
+    values.index = pd.Index([f"layer {row}" for row in rows])
     title = title_of(operation)
+    data = map_cells(values, places, cells, _FIELDS, f"{{row}}, {varied} {{column}}", base=scan.base)
+    drawn = map_figure(values, scale, (varied, ""), scan.base * MARKED, flat=HALF)
+    table = cell_table(f"{title}: perplexity of every layer with every {varied}", f"layer \\ {varied}", values)
     described = f"{title}: perplexity of {len(rows)} layers, each alone with {len(columns)} values of {varied}"
-    data = map_cells(grid, places, cells, _FIELDS, f"{{row}}, {varied} {{column}}", base=scan.base)
-    drawn = draw_map(grid, scale, described, border=scan.base * MARKED, flat=HALF)
-    table = cell_table(f"{title}: perplexity of every layer with every {varied}", f"layer \\ {varied}", grid)
-    return Map(drawn, title, "", data, table, wide=True)
-
-
-def _evenly(layers: Sequence[int] | pd.Series[Any]) -> range:
-    """The layers there are, and those that are missing for them to be evenly spaced."""
-    present = sorted({int(layer) for layer in layers})
-    return range(present[0], present[-1] + 1, math.gcd(*(b - a for a, b in pairwise(present))) or 1)
+    return Map(drawn, title, "", data, table, described=described, wide=True)
 
 
 def _programs(operation: str, lengths: set[int], steps: int) -> dict[str, str]:
@@ -139,20 +119,19 @@ def _orders(cells: pd.DataFrame, orders: pd.DataFrame) -> list[str]:
     return notes
 
 
-def ribbon(scan: ScanTable, scale: ColourScale) -> Map:
-    """For every operation and layer, the cheapest measured change that includes the layer."""
-    operations = scan.operations
-    found = [cheapest_with(scan, operation) for operation in operations]
-    layers = list(range(scan.num_layers))
-    values = {
-        (row, int(layer)): float(value)
-        for row, cells in enumerate(found)
-        for layer, value in zip(cells["layer"], cells["perplexity"], strict=True)
-    }
-    grid = Grid([title_of(name) for name in operations], [str(layer) for layer in layers], values, "", "layer")
-    cells = pd.concat(found, ignore_index=True)
-    places = list(values)
-    data = map_cells(grid, places, cells, _FIELDS, "{row}, layer {column}", base=scan.base)
+def ribbon(scan: ScanTable, table: pd.DataFrame) -> Map:
+    """For every operation and layer, the cheapest measured change that includes the layer.
+
+    Args:
+        table: all of `cells.csv`, whose maps have the same scale.
+    """
+    scale, legend = _scale(_cells_of_maps(table, over_stretches=True), scan.base)
+    found = {title_of(operation): cheapest_with(scan, operation) for operation in scan.operations}
+    rows = {name: cells.set_index("layer")["perplexity"] for name, cells in found.items()}
+    values = pd.DataFrame(rows).reindex(range(scan.num_layers)).T
+    cells = pd.concat(found.values(), ignore_index=True)
+    places = [(row, int(layer)) for row, cells_ in enumerate(found.values()) for layer in cells_["layer"]]
+    data = map_cells(values, places, cells, _FIELDS, "{row}, layer {column}", base=scan.base)
     data["notes"] = [
         f"cheapest with it: {stretch(int(f), int(e))}" for f, e in zip(cells["first"], cells["last"], strict=True)
     ]
@@ -161,12 +140,9 @@ def ribbon(scan: ScanTable, scale: ColourScale) -> Map:
         "The cheapest measured change of each kind that includes the layer. Bright columns are layers that no change "
         "spares: leave them alone."
     )
-    rows = [
-        [grid.rows[row], *(_ratio(values.get((row, k)), scan.base) for k in layers)] for row in range(len(operations))
-    ]
-    table = Table(f"{title}: perplexity against the base", ["", *grid.columns], rows, folded=True, printed=False)
-    return Map(draw_map(grid, scale, title, flat=WIDE), title, caption, data, table, legend_of(scale), wide=True)
-
-
-def _ratio(value: float | None, base: float) -> str:
-    return "" if value is None else change(value / base)
+    ratios = (values / scan.base).iterrows()
+    body = [[str(name), *("" if math.isnan(r) else change(r) for r in row)] for name, row in ratios]
+    against = Table(
+        f"{title}: perplexity against the base", ["", *map(str, values.columns)], body, folded=True, printed=False
+    )
+    return Map(map_figure(values, scale, ("layer", ""), flat=WIDE), title, caption, data, against, legend, wide=True)

@@ -9,9 +9,9 @@ import pandas as pd
 
 from surgeon.language.program import Program
 from surgeon.reports.blocks import Block, Chart, Code, Finding, Gallery, Heading, Paragraph, Table
-from surgeon.reports.drawn import figure_svg, legend_keys
+from surgeon.reports.drawing import MOST_LAYERS
 from surgeon.reports.program import program_figure
-from surgeon.reports.runs import MOST_LAYERS, Kind, Run, TableFile
+from surgeon.reports.runs import Kind, Run, TableFile
 from surgeon.reports.search_trials import SearchedTrials, objective_of
 from surgeon.reports.sections.search_charts import (
     against_depth,
@@ -86,8 +86,7 @@ def _winner(run: Run) -> Iterator[Block]:
         title = f"The winner, trial {best['trial']}"
         program = Program.parse(best["program"])
         figure = program_figure(program, int(record["num_layers"]), int(record["steps_per_layer"]))
-        keys = legend_keys(figure.axes[0])
-        yield Chart(figure_svg(figure, f"{title}: {program}"), title, f"{best['why']}.", keys, wide=True)
+        yield Chart(figure, title, f"{best['why']}.", described=f"{title}: {program}", wide=True, themed=False)
     if RECIPE in run.texts:
         yield Code("The recipe that was found (recipe.yaml)", run.texts[RECIPE])
 

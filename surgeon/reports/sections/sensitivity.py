@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
 import pandas as pd
 
 from surgeon.reports.blocks import Block, Chart, Finding, Gallery, Paragraph, Table
-from surgeon.reports.chart import Point, Series, draw_chart, layer_axis, log_axis
+from surgeon.reports.drawing import chart, layers_across, points, scale
 from surgeon.reports.runs import Kind, Run, TableFile
 from surgeon.words import interval_heads, listed, number, plural, with_intervals
 
@@ -49,38 +48,28 @@ def _pair(row: Any) -> str:
 
 
 def _errors(table: pd.DataFrame) -> Chart:
-    series = []
+    figure, axes = chart("first layer of the pair", "error / norm of the stream")
+    layers_across(axes, int(table["first"].min()), int(table["first"].max()))
+    scale(axes, "y", table[list(_LINES)].to_numpy(dtype=float).ravel().tolist(), log=True)
     for column, (words, style) in _LINES.items():
-        points = [
-            Point(float(row["first"]), float(row[column]), f"pair {_pair(row)}, {words}: {number(row[column])}")
-            for _, row in table.iterrows()
-        ]
-        series.append(Series(words, points, style))
-    y = log_axis([point.y for one in series for point in one.points], "error / norm of the stream")
-    x = layer_axis(int(table["first"].min()), int(table["first"].max()), "first layer of the pair")
-    title = "Error of a pair: bound and measured"
-    return Chart(
-        draw_chart(series, x, y, title), title, "Relative to the stream after the pair.", [s.key() for s in series]
-    )
+        tips = [f"pair {_pair(row)}, {words}: {number(row[column])}" for _, row in table.iterrows()]
+        points(axes, table["first"], table[column], tips, style, words)
+    return Chart(figure, "Error of a pair: bound and measured", "Relative to the stream after the pair.")
 
 
 def _bound_and_damage(table: pd.DataFrame) -> Chart:
-    points = [
-        Point(
-            float(row["relative_bound"]),
-            float(row["divergence"]),
-            f"pair {_pair(row)}: bound {number(row['relative_bound'])}, divergence {number(row['divergence'])}",
-            float(row.get("divergence_low", math.nan)),
-            float(row.get("divergence_high", math.nan)),
-        )
+    table = table[table["relative_bound"] > 0]
+    tips = [
+        f"pair {_pair(row)}: bound {number(row['relative_bound'])}, divergence {number(row['divergence'])}"
         for _, row in table.iterrows()
-        if row["relative_bound"] > 0
     ]
-    x = log_axis([point.x for point in points], "bound / norm of the stream")
-    y = log_axis([point.y for point in points], "divergence (nats per token)")
-    title = "What the bound says of the damage"
-    svg = draw_chart([Series("pairs", points, 0, line=False)], x, y, title)
-    return Chart(svg, title, "One point for each pair. Bars: 95% intervals.")
+    figure, axes = chart("bound / norm of the stream", "divergence (nats per token)")
+    scale(axes, "x", table["relative_bound"].tolist(), log=True)
+    scale(axes, "y", table["divergence"].tolist(), log=True)
+    known = {"divergence_low", "divergence_high"} <= set(table)
+    ends = (table["divergence_low"], table["divergence_high"]) if known else None
+    points(axes, table["relative_bound"], table["divergence"], tips, line=False, ends=ends)
+    return Chart(figure, "What the bound says of the damage", "One point for each pair. Bars: 95% intervals.")
 
 
 def _correlations(rows: list[dict[str, Any]]) -> Table:

@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pandas as pd
 
-from surgeon.reports.blocks import Block, Chart, Finding, Gallery, Map, Paragraph, Table
-from surgeon.reports.chart import Point, Series, draw_chart, layer_axis, log_axis, value_axis
+from surgeon.reports.blocks import Block, Chart, Finding, Gallery, Legend, Map, Paragraph, Table
+from surgeon.reports.drawing import chart, layers_across
 from surgeon.reports.heatmap import title_of
+from surgeon.reports.maps import MANY_LAYERS, cell_table, legend_figure, map_cells, map_figure
 from surgeon.reports.runs import Kind, Run, TableFile
-from surgeon.reports.svg import MANY_LAYERS, ColourScale, Grid, colour_bar, draw_map
-from surgeon.reports.values import cell_table, map_cells
+from surgeon.reports.similarity import CKA, SIZES, distance_map, draw_measures
 from surgeon.words import MINUS, layer_list, listed, number
 
 LAYERS, DISTANCES, PROXIES = "similarity.csv", "distances.csv", "proxies.csv"
-_CKA = {
-    "cka_attention": ("attention", 0),
-    "cka_mlp": ("MLP", 1),
-    "cka_attention_debiased": ("attention, debiased", 2),
-    "cka_mlp_debiased": ("MLP, debiased", 3),
-}
-_SIZES = {
-    "block_influence": ("block influence", 4),
-    "attention_size": ("attention's output / stream", 0),
-    "mlp_size": ("MLP's output / stream", 1),
-}
 _DAMAGE = "divergence"
 _SHOWN = 5  # proxies in the short table that are there for their average
 _NAMED = 3  # layers that the summary names
@@ -40,7 +28,13 @@ def _show(run: Run) -> Iterator[Block]:
         "its input: near 1, the layer hardly needs the one before it (Layer Parallelism, figure 5). Layer 0 has no "
         "layer before it. Debiased CKA corrects for having few tokens."
     )
-    yield Gallery([_cka(layers), _sizes(layers)])
+    influence = "Block influence is 1 minus the mean cosine between the streams before and after the layer."
+    yield Gallery(
+        [
+            _chart(layers, CKA, "CKA", "CKA with and without the layer before", "Near 1: the layer hardly needs it."),
+            _chart(layers, SIZES, "share of the stream", "How much a layer changes the stream", influence),
+        ]
+    )
     if DISTANCES in run.tables:
         distances = _distances(run.tables[DISTANCES])
         yield Gallery([distances], many=len(distances.cells["rows"]) > MANY_LAYERS)
@@ -48,51 +42,26 @@ def _show(run: Run) -> Iterator[Block]:
         yield from _proxies(run.tables[PROXIES])
 
 
-def _lines(layers: pd.DataFrame, named: dict[str, tuple[str, int]]) -> list[Series]:
-    series = []
-    for column, (words, style) in named.items():
-        rows = zip(layers["layer"], layers[column], strict=True)
-        points = [Point(layer, value, f"layer {layer}, {words}: {number(value)}") for layer, value in rows]
-        series.append(Series(words, points, style))
-    return series
-
-
-def _chart(layers: pd.DataFrame, named: dict[str, tuple[str, int]], title: str, caption: str, log: bool) -> Chart:
-    series = _lines(layers, named)
-    values = [point.y for one in series for point in one.points if not math.isnan(point.y)]
-    y = log_axis(values, "share of the stream") if log else value_axis([*values, 1.0], "CKA", zero=True)
-    svg = draw_chart(series, layer_axis(int(layers["layer"].min()), int(layers["layer"].max())), y, title)
-    rows = [[str(int(row["layer"])), *(number(row[name]) for name in named)] for _, row in layers.iterrows()]
-    table = Table(f"{title}: values", ["layer", *(words for words, _ in named.values())], rows, folded=True)
-    return Chart(svg, title, caption, [one.key() for one in series], table=table)
-
-
-def _cka(layers: pd.DataFrame) -> Chart:
-    return _chart(
-        layers, _CKA, "CKA with and without the layer before", "Near 1: the layer hardly needs it.", log=False
-    )
-
-
-def _sizes(layers: pd.DataFrame) -> Chart:
-    caption = "Block influence is 1 minus the mean cosine between the streams before and after the layer."
-    return _chart(layers, _SIZES, "How much a layer changes the stream", caption, log=True)
+def _chart(layers: pd.DataFrame, measures: Mapping[str, tuple[str, int]], y: str, title: str, caption: str) -> Chart:
+    figure, axes = chart("layer", y)
+    layers_across(axes, int(layers["layer"].min()), int(layers["layer"].max()))
+    draw_measures(axes, layers, measures, log=measures is SIZES)
+    rows = [[str(int(row["layer"])), *(number(row[name]) for name in measures)] for _, row in layers.iterrows()]
+    table = Table(f"{title}: values", ["layer", *(words for words, _ in measures.values())], rows, folded=True)
+    return Chart(figure, title, caption, table=table)
 
 
 def _distances(table: pd.DataFrame) -> Map:
     """Angular distance between the streams before and after every stretch."""
-    count = int(table["last"].max()) + 1
-    places = list(zip(table["first"], table["last"], strict=True))
-    values = dict(zip(places, table["angular_distance"], strict=True))
-    names = [str(layer) for layer in range(count)]
-    grid = Grid(names, names, values, "first layer", "last layer")
-    scale = ColourScale.of_values(list(values.values()), low=0.0)
+    values, scale, capped = distance_map(table)
     title = "Angle between the streams before and after a stretch"
     caption = "Angular distance over all tokens; dark stretches hardly turn the stream. 0.5 is at right angles."
     fields = {"angular_distance": "angle", "angular_distance_last_token": "angle at the last tokens"}
-    cells = map_cells(grid, places, table, fields, "layers {row} to {column}", "layer {row}")
-    drawn = draw_map(grid, scale, title)
-    legend = colour_bar(scale, "Colours: angular distance")
-    return Map(drawn, title, caption, cells, cell_table(f"{title}: values", "first \\ last", grid), legend)
+    places = list(zip(table["first"], table["last"], strict=True))
+    cells = map_cells(values, places, table, fields, "layers {row} to {column}", "layer {row}")
+    drawn = map_figure(values, scale, ("last layer", "first layer"))
+    legend = Legend(legend_figure(scale, capped=capped), "Colours: angular distance")
+    return Map(drawn, title, caption, cells, cell_table(f"{title}: values", "first \\ last", values), legend)
 
 
 def _ranked(table: pd.DataFrame) -> pd.DataFrame:
@@ -179,7 +148,7 @@ SIMILARITY = Kind(
     record="similarity.json",
     show=lambda run: list(_show(run)),
     tables=(
-        TableFile(LAYERS, (*_CKA, *_SIZES), (), ("layer",)),
+        TableFile(LAYERS, (*CKA, *SIZES), (), ("layer",)),
         TableFile(DISTANCES, ("angular_distance", "angular_distance_last_token"), (), ("first", "last"), optional=True),
         TableFile(PROXIES, ("rho",), ("operation", "damage", "proxy", "aggregate"), optional=True),
     ),

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
 
 import numpy as np
 import pandas as pd
+from matplotlib.colors import Normalize
 
-from surgeon.reports.blocks import Block, Finding, Gallery, Map, Paragraph, Table
+from surgeon.reports.blocks import Block, Finding, Gallery, Legend, Map, Paragraph, Table
+from surgeon.reports.heatmap import scale_of
+from surgeon.reports.maps import HALF, cell_table, legend_figure, map_cells, map_figure
 from surgeon.reports.runs import Kind, Run, TableFile
-from surgeon.reports.svg import HALF, ColourScale, Grid, colour_bar, draw_map
-from surgeon.reports.values import cell_table, map_cells
 from surgeon.words import change, listed, number
 
 MATRICES, DAMAGE = "spectrum.csv", "damage.csv"
@@ -38,27 +39,35 @@ def _base_of(run: Run) -> float:
     return float(base)
 
 
-def _grid(table: pd.DataFrame, column: str) -> tuple[Grid, list[tuple[int, int]]]:
+def _map(
+    table: pd.DataFrame,
+    column: str,
+    scale: Normalize,
+    fields: Mapping[str, str],
+    title: str,
+    what: str,
+    base: float | None = None,
+) -> Map:
     """Weights down, layers across."""
     weights, layers = list(dict.fromkeys(table["weight"])), sorted(table["layer"].unique())
     places = [(weights.index(w), layers.index(k)) for w, k in zip(table["weight"], table["layer"], strict=True)]
-    values = dict(zip(places, (float(value) for value in table[column]), strict=True))
-    return Grid(weights, [str(layer) for layer in layers], values, "", "layer"), places
+    values = pd.DataFrame(np.nan, index=weights, columns=layers)
+    for (row, across), value in zip(places, table[column], strict=True):
+        values.iloc[row, across] = value
+    cells = map_cells(values, places, table, fields, "layer {column}, {row}", base=base)
+    figure = map_figure(values, scale, ("layer", ""), flat=HALF)
+    return Map(figure, title, "", cells, cell_table(f"{title}: {what}", "", values), wide=True)
 
 
 def _ranks(matrices: pd.DataFrame) -> Gallery:
-    scale = ColourScale(0.0, 1.0)
-    maps = []
+    scale, maps = Normalize(0, 1), []
     for ending, words in _METHODS.items():
         share = f"share{ending}"
         table = matrices.assign(**{share: matrices[f"rank95{ending}"] / matrices["full_rank"]})
-        grid, places = _grid(table, share)
         fields = {share: "share of the full rank", f"rank95{ending}": "rank", f"kept95{ending}": "parameters kept"}
-        cells = map_cells(grid, places, table, fields, "layer {column}, {row}")
         title = f"Rank with 95% of the energy {words}"
-        drawn = draw_map(grid, scale, title, flat=HALF)
-        maps.append(Map(drawn, title, "", cells, cell_table(f"{title}: share of the full rank", "", grid), wide=True))
-    return Gallery(maps, legend=colour_bar(scale, "Colours: share of the full rank"), wide=True)
+        maps.append(_map(table, share, scale, fields, title, "share of the full rank"))
+    return Gallery(maps, legend=Legend(legend_figure(scale), "Colours: share of the full rank"), wide=True)
 
 
 def _by_rank(damage: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
@@ -83,17 +92,15 @@ def _rank_name(part: pd.DataFrame) -> str:
 
 
 def _damage_maps(damage: pd.DataFrame, base: float) -> Gallery:
-    scale = ColourScale.of_perplexity([float(value) for value in damage["perplexity"]], base)
-    maps = []
-    for name, part in _by_rank(damage):
-        grid, places = _grid(part, "perplexity")
-        fields = {"perplexity": "perplexity", "divergence": "divergence", "kept": "parameters kept"}
-        cells = map_cells(grid, places, part, fields, "layer {column}, {row}", base=base)
-        title = f"One matrix cut down to {name}"
-        table = cell_table(f"{title}: perplexity", "", grid)
-        maps.append(Map(draw_map(grid, scale, title, flat=HALF), title, "", cells, table, wide=True))
+    scale, capped = scale_of([damage[["perplexity"]]], base)
+    fields = {"perplexity": "perplexity", "divergence": "divergence", "kept": "parameters kept"}
+    maps = [
+        _map(part, "perplexity", scale, fields, f"One matrix cut down to {name}", "perplexity", base)
+        for name, part in _by_rank(damage)
+    ]
     caption = f"Perplexity with one matrix alone at a lower rank, over that of the unedited model, {number(base)}."
-    return Gallery(maps, caption, colour_bar(scale, f"Colours: perplexity over {number(base)}"), wide=True)
+    legend = Legend(legend_figure(scale, base, capped), f"Colours: perplexity over {number(base)}")
+    return Gallery(maps, caption, legend, wide=True)
 
 
 def _findings(run: Run) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from surgeon.reports.blocks import Block, Code, Finding, Gallery, Paragraph, Table
-from surgeon.reports.chart import STYLES
+from surgeon.reports.drawing import COLOURS
 from surgeon.reports.runs import Kind, Run
 from surgeon.reports.sections.training_charts import (
     HeldOutCurve,
@@ -99,13 +99,13 @@ def _together(runs: Sequence[Run]) -> list[Block]:
     rows = [_row(name, same, None if name == first else base) for name, same in models.items()]
     note = "Losses on held-out text, nats per token, are means over seeds; a run's interval stands in its section."
     note += "" if len(texts) == 1 else " The runs were measured on different texts, and cannot be compared."
-    shown = list(models.items())[:STYLES]
+    shown = list(models.items())[: len(COLOURS)]
     several = any(len(same) > 1 for same in models.values())
     charts = [*held_out_charts([_curve(same[0], name) for name, same in shown], ", side by side", RANDOM, LOG_FROM)]
     trained = {name: same[0].tables[TRAINING] for name, same in shown if len(same[0].tables[TRAINING])}
     charts += [losses_chart(trained, ", side by side")] if trained else []
     caption = "Of each model the run with the first seed." if several else ""
-    caption += f" The first {STYLES} models are drawn." if len(models) > STYLES else ""
+    caption += f" The first {len(COLOURS)} models are drawn." if len(models) > len(COLOURS) else ""
     return [Table("Side by side", head, rows, note, left=frozenset({1})), Gallery(charts, caption.strip())]
 
 

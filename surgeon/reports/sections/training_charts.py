@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from surgeon.reports.blocks import Chart
-from surgeon.reports.chart import Axis, Point, Series, draw_chart, log_axis, value_axis
+from surgeon.reports.drawing import SOFT, chart, points, scale
 from surgeon.words import TIMES, interval, number
 
 PARTS = {"logits": "logits' part", "hidden": "hidden states' part", "text": "text's part"}  # of a distillation's loss
@@ -39,36 +42,37 @@ class HeldOutCurve:
 
 def loss_chart(training: pd.DataFrame) -> Chart:
     """The training loss at every step that was written down, smoothed where there are many, and its parts."""
-    series, values = [], []
     written = training.dropna(axis="columns", how="all")
     parts = {"loss": "loss"} | {name: words for name, words in PARTS.items() if name in written}
+    if len(parts) == 2:
+        parts = {"loss": "loss"}  # the only part is the loss itself
     few = len(training) <= _MEANS
+    drawn = training if few else _means(training, list(parts))
+    figure, axes = _over_steps(training["step"])
+    values = pd.concat([drawn[name] for name in parts] + ([] if few else [training["loss"]]))
+    _value_axis(axes, values.tolist(), "loss")
+    several = len(parts) > 1 or not few
     if not few:
-        rows = _points(training, "loss", "loss")
-        series.append(Series("loss, each row", rows, _ROW_STYLE, line=False))
-        values += [point.y for point in rows]
+        points(axes, training["step"], training["loss"], _tips(training, "loss", "loss"), _ROW_STYLE,
+               "loss, each row", line=False)  # fmt: skip
     for place, (name, words) in enumerate(parts.items()):
-        if len(parts) == 2 and place:
-            continue  # the only part is the loss itself
-        drawn = _points(training if few else _means(training, name), name, words)
-        values += [point.y for point in drawn]
-        series.append(Series(words if few else f"{words}, mean of {_span(training)} rows", drawn, place, marks=few))
-    title = "Loss while it trained"
-    svg = draw_chart(series, _steps(training["step"]), _wide_or_log(values, "loss"), title)
-    return Chart(svg, title, "", [one.key() for one in series] if len(series) > 1 else [])
+        label = words if few else f"{words}, mean of {_span(training)} rows"
+        points(axes, drawn["step"], drawn[name], _tips(drawn, name, words), place, label if several else "", marks=few)
+    return Chart(figure, "Loss while it trained")
 
 
 def rate_chart(training: pd.DataFrame) -> Chart:
     """The learning rate."""
-    points = _points(training, "learning_rate", "learning rate")
-    highest = max((p.y for p in points if math.isfinite(p.y)), default=0.0)
+    rates = training["learning_rate"]
+    highest = max((rate for rate in rates if math.isfinite(rate)), default=0.0)
     power = math.floor(math.log10(highest)) if highest > 0 else 0
-    scaled = [replace(point, y=point.y * 10.0**-power) for point in points]  # so that numbers on the axis are short
-    title = "Learning rate"
-    unit = f"learning rate ({TIMES} 1e{power})" if power else "learning rate"
-    y = value_axis([point.y for point in scaled], unit, zero=True)
-    svg = draw_chart([Series(title, scaled, 0, marks=len(points) <= _MEANS)], _steps(training["step"]), y, title)
-    return Chart(svg, title, "")
+    scaled = rates * 10.0**-power  # so that numbers on the axis are short
+    figure, axes = _over_steps(training["step"])
+    axes.set_ylabel(f"learning rate ({TIMES} 1e{power})" if power else "learning rate")
+    scale(axes, "y", scaled.tolist(), zero=True)
+    tips = _tips(training, "learning_rate", "learning rate")
+    points(axes, training["step"], scaled, tips, marks=len(scaled) <= _MEANS)
+    return Chart(figure, "Learning rate")
 
 
 def losses_chart(runs: Mapping[str, pd.DataFrame], together: str) -> Chart:
@@ -77,16 +81,12 @@ def losses_chart(runs: Mapping[str, pd.DataFrame], together: str) -> Chart:
     Args:
         together: ends the title.
     """
-    series, values = [], []
-    for place, (name, training) in enumerate(runs.items()):
-        few = len(training) <= _MEANS
-        points = _points(training if few else _means(training, "loss"), "loss", f"{name}, loss")
-        values += [point.y for point in points]
-        series.append(Series(name, points, place, marks=False))
-    title = f"Loss while they trained{together}"
-    steps = pd.concat([training["step"] for training in runs.values()])
-    svg = draw_chart(series, _steps(steps), _wide_or_log(values, "loss"), title)
-    return Chart(svg, title, "", [one.key() for one in series])
+    drawn = {name: one if len(one) <= _MEANS else _means(one, ["loss"]) for name, one in runs.items()}
+    figure, axes = _over_steps(pd.concat([training["step"] for training in runs.values()]))
+    _value_axis(axes, pd.concat([one["loss"] for one in drawn.values()]).tolist(), "loss")
+    for place, (name, training) in enumerate(drawn.items()):
+        points(axes, training["step"], training["loss"], (), place, name, marks=False)
+    return Chart(figure, f"Loss while they trained{together}")
 
 
 def held_out_charts(
@@ -106,26 +106,29 @@ def held_out_charts(
     by_tokens = len(per_step) > 1 and all(math.isfinite(tokens) for tokens in per_step)
     known = pd.concat([curve.table["divergence"] for curve in curves]).notna().any()
     for name in ("perplexity", "divergence") if known else ("perplexity",):
-        series = [
-            Series(curve.name, _measured(curve, name, by_tokens), place, band=len(curves) <= _MOST_BANDS)
-            for place, curve in enumerate(curves)
-        ]
         originals = {curve.original for curve in curves}
         rule = originals.pop() if name == "perplexity" and len(originals) == 1 else None
-        curve_values = [*(point.y for one in series for point in one.points), *filter(None, [rule])]
-        ends = [end for one in series for point in one.points for end in (point.low, point.high)]
-        too_wide = _span_of([*curve_values, *ends]) > _FLAT * _span_of(curve_values) > 0
-        if too_wide:
-            series = [replace(one, points=[_bare(point) for point in one.points]) for one in series]
+        tables = [curve.table for curve in curves]
+        values = [*pd.concat([table[name] for table in tables]), *filter(None, [rule])]
+        ends = [*pd.concat([table[f"{name}_{end}"] for table in tables for end in ("low", "high")])]
+        too_wide = _span_of([*values, *ends]) > _FLAT * _span_of(values) > 0
         steps = pd.concat([curve.table["step"] * (curve.tokens_per_step if by_tokens else 1) for curve in curves])
-        x = _steps(steps, "tokens trained on" if by_tokens else "step")
-        title = f"{name.capitalize()} on held-out text{together}"
+        figure, axes = _over_steps(steps, "tokens trained on" if by_tokens else "step")
+        _value_axis(axes, values if too_wide else [*values, *ends], UNITS[name], log_from)
+        if rule is not None:
+            axes.axhline(rule, color=SOFT, lw=1.2, ls=(0, (4, 3)), zorder=1, clip_on=False)
+        band = len(curves) <= _MOST_BANDS
+        for place, curve in enumerate(curves):
+            table, apart = curve.table, curve.tokens_per_step if by_tokens else 1.0
+            tips = [_measured(curve, row, name) for _, row in table.iterrows()]
+            interval_of = None if too_wide else (table[f"{name}_low"], table[f"{name}_high"])
+            label = curve.name if len(curves) > 1 else ""
+            points(axes, table["step"] * apart, table[name], tips, place, label, ends=interval_of, band=band)
         dashed = "" if rule is None else f" Dashed: the original's {name}, {number(rule)}."
-        shown = "95% intervals are far wider than the picture" if too_wide else f"{_drawn(series)} are 95% intervals"
-        caption = f"Step 0 is {first}; {shown}.{dashed}"
-        axis = _wide_or_log(curve_values if too_wide else [*curve_values, *ends], UNITS[name], log_from)
-        svg = draw_chart(series, x, axis, title, rule)
-        yield Chart(svg, title, caption, [one.key() for one in series] if len(series) > 1 else [])
+        drawn = f"{'areas' if band else 'bars'} are 95% intervals"
+        shown = "95% intervals are far wider than the picture" if too_wide else drawn
+        title = f"{name.capitalize()} on held-out text{together}"
+        yield Chart(figure, title, f"Step 0 is {first}; {shown}.{dashed}")
 
 
 def _span_of(values: Sequence[float]) -> float:
@@ -133,50 +136,38 @@ def _span_of(values: Sequence[float]) -> float:
     return max(finite) - min(finite) if finite else 0.0
 
 
-def _bare(point: Point) -> Point:
-    """Without its interval, which is read by pointing at it."""
-    return replace(point, low=math.nan, high=math.nan)
+def _measured(curve: HeldOutCurve, row: Any, name: str) -> str:
+    known = interval(row[f"{name}_low"], row[f"{name}_high"])
+    value = f"{number(row[name])}{f' (95%: {known})' if known else ''}"
+    return f"{curve.name}, step {row['step']:g}: {name} {value}"
 
 
-def _drawn(series: Sequence[Series]) -> str:
-    return "areas" if series[0].band else "bars"
-
-
-def _measured(curve: HeldOutCurve, name: str, by_tokens: bool) -> list[Point]:
-    points, apart = [], curve.tokens_per_step if by_tokens else 1.0
-    for _, row in curve.table.iterrows():
-        low, high = (row.get(f"{name}_{end}", math.nan) for end in ("low", "high"))
-        known = interval(low, high)
-        value = f"{number(row[name])}{f' (95%: {known})' if known else ''}"
-        tip = f"{curve.name}, step {row['step']:g}: {name} {value}"
-        points.append(Point(row["step"] * apart, row[name], tip, low, high))
-    return points
-
-
-def _points(training: pd.DataFrame, column: str, words: str) -> list[Point]:
+def _tips(training: pd.DataFrame, column: str, words: str) -> list[str]:
     rows = zip(training["step"], training[column], strict=True)
-    return [Point(step, value, f"step {step:g}: {words} {number(value)}") for step, value in rows]
+    return [f"step {step:g}: {words} {number(value)}" for step, value in rows]
 
 
 def _span(training: pd.DataFrame) -> int:
     return math.ceil(len(training) / _MEANS)
 
 
-def _means(training: pd.DataFrame, column: str) -> pd.DataFrame:
+def _means(training: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
     """Means of neighbouring rows, at the last one's step."""
     parts = pd.Series(range(len(training)), index=training.index) // _span(training)
-    return training.groupby(parts).agg({"step": "last", column: "mean"})
+    return training.groupby(parts).agg({"step": "last", **dict.fromkeys(columns, "mean")})
 
 
-def _steps(steps: pd.Series[float], title: str = "step") -> Axis:
+def _over_steps(steps: pd.Series[float], title: str = "step") -> tuple[Figure, Axes]:
     last = float(steps.max())
     if not 0 <= last < math.inf:
         raise ValueError(f"a step of {last} is none")
-    return value_axis([0.0, max(1.0, last)], title, zero=True)
+    figure, axes = chart(title, "")
+    scale(axes, "x", [0.0, max(1.0, last)], zero=True)
+    return figure, axes
 
 
-def _wide_or_log(values: Sequence[float], title: str, log_from: float = _WIDE) -> Axis:
+def _value_axis(axes: Axes, values: Sequence[float], title: str, log_from: float = _WIDE) -> None:
     finite = [value for value in values if math.isfinite(value)]
-    if finite and min(finite) > 0 and max(finite) > log_from * min(finite):
-        return log_axis(finite, title)
-    return value_axis(finite, title, zero=title == UNITS["divergence"])
+    log = bool(finite) and min(finite) > 0 and max(finite) > log_from * min(finite)
+    axes.set_ylabel(title)
+    scale(axes, "y", finite, log, zero=not log and title == UNITS["divergence"])
