@@ -14,24 +14,96 @@
 
 A figure that says `or table` may be a mapping from a size to a number, which is read between its points (`Figure`).
 Sizes are in bytes (of 8 bits), powers of ten; times in seconds. `intervals` names figures of the same file by where
-they stand and gives the bounds between which they lie: `{device.bandwidth: [3.1e12, 3.3e12]}`.
+they stand and gives the bounds between which they lie: `{device.bandwidth: [3.1e12, 3.3e12]}`. The types say what
+may stand in a file, which `surgeon.cost.hardware_file` reads by them; what is made of one in code is not checked again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal, get_args
+from math import inf
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, GetPydanticSchema, Strict, WrapValidator
+from pydantic_core import PydanticCustomError
+from pydantic_core.core_schema import no_info_after_validator_function
 
 from surgeon.cost.figure import Figure
-from surgeon.errors import did_you_mean
+from surgeon.errors import did_you_mean, shown
 
 Kind = Literal["ring", "tree", "one-shot", "sharp", "shared-memory"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
+def number_in(value: Any) -> float | None:
+    """A number, or a text that is one to people: YAML reads 3.35e12 as a text, for want of a sign."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return None
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def _at_least_zero(value: Any) -> float:
+    number = number_in(value)
+    if number is None or not 0 <= number < inf:
+        raise PydanticCustomError("number", "a number of at least 0")
+    return number
+
+
+def _kind(value: Any) -> Any:
+    if value not in KINDS:
+        found = {"value": shown(value), "known": did_you_mean(str(value), KINDS)}
+        raise PydanticCustomError("said", "there is no way {value} of summing; {known}", found)
+    return value
+
+
+def _several(ranks: int) -> int:
+    if ranks == 1:
+        told = "ranks that share a device are 2 or more; one alone has device.shares and host"
+        raise PydanticCustomError("said", told)
+    return ranks
+
+
+def _interval(value: Any, read: Callable[[Any], tuple[float, float]]) -> tuple[float, float]:
+    if not isinstance(value, list) or len(value) != 2 or (found := read(value))[0] > found[1]:
+        raise PydanticCustomError("said", "an interval is [low, high], not {value}", {"value": shown(value)})
+    return found
+
+
+def _table(number: Any) -> GetPydanticSchema:
+    """Of a figure: a number of this type for every size, or one."""
+
+    def read(table: dict[float, float]) -> Figure:
+        return Figure(tuple(table.items()))
+
+    def one_or_more(value: Any) -> Any:
+        return value if isinstance(value, dict) else {1.0: value}
+
+    kind = Annotated[dict[Positive, number], BeforeValidator(one_or_more)]
+    return GetPydanticSchema(lambda _, schema_of: no_info_after_validator_function(read, schema_of(kind)))
+
+
+AtLeastZero = Annotated[float, BeforeValidator(_at_least_zero)]
+Positive = Annotated[AtLeastZero, Field(gt=0)]
+Count = Annotated[int, Strict(), Field(ge=1)]
+Name = Annotated[str, BeforeValidator(str)]
+Share = Annotated[Figure, _table(Positive)]
+ShareOrAsOthers = Annotated[Figure | None, _table(Positive)]  # None is left out, and not written
+Time = Annotated[Figure, _table(AtLeastZero)]
+Interval = Annotated[tuple[AtLeastZero, AtLeastZero], WrapValidator(_interval)]
+
+
+class _Entries:
+    """A mapping in a file, of which every key is known."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+
 @dataclass(frozen=True)
-class Shares:
+class Shares(_Entries):
     """Which parts of a device's peaks kernels reach.
 
     Attributes:
@@ -43,15 +115,15 @@ class Shares:
             less where the runtime makes several operations of one; as `bandwidth` where it is left out.
     """
 
-    flops: Figure
-    bandwidth: Figure
-    attention: Figure | None = None
-    cache: Figure | None = None
-    copies: Figure | None = None
+    flops: Share
+    bandwidth: Share
+    attention: ShareOrAsOthers = None
+    cache: ShareOrAsOthers = None
+    copies: ShareOrAsOthers = None
 
 
 @dataclass(frozen=True)
-class Device:
+class Device(_Entries):
     """One GPU, or the CPU of a machine.
 
     Attributes:
@@ -61,9 +133,9 @@ class Device:
         shares: what kernels reach of these.
     """
 
-    memory: float
-    bandwidth: float
-    flops: Mapping[str, float]
+    memory: Positive
+    bandwidth: Positive
+    flops: Annotated[Mapping[Name, Positive], Field(min_length=1)]
     shares: Shares
 
     def peak(self, dtype: str) -> float:
@@ -78,7 +150,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Host:
+class Host(_Entries):
     """What it takes to keep a device busy.
 
     Attributes:
@@ -93,12 +165,12 @@ class Host:
             when it is launched and the launch adds to its time (CPUs).
     """
 
-    launch: float
-    graph: float
-    collective: float
-    forward: Figure
-    asynchronous: bool
-    launches: Mapping[str, Figure] = field(default_factory=dict)
+    launch: AtLeastZero
+    graph: AtLeastZero
+    collective: AtLeastZero
+    forward: Time
+    asynchronous: Annotated[bool, Strict()]
+    launches: Mapping[Name, Time] = field(default_factory=dict)
 
     def launching(self, name: str, nature: str, rows: float) -> float:
         """Seconds of launching one kernel of that name and nature."""
@@ -118,7 +190,7 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Algorithm:
+class Algorithm(_Entries):
     """One way in which a link's ranks sum or gather, as `surgeon.cost.collectives` has it.
 
     Attributes:
@@ -130,14 +202,14 @@ class Algorithm:
         share: of the link's bandwidth, by ranks.
     """
 
-    kind: Kind
-    base: Figure
-    hop: Figure
-    share: Figure
+    kind: Annotated[Kind, BeforeValidator(_kind)]
+    base: Time
+    hop: Time
+    share: Share
 
 
 @dataclass(frozen=True)
-class Interconnect:
+class Interconnect(_Entries):
     """What connects devices.
 
     Attributes:
@@ -146,13 +218,13 @@ class Interconnect:
         contention: which part of the device's speed a collective in flight takes from what computes meanwhile.
     """
 
-    bandwidth: float
-    algorithms: tuple[Algorithm, ...]
-    contention: float = 0.0
+    bandwidth: Positive
+    algorithms: Annotated[tuple[Algorithm, ...], Field(min_length=1)]
+    contention: AtLeastZero = 0.0
 
 
 @dataclass(frozen=True)
-class RankShare:
+class RankShare(_Entries):
     """What each of several ranks that share one device gets of it while all compute (processes on a machine's CPU).
 
     Attributes:
@@ -172,7 +244,7 @@ class RankShare:
 
 
 @dataclass(frozen=True)
-class Hardware:
+class Hardware(_Entries):
     """One machine, or many that are alike.
 
     Attributes:
@@ -187,14 +259,14 @@ class Hardware:
     """
 
     name: str
-    devices: int
+    devices: Count
     device: Device
     host: Host
-    links: Mapping[str, Interconnect]
-    networks: Mapping[str, Interconnect] = field(default_factory=dict)
-    sharing: Mapping[int, RankShare] = field(default_factory=dict)
+    links: Mapping[Name, Interconnect]
+    networks: Mapping[Name, Interconnect] = field(default_factory=dict)
+    sharing: Mapping[Annotated[Count, AfterValidator(_several)], RankShare] = field(default_factory=dict)
     note: str = ""
-    intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    intervals: Mapping[Name, Interval] = field(default_factory=dict)
 
     def rank(self, together: int) -> RankShare:
         """What one of so many ranks on a device gets of it.
@@ -229,7 +301,7 @@ class Hardware:
         return _named(self.networks, name, f"{self.name} has no network between nodes")
 
 
-def _named(links: Mapping[str, Interconnect], name: str | None, nothing: str) -> Interconnect:
+def _named(links: Mapping[Name, Interconnect], name: str | None, nothing: str) -> Interconnect:
     if not links:
         raise ValueError(f"{nothing}; use ranks of one node or a file that describes one")
     if name is None:

@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from surgeon.errors import did_you_mean, shown
+from surgeon.language.checked import Checked, checked
 from surgeon.language.operations import OPERATIONS
 from surgeon.language.operations.applied import AppliedOperation, in_braces
 from surgeon.language.program import LayerShapes, Program
@@ -34,7 +34,6 @@ FORMAT = 1
 KEYS = ("surgeon", "model", "weights", "operations", "expect")
 _LAYERS = re.compile(r"\s*(\d{1,9})\s*:\s*(\d{1,9})\s*")
 _WEIGHTS = re.compile(r"sha256:([0-9a-f]{64})")
-Checked = TypeVar("Checked", bound=BaseModel)
 
 
 class Expect(BaseModel):
@@ -217,11 +216,6 @@ def parse_range(text: Any) -> range:
     return range(int(match[1]), int(match[2]))
 
 
-def line_of(path: tuple[Any, ...], lines: Mapping[tuple[Any, ...], int]) -> int:
-    """The line of what a path leads to, or of the innermost thing on the way there that stands in the document."""
-    return next((lines[path[:end]] for end in range(len(path), 0, -1) if path[:end] in lines), 1)
-
-
 class DocumentReader:
     """Reads a document with keys of surgeon's, of which `operations` is one, keeping the line of every key.
 
@@ -254,7 +248,9 @@ class DocumentReader:
         if not isinstance(document, dict):
             needed = f"{', '.join(self.needed[:-1])} and {self.needed[-1]}"
             raise self.error(1, f"a {self.kind} is a mapping with the keys {needed}")
-        self.require_known(document, self.keys, ())
+        for key in document:
+            if key not in self.keys:
+                raise self.error(self.lines[key,], f"unknown key {shown(key)}; {did_you_mean(str(key), self.keys)}")
         for key in self.needed:
             if key not in document:
                 raise self.error(1, f"the key {key!r} is missing")
@@ -264,13 +260,6 @@ class DocumentReader:
                 self.lines["surgeon",], f"{self.kind} format {shown(form)} is not known; write surgeon: {FORMAT}"
             )
         return document
-
-    def require_known(self, given: dict[Any, Any], known: Iterable[str], path: tuple[Any, ...]) -> None:
-        """Refuse a key that is not known; `path` leads to the mapping that is given."""
-        for key in given:
-            if key not in known:
-                line = self.lines.get((*path, key), 1)
-                raise self.error(line, f"unknown key {shown(key)}; {did_you_mean(str(key), known)}")
 
     def operations(self, entries: Any) -> tuple[AppliedOperation, ...]:
         """What the key `operations` says."""
@@ -312,12 +301,9 @@ class DocumentReader:
     def validate(self, model: type[Checked], given: dict[str, Any], path: tuple[Any, ...]) -> Checked:
         """What a mapping says, as the model that it is checked by; `path` leads to it."""
         try:
-            return model.model_validate(given)
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = line_of((*path, *first["loc"]), self.lines)
-            name = ": ".join([*map(str, path[-1:]), ".".join(map(str, first["loc"]))])
-            raise self.error(where, f"{name}: {first['msg']}, not {shown(first['input'])}") from error
+            return checked(model, given, self.lines, path)
+        except YamlError as error:
+            raise self.error(error.line, error.problem) from error
 
 
 class _RecipeReader(DocumentReader):
@@ -357,5 +343,4 @@ class _RecipeReader(DocumentReader):
             return Expect()
         if not isinstance(given, dict):
             raise self.error(self.lines["expect",], "expect must be a mapping, as in expect: {effective_depth: 19}")
-        self.require_known(given, Expect.model_fields, ("expect",))
         return self.validate(Expect, given, ("expect",))

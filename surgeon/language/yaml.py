@@ -1,16 +1,15 @@
 """YAML from anybody, read within bounds: a small text can stand for a huge document, and hold any object.
 
-Aliases and merge keys are written out while what they stand for is counted, so that a document that names itself, or
-one list in another many times over, is refused before it takes time or memory. There are texts, numbers, true and
-false, null, dates, lists and mappings; any other tag is refused.
+What aliases and merge keys stand for is counted as it would be written out, before anything is built of it, so that a
+document that names itself, or one list in another many times over, is refused before it takes time or memory. There
+are texts, numbers, true and false, null, dates, lists and mappings; any other tag is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -22,9 +21,8 @@ DEEPEST = 50  # lists and mappings in each other
 LONGEST_NUMBER = 100  # characters; more take long to read, and Python refuses to show them
 
 _TAG = "tag:yaml.org,2002:"
-_TEXTS = {f"{_TAG}{name}" for name in ("str", "value", "merge")}
-_SCALARS = {f"{_TAG}{name}" for name in ("null", "bool", "int", "float", "timestamp")} | _TEXTS
-_MERGE, _LIST, _MAPPING = f"{_TAG}merge", f"{_TAG}seq", f"{_TAG}map"
+_KINDS = [f"{_TAG}{kind}" for kind in ("null", "bool", "int", "float", "timestamp", "str", "seq", "map")]
+_SIGNS = _, _MERGE = f"{_TAG}value", f"{_TAG}merge"  # "=" and "<<", which are texts where they mean nothing
 
 Path = tuple[Any, ...]
 
@@ -56,6 +54,11 @@ class Document:
     lines: dict[Path, int]
 
 
+def line_of(path: Path, lines: Mapping[Path, int]) -> int:
+    """The line of what a path leads to, or of the innermost thing on the way there that stands in the document."""
+    return next((lines[path[:end]] for end in range(len(path), 0, -1) if path[:end] in lines), 1)
+
+
 def read_yaml(text: str) -> Document:
     """Read one document.
 
@@ -67,6 +70,7 @@ def read_yaml(text: str) -> Document:
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
+        value = None if node is None else loader.construct_document(node)
     except YamlError:
         raise
     except yaml.reader.ReaderError as error:
@@ -80,111 +84,104 @@ def read_yaml(text: str) -> Document:
     except (yaml.YAMLError, ValueError, OverflowError) as error:  # escapes and versions of which there are none
         raise YamlError(loader.line + 1, f"not valid YAML: {first_line(error)}") from error
     lines: dict[Path, int] = {(): 1}
-    return Document(None if node is None else _Expansion(loader, lines).value(node, ()), lines)
+    if node is not None:
+        _note_lines(loader, node, (), lines)
+    return Document(value, lines)
+
+
+def _note_lines(loader: _Loader, node: yaml.Node, path: Path, lines: dict[Path, int]) -> None:
+    """Of every entry inside, once what is merged into mappings stands in them."""
+    lines.setdefault(path, _line(node))
+    if isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            _note_lines(loader, item, (*path, index), lines)
+    if isinstance(node, yaml.MappingNode):
+        for key, (key_node, value) in {loader.construct_object(pair[0]): pair for pair in node.value}.items():
+            lines[*path, key] = _line(key_node)
+            _note_lines(loader, value, (*path, key), lines)
 
 
 class _Loader(yaml.SafeLoader):
-    """Composes no more, and nothing deeper, than is read."""
+    """Composes no more, and nothing deeper, than is read, and builds nothing but what is named above.
+
+    Attributes:
+        entries, characters: so far, as if aliases were written out.
+        depth, deepest: of lists and mappings in each other here, and below where this is.
+        sizes: entries, characters and depth of what has an anchor and has ended.
+    """
+
+    yaml_constructors: ClassVar = {
+        **{kind: yaml.SafeLoader.yaml_constructors[kind] for kind in _KINDS},
+        **dict.fromkeys(_SIGNS, yaml.SafeLoader.construct_yaml_str),
+    }
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        self.nodes = self.depth = 0
+        self.entries = self.characters = self.depth = self.deepest = 0
+        self.sizes: dict[str, tuple[int, int, int]] = {}
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
-        self.nodes += 1
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        line, anchor, is_alias = event.start_mark.line + 1, event.anchor, isinstance(event, yaml.AliasEvent)
+        before, around = (self.entries, self.characters), self.deepest
+        self.entries += not is_alias
         self.depth += 1
-        _check_size(self.nodes, self.depth, mark)
-        try:
-            return super().compose_node(parent, index)
-        finally:
-            self.depth -= 1
+        self.deepest = self.depth
+        self._check(line)
+        node = super().compose_node(parent, index)
+        if is_alias:
+            if anchor not in self.sizes:
+                raise YamlError(
+                    _line(self.anchors[anchor]), "it has an alias to itself inside; write out what is meant"
+                )
+            entries, characters, below = self.sizes[anchor]
+            self.entries, self.characters = self.entries + entries, self.characters + characters
+            self.deepest = self.depth + below
+        elif isinstance(node, yaml.ScalarNode):
+            self.characters += len(node.value)
+        self._check(line)
+        self.sizes[anchor] = self.entries - before[0], self.characters - before[1], self.deepest - self.depth
+        self.depth -= 1
+        self.deepest = max(around, self.deepest)
+        return node
 
-
-def _check_size(nodes: int, depth: int, mark: Any) -> None:
-    if nodes > MOST_NODES:
-        raise YamlError(mark.line + 1, f"with its aliases written out, it has more than {MOST_NODES:,} entries")
-    if depth > DEEPEST:
-        raise YamlError(mark.line + 1, f"lists and mappings lie more than {DEEPEST} deep in each other")
-
-
-class _Expansion:
-    """Builds values from nodes, of which one can stand in several places."""
-
-    def __init__(self, loader: _Loader, lines: dict[Path, int]) -> None:
-        self.loader = loader
-        self.lines = lines
-        self.nodes = self.characters = 0
-        self.open: list[yaml.Node] = []
-
-    def value(self, node: yaml.Node, path: Path) -> Any:
-        """What a node says; the lines of what is inside are noted."""
-        self.lines.setdefault(path, _line(node))
-        with self._inside(node):
-            if isinstance(node, yaml.SequenceNode) and node.tag == _LIST:
-                return [self.value(item, (*path, index)) for index, item in enumerate(node.value)]
-            if isinstance(node, yaml.MappingNode) and node.tag == _MAPPING:
-                found = {}
-                for key, (key_node, value_node) in self._pairs(node).items():
-                    self.lines[*path, key] = _line(key_node)
-                    found[key] = self.value(value_node, (*path, key))
-                return found
-            return self._scalar(node)
-
-    @contextmanager
-    def _inside(self, node: yaml.Node) -> Iterator[None]:
-        if any(node is outer for outer in self.open):
-            raise YamlError(_line(node), "it has an alias to itself inside; write out what is meant")
-        self.nodes += 1
-        self.open.append(node)
-        _check_size(self.nodes, len(self.open), node.start_mark)
-        yield
-        self.open.pop()
-
-    def _pairs(self, node: yaml.MappingNode) -> dict[Any, tuple[yaml.Node, yaml.Node]]:
-        """The nodes of a mapping's keys and values, with those that are merged into it."""
-        own: dict[Any, tuple[yaml.Node, yaml.Node]] = {}
-        merged: dict[Any, tuple[yaml.Node, yaml.Node]] = {}
-        merges = [value for key, value in node.value if key.tag == _MERGE]
-        for value in merges:
-            several = isinstance(value, yaml.SequenceNode)
-            for base in value.value if several else [value]:
-                merged = self._base(base) | merged
-        for pair in node.value:
-            if pair[0].tag == _MERGE and len(merges) == 1:
-                continue
-            with self._inside(pair[0]):
-                key = self._scalar(pair[0])
-            if key in own:
-                raise YamlError(_line(pair[0]), f"{shown(key)} is there twice; keep one of them")
-            own[key] = pair
-        return merged | own
-
-    def _base(self, node: yaml.Node) -> dict[Any, tuple[yaml.Node, yaml.Node]]:
-        """What a merge key brings in from one mapping."""
-        if not isinstance(node, yaml.MappingNode) or node.tag != _MAPPING:
-            raise YamlError(_line(node), "<< merges a mapping, or a list of mappings, named by aliases: <<: *base")
-        with self._inside(node):
-            return self._pairs(node)
-
-    def _scalar(self, node: yaml.Node) -> Any:
-        tag, text = str(node.tag), node.value
-        if not isinstance(node, yaml.ScalarNode) and tag in (_LIST, _MAPPING):
-            raise YamlError(_line(node), "a key is a text or a number, not a list or a mapping")
-        if tag not in _SCALARS or not isinstance(node, yaml.ScalarNode):
-            raise YamlError(_line(node), f"the tag {shown(tag.replace(_TAG, '!!'))} is not supported; remove it")
-        self.characters += len(text)
+    def _check(self, line: int) -> None:
+        if self.entries > MOST_NODES:
+            raise YamlError(line, f"with its aliases written out, it has more than {MOST_NODES:,} entries")
         if self.characters > LONGEST:
-            raise YamlError(_line(node), f"with its aliases written out, it has more than {LONGEST:,} characters")
-        if tag in _TEXTS:
-            if text.encode(errors="ignore").decode() != text:
-                raise YamlError(_line(node), f"{shown(text)} has characters that are none (surrogates); remove them")
-            return text
+            raise YamlError(line, f"with its aliases written out, it has more than {LONGEST:,} characters")
+        if self.deepest > DEEPEST:
+            raise YamlError(line, f"lists and mappings lie more than {DEEPEST} deep in each other")
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        known = set()
+        for key_node, value in node.value:
+            bases = value.value if isinstance(value, yaml.SequenceNode) else [value]
+            if key_node.tag == _MERGE and not all(isinstance(each, yaml.MappingNode) for each in bases):
+                raise YamlError(_line(value), "<< merges a mapping, or a list of mappings, named by aliases: <<: *base")
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise YamlError(_line(key_node), "a key is a text or a number, not a list or a mapping")
+            key = self.construct_object(key_node)
+            if key in known:
+                raise YamlError(_line(key_node), f"{shown(key)} is there twice; keep one of them")
+            known.add(key)
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        tag, text = str(node.tag), node.value
+        if tag not in self.yaml_constructors:
+            raise YamlError(_line(node), f"the tag {shown(tag.replace(_TAG, '!!'))} is not supported; remove it")
+        if not isinstance(node, yaml.ScalarNode):
+            return super().construct_object(node, deep)
         kind = tag.removeprefix(_TAG)
+        is_text = tag in (f"{_TAG}str", *_SIGNS)
+        if is_text and text.encode(errors="ignore").decode() != text:
+            raise YamlError(_line(node), f"{shown(text)} has characters that are none (surrogates); remove them")
         try:
-            if len(text) > LONGEST_NUMBER:
+            if len(text) > LONGEST_NUMBER and not is_text:
                 raise ValueError(f"it has more than {LONGEST_NUMBER} characters")
-            return self.loader.construct_object(node)
+            return super().construct_object(node, deep)
         except Exception as error:  # whatever it trips over is a fault of the text
             raise YamlError(
                 _line(node), f"{shown(text)} is no valid {kind} ({first_line(error)}); put a text in quotes"

@@ -1,38 +1,58 @@
 """The model card of an exported checkpoint: README.md, made of surgeon.json, the checkpoint itself, and measurements.
 
-A card ends with a comment that holds a hash of what stands above it, so that a card that somebody has changed since is
-known as such.
+`card.md` beside this file is its text, with places for what is worked out here. A card ends with a comment that holds a
+hash of what stands above it, so that a card that somebody has changed since is known as such.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
-from collections.abc import Iterator
+import textwrap
 from pathlib import Path
-from typing import Any
+from shlex import quote
+from typing import TYPE_CHECKING, Any
 
 from surgeon.checkpoint.belongings import FileKind, kind_of
 from surgeon.checkpoint.companions import left_behind, names_in, told_in
 from surgeon.checkpoint.describe import Description, describe
+from surgeon.checkpoint.forms import StoredModel
 from surgeon.checkpoint.inherit import CARD_FILE, Inherited
 from surgeon.checkpoint.load import stored_program
 from surgeon.checkpoint.ranks import rank_lines
 from surgeon.checkpoint.read import DEMO, Checkpoint
+from surgeon.checkpoint.training import STAGES
 from surgeon.language.operations import OPERATIONS
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.program import Fork, Program, steps_of
 from surgeon.language.recipe import operations_in
 from surgeon.provenance import write_text
-from surgeon.results.card_tables import measured_parts
-from surgeon.results.card_text import bullet, code, joined, link, paragraph, table
-from surgeon.results.card_training import trained_how, training_section
-from surgeon.results.card_usage import usage
-from surgeon.results.measured import Identity, Measured
+from surgeon.results.measured import DIVERGENCE, PERPLEXITY, Bench, CardScore, Identity, Measured, Speed
 from surgeon.words import plural
 
+if TYPE_CHECKING:
+    from huggingface_hub import ModelCardData
+
+TEMPLATE = Path(__file__).with_suffix(".md")
+WIDTH = 100  # of the card's lines
+PROGRAM_WIDTH = 80
+WHOLE: Any = {"break_long_words": False, "break_on_hyphens": False}
+PROMPT = "Once upon a time"
+RANKS = 2  # of the examples
+MS = 1e3
+# Of what training changed: what is measured, and when.
+METRICS = {PERPLEXITY: PERPLEXITY, DIVERGENCE: "divergence from the original, nats per token"}
+COLUMNS = {
+    "healed": "{name}",
+    "trained": "{name}",
+    "edited": "before training",
+    "untrained": "with random weights",
+    "original": "unedited",
+}
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken")
 _SEAL = re.compile(r"<!-- written by surgeon [\w.+-]+; sha256 of what stands above: ([0-9a-f]{64}) -->\n\Z")
-WIDTH = 80  # of a program's lines
+Table = tuple[list[str], list[list[str]]]
 
 
 def open_edited(folder: Path) -> Description:
@@ -65,11 +85,28 @@ def write_card(folder: Path, name: str, measured: Measured | None = None) -> Inh
     Args:
         name: what the card calls the checkpoint.
     """
-    found = open_edited(folder)
+    from huggingface_hub import ModelCard
+
+    found, measured = open_edited(folder), measured or Measured()
     inherited = inherited_by(found)
-    text = _front(found, name, inherited, measured or Measured())
-    text += "\n".join(_body(found, folder, name, inherited, measured or Measured())) + "\n"
-    write_text(folder / CARD_FILE, text + _seal(text))
+    card = ModelCard.from_template(
+        _metadata(found, name, inherited, measured),
+        template_path=str(TEMPLATE),
+        name=name,
+        found=found,
+        inherited=inherited,
+        measured=measured,
+        table=_table,
+        line=_line,
+        **_surgery(found),
+        **_training(found.training, name),
+        quality=_quality(measured.scores, name),
+        speed=lambda bench: _speed(bench, name),
+        **_usage(found, folder, name),
+        **_belongings(found, folder, inherited),
+    )
+    card.text = _laid_out(card.text)
+    write_text(folder / CARD_FILE, f"{card}{_seal(str(card))}")
     return inherited
 
 
@@ -106,8 +143,8 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _front(found: Description, name: str, inherited: Inherited, measured: Measured) -> str:
-    """The front matter, between its lines of dashes."""
+def _metadata(found: Description, name: str, inherited: Inherited, measured: Measured) -> ModelCardData:
+    """What stands at the head of the card, for the hub."""
     from huggingface_hub import EvalResult, ModelCardData
 
     carried = dict(inherited.metadata)
@@ -126,7 +163,7 @@ def _front(found: Description, name: str, inherited: Inherited, measured: Measur
         for score in measured.scores
         if score.edited and score.dataset is not None and not score.metric.startswith("divergence")
     ]
-    data = ModelCardData(
+    return ModelCardData(
         base_model=found.model if _is_hub_name(found.model) else None,
         library_name="transformers",
         pipeline_tag=carried.pop("pipeline_tag", "text-generation"),
@@ -135,56 +172,44 @@ def _front(found: Description, name: str, inherited: Inherited, measured: Measur
         eval_results=results or None,
         **carried,
     )
-    return f"---\n{data.to_yaml()}\n---\n\n"
 
 
-def _body(found: Description, folder: Path, name: str, inherited: Inherited, measured: Measured) -> Iterator[str]:
-    """The text, part by part, each ended by a line's end."""
-    yield f"# {name}\n"
-    yield from _what_was_done(found, name)
-    yield from training_section(found.training, name)
-    yield from measured_parts(measured, name)
-    yield from usage(found, folder, name)
-    yield from _proof(found)
-    yield from _files(found)
-    yield from _licence(found, folder, inherited)
-
-
-def _what_was_done(found: Description, name: str) -> Iterator[str]:
-    report = found.report or {}
-    steps, program = found.family.steps_per_layer, found.program
-    dense = Program.dense(found.num_layers, steps)
-    syncs = [str(each.sync_points(2)) for each in (program, dense)]
-    yield paragraph(_what_it_is(found))
+def _surgery(found: Description) -> dict[str, Any]:
+    """What was done, over which program, and what is proven of it."""
+    report, program, steps = found.report or {}, found.program, found.family.steps_per_layer
+    depth = f"{program.effective_depth(steps):g}"
+    syncs = [str(each.sync_points(2)) for each in (program, Program.dense(found.num_layers, steps))]
     before = report.get("source", {}).get("parameters")
     after = "" if found.weights is None else f"{found.weights.parameters:,}"
-    rows = [
-        ["layers one after the other (effective depth)", f"{program.effective_depth(steps):g}", str(found.num_layers)],
-        ["synchronisations per pass on two tensor-parallel ranks", *syncs],
-        ["parameters", after, f"{before:,}" if isinstance(before, int) else ""],
-    ]
-    yield table(["", name, "its layers in turn" if found.from_scratch else "unedited"], rows)
-    yield "## Its program\n" if found.from_scratch else "## What was done\n"
-    operations = _operations(report.get("recipe") or (found.training or {}).get("configuration"))
-    if operations:
-        yield "".join(bullet(f"`{one.to_yaml()}`: {OPERATIONS[one.name].summary}") for one in operations)
-    ranges = "; a range such as `4:30` is layers 4 to 29" if operations else ""
-    of_whom = "its layers as they were begun" if found.from_scratch else "the layers of the unedited model"
-    yield paragraph(f"Layers count from 0{ranges}. The model's program, over {of_whom}:")
-    yield code("\n".join(joined(map(str, program.nodes), WIDTH)))
-    yield paragraph(_legend(program))
-    if ranks := rank_lines(program):
-        yield paragraph("The ranks of the matrices that are two factors, by layer:")
-        yield "".join(map(bullet, ranks))
-
-
-def _what_it_is(found: Description) -> str:
-    """The first sentence."""
-    by, layers = f"surgeon {(found.report or {}).get('surgeon', '')}", plural(found.num_layers, "layer")
+    by, layers = f"surgeon {report.get('surgeon', '')}", plural(found.num_layers, "layer")
     how = trained_how(found.training, found.from_scratch)
+    kind = found.family.name
+    what_it_is = f"This is {_base(found.model)} ({kind}, {layers}) after surgery with {by}, {how}."
     if found.from_scratch:
-        return f"This is a {found.family.name} of {layers}, made with {by} and {how}. There is no original behind it."
-    return f"This is {_base(found.model)} ({found.family.name}, {layers}) after surgery with {by}, {how}."
+        what_it_is = f"This is a {kind} of {layers}, made with {by} and {how}. There is no original behind it."
+    proof = report.get("proof")
+    return {
+        "what_it_is": _line(what_it_is),
+        "sizes": [
+            ["layers one after the other (effective depth)", depth, str(found.num_layers)],
+            ["synchronisations per pass on two tensor-parallel ranks", *syncs],
+            ["parameters", after, f"{before:,}" if isinstance(before, int) else ""],
+        ],
+        "operations": _operations(report.get("recipe") or (found.training or {}).get("configuration")),
+        "summaries": OPERATIONS,
+        "program": _in_lines(program),
+        "legend": _legend(program),
+        "ranks": list(rank_lines(program)),
+        "proof": proof if isinstance(proof, dict) else None,
+        "differ": _differ(proof) if isinstance(proof, dict) else "",
+        "source_hash": report.get("source", {}).get("model_hash"),
+    }
+
+
+def _in_lines(program: Program) -> str:
+    """The program, its nodes whole, in lines."""
+    nodes = (str(node).replace(" ", "\N{NO-BREAK SPACE}") for node in program.nodes)
+    return textwrap.fill(" ".join(nodes), PROGRAM_WIDTH, **WHOLE).replace("\N{NO-BREAK SPACE}", " ")
 
 
 def _operations(text: Any) -> tuple[AppliedOperation, ...]:
@@ -213,30 +238,6 @@ def _legend(program: Program) -> str:
     return "; ".join(text for text, occurs in signs.items() if occurs) + "."
 
 
-def _proof(found: Description) -> Iterator[str]:
-    report = found.report or {}
-    proof = report.get("proof")
-    if not isinstance(proof, dict):
-        return
-    yield "## Proof\n"
-    beside, holds = "original", "So what is measured of the original under this program holds for these files."
-    if found.training is not None:
-        beside = "trained model"
-        holds = (
-            "Their program is that of the recipe, step by step. Their weights are no longer the original's, so what is "
-            "measured of the original under this program does not hold for them."
-        )
-    if found.from_scratch:
-        holds = "Their program is the one that was trained, step by step."
-    yield paragraph(
-        f"Before these files got their name they were loaded and run on {proof['tokens']} random tokens, beside the "
-        f"{beside} under the same program. {_differ(proof)} {holds}"
-    )
-    known = report["source"].get("model_hash")
-    named = f"The original has the SHA-256 `{known}` (over its configuration and its weight files). " if known else ""
-    yield paragraph(f"{named}`surgeon.json` in this folder holds all of this for machines.")
-
-
 def _differ(proof: dict[str, Any]) -> str:
     if not proof["exact"] and not proof["written"]:
         return "The logits are equal, number by number."
@@ -244,65 +245,120 @@ def _differ(proof: dict[str, Any]) -> str:
     return f"The logits differ by {proof['exact']:.2g} of the largest one in float32{stored}."
 
 
-def _files(found: Description) -> Iterator[str]:
-    """What there is to know of the files that lay beside the base model's weights, if there is something."""
+def trained_how(training: dict[str, Any] | None, from_scratch: bool = False) -> str:
+    """The end of the card's first sentence.
+
+    Args:
+        from_scratch: the first of the trainings began with random weights.
+    """
+    if training is None:
+        return "without further training"
+    said = [_how(training)]
+    while "earlier" in training:
+        training = training["earlier"]
+        said.insert(0, _how(training))
+    parts = [f"trained from scratch: {said.pop(0)}"] if from_scratch else []
+    parts += [f"then trained further (healed): {'; then again: '.join(said)}"] if said else []
+    return "; ".join(parts)
+
+
+def _how(training: dict[str, Any]) -> str:
+    tokens = f"{plural(training['tokens'], 'token')} of {training['data']}"
+    return f"{plural(training['steps'], 'step')}, {tokens} (SHA-256 `{training['data_hash']}`), {training['method']}"
+
+
+def _training(training: dict[str, Any] | None, name: str) -> dict[str, Any]:
+    """Quality before and after, on text that was held out; nothing where none was measured."""
+    found = {stage: training[stage] for stage in STAGES if training is not None and training.get(stage) is not None}
+    if training is None or not found:
+        return {"stages": None}
+    columns = [stage for stage in COLUMNS if stage in found]
+    rows = [[label, *(_shown(found[stage], metric) for stage in columns)] for metric, label in METRICS.items()]
+    head = ["", *(COLUMNS[stage].format(name=name) for stage in columns)]
+    text, its_hash = training.get("held_out"), training.get("held_out_hash")
+    of = f" of {_line(text)}" if isinstance(text, str) else ""
+    of += f" (SHA-256 `{its_hash}`)" if isinstance(its_hash, str) else ""
+    tokens = next(iter(found.values()))["tokens"]
+    return {"stages": (head, [row for row in rows if any(row[1:])]), "held_out": {"tokens": tokens, "of": of}}
+
+
+def _shown(quality: dict[str, Any], metric: str) -> str:
+    """A number with its interval; nothing where there is none."""
+    value, ends = quality.get(metric), quality.get(f"{metric}_interval")
+    if value is None:
+        return ""
+    return f"{value:.4g}" + ("" if ends is None or None in ends else f" ({ends[0]:.3g} to {ends[1]:.3g})")
+
+
+def _quality(scores: tuple[CardScore, ...], name: str) -> Table:
+    """One row for each number, the unedited model's beside it where it was measured in the same way."""
+    found = {(one.key, one.metric, one.edited): one for one in scores}
+    columns = 3 if any(not one.edited for one in scores) else 2
+    rows = []
+    for key, metric in dict.fromkeys((one.key, one.metric) for one in scores):
+        pair = [found.get((key, metric, edited)) for edited in (True, False)]
+        on = next(one.on for one in pair if one is not None)
+        rows.append([f"{metric} ({on})", *("" if one is None else one.shown for one in pair)][:columns])
+    return ["", name, "unedited"][:columns], rows
+
+
+def _speed(bench: Bench, name: str) -> Table:
+    head = ["program", "batch", "first token, ms", "per token, ms", "tokens/s", f"{name} is faster by"]
+    columns = len(head) if len({one.program for one in bench.speeds}) > 1 else -1
+    return head[:columns], [_row(one, bench, name)[:columns] for one in bench.speeds]
+
+
+def _row(one: Speed, bench: Bench, name: str) -> list[str]:
+    own = next((s for s in bench.speeds if s.edited and s.batch == one.batch), None)
+    program = f"**{name}**" if one is own else one.program
+    per_token = "" if one.per_token is None else f"{one.per_token * MS:.3g}"
+    times = "" if own is None or one is own else f"{own.times(one):.2f} times"
+    return [program, str(one.batch), f"{one.first_token * MS:.3g}", per_token, f"{one.rate:.3g}", times]
+
+
+def _usage(found: Description, folder: Path, name: str) -> dict[str, Any]:
+    """How it is loaded: in transformers, in vLLM, and with surgeon."""
+    form = found.form
+    assert form is not None
+    options = json.dumps(name) + (", trust_remote_code=True" if form.shipped is not None else "")
+    serve = f"vllm serve {quote(name)} --tensor-parallel-size {RANKS}"
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return {
+        "reason": (found.report or {}).get("reason"),
+        "has_tokenizer": any(any(folder.glob(pattern)) for pattern in _TOKENIZERS),
+        "shipped": form.shipped,
+        "architectures": config.get("architectures"),
+        "options": options,
+        "vllm": form.serving(StoredModel(Checkpoint(folder), found.config, found.family), serve),
+        "prompt": PROMPT,
+        "tp": RANKS,
+        "word": quote(name),
+        "literal": json.dumps(name),
+    }
+
+
+def _belongings(found: Description, folder: Path, inherited: Inherited) -> dict[str, Any]:
+    """What lay beside the base model's weights, and its licence."""
     code, left = told_in(found.report or {})
-    behind = left_behind(left, _quoted)
-    if not code and not behind:
-        return
-    yield "## Other files\n"
-    if code:
-        yield paragraph(
-            f"{', '.join(map(_quoted, code))}: the base model's own code, which its configuration names. Only who asks "
-            "for it (`trust_remote_code=True`) runs it; the proof is of the class that `transformers` has."
-        )
-    if behind:
-        yield paragraph(f"Left behind of what lay beside the base model's weights: {behind}.")
+    metadata = inherited.metadata
+    licence = metadata.get("license")
+    if licence is not None:
+        licence = ", ".join(f"`{one}`" for one in ([licence] if isinstance(licence, str) else licence))
+        called, target = (str(metadata.get(key, "")).strip() for key in ("license_name", "license_link"))
+        if called or target:
+            licence += f" ({_link(called or 'its text', target) if target else called})"
+    return {
+        "own_code": list(map(_quoted, code)),
+        "behind": left_behind(left, _quoted),
+        "base": _base(found.model),
+        "licence": licence,
+        "terms": [_quoted(name) for name in sorted(names_in(folder)) if kind_of(name) is FileKind.TERMS],
+        "gated": any(key.startswith("extra_gated") for key in metadata),
+    }
 
 
 def _quoted(name: str) -> str:
-    return f"`{name.replace('`', chr(39))}`"
-
-
-def _licence(found: Description, folder: Path, inherited: Inherited) -> Iterator[str]:
-    yield "## Licence\n"
-    if found.from_scratch:
-        yield paragraph(
-            "It was trained from random weights, so no other model's licence holds for it. Under which terms it may be "
-            "used, and what follows from those of the text that it was trained on, is for whoever publishes it to say."
-        )
-        return
-    files = sorted(name for name in names_in(folder) if kind_of(name) is FileKind.TERMS)
-    named = inherited.metadata.get("license")
-    named_files = ", ".join(map(_quoted, files))
-    inside = f" Its {named_files} {'lies' if len(files) == 1 else 'lie'} in this folder." if files else ""
-    if named is not None:
-        texts = ", ".join(f"`{one}`" for one in ([named] if isinstance(named, str) else named))
-        yield paragraph(
-            f"The base model's licence holds for this one: {texts}{_licence_name(inherited)}.{inside * bool(files)}"
-        )
-    elif files:
-        yield paragraph(f"The base model's card names no licence that could be read.{inside}")
-    else:
-        yield paragraph(
-            f"The folder of {_base(found.model)} said nothing of a licence when this checkpoint was made: it had no "
-            "model card that names one, and no licence file. Find out under which terms it may be used before you "
-            "publish or use this one."
-        )
-    if any(key.startswith("extra_gated") for key in inherited.metadata):
-        yield paragraph(
-            "The base model's terms have to be accepted on the hub before it is downloaded; this card's metadata asks "
-            "for the same."
-        )
-    if inherited.notes:
-        yield paragraph("Not everything in the base model's card could be carried on: " + " ".join(inherited.notes))
-
-
-def _licence_name(inherited: Inherited) -> str:
-    name, target = (str(inherited.metadata.get(key, "")).strip() for key in ("license_name", "license_link"))
-    if not name and not target:
-        return ""
-    return f" ({link(name or 'its text', target) if target else name})"
+    return f"`{_line(name).replace('`', chr(39))}`"
 
 
 def _base(model: str | None) -> str:
@@ -314,3 +370,34 @@ def _base(model: str | None) -> str:
 def _is_hub_name(model: str | None) -> bool:
     """Whether it is the name of a model on the hub; of a folder only the last part is kept."""
     return model is not None and "/" in model
+
+
+# -- markdown --
+
+
+def _laid_out(text: str) -> str:
+    """Its paragraphs in lines that people can read in an editor, with one empty line between them."""
+    lines, in_code = [], False
+    for line in re.sub(r"\n{3,}", "\n\n", text.strip("\n")).split("\n"):
+        in_code ^= line.startswith("```")
+        as_it_is = in_code or line.startswith(("```", "|", "#"))
+        indent = "  " if line.startswith("- ") else ""
+        filled = textwrap.fill(line, WIDTH, subsequent_indent=indent, **WHOLE)
+        lines.append(line if as_it_is else filled)
+    return "\n" + "\n".join(lines) + "\n\n"
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _link(text: str, target: str) -> str:
+    """A link; what would end it early is written so that it does not."""
+    text = _line(text).replace("[", "(").replace("]", ")")
+    return f"[{text}](<{target.replace('<', '%3C').replace('>', '%3E')}>)"
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    """A table: its first column to the left, the others, which are numbers, to the right."""
+    lines = [head, [":--", *["--:"] * (len(head) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(_line(cell).replace('|', chr(92) + '|') for cell in line)} |" for line in lines)

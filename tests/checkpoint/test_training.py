@@ -20,8 +20,7 @@ from surgeon.cli.show import facts
 from surgeon.errors import NotProven
 from surgeon.exports.export import Original, source_record
 from surgeon.language.program import Program
-from surgeon.results.card import identity_of, open_edited, write_card
-from surgeon.results.card_training import trained_how
+from surgeon.results.card import identity_of, open_edited, trained_how, write_card
 from surgeon.results.measured import MeasuredElsewhere
 from tests.checkpoint.helpers import load_shipped, logits_of, relative_error, run_export
 from tests.tiny_models import save_checkpoint

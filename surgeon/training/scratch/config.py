@@ -33,7 +33,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from surgeon.language.operations.applied import AppliedOperation, in_braces
 from surgeon.language.program import Program
-from surgeon.language.recipe import FORMAT, DocumentReader, Recipe, line_of, read_document
+from surgeon.language.recipe import FORMAT, DocumentReader, Recipe, read_document
+from surgeon.language.yaml import line_of
 from surgeon.named import is_recipe, on_disk, public
 from surgeon.quality.data import DEFAULT_WINDOW
 from surgeon.training.arguments import read_trainer_argument
@@ -110,11 +111,6 @@ class ScratchKeys(BaseModel):
     window: int = Field(default=DEFAULT_WINDOW, ge=2)
     separator: str | None = None
     training: TrainingSection = TrainingSection()
-
-
-_SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (
-    *(("training", TrainingSection), ("tracks", TracksSection), ("racks", RacksSection)),
-)
 
 
 @dataclass(frozen=True)
@@ -243,9 +239,6 @@ class _ConfigReader(DocumentReader):
                 self.lines[there[1],],
                 f"{there[0]} and {there[1]} both say what the model's program is; keep one of them",
             )
-        for name, section in _SECTIONS:
-            if isinstance(inside := document.get(name), dict):
-                self.require_known(inside, section.model_fields, (name,))
         given = {name: _numbers(document[name]) for name in ScratchKeys.model_fields if name in document}
         keys = self.validate(ScratchKeys, given, ())
         plain = {name: getattr(keys, name) for name in ScratchKeys.model_fields if name not in ("program", "training")}
