@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
 import platform
 import re
 import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from surgeon.errors import naming
-
-if TYPE_CHECKING:
-    import pandas as pd
+from typing import Any
 
 # Of everything measured; rises when what was measured before is not to be gone on with, or shown.
 # 3: before, models with dropout in their configuration were measured with it on.
@@ -66,36 +57,3 @@ def versions() -> dict[str, str]:
         "transformers": transformers.__version__,
         "python": platform.python_version(),
     }
-
-
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write a JSON file that is whole or not there: beside the target, then renamed."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a text file that is whole or not there; what was there before stays until then."""
-    with whole_file(path) as beside:
-        beside.write_text(text, encoding="utf-8")
-
-
-def write_table(path: Path, table: pd.DataFrame, digits: int = 9, missing: str = "nan") -> None:
-    """Write a table as CSV, whole or not there.
-
-    Args:
-        digits: of each number.
-        missing: what stands for NaN.
-    """
-    write_text(path, table.to_csv(index=False, float_format=f"%.{digits}g", na_rep=missing))
-
-
-@contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """A path beside the wanted one to write to; it is renamed at the end, or removed if writing it fails."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with naming(path):
-            yield beside
-            beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)

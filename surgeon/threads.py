@@ -29,6 +29,13 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def threads_per_rank(ranks: int) -> int:
+    """The cores this process may use, divided among so many processes of this machine; at most OMP_NUM_THREADS."""
+    cores = usable_cores()
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    return max(1, min(cores // ranks, int(wanted) if wanted.isdecimal() else cores))
+
+
 def keep_to_share(number: int, count: int) -> None:
     """Let this thread, and those that it starts from now on, use their own part of the cores only.
 

@@ -7,7 +7,6 @@ runs them and keeps their outputs in the files, so that they can be read where n
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
@@ -20,6 +19,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from surgeon.processes.locks import locked
 from tests.waiting import PATIENCE
 
 PROJECT = Path(__file__).resolve().parents[1]
@@ -71,8 +71,7 @@ def executed_once(name: str, factory: pytest.TempPathFactory) -> Any:
     """A notebook that the first test to need it has run, in whatever worker (pytest-xdist) that was."""
     shared = factory.getbasetemp().parent if "PYTEST_XDIST_WORKER" in os.environ else factory.getbasetemp()
     path = shared / name
-    with (shared / f"{name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(shared / f"{name}.lock"):
         if not path.exists():
             notebook = run(PROJECT / "notebooks" / name, factory.mktemp("notebook"))
             nbformat.write(notebook, path)

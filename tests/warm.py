@@ -209,7 +209,7 @@ def modules_for(code: str) -> tuple[str, ...]:
     """What is imported before a fork, once."""
     if not code:
         return FOR_RANKS
-    return FOR_RACKS if "train.racks" in code else FOR_COMMANDS
+    return FOR_RACKS if "training.racks" in code else FOR_COMMANDS
 
 
 def become(request: Request, descriptors: Sequence[int]) -> NoReturn:

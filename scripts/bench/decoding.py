@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from surgeon.language.operations import fuse_attention_mlp, ladder, pair, tracks
 from surgeon.language.program import Program
-from surgeon.provenance import versions, write_text
+from surgeon.processes.files import write_text
+from surgeon.provenance import versions
 
 RANKS = 2
 LAYERS = 24  # of the random model

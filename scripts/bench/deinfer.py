@@ -35,8 +35,8 @@ from surgeon.language.operations import OPERATIONS
 from surgeon.language.program import Program, Sublayer
 from surgeon.models.weights import Factors, WeightMatrix
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.worker.rank import threads_per_rank
 from surgeon.runtime.worker.ranks import RankOptions, Ranks
+from surgeon.threads import threads_per_rank
 
 BASE, DEINFER, AUTO = "Base", "DeInfer", "auto"
 WAYS = {BASE: "base", DEINFER: "gather", AUTO: "auto"}

@@ -40,6 +40,7 @@ from scripts.bench.goals import MISSED, missed
 from scripts.bench.large_model import make_model
 from scripts.bench.process import peak_of, start
 from surgeon.memory import parse_size, show_size
+from surgeon.processes.files import sync_tree
 
 PEAK_LIMIT = parse_size("1500MB")
 SLOWEST = 2.0  # times a plain copy
@@ -85,19 +86,11 @@ def copy_of(model: Path, target: Path) -> Run:
     """What a plain copy takes, until all of it is on the disk."""
     begun = time.perf_counter()
     subprocess.run(["cp", "-r", model, target], check=True)
-    sync_all(target)
+    sync_tree(target)
     seconds = time.perf_counter() - begun
     size = size_of(target)
     shutil.rmtree(target)
     return Run(size, seconds)
-
-
-def sync_all(folder: Path) -> None:
-    """Wait until a folder's files are on the disk."""
-    for path in (*folder.iterdir(), folder):
-        handle = os.open(path, os.O_RDONLY)
-        os.fsync(handle)
-        os.close(handle)
 
 
 def size_of(folder: Path) -> int:
@@ -228,7 +221,7 @@ def main() -> None:
         model = (arguments.folder or place / "model").resolve()
         if not model.exists():
             make_model(model, config_for(parse_size(arguments.size)), parse_size(arguments.shard))
-            sync_all(model)
+            sync_tree(model)
         short = measure(model, place, arguments.only or list(RECIPES))
         if not arguments.no_faults:
             recipe = recipe_for(model, "plain", place)

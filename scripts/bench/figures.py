@@ -38,7 +38,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts fi
 from scripts.bench.goals import MISSED, missed_in
 from scripts.bench.tables import Worse, worse
 from scripts.vllm.engine import vllm_python
-from surgeon.provenance import versions, write_text
+from surgeon.processes.files import write_text
+from surgeon.provenance import versions
 from surgeon.threads import usable_cores
 
 PROJECT = Path(__file__).resolve().parents[2]

@@ -42,7 +42,8 @@ from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe, parse_recipe
 from surgeon.models.edit import edit
 from surgeon.models.recipe_program import recipe_program
-from surgeon.provenance import provenance, write_json, write_table
+from surgeon.processes.files import write_json, write_table
+from surgeon.provenance import provenance
 from surgeon.quality.data import DEMO, load_windows
 from surgeon.quality.sources import DEMO_TRAINING
 from surgeon.quality.summary import Values

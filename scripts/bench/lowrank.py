@@ -43,7 +43,7 @@ from surgeon.models.edit import program_of
 from surgeon.models.weights import Factors, FactorSource
 from surgeon.models.weights.decompose import truncation_loss
 from surgeon.models.weights.whitening import SecondMoment
-from surgeon.provenance import write_json, write_table
+from surgeon.processes.files import write_json, write_table
 from surgeon.quality.data import Windows
 from surgeon.quality.head import joined
 

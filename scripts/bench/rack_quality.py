@@ -42,7 +42,7 @@ from scripts.bench.rack_model import (
     cut,
     next_token_loss,
 )
-from surgeon.provenance import write_json
+from surgeon.processes.files import write_json
 
 HIDDEN = {"small": 16, "medium": 32, "large": 64}
 RATES = {"small": 6e-3, "medium": 4e-3, "large": 3e-3}

@@ -46,8 +46,8 @@ from surgeon.progress import progress
 from surgeon.runtime.comm.link import Link
 from surgeon.runtime.comm.quantised import LARGEST_INTEGER, Compression
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.worker.rank import threads_per_rank
 from surgeon.runtime.worker.ranks import RankOptions, Ranks
+from surgeon.threads import threads_per_rank
 
 UPPER_BOUND = "upper bound"
 WAYS = ("shm", "gloo", "1ms", "0.2ms")

@@ -35,7 +35,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts fi
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.exports.saving import edit
 from surgeon.models.edit import restore
-from surgeon.provenance import provenance, write_table
+from surgeon.processes.files import write_table
+from surgeon.provenance import provenance
 from surgeon.quality.data import DEMO
 from surgeon.quality.sources import DEMO_TRAINING
 from surgeon.quality.summary import Values, interval

@@ -50,8 +50,8 @@ from surgeon.language.operations import tracks
 from surgeon.language.program import Program
 from surgeon.runtime.comm.link import Link
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.worker.rank import threads_per_rank, usable_cores
 from surgeon.runtime.worker.ranks import RankOptions, Ranks
+from surgeon.threads import threads_per_rank, usable_cores
 from surgeon.training.scratch.tracks import count_parameters, narrow, track_program
 
 LAYERS = 16

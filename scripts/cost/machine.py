@@ -51,12 +51,13 @@ from surgeon.cost.shapes import ModelShapes
 from surgeon.demo import MODEL_FOLDER
 from surgeon.language.operations import fuse_attention_mlp, ladder, pair, tracks
 from surgeon.language.program import Program
+from surgeon.processes.files import write_text
 from surgeon.progress import progress
-from surgeon.provenance import versions, write_text
+from surgeon.provenance import versions
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Plan
-from surgeon.runtime.worker.rank import threads_per_rank
 from surgeon.runtime.worker.ranks import RankOptions, Ranks
+from surgeon.threads import threads_per_rank
 
 MODELS = ("demo", "random")
 LINKS = ("none", "0.2ms", "1ms", "10MB/s")

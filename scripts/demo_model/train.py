@@ -27,6 +27,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from surgeon.demo.corpus import library_text
+from surgeon.processes.files import whole_file
 
 CONTEXT = 512
 BATCH = 8
@@ -117,9 +118,8 @@ def save_state(path: Path, step: int, model: LlamaForCausalLM, optimizer: torch.
         tensors[f"weight.{name}"] = parameter.detach().clone()
         for moment in ADAM_MOMENTS:
             tensors[f"{moment}.{name}"] = optimizer.state[parameter][moment].clone()
-    partial = path.with_suffix(".partial")
-    save_file(tensors, partial, metadata={"step": str(step)})
-    partial.replace(path)
+    with whole_file(path) as beside:
+        save_file(tensors, beside, metadata={"step": str(step)})
 
 
 def load_state(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.AdamW) -> int:

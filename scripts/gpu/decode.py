@@ -35,7 +35,8 @@ from transformers.utils import logging
 
 from surgeon.gpus import avoid_cudnn_attention
 from surgeon.language.program import Program, Step
-from surgeon.provenance import command_line, versions, write_text
+from surgeon.processes.files import write_text
+from surgeon.provenance import command_line, versions
 from surgeon.runtime.batching.request import Request, Sampling
 from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.batching.sequence import Row, Wanted

@@ -34,7 +34,8 @@ import torch
 from scripts.gpu.checks import MODELS, Check, Setup, Side, checks
 from scripts.gpu.judges import Judgement
 from surgeon.gpus import describe_gpu
-from surgeon.provenance import versions, write_text
+from surgeon.processes.files import write_text
+from surgeon.provenance import versions
 
 LIMIT_SECONDS = 570.0  # for everything
 CHECK_SECONDS = 180.0  # for one check on one side

@@ -32,7 +32,7 @@ from surgeon.analysis.similarity import CKA_COLUMNS, Similarity
 from surgeon.checkpoint.read import read_json
 from surgeon.errors import did_you_mean
 from surgeon.language.operations.declare import HEATMAPS
-from surgeon.provenance import write_table
+from surgeon.processes.files import write_table
 
 PROXIES_TABLE = "proxies.csv"
 DAMAGES = ("divergence", "log_perplexity_ratio")

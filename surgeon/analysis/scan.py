@@ -26,8 +26,8 @@ from surgeon.language.program import Program
 from surgeon.memory import stay_below
 from surgeon.models.edit import as_stored
 from surgeon.models.families import family_of
+from surgeon.processes.files import write_json, write_table
 from surgeon.progress import Advance, progress
-from surgeon.provenance import write_json, write_table
 from surgeon.quality.data import Windows
 from surgeon.quality.summary import Values, perplexity
 

@@ -28,8 +28,9 @@ from surgeon.analysis.jacobian import OperatorNorm, PowerIteration, differentiab
 from surgeon.analysis.lp_error import TERMS, layer_norm, pair_terms
 from surgeon.language.operations.pair import pair
 from surgeon.models.edit import program_of, require_unedited
+from surgeon.processes.files import write_json, write_table
 from surgeon.progress import progress
-from surgeon.provenance import FORMAT, write_json, write_table
+from surgeon.provenance import FORMAT
 from surgeon.quality.data import Windows
 from surgeon.quality.summary import estimate, perplexity
 

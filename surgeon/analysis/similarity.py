@@ -29,8 +29,8 @@ from surgeon.analysis.engine.walk import walks
 from surgeon.language.program import Fork, Program
 from surgeon.models.edit import as_stored, program_of
 from surgeon.models.families import family_of
+from surgeon.processes.files import write_json, write_table
 from surgeon.progress import progress
-from surgeon.provenance import write_json, write_table
 from surgeon.quality.data import Windows
 
 LAYERS_TABLE = "similarity.csv"

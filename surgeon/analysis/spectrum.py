@@ -40,8 +40,8 @@ from surgeon.models.edit import as_stored, program_of
 from surgeon.models.families import family_of
 from surgeon.models.weights.decompose import Decomposition, decompose, truncate
 from surgeon.models.weights.whitening import Whitening, whiten
+from surgeon.processes.files import write_json, write_table
 from surgeon.progress import progress
-from surgeon.provenance import write_json, write_table
 from surgeon.quality.data import Windows
 from surgeon.quality.head import OutputHead, ReferencePredictions, joined
 from surgeon.quality.summary import perplexity

@@ -10,7 +10,6 @@ with one file for every rack but the last, whose coda is the end of the checkpoi
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,10 +23,10 @@ from transformers import CONFIG_MAPPING
 from surgeon.checkpoint.header import read_header
 from surgeon.checkpoint.read import Checkpoint, check_inside, read_json
 from surgeon.checkpoint.replaceable import CODAS
-from surgeon.checkpoint.verify import sync
 from surgeon.errors import first_line, shown
 from surgeon.language.program import Program
-from surgeon.provenance import write_json
+from surgeon.processes.files import sync_tree, write_json
+from surgeon.processes.folders import publish, scratch
 
 INDEX = "codas.json"
 FORMAT = 1
@@ -109,24 +108,17 @@ def write_codas(
     """
     assert len(codas) == len(racks) - 1 == len(nodes) - 1
     weights, target = Checkpoint(folder).model_hash(), folder / CODAS
-    beside = folder / f".{CODAS}.part"
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir()
-    try:
+    with scratch(target) as beside:
         for rack, coda in enumerate(codas):
             stored = {name: one.detach().cpu().contiguous() for name, one in coda.tensors.items()}
             if dtype is not None:
                 stored = {name: one.to(dtype) for name, one in stored.items()}
             save_file(stored, beside / f"rack-{rack}.safetensors", metadata={"format": "pt"})
-            sync(beside / f"rack-{rack}.safetensors")
         index: dict[str, Any] = {"format": FORMAT, "racks": [*racks], "nodes": [*nodes], "depth": depth}
         index |= {"weights": weights, "program": str(codas[0].program) if codas else ""}
         write_json(beside / INDEX, index | {"config": codas[0].config.to_dict() if codas else {}})
-        shutil.rmtree(target, ignore_errors=True)
-        beside.rename(target)
-        sync(folder)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        sync_tree(beside)
+        publish(beside, target)
 
 
 def has_codas(folder: Path) -> bool:

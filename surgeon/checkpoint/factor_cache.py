@@ -6,7 +6,6 @@ and "second". A file gets its name when it is complete, so that work that was ki
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,9 +16,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from surgeon.checkpoint.header import read_header
-from surgeon.errors import naming
 from surgeon.language.program import Sublayer
 from surgeon.models.weights import Factors, FactorSource, WeightMatrix
+from surgeon.processes.files import whole_file
 
 
 class FactorCache:
@@ -70,10 +69,5 @@ def file_name(sublayer: Sublayer, role: str) -> str:
 
 def write_factors(path: Path, factors: Factors) -> None:
     """Write one file of a folder, whole or not at all."""
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        with naming(path):
-            save_file({name: tensor.contiguous() for name, tensor in factors._asdict().items()}, unfinished)
-            unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with whole_file(path) as beside:
+        save_file({name: tensor.contiguous() for name, tensor in factors._asdict().items()}, beside)

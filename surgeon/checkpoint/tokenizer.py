@@ -8,7 +8,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedConfig
 
 from surgeon.checkpoint.read import read_json
-from surgeon.provenance import write_json
+from surgeon.processes.files import write_json
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 

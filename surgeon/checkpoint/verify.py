@@ -30,15 +30,6 @@ class FileRecord:
         return cls(size, digest.hexdigest())
 
 
-def sync(path: Path) -> None:
-    """Wait until a file or a folder is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def verify(folder: Path, report: Path) -> int:
     """Compare a checkpoint's files with the records that its report (surgeon.json) keeps of them.
 

@@ -10,7 +10,6 @@ import json
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from threading import Event
@@ -25,9 +24,10 @@ from surgeon.checkpoint.forms import PlannedTensor
 from surgeon.checkpoint.header import DTYPES
 from surgeon.checkpoint.read import INDEX_FILE, SINGLE_FILE, Checkpoint
 from surgeon.checkpoint.tensor_file import BLOCK
-from surgeon.checkpoint.verify import FileRecord, sync
+from surgeon.checkpoint.verify import FileRecord
+from surgeon.errors import naming
+from surgeon.processes.files import sync, write_json
 from surgeon.progress import Advance
-from surgeon.provenance import write_json
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -81,7 +81,7 @@ class Writing:
         self._settled = {name: Event() for name in shards}  # set when a file is whole, or never will be
         for name, tensors in self._shards.items():
             header = header_of(tensors)
-            with _named_in_errors(folder / name), (folder / name).open("wb") as file:
+            with naming(folder / name), (folder / name).open("wb") as file:
                 file.write(header)
                 file.truncate(len(header) + sum(tensor.num_bytes for tensor in tensors))
         if len(shards) > 1:
@@ -128,7 +128,7 @@ class Writing:
             for name, tensors in self._shards.items():
                 digest, size = hashlib.sha256(), 0
                 blocks = chain.from_iterable(map(content_of, tensors))
-                with _named_in_errors(self._folder / name), (self._folder / name).open("r+b") as file:
+                with naming(self._folder / name), (self._folder / name).open("r+b") as file:
                     for content in chain[bytes | memoryview]([header_of(tensors)], blocks):
                         go_on()
                         digest.update(content)
@@ -166,17 +166,6 @@ def header_of(tensors: Sequence[PlannedTensor]) -> bytes:
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data begin at a multiple of 8
     return struct.pack("<Q", len(text)) + text
-
-
-@contextmanager
-def _named_in_errors(path: Path) -> Iterator[None]:
-    """Say which file the system could not write."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None and error.errno is not None:
-            raise OSError(error.errno, error.strerror, str(path)) from error
-        raise
 
 
 def content_of(planned: PlannedTensor) -> Iterator[memoryview]:

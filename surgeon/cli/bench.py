@@ -276,7 +276,7 @@ def _write_trace(path: Path, ranks: Any, candidates: list[Candidate], load: Load
     from surgeon.benchmarks.measure import shared_vocabulary
     from surgeon.benchmarks.measure import trace as run_traced
     from surgeon.benchmarks.trace import Wires, chrome_trace
-    from surgeon.provenance import write_text
+    from surgeon.processes.files import write_text
 
     runs = run_traced(ranks, candidates, load, shared_vocabulary(candidates))
     write_text(path, json.dumps(chrome_trace(runs, Wires(options.collectives == "shm", options.link))) + "\n")
@@ -285,7 +285,8 @@ def _write_trace(path: Path, ranks: Any, candidates: list[Candidate], load: Load
 
 def _write(folder: Path, model: str, results: list[Result], settings: dict[str, Any], heading: str) -> None:
     from surgeon.checkpoint.read import Checkpoint
-    from surgeon.provenance import provenance, write_json, write_table
+    from surgeon.processes.files import write_json, write_table
+    from surgeon.provenance import provenance
     from surgeon.reports.bench import bench_record, bench_table, draw_bench
 
     table = bench_table(results)

@@ -33,8 +33,8 @@ def calibrate(
     product reaches, depends on them. Give it to surgeon predict as --hardware FILE.yaml. Ended early, it writes none.
     """
     from surgeon.cost.calibrate import hardware_text, plan_calibration
+    from surgeon.processes.files import write_text
     from surgeon.progress import progress
-    from surgeon.provenance import write_text
 
     counts = _counts(ranks)
     _check_output(output)

@@ -166,7 +166,7 @@ def _bound(steps: Recipe, original: Original, chosen: bool) -> Recipe:
 
 def _summary(plan: ExportPlan, proof: Proof) -> str:
     """What was measured, in a sentence or two."""
-    from surgeon.exports.staging import show_bytes
+    from surgeon.processes.files import show_bytes
 
     depth = plan.program.effective_depth(plan.original.family.steps_per_layer)
     exact = f"by {proof.exact:.1g} of their scale in float32"

@@ -326,7 +326,8 @@ def _write(folder: Path, model: str, cells: list[SweepCell], hardware: Hardware,
     from dataclasses import asdict
 
     from surgeon.cost.hardware_file import write_hardware
-    from surgeon.provenance import provenance, write_json, write_table
+    from surgeon.processes.files import write_json, write_table
+    from surgeon.provenance import provenance
     from surgeon.reports.predict import draw_predictions, draw_sweep, prediction_table
 
     table = prediction_table(cells)

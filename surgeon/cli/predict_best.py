@@ -123,7 +123,8 @@ def default_axes(hardware: Hardware) -> dict[str, list[int]]:
 
 
 def _write(folder: Path, found: Sequence[Choice], heading: str, known: Sequence[Costed]) -> None:
-    from surgeon.provenance import provenance, write_json, write_table
+    from surgeon.processes.files import write_json, write_table
+    from surgeon.provenance import provenance
     from surgeon.reports.best import choice_table, draw_choices
 
     programs = {one.name: str(one.program(2)) for one in known}

@@ -23,7 +23,7 @@ def settle_ranks(context: typer.Context, tp: int) -> int:
     if given is not None and given.name != "DEFAULT":
         check_ranks(torchrun, tp)
     if torchrun.rank:
-        from surgeon.runtime.worker.joining import be_rank
+        from surgeon.runtime.worker.rank import be_rank
 
         be_rank(torchrun)
     from surgeon.processes.rendezvous import rendezvous_at

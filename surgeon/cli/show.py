@@ -110,7 +110,7 @@ def facts(found: Description) -> Iterator[tuple[str, str]]:
 
 
 def _model(found: Description) -> str:
-    from surgeon.exports.staging import show_bytes
+    from surgeon.processes.files import show_bytes
 
     units = found.family.units(found.config)
     text = (

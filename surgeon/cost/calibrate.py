@@ -29,9 +29,8 @@ from surgeon.provenance import command_line, versions
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.kept import is_static
 from surgeon.runtime.plan.specification import Plan
-from surgeon.runtime.worker.rank import threads_per_rank
 from surgeon.runtime.worker.ranks import choose_device
-from surgeon.threads import usable_cores
+from surgeon.threads import threads_per_rank, usable_cores
 
 DIGITS, WIDTH = 4, 120
 SHORTEST = 64  # tokens: texts are so long that attention over a cache can be told from the rest

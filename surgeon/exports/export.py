@@ -16,12 +16,14 @@ from surgeon.checkpoint.companions import left_behind
 from surgeon.checkpoint.tokenizer import keep_tokenizer_class
 from surgeon.checkpoint.training import Training
 from surgeon.checkpoint.write import Writing, shard_limit, split_into_shards
+from surgeon.errors import is_full_disk
 from surgeon.exports.plan import DTYPES, ExportPlan, Original, plan_export
 from surgeon.exports.prove import Proof, prove, reference_of, require_alike
 from surgeon.exports.report import edit_record, source_record, write_report
-from surgeon.exports.staging import check_space, check_target, is_full, scratch, show_bytes, staged
+from surgeon.exports.staging import check_target, staged
+from surgeon.processes.files import check_space, show_bytes, write_json
+from surgeon.processes.folders import scratch
 from surgeon.progress import Advance, stretch
-from surgeon.provenance import write_json
 from surgeon.results.card import write_card
 from surgeon.results.measured import Measured
 
@@ -107,7 +109,7 @@ def write_export(
             inherited = write_card(folder, target.absolute().name, measured)
             complete(folder)
     except OSError as error:
-        if not is_full(error):
+        if not is_full_disk(error):
             raise
     else:
         for note in inherited.notes:

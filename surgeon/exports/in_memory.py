@@ -24,13 +24,14 @@ from surgeon.checkpoint.tokenizer import keep_tokenizer_class
 from surgeon.checkpoint.training import Training
 from surgeon.exports.export import DTYPES, Original, plan_export, write_export
 from surgeon.exports.prove import Proof
-from surgeon.exports.staging import check_target, scratch
+from surgeon.exports.staging import check_target
 from surgeon.exports.stock import stock_layers_of, stock_model, stock_state
 from surgeon.models.edit import input_device
 from surgeon.models.families import family_of
 from surgeon.models.families.fused import FUSED
 from surgeon.named import is_hub_name, on_disk
-from surgeon.provenance import write_json
+from surgeon.processes.files import write_json
+from surgeon.processes.folders import scratch
 
 
 def export(

@@ -13,7 +13,8 @@ from surgeon.checkpoint.training import Training, layers_by_recipe, layers_of_th
 from surgeon.checkpoint.verify import FileRecord
 from surgeon.exports.plan import ExportPlan, Original
 from surgeon.exports.prove import Proof
-from surgeon.provenance import versions, write_json
+from surgeon.processes.files import write_json
+from surgeon.provenance import versions
 
 
 def edit_record(plan: ExportPlan, recipe: str | None, training: Training | None) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from surgeon.library.opening import warn
 from surgeon.models.edit import edit, restore
 from surgeon.models.weights import TruncatedSVD
 from surgeon.opened import EditedModel, Model, choose_device, open_edited
-from surgeon.provenance import write_json
+from surgeon.processes.files import write_json
 from surgeon.quality.data import DEFAULT_TOKENS, Windows, load_windows, window_for
 from surgeon.quality.tasks import TaskSettings, run_tasks
 from surgeon.quality.tasks_load import Seeds, Tasks, load_tasks, split_names

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import warnings
@@ -12,6 +11,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 from surgeon.errors import naming
+from surgeon.processes.locks import lock
 
 # What messages call the entries of an identity; others are called by their own names.
 _NAMES = {
@@ -46,8 +46,13 @@ class Journal(ABC):
 
     def __init__(self, path: Path | None, work: str, identity: dict[str, Any] | None = None) -> None:
         self.path, self.work = path, work
-        self._file = None if path is None else _open_alone(path, work)
+        self._file: BinaryIO | None = None
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a+b")
         try:
+            if path is not None and self._file is not None and not lock(self._file.fileno()):
+                raise OSError(f"another {work} is writing to {path.parent}; wait for it, or use another folder")
             self._load(identity)
         except BaseException:
             self.close()
@@ -135,18 +140,6 @@ class Journal(ABC):
 
     def _damaged(self, number: int) -> ValueError:
         return ValueError(f"{self.path} is damaged in line {number}; delete the file to begin again")
-
-
-def _open_alone(path: Path, work: str) -> BinaryIO:
-    """Open a file to read and append to, locked until it is closed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = path.open("a+b")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        file.close()
-        raise OSError(f"another {work} is writing to {path.parent}; wait for it, or use another folder") from error
-    return file
 
 
 def _brief(value: Any) -> str:

@@ -14,32 +14,48 @@ torch.distributed, this is for a network whose machines trust each other.
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import socket
+import sys
+import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+from torch.distributed import DistError
 
 from surgeon import __version__
-from surgeon.processes.sockets import (
-    KEY,
-    PURPOSES,
-    Hello,
-    Purpose,
-    StoreAddress,
-    connect_store,
-    interface_of,
-    key_prefix,
-    limited,
-    listen,
-    open_store,
-    say_why,
-    watch_over,
-)
+from surgeon.processes.sockets import interface_of, limited, listen, watch_over
+from surgeon.processes.store import LOOK_SECONDS, StoreAddress, connect_store, key_prefix, open_store, unfound
 from surgeon.processes.torchrun import RankLocation, TorchrunEnvironment
+
+Purpose = Literal["lifeline", "commands", "channel"]
+PURPOSES: tuple[Purpose, ...] = ("lifeline", "commands", "channel")  # in the order in which they are made
+KEY = "rank0"  # where the store has rank 0's port and the secret
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What a rank says of itself on each of its connections.
+
+    Attributes:
+        ranks: how many it believes there are.
+        clock: its machine's monotonic clock, as it sends this.
+    """
+
+    purpose: Purpose
+    rank: int
+    ranks: int
+    location: RankLocation
+    host: str
+    pid: int
+    version: str
+    clock: float
 
 
 @dataclass(frozen=True)
@@ -100,10 +116,25 @@ class Rendezvous:
         """
         if self._listener.fileno() < 0:
             raise ValueError("the ranks that torchrun has started have served and ended; start new ones with torchrun")
+        missing = {(rank, purpose) for rank in range(1, self.torchrun.ranks) for purpose in PURPOSES}
         found: dict[tuple[int, Purpose], _Admitted] = {}
+        deadline = time.monotonic() + self.torchrun.patience
         try:
             with self._listener:
-                self._fill(found)
+                while missing:
+                    try:
+                        self._listener.settimeout(max(0.001, deadline - time.monotonic()))
+                        connected, _ = self._listener.accept()
+                    except TimeoutError:
+                        raise TimeoutError(self._unjoined({rank for rank, _ in missing})) from None
+                    if (entrant := self._admit(connected)) is None:
+                        continue
+                    place = entrant.hello.rank, entrant.hello.purpose
+                    before = found.setdefault(place, entrant)
+                    if reason := self._contradiction(entrant.hello, before.hello):
+                        entrant.turn_away(reason)
+                        raise ValueError(reason)
+                    missing.discard(place)
         except BaseException as error:
             for entrant in found.values():
                 entrant.turn_away(str(error) or type(error).__name__)
@@ -118,23 +149,6 @@ class Rendezvous:
             )
             for rank in range(1, self.torchrun.ranks)
         ]
-
-    def _fill(self, found: dict[tuple[int, Purpose], _Admitted]) -> None:
-        wanted = {(rank, purpose) for rank in range(1, self.torchrun.ranks) for purpose in PURPOSES}
-        deadline = time.monotonic() + self.torchrun.patience
-        while wanted - found.keys():
-            try:
-                self._listener.settimeout(max(0.001, deadline - time.monotonic()))
-                connected, _ = self._listener.accept()
-            except TimeoutError:
-                raise TimeoutError(self._missing({rank for rank, _ in wanted - found.keys()})) from None
-            if (entrant := self._admit(connected)) is None:
-                continue
-            hello = entrant.hello
-            before = found.setdefault((hello.rank, hello.purpose), entrant)
-            if reason := self._contradiction(hello, before.hello):
-                entrant.turn_away(reason)
-                raise ValueError(reason)
 
     def _admit(self, connected: socket.socket) -> _Admitted | None:
         """Somebody who connected; None if they do not know the secret."""
@@ -165,7 +179,7 @@ class Rendezvous:
             return f"{who} runs surgeon {hello.version}, and rank 0 {__version__}; install the same"
         return None
 
-    def _missing(self, ranks: set[int]) -> str:
+    def _unjoined(self, ranks: set[int]) -> str:
         names = f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, sorted(ranks)))}"
         torchrun, where = self.torchrun, self._listener.getsockname()[0]
         return (
@@ -178,3 +192,86 @@ class Rendezvous:
 def rendezvous_at(torchrun: TorchrunEnvironment) -> Rendezvous:
     """The rendezvous of this process, which must have rank 0; opened the first time that somebody asks."""
     return Rendezvous(torchrun)
+
+
+def say_why(lifeline: Connection, reason: str | None) -> None:
+    """Tell a rank to end, with the reason if something has failed."""
+    with suppress(OSError):
+        lifeline.send_bytes((reason or "").encode())
+
+
+def end_when_told(lifeline: Connection, torchrun: TorchrunEnvironment) -> threading.Thread:
+    """End this process when rank 0 says so or has gone, even while it computes or waits for another rank.
+
+    Returns:
+        What does so.
+    """
+
+    def watch() -> None:
+        reason = f"rank 0 at {torchrun.address} has gone, and so does rank {torchrun.rank}"
+        with suppress(EOFError, OSError):
+            reason = lifeline.recv_bytes().decode()
+        if reason:
+            print(f"error: {reason}", file=sys.stderr, flush=True)
+        os._exit(1 if reason else 0)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    return watcher
+
+
+@dataclass(frozen=True)
+class Rank0Address:
+    """Where another rank finds rank 0, and the secret that lets it in."""
+
+    torchrun: TorchrunEnvironment
+    port: int
+    secret: bytes
+
+    def connect(self, purpose: Purpose) -> Connection:
+        """One of the connections to rank 0; waits until rank 0 is ready for it.
+
+        Raises:
+            ConnectionError: if rank 0 ends, or cannot be reached.
+        """
+        torchrun = self.torchrun
+        try:
+            connected = socket.create_connection((torchrun.address, self.port), torchrun.patience)
+            connected.settimeout(None)
+            watch_over(connected)
+            interface = interface_of(connected.getsockname()[0])
+            connection = Connection(connected.detach())
+            answer_challenge(connection, self.secret)
+            deliver_challenge(connection, self.secret)
+            location = RankLocation(torchrun.local_rank, torchrun.local_ranks, interface)
+            host, now = socket.gethostname(), time.monotonic()
+            connection.send(
+                Hello(purpose, torchrun.rank, torchrun.ranks, location, host, os.getpid(), __version__, now)
+            )
+        except (EOFError, OSError, AuthenticationError) as error:
+            reason = str(error) or "it closed the connection"
+            raise ConnectionError(f"rank 0 at {torchrun.address}, port {self.port}, has gone: {reason}") from None
+        return connection
+
+
+def find_rank0(torchrun: TorchrunEnvironment) -> Rank0Address:
+    """Look where rank 0 listens, as any other rank does.
+
+    Raises:
+        TimeoutError: if it does not say so in time.
+        ConnectionError: if the store goes meanwhile.
+        ValueError: if MASTER_ADDR is no address.
+    """
+    deadline = time.monotonic() + torchrun.patience
+    store = connect_store(torchrun)
+    try:
+        while not store.check([KEY]):
+            if time.monotonic() > deadline:
+                raise TimeoutError(unfound(torchrun))
+            time.sleep(LOOK_SECONDS)
+        port, secret = json.loads(store.get(KEY))
+    except DistError:
+        raise ConnectionError(
+            f"rank 0 at {torchrun.address}, port {torchrun.port}, has ended; see what it says"
+        ) from None
+    return Rank0Address(torchrun, port, bytes.fromhex(secret))

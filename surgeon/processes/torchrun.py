@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 VARIABLES = (*NUMBERS, "MASTER_ADDR")
+HOSTED = "TORCHELASTIC_USE_AGENT_STORE"
 SIGNS = ("RANK", "WORLD_SIZE")  # whoever sets one of these starts several processes; the others are also set without
 
 PATIENCE_VARIABLE = "SURGEON_JOIN_SECONDS"
@@ -59,6 +61,12 @@ class TorchrunEnvironment:
     attempt: int = 0
     patience: float = PATIENCE_SECONDS
 
+    def variables(self) -> dict[str, str]:
+        """What tells a process, ours or one that knows torch.distributed, that it is this one."""
+        numbers = (self.rank, self.ranks, self.local_rank, self.local_ranks, self.port)
+        named = dict(zip(NUMBERS, map(str, numbers), strict=True))
+        return named | {"MASTER_ADDR": self.address, HOSTED: str(self.hosted)}
+
 
 def read_environment(variables: Mapping[str, str] = os.environ) -> TorchrunEnvironment | None:
     """What torchrun has told this process; None if nobody but surgeon starts ranks.
@@ -75,11 +83,22 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> TorchrunEnvir
             f"the environment has {found}, but {', '.join(missing)} not set; start the processes with torchrun, "
             f"or unset {found.partition('=')[0]} to start the ranks from here"
         )
-    numbers = {name: _number(variables, name) for name in NUMBERS}
-    _check_below(numbers, "RANK", "WORLD_SIZE")
-    _check_below(numbers, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    numbers = dict[str, int]()
+    for name in NUMBERS:
+        if not variables[name].isdecimal():
+            raise ValueError(f"{name} must be a number, not {variables[name]!r}")
+        numbers[name] = int(variables[name])
+    for name, count in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        if numbers[name] >= numbers[count]:
+            raise ValueError(f"{name} must be less than {count}, which is {numbers[count]}, not {numbers[name]}")
     if not 1 <= numbers["MASTER_PORT"] <= 65535:
         raise ValueError(f"MASTER_PORT must lie in 1..65535, not {numbers['MASTER_PORT']}")
+    text = variables.get(PATIENCE_VARIABLE) or str(PATIENCE_SECONDS)
+    patience = 0.0
+    with suppress(ValueError):
+        patience = float(text)
+    if not 0 < patience < float("inf"):
+        raise ValueError(f"{PATIENCE_VARIABLE} must be a number of seconds, not {text!r}")
     return TorchrunEnvironment(
         rank=numbers["RANK"],
         ranks=numbers["WORLD_SIZE"],
@@ -87,32 +106,10 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> TorchrunEnvir
         local_ranks=numbers["LOCAL_WORLD_SIZE"],
         address=variables["MASTER_ADDR"],
         port=numbers["MASTER_PORT"],
-        hosted=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        hosted=variables.get(HOSTED) == "True",
         attempt=int(variables.get("TORCHELASTIC_RESTART_COUNT") or 0),
-        patience=_patience(variables),
+        patience=patience,
     )
-
-
-def _number(variables: Mapping[str, str], name: str) -> int:
-    if not variables[name].isdecimal():
-        raise ValueError(f"{name} must be a number, not {variables[name]!r}")
-    return int(variables[name])
-
-
-def _check_below(numbers: Mapping[str, int], name: str, count: str) -> None:
-    if numbers[name] >= numbers[count]:
-        raise ValueError(f"{name} must be less than {count}, which is {numbers[count]}, not {numbers[name]}")
-
-
-def _patience(variables: Mapping[str, str]) -> float:
-    text = variables.get(PATIENCE_VARIABLE) or str(PATIENCE_SECONDS)
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise ValueError(f"{PATIENCE_VARIABLE} must be a number of seconds, not {text!r}")
-    return seconds
 
 
 def check_ranks(torchrun: TorchrunEnvironment, ranks: int) -> None:

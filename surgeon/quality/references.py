@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from surgeon.models.weights import Tensors
-from surgeon.provenance import FORMAT, whole_file
+from surgeon.processes.files import whole_file
+from surgeon.provenance import FORMAT
 from surgeon.quality.head import Quality, ReferencePredictions
 
 REFERENCE_FILE = "reference.safetensors"

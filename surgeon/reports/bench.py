@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from surgeon.benchmarks.measure import Measurement, Result, Split
 from surgeon.language.program import Program
 from surgeon.memory import show_size
-from surgeon.provenance import whole_file
+from surgeon.processes.files import whole_file
 
 MS = 1e3
 COLUMNS = {

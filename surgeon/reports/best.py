@@ -15,7 +15,7 @@ from matplotlib.patches import Patch
 
 from surgeon.cost.best import Choice, Extent
 from surgeon.language.operations.variants import DENSE
-from surgeon.provenance import whole_file
+from surgeon.processes.files import whole_file
 from surgeon.reports.bench import aligned
 
 _NOTHING, _DENSE = "#ffffff", "#d5dadf"

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from surgeon.provenance import whole_file
+from surgeon.processes.files import whole_file
 from surgeon.words import tick
 
 # Of kinds of things: they stay apart for colour-blind readers and in print, and by dash and mark without colour.

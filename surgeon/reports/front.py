@@ -12,7 +12,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from surgeon.provenance import whole_file
+from surgeon.processes.files import whole_file
 from surgeon.searches.front import MOST_DIVERGENCE, DepthCurve, FrontPoint
 from surgeon.searches.objectives import Objective
 from surgeon.searches.pricing import Pricing

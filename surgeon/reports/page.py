@@ -17,7 +17,7 @@ from markupsafe import Markup
 
 import surgeon
 from surgeon.named import public
-from surgeon.provenance import write_text
+from surgeon.processes.files import write_text
 from surgeon.reports.blocks import Block, Finding
 from surgeon.reports.drawing import legend_keys
 from surgeon.reports.inline import inline_svg

@@ -17,7 +17,7 @@ from matplotlib.lines import Line2D
 from surgeon.cost.predict import PassCost
 from surgeon.cost.sweep import TOO_LARGE, SweepCell
 from surgeon.memory import show_size
-from surgeon.provenance import whole_file
+from surgeon.processes.files import whole_file
 from surgeon.reports.bench import aligned, ratio, three_digits
 from surgeon.words import plural
 

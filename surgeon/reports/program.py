@@ -21,7 +21,7 @@ from matplotlib.patches import Circle, FancyBboxPatch, Patch
 
 from surgeon.checkpoint.ranks import ranks_text
 from surgeon.language.program import ATTENTION, Fork, Node, Program, Step, Sublayer, steps_of
-from surgeon.provenance import whole_file
+from surgeon.processes.files import whole_file
 from surgeon.reports.outline import Item, LayersInOrder, LeftOut, Same, outline
 
 _ATTENTION, _FEED_FORWARD = "#3b75af", "#e8842c"

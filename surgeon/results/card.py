@@ -27,7 +27,7 @@ from surgeon.language.operations import OPERATIONS
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.program import Fork, Program, steps_of
 from surgeon.language.recipe import operations_in
-from surgeon.provenance import write_text
+from surgeon.processes.files import write_text
 from surgeon.results.measured import DIVERGENCE, PERPLEXITY, Bench, CardScore, Identity, Measured, Speed
 from surgeon.words import plural
 

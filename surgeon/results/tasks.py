@@ -12,7 +12,7 @@ from typing import Any
 
 from lm_eval.utils import handle_non_serializable, hash_string, sanitize_list, sanitize_task_name
 
-from surgeon.provenance import write_text
+from surgeon.processes.files import write_text
 
 PROVENANCE_KEY = "surgeon"
 _WIDTH = 80

@@ -1,4 +1,4 @@
-"""The process of one rank; see processes/rank.py."""
+"""The process of one rank; see worker/rank.py."""
 
 from surgeon.gpus import avoid_cudnn_attention
 from surgeon.memory import use_huge_pages

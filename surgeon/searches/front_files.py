@@ -8,7 +8,7 @@ from pathlib import Path
 import pandas as pd
 
 from surgeon.language.program import Program
-from surgeon.provenance import write_table, write_text
+from surgeon.processes.files import write_table, write_text
 from surgeon.searches.front import DepthCurve, FrontPoint
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.objectives import Objective

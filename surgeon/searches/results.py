@@ -14,7 +14,7 @@ import pandas as pd
 
 from surgeon.checkpoint.read import read_json
 from surgeon.language.program import Program
-from surgeon.provenance import write_json, write_table, write_text
+from surgeon.processes.files import write_json, write_table, write_text
 from surgeon.searches.front import DepthCurve
 from surgeon.searches.healing import HealedComparison
 from surgeon.searches.limits import Limit, SearchBudget

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.distributed import DistNetworkError
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from surgeon.checkpoint.verify import sync
 from surgeon.errors import first_line
-from surgeon.exports.staging import check_space
+from surgeon.processes.files import HALF_WRITTEN, check_space, sync_tree
+from surgeon.processes.folders import publish
 from surgeon.training.manifest import STATE_FILE, fault_of, write_manifest
 
 WEIGHTS_FILE = "model.safetensors"  # as the Trainer reads it again
@@ -81,7 +81,7 @@ def remove_partial(folder: Path) -> None:
     for path in folder.iterdir():
         if path.name == _SAVING or path.name.startswith(_REMOVING):
             shutil.rmtree(path)
-        elif path.name.startswith(".") and path.name.endswith(".part"):
+        elif path.match(HALF_WRITTEN):
             path.unlink()
 
 
@@ -175,13 +175,8 @@ class RunCheckpoints(TrainerCallback):
         for path in self.carried:
             shutil.copyfile(path, written / path.name)
         write_manifest(written)
-        for path in (*(each for each in written.rglob("*") if each.is_file()), written):
-            sync(path)
-        target = self.folder / written.name
-        if target.exists():
-            remove_checkpoint(target)
-        written.rename(target)
-        sync(self.folder)
+        sync_tree(written)
+        publish(written, self.folder / written.name)
         self._remove_needless(state)
 
     def _remove_needless(self, state: TrainerState) -> None:

@@ -10,7 +10,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from surgeon.checkpoint.read import read_json
 from surgeon.checkpoint.verify import FileRecord
 from surgeon.errors import first_line
-from surgeon.provenance import write_json
+from surgeon.processes.files import write_json
 
 STATE_FILE = TRAINER_STATE_NAME
 MANIFEST_FILE = "files.json"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,8 @@ from accelerate import PartialState
 
 from surgeon.checkpoint.read import read_json
 from surgeon.errors import shown
-from surgeon.provenance import write_json
+from surgeon.processes.files import write_json
+from surgeon.processes.locks import lock
 from surgeon.training.checkpoints import checkpoints_of, newest_checkpoint, remove_checkpoint, remove_partial
 
 RECORD_FILE = "run.json"
@@ -45,20 +45,14 @@ def alone(folder: Path, device: str) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        if _is_locked(handle):
+        mine = True
+        with suppress(OSError):
+            mine = lock(handle)
+        if not mine:
             raise OSError(f"another run is writing to {folder}; wait for it, or choose another -o")
         yield
     finally:
         os.close(handle)
-
-
-def _is_locked(handle: int) -> bool:
-    """Whether somebody else has locked a folder; if not, it is locked now."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return isinstance(error, BlockingIOError)
-    return False
 
 
 def open_run(folder: Path, identity: dict[str, Any]) -> Path | None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from surgeon.provenance import whole_file
+from surgeon.processes.files import whole_file
 from surgeon.quality.text import TextQuality
 from surgeon.training.checkpoints import step_of
 from surgeon.training.resume import add_to_record, read_record

@@ -23,7 +23,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
 
 from surgeon.errors import first_line, is_full_disk, is_out_of_memory
-from surgeon.exports.staging import show_bytes
+from surgeon.processes.files import show_bytes
 from surgeon.quality.text import TextQuality
 from surgeon.training.checkpoints import (
     OTHERS_ENDED,

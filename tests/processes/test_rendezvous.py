@@ -17,10 +17,9 @@ from typing import Any
 
 import pytest
 
-from surgeon.processes.rendezvous import Rendezvous
-from surgeon.processes.sockets import PURPOSES, interface_of
+from surgeon.processes.rendezvous import PURPOSES, Rank0Address, Rendezvous, find_rank0
+from surgeon.processes.sockets import interface_of
 from surgeon.processes.torchrun import RankLocation, TorchrunEnvironment
-from surgeon.runtime.worker.joining import Rank0Address, find_rank0
 from tests.waiting import PATIENCE
 
 
@@ -157,7 +156,8 @@ def test_a_rank_that_is_there_twice(torchrun: TorchrunEnvironment, monkeypatch: 
 def test_another_version(torchrun: TorchrunEnvironment, monkeypatch: pytest.MonkeyPatch) -> None:
     rendezvous = Rendezvous(torchrun)
     waiting = Aside(rendezvous.accept)
-    monkeypatch.setattr("surgeon.runtime.worker.joining.__version__", "0.0.7")
+    send = Connection.send
+    monkeypatch.setattr(Connection, "send", lambda end, hello: send(end, replace(hello, version="0.0.7")))
     find_rank0(other(torchrun)).connect("lifeline")
     assert re.match(r"rank 1 on .* runs surgeon 0.0.7, and rank 0 .*; install the same", str(waiting.outcome()))
 

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from surgeon.cli.app import main
-from surgeon.processes.torchrun import VARIABLES, TorchrunEnvironment, ranks_of_this_machine, read_environment
+from surgeon.processes.torchrun import HOSTED, VARIABLES, TorchrunEnvironment, ranks_of_this_machine, read_environment
 from surgeon.runtime.worker.ranks import RankOptions, Ranks, choose_collectives, choose_device
 from tests import warm
 from tests.waiting import PATIENCE
@@ -184,13 +184,19 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Sets torchrun's variables, changed or (with None) left out, in this process."""
 
     def set_all(values: Mapping[str, str] = PLACE, **changes: str | None) -> None:
-        for name in (*VARIABLES, "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"):
+        for name in (*VARIABLES, HOSTED, "TORCHELASTIC_RESTART_COUNT"):
             monkeypatch.delenv(name, raising=False)
         for name, value in {**values, **changes}.items():
             if value is not None:
                 monkeypatch.setenv(name, value)
 
     return set_all
+
+
+def test_what_a_process_is_told_is_what_it_reads(environment: Callable[..., None]) -> None:
+    place = TorchrunEnvironment(3, 4, 1, 2, "127.0.0.1", 29500, hosted=True)
+    environment(place.variables())
+    assert read_environment() == place
 
 
 def test_places(environment: Callable[..., None]) -> None:

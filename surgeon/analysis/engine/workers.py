@@ -11,12 +11,10 @@ import multiprocessing
 import os
 import queue
 import signal
-import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -31,6 +29,7 @@ from surgeon.analysis.subject import load_for_analysis
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.language.program import Program
 from surgeon.models.edit import restore
+from surgeon.processes.children import when_parent_ends
 from surgeon.quality.head import Quality
 
 _ERRORS: dict[str, type[Exception]] = {"ValueError": ValueError, "OSError": OSError, "MemoryError": MemoryError}
@@ -165,7 +164,7 @@ def _check_alive(processes: Sequence[BaseProcess]) -> None:
 def _work(job: Job, messages: Any) -> None:
     """A worker's whole life."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the first process too, which ends the others
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    when_parent_ends(lambda: os._exit(1))
     warnings.filterwarnings("ignore")
     warnings.filterwarnings("always", category=UserWarning, module=r"surgeon\b")
     warnings.showwarning = lambda message, *_, **__: messages.put(("warning", str(message)))
@@ -187,11 +186,3 @@ def _measured(job: Job, ran: Callable[[float], Any]) -> Iterator[MeasuredWindows
     at_once = windows_at_once(model, plan, job.ids, job.memory, job.batch)
     options = MeasureOptions(at_once, ran=ran, memory=job.memory, folder=job.folder)
     return measure(model, job.ids, plan, options)
-
-
-def _end_with_parent() -> None:
-    """End when the first process does, however it ends."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    connection.wait([parent.sentinel])
-    os._exit(1)

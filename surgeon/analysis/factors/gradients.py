@@ -22,7 +22,7 @@ from surgeon.analysis.factors.matrices import Matrices, Matrix
 from surgeon.checkpoint.streamed import streamed_layers
 from surgeon.errors import first_line
 from surgeon.models.weights import NamedTensors
-from surgeon.provenance import whole_file
+from surgeon.processes.files import whole_file
 
 _WINDOWS = "windows"  # how many are summed up
 _IDENTITY = "identity"  # in the file's metadata

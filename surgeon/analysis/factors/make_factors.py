@@ -47,8 +47,9 @@ from surgeon.models.weights.decompose import (
     truncation_loss,
 )
 from surgeon.models.weights.whitening import SecondMoment
+from surgeon.processes.files import write_json
 from surgeon.progress import progress
-from surgeon.provenance import FORMAT, write_json
+from surgeon.provenance import FORMAT
 from surgeon.quality.data import Windows
 
 

@@ -27,7 +27,8 @@ from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.operations.lowrank import Calibration
 from surgeon.language.recipe import Recipe
 from surgeon.memory import parse_size
-from surgeon.provenance import command_line, write_text
+from surgeon.processes.files import write_text
+from surgeon.provenance import command_line
 
 RECIPE = "recipe.yaml"
 

@@ -19,6 +19,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from surgeon.processes.files import whole_file
+
 SWITCH = "SURGEON_KERNELS"  # in the environment: "off" for PyTorch's own operations
 COMPILERS = ("c++", "g++", "clang++")  # in this order, unless CXX names one
 SOURCES = Path(__file__).parent
@@ -112,16 +114,11 @@ def _run(command: list[str]) -> str:
 
 def _keep(made: Path, path: Path) -> bool:
     """Put a library into the cache, whole or not at all: where there is no room for it, it is made again next time."""
-    beside = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with beside.open("wb") as file:
-            file.write(made.read_bytes())
-            os.fsync(file.fileno())  # a process dies of a library that is cut off
-        beside.replace(path)
+        with whole_file(path, durable=True) as beside:  # a process dies of a library that is cut off
+            beside.write_bytes(made.read_bytes())
     except OSError:
-        with suppress(OSError):
-            beside.unlink()
         return False
     return True
 

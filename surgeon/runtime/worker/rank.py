@@ -1,4 +1,4 @@
-"""What runs in the process of one rank, which `ranks.Ranks` starts, or torchrun (joining.py).
+"""What runs in the process of one rank, which `ranks.Ranks` starts (`main`), or torchrun (`be_rank`).
 
 It connects to the other ranks, then runs the functions it is sent, one after the other, until its connection closes.
 """
@@ -12,27 +12,30 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from surgeon.gpus import avoid_cudnn_attention
 from surgeon.memory import keep_freed_memory
-from surgeon.processes.sockets import StoreAddress
-from surgeon.processes.torchrun import RankLocation
+from surgeon.processes.children import when_parent_ends
+from surgeon.processes.rendezvous import end_when_told, find_rank0
+from surgeon.processes.store import StoreAddress
+from surgeon.processes.torchrun import RankLocation, TorchrunEnvironment
 from surgeon.runtime.comm.collectives import Alone, Collectives, TorchCollectives, Unconnected
 from surgeon.runtime.comm.link import EmulatedLink, Link
 from surgeon.runtime.comm.pipes import Receiver, Sender
 from surgeon.runtime.comm.quantised import Compressed, Compression
 from surgeon.runtime.comm.shared_memory import SharedMemoryCollectives
-from surgeon.threads import keep_to_share, usable_cores
+from surgeon.threads import keep_to_share, threads_per_rank
 
+END_SECONDS = 10.0  # how long a rank whose connection is closed may take to end
 _SENDING = threading.Lock()  # a long message is sent in parts
 
 
@@ -115,26 +118,24 @@ class Rank:
             keep_to_share(settings.location.local_rank, settings.location.local_ranks)
 
     def _connect(self) -> Collectives:
-        if self.settings.ranks == 1:
+        settings, everybody = self.settings, tuple(range(self.settings.ranks))
+        if settings.ranks == 1:
             return Alone()
-        connected = self._meet()
-        if self.settings.link is not None:
-            connected = EmulatedLink(connected, self.settings.link)
-        if self.settings.compression is not None:
-            connected = Compressed(connected, self.settings.compression)
-        return connected
-
-    def _meet(self) -> Collectives:
-        settings = self.settings
-        rank, ranks = settings.rank, settings.ranks
+        connected: Collectives
         if settings.collectives == "none":
-            return Unconnected(rank, tuple(range(ranks)))
-        if settings.collectives == "shm":
+            connected = Unconnected(self.rank, everybody)
+        elif settings.collectives == "shm":
             assert settings.memory is not None
-            return SharedMemoryCollectives(rank, tuple(range(ranks)), settings.memory, ranks)
-        if settings.location.interface is not None:  # gloo would take the one that the machine's own name stands for
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", settings.location.interface)
-        return TorchCollectives.connect(settings.collectives, rank, ranks, settings.rendezvous)
+            connected = SharedMemoryCollectives(self.rank, everybody, settings.memory, settings.ranks)
+        else:
+            if settings.location.interface is not None:  # gloo would take that which the machine's name stands for
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", settings.location.interface)
+            connected = TorchCollectives.connect(settings.collectives, self.rank, settings.ranks, settings.rendezvous)
+        if settings.link is not None:
+            connected = EmulatedLink(connected, settings.link)
+        if settings.compression is not None:
+            connected = Compressed(connected, settings.compression)
+        return connected
 
     def notify(self, value: Any) -> None:
         """Send a value to the starting process at once; from any thread."""
@@ -169,17 +170,6 @@ def rank_device(settings: RankSettings) -> torch.device:
     return torch.device(settings.device, number)
 
 
-def threads_per_rank(ranks: int) -> int:
-    """The cores this process may use, divided among the ranks; no more than OMP_NUM_THREADS if that is set.
-
-    Args:
-        ranks: of this machine.
-    """
-    cores = usable_cores()
-    wanted = os.environ.get("OMP_NUM_THREADS", "")
-    return max(1, min(cores // ranks, int(wanted) if wanted.isdecimal() else cores))
-
-
 def serve(connection: Connection, channel: Sequence[int]) -> None:
     """Connect to the other ranks (`channel` as `Rank` takes it), then answer calls until the other end closes."""
     keep_freed_memory()
@@ -188,11 +178,16 @@ def serve(connection: Connection, channel: Sequence[int]) -> None:
         _send(connection, "result", None)
         while True:
             function, arguments = pickle.loads(connection.recv_bytes())
-            answer(rank, function, arguments, connection)
+            _send(connection, "result", function(rank, *arguments))
     except EOFError:
         return
-    except Exception as error:  # reported to the starting process, which raises it
-        report(error, connection)
+    except Exception as error:  # the starting process raises it
+        first_line = (str(error).strip() or "no message").split("\n")[0]
+        known = isinstance(error, ValueError | OSError)
+        line = first_line if known else f"{type(error).__name__}: {first_line}"
+        message = RankError(time.monotonic(), isinstance(error, ValueError), line, traceback.format_exc())
+        with suppress(OSError):  # when the starting process has gone, too, nobody asks
+            _send(connection, "error", message)
         raise
 
 
@@ -202,42 +197,34 @@ def _send(connection: Connection, kind: str, value: Any) -> None:
         connection.send_bytes(message)
 
 
-def answer(rank: Rank, function: Callable[..., Any], arguments: tuple[Any, ...], connection: Connection) -> None:
-    """Run one function and send back what it returns."""
-    _send(connection, "result", function(rank, *arguments))
+def main() -> None:
+    """Be a rank; the command line has the ranks' folder, then descriptors: of commands, and of the channel."""
+    folder, commands, *channel = sys.argv[1:]
 
-
-def report(error: Exception, connection: Connection) -> None:
-    """Send an error to the starting process."""
-    first_line = (str(error).strip() or "no message").split("\n")[0]
-    known = isinstance(error, ValueError | OSError)
-    line = first_line if known else f"{type(error).__name__}: {first_line}"
-    message = RankError(time.monotonic(), isinstance(error, ValueError), line, traceback.format_exc())
-    with suppress(OSError):  # when the starting process has gone, too, nobody asks
-        _send(connection, "error", message)
-
-
-def end_with(lifeline: Connection, folder: str) -> threading.Thread:
-    """End this process when the starting one has gone, even while it waits for another rank, and leave no files.
-
-    Returns:
-        What does so.
-    """
-
-    def watch() -> None:
-        wait([lifeline])
+    def end() -> None:
         shutil.rmtree(folder, ignore_errors=True)  # the other ranks do the same
         os._exit(1)
 
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    return thread
-
-
-def main() -> None:
-    """Be a rank; the command line has the ranks' folder, then descriptors: of commands, the lifeline, the channel."""
-    folder = sys.argv[1]
-    commands, lifeline, *channel = map(int, sys.argv[2:])
-    watcher = end_with(Connection(lifeline), folder)
-    serve(Connection(commands), channel)
+    watcher = when_parent_ends(end)  # even while this process waits for another rank
+    serve(Connection(int(commands)), [int(descriptor) for descriptor in channel])
     watcher.join()  # no more commands: the starting process has gone, and files are being removed
+
+
+def be_rank(torchrun: TorchrunEnvironment) -> NoReturn:
+    """Join rank 0 and run what it sends, then end this process as rank 0 says: with code 0 if nothing has failed.
+
+    Raises:
+        TimeoutError, ConnectionError: if rank 0 is not found in time, or ends before it has started its ranks.
+        ValueError: if MASTER_ADDR is no address.
+        Exception: what fails in this rank, when rank 0 has been told.
+    """
+    rank0 = find_rank0(torchrun)
+    watcher = end_when_told(rank0.connect("lifeline"), torchrun)
+    try:
+        commands, channel = rank0.connect("commands"), rank0.connect("channel")
+        serve(commands, [channel.fileno()])
+    except Exception:
+        watcher.join(END_SECONDS)  # if this is but a consequence, rank 0 knows of what
+        raise
+    watcher.join()
+    raise AssertionError("the watcher ends this process")

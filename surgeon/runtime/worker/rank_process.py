@@ -1,14 +1,12 @@
 """The process of a rank as the process that commands it sees it: one it has started itself, or one that came to it.
 
-Both have a connection for commands and answers, and a lifeline, on which nothing is sent while they run.
+Both have a connection for commands and answers, and end when this process does.
 """
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,12 +15,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TypeVar
 
-from surgeon.processes.rendezvous import RankConnections
-from surgeon.processes.sockets import say_why
+from surgeon.processes.children import LIKELY_MEMORY, Child
+from surgeon.processes.rendezvous import RankConnections, say_why
 from surgeon.processes.torchrun import RankLocation
-from surgeon.runtime.worker.rank import threads_per_rank
-
-END_SECONDS = 10.0  # how long a rank whose connection is closed may take to end
+from surgeon.runtime.worker.rank import END_SECONDS
+from surgeon.threads import threads_per_rank
 
 Failure = TypeVar("Failure", bound=Exception)
 
@@ -39,21 +36,12 @@ class RankProcess(ABC):
         lag: seconds by which its machine's monotonic clock lags behind this machine's.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        location: RankLocation,
-        pid: int,
-        connection: Connection,
-        lifeline: Connection,
-        lag: float = 0.0,
-    ) -> None:
+    def __init__(self, rank: int, location: RankLocation, pid: int, connection: Connection, lag: float = 0.0) -> None:
         self.rank = rank
         self.location = location
         self.pid = pid
         self.connection = connection
         self.lag = lag
-        self._lifeline = lifeline
 
     @property
     @abstractmethod
@@ -84,11 +72,10 @@ class RankProcess(ABC):
     def close(self) -> None:
         """Release what this process holds of it, when it has ended."""
         self.connection.close()
-        self._lifeline.close()
 
 
 class StartedRank(RankProcess):
-    """A child process. Nothing is sent on its lifeline: that it closes tells the rank that this process has gone."""
+    """A child process."""
 
     def __init__(
         self, rank: int, location: RankLocation, folder: Path, channel: Sequence[int], memory: int | None = None
@@ -101,32 +88,15 @@ class StartedRank(RankProcess):
             memory: the descriptor of the memory that ranks share.
         """
         ours, theirs = Pipe()
-        lifeline, far_end = Pipe()
-        search_path = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
-        threads = str(threads_per_rank(location.local_ranks))
-        own = [theirs.fileno(), far_end.fileno()]
-        self._log = folder / f"rank{rank}"
-        command = [
-            sys.executable,
-            "-P",  # not the current folder, in which anything may lie
-            "-m",
-            "surgeon.runtime",
-            str(folder),
-            *map(str, [*own, *channel]),
-        ]
-        with self._log.open("wb") as log, theirs, far_end:
-            self._process = subprocess.Popen(
-                command,
-                env=os.environ | {"PYTHONPATH": search_path, "OMP_NUM_THREADS": threads},
-                pass_fds=[*own, *channel, *([] if memory is None else [memory])],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                # Ctrl-C at a terminal reaches this process only, which then ends the ranks. With a session of its own
-                # each would, on Linux, share its core evenly with others whatever their priorities.
-                process_group=0,
+        with theirs:
+            passed = [theirs.fileno(), *channel]
+            self._child = Child(
+                ["-P", "-m", "surgeon.runtime", str(folder), *map(str, passed)],  # -P: not what lies in this folder
+                folder / f"rank{rank}",
+                threads_per_rank(location.local_ranks),
+                [*passed, *([] if memory is None else [memory])],
             )
-        super().__init__(rank, location, self._process.pid, ours, lifeline)
+        super().__init__(rank, location, self._child.pid, ours)
 
     @property
     def name(self) -> str:
@@ -137,26 +107,21 @@ class StartedRank(RankProcess):
         return f"process {self.pid}"
 
     def gone(self) -> RankFailed:
-        process, log = self._process, self._log.read_text(errors="replace")
+        child = self._child
         try:
-            code = process.wait(END_SECONDS)
+            code = child.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
-            return noted(RankFailed(f"rank {self.rank} ({self.process}) has closed its connection"), log)
-        if code < 0:
-            name = signal.Signals(-code).name
-            likely = ", as the system does when memory runs out" if name == "SIGKILL" else ""
-            message = f"rank {self.rank} ({self.process}) was ended by {name}{likely}"
+            message = f"rank {self.rank} ({self.process}) has closed its connection"
         else:
-            last_line = log.strip().split("\n")[-1] or "it wrote nothing"
-            message = f"rank {self.rank} ended with exit code {code}: {last_line}"
-        return noted(RankFailed(message), log)
+            who = f"rank {self.rank}" + (f" ({self.process})" if code < 0 else "")
+            message = f"{who} {child.ending()}" + (LIKELY_MEMORY if code == -signal.SIGKILL else "")
+        return noted(RankFailed(message), child.said())
 
     def end(self, reason: str | None) -> None:  # noqa: ARG002 - nobody reads what a child process would say
-        if self._process.poll() is None:
-            self._process.kill()
+        self._child.kill()
 
     def wait(self) -> None:
-        self._process.wait()
+        self._child.wait()
 
 
 class JoinedRank(RankProcess):
@@ -164,10 +129,8 @@ class JoinedRank(RankProcess):
 
     def __init__(self, connections: RankConnections) -> None:
         hello = connections.hello
-        super().__init__(
-            hello.rank, hello.location, hello.pid, connections.commands, connections.lifeline, connections.lag
-        )
-        self._host = hello.host
+        super().__init__(hello.rank, hello.location, hello.pid, connections.commands, connections.lag)
+        self._host, self._lifeline = hello.host, connections.lifeline
 
     @property
     def name(self) -> str:
@@ -188,6 +151,10 @@ class JoinedRank(RankProcess):
         with suppress(EOFError, OSError):
             while self.connection.poll(END_SECONDS):  # what it has sent before
                 self.connection.recv_bytes()
+
+    def close(self) -> None:
+        super().close()
+        self._lifeline.close()
 
 
 def noted(error: Failure, note: str) -> Failure:

@@ -19,7 +19,7 @@ import torch
 
 from surgeon.errors import did_you_mean
 from surgeon.processes.rendezvous import rendezvous_at
-from surgeon.processes.sockets import StoreAddress
+from surgeon.processes.store import StoreAddress
 from surgeon.processes.torchrun import (
     RankLocation,
     TorchrunEnvironment,

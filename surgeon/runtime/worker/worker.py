@@ -125,7 +125,14 @@ def serve(rank: Rank, blocks: int, limits: Limits, pulse_seconds: float, name: s
     """
     engine: RankEngine = rank.kept[name]
     cache = engine.new_cache(blocks, limits.max_batch, grouped=True)
-    _send_pulses(rank, engine, pulse_seconds)
+
+    def pulse() -> None:  # whatever this rank is doing
+        with suppress(OSError):  # the starting process has gone, and this one is about to
+            while True:
+                rank.notify(Pulse(rank.rank, engine.passes))
+                time.sleep(pulse_seconds)
+
+    threading.Thread(target=pulse, daemon=True).start()
     if rank.rank:
         follow(rank, engine, cache)
         return
@@ -139,18 +146,6 @@ def serve(rank: Rank, blocks: int, limits: Limits, pulse_seconds: float, name: s
             _obey(rank, leader, inbox.get())
         if not leader.scheduler.idle:
             rank.notify(leader.progress(leader.step()))
-
-
-def _send_pulses(rank: Rank, engine: RankEngine, seconds: float) -> None:
-    """From now on, and whatever this rank is doing."""
-
-    def send() -> None:
-        with suppress(OSError):  # the starting process has gone, and this one is about to
-            while True:
-                rank.notify(Pulse(rank.rank, engine.passes))
-                time.sleep(seconds)
-
-    threading.Thread(target=send, daemon=True).start()
 
 
 def _obey(rank: Rank, leader: Leader, message: Request | Cancel | Report) -> None:

@@ -22,7 +22,7 @@ import optuna
 from optuna.exceptions import ExperimentalWarning
 from optuna.trial import FrozenTrial, TrialState
 
-from surgeon.searches.edit import Choice, Edit
+from surgeon.searches.edit import Edit
 from surgeon.searches.study.patience import PatientCalls, Say, say_aside
 from surgeon.searches.study.storage import StudyStorage
 from surgeon.searches.study.trial_queue import FINISHED, TrialQueue
@@ -167,16 +167,14 @@ class RoundStudy:
 
     def _put(self, proposal: Proposal, number: int, place: int) -> None:
         attributes = {PROPOSAL: proposal.to_json(), "source": proposal.source, ROUND: number, PLACE: place}
-        highest = 1 if len(self.edits) <= MOST_PARAMETERS else MOST_OF_A_LAYER
-        self.queue.put(proposal.key, attributes, self._parameters(proposal.choice), highest)
-
-    def _parameters(self, choice: Choice) -> dict[str, int]:
-        """A choice as what Optuna's tools can show and compare."""
+        choice = proposal.choice
         if len(self.edits) <= MOST_PARAMETERS:
-            return {str(edit): int(edit in choice) for edit in self.edits}
-        layers = range(max(edit.stop for edit in self.edits))
-        digits = len(str(layers.stop))
-        return {f"layer {layer:0{digits}}": sum(layer in edit.layers for edit in choice) for layer in layers}
+            parameters, highest = {str(edit): int(edit in choice) for edit in self.edits}, 1
+        else:
+            layers, highest = range(max(edit.stop for edit in self.edits)), MOST_OF_A_LAYER
+            digits = len(str(layers.stop))
+            parameters = {f"layer {one:0{digits}}": sum(one in edit.layers for edit in choice) for one in layers}
+        self.queue.put(proposal.key, attributes, parameters, highest)
 
     def _measure(self, taken: Sequence[FrozenTrial], earlier: Sequence[Trial], measure: Measure) -> None:
         """Measure trials that this worker has taken, and tell."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import random
 import re
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from optuna.storages.journal import BaseJournalBackend
 from sqlalchemy import URL, event, exc, make_url
 
 from surgeon.errors import did_you_mean, first_line, naming
+from surgeon.processes.locks import locked
 from surgeon.provenance import without_password
 
 JOURNAL_FILE = "study.log"
@@ -212,7 +213,7 @@ def _open_journal(path: Path, pace: Pace) -> StudyStorage:
     if path.exists():
         with path.open("rb") as file:
             first = file.read(len(JOURNAL_BEGINS))
-    if not JOURNAL_BEGINS.startswith(first):  # it would be mended (JournalLock), so nothing else may be taken for one
+    if not JOURNAL_BEGINS.startswith(first):  # it would be mended (`writing_to`), so nothing else may be taken for one
         raise ValueError(f"{path} is no journal of a study; name another file")
     return StudyStorage(StudyJournal(path).storage(), f"journal:{path}", file=path, pace=pace)
 
@@ -225,7 +226,7 @@ class StudyJournal(BaseJournalBackend):
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self.lock = path, JournalLock(path)
+        self.path = path
         self.path.touch()
         self._entries, self._line, self._place = 0, 0, 0  # read so far: entries, lines, bytes
 
@@ -267,14 +268,10 @@ class StudyJournal(BaseJournalBackend):
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
         """Write entries down; when it returns they are on the disk."""
         lines = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs)
-        self.lock.acquire()
-        try:
-            with naming(self.path), self.path.open("ab") as file:
-                file.write(lines.encode())
-                file.flush()
-                os.fsync(file.fileno())
-        finally:
-            self.lock.release()
+        with writing_to(self.path), naming(self.path), self.path.open("ab") as file:
+            file.write(lines.encode())
+            file.flush()
+            os.fsync(file.fileno())
 
     def _damaged(self, error: Exception) -> ValueError:
         return ValueError(
@@ -283,34 +280,18 @@ class StudyJournal(BaseJournalBackend):
         )
 
 
-class JournalLock:
-    """Lets one process of this machine at a time write to a journal.
+@contextmanager
+def writing_to(journal: Path) -> Iterator[None]:
+    """While inside, no other process of this machine writes to a journal.
 
     Optuna's own locks are files, which stay when their process is killed, and hold everybody up. This one goes with its
     process. Whoever has it next takes away the line that the dead one could not finish: the line after it would else be
     part of it, and the journal could not be read any more.
     """
-
-    def __init__(self, journal: Path) -> None:
-        self.journal, self.file = journal, -1
-
-    def acquire(self) -> None:
-        """Wait until nobody else has it."""
-        lock = os.open(f"{self.journal}.lock", os.O_RDWR | os.O_CREAT, 0o666)
-        with naming(f"{self.journal}.lock"):
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        self.file = lock
-        self._mend()
-
-    def release(self) -> None:
-        """Let others have it."""
-        lock, self.file = self.file, -1
-        os.close(lock)
-
-    def _mend(self) -> None:
-        with self.journal.open("r+b") as file:
+    with locked(journal.with_name(f"{journal.name}.lock")):
+        with journal.open("r+b") as file:
             size = file.seek(0, os.SEEK_END)
-            if size == 0 or os.pread(file.fileno(), 1, size - 1) == b"\n":
-                return
-            file.seek(0)
-            file.truncate(file.read().rfind(b"\n") + 1)
+            if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
+                file.seek(0)
+                file.truncate(file.read().rfind(b"\n") + 1)
+        yield

@@ -141,27 +141,36 @@ class TrialQueue:
     @contextmanager
     def working(self) -> Iterator[None]:
         """While it lasts, trials that are held show signs of life; what is still held at its end is given back."""
-        ended = threading.Event()
-        thread = threading.Thread(target=self._beat, args=(ended,), daemon=True, name="heartbeat")
+        ended, backend = threading.Event(), self.storage.backend
+
+        def beat() -> None:
+            count = 0
+            while not ended.wait(self.storage.pace.heartbeat):
+                count += 1
+                for trial in list(self.held.values()):
+                    # One that was told just now, taken to be lost, or deleted: telling finds out.
+                    self._try(partial(backend.set_trial_user_attr, self._id(trial), BEAT, count))
+
+        thread = threading.Thread(target=beat, daemon=True, name="heartbeat")
         thread.start()
         try:
             yield
         finally:
             ended.set()
-            self._give_back()
+            for trial in list(self.held.values()):  # if the storage is away, others notice after a while
+                self._try(partial(backend.set_trial_state_values, self._id(trial), TrialState.FAIL))
+            self.held.clear()
             thread.join(timeout=self.storage.pace.heartbeat)
 
-    def _give_back(self) -> None:
-        """Let others have what is held, if the storage answers at once; else they notice after a while."""
-        for trial in list(self.held.values()):
-            try:
-                self.storage.backend.set_trial_state_values(self._id(trial), TrialState.FAIL)
-            except UpdateFinishedTrialError:
-                pass
-            except Exception as error:
-                if not self.storage.is_away(error):
-                    raise
-        self.held.clear()
+    def _try(self, say: Callable[[], object]) -> None:
+        """Say something about a trial that need not be said, if the storage answers at once and the trial is open."""
+        try:
+            say()
+        except (UpdateFinishedTrialError, KeyError):
+            pass
+        except Exception as error:
+            if not (self.storage.is_away(error) or is_full_disk(error)):
+                raise
 
     def _tell_late(self, trial: FrozenTrial, *result: Any) -> None:
         """Tell the result of a trial that was failed: of the one with its key that waits, or of a new one."""
@@ -186,23 +195,6 @@ class TrialQueue:
             since = now
         self._watched[trial.number] = (signs, since)
         return now - since > self.storage.pace.grace
-
-    def _beat(self, ended: threading.Event) -> None:
-        """A sign of life of every trial that is held, now and then."""
-        count = 0
-        while not ended.wait(self.storage.pace.heartbeat):
-            count += 1
-            for trial in list(self.held.values()):
-                self._beat_for(trial, count)
-
-    def _beat_for(self, trial: FrozenTrial, count: int) -> None:
-        try:
-            self.storage.backend.set_trial_user_attr(self._id(trial), BEAT, count)
-        except (UpdateFinishedTrialError, KeyError):
-            pass  # told just now, or taken to be lost, or deleted; telling finds out
-        except Exception as error:
-            if not (self.storage.is_away(error) or is_full_disk(error)):  # else the next one may reach it
-                raise
 
     def _fail(self, trial: FrozenTrial) -> None:
         with suppress(UpdateFinishedTrialError):  # another worker was quicker

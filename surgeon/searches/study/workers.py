@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import torch
 
-from surgeon.runtime.worker.rank import threads_per_rank
+from surgeon.processes.children import Child, when_parent_ends
 from surgeon.searches.study.patience import Say, say_aside
+from surgeon.threads import threads_per_rank
 
 FLAG = "--worker"  # which of the processes one is; users do not see it
 FOLDER = "workers"  # in the output folder: what they say
@@ -45,7 +45,7 @@ class WorkerProcesses:
     ) -> None:
         self.count, self.program, self.command = count, program, command
         self.folder, self.say = folder / FOLDER, say
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[Child] = []
         self._ending = False
         self._watches: list[threading.Thread] = []
 
@@ -67,18 +67,10 @@ class WorkerProcesses:
         self._stop(SECONDS_TO_END if kind is None else 0.0)
 
     def _start(self, index: int) -> None:
-        command = [sys.executable, *self.program, *worker_command(self.command, index)]
-        path = os.pathsep.join(part or str(Path.cwd()) for part in sys.path)
-        own = {"PYTHONPATH": path, "OMP_NUM_THREADS": str(threads_per_rank(self.count))} | gpu_of(index)
-        with self.log(index).open("wb") as log:
-            process = subprocess.Popen(
-                command,
-                env=os.environ | own,
-                stdin=subprocess.PIPE,  # nothing is sent: that it closes tells the worker that this process has gone
-                stdout=log,
-                stderr=log,
-                process_group=0,  # Ctrl-C reaches this process only, which then ends the others
-            )
+        self.log(index).unlink(missing_ok=True)  # of an earlier run
+        command = [*self.program, *worker_command(self.command, index)]
+        environment = os.environ | gpu_of(index)
+        process = Child(command, self.log(index), threads_per_rank(self.count), environment=environment)
         self.processes.append(process)
         watch = threading.Thread(target=self._watch, args=(index, process), daemon=True)
         watch.start()
@@ -88,25 +80,19 @@ class WorkerProcesses:
         """What a worker has said."""
         return self.folder / f"{index}.log"
 
-    def _watch(self, index: int, process: subprocess.Popen[bytes]) -> None:
-        code = process.wait()
-        if code == 0 or self._ending:
-            return
-        lines = self.log(index).read_text(errors="replace").strip().splitlines() or ["it said nothing"]
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}: {lines[-1]}"
-        self.say(f"worker {index} (process {process.pid}) {how}; the others go on")
+    def _watch(self, index: int, process: Child) -> None:
+        if process.wait() and not self._ending:
+            self.say(f"worker {index} (process {process.pid}) {process.ending()}; the others go on")
 
     def _stop(self, seconds: float) -> None:
         """Give them so long to end by themselves, then interrupt them."""
         _wait(self._watches, seconds)
         self._ending = True
         for process in self.processes:
-            process.send_signal(signal.SIGINT)  # nothing, if it has ended
+            process.interrupt()
         _wait(self._watches, SECONDS_TO_STOP)
         for process in self.processes:
             process.kill()
-            assert process.stdin is not None
-            process.stdin.close()
         _wait(self._watches, SECONDS_TO_STOP)
 
 
@@ -146,7 +132,9 @@ def interruptible(index: int) -> Iterator[None]:
     # A shell that starts something in the background lets it ignore Ctrl-C, and so all that it starts.
     before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGINT)}
     if index:
-        threading.Thread(target=_end_with_first, daemon=True).start()
+        main = threading.main_thread().ident
+        assert main is not None
+        when_parent_ends(lambda: signal.pthread_kill(main, signal.SIGINT))  # to that thread, as it may be asleep
     try:
         yield
     finally:
@@ -154,21 +142,8 @@ def interruptible(index: int) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _end_with_first() -> None:
-    with suppress(OSError):
-        os.read(0, 1)  # standard input, which the first process closes when it ends
-    main = threading.main_thread().ident
-    assert main is not None
-    signal.pthread_kill(main, signal.SIGINT)  # to that thread, as it may be asleep
-
-
 def _wait(threads: Sequence[threading.Thread], seconds: float) -> None:
     """Wait so long for all of them together."""
-    event = threading.Event()
-    timer = threading.Timer(seconds, event.set)
-    timer.daemon = True
-    timer.start()
+    deadline = time.monotonic() + seconds
     for thread in threads:
-        while thread.is_alive() and not event.is_set():
-            thread.join(0.05)
-    timer.cancel()
+        thread.join(max(0.0, deadline - time.monotonic()))

@@ -6,7 +6,6 @@ which teacher's they are, on which text: another's are refused. What is read is 
 
 from __future__ import annotations
 
-import fcntl
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,8 +18,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from surgeon.processes.files import HALF_WRITTEN, whole_file
+from surgeon.processes.locks import locked
 from surgeon.progress import progress
-from surgeon.provenance import FORMAT, whole_file
+from surgeon.provenance import FORMAT
 from surgeon.training.distill.logits_loss import TopLogits, blocks
 
 _FILE_BYTES = 16 << 20  # no more is lost in a kill
@@ -212,9 +213,8 @@ def _is_whole(path: Path, identity: KeptIdentity) -> bool:
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """While no other process writes to a folder; what a killed one has left half-written is removed."""
-    with (folder / _LOCK).open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        for part in folder.glob(".*.part"):
+    with locked(folder / _LOCK):
+        for part in folder.glob(HALF_WRITTEN):
             part.unlink()
         yield
 

@@ -11,10 +11,9 @@ from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING
 
 from surgeon.checkpoint.header import read_header
-from surgeon.checkpoint.verify import sync
 from surgeon.errors import first_line
 from surgeon.language.program import Program
-from surgeon.provenance import whole_file
+from surgeon.processes.files import whole_file
 from surgeon.training.racks.model import RackModel
 from surgeon.training.racks.partition import Racks
 from surgeon.training.racks.stretch import build_stretch
@@ -42,9 +41,8 @@ def save_rack(rack: RackModel, path: Path) -> None:
     tensors = {name: one.cpu().contiguous() for name, one in found.named().items()}
     if found.config.tie_word_embeddings:
         tensors = {name: one for name, one in tensors.items() if not name.startswith(f"{found.family.head}.")}
-    with whole_file(path) as beside:
+    with whole_file(path, durable=True) as beside:
         save_file(tensors, beside, metadata={_KEY: json.dumps(said)})
-        sync(beside)
 
 
 def open_rack(path: Path) -> RackModel:

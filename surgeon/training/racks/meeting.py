@@ -12,7 +12,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from surgeon.checkpoint.read import read_json
-from surgeon.provenance import write_json
+from surgeon.processes.files import write_json
 from surgeon.training.arguments import share_of_batch
 from surgeon.training.checkpoints import checkpoints_of
 from surgeon.training.racks.averaging import parse_averaging

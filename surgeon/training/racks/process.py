@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -35,7 +34,8 @@ from accelerate import PartialState
 from transformers import TrainerCallback
 
 from surgeon.errors import first_line
-from surgeon.provenance import write_json
+from surgeon.processes.children import when_parent_ends
+from surgeon.processes.files import write_json
 from surgeon.training.checkpoints import OTHERS_ENDED, others_have_ended
 from surgeon.training.held_out import HeldOutQuality
 from surgeon.training.racks.averaging import CodaAveraging, parse_averaging
@@ -119,16 +119,6 @@ def _task(meeting: Meeting, rack: RackModel, held_out: HeldOutQuality) -> Traini
     return replace(task, callbacks=callbacks)
 
 
-def end_with(lifeline: int) -> None:
-    """End this process when the other end of a pipe is closed: when the supervisor has gone, however it ended."""
-
-    def watch() -> None:
-        os.read(lifeline, 1)
-        os._exit(FAILED)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
 def _address(text: str) -> Address:
     host, colon, port = text.rpartition(":")
     if not colon or not port.isdecimal() or int(port) > 65535:
@@ -152,10 +142,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("rack", type=int, metavar="RACK", help="which rack, from 0")
     parser.add_argument("--listen", type=_address, default=("127.0.0.1", 0), metavar="HOST:PORT")
     parser.add_argument("--peer", type=_peer, action="append", default=[], metavar="RACK=HOST:PORT")
-    parser.add_argument("--lifeline", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)  # of a supervisor
     given = parser.parse_args(arguments)
-    if given.lifeline is not None:
-        end_with(given.lifeline)
+    if given.child:
+        when_parent_ends(lambda: os._exit(FAILED))
     if "OMP_NUM_THREADS" in os.environ:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     replica = int(os.environ.get("RANK", "0"))

@@ -30,7 +30,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from surgeon.checkpoint.read import read_json
-from surgeon.provenance import whole_file, write_json
+from surgeon.processes.files import whole_file, write_json
 from surgeon.quality.data import Windows, digest_of
 from surgeon.runtime.comm.link import Link
 from surgeon.training.racks.averaging import NEVER, parse_averaging

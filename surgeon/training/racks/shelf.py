@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from surgeon.provenance import write_text
+from surgeon.processes.files import write_text
 from surgeon.training.racks.items import Item, ItemKey
 from surgeon.training.racks.spool import Spool
 

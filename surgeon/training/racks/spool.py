@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from surgeon.checkpoint.verify import sync
 from surgeon.errors import is_full_disk
+from surgeon.processes.files import sync
 from surgeon.training.racks.items import Item, ItemKey, read_header
 
 _SEGMENT = re.compile(r"step-(\d+)\.items")

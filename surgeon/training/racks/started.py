@@ -8,24 +8,21 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does export it
 
+from surgeon.processes.children import Child
 from surgeon.processes.sockets import interface_of
-from surgeon.runtime.worker.rank import threads_per_rank
+from surgeon.processes.store import serve_store
+from surgeon.processes.torchrun import HOSTED, VARIABLES, TorchrunEnvironment
+from surgeon.threads import threads_per_rank
 from surgeon.training.checkpoints import OTHERS_ENDED
 from surgeon.training.racks.run_files import LOG_FILE, RacksPlan, replica_folder
 
 _HOST = "127.0.0.1"
-_TOGETHER = (
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-    "TORCHELASTIC_USE_AGENT_STORE",
-)
 _OTHERS_SECONDS = 1.0  # within which those that end because another one did can be told from that one
 
 
@@ -45,62 +42,38 @@ class RackEnd:
 
 
 class RackProcesses:
-    """One rack's processes.
+    """One rack's processes."""
 
-    Args:
-        lifeline: a descriptor that they read from, to end when its other end is closed.
-    """
-
-    def __init__(self, run: Path, index: int, plan: RacksPlan, lifeline: int) -> None:
-        self.run, self.index, self.plan, self.lifeline = run, index, plan, lifeline
+    def __init__(self, run: Path, index: int, plan: RacksPlan) -> None:
+        self.run, self.index, self.plan = run, index, plan
         self.replicas = range(plan.options.replicas)
-        self.processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._logged: dict[int, int] = {}  # bytes of their logs that earlier processes have written
+        self.processes: dict[int, Child] = {}
         self._store: TCPStore | None = None
 
     def start(self) -> None:
         """Start all of them; none may run."""
         assert not self.processes
-        together = self._meeting_place() if len(self.replicas) > 1 else {}
-        own = {name: value for name, value in os.environ.items() if name not in _TOGETHER}
-        search_path = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
-        threads = str(self.plan.options.threads or threads_per_rank(self.plan.racks * len(self.replicas)))
-        shared = own | {"PYTHONPATH": search_path, "OMP_NUM_THREADS": threads} | together
+        own = {name: value for name, value in os.environ.items() if name not in (*VARIABLES, HOSTED)}
+        port, count = 0, len(self.replicas)
+        if count > 1:  # they meet at a new store for each start, on this machine alone
+            self._store = serve_store(socket.create_server((_HOST, 0)))
+            port = self._store.port
+            if interface := interface_of(_HOST):
+                own["GLOO_SOCKET_IFNAME"] = interface
+        threads = self.plan.options.threads or threads_per_rank(self.plan.racks * len(self.replicas))
+        command = ["-P", "-m", "surgeon.training.racks.process", str(self.run.resolve()), str(self.index), "--child"]
         for replica in self.replicas:
-            number = {"RANK": str(replica), "LOCAL_RANK": str(replica)} if together else {}
+            place = TorchrunEnvironment(replica, count, replica, count, _HOST, port, hosted=True)
+            together = place.variables() if count > 1 else {}
             folder = replica_folder(self.run, self.index, replica)
             folder.mkdir(parents=True, exist_ok=True)
-            with (folder / LOG_FILE).open("ab") as log:
-                self._logged[replica] = log.tell()
-                self.processes[replica] = subprocess.Popen(
-                    [
-                        *(sys.executable, "-P", "-m", "surgeon.training.racks.process"),
-                        *(str(self.run.resolve()), str(self.index), "--lifeline", str(self.lifeline)),
-                    ],
-                    env=shared | number,
-                    pass_fds=[self.lifeline],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    process_group=0,  # Ctrl-C at a terminal reaches the supervisor only, which ends the racks
-                )
-
-    def _meeting_place(self) -> dict[str, str]:
-        """What tells processes where they find each other: a new store at a port that is free, for each start."""
-        count = str(len(self.replicas))
-        server = socket.create_server((_HOST, 0))  # a store by itself would listen on all interfaces
-        port = server.getsockname()[1]
-        self._store = TCPStore(_HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
-        found = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        found |= {"MASTER_ADDR": _HOST, "MASTER_PORT": str(port)}
-        interface = interface_of(_HOST)
-        return found if interface is None else {"GLOO_SOCKET_IFNAME": interface} | found
+            self.processes[replica] = Child(command, folder / LOG_FILE, threads, environment=own | together)
 
     def look(self) -> RackEnd | None:
         """How they have ended; None as long as they go on. When one has failed, all are ended."""
         codes = {replica: process.poll() for replica, process in self.processes.items()}
         if all(code == 0 for code in codes.values()):
-            self.processes.clear()
+            self.end()
             return RackEnd(self._who(0), 0)
         if not any(codes.values()):
             return None
@@ -119,19 +92,15 @@ class RackProcesses:
         return next((end for end in ends if not end.said.endswith(OTHERS_ENDED)), None)
 
     def _end_of(self, replica: int) -> RackEnd:
-        who, code = self._who(replica), int(self.processes[replica].returncode)
-        return RackEnd(who, code, self._last_line(replica, who, code) if code > 0 else "")
-
-    def _last_line(self, replica: int, who: str, code: int) -> str:
-        """What a process that failed said at its end."""
-        path = replica_folder(self.run, self.index, replica) / LOG_FILE
-        with path.open("rb") as log:
-            log.seek(self._logged[replica])
-            lines = log.read().decode(errors="replace").strip().splitlines()
-        said = next((line for line in reversed(lines) if line.startswith("error: ")), None)
-        if said is not None:
-            return said.removeprefix("error: ")
-        return f"{who} ended with exit code {code}: {lines[-1].strip() if lines else 'it wrote nothing'} (see {path})"
+        who, child = self._who(replica), self.processes[replica]
+        code = child.wait()
+        if code < 0:
+            return RackEnd(who, code)
+        for line in reversed(child.said().splitlines()):
+            if line.startswith("error: "):
+                return RackEnd(who, code, line.removeprefix("error: "))
+        log = replica_folder(self.run, self.index, replica) / LOG_FILE
+        return RackEnd(who, code, f"{who} {child.ending()} (see {log})")
 
     def _who(self, replica: int) -> str:
         return f"rack {self.index}" + (f", process {replica}" if len(self.replicas) > 1 else "")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from surgeon.errors import is_full_disk
-from surgeon.exports.staging import check_space
+from surgeon.processes.files import check_space
 
 
 class StreamSource(Protocol):

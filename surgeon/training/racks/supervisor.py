@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 from accelerate import PartialState
 
+from surgeon.processes.children import LIKELY_MEMORY
 from surgeon.progress import progress
 from surgeon.training.checkpoints import newest_checkpoint, step_of
 from surgeon.training.held_out import HeldOutQuality
@@ -85,15 +84,16 @@ class _Supervisor:
                     f"{self.run} to begin the run again"
                 )
             self._saved(index)  # what a rack lacks is said here, too: its own process writes to a log
-        reader, writer = os.pipe()
-        with ExitStack() as stack:
-            stack.callback(os.close, reader)
-            stack.callback(os.close, writer)
-            stack.callback(self._end)
+        try:
             for index in range(self.plan.racks):
-                self.racks[index] = RackProcesses(self.run, index, self.plan, reader)
+                self.racks[index] = RackProcesses(self.run, index, self.plan)
                 self.racks[index].start()
             self._watch()
+        finally:  # whatever a rack has not kept it makes again
+            for rack in self.racks.values():
+                rack.kill()
+            for rack in self.racks.values():
+                rack.end()
 
     def _watch(self) -> None:
         told, shown = 0.0, sum(self._step(index) for index in range(self.plan.racks))
@@ -124,7 +124,7 @@ class _Supervisor:
         if self.vain[index] > _VAIN_STARTS:
             raise RackFailed(
                 f"{end.who} was ended by {name} {self.vain[index]} times without getting further than step {saved}"
-                + (", as the system does when memory runs out" if name == "SIGKILL" else "")
+                + (LIKELY_MEMORY if name == "SIGKILL" else "")
                 + "; mend that, and the same command goes on"
             )
         goes_on = "it goes on" if self.plan.options.replicas == 1 else "the rack goes on"
@@ -136,13 +136,6 @@ class _Supervisor:
         folder = rack_folder(self.run, index)
         newest = newest_checkpoint(folder) if folder.is_dir() else None
         return 0 if newest is None else step_of(newest)
-
-    def _end(self) -> None:
-        """End what still runs: whatever a rack has not kept it makes again."""
-        for rack in self.racks.values():
-            rack.kill()
-        for rack in self.racks.values():
-            rack.end()
 
     def _step(self, index: int) -> int:
         return int((_last_row(rack_folder(self.run, index) / TRAINING_FILE) or {"step": "0"})["step"])

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from surgeon.checkpoint.read import read_json
-from surgeon.provenance import write_json
+from surgeon.processes.files import write_json
 from surgeon.training.racks.items import ItemKey, ItemKind
 from surgeon.training.run_log import read_rows
 

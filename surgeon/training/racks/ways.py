@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from surgeon.provenance import whole_file
+from surgeon.processes.files import whole_file
 from surgeon.training.checkpoints import checkpoints_of
 from surgeon.training.racks.in_turn import RACK_FILE, RacksTrained, rack_folder, train_in_turn
 from surgeon.training.racks.partition import Racks

@@ -19,8 +19,8 @@ import pytest
 
 from surgeon.memory import HUGE_PAGES
 from surgeon.runtime.worker import rank
-from surgeon.runtime.worker.rank import threads_per_rank
 from surgeon.runtime.worker.ranks import RankFailed, RankOptions, Ranks
+from surgeon.threads import threads_per_rank
 from tests.runtime import on_ranks
 from tests.waiting import PATIENCE, wait_until
 
@@ -137,19 +137,25 @@ def test_ranks_keep_what_passes_free(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_rank_without_commands_ends_when_the_folder_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its starter is, too, and only the lifeline's watcher removes what it has left."""
-    folder, ended, (lifeline, watched) = tmp_path / "ranks", list[int](), Pipe()
+    """Its starter is, too, and only what watches for that removes what it has left."""
+    folder, ended, starter_gone = tmp_path / "ranks", list[int](), threading.Event()
     folder.mkdir()
+
+    def watch(act: Callable[[], object]) -> threading.Thread:
+        watcher = threading.Thread(target=lambda: (starter_gone.wait(), act()))
+        watcher.start()
+        return watcher
+
+    monkeypatch.setattr(rank, "when_parent_ends", watch)
     monkeypatch.setattr(rank, "serve", lambda *_: None)
     monkeypatch.setattr(os, "_exit", ended.append)
-    with watched:
-        descriptors = [str(os.dup(watched.fileno())) for _ in range(2)]  # of commands, and the lifeline
-    monkeypatch.setattr(sys, "argv", ["rank", str(folder), *descriptors])
+    with Pipe()[0] as commands:
+        monkeypatch.setattr(sys, "argv", ["rank", str(folder), str(os.dup(commands.fileno()))])
     thread = threading.Thread(target=rank.main)
     thread.start()
     thread.join(0.2)
     assert thread.is_alive()
-    lifeline.close()
+    starter_gone.set()
     thread.join(PATIENCE)
     assert not thread.is_alive()
     assert ended == [1]

@@ -12,7 +12,7 @@ from torch import Tensor
 from scripts.bench import rack_quality
 from scripts.bench.rack_model import Optimisation
 from scripts.bench.rack_quality import LAYERS, WINDOW, Run, Training
-from surgeon.provenance import write_json
+from surgeon.processes.files import write_json
 
 
 def training(run: Run, steps: int = 10) -> Training:

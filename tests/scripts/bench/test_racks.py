@@ -18,7 +18,7 @@ from scripts.bench.rack_bench import Bench, Cell, Figures
 from scripts.bench.rack_model import Optimisation, head_units
 from scripts.bench.rack_processes import PROCESSES
 from scripts.bench.rack_quality import Run
-from surgeon.provenance import write_json
+from surgeon.processes.files import write_json
 from surgeon.training.racks.in_turn import rack_folder
 from surgeon.training.racks.items import ItemKey, ItemKind
 from surgeon.training.racks.run_files import PLAN_FILE, RESULT_FILE

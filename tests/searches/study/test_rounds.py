@@ -16,16 +16,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import optuna
 import psutil
 import pytest
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import TrialState
 
 from surgeon.searches.edit import Edit, as_choice
 from surgeon.searches.study.holder import this_process
 from surgeon.searches.study.rounds import RoundStudy
 from surgeon.searches.study.storage import open_storage
+from surgeon.searches.study.trial_queue import BEAT
 from surgeon.searches.trial import MeasuredProgram, Proposal, Trial
 from tests import warm
 from tests.searches.made_up import EDITS, LAYERS, QUICK, SIZES, damage, measure, measured, propose, rows, study
@@ -238,13 +240,14 @@ def test_trials_of_a_worker_that_shows_signs_of_life_are_left_to_it(
     """By a clock that goes on by a tenth of the grace with each of them: half as long again as it lasts."""
     slow, made = study(address, tmp_path), study(address, tmp_path)
     slow.queue.me = replace(this_process(), world="another kernel")
-    began, beat, signs = threading.Event(), slow.queue._beat_for, list[int]()
+    began, say, signs = threading.Event(), slow.storage.backend.set_trial_user_attr, list[int]()
 
-    def noted(trial: FrozenTrial, count: int) -> None:
-        beat(trial, count)
-        signs.append(count)
+    def noted(identifier: int, name: str, value: Any) -> None:
+        say(identifier, name, value)
+        if name == BEAT:
+            signs.append(value)
 
-    monkeypatch.setattr(slow.queue, "_beat_for", noted)
+    monkeypatch.setattr(slow.storage.backend, "set_trial_user_attr", noted)
     clock = SimpleNamespace(monotonic=lambda: QUICK.grace * len(signs) / 10)
     monkeypatch.setattr("surgeon.searches.study.trial_queue.time", clock)
 

@@ -22,7 +22,7 @@ from surgeon.cli.failures import explain
 from surgeon.provenance import without_password
 from surgeon.searches.study import storage
 from surgeon.searches.study.patience import PatientCalls
-from surgeon.searches.study.storage import JournalLock, open_storage
+from surgeon.searches.study.storage import open_storage, writing_to
 
 REFUSED = {
     "mysql://me:secret@host/db": "'mysql://me:***@host/db' is no storage; known: postgresql, sqlite, journal",
@@ -130,8 +130,7 @@ def test_a_process_killed_while_it_writes_a_journal_holds_nobody_up(tmp_path: Pa
     reader, writer = multiprocessing.Pipe()
     child = os.fork()
     if child == 0:
-        JournalLock(path).acquire()
-        with path.open("a") as file:
+        with writing_to(path), path.open("a") as file:
             file.write('{"op_code":2,"worker_id":"x","study_id":0,"user_at')
             file.flush()
             writer.send("written")

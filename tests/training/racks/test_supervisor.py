@@ -38,7 +38,7 @@ from tests.training.racks.local_run import (
 from tests.waiting import PATIENCE, wait_until
 
 REPOSITORY = Path(__file__).parents[3]
-CODE = "import sys; from tests.train.racks import local_run as run; run.main(*sys.argv[1:])"
+CODE = "import sys; from tests.training.racks import local_run as run; run.main(*sys.argv[1:])"
 
 
 @pytest.fixture(scope="module")

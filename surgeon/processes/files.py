@@ -1,0 +1,98 @@
+"""Files that are whole or not there, whenever their process is killed; and what the disk has of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from surgeon.errors import naming
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+HALF_WRITTEN = ".*.part"  # what a killed process may have left beside a file
+
+
+@contextmanager
+def whole_file(path: Path, durable: bool = False) -> Iterator[Path]:
+    """A path beside the wanted one to write to; it is renamed at the end, or removed if writing it fails.
+
+    What was there before stays until then. An error of a full disk names the wanted file (`naming`).
+
+    Args:
+        durable: wait until the file is on the disk. Without that, a machine that loses its power may keep the name and
+            lose the content; a process that is killed does not.
+    """
+    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with naming(path):
+            yield beside
+            if durable:
+                sync(beside)
+            beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file that is whole or not there."""
+    with whole_file(path) as beside:
+        beside.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write a JSON file that is whole or not there."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_table(path: Path, table: pd.DataFrame, digits: int = 9, missing: str = "nan") -> None:
+    """Write a table as CSV, whole or not there.
+
+    Args:
+        digits: of each number.
+        missing: what stands for NaN.
+    """
+    write_text(path, table.to_csv(index=False, float_format=f"%.{digits}g", na_rep=missing))
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or a folder is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_tree(folder: Path) -> None:
+    """Wait until a folder and all that lies in it are on the disk: the last thing before it gets its name."""
+    for path in (*folder.rglob("*"), folder):
+        sync(path)
+
+
+def check_space(folder: Path, needed: int) -> None:
+    """Refuse to begin what the disk cannot hold.
+
+    Raises:
+        OSError: with the folder, what is needed and what is there.
+    """
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise OSError(f"the disk of {folder} is too full: {show_bytes(needed)} are needed, {show_bytes(free)} are free")
+
+
+def show_bytes(count: int) -> str:
+    """A size as people write it: 12.7 MB."""
+    size = float(count)
+    for unit in ("bytes", "KB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
