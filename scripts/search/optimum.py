@@ -28,13 +28,12 @@ from surgeon.analysis.subject import Subject, open_subject
 from surgeon.checkpoint.read import DEMO, locate
 from surgeon.cost.shapes import ModelShapes
 from surgeon.language.program import Program
-from surgeon.searches.edit import Choice
+from surgeon.searches.edit import ADDITIVE, Choice
 from surgeon.searches.evaluate import Evaluator
 from surgeon.searches.limits import SearchBudget, parse_limits
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.objectives import parse_objectives
 from surgeon.searches.pricing import Pricing
-from surgeon.searches.proposer import ADDITIVE
 from surgeon.searches.question import DEPTH, Question
 from surgeon.searches.search import Search
 from surgeon.searches.spaces import Searched, parse_spaces

@@ -7,17 +7,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from surgeon.benchmarks.measure import Measurement, Result, Split
 from surgeon.language.program import Program
 from surgeon.memory import show_size
 from surgeon.processes.files import whole_file
+
+if TYPE_CHECKING:
+    from surgeon.benchmarks.measure import Measurement, Result, Split
 
 MS = 1e3
 COLUMNS = {

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -14,12 +14,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from surgeon.cost.predict import PassCost
-from surgeon.cost.sweep import TOO_LARGE, SweepCell
 from surgeon.memory import show_size
 from surgeon.processes.files import whole_file
 from surgeon.reports.bench import aligned, ratio, three_digits
 from surgeon.words import plural
+
+if TYPE_CHECKING:
+    from surgeon.cost.predict import PassCost
+    from surgeon.cost.sweep import SweepCell
 
 MS = 1e3
 PARTS = ("compute", "launches", "exposed")  # of a pass's time
@@ -99,6 +101,8 @@ def describe_sweep(table: pd.DataFrame) -> str:
 
 def _notes(table: pd.DataFrame) -> str:
     """What the sweep's marks stand for."""
+    from surgeon.cost.sweep import TOO_LARGE
+
     notes = []
     if not table["fits"].all() and (table["refused"] == TOO_LARGE).any():
         notes.append(f"!: does not fit into the {show_size(table['there_bytes'].max())} that there are for it.")
@@ -197,7 +201,8 @@ def draw_sweep(table: pd.DataFrame, path: Path, title: str) -> Path:
         own = table[table[panels_of] == value]
         _draw_lines(rows[0][number], own, along, "tokens_per_second")
         rows[0][number].set_title(words_of(panels_of, int(value)), fontsize=10)
-        rows[0][number].set_yscale("log")
+        if table["tokens_per_second"].notna().any():  # nothing at all has no logarithm
+            rows[0][number].set_yscale("log")
         if several:
             _draw_lines(rows[1][number], own, along, "tokens_per_second_speedup")
         rows[-1][number].set_xlabel(along, fontsize=9)

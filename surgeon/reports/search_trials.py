@@ -11,11 +11,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
-from scipy import stats
 
-from surgeon.quality.summary import CONFIDENCE
-from surgeon.searches.edit import Choice, Edit
-from surgeon.searches.proposer import ADDITIVE, NEIGHBOUR, REGRESSION, SECOND_ORDER, WINDOW
+from surgeon.searches.edit import ADDITIVE, NEIGHBOUR, REGRESSION, SECOND_ORDER, WINDOW, Choice, Edit
 
 Numbers = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -232,6 +229,10 @@ class SearchedTrials:
 
 
 def _effect(edit: Edit, there: Numbers, else_: Numbers) -> EditEffect:
+    from scipy import stats  # half a second that a page without a search need not wait
+
+    from surgeon.quality.summary import CONFIDENCE
+
     found: Any = stats.ttest_ind(there, else_, equal_var=False)
     low, high = found.confidence_interval(CONFIDENCE)
     ratio = math.exp(there.mean() - else_.mean())

@@ -8,6 +8,14 @@ from dataclasses import dataclass
 
 from surgeon.language.operations.base import show_range
 
+# Where a trial comes from.
+WINDOW = "window"  # one unbroken stretch, as papers choose it
+ADDITIVE = "additive"  # least sum of what edits do alone
+SECOND_ORDER = "second-order"  # the same with what every two of them do together
+REGRESSION = "regression"  # the same with terms corrected by the trials so far
+NEIGHBOUR = "neighbour"  # one of the best so far with one edit moved
+SOURCES = (WINDOW, ADDITIVE, SECOND_ORDER, REGRESSION, NEIGHBOUR)
+
 _TEXT = re.compile(r"(?P<space>[a-z-]+) (?P<first>\d+):(?P<stop>\d+)(?: (?P<option>\S+))?")
 
 

@@ -11,20 +11,13 @@ from functools import cached_property
 import numpy as np
 
 from surgeon.language.program import Program
-from surgeon.searches.edit import Choice, Edit, as_choice
+from surgeon.searches.edit import ADDITIVE, NEIGHBOUR, REGRESSION, SECOND_ORDER, WINDOW, Choice, Edit, as_choice
 from surgeon.searches.goals import Goal, Prices
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.optimise import Counts, Damage, Flags, Numbers, Savings, best_choices
 from surgeon.searches.surrogate import Surrogate
 from surgeon.searches.terms import Terms
 from surgeon.searches.trial import Proposal, Trial
-
-WINDOW = "window"  # one unbroken stretch, as papers choose it
-ADDITIVE = "additive"  # least sum of what edits do alone
-SECOND_ORDER = "second-order"  # the same with what every two of them do together
-REGRESSION = "regression"  # the same with terms corrected by the trials so far
-NEIGHBOUR = "neighbour"  # one of the best so far with one edit moved
-SOURCES = (WINDOW, ADDITIVE, SECOND_ORDER, REGRESSION, NEIGHBOUR)
 
 Value = Callable[[Trial], float]
 

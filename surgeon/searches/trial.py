@@ -52,7 +52,7 @@ class Proposal:
 
     Attributes:
         key: the program's text: equal programs are tried once.
-        source: where the choice comes from, one of `surgeon.searches.proposer.SOURCES`.
+        source: where the choice comes from, one of `surgeon.searches.edit.SOURCES`.
         level: for which budget it was made, where a search has several: the effective depth, say.
     """
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -173,6 +175,13 @@ def test_size(num_layers: int, megabytes: float, tmp_path: Path) -> None:
 def test_the_same_runs_give_the_same_page(tmp_path: Path) -> None:
     folders = everything(tmp_path)
     assert render(folders) == render(folders)
+
+
+def test_a_page_is_made_of_files_alone() -> None:
+    """Neither weights nor what measures them is loaded for it."""
+    left_out = ["torch", "transformers", "scipy", "surgeon.analysis", "surgeon.cost", "surgeon.runtime"]
+    script = f"import sys\nimport surgeon.reports.page\nprint([name for name in {left_out} if name in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", script], text=True) == "[]\n"
 
 
 def test_one_layer_and_no_changes_at_all(tmp_path: Path) -> None:

@@ -13,6 +13,9 @@ from matplotlib.colors import to_hex
 
 from surgeon.language.program import Program
 from surgeon.reports.page import render
+from surgeon.reports.predict import draw_sweep
+from surgeon.reports.runs import read_table
+from surgeon.reports.sections.predict import PREDICTION
 from tests.reports.read_page import colours_in, drawing_of, map_named, marks_in, page_of
 from tests.reports.run_folders import (
     ALL,
@@ -379,3 +382,19 @@ def test_predictions_are_drawn_and_told(tmp_path: Path) -> None:
     assert "cannot be shared" in table
     assert "80.0: too much" in table
     assert "64.0 for it" in table
+
+
+def test_predictions_of_nothing_that_can_be_shared_out(tmp_path: Path) -> None:
+    folder = make_prediction(tmp_path / "predicted")
+    kept = ("program", "ranks", "batch", "prompt", "new", "there_bytes", "refused")
+    rows = [
+        {name: value if name in kept else "nan" for name, value in row.items()}
+        for row in read_csv(folder / "predict.csv")
+    ]
+    write_csv(folder / "predict.csv", [row | {"fits": 0} for row in rows])
+    page = page_of(folder)
+    assert page.text().count("cannot be shared") == len(rows)
+    assert not list(page.maps())
+    assert page.count("figure") == 0
+    table = read_table(folder / "predict.csv", PREDICTION.tables[0])
+    assert draw_sweep(table, tmp_path / "sweep.png", "nothing").exists()

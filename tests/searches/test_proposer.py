@@ -10,10 +10,10 @@ import pytest
 
 from surgeon.cost.shapes import ModelShapes
 from surgeon.language.program import Program
-from surgeon.searches.edit import Choice, Edit
+from surgeon.searches.edit import ADDITIVE, SECOND_ORDER, SOURCES, WINDOW, Choice, Edit
 from surgeon.searches.goals import Goal, evenly
 from surgeon.searches.mixture import Mixture
-from surgeon.searches.proposer import ADDITIVE, SECOND_ORDER, SOURCES, WINDOW, Proposer
+from surgeon.searches.proposer import Proposer
 from surgeon.searches.spaces import Searched, parse_spaces
 from surgeon.searches.terms import Terms
 from surgeon.searches.trial import MeasuredProgram, Proposal, Trial

@@ -60,103 +60,87 @@
     return (percent < 0 ? "−" : "+") + Math.abs(percent).toFixed(Math.abs(percent) < 10 ? 1 : 0) + "%";
   }
 
+  // What is pointed at in a drawing, or chosen by arrow keys, says its values. `near` finds it at a place, `beside` by a
+  // step across and down from the last one, `mark` shows which it is and returns what is said of it and where.
+  function speaking(svg, { near, beside, mark, unmark }) {
+    let current = null;
+    function choose(found, x, y) {
+      unmark(current);
+      current = found ?? null;
+      if (current === null) return hideTip();
+      const { lines, box } = mark(current);
+      showTip(lines, x ?? box.right, y ?? box.bottom);
+    }
+    const point = (event) => choose(near(event.clientX, event.clientY), event.clientX, event.clientY);
+    const moves = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
+    svg.setAttribute("tabindex", "0");
+    svg.addEventListener("pointermove", point);
+    svg.addEventListener("pointerdown", point);
+    svg.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") choose(null); });
+    svg.addEventListener("blur", () => choose(null));
+    svg.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") return choose(null);
+      const move = moves[event.key];
+      if (!move) return;
+      event.preventDefault();
+      const next = beside(current, ...move);
+      if (next !== undefined) choose(next);
+    });
+  }
+
   for (const drawing of document.querySelectorAll("[data-cells]")) {
     const svg = drawing.querySelector("svg");
     const here = svg.querySelector(".here");
     const { left, top, w, h, across, down } = Object.fromEntries(Object.entries(svg.dataset).map(([k, v]) => [k, Number(v)]));
-    let cells = null, byPlace = null, current = -1;
-
-    function load() {
-      if (cells) return;
-      cells = JSON.parse(document.getElementById(drawing.dataset.cells).textContent);
-      byPlace = new Map(cells.at.map((place, index) => [place, index]));
+    let cells = null, byPlace = null;
+    function at(column, row) {
+      cells ??= JSON.parse(document.getElementById(drawing.dataset.cells).textContent);
+      byPlace ??= new Map(cells.at.map((place, index) => [place, index]));
+      const place = row * across + column;
+      return column >= 0 && row >= 0 && column < across && row < down && byPlace.has(place) ? place : undefined;
     }
-
-    function select(row, column, x, y) {
-      load();
-      const index = byPlace.get(row * across + column);
-      if (index === undefined || row < 0 || column < 0 || row >= down || column >= across) return leave();
-      current = row * across + column;
-      here.setAttribute("x", left + column * w);
-      here.setAttribute("y", top + row * h);
-      here.setAttribute("visibility", "visible");
-      if (x === undefined) {
-        const box = here.getBoundingClientRect();
-        x = box.right;
-        y = box.bottom;
-      }
-      showTip(describe(cells, index), x, y);
-    }
-
-    function leave() {
-      here.setAttribute("visibility", "hidden");
-      hideTip();
-    }
-
-    function point(event) {
-      const at = new DOMPoint(event.clientX, event.clientY).matrixTransform(svg.getScreenCTM().inverse());
-      select(Math.floor((at.y - top) / h), Math.floor((at.x - left) / w), event.clientX, event.clientY);
-    }
-
-    const moves = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
-    svg.addEventListener("pointermove", point);
-    svg.addEventListener("pointerdown", point);
-    svg.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") leave(); });
-    svg.addEventListener("blur", leave);
-    svg.addEventListener("keydown", (event) => {
-      if (event.key === "Escape") return leave();
-      const move = moves[event.key];
-      if (!move) return;
-      event.preventDefault();
-      load();
-      if (current < 0) current = cells.at[0];
-      else {
-        const row = Math.floor(current / across) + move[0], column = (current % across) + move[1];
-        if (!byPlace.has(row * across + column) || column < 0 || column >= across) return;
-        current = row * across + column;
-      }
-      select(Math.floor(current / across), current % across);
+    speaking(svg, {
+      near(x, y) {
+        const inside = new DOMPoint(x, y).matrixTransform(svg.getScreenCTM().inverse());
+        return at(Math.floor((inside.x - left) / w), Math.floor((inside.y - top) / h));
+      },
+      beside(place, right, below) {
+        if (place !== null) return at((place % across) + right, Math.floor(place / across) + below);
+        at(0, 0);
+        return cells.at[0];
+      },
+      mark(place) {
+        here.setAttribute("x", left + (place % across) * w);
+        here.setAttribute("y", top + Math.floor(place / across) * h);
+        here.setAttribute("visibility", "visible");
+        return { lines: describe(cells, byPlace.get(place)), box: here.getBoundingClientRect() };
+      },
+      unmark: () => here.setAttribute("visibility", "hidden"),
     });
   }
 
-  // Points of charts: the browser's own slow titles become the page's, and reach touch and the keyboard.
-  for (const mark of document.querySelectorAll(".chart .mark > title")) {
-    const owner = mark.parentElement;
-    owner.dataset.tip = mark.textContent;
-    mark.remove();
-  }
-  for (const drawing of document.querySelectorAll(".chart .drawing svg")) {
-    let near = null;
-    function choose(mark, x, y) {
-      if (near) near.classList.remove("at");
-      near = mark;
-      if (!mark) return hideTip();
-      mark.classList.add("at");
-      const box = mark.getBoundingClientRect();
-      showTip([{ text: mark.dataset.tip }], x ?? box.right, y ?? box.bottom);
-    }
-    function nearest(event) {
-      let best = null, least = 30 * 30;
-      for (const mark of drawing.querySelectorAll("[data-tip]")) {
-        const box = mark.getBoundingClientRect();
-        const far = (box.x + box.width / 2 - event.clientX) ** 2 + (box.y + box.height / 2 - event.clientY) ** 2;
-        if (far < least) [best, least] = [mark, far];
-      }
-      choose(best, event.clientX, event.clientY);
-    }
-    drawing.addEventListener("pointermove", nearest);
-    drawing.addEventListener("pointerdown", nearest);
-    drawing.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") choose(null); });
-    drawing.setAttribute("tabindex", "0");
-    drawing.addEventListener("blur", () => choose(null));
-    drawing.addEventListener("keydown", (event) => {
-      const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
-      if (event.key === "Escape") return choose(null);
-      if (!step) return;
-      event.preventDefault();
-      const marks = [...drawing.querySelectorAll("[data-tip]")];
-      const place = near ? marks.indexOf(near) + step : 0;
-      if (marks[place]) choose(marks[place]);
+  for (const svg of document.querySelectorAll(".chart .drawing svg")) {
+    // The browser's own titles come late, and neither to touch nor to the keyboard.
+    const marks = [...svg.querySelectorAll(".mark")];
+    const tips = new Map(marks.map((one) => [one, one.querySelector("title").textContent]));
+    for (const one of marks) one.replaceChildren();
+    if (!marks.length) continue;
+    speaking(svg, {
+      near(x, y) {
+        let best = null, least = 30 * 30;
+        for (const one of marks) {
+          const box = one.getBoundingClientRect();
+          const far = (box.x + box.width / 2 - x) ** 2 + (box.y + box.height / 2 - y) ** 2;
+          if (far < least) [best, least] = [one, far];
+        }
+        return best;
+      },
+      beside: (one, right, below) => marks[one === null ? 0 : marks.indexOf(one) + right + below],
+      mark(one) {
+        one.classList.add("at");
+        return { lines: [{ text: tips.get(one) }], box: one.getBoundingClientRect() };
+      },
+      unmark: (one) => one?.classList.remove("at"),
     });
   }
   addEventListener("scroll", hideTip, { passive: true });
