@@ -37,7 +37,8 @@ from surgeon.runtime.worker.worker import complete
 SUBLAYER, NORM, READING, WRITING, ATTENDING = "sublayer", "norm", "reading", "writing", "attending"
 STARTING, WAITING = "starting", "waiting"  # of the collectives of steps
 EMBEDDING, HEAD, BEST = "embedding", "head", "best"
-EMPTY_CALLS = 2000  # to find out what timing itself takes
+EMPTY_CALLS, TURNS = 100, 20  # to find out what timing itself takes: the least of some turns
+LEFT = 0.02  # of a time, at least, when those that timing took are taken off it
 
 
 @dataclass(frozen=True)
@@ -88,10 +89,13 @@ class Stopwatch:
         self._events: list[tuple[str, Any, Any]] = []
         self.own = 0.0
         nothing = self.wrap("nothing", lambda: None)
-        for _ in range(EMPTY_CALLS):
-            nothing()
-        seconds, times = self.take().pop("nothing")
-        self.own = seconds / times
+        found = []
+        for _ in range(TURNS):  # other work interrupts some of them, each by more than many calls take
+            for _ in range(EMPTY_CALLS):
+                nothing()
+            seconds, times = self.take().pop("nothing")
+            found.append(seconds / times)
+        self.own = min(found)
 
     def wrap(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """The same function, every call of which is timed."""
@@ -126,7 +130,10 @@ class Stopwatch:
         return timed
 
     def take(self) -> dict[str, tuple[float, int]]:
-        """Seconds without those that timing takes, and how often, since the last time this was asked."""
+        """Seconds without those that timing takes, and how often, since the last time this was asked.
+
+        A little of each is left, though a short time that is often measured may be less than timing usually takes.
+        """
         if self._events:
             torch.cuda.synchronize(self.device)
             for name, first, last in self._events:
@@ -134,7 +141,10 @@ class Stopwatch:
                 total[0] += first.elapsed_time(last) / 1e3
                 total[1] += 1
             self._events.clear()
-        found = {name: (seconds - times * self.own, int(times)) for name, (seconds, times) in self.totals.items()}
+        found = {
+            name: (max(seconds - times * self.own, LEFT * seconds), int(times))
+            for name, (seconds, times) in self.totals.items()
+        }
         self.totals.clear()
         return found
 

@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgeon.cost.dissect import DissectedEngine
+from surgeon.cost.dissect import EMPTY_CALLS, LEFT, DissectedEngine, Stopwatch
 from surgeon.runtime.batching.sequence import Row, Wanted
 from surgeon.runtime.comm.collectives import Alone
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.model.layers import FeedForward
 from surgeon.runtime.plan.checks import make_plan
+from tests.clock import HandClock
 from tests.tiny_models import save_checkpoint
 
 
@@ -36,3 +37,28 @@ def test_all_tokens_of_a_prompt_go_through_all_sublayers(tmp_path: Path, monkeyp
     layers = len(widths) // 2
     assert widths == [4] * (layers - 1) + [1] + [4] * layers
     torch.testing.assert_close(*found)
+
+
+class Busy(HandClock):
+    """Every look at it takes a second; now and then something else has the processor for long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looks = 0
+
+    def perf_counter(self) -> float:
+        self.looks += 1
+        self.seconds += 1 if self.looks % (5 * EMPTY_CALLS) else 10_000
+        return self.seconds
+
+
+def test_what_timing_takes_is_not_what_interrupts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Busy()
+    monkeypatch.setattr("surgeon.cost.dissect.time", clock)
+    watch = Stopwatch(torch.device("cpu"))
+    assert watch.own == 1
+    watch.wrap("long", lambda: clock.sleep(5))()
+    watch.add("short", 0.5)
+    watch.add("short", 0.75)
+    assert watch.take() == {"long": (5, 1), "short": (pytest.approx(LEFT * 1.25), 2)}
+    assert watch.take() == {}

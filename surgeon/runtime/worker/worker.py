@@ -73,20 +73,18 @@ def load(rank: Rank, plan: Plan, name: str = ENGINE) -> None:
 
 
 def keep(rank: Rank, name: str, engine: RankEngine) -> None:
-    """Keep an engine under a name on its rank."""
+    """Keep an engine under a name on its rank, and spare passes the walks of Python's garbage collector through it."""
+    if name in rank.kept:
+        unload(rank, name)
     rank.kept[name] = engine
-    _settle()
+    gc.collect()
+    gc.freeze()
 
 
 def unload(rank: Rank, name: str = ENGINE) -> None:
     """Runs on a rank: forget an engine."""
     del rank.kept[name]
-    _settle()
-
-
-def _settle() -> None:
-    """Free what is no longer needed, and spare passes the walks of Python's garbage collector through what stays."""
-    gc.unfreeze()
+    gc.unfreeze()  # an engine refers to itself, and is looked for among all that there is
     gc.collect()
     gc.freeze()
 

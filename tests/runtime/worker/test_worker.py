@@ -24,6 +24,8 @@ class Engine:
 def rank() -> Iterator[Any]:
     yield SimpleNamespace(kept={})
     gc.unfreeze()
+    gc.collect()
+    gc.freeze()  # as for all tests (tests/conftest.py)
 
 
 def kept(rank: Any, name: str) -> weakref.ref[Engine]:
@@ -36,6 +38,13 @@ def test_passes_are_spared_walks_through_what_is_kept(rank: Any) -> None:
     engine = kept(rank, "one")
     assert engine() is rank.kept["one"]
     assert not any(each is engine() for each in gc.get_objects())
+
+
+def test_an_engine_that_another_replaces_is_freed(rank: Any) -> None:
+    first, second = kept(rank, "one"), kept(rank, "one")
+    assert first() is None
+    assert second() is rank.kept["one"]
+    assert not any(each is second() for each in gc.get_objects())
 
 
 def test_an_engine_that_is_unloaded_is_freed_and_others_stay(rank: Any) -> None:
