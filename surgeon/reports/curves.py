@@ -102,7 +102,7 @@ def _finish(figure: Figure, axes: Axes, cells: pd.DataFrame, base: float, cap: f
     beyond = int((cells["perplexity"] > end).sum())
     if beyond:
         text = f"{beyond} of {len(cells)} stretches lie above (hollow)"
-        axes.text(0.99, 0.98, text, ha="right", va="top", fontsize=8, color="#666666", transform=axes.transAxes,
+        axes.text(0.99, 0.95, text, zorder=5, ha="right", va="top", fontsize=8, color=SOFT, transform=axes.transAxes,
                   bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5})  # fmt: skip
     edges = np.arange(len(hues) + 1) - 0.5
     bar = figure.colorbar(

@@ -20,6 +20,7 @@ from surgeon.language.operations.declare import HEATMAPS
 from surgeon.reports.drawing import save
 from surgeon.reports.maps import MARKED, colour_bar, damage_scale, draw_map, label_map
 from surgeon.reports.scale import CAP, damage, largest_shown, ratio_of
+from surgeon.words import allowance
 
 _PANELS_IN_A_ROW = 5
 
@@ -138,7 +139,7 @@ def _colour_bar(figure: Figure, axes: list[Axes], scale: Normalize, capped: bool
     bar.set_ticks(ticks, labels=[f"{tick:.3g}" for tick in ticks])
     bar.minorticks_off()
     beyond = f" (pale: beyond {end / base:.3g} times the base)" if capped else ""
-    bar.set_label(f"perplexity{beyond}", fontsize=9)
+    bar.set_label(f"perplexity, line: {allowance(MARKED)}{beyond}", fontsize=9)
 
 
 def _side(num_layers: int) -> float:
