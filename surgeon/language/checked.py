@@ -70,4 +70,4 @@ def _entries(kind: Any, loc: tuple[Any, ...]) -> list[str]:
         if key is not None:
             inside = get_args(kind)  # of a list or a mapping, whose values come last
             kind = next(each for each in reversed(inside) if each is not ...) if inside else get_type_hints(kind)[key]
-    return list(getattr(kind, "model_fields", None) or kind.__dataclass_fields__)
+    return list(getattr(kind, "model_fields", None) or get_type_hints(kind))
