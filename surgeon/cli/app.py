@@ -8,6 +8,7 @@ import select
 import sys
 import traceback
 import warnings
+from functools import cache
 from itertools import pairwise
 from typing import Annotated, Any
 
@@ -107,7 +108,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not debug:
         quiet_libraries()
     try:
-        code = typer.main.get_command(app).main(args=arguments, prog_name="surgeon", standalone_mode=False)
+        code = _command(app).main(args=arguments, prog_name="surgeon", standalone_mode=False)
         if sys.stdout is not None:
             sys.stdout.flush()
     except (KeyboardInterrupt, typer.Abort):
@@ -123,6 +124,12 @@ def main(arguments: list[str] | None = None) -> int:
         below = "\n" if sys.stderr is not None and sys.stderr.isatty() else ""  # the terminal has written ^C
         _say(below + explain_interruption("".join(arguments[:1]), _output_of(arguments)).line)
     return code if isinstance(code, int) else 0
+
+
+@cache
+def _command(commands: typer.Typer) -> Any:
+    """What typer makes of all commands, once in a process."""
+    return typer.main.get_command(commands)
 
 
 def quiet_libraries() -> None:

@@ -11,7 +11,7 @@ from surgeon.models.edit import check_layers
 from surgeon.models.families import Family, Projection, family_of
 from surgeon.models.weights import require_sliceable, unit_bounds
 from surgeon.models.weights.layout import Units
-from surgeon.runtime.plan.division import check_division
+from surgeon.runtime.plan.division import check_division, why_not
 from surgeon.runtime.plan.specification import Plan
 
 _NOWHERE = Path()  # no checkpoint
@@ -123,6 +123,10 @@ class ModelShapes:
     def position_rows(self) -> int:
         """Rows of a learned position embedding, 0 without one."""
         return self.positions + self.family.position_offset if self.family.position_embedding else 0
+
+    def divides(self, program: Program, ranks: int) -> bool:
+        """Whether heads and neurons divide among so many ranks."""
+        return why_not(_different(program), self.units, ranks) is None
 
     def plan(self, program: Program, ranks: int, max_tokens: int, dtype: str, low_rank: Any, kv: Any) -> Plan:
         """What ranks would be told of this model: as `make_plan` has it, of a checkpoint that is there.

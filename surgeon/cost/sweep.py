@@ -132,6 +132,8 @@ def ranks_with_room(cell: SweepCell, hardware: Hardware) -> Iterator[int]:
             return
         try:
             program = cell.costed.program(ranks)
+            if not cell.costed.shapes.divides(program, ranks):  # without looking for numbers that would do
+                continue
             length = cell.workload.prompt + cell.workload.new
             plan = cell.costed.shapes.plan(program, ranks, length, _dtype(cell), "auto", cell.deployment.kv)
         except ValueError:

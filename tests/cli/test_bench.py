@@ -122,7 +122,7 @@ def measuring_ranks(command: subprocess.Popen[str]) -> list[psutil.Process]:
 
     def compute() -> bool:
         ranks = warm.ranks_of(command.pid)
-        return len(ranks) == 2 and ranks[1].cpu_times().user > 1
+        return len(ranks) == 2 and ranks[1].cpu_times().user > 0.4
 
     wait_until(compute)
     return warm.ranks_of(command.pid)

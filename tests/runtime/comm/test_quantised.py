@@ -20,6 +20,7 @@ from surgeon.runtime.worker.ranks import RankOptions, Ranks
 from surgeon.runtime.worker.worker import load
 from tests.runtime import on_ranks
 from tests.runtime.comm import on_collectives
+from tests.selection import case
 from tests.tiny_models import VOCABULARY, damage, save_checkpoint, tiny_model
 
 KINDS: list[Compression] = ["int8", "int4"]
@@ -164,6 +165,7 @@ def test_ranks_started_with_a_compression(wide: Path) -> None:
     assert divergence(logits[None], logits["int8"]) < divergence(logits[None], logits["int4"]) / 10
 
 
+@pytest.mark.parametrize("ranks", [case(("gloo", 2), default=True), case(("shm", 4), default=False)], indirect=True)
 def test_the_cost_for_a_model(ranks: Ranks, wide: Path) -> None:
     """Against logits of ranks that were started with the compression, compared by hand."""
     number = len(ranks.pids)

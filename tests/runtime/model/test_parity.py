@@ -80,13 +80,16 @@ CASES = [
 ]
 WAYS = [(1, "gloo"), (2, "gloo"), (4, "gloo"), (4, "shm")]
 # What a rank computes does not depend on how it is connected, so that two families do, whose layers reduce differently.
-# By default llama runs every program on two ranks and on four, and a family every program in one of the three ways.
+# By default llama runs every program on two ranks and on four. What is a family's own is how its sublayers compute and
+# are cut: it runs its own layers and some other programs, others in each way, so that a few families run each of them.
 ON_WAYS = [
     case(
         way,
         family,
         name,
-        default=(family == "llama" and way in ((2, "gloo"), (4, "shm"))) or (WAYS.index(way) + at) % 3 == 0,
+        default=(family == "llama" and way in ((2, "gloo"), (4, "shm")))
+        or (name == "dense" and way[0] > 1)
+        or (WAYS.index(way) + at) % (3 if family == "gemma2" else 9) == 0,  # whose norms lie behind its sublayers
         id=f"{way[1]}{way[0]}-{family}-{name}",
     )
     for way in WAYS
@@ -168,7 +171,11 @@ def test_logits_and_counts(
         assert all(count.all_gathers == 0 for count in counts)
 
 
-@pytest.mark.parametrize("vocabulary", [5, VOCABULARY])
+@pytest.mark.parametrize(
+    ("ranks", "vocabulary"),
+    [case(way, size, default=(way[0] == 4) == (size == 5)) for size in (5, VOCABULARY) for way in WAYS],
+    indirect=["ranks"],
+)
 def test_greedy_tokens(vocabulary: int, ranks: Ranks, tmp_path: Path) -> None:
     """Of five rows of an embedding on four ranks, the last one has none."""
     model = tiny_model("llama", vocab_size=vocabulary)

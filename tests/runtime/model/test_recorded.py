@@ -37,6 +37,7 @@ from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.ranks import RankOptions, Ranks
 from tests.runtime.model.test_static_decode import PROGRAMS as WHOLE
 from tests.runtime.on_ranks import continued_both_ways
+from tests.selection import case
 from tests.tiny_models import tiny_model
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 128}
@@ -296,7 +297,11 @@ ON_RANKS += [("wide llama", "factors", way) for way in ("gather", "replicate")]
 ON_RANKS += [("wide qwen2", "factors of many columns", "base"), ("wide gemma2", "factors of pairs", "gather")]
 
 
-@pytest.mark.parametrize(("family", "name", "way"), ON_RANKS)
+@pytest.mark.parametrize(
+    ("several", "family", "name", "way"),
+    [case(count, *each, default=(at + count // 2) % 2 == 1) for count in (2, 4) for at, each in enumerate(ON_RANKS)],
+    indirect=["several"],
+)
 def test_the_same_bits_on_ranks(
     family: str, name: str, way: str, several: tuple[int, Ranks], folders: Callable[[str], Path]
 ) -> None:

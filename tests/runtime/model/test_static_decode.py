@@ -381,7 +381,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
 ON_RANKS = [
     case(1, "dense", default=True),
-    *(case(1, program, default=program == "tracks") for program in ("ladder over LP", "fork", "tracks")),
+    *(case(1, program, default=False) for program in ("ladder over LP", "fork", "tracks")),
     *(case(2, program, default=program == "ladder over LP") for program in ("ladder over LP", "fork", "tracks")),
 ]
 

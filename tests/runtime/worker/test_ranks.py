@@ -21,6 +21,7 @@ from surgeon.memory import HUGE_PAGES
 from surgeon.runtime.worker import rank
 from surgeon.runtime.worker.ranks import RankFailed, RankOptions, Ranks
 from surgeon.threads import threads_per_rank
+from tests import warm
 from tests.runtime import on_ranks
 from tests.waiting import PATIENCE, wait_until
 
@@ -173,7 +174,8 @@ with Ranks(RankOptions(2)) as ranks:
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGINT"])
 def test_ranks_end_with_the_process_that_started_them(name: str, own_temporary_folder: Path) -> None:
-    starter = subprocess.Popen(
+    start = {"SIGKILL": warm.ColdPopen, "SIGINT": warm.Popen}[name]  # one of them as users do
+    starter = start(
         [sys.executable, "-c", STARTER], cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
     assert starter.stdout is not None

@@ -72,8 +72,7 @@ def test_one_worker(address: str, together: int, tmp_path: Path, expected: list[
     assert list(study(address, tmp_path).run(propose, counted, together)) == []
 
 
-@on_both
-def test_several_workers_find_what_one_does(
+def test_several_workers_find_what_one_does(  # in both storages those do of which some are killed
     address: str, tmp_path: Path, expected: list[tuple[int, str, float]]
 ) -> None:
     log = tmp_path / "log"
