@@ -17,6 +17,7 @@ import importlib
 import json
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -215,6 +216,7 @@ def modules_for(code: str) -> tuple[str, ...]:
 def become(request: Request, descriptors: Sequence[int]) -> NoReturn:
     """Go on as the command."""
     code: Any = 1
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which whoever started the tests may have ignored
     try:
         if request.own_group:
             os.setpgid(0, 0)
