@@ -108,7 +108,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not debug:
         quiet_libraries()
     try:
-        code = _command(app).main(args=arguments, prog_name="surgeon", standalone_mode=False)
+        code = _built(app).main(args=arguments, prog_name="surgeon", standalone_mode=False)
         if sys.stdout is not None:
             sys.stdout.flush()
     except (KeyboardInterrupt, typer.Abort):
@@ -127,7 +127,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 @cache
-def _command(commands: typer.Typer) -> Any:
+def _built(commands: typer.Typer) -> Any:
     """What typer makes of all commands, once in a process."""
     return typer.main.get_command(commands)
 

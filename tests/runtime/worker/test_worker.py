@@ -24,7 +24,6 @@ class Engine:
 def rank() -> Iterator[Any]:
     yield SimpleNamespace(kept={})
     gc.unfreeze()
-    gc.collect()
     gc.freeze()  # as for all tests (tests/conftest.py)
 
 
