@@ -60,7 +60,16 @@ def test_how_it_ends(start: type[subprocess.Popen[str]], code: str) -> None:
     assert (process.returncode, said[len(said) - len(end) :]) == (expected, end)
 
 
-def test_ctrl_c_reaches_it() -> None:
+@pytest.mark.parametrize("blocked", [False, True])
+def test_ctrl_c_reaches_it(blocked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where the first fork was asked for while signals were blocked, as multiprocessing's resource tracker is."""
+    if blocked:
+        monkeypatch.setattr(warm, "FORKS", warm.Forks())
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
+        try:
+            warm.Popen([sys.executable, "-c", "pass"]).wait(PATIENCE)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
     code = "import time; print('ready', flush=True); time.sleep(60)"
     process = warm.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None

@@ -216,7 +216,6 @@ def modules_for(code: str) -> tuple[str, ...]:
 def become(request: Request, descriptors: Sequence[int]) -> NoReturn:
     """Go on as the command."""
     code: Any = 1
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which whoever started the tests may have ignored
     try:
         if request.own_group:
             os.setpgid(0, 0)
@@ -286,4 +285,6 @@ def _end(code: Any) -> NoReturn:
 
 
 if __name__ == "__main__":
+    # The first who asks may be multiprocessing about to start its resource tracker, which blocks Ctrl-C meanwhile.
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     serve(socket.socket(fileno=int(sys.argv[1])))
