@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from surgeon.checkpoint.config_only import CONFIG, read_config_only
 from surgeon.checkpoint.forms import Form, form_of
 from surgeon.checkpoint.load import device_map_for, load, read_config, stored_program
-from surgeon.checkpoint.read import DEMO, Checkpoint, locate, read_json
+from surgeon.checkpoint.read import Checkpoint, locate, read_json
 from surgeon.errors import did_you_mean
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe, parse_recipe, read_document
 from surgeon.models.edit import check_layers, edit
 from surgeon.models.families import Family, family_of
 from surgeon.models.recipe_program import recipe_program
+from surgeon.models.shapes import ModelShapes
 from surgeon.models.weights import FactorSource, ModelWeights
 from surgeon.named import is_program, is_recipe, name_of, on_disk
 from surgeon.provenance import provenance
@@ -34,18 +36,21 @@ DEVICES = ("auto", "cpu", "cuda")
 class Model:
     """A model by its files: its configuration and the headers of its weights have been read, and nothing else.
 
+    Or by its configuration alone (`open_model` with `weights=False`, `Model.of_config`): then what needs more of it
+    raises ValueError.
+
     Attributes:
         name: as the user named it: a folder, a hub name, or "demo".
-        checkpoint: its files, with the headers of its weights.
+        files: with the headers of its weights; None of a model known by its configuration alone.
         config: as `transformers` reads it.
         own: the program that an edited or native-track checkpoint runs; None where it runs its layers one after the
             other.
     """
 
     name: str
-    checkpoint: Checkpoint
+    files: Checkpoint | None
     config: Any
-    own: Program | None
+    own: Program | None = None
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, name: str) -> Model:
@@ -58,8 +63,32 @@ class Model:
         family_of(config)
         return cls(name, checkpoint, config, stored_program(checkpoint))
 
+    @classmethod
+    def of_config(cls, config: Any, name: str, own: Program | None = None) -> Model:
+        """A model of which nothing is known but a `transformers` configuration.
+
+        Raises:
+            ValueError: if its architecture is not supported.
+        """
+        family_of(config)
+        return cls(name, None, config, own)
+
     def __repr__(self) -> str:
-        return f"<surgeon.Model {self.name}: {self.family.name}, {self.num_layers} layers, {self.form} form>"
+        stored = "configuration only" if self.files is None else f"{self.form} form"
+        return f"<surgeon.Model {self.name}: {self.family.name}, {self.num_layers} layers, {stored}>"
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """Its files, with the headers of its weights.
+
+        Raises:
+            ValueError: if it is known by its configuration alone.
+        """
+        if self.files is None:
+            raise ValueError(
+                f"{self.name} was opened by its configuration alone, and this needs its files; open it with its weights"
+            )
+        return self.files
 
     @property
     def folder(self) -> Path:
@@ -69,7 +98,11 @@ class Model:
     @property
     def label(self) -> str:
         """A short name for titles and tables."""
-        return self.name if self.name == DEMO else self.folder.resolve().name
+        there = on_disk(self.name)
+        if there is None:  # demo, or a name on the hub
+            return Path(self.name).name
+        there = there.resolve()
+        return (there.parent if there.name == CONFIG else there).name
 
     @property
     def public_name(self) -> str:
@@ -90,6 +123,15 @@ class Model:
     def family(self) -> Family:
         """Its architecture."""
         return family_of(self.config)
+
+    @cached_property
+    def shapes(self) -> ModelShapes:
+        """Its sizes, as its configuration says them.
+
+        Raises:
+            ValueError: if they fit no model.
+        """
+        return ModelShapes.of(self.label, self.config)
 
     @property
     def num_layers(self) -> int:
@@ -131,10 +173,11 @@ class Model:
         """The program that a recipe makes of it.
 
         Raises:
-            ValueError: as `recipe_program`; and if the recipe was made for another model.
+            ValueError: as `recipe_program`; and if the recipe was made for another model, as far as its weights are
+                there to tell.
         """
         made = recipe_program(recipe, self.config, self.own)
-        if recipe.weights is not None:
+        if recipe.weights is not None and self.files is not None:
             recipe.require_model(self.hash, self.checkpoint.weights_hash())
         return made
 
@@ -147,8 +190,12 @@ class Model:
         check_layers(program, self.num_layers)
 
 
-def open_model(name: str | Path) -> Model:
+def open_model(name: str | Path, weights: bool = True) -> Model:
     """`surgeon.open`: the model of a folder or a name on the hub, or "demo"; weights are not read.
+
+    Args:
+        weights: whether its weights have to be there. Without, a config.json will do, nothing else is fetched from the
+            hub, and a checkpoint in the fused form is the model that it was made of, under the program that it runs.
 
     Raises:
         FileNotFoundError: if there is no such model, or a file of it is missing.
@@ -158,7 +205,7 @@ def open_model(name: str | Path) -> Model:
     if is_recipe(text) or is_program(text):
         what = "a recipe" if is_recipe(text) else "a program"
         raise ValueError(f"{text} is {what}, which is applied to a model; open the model by its folder or name")
-    return Model.of(Checkpoint(locate(name)), text)
+    return Model.of(Checkpoint(locate(name)), text) if weights else Model(text, None, *read_config_only(text))
 
 
 @dataclass(frozen=True)

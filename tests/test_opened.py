@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 
 import surgeon
 from surgeon.cli.app import main
-from surgeon.opened import choose_device, open_edited
+from surgeon.language.recipe import parse_recipe
+from surgeon.opened import Model, choose_device, open_edited, open_model
 from tests.stored import configure
 
 PAIRED = "A0 F0 [A1 A2] [F1 F2] A3 F3"
@@ -106,3 +108,19 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (choose_device("auto"), choose_device("cpu")) == ("cuda", "cpu")
     with pytest.raises(ValueError, match="unknown device 'gpu'"):
         choose_device("gpu")
+
+
+def test_a_model_without_its_weights(tiny_checkpoint: Path, recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "alone").mkdir()
+    config = tmp_path / "alone" / "config.json"
+    config.write_bytes((tiny_checkpoint / "config.json").read_bytes())
+    alone, whole = open_model(config, weights=False), surgeon.open(tiny_checkpoint)
+    assert (alone.label, alone.program, alone.num_layers) == ("alone", whole.program, 4)
+    assert alone.shapes == replace(whole.shapes, name="alone")
+    assert str(alone.program_of(parse_recipe(recipe.read_text()))) == PAIRED
+    assert repr(alone) == f"<surgeon.Model {config}: Llama, 4 layers, configuration only>"
+    for asked in ("weights", "hash", "tokenizer", "checkpoint", "folder"):
+        with pytest.raises(ValueError, match=r"config\.json was opened by its configuration alone, and this needs"):
+            getattr(alone, asked)
+    described = Model.of_config(whole.config, "someone/small")
+    assert (described.label, described.own, described.shapes.heads) == ("small", None, whole.shapes.heads)

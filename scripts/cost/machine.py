@@ -47,10 +47,10 @@ from surgeon.cost.hardware_file import parse_hardware
 from surgeon.cost.predict import Deployment, Workload, predict
 from surgeon.cost.samples import Round, load_sampled, sample_exchanges, sample_passes
 from surgeon.cost.samples import loads as steps
-from surgeon.cost.shapes import ModelShapes
 from surgeon.demo import MODEL_FOLDER
 from surgeon.language.operations import fuse_attention_mlp, ladder, pair, tracks
 from surgeon.language.program import Program
+from surgeon.models.shapes import ModelShapes
 from surgeon.processes.files import write_text
 from surgeon.progress import progress
 from surgeon.provenance import versions

@@ -20,10 +20,11 @@ from scripts.cost.models import CONFIGS
 from scripts.cost.programs import LOW_RANK, program_of
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.hardware_file import load_hardware
+from surgeon.cost.plans import plan_on_paper
 from surgeon.cost.predict import Deployment, PassCost, PredictedRanks, Workload, predict
-from surgeon.cost.shapes import ModelShapes
 from surgeon.cost.work import Forward
 from surgeon.language.program import LayerShapes, Program
+from surgeon.models.shapes import ModelShapes
 
 Values = Mapping[str, float]
 _PARTS = ("seconds", "compute", "launches", "exposed", "communication")
@@ -145,7 +146,7 @@ class Predictor:
         shapes = shapes_of(run.model, layers)
         program = program_of(run.system, layers, layer_shapes_of(run.model))
         deployment = _deployment(run)
-        plan = shapes.plan(program, run.ranks, run.prompt + run.new, "bfloat16", deployment.low_rank, "full")
+        plan = plan_on_paper(shapes, program, run.ranks, run.prompt + run.new, "bfloat16", deployment.low_rank, "full")
         ranks = PredictedRanks(shapes, plan, hardware, deployment)
         if prefill:
             return Times.of(ranks.forward(Forward(run.batch, run.prompt), graphs=run.stack == "graphs"))

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 import surgeon
 from surgeon.checkpoint.read import Checkpoint, locate
 from surgeon.checkpoint.texts import open_tokenizer
-from surgeon.cost.shapes import ModelShapes
 from surgeon.language.program import Program
+from surgeon.models.shapes import ModelShapes
 from surgeon.quality.data import Windows, load_windows, window_for
 from surgeon.searches.edit import Choice, Edit, as_choice
 from surgeon.searches.evaluate import Evaluator

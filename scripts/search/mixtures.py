@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from surgeon.analysis.subject import open_subject
 from surgeon.cost.predict import Deployment, Workload
-from surgeon.cost.shapes import ModelShapes
+from surgeon.models.shapes import ModelShapes
 from surgeon.runtime.comm.link import parse_link
 from surgeon.searches.evaluate import Evaluator
 from surgeon.searches.limits import SearchBudget, parse_limits

@@ -26,8 +26,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from surgeon.analysis.subject import Subject, open_subject
 from surgeon.checkpoint.read import DEMO, locate
-from surgeon.cost.shapes import ModelShapes
 from surgeon.language.program import Program
+from surgeon.models.shapes import ModelShapes
 from surgeon.searches.edit import ADDITIVE, Choice
 from surgeon.searches.evaluate import Evaluator
 from surgeon.searches.limits import SearchBudget, parse_limits

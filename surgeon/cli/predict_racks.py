@@ -10,7 +10,7 @@ import typer
 if TYPE_CHECKING:
     from surgeon.cost.hardware import Hardware
     from surgeon.cost.racks import Update
-    from surgeon.cost.shapes import ModelShapes
+    from surgeon.models.shapes import ModelShapes
 
 _NOTE = """\
 Idle: of a rack without the head. MB: over each boundary between racks. In

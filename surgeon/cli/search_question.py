@@ -121,8 +121,8 @@ class SearchQuestion:
         Raises:
             ValueError: if there is no such space, the model can have none of its edits, or it is an edited one.
         """
-        from surgeon.cost.shapes import ModelShapes
         from surgeon.language.operations.within import require_whole_layers
+        from surgeon.models.shapes import ModelShapes
         from surgeon.searches.mixture import Mixture
         from surgeon.searches.spaces import Searched, parse_spaces
 

@@ -10,13 +10,13 @@ from typing import Literal
 from surgeon.cost.costed import Costed
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.predict import Deployment, Prediction, Workload
-from surgeon.cost.shapes import ModelShapes
 from surgeon.cost.sweep import SweepCell, sweep
 from surgeon.errors import did_you_mean
 from surgeon.language.operations.lowrank import lowrank
 from surgeon.language.operations.pair import pair
 from surgeon.language.operations.variants import DENSE, middle_layers, variant
 from surgeon.language.program import Program
+from surgeon.models.shapes import ModelShapes
 
 PAYS = 1.02  # times the dense program's speed: less is within what predictions miss by
 TRACK_DEPTH = 4

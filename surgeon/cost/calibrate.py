@@ -24,7 +24,7 @@ from surgeon.checkpoint.read import Checkpoint
 from surgeon.cost.fit import PRODUCTS, Figures, Fit, rising
 from surgeon.cost.hardware_file import parse_hardware
 from surgeon.cost.samples import Round, Typical, measure_ranks, merged, steps_of_measuring
-from surgeon.cost.shapes import ModelShapes
+from surgeon.models.shapes import ModelShapes
 from surgeon.provenance import command_line, versions
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.kept import is_static

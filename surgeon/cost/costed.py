@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from surgeon.checkpoint.config_only import CONFIG, read_config_only
-from surgeon.cost.shapes import ModelShapes
 from surgeon.language.operations.variants import DENSE, UPPER_BOUND, is_variant, middle_layers, variant
 from surgeon.language.program import Program
 from surgeon.language.recipe import read_recipe
 from surgeon.models.recipe_program import recipe_program
+from surgeon.models.shapes import ModelShapes
 from surgeon.named import is_program, is_recipe, on_disk
 
 _LONGEST_NAME = 18  # so that tables fit a terminal

@@ -14,9 +14,9 @@ from typing import NamedTuple
 from surgeon.cost.dissect import ATTENDING, BEST, EMBEDDING, HEAD, NORM, READING, STARTING, SUBLAYER, WAITING, WRITING
 from surgeon.cost.kernels import Kernel
 from surgeon.cost.samples import PROMPT, SHORT, SIZES, WHOLE, PassSample, Round
-from surgeon.cost.shapes import ModelShapes
 from surgeon.cost.work import Forward, RankWork
 from surgeon.language.program import Program
+from surgeon.models.shapes import ModelShapes
 from surgeon.runtime.plan.placement import rank_work
 from surgeon.runtime.plan.specification import Plan
 

@@ -10,10 +10,11 @@ from surgeon.cost.collectives import Wiring
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.kernels import RankSpeed
 from surgeon.cost.passes import PassCosts, Setting, one_token
+from surgeon.cost.plans import plan_on_paper
 from surgeon.cost.room import KEPT, Room, room
-from surgeon.cost.shapes import ModelShapes
 from surgeon.cost.work import Forward, GathersFirst, RankWork
 from surgeon.language.program import Program, Step
+from surgeon.models.shapes import ModelShapes
 from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.comm.link import Link
 from surgeon.runtime.comm.quantised import Compression
@@ -158,7 +159,7 @@ def predict(
     """
     dtype = deployment.dtype or shapes.dtype
     length = workload.prompt + workload.new
-    plan = shapes.plan(program, deployment.ranks, length, dtype, deployment.low_rank, deployment.kv)
+    plan = plan_on_paper(shapes, program, deployment.ranks, length, dtype, deployment.low_rank, deployment.kv)
     ranks = PredictedRanks(shapes, plan, hardware, deployment)
     prefill = ranks.forward(Forward(workload.batch, workload.prompt, asked=1), graphs=False)
     decode = _mean_decode(ranks, workload) if workload.new > 1 else None

@@ -14,8 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from surgeon.cost.hardware import Hardware
-from surgeon.cost.shapes import ModelShapes
 from surgeon.language.program import Program
+from surgeon.models.shapes import ModelShapes
 
 BACKWARD = 2  # a backward pass computes twice what a forward pass does
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from surgeon.cost.hardware import Hardware
-from surgeon.cost.shapes import ModelShapes
+from surgeon.models.shapes import ModelShapes
 from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.plan.memory import Footprint, footprint
 from surgeon.runtime.plan.specification import Plan

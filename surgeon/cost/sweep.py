@@ -9,6 +9,7 @@ from itertools import product
 
 from surgeon.cost.costed import Costed
 from surgeon.cost.hardware import Hardware
+from surgeon.cost.plans import divides, plan_on_paper
 from surgeon.cost.predict import Deployment, Prediction, Workload, predict
 from surgeon.cost.room import most_texts, room
 from surgeon.errors import did_you_mean
@@ -132,10 +133,10 @@ def ranks_with_room(cell: SweepCell, hardware: Hardware) -> Iterator[int]:
             return
         try:
             program = cell.costed.program(ranks)
-            if not cell.costed.shapes.divides(program, ranks):  # without looking for numbers that would do
+            if not divides(cell.costed.shapes, program, ranks):  # without looking for numbers that would do
                 continue
             length = cell.workload.prompt + cell.workload.new
-            plan = cell.costed.shapes.plan(program, ranks, length, _dtype(cell), "auto", cell.deployment.kv)
+            plan = plan_on_paper(cell.costed.shapes, program, ranks, length, _dtype(cell), "auto", cell.deployment.kv)
         except ValueError:
             continue
         if room(cell.costed.shapes, plan, hardware, cell.workload.batch, cell.workload.prompt).fits:

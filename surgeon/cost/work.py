@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from surgeon.cost.collectives import Operation
 from surgeon.cost.kernels import Kernel, Numbers
-from surgeon.cost.shapes import ModelShapes
 from surgeon.language.program import ATTENTION, Fork, Step, Sublayer
+from surgeon.models.shapes import ModelShapes
 from surgeon.runtime.model.outputs import summed_apart, summed_in_rank_space
 from surgeon.runtime.plan.kept import kept_ranks
 from surgeon.runtime.plan.placement import Group, Part, Work, computed_of

@@ -17,11 +17,12 @@ from functools import cached_property
 
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.hardware_file import load_hardware
+from surgeon.cost.plans import plan_on_paper
 from surgeon.cost.predict import Deployment, Workload, predict
-from surgeon.cost.shapes import ModelShapes
 from surgeon.cost.work import Forward, RankWork, Sent
 from surgeon.language.program import Fork, Node, Program, Step, Sublayer
 from surgeon.memory import show_size
+from surgeon.models.shapes import ModelShapes
 from surgeon.runtime.batching.windows import BLOCK_TOKENS
 from surgeon.runtime.plan.memory import footprint
 from surgeon.runtime.plan.placement import Group, Work, assigned_branches, rank_work
@@ -185,7 +186,7 @@ class Pricing:
 
     def _plan(self, program: Program, dtype: str | None = None) -> Plan:
         deployment, dtype = self.deployment, dtype or self.deployment.dtype or self.shapes.dtype
-        return self.shapes.plan(program, deployment.ranks, 1, dtype, deployment.low_rank, deployment.kv)
+        return plan_on_paper(self.shapes, program, deployment.ranks, 1, dtype, deployment.low_rank, deployment.kv)
 
     @property
     def _dense_program(self) -> Program:

@@ -9,10 +9,10 @@ from itertools import combinations
 
 import pytest
 
-from surgeon.cost.shapes import ModelShapes
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe, parse_recipe
 from surgeon.models.families import FAMILIES
+from surgeon.models.shapes import ModelShapes
 from surgeon.searches.edit import Choice, Edit, as_choice
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.spaces import SPACES, Searched, Space, parse_spaces

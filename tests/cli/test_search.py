@@ -19,11 +19,11 @@ from surgeon.cli.app import main
 from surgeon.cli.options import DATA_HELP
 from surgeon.cost.hardware_file import MACHINES, load_hardware
 from surgeon.cost.predict import Deployment, Workload, predict
-from surgeon.cost.shapes import ModelShapes
 from surgeon.language.program import Program
 from surgeon.language.recipe import read_recipe
 from surgeon.models.edit import program_of
 from surgeon.models.recipe_program import recipe_program
+from surgeon.models.shapes import ModelShapes
 from surgeon.searches import mixture
 from surgeon.searches.evaluate import Evaluator
 from surgeon.training.run import train

@@ -8,7 +8,7 @@ from transformers import AutoConfig
 
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.hardware_file import parse_hardware
-from surgeon.cost.shapes import ModelShapes
+from surgeon.models.shapes import ModelShapes
 
 ROUND = """\
 name: round

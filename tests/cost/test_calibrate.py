@@ -14,12 +14,13 @@ from surgeon.cost.fit import rising
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.hardware_file import parse_hardware
 from surgeon.cost.kernels import Kernel, RankSpeed
+from surgeon.cost.plans import plan_on_paper
 from surgeon.cost.predict import Deployment, Workload, predict
 from surgeon.cost.samples import EXCHANGES, SHORT, SIZES, WHOLE, PassSample, Round, loads
-from surgeon.cost.shapes import ModelShapes
 from surgeon.cost.work import Forward, RankWork
 from surgeon.language.operations import fuse_attention_mlp, ladder, pair
 from surgeon.language.program import Program
+from surgeon.models.shapes import ModelShapes
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.placement import rank_work
 from surgeon.runtime.plan.specification import Plan
@@ -120,7 +121,7 @@ class TrueMachine:
 def test_known_hardware_is_found_again_as_far_as_predictions_go() -> None:
     hardware, model = parse_hardware(TRUE), shapes(**WIDE)
     dense = Program.dense(4)
-    plans = {ranks: model.plan(dense, ranks, 480, "float32", "auto", "full") for ranks in (1, 2)}
+    plans = {ranks: plan_on_paper(model, dense, ranks, 480, "float32", "auto", "full") for ranks in (1, 2)}
     rounds = {ranks: [TrueMachine(hardware, model, plan).round()] * 3 for ranks, plan in plans.items()}
     found = parse_hardware(hardware_text("found", MachineCalibration(model, plans, ways=("shm",)), rounds))
     programs = [dense, pair(dense, range(4)), ladder(dense, range(4)), fuse_attention_mlp(dense, range(4))]
@@ -135,7 +136,7 @@ def test_known_hardware_is_found_again_as_far_as_predictions_go() -> None:
 
 def test_figures_are_medians_between_the_least_and_the_largest() -> None:
     hardware, model = parse_hardware(TRUE), shapes(**WIDE)
-    plan = model.plan(Program.dense(4), 1, 480, "float32", "auto", "full")
+    plan = plan_on_paper(model, Program.dense(4), 1, 480, "float32", "auto", "full")
     right = TrueMachine(hardware, model, plan).round()
     rounds = [_times(right, factor) for factor in (1.0, 1.5, 4.0)]
     text = hardware_text("found", MachineCalibration(model, {1: plan}, rounds=3, ways=("shm",)), {1: rounds})
@@ -196,7 +197,7 @@ def test_one_rank_is_among_those_measured_and_none_is_named_twice(ranks: list[in
 
 def test_what_ranks_wait_longer_the_more_they_compute_counts_as_computing() -> None:
     hardware, model = parse_hardware(TRUE), shapes(**WIDE)
-    plans = {ranks: model.plan(Program.dense(4), ranks, 480, "float32", "auto", "full") for ranks in (1, 2)}
+    plans = {ranks: plan_on_paper(model, Program.dense(4), ranks, 480, "float32", "auto", "full") for ranks in (1, 2)}
     alone, two = (TrueMachine(hardware, model, plan).round() for plan in plans.values())
     two.passes = [_waiting(each, min(two.waiting.values()) + 1e-4, 0.5) for each in two.passes]
     calibration = MachineCalibration(model, plans, rounds=1, ways=("shm",))

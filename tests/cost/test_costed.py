@@ -12,8 +12,9 @@ import pytest
 
 from surgeon.checkpoint.config_only import read_config_only
 from surgeon.cost.costed import apart, open_costed
-from surgeon.cost.shapes import ModelShapes
+from surgeon.cost.plans import plan_on_paper
 from surgeon.language.program import Program
+from surgeon.models.shapes import ModelShapes
 from tests.cost.examples import SIZES, shapes
 
 
@@ -63,7 +64,7 @@ def test_a_program_of_nothing_is_not_the_models_own(tmp_path: Path) -> None:
     for text in ("", " "):
         (one,) = open_costed(str(folder(tmp_path / "small")), [], program=text)
         with pytest.raises(ValueError, match="the program is empty: it has no steps"):
-            one.shapes.plan(one.program(1), 1, max_tokens=8, dtype="float32", low_rank="gather", kv="full")
+            plan_on_paper(one.shapes, one.program(1), 1, 8, "float32", "gather", "full")
 
 
 def test_a_program_that_a_checkpoint_has(tmp_path: Path) -> None:

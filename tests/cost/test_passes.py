@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from surgeon.cost.plans import plan_on_paper
 from surgeon.cost.predict import Deployment, PredictedRanks
-from surgeon.cost.shapes import ModelShapes
 from surgeon.cost.work import Forward
 from surgeon.language.program import Program
 from surgeon.models.families import family_of
+from surgeon.models.shapes import ModelShapes
 from surgeon.models.weights import ModelWeights, NamedTensors
 from surgeon.runtime.comm.collectives import Collectives, Counts
 from surgeon.runtime.comm.quantised import Compressed, Compression
@@ -80,7 +81,7 @@ def check(
     config = AutoConfig.for_model(model, **SIZES)
     deployment = Deployment(count, compress=compress, low_rank=low_rank)
     shapes = ModelShapes.of(model, config)
-    plan = shapes.plan(Program.parse(program), count, 8, "float32", low_rank, "full")
+    plan = plan_on_paper(shapes, Program.parse(program), count, 8, "float32", low_rank, "full")
     ranks = PredictedRanks(shapes, replace(plan, activation="silu"), hardware(), deployment)
     predicted = ranks.forward(Forward(1, TOKENS), graphs=False)
     assert predicted.layers == counted(config, ranks, 0, compress)
@@ -93,7 +94,9 @@ def counted_bytes(program: str, count: int, low_rank: LowRankMode) -> int:
     """What a rank of the runtime counts for one token."""
     config = AutoConfig.for_model("llama", **SIZES)
     shapes = ModelShapes.of("llama", config)
-    plan = replace(shapes.plan(Program.parse(program), count, 8, "float32", low_rank, "full"), activation="silu")
+    plan = replace(
+        plan_on_paper(shapes, Program.parse(program), count, 8, "float32", low_rank, "full"), activation="silu"
+    )
     ranks = PredictedRanks(shapes, plan, hardware(), Deployment(count, low_rank=low_rank))
     return counted(config, ranks, 0, None).bytes // TOKENS
 

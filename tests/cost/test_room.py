@@ -12,9 +12,10 @@ import pytest
 from surgeon.checkpoint.load import read_config
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.cost.hardware import RankShare
+from surgeon.cost.plans import plan_on_paper
 from surgeon.cost.room import most_texts, room
-from surgeon.cost.shapes import ModelShapes
 from surgeon.language.program import Program
+from surgeon.models.shapes import ModelShapes
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.memory import footprint
 from tests.cost.examples import hardware, shapes
@@ -28,14 +29,14 @@ def test_a_configuration_says_what_a_checkpoint_does(
     tiny_model(family).save_pretrained(tmp_path)
     of = ModelShapes.of("tiny", read_config(Checkpoint(tmp_path)))
     plan = make_plan(tmp_path, ranks, 32, program)
-    own = of.plan(Program.parse(program), ranks, 32, "float32", "auto", "full")
+    own = plan_on_paper(of, Program.parse(program), ranks, 32, "float32", "auto", "full")
     assert footprint(own, of) == footprint(plan)
     assert [of.matrix(one, "q" if one.kind == "A" else "up").shape for one in Program.parse(program).sublayers()]
 
 
 def test_what_a_rank_needs_by_hand() -> None:
     small = shapes()
-    plan = small.plan(Program.dense(4), 2, 100, "bfloat16", "auto", "full")
+    plan = plan_on_paper(small, Program.dense(4), 2, 100, "bfloat16", "auto", "full")
     needed = room(small, plan, hardware(), texts=3, prompt=90)
     layer = (64 + 2 * 32 + 64) * 64 // 2 + 3 * 64 * 96 // 2
     assert needed.weights == 2 * (4 * layer + 2 * 50 * 64)
@@ -48,7 +49,7 @@ def test_what_a_rank_needs_by_hand() -> None:
 
 def test_how_many_texts_there_is_room_for() -> None:
     small = shapes()
-    plan = small.plan(Program.dense(4), 1, 100, "float32", "auto", "full")
+    plan = plan_on_paper(small, Program.dense(4), 1, 100, "float32", "auto", "full")
     tight = hardware(memory="3e6")
     most = most_texts(small, plan, tight, 90, 1000)
     assert 0 < most < 999
@@ -59,7 +60,7 @@ def test_how_many_texts_there_is_room_for() -> None:
 
 def test_ranks_on_one_device_share_its_memory() -> None:
     small = shapes()
-    plan = small.plan(Program.dense(4), 4, 100, "float32", "auto", "full")
+    plan = plan_on_paper(small, Program.dense(4), 4, 100, "float32", "auto", "full")
     alone = room(small, plan, hardware(), 1, 90)
     shared = replace(hardware(devices="2"), sharing={2: RankShare(hardware().device.shares, hardware().host)})
     assert room(small, plan, shared, 1, 90).there == alone.there // 2

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from surgeon.cost.predict import Deployment
-from surgeon.cost.shapes import ModelShapes
 from surgeon.language.program import Program
+from surgeon.models.shapes import ModelShapes
 from surgeon.searches.edit import Edit
 from surgeon.searches.limits import SearchBudget, aspects_of, parse_limits
 from surgeon.searches.mixture import Mixture

@@ -10,9 +10,9 @@ import pytest
 
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.predict import Deployment, Workload, predict
-from surgeon.cost.shapes import ModelShapes
 from surgeon.language.operations.variants import variant
 from surgeon.language.program import Program, Sublayer
+from surgeon.models.shapes import ModelShapes
 from surgeon.runtime.comm.link import Link
 from surgeon.searches.pricing import Pricing, open_pricing
 from surgeon.searches.quantities import Aspect

@@ -8,8 +8,8 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 
-from surgeon.cost.shapes import ModelShapes
 from surgeon.language.program import Program
+from surgeon.models.shapes import ModelShapes
 from surgeon.searches.edit import ADDITIVE, SECOND_ORDER, SOURCES, WINDOW, Choice, Edit
 from surgeon.searches.goals import Goal, evenly
 from surgeon.searches.mixture import Mixture

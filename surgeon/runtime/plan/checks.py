@@ -19,6 +19,7 @@ from surgeon.language.program import Program
 from surgeon.models.edit import check_layers
 from surgeon.models.families import Family, family_of
 from surgeon.models.families.fused import FUSED
+from surgeon.models.shapes import attention_windows
 from surgeon.models.weights import ModelWeights, require_sliceable
 from surgeon.runtime.plan.division import check_division
 from surgeon.runtime.plan.kept import require_low_rank
@@ -118,7 +119,7 @@ def make_plan(
         ends=_end_tokens(checkpoint.folder, config),
         attention_scale=family.attention_scale(config),
         attention_softcap=_softcap(config, family.attention_softcap),
-        windows=windows_of(config, family, layers),
+        windows=attention_windows(config, family, layers),
         embedding_scale=family.embedding_scale(config),
         output_scale=family.output_scale(config),
         logit_scale=family.logit_scale(config),
@@ -223,29 +224,6 @@ def _unchanged(config: Any) -> int | None:
             f"original_max_position_embeddings in config.json must be a number of tokens, not {shown(first)}"
         )
     return first
-
-
-def windows_of(config: Any, family: Family, layers: int) -> tuple[int | None, ...]:
-    """How many tokens each layer's attention looks at; nothing if all of them look at everything.
-
-    Raises:
-        ValueError: if the configuration does not say which layers have a window, or it is below 1.
-    """
-    window = None if family.window is None else getattr(config, family.window)
-    if window is None:
-        return ()
-    if window < 1:
-        raise ValueError(f"{family.window} must be at least 1 token, not {window}")
-    if family.window_layers is None:
-        return (window,) * layers
-    windowed = family.windowed(config)
-    if len(windowed) != layers:
-        raise ValueError(
-            f"{family.window_layers} in config.json has an entry for each of {len(windowed)} layers, and the "
-            f"checkpoint holds {layers}; attention windows need one for each"
-        )
-    windows = tuple(window if here else None for here in windowed)
-    return windows if any(windows) else ()
 
 
 def rotary_layers_of(config: Any, family: Family, layers: int) -> tuple[bool, ...]:

@@ -12,8 +12,9 @@ from surgeon.checkpoint.tensor_file import TensorFile
 from surgeon.language.program import Program, Step
 from surgeon.models.edit import check_layers
 from surgeon.models.families import family_of
+from surgeon.models.shapes import attention_windows
 from surgeon.models.weights import ModelWeights
-from surgeon.runtime.plan.checks import rotary_layers_of, windows_of
+from surgeon.runtime.plan.checks import rotary_layers_of
 from surgeon.runtime.plan.division import check_division
 from surgeon.runtime.plan.specification import CodaPlan, Plan
 
@@ -53,7 +54,7 @@ def with_coda(plan: Plan) -> Plan:
         described=None,
         program=str(program),
         layers=layers,
-        windows=windows_of(stored.config, family, layers) if layers else (),
+        windows=attention_windows(stored.config, family, layers) if layers else (),
         rotary_layers=rotary_layers_of(stored.config, family, layers) if layers else (),
     )
     return replace(plan, coda=CodaPlan(nodes, file, own))

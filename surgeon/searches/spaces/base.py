@@ -20,7 +20,7 @@ from surgeon.language.program import ATTENTION, FEED_FORWARD, KINDS, LayerShapes
 from surgeon.searches.edit import Edit
 
 if TYPE_CHECKING:  # help texts list the spaces, and torch would take seconds
-    from surgeon.cost.shapes import ModelShapes
+    from surgeon.models.shapes import ModelShapes
 
 S = TypeVar("S", bound="type[Space]")
 Claim = tuple[str, int]  # what of a layer: how its steps stand in the program, say, or whether its attention is late

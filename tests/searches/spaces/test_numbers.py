@@ -9,9 +9,9 @@ import torch
 
 from surgeon.analysis.engine.measure import MeasureOptions, measure
 from surgeon.analysis.engine.sharing import share
-from surgeon.cost.shapes import ModelShapes
 from surgeon.language.program import Program
 from surgeon.models.edit import program_of
+from surgeon.models.shapes import ModelShapes
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.spaces import SPACES, Searched, parse_spaces
 from surgeon.testing.spaces import drawn_choices

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
-from surgeon.language.program import KINDS, LayerShapes, Program, Sublayer
-from surgeon.models.edit import check_layers
+from surgeon.language.program import KINDS, LayerShapes, Sublayer
 from surgeon.models.families import Family, Projection, family_of
-from surgeon.models.weights import require_sliceable, unit_bounds
+from surgeon.models.weights import unit_bounds
 from surgeon.models.weights.layout import Units
-from surgeon.runtime.plan.division import check_division, why_not
-from surgeon.runtime.plan.specification import Plan
-
-_NOWHERE = Path()  # no checkpoint
 
 
 class MatrixShape(NamedTuple):
@@ -29,7 +24,7 @@ class MatrixShape(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelShapes:
-    """What a model's costs depend on.
+    """What a model's sizes, and so its costs, depend on.
 
     Attributes:
         name: as the user knows it.
@@ -79,7 +74,7 @@ class ModelShapes:
             tied=bool(config.tie_word_embeddings),
             layers=int(config.num_hidden_layers),
             positions=int(config.max_position_embeddings),
-            windows=_windows(config, family),
+            windows=attention_windows(config, family, int(config.num_hidden_layers)),
             dtype=str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch."),
         )
         shapes._check()
@@ -110,7 +105,7 @@ class ModelShapes:
         divided = (end - first) * (1 if projection.unit == "neurons" else self.head_dim)
         return MatrixShape((divided, self.hidden) if projection.reads_stream else (self.hidden, divided))
 
-    @property
+    @cached_property
     def layer_shapes(self) -> LayerShapes:
         """The matrices of a layer, without biases and norms."""
         found = {}
@@ -124,68 +119,25 @@ class ModelShapes:
         """Rows of a learned position embedding, 0 without one."""
         return self.positions + self.family.position_offset if self.family.position_embedding else 0
 
-    def divides(self, program: Program, ranks: int) -> bool:
-        """Whether heads and neurons divide among so many ranks."""
-        return why_not(_different(program), self.units, ranks) is None
 
-    def plan(self, program: Program, ranks: int, max_tokens: int, dtype: str, low_rank: Any, kv: Any) -> Plan:
-        """What ranks would be told of this model: as `make_plan` has it, of a checkpoint that is there.
+def attention_windows(config: Any, family: Family, layers: int) -> tuple[int | None, ...]:
+    """How many tokens each layer's attention looks at; nothing if all of them look at everything.
 
-        What decides about numbers and not about costs (epsilon, activation, angles) is left out.
-
-        Raises:
-            ValueError: if the program names what the model does not have, heads or neurons do not divide among the
-                ranks, or texts are longer than the model's positions.
-        """
-        self._check_program(program)
-        check_division(_different(program), self.units, ranks)
-        if max_tokens > self.positions:
-            raise ValueError(
-                f"prompt and output together are {max_tokens} tokens, and {self.name} has {self.positions} positions; "
-                "shorten the prompt or ask for fewer tokens"
-            )
-        return Plan(
-            folder=_NOWHERE,
-            model_type=self.family.model_type,
-            program=str(program),
-            ranks=ranks,
-            head_dim=self.head_dim,
-            epsilon=0.0,
-            activation="",
-            rotary=None,
-            hidden=self.hidden,
-            vocabulary=self.vocabulary,
-            layers=self.layers,
-            max_tokens=max_tokens,
-            tied=self.tied,
-            ends=(),
-            dtype=dtype,
-            windows=self.windows,
-            low_rank=low_rank,
-            kv=kv,
-            described=self.family,
-        )
-
-    def _check_program(self, program: Program) -> None:
-        check_layers(program, self.layers)
-        for sublayer in set(program.sublayers()):
-            spec = self.family.spec(sublayer.kind)
-            if sublayer.piece is not None:
-                require_sliceable(spec, self.family)
-            for role, _ in sublayer.ranks:
-                spec.projection(role)  # a gate that the model lacks, say
-            replace(sublayer, piece=None).parameters(self.layer_shapes)  # refuses ranks above those of the matrices
-
-
-def _different(program: Program) -> Program:
-    """The nodes that differ in more than their layers: all layers are alike, and each node is shared by itself."""
-    alike = program.renamed(lambda sublayer: replace(sublayer, layers=(0,)))
-    return Program(tuple(dict.fromkeys(alike.nodes)))
-
-
-def _windows(config: Any, family: Family) -> tuple[int | None, ...]:
-    windowed = family.windowed(config)
-    if not any(windowed) or family.window is None:
+    Raises:
+        ValueError: if the configuration does not say which layers have a window, or it is below 1.
+    """
+    window = None if family.window is None else getattr(config, family.window)
+    if window is None:
         return ()
-    window = int(getattr(config, family.window))
-    return tuple(window if here else None for here in windowed)
+    if window < 1:
+        raise ValueError(f"{family.window} must be at least 1 token, not {window}")
+    if family.window_layers is None:
+        return (window,) * layers
+    windowed = family.windowed(config)
+    if len(windowed) != layers:
+        raise ValueError(
+            f"{family.window_layers} in config.json has an entry for each of {len(windowed)} layers, and the "
+            f"checkpoint holds {layers}; attention windows need one for each"
+        )
+    windows = tuple(window if here else None for here in windowed)
+    return windows if any(windows) else ()
