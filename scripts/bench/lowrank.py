@@ -29,11 +29,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts fi
 
 from surgeon.analysis.factors.allocation import Allocation, Curve, Ranks, parameters, total_cost
 from surgeon.analysis.factors.calibration import load_calibration
-from surgeon.analysis.factors.corrections import MeasuredText, corrected_ranks, plan_of, ranked
-from surgeon.analysis.factors.factor_plan import Making, Target
-from surgeon.analysis.factors.inputs import ProgramRun, reads_stream
+from surgeon.analysis.factors.corrections import corrected_ranks, ranked
+from surgeon.analysis.factors.factor_plan import FactorPlan, Making
 from surgeon.analysis.factors.make_factors import make_factors
-from surgeon.analysis.factors.matrices import Matrices, parse_ranks
+from surgeon.analysis.factors.matrices import Matrices, Matrix, parse_ranks
+from surgeon.analysis.factors.program_run import ProgramRun, ReferenceText
 from surgeon.analysis.factors.rank_recipe import RankBudget, Share
 from surgeon.analysis.spectrum import request, spectrum
 from surgeon.analysis.subject import Subject, open_subject
@@ -45,7 +45,7 @@ from surgeon.models.weights.decompose import truncation_loss
 from surgeon.models.weights.whitening import SecondMoment
 from surgeon.processes.files import write_json, write_table
 from surgeon.quality.data import Windows
-from surgeon.quality.head import joined
+from surgeon.quality.summary import estimate
 
 DAMAGE_RANKS = "1/16,1/8,1/4,3/8,1/2,5/8"
 
@@ -96,7 +96,7 @@ class Bench:
         self.folder = folder / self.subject.label
         self.model, self.windows = self.subject.model, self.subject.windows
         self.dense = program_of(self.model)
-        self.measured = MeasuredText(self.model, self.windows)
+        self.reference = ReferenceText(self.model, ProgramRun(self.model, self.dense, self.windows.ids))
         self.curves = self._curves(arguments.damage_tokens)
         self.weights, self.moments = Matrices(self.model).weights, self._moments()
 
@@ -118,13 +118,14 @@ class Bench:
         ranks = self._ranks(way, keep)
         program = ranked(self.dense, ranks)
         calibration = Calibration(sequential=way.sequential, update=way.update)
-        plan = replace(plan_of(program, Making(way.method)), calibration=calibration)
+        plan = replace(FactorPlan.all_by(Making(way.method), program), calibration=calibration)
         folder = self._folder(way, keep)
         made = make_factors(self.model, plan, self.text, folder, model_hash=self.subject.model_hash)
         for note in made.notes:
             print(f"note: {way}, keep {keep:g}: {note}", file=sys.stderr)
-        found = self.measured.quality(program, made.source)
-        losses = [self._loss(target, made.source) for target in plan.makings]
+        run = ProgramRun(self.model, program, self.windows.ids, factors=made.source)
+        found = estimate(*self.reference.quality(run))
+        losses = [self._loss(matrix, made.source) for matrix in plan.makings]
         whole = sum(parameters(curve, None) for curve in self.curves)
         return {
             "keep": keep,
@@ -139,19 +140,19 @@ class Bench:
         """Of what matrices read the stream get, and of what those behind them get, in the unedited model."""
         run, sums = ProgramRun(self.model, self.dense, self.text.ids), {}
 
-        def seen(target: Target, inputs: Tensor) -> None:
-            sums.setdefault(target, SecondMoment(inputs.shape[-1])).add(inputs)
+        def seen(matrix: Matrix, inputs: Tensor) -> None:
+            sums.setdefault(matrix, SecondMoment(inputs.shape[-1])).add(inputs)
 
         for node in self.dense.nodes:
             roles = {"A": ("q", "o"), "F": ("up", "down")}
-            targets = [Target(one, role) for one in Program((node,)).sublayers() for role in roles[one.kind]]
-            run.step([run.see(part, lambda sublayer: sublayer, targets, seen) for part in run.parts])
-        return {(target.sublayer, reads_stream(target)): moment for target, moment in sums.items()}
+            matrices = [Matrix(one, role) for one in Program((node,)).sublayers() for role in roles[one.kind]]
+            run.step([run.see(part, matrices, seen) for part in run.parts])
+        return {matrix.inputs: moment for matrix, moment in sums.items()}
 
-    def _loss(self, target: Target, source: FactorSource) -> float:
-        whole = replace(target.sublayer, ranks=())
-        matrix, moment = self.weights.matrix(whole, target.role), self.moments[whole, reads_stream(target)]
-        values, factors = matrix.whole(), source.factors(target.sublayer, target.role, matrix)
+    def _loss(self, matrix: Matrix, source: FactorSource) -> float:
+        whole = Matrix(replace(matrix.sublayer, ranks=()), matrix.role)
+        stored, moment = self.weights.matrix(whole.sublayer, whole.role), self.moments[whole.inputs]
+        values, factors = stored.whole(), source.factors(matrix.sublayer, matrix.role, stored)
         nothing = Factors(torch.zeros_like(factors.first), factors.second)
         return truncation_loss(values, factors, moment) / truncation_loss(values, nothing, moment)
 
@@ -203,7 +204,7 @@ def main() -> None:
         model, data, *separator = named.split(",")
         bench = Bench(model, data, separator[0] if separator else None, arguments.output, arguments)
         table = table_of(bench, keeps, WAYS)
-        base = joined([reference.quality for reference in bench.measured.references])[0]
+        base = bench.reference.nll()
         record: Mapping[str, Any] = bench.subject.provenance(
             calibration=bench.text.source, calibration_hash=bench.text.digest, calibration_tokens=bench.text.ids.numel()
         )

@@ -9,15 +9,16 @@ node, and all of it runs again for each truncation in it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import numpy as np
 import pandas as pd
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from surgeon.analysis.engine.dense_run import DenseRun
 from surgeon.analysis.engine.walk import HEAD_NOT_FINITE
 from surgeon.analysis.factors.allocation import Curve, curves_of
 from surgeon.analysis.factors.matrices import (
@@ -30,6 +31,7 @@ from surgeon.analysis.factors.matrices import (
     find_matrices,
     parse_ranks,
 )
+from surgeon.analysis.factors.program_run import ProgramRun, ReferenceText, matrices_in
 from surgeon.analysis.spectrum_journal import SingularValues, SpectrumJournal, Truncation, WindowQuality
 from surgeon.analysis.spectrum_tables import damage_table, spectrum_table, values_table
 from surgeon.analysis.tables import Base
@@ -39,11 +41,10 @@ from surgeon.language.program import Program, Sublayer
 from surgeon.models.edit import as_stored, program_of
 from surgeon.models.families import family_of
 from surgeon.models.weights.decompose import Decomposition, decompose, truncate
-from surgeon.models.weights.whitening import Whitening, whiten
+from surgeon.models.weights.whitening import SecondMoment, Whitening, whiten
 from surgeon.processes.files import write_json, write_table
-from surgeon.progress import progress
+from surgeon.progress import Advance, progress
 from surgeon.quality.data import Windows
-from surgeon.quality.head import OutputHead, ReferencePredictions, joined
 from surgeon.quality.summary import perplexity
 
 SPECTRUM_TABLE, VALUES_TABLE, DAMAGE_TABLE = "spectrum.csv", "singular_values.csv", "damage.csv"
@@ -165,23 +166,15 @@ class _Work:
         self.model, self.program, self.wanted = model, program, wanted
         self.matrices = Matrices(model)
         self.all = find_matrices(self.matrices.family, wanted.layers, wanted.weights)
-        self._require_run()
-        self.matrices.check(self.all)
-        self.truncations = {matrix: self._truncations(matrix) for matrix in self.all}
-        self.head = OutputHead(model)
-
-    def _require_run(self) -> None:
-        """Refuse matrices of layers that the program does not run, of which there are no inputs."""
-        run = set(self.program.sublayers())
+        run = set(program.sublayers())
         for matrix in self.all:
             if matrix.sublayer not in run:
                 raise ValueError(
                     f"the model's program does not run {matrix.sublayer} as it is stored, so that {matrix} has no "
-                    f"inputs; leave it out with --layers or --weights: {shown(str(self.program), 200)}"
+                    f"inputs; leave out its layer or its role: {shown(str(program), 200)}"
                 )
-
-    def _run(self, text: Windows) -> DenseRun:
-        return DenseRun(self.model, text.ids, self.program)
+        self.matrices.check(self.all)
+        self.truncations = {matrix: self._truncations(matrix) for matrix in self.all}
 
     def _truncations(self, matrix: Matrix) -> list[Truncation]:
         full_rank = min(self.matrices.read(matrix).shape)
@@ -195,78 +188,52 @@ class _Work:
         todo = [m for m in self.all if m not in journal.spectra or journal.lacks_damage(self.truncations[m])]
         if journal.base_nll is not None and not todo:
             return
-        measured = self._run(windows)
-        references = self._references(measured, windows)
+        measured = ProgramRun(self.model, self.program, windows.ids)
+        reference = self._reference(measured, windows)
         if journal.base_nll is None:
-            journal.add_base(joined([reference.quality for reference in references])[0])
+            journal.add_base(reference.nll())
         if not todo:
             return
         damages = any(journal.lacks_damage(self.truncations[matrix]) for matrix in todo)
-        total, done = self._amounts(measured, journal)
-        with progress("spectrum", total, "steps", done) as ran:
-            self._walk(self._run(calibration), measured if damages else None, references, journal, ran)
+        nodes = [matrices_in(node, self.all) for node in self.program.nodes]
+        last = max(place for place, here in enumerate(nodes) if any(matrix in todo for matrix in here))
+        calibrating = ProgramRun(self.model, self.program, calibration.ids)
+        with progress("spectrum", *self._amounts(nodes, journal)) as ran:
+            for here in nodes[: last + 1]:
+                missing = [matrix for matrix in here if matrix in todo]
+                whitenings = _whitenings(calibrating, missing)
+                for matrix in missing:
+                    found = self._decompose(matrix, whitenings[matrix], journal, ran)
+                    for truncation in self.truncations[matrix]:
+                        if truncation not in journal.damage:
+                            values = truncate(self.matrices.read(matrix), found.left, truncation.rank)
+                            with self.matrices.replaced(matrix, values):
+                                journal.add_damage(truncation, WindowQuality(*reference.quality(measured)))
+                            ran(len(nodes) - measured.place)
+                if damages:
+                    measured.step()
 
-    def _amounts(self, run: DenseRun, journal: SpectrumJournal) -> tuple[int, int]:
-        """All work and what is done of it: a decomposition counts as one node of the program."""
+    def _amounts(self, nodes: list[list[Matrix]], journal: SpectrumJournal) -> tuple[int, str, int]:
+        """All work, its unit, and what is done of it: a decomposition counts as one node of the program."""
         total = done = 0
-        for place in range(len(run.nodes)):
-            left = len(run.nodes) - place
-            for matrix in self._matrices_in(run, place):
+        for left, here in zip(range(len(nodes), 0, -1), nodes, strict=True):
+            for matrix in here:
                 total += 1 + left * len(self.truncations[matrix])
                 done += matrix in journal.spectra
                 done += left * sum(truncation in journal.damage for truncation in self.truncations[matrix])
-        return total, done
+        return total, "steps", done
 
-    def _matrices_in(self, run: DenseRun, place: int) -> list[Matrix]:
-        """The wanted matrices of a node."""
-        sublayers = set(run.sublayers(place))
-        return [matrix for matrix in self.all if matrix.sublayer in sublayers]
+    def _reference(self, run: ProgramRun, windows: Windows) -> ReferenceText:
+        """What the model predicts as it is."""
+        reference = ReferenceText(self.model, run)
+        if not np.isfinite(reference.nll()).all():
+            again = ProgramRun(self.model, self.program, windows.ids)
+            for node in self.program.nodes:
+                _whitenings(again, matrices_in(node, self.all))  # says of which matrix the inputs are not finite
+            raise ValueError(HEAD_NOT_FINITE)
+        return reference
 
-    def _references(self, run: DenseRun, windows: Windows) -> list[ReferencePredictions]:
-        """What the model predicts as it is, some windows at a time."""
-        references = [self.head.reference(stream, ids) for ids, stream in run.rest()]
-        if all(reference.quality.nll.isfinite().all() for reference in references):
-            return references
-        again = self._run(windows)
-        for place in range(len(again.nodes)):
-            again.step({matrix: self.matrices.module(matrix) for matrix in self._matrices_in(again, place)})
-        raise ValueError(HEAD_NOT_FINITE)
-
-    def _walk(
-        self,
-        calibrating: DenseRun,
-        measured: DenseRun | None,
-        references: list[ReferencePredictions],
-        journal: SpectrumJournal,
-        ran: Callable[[float], Any],
-    ) -> None:
-        """Go through the model up to the last matrix that something is missing of."""
-
-        def missing(matrix: Matrix) -> bool:
-            return matrix not in journal.spectra or journal.lacks_damage(self.truncations[matrix])
-
-        places = range(len(calibrating.nodes))
-        here = {place: [m for m in self._matrices_in(calibrating, place) if missing(m)] for place in places}
-        for place in range(max(place for place in places if here[place]) + 1):
-            whitenings = self._whitenings(calibrating, here[place])
-            for matrix in here[place]:
-                found = self._decompose(matrix, whitenings[matrix], journal, ran)
-                if measured is not None:
-                    self._damage(matrix, found, measured, references, journal, ran)
-            if measured is not None:
-                measured.step()
-
-    def _whitenings(self, run: DenseRun, matrices: list[Matrix]) -> dict[Matrix, Whitening]:
-        """Run the next node; a whitening for each of its matrices, one for all that read the same."""
-        first: dict[tuple[Sublayer, bool], Matrix] = {}
-        sources = {m: first.setdefault((m.sublayer, self.matrices.projection(m).reads_stream), m) for m in matrices}
-        moments = run.step({source: self.matrices.module(source) for source in first.values()})
-        factors = {source: whiten(moment) for source, moment in moments.items()}
-        return {matrix: factors[source] for matrix, source in sources.items()}
-
-    def _decompose(
-        self, matrix: Matrix, whitening: Whitening, journal: SpectrumJournal, ran: Callable[[float], Any]
-    ) -> Decomposition:
+    def _decompose(self, matrix: Matrix, whitening: Whitening, journal: SpectrumJournal, ran: Advance) -> Decomposition:
         """The decomposition that a matrix is truncated by; both of them are kept if they are new."""
         values, is_new = self.matrices.read(matrix), matrix not in journal.spectra
         methods = get_args(Method) if is_new else (self.wanted.method,)
@@ -279,25 +246,21 @@ class _Work:
             ran(1)
         return found[self.wanted.method]
 
-    def _damage(
-        self,
-        matrix: Matrix,
-        found: Decomposition,
-        run: DenseRun,
-        references: list[ReferencePredictions],
-        journal: SpectrumJournal,
-        ran: Callable[[float], Any],
-    ) -> None:
-        """Measure the truncations of one matrix that are missing."""
-        values = self.matrices.read(matrix)
-        for truncation in self.truncations[matrix]:
-            if truncation in journal.damage:
-                continue
-            with self.matrices.replaced(matrix, truncate(values, found.left, truncation.rank)):
-                parts = zip(run.rest(), references, strict=True)
-                qualities = [self.head.compare(stream, reference) for (_, stream), reference in parts]
-            journal.add_damage(truncation, WindowQuality(*joined(qualities)))
-            ran(len(run.nodes) - run.place)
+
+def _whitenings(run: ProgramRun, matrices: list[Matrix]) -> dict[Matrix, Whitening]:
+    """Run the next node; a whitening for each of its matrices, one for all that read the same."""
+    first: dict[tuple[Sublayer, bool], Matrix] = {}
+    sources = {matrix: first.setdefault(matrix.inputs, matrix) for matrix in matrices}
+    moments: dict[Matrix, SecondMoment] = {}
+
+    def seen(matrix: Matrix, inputs: Tensor) -> None:
+        if matrix not in moments:
+            moments[matrix] = SecondMoment(inputs.shape[-1], inputs.device)
+        moments[matrix].add(inputs)
+
+    run.step([run.see(part, first.values(), seen) for part in run.parts])
+    factors = {source: whiten(moment) for source, moment in moments.items()}
+    return {matrix: factors[source] for matrix, source in sources.items()}
 
 
 def _write(folder: Path, work: _Work, journal: SpectrumJournal, windows: Windows, record: dict[str, Any]) -> Spectrum:

@@ -84,12 +84,12 @@ class SpectrumJournal(Journal):
         """Keep a matrix's singular values."""
         values = {"plain": found.plain.tolist(), "whitened": found.whitened.tolist()}
         about = {"size": list(found.size), "factor": found.factor, "input_rank": found.input_rank}
-        self.keep(vars(matrix) | about | values)
+        self.keep(_named(matrix) | about | values)
 
     def add_damage(self, truncation: Truncation, quality: WindowQuality) -> None:
         """Keep what a truncation does."""
         numbers = {"nll": quality.nll.tolist(), "divergence": quality.divergence.tolist()}
-        self.keep(vars(truncation.matrix) | {"method": truncation.method, "rank": truncation.rank} | numbers)
+        self.keep(_named(truncation.matrix) | {"method": truncation.method, "rank": truncation.rank} | numbers)
 
     def lacks_damage(self, truncations: Iterable[Truncation]) -> bool:
         """Whether any of these is still to be measured."""
@@ -99,7 +99,7 @@ class SpectrumJournal(Journal):
         if "base" in line:
             self.base_nll = np.array(line["base"], dtype=np.float64)
             return
-        matrix = Matrix(line["layer"], line["weight"], line["kind"])
+        matrix = Matrix.of(line["layer"], line["weight"])
         if "rank" in line:
             numbers = (np.array(line[name], dtype=np.float64) for name in ("nll", "divergence"))
             self.damage[Truncation(matrix, line["method"], line["rank"])] = WindowQuality(*numbers)
@@ -108,3 +108,7 @@ class SpectrumJournal(Journal):
         out_features, in_features = line["size"]
         found = SingularValues((out_features, in_features), plain, whitened, line["factor"], line["input_rank"])
         self.spectra[matrix] = found
+
+
+def _named(matrix: Matrix) -> dict[str, Any]:
+    return {"layer": matrix.layer, "weight": matrix.role, "kind": matrix.sublayer.kind}

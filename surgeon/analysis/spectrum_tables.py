@@ -32,7 +32,7 @@ def _row(matrix: Matrix, found: SingularValues) -> dict[str, Any]:
     out_features, in_features = found.size
     row: dict[str, Any] = {
         "layer": matrix.layer,
-        "weight": matrix.weight,
+        "weight": matrix.role,
         "out_features": out_features,
         "in_features": in_features,
         "full_rank": min(found.size),
@@ -66,7 +66,7 @@ def values_table(spectra: Mapping[Matrix, SingularValues]) -> pd.DataFrame:
     for matrix, found in spectra.items():
         for method in METHODS:
             values = found.plain if method == "plain" else found.whitened
-            about = {"layer": matrix.layer, "weight": matrix.weight, "method": method, "index": range(len(values))}
+            about = {"layer": matrix.layer, "weight": matrix.role, "method": method, "index": range(len(values))}
             tables.append(pd.DataFrame(about | {"value": values}))
     return pd.concat(tables, ignore_index=True)
 
@@ -79,7 +79,7 @@ def damage_table(
     for truncation, quality in damage.items():
         matrix, size = truncation.matrix, spectra[truncation.matrix].size
         kept = kept_parameters(*size, truncation.rank)
-        about = (matrix.layer, matrix.weight, truncation.method, truncation.rank, min(size), kept)
+        about = (matrix.layer, matrix.role, truncation.method, truncation.rank, min(size), kept)
         numbers = estimate(quality.nll, quality.divergence).numbers
         rows.append((*about, *numbers, len(base.nll) * base.tokens))
     return pd.DataFrame(rows, columns=DAMAGE_COLUMNS)

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 
 import surgeon
-from surgeon.analysis.engine import dense_run, memory
+from surgeon.analysis.engine import memory
+from surgeon.analysis.factors.program_run import ProgramRun
 from surgeon.analysis.spectrum_journal import JOURNAL
 from surgeon.models.edit import program_of
 from surgeon.models.families import family_of
@@ -174,7 +175,7 @@ def test_windows_in_parts_give_the_same_numbers(tmp_path: Path, monkeypatch: pyt
     whole = run(tmp_path / "whole", model)
     monkeypatch.setattr(memory, "TOKENS_AT_ONCE", {"cpu": 24})
     parts = run(tmp_path / "parts", model)
-    assert len(dense_run.DenseRun(model, MEASURED.ids)._parts) == 3
+    assert len(ProgramRun(model, program_of(model), MEASURED.ids).parts) == 3
     pd.testing.assert_frame_equal(whole.matrices, parts.matrices, rtol=1e-5)
     pd.testing.assert_frame_equal(whole.damage, parts.damage, rtol=1e-4, atol=2e-6)
 
@@ -244,6 +245,12 @@ def test_native_tracks_have_the_spectrum_of_their_own_program(family: str, tmp_p
             row = table.loc[(layer, role)]
             assert row["perplexity"] == pytest.approx(math.exp(functional.nll_loss(changed, targets)), rel=1e-5)
             assert row["divergence"] == pytest.approx(float(divergence), rel=1e-4, abs=2e-6), (layer, role)
+
+
+def test_late_steps_stay_late_behind_the_changed_layer(tmp_path: Path) -> None:
+    """A matrix of full rank changes nothing, wherever in the program it lies."""
+    model = surgeon.edit(tiny_model("llama", LAYERS), "A0 F0 >A1 >F1 A2 F2")
+    assert run(tmp_path, model, ranks="1.0", weights=["q", "down"]).damage["divergence"].abs().max() < 1e-6
 
 
 def test_layers_that_a_program_leaves_out_have_no_spectrum(tmp_path: Path) -> None:

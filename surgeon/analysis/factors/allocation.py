@@ -121,7 +121,7 @@ def wire_values(curve: Curve, rank: int | None) -> float:
     First factors of what reads the stream are gathered, whole matrices send nothing; what writes to it is reduced, in
     its rank or in the width of the stream, which costs twice as much a value.
     """
-    if curve.matrix.weight in WRITING:
+    if curve.matrix.role in WRITING:
         return 2.0 * (curve.size[0] if rank is None else rank)
     return 0.0 if rank is None else float(rank)
 

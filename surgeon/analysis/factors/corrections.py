@@ -7,26 +7,23 @@ is scaled by what comes out, and ranks are shared out again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from transformers import PreTrainedModel
 
 from surgeon.analysis.factors.allocation import Curve, Ranks, corrected
-from surgeon.analysis.factors.factor_plan import FactorPlan, Making, Target
-from surgeon.analysis.factors.inputs import ProgramRun
+from surgeon.analysis.factors.factor_plan import FactorPlan, Making
 from surgeon.analysis.factors.make_factors import make_factors
+from surgeon.analysis.factors.program_run import ProgramRun, ReferenceText
 from surgeon.analysis.factors.rank_recipe import Share
-from surgeon.language.execute import land
 from surgeon.language.operations.lowrank import Method
 from surgeon.language.program import Program, Sublayer
-from surgeon.models.edit import as_stored, program_of
-from surgeon.models.weights import FactorSource
+from surgeon.models.edit import as_stored
 from surgeon.progress import progress
 from surgeon.quality.data import Windows
-from surgeon.quality.head import OutputHead, ReferencePredictions, joined
-from surgeon.quality.summary import Estimate, estimate
+from surgeon.quality.summary import estimate
 
 
 def corrected_ranks(
@@ -52,61 +49,28 @@ def corrected_ranks(
     """
     first = share.ranks(curves)
     with as_stored(model) as own:
-        plan = plan_of(ranked(own, first), Making(method))
+        plan = FactorPlan.all_by(Making(method), ranked(own, first))
         source = make_factors(model, plan, calibration, folder, model_hash=model_hash).source
-        measured = MeasuredText(model, windows, own)
+        reference = ReferenceText(model, ProgramRun(model, own, windows.ids))
         with progress("layers", len({curve.matrix.layer for curve in curves}), "layers") as ran:
 
             def together(ranks: Ranks) -> float:
                 ran(1)
-                return measured.quality(ranked(own, ranks), source).divergence
+                changed = ProgramRun(model, ranked(own, ranks), windows.ids, factors=source)
+                return estimate(*reference.quality(changed)).divergence
 
             return share.ranks(corrected(curves, first, together))
 
 
-class MeasuredText:
-    """A text and what a model predicts on it, to compare programs with factors with.
-
-    Args:
-        model: the layers that it is stored as.
-        own: its program over these; by default they run one after the other.
-    """
-
-    def __init__(self, model: PreTrainedModel, windows: Windows, own: Program | None = None) -> None:
-        self.model, self.windows, self.head = model, windows, OutputHead(model)
-        self.references = list(self._references(own or program_of(model)))
-
-    def _references(self, own: Program) -> Iterator[ReferencePredictions]:
-        run = self._run(own)
-        return (self.head.reference(land(part.state).stream, part.ids) for part in run.parts)
-
-    def quality(self, program: Program, factors: FactorSource) -> Estimate:
-        """Perplexity, and divergence from the model's own program."""
-        parts = zip(self._run(program, factors).parts, self.references, strict=True)
-        return estimate(*joined([self.head.compare(land(part.state).stream, known) for part, known in parts]))
-
-    def _run(self, program: Program, factors: FactorSource | None = None) -> ProgramRun:
-        run = ProgramRun(self.model, program, self.windows.ids, factors=factors)
-        for _ in program.nodes:
-            run.step()
-        return run
-
-
 def ranked(own: Program, ranks: Ranks) -> Program:
     """A model's own program with factors of these ranks; matrices that are not named stay whole."""
-    by_sublayer: dict[tuple[str, int], list[tuple[str, int]]] = {}
+    by_sublayer: dict[Sublayer, list[tuple[str, int]]] = {}
     for matrix, rank in ranks.items():
         if rank is not None:
-            by_sublayer.setdefault((matrix.kind, matrix.layer), []).append((matrix.weight, rank))
+            by_sublayer.setdefault(matrix.sublayer, []).append((matrix.role, rank))
 
     def with_ranks(sublayer: Sublayer) -> Sublayer:
-        return replace(sublayer, ranks=tuple(by_sublayer.get((sublayer.kind, sublayer.layers[0]), ())))
+        stored = Sublayer(sublayer.kind, sublayer.layers[:1])
+        return replace(sublayer, ranks=tuple(by_sublayer.get(stored, ())))
 
     return own.renamed(with_ranks)
-
-
-def plan_of(program: Program, making: Making) -> FactorPlan:
-    """All factors of a program, made in one way."""
-    return FactorPlan(
-        program, {Target(sublayer, role): making for sublayer in program.sublayers() for role, _ in sublayer.ranks}
-    )

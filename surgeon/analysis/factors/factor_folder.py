@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from surgeon.analysis.factors.factor_plan import Target
+from surgeon.analysis.factors.matrices import Matrix
 from surgeon.checkpoint.factor_cache import FactorCache, file_name
 from surgeon.checkpoint.header import read_header
 from surgeon.language.program import Program, Sublayer
@@ -50,7 +50,7 @@ class FactorFolder:
     """
 
     source: FactorCache
-    made: Mapping[Target, Made]
+    made: Mapping[Matrix, Made]
     notes: tuple[str, ...]
 
 
@@ -64,32 +64,32 @@ class FactorJournal(Journal):
 
     def __init__(self, folder: Path, identity: dict[str, Any]) -> None:
         self.folder, self.identity = folder, identity
-        self.made: dict[Target, Made] = {}
+        self.made: dict[Matrix, Made] = {}
         super().__init__(folder / JOURNAL, "factors", identity)
 
-    def file(self, target: Target) -> Path:
+    def file(self, matrix: Matrix) -> Path:
         """Where its factors lie."""
-        return self.folder / file_name(target.sublayer, target.role)
+        return self.folder / file_name(matrix.sublayer, matrix.role)
 
-    def has(self, target: Target) -> bool:
+    def has(self, matrix: Matrix) -> bool:
         """Whether they are there; those that should be and are not, or are damaged, are told of."""
-        if target not in self.made:
+        if matrix not in self.made:
             return False
         try:
-            read_header(self.file(target))
+            read_header(self.file(matrix))
         except (FileNotFoundError, ValueError) as error:
             what = "is gone" if isinstance(error, FileNotFoundError) else "is damaged"
-            warnings.warn(f"{self.file(target)} {what}; it is made again", stacklevel=2)
+            warnings.warn(f"{self.file(matrix)} {what}; it is made again", stacklevel=2)
             return False
         return True
 
-    def add(self, target: Target, made: Made) -> None:
+    def add(self, matrix: Matrix, made: Made) -> None:
         """Keep what is known of factors that are written."""
-        self.keep({"sublayer": str(target.sublayer), "role": target.role, "made": vars(made)})
+        self.keep({"sublayer": str(matrix.sublayer), "role": matrix.role, "made": vars(made)})
 
     def take(self, line: Any) -> None:
         (sublayer,) = Program.parse(line["sublayer"]).sublayers()
-        self.made[Target(sublayer, line["role"])] = Made(**line["made"])
+        self.made[Matrix(sublayer, line["role"])] = Made(**line["made"])
 
 
 class NoSource:
@@ -99,21 +99,21 @@ class NoSource:
         raise ValueError(f"there are no factors of {role} of {sublayer} in the folder; make them again")
 
 
-def notes_on(made: Mapping[Target, Made]) -> Iterator[str]:
+def notes_on(made: Mapping[Matrix, Made]) -> Iterator[str]:
     """What a user should know of the text that factors were calibrated on, one line each."""
-    calibrated = {target: found for target, found in made.items() if found.samples}
-    short = {target: found for target, found in calibrated.items() if found.samples < found.features}
+    calibrated = {matrix: found for matrix, found in made.items() if found.samples}
+    short = {matrix: found for matrix, found in calibrated.items() if found.samples < found.features}
     if short:
-        target, found = max(short.items(), key=lambda item: item[1].features)
+        matrix, found = max(short.items(), key=lambda item: item[1].features)
         yield (
-            f"the calibration text has {found.samples} tokens, fewer than the {found.features} inputs of {target}"
+            f"the calibration text has {found.samples} tokens, fewer than the {found.features} inputs of {matrix}"
             f"{_others(len(short))}: it says nothing of some of them; give more tokens"
         )
-    singular = {target: found for target, found in calibrated.items() if found.reached < found.full_rank}
+    singular = {matrix: found for matrix, found in calibrated.items() if found.reached < found.full_rank}
     if singular:
-        target, found = min(singular.items(), key=lambda item: item[1].reached / item[1].full_rank)
+        matrix, found = min(singular.items(), key=lambda item: item[1].reached / item[1].full_rank)
         yield (
-            f"the inputs of {target} reach {found.reached} of {found.full_rank} directions of its outputs"
+            f"the inputs of {matrix} reach {found.reached} of {found.full_rank} directions of its outputs"
             f"{_others(len(singular))}: beyond these it is truncated as without a text"
         )
 

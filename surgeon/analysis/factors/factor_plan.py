@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from surgeon.language.operations.applied import AppliedOperation
+from surgeon.analysis.factors.matrices import Matrix
 from surgeon.language.operations.lowrank import Calibration, Method
-from surgeon.language.program import LayerShapes, Program, Sublayer
+from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe
 from surgeon.models.families import family_of
 from surgeon.models.weights.decompose import ALPHA, NEEDS
@@ -31,21 +31,6 @@ class Making:
         return NEEDS[self.method] is not None
 
 
-@dataclass(frozen=True, order=True)
-class Target:
-    """A matrix of a program that is to be factorised.
-
-    Attributes:
-        sublayer: not a slice, with all its ranks.
-    """
-
-    sublayer: Sublayer
-    role: str
-
-    def __str__(self) -> str:
-        return f"{self.role} of {self.sublayer}"
-
-
 @dataclass(frozen=True)
 class FactorPlan:
     """What factors a program needs.
@@ -56,7 +41,7 @@ class FactorPlan:
     """
 
     program: Program
-    makings: Mapping[Target, Making]
+    makings: Mapping[Matrix, Making]
     calibration: Calibration = field(default_factory=Calibration)
 
     @property
@@ -64,9 +49,15 @@ class FactorPlan:
         """Whether some factors go by text."""
         return any(making.is_calibrated for making in self.makings.values())
 
+    @classmethod
+    def all_by(cls, making: Making, program: Program) -> FactorPlan:
+        """All factors of a program, made in one way."""
+        ranked = (Matrix(sublayer, role) for sublayer in program.sublayers() for role, _ in sublayer.ranks)
+        return cls(program, dict.fromkeys(ranked, making))
+
     def to_json(self) -> dict[str, Any]:
         """What the values of the factors follow from, beside the model and the text."""
-        methods = {str(target): [making.method, making.alpha] for target, making in sorted(self.makings.items())}
+        methods = {str(matrix): [making.method, making.alpha] for matrix, making in sorted(self.makings.items())}
         ways = {name: self.calibration.get(name, False) for name in ("sequential", "update")}
         return {"program": str(self.program), "methods": methods, **ways}
 
@@ -86,34 +77,26 @@ def plan_factors(recipe: Recipe, config: Any, own: Program | None = None) -> Fac
     by_rank: dict[tuple[str, tuple[int, ...], str], Making] = {}
     calibration: Calibration | None = None
     for operation in recipe.operations:
-        program = _applied(recipe, operation, program, shapes, own)
-        new = {key for key in _ranks(program) if key not in by_rank}
+        place = f"{recipe.source}:{operation.line}: {operation.name}"
+        try:
+            program = operation.apply(program, shapes, own)
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from error
         making = Making(operation.parameters.get("method", "plain"), operation.parameters.get("alpha", ALPHA))
+        ranked = ((one.kind, one.layers, role) for one in program.sublayers() for role, _ in one.ranks)
+        new = {key for key in ranked if key not in by_rank}
         by_rank |= dict.fromkeys(new, making)
         if new and making.is_calibrated:
             given: Calibration = operation.parameters.get("calibration") or Calibration()
             if calibration is not None and calibration != given:
                 raise ValueError(
-                    f"{recipe.source}:{operation.line}: {operation.name}: calibration is another than that of an "
+                    f"{place}: calibration is another than that of an "
                     "earlier entry; factors are made in one walk through the model, so give all entries the same"
                 )
             calibration = given
     makings = {
-        Target(replace(sublayer, piece=None), role): by_rank[sublayer.kind, sublayer.layers, role]
+        Matrix(replace(sublayer, piece=None), role): by_rank[sublayer.kind, sublayer.layers, role]
         for sublayer in program.sublayers()
         for role, _ in sublayer.ranks
     }
     return FactorPlan(program, makings, calibration or Calibration())
-
-
-def _applied(
-    recipe: Recipe, operation: AppliedOperation, program: Program, shapes: LayerShapes, own: Program | None
-) -> Program:
-    try:
-        return operation.apply(program, shapes, own)
-    except ValueError as error:
-        raise ValueError(f"{recipe.source}:{operation.line}: {operation.name}: {error}") from error
-
-
-def _ranks(program: Program) -> set[tuple[str, tuple[int, ...], str]]:
-    return {(sublayer.kind, sublayer.layers, role) for sublayer in program.sublayers() for role, _ in sublayer.ranks}

@@ -26,10 +26,10 @@ from surgeon.analysis.factors.factor_folder import (
     NoSource,
     notes_on,
 )
-from surgeon.analysis.factors.factor_plan import FactorPlan, Making, Target
+from surgeon.analysis.factors.factor_plan import FactorPlan, Making
 from surgeon.analysis.factors.gradients import squared_gradients
-from surgeon.analysis.factors.inputs import InputSums, ProgramRun, Renaming, reads_stream, targets_in
 from surgeon.analysis.factors.matrices import Matrix
+from surgeon.analysis.factors.program_run import ProgramRun, Renaming, matrices_in
 from surgeon.checkpoint.factor_cache import FactorCache, write_factors
 from surgeon.language.execute import State
 from surgeon.language.program import WRITING, Node, Step, Sublayer
@@ -93,22 +93,46 @@ def make_factors(
         kept = max(kept, torch.float32, key=lambda dtype: torch.finfo(dtype).eps)
         identity["kept"] = str(kept).removeprefix("torch.")
     with as_stored(model) as own, FactorJournal(folder, identity) as journal:
-        _check_gradients(plan, own == program_of(model))
+        if own != program_of(model) and any(making.method == "fisher" for making in plan.makings.values()):
+            raise ValueError(
+                "the method fisher goes by gradients through layers one after the other, and the model runs a program "
+                "of its own; use whitened"
+            )
         work = _Work(model, plan, windows, journal, memory, kept)
         if work.missing:
             work.make_missing()
         notes = tuple(notes_on(journal.made))
-        made = {str(target): vars(found) for target, found in journal.made.items()}
+        made = {str(matrix): vars(found) for matrix, found in journal.made.items()}
         write_json(folder / RECORD, (record or {}) | identity | {"matrices": made, "notes": notes})
         return FactorFolder(work.kept, journal.made, notes)
 
 
-def _check_gradients(plan: FactorPlan, unedited: bool) -> None:
-    if not unedited and any(making.method == "fisher" for making in plan.makings.values()):
-        raise ValueError(
-            "the method fisher goes by gradients through layers one after the other, and the model runs a program of "
-            "its own; use whitened"
-        )
+class InputSums:
+    """Sums over the inputs of one matrix, or of several that read the same.
+
+    Attributes:
+        moment: Z'Z, Z the inputs; None if it is not asked for.
+        cross: X'Z, X the inputs of the same tokens in another run; None if there is none.
+        size: of each input, summed over tokens, (in,), float64.
+        samples: tokens.
+    """
+
+    def __init__(self, features: int, device: torch.device, moment: bool, cross: bool) -> None:
+        self.moment = SecondMoment(features, device) if moment else None
+        self.cross = torch.zeros(features, features, dtype=torch.float64, device=device) if cross else None
+        self.size = torch.zeros(features, dtype=torch.float64, device=device)
+        self.samples = 0
+
+    def add(self, inputs: Tensor, others: Tensor | None = None) -> None:
+        """Take in a batch, (..., in), and the other run's."""
+        rows = inputs.detach().flatten(0, -2).double()
+        self.size += rows.abs().sum(0)
+        self.samples += len(rows)
+        if self.moment is not None:
+            self.moment.add(inputs)
+        if self.cross is not None:
+            assert others is not None
+            self.cross.addmm_(others.detach().flatten(0, -2).to(rows).T, rows)
 
 
 class _Work:
@@ -128,13 +152,13 @@ class _Work:
         self.kept = FactorCache(NoSource(), journal.folder)
         self.sequential = bool(plan.calibration.get("sequential"))
         self.update = bool(plan.calibration.get("update"))
-        self.missing = [target for target in sorted(plan.makings) if not journal.has(target)]
+        self.missing = [matrix for matrix in sorted(plan.makings) if not journal.has(matrix)]
         self.gradients: dict[Matrix, Tensor] = {}
 
     def make_missing(self) -> None:
         """Go through the program up to the last node that lacks factors."""
         nodes = self.plan.program.nodes
-        places = [place for place, node in enumerate(nodes) if targets_in(node, self.missing)]
+        places = [place for place, node in enumerate(nodes) if matrices_in(node, self.missing)]
         with progress("factors", len(self.plan.makings), "matrices", len(self.plan.makings) - len(self.missing)) as ran:
             self._find_gradients()
             run, whole = self._run(), self._run() if self.update else None
@@ -145,116 +169,124 @@ class _Work:
                 if place < places[-1]:
                     run.step(states)
                     if whole is not None:
-                        whole.step(self._see_whole(whole))
+                        whole.step([whole.see(part, (), lambda *_: None, _without_ranks) for part in whole.parts])
 
     def _run(self) -> ProgramRun:
         assert self.windows is not None
-        return ProgramRun(self.model, self.plan.program, self.windows.ids, self._beside_bytes(), self.memory, self.kept)
-
-    def _beside_bytes(self) -> int:
-        """What sums over inputs and the decomposition of a matrix take."""
         shapes = family_of(self.model.config).layer_shapes(self.model.config).matrices
-        sizes = [shapes[target.role] for target in self.missing]
+        sizes = [shapes[matrix.role] for matrix in self.missing]
+        # Beside the streams there are sums over inputs, and the decomposition of a matrix.
         widest = max((inputs for _, inputs in sizes), default=0)
         largest = max((outputs * inputs for outputs, inputs in sizes), default=0)
-        return 8 * ((5 + self.update) * widest**2 + 4 * largest)
+        beside = 8 * ((5 + self.update) * widest**2 + 4 * largest)
+        return ProgramRun(self.model, self.plan.program, self.windows.ids, beside, self.memory, self.kept)
 
     def _find_gradients(self) -> None:
-        wanted = {
-            Matrix(layer, target.role, target.sublayer.kind)
-            for target in self.plan.makings
-            if self.plan.makings[target].method == "fisher"
-            for layer in target.sublayer.layers
-        }
+        wanted = [
+            stored
+            for matrix, making in self.plan.makings.items()
+            if making.method == "fisher"
+            for stored in _stored(matrix)
+        ]
         if wanted:
             assert self.windows is not None
-            matrices = sorted(wanted, key=lambda matrix: (matrix.layer, matrix.kind, matrix.weight))
             kept, identity = self.journal.folder / GRADIENTS, self.journal.identity
-            self.gradients = squared_gradients(self.model, self.windows.ids, matrices, kept, identity)
+            self.gradients = squared_gradients(self.model, self.windows.ids, sorted(set(wanted)), kept, identity)
 
     def _make(self, node: Node, run: ProgramRun, whole: ProgramRun | None) -> list[State] | None:
         """Make a node's missing factors; the states after the node, if it ran as it has to."""
         states = None
-        for targets, run_as in self._stages(node):
-            sums, states = self._collect(targets, run_as, run, whole)
-            for group in _groups(targets):
-                known = next((sums[target] for target in group if target in sums), None)
-                self._factorise([target for target in group if target in self.missing], known, run)
+        for matrices, run_as in self._stages(node):
+            groups: dict[tuple[Sublayer, bool], list[Matrix]] = {}
+            for matrix in matrices:
+                groups.setdefault(matrix.inputs, []).append(matrix)
+            sums, states = self._collect(list(groups.values()), run_as, run, whole)
+            for group in groups.values():
+                self._factorise(group, sums.get(group[0]), run)
         return None if self.sequential else states
 
-    def _stages(self, node: Node) -> Iterator[tuple[list[Target], Renaming]]:
+    def _stages(self, node: Node) -> Iterator[tuple[list[Matrix], Renaming]]:
         """Which matrices of a node are made together, and what of its sublayers runs meanwhile."""
-        targets = targets_in(node, self.missing)
-        first = [target for target in targets if reads_stream(target)]
-        behind = [target for target in targets if not reads_stream(target)]
+        matrices = matrices_in(node, self.missing)
         if self.sequential and isinstance(node, Step):
+            first = [matrix for matrix in matrices if matrix.role not in WRITING]
+            behind = [matrix for matrix in matrices if matrix.role in WRITING]
             if first:
                 yield first, _without_ranks
             if behind:
                 yield behind, _with_first_ranks
-        elif targets or not self.sequential:
-            yield targets, _without_ranks
+        elif matrices or not self.sequential:
+            yield matrices, _without_ranks
 
     def _collect(
-        self, targets: Sequence[Target], run_as: Renaming, run: ProgramRun, whole: ProgramRun | None
-    ) -> tuple[dict[Target, InputSums], list[State]]:
-        """Sums over the inputs of one matrix of each group, and the states after the node."""
-        watched = {
-            group[0]: group for group in _groups(targets) if any(self.plan.makings[t].is_calibrated for t in group)
-        }
-        sums: dict[Target, InputSums] = {}
-        others: dict[Target, list[Tensor]] = {}
+        self, groups: Sequence[list[Matrix]], run_as: Renaming, run: ProgramRun, whole: ProgramRun | None
+    ) -> tuple[dict[Matrix, InputSums], list[State]]:
+        """Sums over the inputs of the first matrix of each group that goes by text, and the states after the node."""
+        makings = self.plan.makings
+        watched = {group[0]: group for group in groups if any(makings[one].is_calibrated for one in group)}
+        sums: dict[Matrix, InputSums] = {}
+        others: dict[Matrix, list[Tensor]] = {}
 
-        def seen(target: Target, inputs: Tensor) -> None:
-            if target not in sums:
-                moment = self.update or any(NEEDS[self.plan.makings[t].method] == "moment" for t in watched[target])
-                sums[target] = InputSums(inputs.shape[-1], inputs.device, moment, self.update)
-            sums[target].add(inputs, others[target].pop(0) if whole is not None else None)
+        def seen(matrix: Matrix, inputs: Tensor) -> None:
+            if matrix not in sums:
+                moment = self.update or any(NEEDS[makings[one].method] == "moment" for one in watched[matrix])
+                sums[matrix] = InputSums(inputs.shape[-1], inputs.device, moment, self.update)
+            sums[matrix].add(inputs, others[matrix].pop(0) if whole is not None else None)
 
         states = []
         for index, part in enumerate(run.parts):
             if whole is not None and watched:
                 others.clear()
-                whole.see(whole.parts[index], _without_ranks, watched, lambda t, x: others.setdefault(t, []).append(x))
-            states.append(run.see(part, run_as, watched, seen))
+                others.update((matrix, []) for matrix in watched)
+                whole.see(whole.parts[index], watched, lambda matrix, x: others[matrix].append(x), _without_ranks)
+            states.append(run.see(part, watched, seen, run_as))
             stay_below(self.memory)
         return sums, states
 
-    @staticmethod
-    def _see_whole(whole: ProgramRun) -> list[State]:
-        return [whole.see(part, _without_ranks, (), lambda *_: None) for part in whole.parts]
-
-    def _factorise(self, targets: Sequence[Target], known: InputSums | None, run: ProgramRun) -> None:
+    def _factorise(self, matrices: Sequence[Matrix], known: InputSums | None, run: ProgramRun) -> None:
         """Make the factors of matrices that get the same inputs."""
+        weights = run.parts[0].machine.layers.weights()
         ways: dict[Making, Decomposer] = {}
-        for target in targets:
-            making = self.plan.makings[target]
+        for matrix in matrices:
+            making = self.plan.makings[matrix]
             if making.method == "fisher" or making not in ways:  # gradients are each matrix's own
-                ways[making] = decomposer(making.method, self._statistics(target, known), making.alpha)
-            calibrated = known if making.is_calibrated else None
-            factors, made = self._factors(target, _values_of(target, run), ways[making], calibrated)
-            write_factors(self.journal.file(target), factors)
-            self.journal.add(target, made)
-            self.missing.remove(target)
+                ways[making] = decomposer(making.method, self._statistics(matrix, known), making.alpha)
+            stored = weights.matrix(replace(matrix.sublayer, ranks=()), matrix.role)
+            values = stored.whole(torch.promote_types(stored.dtype, torch.float32))
+            if not values.isfinite().all():
+                raise ValueError(f"{matrix} holds NaN or infinity; fetch or convert the checkpoint again")
+            factors, made = self._factors(matrix, values, ways[making], known if making.is_calibrated else None)
+            write_factors(self.journal.file(matrix), factors)
+            self.journal.add(matrix, made)
+            self.missing.remove(matrix)
             stay_below(self.memory)
 
     def _factors(
-        self, target: Target, matrix: Tensor, decompose: Decomposer, known: InputSums | None
+        self, matrix: Matrix, values: Tensor, decompose: Decomposer, known: InputSums | None
     ) -> tuple[Factors, Made]:
-        rank = target.sublayer.rank(target.role)
-        assert rank is not None
-        found = decompose(matrix)
-        factors = factors_by(matrix, found.left, rank)
-        if self.update and known is not None and known.moment is not None:
-            factors = fitted(matrix, factors, known.moment, known.cross, self.rounded_to)
-        factors = Factors(*(factor.float().cpu() for factor in factors))
-        loss = None if known is None or known.moment is None else _share_lost(matrix, factors, known.moment)
-        samples = 0 if known is None else known.samples
-        return factors, Made(rank, min(matrix.shape), matrix.shape[1], found.reached, samples, loss)
+        """A matrix's factors and what is known of them.
 
-    def _statistics(self, target: Target, known: InputSums | None) -> Statistics:
-        layers = (Matrix(layer, target.role, target.sublayer.kind) for layer in target.sublayer.layers)
-        gradients = [self.gradients[matrix] for matrix in layers if matrix in self.gradients]
+        Args:
+            values: (out, in), in float32 or wider.
+            known: of its inputs, if it goes by them.
+        """
+        rank = matrix.sublayer.rank(matrix.role)
+        assert rank is not None
+        found = decompose(values)
+        factors, loss = factors_by(values, found.left, rank), None
+        moment = None if known is None else known.moment
+        if known is not None and moment is not None and self.update:
+            factors = fitted(values, factors, moment, known.cross, self.rounded_to)
+        factors = Factors(*(factor.float().cpu() for factor in factors))
+        if moment is not None:
+            nothing = Factors(torch.zeros_like(factors.first), torch.zeros_like(factors.second))
+            whole = truncation_loss(values.cpu(), nothing, moment)
+            loss = truncation_loss(values.cpu(), factors, moment) / whole if whole > 0 else None
+        samples = 0 if known is None else known.samples
+        return factors, Made(rank, min(values.shape), values.shape[1], found.reached, samples, loss)
+
+    def _statistics(self, matrix: Matrix, known: InputSums | None) -> Statistics:
+        gradients = [self.gradients[stored] for stored in _stored(matrix) if stored in self.gradients]
         return Statistics(
             None if known is None else known.moment,
             None if known is None else known.size / known.samples,
@@ -262,22 +294,9 @@ class _Work:
         )
 
 
-def _values_of(target: Target, run: ProgramRun) -> Tensor:
-    """The matrix that factors stand for, (out, in), in float32 or wider."""
-    weights = run.parts[0].machine.layers.weights()
-    matrix = weights.matrix(replace(target.sublayer, ranks=()), target.role)
-    values = matrix.whole(torch.promote_types(matrix.dtype, torch.float32))
-    if not values.isfinite().all():
-        raise ValueError(f"{target} holds NaN or infinity; fetch or convert the checkpoint again")
-    return values
-
-
-def _groups(targets: Sequence[Target]) -> list[list[Target]]:
-    """Targets that get the same inputs."""
-    found: dict[tuple[Sublayer, bool], list[Target]] = {}
-    for target in targets:
-        found.setdefault((target.sublayer, reads_stream(target)), []).append(target)
-    return list(found.values())
+def _stored(matrix: Matrix) -> list[Matrix]:
+    """The matrices of layers that it is an average of."""
+    return [Matrix.of(layer, matrix.role) for layer in matrix.sublayer.layers]
 
 
 def _without_ranks(sublayer: Sublayer) -> Sublayer:
@@ -287,9 +306,3 @@ def _without_ranks(sublayer: Sublayer) -> Sublayer:
 def _with_first_ranks(sublayer: Sublayer) -> Sublayer:
     """With factors in place of what reads the stream only."""
     return replace(sublayer, ranks=tuple(entry for entry in sublayer.ranks if entry[0] not in WRITING))
-
-
-def _share_lost(matrix: Tensor, factors: Factors, moment: SecondMoment) -> float | None:
-    nothing = Factors(torch.zeros_like(factors.first), torch.zeros_like(factors.second))
-    whole = truncation_loss(matrix.cpu(), nothing, moment)
-    return truncation_loss(matrix.cpu(), factors, moment) / whole if whole > 0 else None

@@ -6,39 +6,52 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from surgeon.errors import did_you_mean
 from surgeon.language.operations.base import show_range
-from surgeon.language.program import KINDS, Sublayer
+from surgeon.language.program import KINDS, ROLES, WRITING, Sublayer
 from surgeon.models.edit import decoder_layers
 from surgeon.models.families import Family, Projection, family_of
 from surgeon.models.weights import Dense, ModelWeights, ModuleStore
 
+if TYPE_CHECKING:  # takes seconds, and who only names matrices does without
+    from transformers import PreTrainedModel
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, order=True)
 class Matrix:
-    """One projection of one layer.
+    """A matrix of a model's layer, or of a sublayer of a program.
 
     Attributes:
-        weight: its role: q, k, v, o, gate, up or down.
-        kind: of the sublayer it belongs to, "A" or "F".
+        sublayer: not a slice; with all its ranks where a program has some for it.
+        role: q, k, v, o, gate, up or down.
     """
 
-    layer: int
-    weight: str
-    kind: str
+    sublayer: Sublayer
+    role: str
+
+    @classmethod
+    def of(cls, layer: int, role: str) -> Matrix:
+        """Of a layer as it is stored."""
+        (kind,) = (kind for kind in KINDS if role in ROLES[kind])
+        return cls(Sublayer(kind, (layer,)), role)
 
     def __str__(self) -> str:
-        return f"{self.weight} of layer {self.layer}"
+        plain = len(self.sublayer.layers) == 1 and not self.sublayer.ranks
+        return f"{self.role} of {f'layer {self.layer}' if plain else self.sublayer}"
 
     @property
-    def sublayer(self) -> Sublayer:
-        """What it belongs to."""
-        return Sublayer(self.kind, (self.layer,))
+    def layer(self) -> int:
+        """Its layer, or the first of those that it is an average of."""
+        return self.sublayer.layers[0]
+
+    @property
+    def inputs(self) -> tuple[Sublayer, bool]:
+        """The same for matrices that get the same inputs: whose, and whether they read the stream, as q and up do."""
+        return self.sublayer, self.role not in WRITING
 
 
 @dataclass(frozen=True)
@@ -78,7 +91,7 @@ class Matrices:
 
     def projection(self, matrix: Matrix) -> Projection:
         """Where a matrix lies in its layer."""
-        return self.family.spec(matrix.kind).projection(matrix.weight)
+        return self.family.spec(matrix.sublayer.kind).projection(matrix.role)
 
     def module(self, matrix: Matrix) -> nn.Module:
         """The linear module that holds a matrix, perhaps with others packed beside it."""
@@ -108,6 +121,8 @@ class Matrices:
             ValueError: naming layer and weight, if the module is no plain linear one, its weight is not in memory, or
                 it holds NaN or infinity.
         """
+        from transformers.pytorch_utils import Conv1D
+
         for matrix in matrices:
             module = self.module(matrix)
             if type(module) not in (nn.Linear, Conv1D):
@@ -123,7 +138,7 @@ class Matrices:
 
     def stored(self, matrix: Matrix) -> Dense:
         """Where its values lie in the module's weight."""
-        stored = self.weights.matrix(Sublayer(matrix.kind, (matrix.layer,)), matrix.weight)
+        stored = self.weights.matrix(matrix.sublayer, matrix.role)
         assert isinstance(stored, Dense)
         return stored
 
@@ -164,7 +179,7 @@ def choose_weights(family: Family, names: Sequence[str] | None) -> tuple[str, ..
 def find_matrices(family: Family, layers: range, weights: Sequence[str]) -> list[Matrix]:
     """These weights of these layers, in the order in which the model uses them."""
     return [
-        Matrix(layer, projection.role, kind)
+        Matrix.of(layer, projection.role)
         for layer in layers
         for kind in KINDS
         for projection in family.spec(kind).projections

@@ -143,7 +143,7 @@ def as_operation(ranks: Ranks, method: str, calibration: Calibration | None = No
     stretch = range(layers[0], layers[-1] + 1)
     by_role: dict[str, dict[int, int | None]] = {}
     for matrix, rank in ranks.items():
-        by_role.setdefault(matrix.weight, {})[matrix.layer] = rank
+        by_role.setdefault(matrix.role, {})[matrix.layer] = rank
     lists = {role: [given.get(layer) for layer in stretch] for role, given in by_role.items()}
     named = {role: given[0] if len(set(given)) == 1 else given for role, given in lists.items() if any(given)}
     given: dict[str, Any] = {"ranks": named, "method": method}

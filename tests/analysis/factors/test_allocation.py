@@ -34,7 +34,7 @@ def curve(layer: int, weight: str, seed: int, damage_scale: float = 1.0) -> Curv
     values = np.sort(draws.exponential(size=min(size)))[::-1]
     lost = 1 - np.cumsum(values**2) / (values**2).sum()
     damage = {rank: damage_scale * float(lost[rank - 1]) ** 1.3 for rank in (1, 2, min(size) // 2)}
-    return Curve(Matrix(layer, weight, "F" if len(weight) > 1 else "A"), size, values, damage)
+    return Curve(Matrix.of(layer, weight), size, values, damage)
 
 
 CURVES = [curve(0, "q", 1), curve(0, "k", 2, 0.3), curve(1, "up", 3, 2.0), curve(1, "down", 4)]
@@ -66,7 +66,7 @@ def test_noise_does_not_make_a_higher_rank_look_worse() -> None:
 
 
 def test_a_matrix_of_zeros_costs_least() -> None:
-    zeros = Curve(Matrix(3, "q", "A"), (12, 12), np.zeros(12), {2: 0.0})
+    zeros = Curve(Matrix.of(3, "q"), (12, 12), np.zeros(12), {2: 0.0})
     ranks = allocate([*CURVES, zeros], "damage", 400)
     assert ranks[zeros.matrix] == 1
 
@@ -146,7 +146,7 @@ def test_what_layers_do_together_moves_ranks() -> None:
 
 
 def test_curves_of_a_spectrum() -> None:
-    matrix = Matrix(2, "k", "A")
+    matrix = Matrix.of(2, "k")
     spectra = {matrix: SingularValues((4, 12), np.array([3.0, 2, 1, 0]), np.array([9.0, 1, 1, 1]), "cholesky", 12)}
     measured = {
         Truncation(matrix, "whitened", 2): WindowQuality(np.zeros(2), np.array([0.1, 0.3])),

@@ -11,10 +11,11 @@ import torch
 from torch.nn import functional
 
 from surgeon.analysis.factors.allocation import allocate, parameters
-from surgeon.analysis.factors.corrections import MeasuredText, corrected_ranks, plan_of, ranked
-from surgeon.analysis.factors.factor_plan import Making
+from surgeon.analysis.factors.corrections import corrected_ranks, ranked
+from surgeon.analysis.factors.factor_plan import FactorPlan, Making
 from surgeon.analysis.factors.make_factors import make_factors
 from surgeon.analysis.factors.matrices import Matrix
+from surgeon.analysis.factors.program_run import ProgramRun, ReferenceText
 from surgeon.analysis.factors.rank_recipe import RankBudget, Share
 from surgeon.checkpoint.factor_cache import FactorCache
 from surgeon.language.program import Program
@@ -34,13 +35,17 @@ def divergence(model: Any, program: Program, factors: Any) -> float:
 
 def test_programs_with_factors_are_measured_as_they_run(tmp_path: Path) -> None:
     model = tiny_model("llama", 3)
-    ranks = {Matrix(0, "q", "A"): 6, Matrix(1, "down", "F"): 7, Matrix(2, "k", "A"): None}
+    ranks = {Matrix.of(0, "q"): 6, Matrix.of(1, "down"): 7, Matrix.of(2, "k"): None}
     program = ranked(program_of(model), ranks)
     assert str(program) == "A0@q6 F0 A1 F1@down7 A2 F2"
-    found = make_factors(model, plan_of(program, Making("whitened")), CALIBRATION, tmp_path, model_hash="weights")
+    found = make_factors(
+        model, FactorPlan.all_by(Making("whitened"), program), CALIBRATION, tmp_path, model_hash="weights"
+    )
     assert len(found.made) == 2
     expected = divergence(model, program, found.source)
-    assert MeasuredText(model, MEASURED).quality(program, found.source).divergence == pytest.approx(expected, rel=1e-4)
+    reference = ReferenceText(model, ProgramRun(model, program_of(model), MEASURED.ids))
+    _, measured = reference.quality(ProgramRun(model, program, MEASURED.ids, factors=found.source))
+    assert measured.mean() == pytest.approx(expected, rel=1e-4)
 
 
 def test_layers_are_weighed_by_what_their_matrices_do_together(tmp_path: Path) -> None:

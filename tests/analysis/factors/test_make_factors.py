@@ -15,8 +15,9 @@ from torch import nn
 
 from surgeon.analysis.factors import make_factors as making_module
 from surgeon.analysis.factors.factor_folder import FactorFolder
-from surgeon.analysis.factors.factor_plan import FactorPlan, Making, Target, plan_factors
+from surgeon.analysis.factors.factor_plan import FactorPlan, Making, plan_factors
 from surgeon.analysis.factors.make_factors import make_factors
+from surgeon.analysis.factors.matrices import Matrix
 from surgeon.checkpoint.streamed import load_streamed
 from surgeon.language.operations.lowrank import Calibration
 from surgeon.language.program import Program
@@ -36,21 +37,21 @@ AT = "@q5,k3,o6", "@up7,down8"
 def plan_of(program: str, method: Any = "whitened", **calibration: Any) -> FactorPlan:
     parsed = Program.parse(program)
     targets = [(replace(s, piece=None), role) for s in parsed.sublayers() for role, _ in s.ranks]
-    return FactorPlan(parsed, {Target(*target): Making(method) for target in targets}, Calibration(**calibration))  # type: ignore[typeddict-item]
+    return FactorPlan(parsed, {Matrix(*target): Making(method) for target in targets}, Calibration(**calibration))  # type: ignore[typeddict-item]
 
 
 def made(folder: Path, model: Any, plan: FactorPlan, windows: Windows = TEXT, **more: Any) -> FactorFolder:
     return make_factors(model, plan, windows, folder, model_hash="weights", **more)
 
 
-def product(found: FactorFolder, target: Target) -> Array:
+def product(found: FactorFolder, target: Matrix) -> Array:
     nothing: Any = None
     factors = found.source.factors(target.sublayer, target.role, nothing)
     assert factors.first.shape[0] == target.sublayer.rank(target.role)
     return (factors.second.double() @ factors.first.double()).numpy()
 
 
-def target_named(plan: FactorPlan, name: str) -> Target:
+def target_named(plan: FactorPlan, name: str) -> Matrix:
     return next(target for target in plan.makings if str(target) == name)
 
 

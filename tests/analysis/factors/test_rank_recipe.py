@@ -22,11 +22,11 @@ SHAPES = LayerShapes({"q": (8, 8), "o": (8, 8), "down": (8, 12)})
 
 def test_ranks_become_an_entry_of_a_recipe() -> None:
     ranks = {
-        **{Matrix(layer, "q", "A"): 3 for layer in (1, 2)},
-        Matrix(1, "o", "A"): None,
-        Matrix(2, "o", "A"): None,
-        Matrix(1, "down", "F"): 2,
-        Matrix(2, "down", "F"): None,
+        **{Matrix.of(layer, "q"): 3 for layer in (1, 2)},
+        Matrix.of(1, "o"): None,
+        Matrix.of(2, "o"): None,
+        Matrix.of(1, "down"): 2,
+        Matrix.of(2, "down"): None,
     }
     operation = as_operation(ranks, "whitened", {"data": "text.txt", "tokens": 64})
     written = Recipe("some/model", (operation,)).to_yaml()
@@ -75,8 +75,8 @@ def test_a_share_checks_itself() -> None:
 
 
 def test_budgets() -> None:
-    one = Curve(Matrix(0, "q", "A"), (8, 8), np.ones(8))
-    other = Curve(Matrix(0, "o", "A"), (8, 8), np.ones(8))
+    one = Curve(Matrix.of(0, "q"), (8, 8), np.ones(8))
+    other = Curve(Matrix.of(0, "o"), (8, 8), np.ones(8))
     for text, amount in {
         "params=0.5x": 64,
         "params = 1,000": 1000,

@@ -1,4 +1,4 @@
-"""What the matrices of a program's sublayers get as inputs, summed up over a text, node by node.
+"""A program on a text, node by node: what its matrices get as inputs, and what it predicts from some node on.
 
 Streams of all tokens are held before one node at a time, so that a model of any size is gone through once, with what is
 summed up for the matrices of one node in memory.
@@ -6,60 +6,33 @@ summed up for the matrices of one node in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from surgeon.analysis.engine.machine import PlanMachine
 from surgeon.analysis.engine.memory import windows_in_a_walk
 from surgeon.analysis.engine.walk import not_finite, walks
-from surgeon.analysis.factors.factor_plan import Target
+from surgeon.analysis.factors.matrices import Matrix
 from surgeon.language.execute import State, advance, land
-from surgeon.language.program import WRITING, Node, Program, Sublayer
+from surgeon.language.program import Node, Program, Sublayer
 from surgeon.models.edited_layers import ModelMachine
-from surgeon.models.families import Family, family_of
 from surgeon.models.weights import FactorSource
-from surgeon.models.weights.whitening import SecondMoment
+from surgeon.quality.head import OutputHead, joined
 
 Renaming = Callable[[Sublayer], Sublayer]
-Seen = Callable[[Target, Tensor], None]  # gets the inputs, (..., in), of a matrix
-
-
-class InputSums:
-    """Sums over the inputs of one matrix, or of several that read the same.
-
-    Attributes:
-        moment: Z'Z, Z the inputs; None if it is not asked for.
-        cross: X'Z, X the inputs of the same tokens in another run; None if there is none.
-        size: of each input, summed over tokens, (in,), float64.
-        samples: tokens.
-    """
-
-    def __init__(self, features: int, device: torch.device, moment: bool, cross: bool) -> None:
-        self.moment = SecondMoment(features, device) if moment else None
-        self.cross = torch.zeros(features, features, dtype=torch.float64, device=device) if cross else None
-        self.size = torch.zeros(features, dtype=torch.float64, device=device)
-        self.samples = 0
-
-    def add(self, inputs: Tensor, others: Tensor | None = None) -> None:
-        """Take in a batch, (..., in), and the other run's."""
-        rows = inputs.detach().flatten(0, -2).double()
-        self.size += rows.abs().sum(0)
-        self.samples += len(rows)
-        if self.moment is not None:
-            self.moment.add(inputs)
-        if self.cross is not None:
-            assert others is not None
-            self.cross.addmm_(others.detach().flatten(0, -2).to(rows).T, rows)
+Seen = Callable[[Matrix, Tensor], None]  # gets the inputs, (..., in), of a matrix
 
 
 @dataclass
-class _Part:
+class RunPart:
     """Windows that run together."""
 
     ids: Tensor
@@ -71,9 +44,11 @@ class ProgramRun:
     """All windows of a text before the same node of a program.
 
     Attributes:
+        nodes: of the program.
         place: the number of the next node.
 
     Args:
+        model: the layers that it is stored as.
         ids: (windows, tokens), all of them real tokens.
         beside: bytes of what is held beside the streams.
         memory: a limit in bytes on the memory of the whole process.
@@ -93,25 +68,24 @@ class ProgramRun:
         factors: FactorSource | None = None,
     ) -> None:
         self.nodes, self.place = program.nodes, 0
-        self.family: Family = family_of(model.config)
         streams = ids.numel() * int(model.config.hidden_size) * max(4, model.dtype.itemsize)
         at_once = windows_in_a_walk(model, ids, beside=beside + streams, memory=memory)
         parts = walks(model, ids, at_once, factors)
         # Not the walks themselves, which would hold the embedded stream to the end.
-        self.parts = [_Part(walk.ids, walk.machine, State(walk.start)) for walk in parts]
+        self.parts = [RunPart(walk.ids, walk.machine, State(walk.start)) for walk in parts]
 
     @torch.inference_mode()
-    def see(self, part: _Part, run_as: Renaming, targets: Collection[Target], seen: Seen) -> State:
+    def see(self, part: RunPart, matrices: Collection[Matrix], seen: Seen, run_as: Renaming | None = None) -> State:
         """The state of a part after the next node, whose matrices' inputs are shown; the part stays where it is.
 
         Args:
+            matrices: whose inputs are shown.
             run_as: the sublayer that runs in place of another, of fewer ranks.
-            targets: whose inputs are shown.
 
         Raises:
             ValueError: naming the matrix whose inputs are not finite.
         """
-        machine = _Tapping(part.machine, run_as, targets, seen)
+        machine = _Tapping(part.machine, run_as or (lambda sublayer: sublayer), matrices, seen)
         return advance(part.state, self.nodes[self.place], machine)
 
     @torch.inference_mode()
@@ -128,16 +102,44 @@ class ProgramRun:
                 raise not_finite(node)
         self.place += 1
 
+    @torch.inference_mode()
+    def rest(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Run all nodes from the next one on: token ids and the stream after the program, some windows at a time.
 
-def targets_in(node: Node, targets: Collection[Target]) -> list[Target]:
-    """Those of the targets whose sublayers, or slices of them, are in a node."""
+        Neither the place nor the streams change, so that it can be called again with other weights.
+        """
+        for part in self.parts:
+            state = part.state
+            for node in self.nodes[self.place :]:
+                state = advance(state, node, part.machine)
+            yield part.ids, land(state).stream
+
+
+class ReferenceText:
+    """What a program predicts on a text, to compare changed ones with that run on the same text.
+
+    Attributes:
+        predictions: some windows at a time.
+    """
+
+    def __init__(self, model: PreTrainedModel, run: ProgramRun) -> None:
+        self.head = OutputHead(model)
+        self.predictions = [self.head.reference(stream, ids) for ids, stream in run.rest()]
+
+    def nll(self) -> NDArray[np.float64]:
+        """Its own negative log-likelihood, (windows,), nats per token."""
+        return joined([known.quality for known in self.predictions])[0]
+
+    def quality(self, run: ProgramRun) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Negative log-likelihood of another, and its divergence from this one, (windows,) each, nats per token."""
+        parts = zip(run.rest(), self.predictions, strict=True)
+        return joined([self.head.compare(stream, known) for (_, stream), known in parts])
+
+
+def matrices_in(node: Node, matrices: Collection[Matrix]) -> list[Matrix]:
+    """Those of the matrices whose sublayers, or slices of them, are in a node."""
     inside = {replace(sublayer, piece=None) for sublayer in Program((node,)).sublayers()}
-    return [target for target in targets if target.sublayer in inside]
-
-
-def reads_stream(target: Target) -> bool:
-    """Whether a matrix reads the stream, as q and up do, and not what its sublayer has computed."""
-    return target.role not in WRITING
+    return [matrix for matrix in matrices if matrix.sublayer in inside]
 
 
 class _Tapping(ModelMachine):
@@ -146,11 +148,11 @@ class _Tapping(ModelMachine):
     Of a slice, inputs are shown of the whole sublayer, run on the slice's stream.
     """
 
-    def __init__(self, machine: PlanMachine, run_as: Renaming, targets: Collection[Target], seen: Seen) -> None:
+    def __init__(self, machine: PlanMachine, run_as: Renaming, matrices: Collection[Matrix], seen: Seen) -> None:
         super().__init__(machine.layers, machine.arguments)
         self.slots, self.run_as, self.seen = machine, run_as, seen
-        self.targets = targets
-        self.watched: list[Target] = []
+        self.matrices = matrices
+        self.watched: list[Matrix] = []
         self.hooks = ExitStack()
 
     def slot_of(self, attention: Sublayer) -> int:
@@ -158,7 +160,7 @@ class _Tapping(ModelMachine):
 
     def sublayer(self, sublayer: Sublayer, stream: Tensor) -> Tensor:
         whole = replace(sublayer, piece=None)
-        self.watched = [target for target in self.targets if target.sublayer == whole]
+        self.watched = [matrix for matrix in self.matrices if matrix.sublayer == whole]
         if sublayer.piece is None or not self.watched:
             return self._run(self.run_as(sublayer), stream)
         self._run(self.run_as(whole), stream)
@@ -171,17 +173,17 @@ class _Tapping(ModelMachine):
 
     def owner(self, sublayer: Sublayer) -> nn.Module:
         owner, spec = super().owner(sublayer), self.layers.family.spec(sublayer.kind)
-        for target in self.watched:
-            module = owner.get_submodule(spec.projection(target.role).path)
-            hook = module.register_forward_pre_hook(partial(_show, target, self.seen))
+        for matrix in self.watched:
+            module = owner.get_submodule(spec.projection(matrix.role).path)
+            hook = module.register_forward_pre_hook(partial(_show, matrix, self.seen))
             self.hooks.callback(hook.remove)
         return owner
 
 
-def _show(target: Target, seen: Seen, module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+def _show(matrix: Matrix, seen: Seen, module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
     """What a module's hook does."""
     del module
     (inputs,) = arguments
     if not inputs.isfinite().all():
-        raise ValueError(f"the inputs of {target} hold NaN or infinity; check the weights of what comes before it")
-    seen(target, inputs)
+        raise ValueError(f"the inputs of {matrix} hold NaN or infinity; check the weights of what comes before it")
+    seen(matrix, inputs)
