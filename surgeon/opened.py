@@ -13,16 +13,17 @@ import torch
 
 from surgeon.checkpoint.config_only import CONFIG, read_config_only
 from surgeon.checkpoint.forms import Form, form_of
-from surgeon.checkpoint.load import device_map_for, load, read_config, stored_program
+from surgeon.checkpoint.load import load, open_stored
 from surgeon.checkpoint.read import Checkpoint, locate, read_json
+from surgeon.checkpoint.stored import StoredModel
 from surgeon.errors import did_you_mean
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe, parse_recipe, read_document
 from surgeon.models.edit import check_layers, edit
-from surgeon.models.families import Family, family_of
+from surgeon.models.families import family_of
 from surgeon.models.recipe_program import recipe_program
 from surgeon.models.shapes import ModelShapes
-from surgeon.models.weights import FactorSource, ModelWeights
+from surgeon.models.weights import FactorSource
 from surgeon.named import is_program, is_recipe, name_of, on_disk
 from surgeon.provenance import provenance
 
@@ -32,25 +33,12 @@ if TYPE_CHECKING:  # takes seconds, and who does not load it does without
 DEVICES = ("auto", "cpu", "cuda")
 
 
-@dataclass(frozen=True)
-class Model:
-    """A model by its files: its configuration and the headers of its weights have been read, and nothing else.
+class Model(StoredModel):
+    """A model that somebody named: its configuration and the headers of its weights have been read, and nothing else.
 
-    Or by its configuration alone (`open_model` with `weights=False`, `Model.of_config`): then what needs more of it
-    raises ValueError.
-
-    Attributes:
-        name: as the user named it: a folder, a hub name, or "demo".
-        files: with the headers of its weights; None of a model known by its configuration alone.
-        config: as `transformers` reads it.
-        own: the program that an edited or native-track checkpoint runs; None where it runs its layers one after the
-            other.
+    Or its configuration alone (`open_model` with `weights=False`, `Model.of_config`): then what needs more of it raises
+    ValueError.
     """
-
-    name: str
-    files: Checkpoint | None
-    config: Any
-    own: Program | None = None
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, name: str) -> Model:
@@ -59,9 +47,8 @@ class Model:
         Raises:
             ValueError: if its configuration is damaged, or of an architecture that is not supported.
         """
-        config = read_config(checkpoint)
-        family_of(config)
-        return cls(name, checkpoint, config, stored_program(checkpoint))
+        stored = open_stored(checkpoint)
+        return cls(name, checkpoint, stored.config, stored.own)
 
     @classmethod
     def of_config(cls, config: Any, name: str, own: Program | None = None) -> Model:
@@ -76,24 +63,6 @@ class Model:
     def __repr__(self) -> str:
         stored = "configuration only" if self.files is None else f"{self.form} form"
         return f"<surgeon.Model {self.name}: {self.family.name}, {self.num_layers} layers, {stored}>"
-
-    @property
-    def checkpoint(self) -> Checkpoint:
-        """Its files, with the headers of its weights.
-
-        Raises:
-            ValueError: if it is known by its configuration alone.
-        """
-        if self.files is None:
-            raise ValueError(
-                f"{self.name} was opened by its configuration alone, and this needs its files; open it with its weights"
-            )
-        return self.files
-
-    @property
-    def folder(self) -> Path:
-        """Where its files lie."""
-        return self.checkpoint.folder
 
     @property
     def label(self) -> str:
@@ -120,11 +89,6 @@ class Model:
         return form_of(self.checkpoint)
 
     @cached_property
-    def family(self) -> Family:
-        """Its architecture."""
-        return family_of(self.config)
-
-    @cached_property
     def shapes(self) -> ModelShapes:
         """Its sizes, as its configuration says them.
 
@@ -134,19 +98,9 @@ class Model:
         return ModelShapes.of(self.label, self.config)
 
     @property
-    def num_layers(self) -> int:
-        """How many layers it is stored as."""
-        return int(self.config.num_hidden_layers)
-
-    @property
     def positions(self) -> int:
         """How many tokens it can read at once."""
         return int(self.config.max_position_embeddings)
-
-    @cached_property
-    def program(self) -> Program:
-        """What it runs: its own program, or its layers one after the other."""
-        return self.own or Program.dense(self.num_layers, self.family.steps_per_layer)
 
     @property
     def hash(self) -> str:
@@ -162,12 +116,7 @@ class Model:
         """
         from surgeon.checkpoint.texts import open_tokenizer  # takes transformers' tokenizers, which take a second
 
-        return open_tokenizer(self.folder)
-
-    @cached_property
-    def weights(self) -> ModelWeights:
-        """Its stored tensors by layer and role; each is read when it is asked for."""
-        return ModelWeights(self.checkpoint, self.family, self.family.head_dim(self.config))
+        return open_tokenizer(self)
 
     def program_of(self, recipe: Recipe) -> Program:
         """The program that a recipe makes of it.
@@ -235,8 +184,7 @@ class EditedModel:
     def load(self, device: str = "auto") -> PreTrainedModel:
         """The model, under its program, on the device; for cuda one GPU that has room for it, else all of them."""
         where = choose_device(device)
-        places = device_map_for(self.model.checkpoint, self.asked) if where == "cuda" else None
-        loaded = load(self.model.folder, device_map=places)
+        loaded = load(self.model, device_map=self.model.device_map(self.asked) if where == "cuda" else None)
         return loaded if self.asked is None else edit(loaded, self.asked, factors=self.factors)
 
     def identity(self, device: str) -> dict[str, Any]:

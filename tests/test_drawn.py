@@ -22,11 +22,12 @@ import surgeon
 from surgeon.analysis.engine.machine import PlanMachine, run_plan
 from surgeon.analysis.engine.sharing import share
 from surgeon.checkpoint.streamed import load_streamed
-from surgeon.exports.export import Original, plan_export, write_export
+from surgeon.exports.export import plan_export, write_export
 from surgeon.exports.saving import edit
 from surgeon.language.program import Program
 from surgeon.models.edit import program_of, restore
 from surgeon.models.families import FAMILIES, family_of
+from surgeon.opened import open_model
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.worker.ranks import RankOptions, Ranks
 from tests.checkpoint.helpers import IDS, load_shipped, logits_of, plain_logits, relative_error
@@ -63,7 +64,7 @@ def check_all_paths(case: Case, folder: Path, ranks: Ranks) -> None:
     source = folder / "source"
     restore(model).to(DTYPES[case.dtype]).save_pretrained(source)
     agrees(streamed(source, case.program), expected)
-    write_export(plan_export(Original.open(source), Program.parse(case.program), dtype="float32"), folder / "target")
+    write_export(plan_export(open_model(source), Program.parse(case.program), dtype="float32"), folder / "target")
     agrees(logits_of(as_a_user_loads(folder / "target")), expected)
     agrees(logits_of(surgeon.load(folder / "target")), expected)
     chunks = list(IDS.split([5, 1, 3], 1))

@@ -30,10 +30,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts fi
 from scripts.bench.decoding import DENSE, add_options, parse, random_model, write_tables
 from scripts.bench.runtime import Way, measure_candidates, parse_way
 from surgeon.benchmarks.measure import Candidate, Result
-from surgeon.exports.export import Original, plan_export, write_export
+from surgeon.exports.export import plan_export, write_export
 from surgeon.language.operations import OPERATIONS
 from surgeon.language.program import Program, Sublayer
 from surgeon.models.weights import Factors, WeightMatrix
+from surgeon.opened import open_model
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.worker.ranks import RankOptions, Ranks
 from surgeon.threads import threads_per_rank
@@ -72,7 +73,7 @@ class Compared:
 
 def export_factors(source: Path, keep: float, folder: Path) -> Path:
     """The model with factors in place of every matrix, as a checkpoint in program form."""
-    original = Original.open(source)
+    original = open_model(source)
     shapes = original.family.layer_shapes(original.config)
     dense = Program.dense(original.config.num_hidden_layers)
     layers = range(original.config.num_hidden_layers)

@@ -18,9 +18,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the tests' tiny models
 
 import surgeon
-from surgeon.exports.export import Original, plan_export, write_export
+from surgeon.exports.export import plan_export, write_export
 from surgeon.language.program import Program
 from surgeon.models.families import FAMILIES, Family
+from surgeon.opened import open_model
 from tests.checkpoint.helpers import IDS, plain_logits, save_source
 
 NEW_TOKENS = 8
@@ -49,7 +50,7 @@ def write_cases(folder: Path) -> None:
         model = save_source(source, model_type, num_layers=4)
         for form, program in programs_of(family).items():
             name = f"{model_type}-{form}"
-            plan = plan_export(Original.open(source), Program.parse(program), form)
+            plan = plan_export(open_model(source), Program.parse(program), form)
             write_export(plan, folder / name, overwrite=True)
             edited = surgeon.edit(surgeon.load(source), program)
             tokens = edited.generate(IDS, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0)

@@ -31,8 +31,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts fi
 
 from scripts.bench.decoding import RANKS, add_options, compared, lp_name, parse, random_model, write_tables
 from scripts.vllm.engine import PROJECT, Sizes, has_plugin, vllm_python, vllm_rates
-from surgeon.exports.export import Original, plan_export, write_export
+from surgeon.exports.export import plan_export, write_export
 from surgeon.language.program import Program
+from surgeon.opened import open_model
 from surgeon.progress import progress
 
 NATIVE, PLUGIN = "native", "plugin"
@@ -59,7 +60,7 @@ def programs(layers: int) -> list[tuple[str, str, Program]]:
 
 def write_rows(source: Path, folder: Path) -> list[Row]:
     """Export a checkpoint for every row."""
-    original = Original.open(source)
+    original = open_model(source)
     if original.family.steps_per_layer == 1:
         sys.exit(f"{original.family.name} has one step per layer; this compares models with two")
     rows = [Row("dense", NATIVE, source)]

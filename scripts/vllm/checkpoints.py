@@ -14,11 +14,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from surgeon.checkpoint.forms.program import needs_plugin
-from surgeon.exports.export import Original, plan_export, write_export
+from surgeon.exports.export import plan_export, write_export
 from surgeon.exports.saving import edit
 from surgeon.language.operations import ladder, lowrank, pair, parallel, prune, tracks
 from surgeon.language.program import Program, Sublayer
 from surgeon.models.families import Family, family_of
+from surgeon.opened import Model, open_model
 from surgeon.training.scratch.tracks import narrow
 from tests.tiny_models import disturb, tiny_model
 
@@ -71,7 +72,7 @@ def cases_of(
     Raises:
         ValueError: if one of them cannot be exported.
     """
-    original = Original.open(source)
+    original = open_model(source)
     layers = int(original.config.num_hidden_layers)
     dense = Program.dense(layers, original.family.steps_per_layer)
 
@@ -116,7 +117,7 @@ def native_tracks(folder: Path, config: Any, single: bool = False) -> Path:
     return folder
 
 
-def low_rank_programs(dense: Program, original: Original) -> dict[str, Program]:
+def low_rank_programs(dense: Program, original: Model) -> dict[str, Program]:
     """Every matrix at a share of its parameters; and in some of them a rank that two ranks cannot divide."""
     family, config = original.family, original.config
 

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from surgeon.checkpoint.load import load, model_bytes
-from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.load import load
 from surgeon.checkpoint.streamed import load_streamed
 from surgeon.gpus import gpu_with_room
 from surgeon.memory import free_bytes, gpu_free_bytes, resident_bytes, show_size
@@ -103,11 +102,11 @@ def open_subject(
     windows = load_windows(opened.tokenizer, data, window_for(opened.config, window), tokens, separator)
     # One with a program of its own is not streamed.
     streams = elsewhere and opened.form.shipped is None
-    loaded = load_streamed(opened.folder) if streams else load_for_analysis(opened.checkpoint, memory)
+    loaded = load_streamed(opened) if streams else load_for_analysis(opened, memory)
     return Subject(opened, loaded, windows, memory)
 
 
-def load_for_analysis(checkpoint: Checkpoint, memory: int | None = None, device: str | None = None) -> PreTrainedModel:
+def load_for_analysis(model: Model, memory: int | None = None, device: str | None = None) -> PreTrainedModel:
     """A model to measure: whole where it fits, else with weights that are read layer by layer.
 
     Args:
@@ -117,18 +116,18 @@ def load_for_analysis(checkpoint: Checkpoint, memory: int | None = None, device:
             is any.
     """
     if device is None and torch.cuda.is_available():
-        device = str(gpu_with_room(model_bytes(checkpoint, "cuda") + _LEAST_ROOM) or "cuda:0")
+        device = str(gpu_with_room(model.bytes_on("cuda") + _LEAST_ROOM) or "cuda:0")
     device = device or "cpu"
-    size = model_bytes(checkpoint, torch.device(device))
+    size = model.bytes_on(device)
     room = available_bytes(torch.device(device), memory)
     if size + _LEAST_ROOM <= room:
-        return load(checkpoint.folder, device_map=None if device == "cpu" else device)
+        return load(model, device_map=None if device == "cpu" else device)
     warnings.warn(
         f"the model's weights ({show_size(size)}) do not fit into the memory that is left ({show_size(room)}): "
         "they are read layer by layer",
         stacklevel=2,
     )
-    return load_streamed(checkpoint.folder, device)
+    return load_streamed(model, device)
 
 
 def available_bytes(device: torch.device, memory: int | None) -> int:

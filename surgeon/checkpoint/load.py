@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,8 +12,9 @@ import torch
 from surgeon.checkpoint.forms import FORMS, form_of
 from surgeon.checkpoint.forms.fused import GLOBAL_WIDTHS_KEY, WIDTHS_KEY
 from surgeon.checkpoint.read import Checkpoint, locate
+from surgeon.checkpoint.stored import StoredModel
 from surgeon.errors import shown
-from surgeon.gpus import avoid_cudnn_attention, gpu_with_room
+from surgeon.gpus import avoid_cudnn_attention
 from surgeon.language.program import Program
 from surgeon.models.edit import PROGRAM_KEY, PROGRAM_PREFIX, edit
 from surgeon.models.families import Family, family_named, family_of
@@ -24,55 +26,29 @@ if TYPE_CHECKING:
 
 MOST_LABELS = 1_000_000  # of a classifier, which a config.json may speak of
 
-__all__ = [
-    "PROGRAM_KEY",
-    "compute_dtype",
-    "device_map_for",
-    "load",
-    "model_bytes",
-    "read_config",
-    "stored_dtype",
-    "stored_program",
-]
 
+def open_stored(what: str | Path | Checkpoint | StoredModel) -> StoredModel:
+    """What is known of a model without reading its weights.
 
-def compute_dtype(checkpoint: Checkpoint, family: Family, device: torch.device | str) -> torch.dtype:
-    """The dtype to compute in: that in which the embedding is stored, but float32 for 16-bit weights on a CPU.
-
-    Many CPUs compute 16-bit matrix products hundreds of times slower than float32 ones, and numbers should not depend
-    on which CPU it was.
+    Args:
+        what: a checkpoint's folder, a hub name, or either of what has been opened already.
 
     Raises:
-        ValueError: as `stored_dtype`.
+        FileNotFoundError: if there is no such model, or a file of it is missing.
+        ValueError: if the architecture is not supported, or a file is damaged.
     """
-    stored = stored_dtype(checkpoint, family)
-    return torch.float32 if torch.device(device).type == "cpu" and stored in (torch.float16, torch.bfloat16) else stored
+    if isinstance(what, StoredModel):
+        return what
+    checkpoint = what if isinstance(what, Checkpoint) else Checkpoint(locate(what))
+    name = str(checkpoint.folder if isinstance(what, Checkpoint) else what)
+    return StoredModel(name, checkpoint, read_config(checkpoint), stored_program(checkpoint))
 
 
-def stored_dtype(checkpoint: Checkpoint, family: Family) -> torch.dtype:
-    """The dtype in which the embedding is stored.
-
-    What config.json says is not looked at, and what other tensors are stored in does not count: the stream begins as
-    rows of the embedding, norms are often kept in more digits, and buffers may be of any kind.
-
-    Raises:
-        ValueError: if the embedding is missing, or holds no floating-point numbers.
-    """
-    name = Names(checkpoint, family).of(f"{family.embedding}.weight")
-    stored = checkpoint.dtype(name)
-    if not stored.is_floating_point:
-        raise ValueError(
-            f"{checkpoint.folder}: tensor {name} holds {str(stored).removeprefix('torch.')}, which cannot be computed "
-            "in; use a checkpoint of floating-point weights"
-        )
-    return stored
-
-
-def load(path_or_name: str | Path, dtype: torch.dtype | None = None, device_map: Any = None) -> PreTrainedModel:
+def load(model: str | Path | StoredModel, dtype: torch.dtype | None = None, device_map: Any = None) -> PreTrainedModel:
     """Load a model for surgery, in evaluation mode; no code that lies in the folder is run.
 
     Args:
-        path_or_name: a checkpoint folder (edited by surgeon or not) or a hub name.
+        model: a checkpoint folder (edited by surgeon or not), a hub name, or a model that is open (`surgeon.open`).
         dtype: to compute in; by default that of the stored embedding, but float32 for 16-bit weights on a CPU.
         device_map: as in `transformers`: "auto", a device, or a mapping of modules to devices.
 
@@ -81,57 +57,27 @@ def load(path_or_name: str | Path, dtype: torch.dtype | None = None, device_map:
         ValueError: if the architecture is not supported or a file is damaged.
     """
     avoid_cudnn_attention()
-    folder = locate(path_or_name)
-    checkpoint = Checkpoint(folder)
-    config = read_config(checkpoint)
-    program = stored_program(checkpoint)
+    stored = open_stored(model)
     if dtype is None:
-        dtype = compute_dtype(checkpoint, family_of(config), "cuda" if _names_gpu(device_map) else "cpu")
-    model_class = form_of(checkpoint).model_class(checkpoint, config)
+        dtype = stored.compute_dtype("cuda" if _names_gpu(device_map) else "cpu")
+    model_class = form_of(stored.checkpoint).model_class(stored)
     options = {"dtype": dtype, "device_map": device_map, "ignore_mismatched_sizes": True, "output_loading_info": True}
-    options["config"] = config
+    options["config"] = copy.deepcopy(stored.config)  # which becomes the loaded model's own
     try:
-        model, report = model_class.from_pretrained(folder, **options)
+        loaded, report = model_class.from_pretrained(stored.folder, **options)
     except (ArithmeticError, AssertionError, LookupError, TypeError) as error:
         raise ValueError(
-            f"{folder / 'config.json'} describes no model that can be built ({type(error).__name__}: {error})"
+            f"{stored.folder / 'config.json'} describes no model that can be built ({type(error).__name__}: {error})"
         ) from error
-    check_complete(folder, report)
-    model.eval()
-    return model if program is None else edit(model, program)
+    check_complete(stored.folder, report)
+    loaded.eval()
+    return loaded if stored.own is None else edit(loaded, stored.own)
 
 
 def _names_gpu(device_map: Any) -> bool:
     """Whether some module goes to a GPU, by a device map as `transformers` takes it."""
     places = device_map.values() if isinstance(device_map, Mapping) else [device_map]
     return torch.cuda.is_available() and any(str(place) not in ("None", "cpu", "disk", "meta") for place in places)
-
-
-def device_map_for(checkpoint: Checkpoint, program: Program | None = None) -> Any:
-    """Where on GPUs a model belongs, as `load` takes it: on the first with room for all of it, else wherever it fits.
-
-    A model on one device needs no transfers between devices in each of its layers.
-
-    Args:
-        program: to be run on it, by default its own.
-    """
-    return gpu_with_room(model_bytes(checkpoint, "cuda", program)) or "auto"
-
-
-def model_bytes(checkpoint: Checkpoint, device: torch.device | str, program: Program | None = None) -> int:
-    """How much memory a model takes once it is loaded: its stored weights, and what an edit derives from them.
-
-    Args:
-        program: that it will run, by default its own.
-    """
-    config = read_config(checkpoint)
-    family, runs = family_of(config), program or stored_program(checkpoint)
-    numbers = sum(torch.Size(checkpoint.shape(name)).numel() for name in checkpoint.names())
-    for sublayer in set(() if runs is None else runs.sublayers()):
-        factorised = program is not None and sublayer.ranks  # its own program's factors are stored
-        if len(sublayer.layers) > 1 or sublayer.piece is not None or factorised:
-            numbers += sublayer.parameters(family.layer_shapes(config))
-    return numbers * compute_dtype(checkpoint, family, device).itemsize
 
 
 def read_config(checkpoint: Checkpoint) -> Any:

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from surgeon.checkpoint.forms import form_of
-from surgeon.checkpoint.load import check_complete, compute_dtype, read_config
+from surgeon.checkpoint.load import check_complete, open_stored
 from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.stored import StoredModel
 from surgeon.gpus import avoid_cudnn_attention
 from surgeon.models.families import Family, SublayerSpec, family_of
 from surgeon.models.weights import FactorSource, ModelWeights, Names
@@ -102,26 +103,25 @@ class _Converted:
         return self.layers.checkpoint.part(name, dim, first, end).to(self.layers.device, self.layers.dtype)
 
 
-def load_streamed(folder: Path, device: str = "cpu") -> PreTrainedModel:
+def load_streamed(model: str | Path | StoredModel, device: str = "cpu") -> PreTrainedModel:
     """A model whose decoder layers are `StreamedLayers`, in evaluation mode.
 
     Raises:
         FileNotFoundError, ValueError: as `surgeon.load`; and if the checkpoint runs an edited program.
     """
     avoid_cudnn_attention()
-    checkpoint = Checkpoint(folder)
-    config = read_config(checkpoint)
+    stored = open_stored(model)
+    checkpoint, family, dtype = stored.checkpoint, stored.family, stored.compute_dtype(device)
     if form_of(checkpoint).shipped is not None:
-        raise ValueError(f"{folder} is an edited model, which has to fit into memory")
-    family = family_of(config)
-    dtype = compute_dtype(checkpoint, family, torch.device(device))
+        raise ValueError(f"{stored.folder} is an edited model, which has to fit into memory")
+    config = copy.deepcopy(stored.config)  # which becomes the model's own
     with init_empty_weights(include_buffers=False):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    _fill(model, _without_layers(folder, config, family, dtype).to(device), family)
+        whole: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    _fill(whole, _without_layers(stored.folder, config, family, dtype).to(device), family)
     path, _, name = family.layers.rpartition(".")
-    parent = model.get_submodule(path)
+    parent = whole.get_submodule(path)
     setattr(parent, name, StreamedLayers(getattr(parent, name), checkpoint, family, dtype, torch.device(device)))
-    streamed: PreTrainedModel = model.eval()
+    streamed: PreTrainedModel = whole.eval()
     return streamed
 
 

@@ -10,10 +10,9 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from surgeon.checkpoint.encoding import Encoder
-from surgeon.checkpoint.load import read_config
+from surgeon.checkpoint.load import open_stored, read_config
 from surgeon.checkpoint.read import Checkpoint, locate, read_json
-from surgeon.models.families import family_of
-from surgeon.models.weights import Names
+from surgeon.checkpoint.stored import StoredModel
 
 CONTEXT = 16  # earlier tokens decoded with the new ones, because tokenizers write a text's first token differently
 MOST_CONTEXT = 4 * CONTEXT
@@ -22,7 +21,7 @@ SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 UNFINISHED = "\ufffd"  # what a token decodes to that holds a part of a character
 
 
-def open_tokenizer(path_or_name: str | Path) -> Any:
+def open_tokenizer(model: str | Path | StoredModel) -> Any:
     """The tokenizer of a model, every token of which has a row in the model's embedding.
 
     An embedding of more rows is as good, and so is a tokenizer without BOS, EOS or a fast version. Of special ids in
@@ -32,24 +31,23 @@ def open_tokenizer(path_or_name: str | Path) -> Any:
         FileNotFoundError: if there is no such model, or a file of it is missing.
         ValueError: if there is no tokenizer in it that can be read, or it gives token ids that have no row.
     """
-    checkpoint = Checkpoint(locate(path_or_name))
-    family = family_of(read_config(checkpoint))
-    tokenizer = read_tokenizer(checkpoint.folder)
-    rows = checkpoint.shape(Names(checkpoint, family).of(f"{family.embedding}.weight"))[0]
+    stored = open_stored(model)
+    tokenizer = read_tokenizer(stored.folder)
+    rows = stored.weights.shape(f"{stored.family.embedding}.weight")[0]
     if (needed := rows_needed(tokenizer)) > rows:
         without = sorted((token, text) for text, token in tokenizer.get_vocab().items() if token >= rows)
         named = ", ".join(f"{text!r} ({token})" for token, text in without[:MOST_NAMED])
         more = f" and {len(without) - MOST_NAMED:,} more" if len(without) > MOST_NAMED else ""
         raise ValueError(
-            f"the tokenizer of {path_or_name} gives token ids up to {needed - 1:,}, and the model's embedding has "
+            f"the tokenizer of {stored.name} gives token ids up to {needed - 1:,}, and the model's embedding has "
             f"{rows:,} rows, none for {named}{more}; give it rows (model.resize_token_embeddings({needed}) of "
             "transformers, and save it), or take these tokens out of the tokenizer's files, of which "
             "tokenizer_config.json names the special ones"
         )
-    special = _special_ids(checkpoint.folder)
+    special = _special_ids(stored.folder)
     if beyond := [f"{name} {token:,} ({file})" for file, name, token in special if token >= rows]:
         warnings.warn(
-            f"{path_or_name} names tokens beyond the {rows:,} rows of its embedding, which cannot come: "
+            f"{stored.name} names tokens beyond the {rows:,} rows of its embedding, which cannot come: "
             f"{', '.join(beyond)}; correct the numbers there",
             stacklevel=2,
         )

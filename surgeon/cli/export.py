@@ -17,9 +17,10 @@ from surgeon.cli.options import MemoryOption, ResultsOption
 if TYPE_CHECKING:
     from surgeon.analysis.factors.recipe_factors import RecipeFactors
     from surgeon.checkpoint.read import Checkpoint
-    from surgeon.exports.export import ExportPlan, Original
+    from surgeon.exports.export import ExportPlan
     from surgeon.exports.prove import Proof
     from surgeon.language.recipe import Recipe
+    from surgeon.opened import Model
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class FactorArguments:
     ] = None
     memory: MemoryOption = None
 
-    def make(self, steps: Recipe, original: Original, output: Path, dtype: str | None) -> RecipeFactors | None:
+    def make(self, steps: Recipe, original: Model, output: Path, dtype: str | None) -> RecipeFactors | None:
         """The recipe's calibrated factors; None where it has none.
 
         Args:
@@ -51,7 +52,7 @@ class FactorArguments:
 
         memory = None if self.memory is None else parse_size(self.memory)
         kept = None if dtype is None else DTYPES[dtype]
-        made = make_recipe_factors(steps, original.checkpoint, self._folder(output), memory, kept)
+        made = make_recipe_factors(steps, original, self._folder(output), memory, kept)
         if made is not None:
             warn(made.found.notes)
         return made
@@ -123,17 +124,21 @@ def export(
     steps = read_recipe(recipe)
     check_target(output, overwrite)
     checkpoint = _being_hashed(model or steps.model)
-    from surgeon.exports.export import Original, plan_export, write_export
+    from surgeon.exports.export import plan_export, write_export
+    from surgeon.exports.plan import check_exportable
+    from surgeon.models.recipe_program import recipe_program
+    from surgeon.opened import Model
     from surgeon.results.measured import read_measured
 
-    original = Original.of(checkpoint, model or steps.model)
+    original = Model.of(checkpoint, model or steps.model)
+    check_exportable(original)
     if steps.weights is not None:
         steps = _bound(steps, original, chosen=model is not None)
     made = calibrated.make(steps, original, output, dtype)
     if made is not None:
         steps = made.published(steps)
     source = None if made is None else made.found.source
-    plan = plan_export(original, original.program_of(steps), form, dtype, source)
+    plan = plan_export(original, recipe_program(steps, original.config, original.own), form, dtype, source)
     measured = read_measured(results, plan.identity(output.absolute().name)) if results else None
     print(f"{plan.layout.form} form: {plan.layout.reason}.", file=sys.stderr)
     published = replace(steps, model=original.public_name).to_yaml()  # says nothing of the folders of this machine
@@ -155,9 +160,9 @@ def _being_hashed(path_or_name: str) -> Checkpoint:
     return checkpoint
 
 
-def _bound(steps: Recipe, original: Original, chosen: bool) -> Recipe:
+def _bound(steps: Recipe, original: Model, chosen: bool) -> Recipe:
     """The recipe, bound to the original; a model that the user chose may be another than it was made for."""
-    found = original.checkpoint.model_hash(), original.checkpoint.weights_hash()
+    found = original.hash, original.checkpoint.weights_hash()
     if not chosen:
         steps.require_model(*found)
     warn(filter(None, [steps.mismatch(*found)]))

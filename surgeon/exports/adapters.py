@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from surgeon.checkpoint.forms import FORMS, PROGRAM, Inexpressible, Layout, form_of
-from surgeon.checkpoint.load import read_config
-from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.load import open_stored
 from surgeon.errors import NotProven
 from surgeon.exports.in_memory import export, logits_of
 from surgeon.exports.prove import EXACT_TOLERANCE, WRITTEN_TOLERANCE, Proof, Reference, random_tokens
@@ -181,8 +180,8 @@ def _prove(model: PeftModel, folder: Path) -> None:
     Raises:
         NotProven: if its logits are others than the model's.
     """
-    checkpoint = Checkpoint(folder / BASE)
-    model_class, config = form_of(checkpoint).written_class(checkpoint, read_config(checkpoint))
+    written = open_stored(folder / BASE)
+    model_class, config = form_of(written.checkpoint).written_class(written)
     kept = next(model.parameters()).dtype
     base = model_class.from_pretrained(folder / BASE, config=config, dtype=kept)
     tokens = random_tokens(config)

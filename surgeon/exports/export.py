@@ -17,7 +17,7 @@ from surgeon.checkpoint.tokenizer import keep_tokenizer_class
 from surgeon.checkpoint.training import Training
 from surgeon.checkpoint.write import Writing, shard_limit, split_into_shards
 from surgeon.errors import is_full_disk
-from surgeon.exports.plan import DTYPES, ExportPlan, Original, plan_export
+from surgeon.exports.plan import DTYPES, ExportPlan, plan_export
 from surgeon.exports.prove import Proof, prove, reference_of, require_alike
 from surgeon.exports.report import edit_record, source_record, write_report
 from surgeon.exports.staging import check_target, staged
@@ -27,7 +27,7 @@ from surgeon.progress import Advance, stretch
 from surgeon.results.card import write_card
 from surgeon.results.measured import Measured
 
-__all__ = ["DTYPES", "ExportPlan", "Original", "plan_export", "source_record", "write_export"]
+__all__ = ["DTYPES", "ExportPlan", "plan_export", "source_record", "write_export"]
 
 
 def write_export(
@@ -94,7 +94,7 @@ def write_export(
             shards = split_into_shards(plan.tensors, shard_limit(source))
             with Writing(folder, shards, advance) as writing:
                 with stretch(advance, size) as read:
-                    reference = reference_of(source, original.config, plan.program, read, plan.factors)
+                    reference = reference_of(original, plan.program, read, plan.factors)
                 if alive is not None:
                     require_alike(reference, alive, {source.dtype(name) for name in source.names()})
 

@@ -18,11 +18,12 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from surgeon.checkpoint.belongings import GENERATION
 from surgeon.checkpoint.companions import Companions, companions_at
-from surgeon.checkpoint.forms import PROGRAM, Layout, StoredModel
+from surgeon.checkpoint.forms import PROGRAM, Layout
 from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.stored import StoredModel
 from surgeon.checkpoint.tokenizer import keep_tokenizer_class
 from surgeon.checkpoint.training import Training
-from surgeon.exports.export import DTYPES, Original, plan_export, write_export
+from surgeon.exports.export import DTYPES, plan_export, write_export
 from surgeon.exports.prove import Proof
 from surgeon.exports.staging import check_target
 from surgeon.exports.stock import stock_layers_of, stock_model, stock_state
@@ -30,6 +31,7 @@ from surgeon.models.edit import input_device
 from surgeon.models.families import family_of
 from surgeon.models.families.fused import FUSED
 from surgeon.named import is_hub_name, on_disk
+from surgeon.opened import Model
 from surgeon.processes.files import write_json
 from surgeon.processes.folders import scratch
 
@@ -80,10 +82,9 @@ def export(
             tokenizer.save_pretrained(source)
         came_from = model.name_or_path or ""
         name = came_from if on_disk(came_from) is not None else "a model in memory"
-        original = Original.open(source)
-        companions = _with_home(original.companions, model, tokenizer is not None)
-        original = replace(original, name=name, companions=companions)
-        plan = plan_export(original, stock.program, form, dtype)
+        original = Model.of(Checkpoint(source), name)
+        companions = _with_home(companions_at(source), model, tokenizer is not None)
+        plan = plan_export(original, stock.program, form, dtype, companions=companions)
         alive = partial(logits_of, model)
         return write_export(plan, target, overwrite, alive=alive, training=training, complete=complete)
 
@@ -114,7 +115,7 @@ def save_edited(model: PreTrainedModel, save_directory: str | Path, **options: A
     if not options.get("is_main_process", True):
         return
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    saved = StoredModel(Checkpoint(folder), model.config, family)
+    saved = StoredModel(str(folder), Checkpoint(folder), model.config)
     entries = PROGRAM.class_entries(saved, Layout(PROGRAM, "", (), stock.program))
     write_json(folder / "config.json", config | entries)
     shutil.copyfile(PROGRAM.shipped.file, folder / PROGRAM.shipped.file.name)

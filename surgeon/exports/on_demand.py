@@ -29,8 +29,7 @@ from transformers.initialization import no_init_weights
 
 from surgeon.beside import in_order
 from surgeon.checkpoint.forms.planning import joined
-from surgeon.models.families import Family
-from surgeon.models.weights import Names, Store
+from surgeon.checkpoint.stored import StoredModel
 from surgeon.threads import usable_cores
 
 BLOCK = 1 << 20  # elements of a weight that are held in float32 at a time: they stay in the processor's cache
@@ -166,17 +165,14 @@ class Match(NamedTuple):
     unexpected: list[str]
 
 
-def match_names(model: PreTrainedModel, store: Store, family: Family) -> Match:
+def match_names(model: PreTrainedModel, stored: StoredModel) -> Match:
     """Find each parameter among stored tensors, as `transformers` does when it loads a model.
 
     Of tied parameters one is enough; those that are tied, but both stored, become two. Buffers that old models store
     are passed over.
-
-    Args:
-        family: of the stored tensors.
     """
-    parameters, stored_as = _parameters(model), Names(store, family)
-    own = ((parameter, stored_as.own(parameter)) for parameter in parameters)
+    parameters, store = _parameters(model), stored.checkpoint
+    own = ((parameter, stored.weights.names.own(parameter)) for parameter in parameters)
     found = {parameter: name for parameter, name in own if name in store}
     for parameter in found:
         _separate(model, parameter)

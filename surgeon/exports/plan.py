@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from surgeon.checkpoint.companions import AUTO_MAP, Companions, companions_of
 from surgeon.checkpoint.factor_cache import FactorCache
-from surgeon.checkpoint.forms import PROGRAM, Layout, PlannedTensor, StoredModel, form_of, lay_out
-from surgeon.checkpoint.load import read_config, stored_program
-from surgeon.checkpoint.read import Checkpoint, locate
+from surgeon.checkpoint.forms import PROGRAM, Layout, PlannedTensor, lay_out
 from surgeon.errors import did_you_mean
 from surgeon.exports.prove import original_model
 from surgeon.language.operations.within import runs_whole_layers
 from surgeon.language.program import Program
-from surgeon.language.recipe import Recipe
-from surgeon.models.edit import check_layers
-from surgeon.models.families import family_of
-from surgeon.models.recipe_program import recipe_program
-from surgeon.models.weights import FactorSource, Names, TruncatedSVD
-from surgeon.named import name_of
+from surgeon.models.weights import FactorSource, TruncatedSVD
+from surgeon.opened import Model
 from surgeon.results.measured import Identity
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -30,74 +23,28 @@ FACTOR_ENDINGS = (".first.weight", ".second.weight")
 JSON_ALLOWANCE = 1 << 18  # room for the small files that are written beside the weights, in bytes
 
 
-@dataclass(frozen=True)
-class Original(StoredModel):
-    """The model that is exported.
+def check_exportable(model: Model) -> None:
+    """Refuse what no export can be made of.
 
-    Attributes:
-        name: as the user named it: a folder or a hub name.
-        companions: what belongs to it beside its weights.
-        own: its program, where that is not its layers one after the other (native tracks).
+    Raises:
+        ValueError: if the model is an edited one, which does not run each of its layers whole and once, its weights are
+            quantised, a tensor is missing or does not fit config.json, or there is one that surgeon does not know.
     """
-
-    name: str
-    companions: Companions
-    own: Program | None = None
-
-    @classmethod
-    def open(cls, path_or_name: str | Path) -> Original:
-        """Check the model's files and read its configuration; no weights are read.
-
-        Raises:
-            FileNotFoundError: if there is no such model, or a file of it is missing.
-            ValueError: if a file is damaged or lies elsewhere, the architecture is not supported, or the model is an
-                edited one, which does not run each of its layers whole and once.
-        """
-        return cls.of(Checkpoint(locate(path_or_name)), str(path_or_name))
-
-    @classmethod
-    def of(cls, checkpoint: Checkpoint, name: str) -> Original:
-        """Open the same from a checkpoint that is open already.
-
-        Raises:
-            ValueError: as `open`.
-        """
-        folder = checkpoint.folder
-        form, own = form_of(checkpoint), stored_program(checkpoint)
-        if form.shipped is not None and (
-            own is None or not runs_whole_layers(own, read_config(checkpoint).num_hidden_layers)
-        ):
-            raise ValueError(
-                f"{folder} is an edited checkpoint already ({form} form); "
-                "export the original model, with one recipe that does everything"
-            )
-        if "quantization_config" in checkpoint.config:
-            raise ValueError(
-                f"{folder} has quantized weights, which cannot be folded or proven; export the unquantized model"
-            )
-        config = read_config(checkpoint)
-        family = family_of(config)
-        # Tensors that are missing, do not fit config.json, or are of no use; further layers may lie idle.
-        _, match = original_model(checkpoint, config, buffers=False)
-        layers = Names(checkpoint, family).layers
-        for tensor in match.unexpected:
-            if not tensor.startswith(layers):
-                raise ValueError(f"{tensor} is no tensor of {family.name} that surgeon knows; it cannot be exported")
-        return cls(checkpoint, config, family, name, companions_of(folder, checkpoint.file_names), own)
-
-    @property
-    def public_name(self) -> str:
-        """Its name without the place where it lies on this machine."""
-        return name_of(self.name)
-
-    def program_of(self, recipe: Recipe) -> Program:
-        """The program that a recipe makes of this model."""
-        return recipe_program(recipe, self.config, self.own)
-
-    @property
-    def unedited(self) -> Program:
-        """What it runs."""
-        return self.own or Program.dense(self.config.num_hidden_layers, self.family.steps_per_layer)
+    folder = model.folder
+    if model.form.shipped is not None and (model.own is None or not runs_whole_layers(model.own, model.num_layers)):
+        raise ValueError(
+            f"{folder} is an edited checkpoint already ({model.form} form); "
+            "export the original model, with one recipe that does everything"
+        )
+    if "quantization_config" in model.checkpoint.config:
+        raise ValueError(
+            f"{folder} has quantized weights, which cannot be folded or proven; export the unquantized model"
+        )
+    _, match = original_model(model, buffers=False)
+    layers = model.weights.names.layers
+    for tensor in match.unexpected:
+        if not tensor.startswith(layers):  # further layers may lie idle
+            raise ValueError(f"{tensor} is no tensor of {model.family.name} that surgeon knows; it cannot be exported")
 
 
 @dataclass(frozen=True)
@@ -112,7 +59,7 @@ class ExportPlan:
         factors: of matrices that the program has a rank for.
     """
 
-    original: Original
+    original: Model
     program: Program
     layout: Layout
     tensors: list[PlannedTensor]
@@ -126,8 +73,7 @@ class ExportPlan:
 
     def identity(self, name: str) -> Identity:
         """What measurements must be of, for the card of a checkpoint that is not written yet; weights are read."""
-        original, source = self.original, self.original.checkpoint
-        return Identity(name, None, self.program, source.model_hash(), self.program, original.unedited)
+        return Identity(name, None, self.program, self.original.hash, self.program, self.original.program)
 
     @property
     def passes(self) -> int:
@@ -165,11 +111,12 @@ class ExportPlan:
 
 
 def plan_export(
-    original: Original,
+    original: Model,
     program: Program,
     form: str = "auto",
     dtype: str | None = None,
     factors: FactorSource | None = None,
+    companions: Companions | None = None,
 ) -> ExportPlan:
     """Decide what to write.
 
@@ -177,13 +124,16 @@ def plan_export(
         form: "plain", "fused", "program", or "auto" for the most portable one that is exact.
         dtype: of the written weights, a key of DTYPES; by default each tensor keeps its own.
         factors: of matrices that the program has a rank for; by default their truncated singular values.
+        companions: what goes along; by default what lies beside the model's weights.
 
     Raises:
-        ValueError: if the program does not fit the model or the form, or a tensor is missing.
+        ValueError: if the program does not fit the model or the form, or as `check_exportable`.
+        FileNotFoundError: as `companions_of`.
     """
+    check_exportable(original)
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}; {did_you_mean(dtype, DTYPES)}")
-    check_layers(program, original.config.num_hidden_layers)
+    original.check(program)
     if original.own is not None and form == "auto":
         form = PROGRAM.name  # what else its config.json says is of its own program
     if original.own is not None and form != PROGRAM.name:
@@ -193,5 +143,7 @@ def plan_export(
     layout = lay_out(program, original.family, original.config, form)
     kept = factors if isinstance(factors, FactorCache) else FactorCache(factors or TruncatedSVD())
     tensors = layout.form.tensors(original, layout, None if dtype is None else DTYPES[dtype], kept)
-    companions = original.companions if layout.form.shipped is None else original.companions.without_model_code()
+    companions = companions or companions_of(original.folder, original.checkpoint.file_names)
+    if layout.form.shipped is not None:
+        companions = companions.without_model_code()
     return ExportPlan(original, program, layout, tensors, companions, dtype, kept)

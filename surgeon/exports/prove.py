@@ -29,15 +29,16 @@ from transformers.utils import logging
 
 from surgeon.beside import Stopped
 from surgeon.checkpoint.forms import Form, PlannedTensor
-from surgeon.checkpoint.load import read_config
+from surgeon.checkpoint.load import open_stored
 from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.stored import StoredModel
 from surgeon.errors import NotProven
 from surgeon.exports.on_demand import Match, WeightsOnDemand, build_empty, match_names
 from surgeon.language.program import Program, Sublayer
 from surgeon.models.edit import edit
 from surgeon.models.edited_layers import EditedLayers
-from surgeon.models.families import family_of
-from surgeon.models.weights import FactorSource, ModelWeights, make_room_for_factors
+from surgeon.models.weights import FactorSource, make_room_for_factors
+from surgeon.opened import Model
 from surgeon.progress import Advance
 
 EXACT_TOLERANCE = 1e-4
@@ -102,8 +103,7 @@ def _quiet() -> Iterator[None]:
 
 
 def reference_of(
-    checkpoint: Checkpoint,
-    config: Any,
+    original: Model,
     program: Program,
     advance: Advance = lambda _: None,
     factors: FactorSource | None = None,
@@ -111,7 +111,6 @@ def reference_of(
     """Run the original with the program, in float32.
 
     Args:
-        config: its `transformers` configuration.
         factors: of matrices that the program has a rank for.
         advance: told of the bytes of every stored tensor when it is first read.
 
@@ -119,17 +118,18 @@ def reference_of(
         ValueError: if a tensor is missing or has another shape than the configuration asks for, or logits are not
             finite.
     """
-    model, match = original_model(checkpoint, config)
+    model, match = original_model(original)
     size = sum(parameter.numel() for parameter in model.parameters())
     tokens = random_tokens(model.config, LENGTH if size < LARGE else LARGE_LENGTH)
     edit(model, program, _DerivedWhenRun, factors)
     # What is stored is the only version of a tensor, and `zip` makes tuples of one.
-    logits = _logits(model, tokens, match, checkpoint, lambda name, count: zip(checkpoint.rows(name, count)), advance)
+    rows = original.checkpoint.rows
+    logits = _logits(model, tokens, match, original.checkpoint, lambda name, count: zip(rows(name, count)), advance)
     reference = Reference(tokens, logits)
     if not reference.logits.isfinite().all():
         raise ValueError(
             "the edited model has logits that are not finite on random tokens; are the weights of "
-            f"{checkpoint.folder} damaged?"
+            f"{original.folder} damaged?"
         )
     return reference
 
@@ -153,27 +153,26 @@ def require_alike(reference: Reference, alive: Callable[[Tensor], Tensor], dtype
         )
 
 
-def original_model(checkpoint: Checkpoint, config: Any, buffers: bool = True) -> tuple[PreTrainedModel, Match]:
-    """A checkpoint's model without its weights, and where those are.
+def original_model(original: Model, buffers: bool = True) -> tuple[PreTrainedModel, Match]:
+    """A model without its weights, and where those are.
 
     Raises:
         ValueError: if a tensor is missing or has another shape than the configuration asks for.
     """
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(original.config)]
     with _quiet():
-        model = build_empty(model_class, copy.deepcopy(config), buffers)
-    family = family_of(config)
-    make_room_for_factors(model, ModelWeights(checkpoint, family, family.head_dim(config)))
-    match = match_names(model, checkpoint, family)
+        model = build_empty(model_class, copy.deepcopy(original.config), buffers)
+    make_room_for_factors(model, original.weights)
+    match = match_names(model, original)
     for name in match.misshapen:
         stored = match.names[name]
         raise ValueError(
-            f"{checkpoint.folder}: tensor {stored} has the shape {checkpoint.shape(stored)}, but config.json asks for "
-            f"{tuple(model.get_parameter(name).shape)}"
+            f"{original.folder}: tensor {stored} has the shape {original.checkpoint.shape(stored)}, but config.json "
+            f"asks for {tuple(model.get_parameter(name).shape)}"
         )
     if match.missing:
         more = "" if len(match.missing) == 1 else f" and {len(match.missing) - 1} more"
-        raise ValueError(f"{checkpoint.folder} lacks a tensor of its model: {match.missing[0]}{more}")
+        raise ValueError(f"{original.folder} lacks a tensor of its model: {match.missing[0]}{more}")
     return model, match
 
 
@@ -213,7 +212,7 @@ def prove(
         NotProven: if the logits differ by more than rounding can explain.
     """
     checkpoint = Checkpoint(folder)
-    model, match = _written_model(checkpoint, form)
+    model, match = _written_model(open_stored(checkpoint), form)
     rounded = {tensor.name: tensor for tensor in tensors if tensor.rounded}
     versions = _Versions(checkpoint, rounded, wait)
     logits_of = partial(_logits, model, match=match, checkpoint=checkpoint)
@@ -284,22 +283,22 @@ class _Versions:
         self._uncompared.discard(name)
 
 
-def _written_model(checkpoint: Checkpoint, form: Form) -> tuple[PreTrainedModel, Match]:
+def _written_model(written: StoredModel, form: Form) -> tuple[PreTrainedModel, Match]:
     """The class that others build for a checkpoint, in its own modeling file if it has one, without its weights.
 
     Raises:
         NotProven: if the checkpoint does not have its tensors.
     """
-    config = read_config(checkpoint)
     with _quiet():
-        model = build_empty(*form.written_class(checkpoint, config))
-    match = match_names(model, checkpoint, family_of(config))
+        model = build_empty(*form.written_class(written))
+    match = match_names(model, written)
     for what, which in (("missing", match.missing), ("unexpected", match.unexpected)):
         if which:
             raise NotProven(f"the {form} form has {what} tensors: {', '.join(sorted(which)[:3])}")
     for name in match.misshapen:
         stored = match.names[name]
-        raise NotProven(f"the {form} form has a tensor of a wrong shape: {stored}, {checkpoint.shape(stored)}")
+        shape = written.checkpoint.shape(stored)
+        raise NotProven(f"the {form} form has a tensor of a wrong shape: {stored}, {shape}")
     return model, match
 
 

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import surgeon
-from surgeon.checkpoint.describe import REPORT_FILE, Weights
+from surgeon.checkpoint.describe import REPORT_FILE
 from surgeon.checkpoint.inherit import inherit
 from surgeon.checkpoint.training import Training, layers_by_recipe, layers_of_the_original
 from surgeon.checkpoint.verify import FileRecord
-from surgeon.exports.plan import ExportPlan, Original
+from surgeon.exports.plan import ExportPlan
 from surgeon.exports.prove import Proof
+from surgeon.opened import Model
 from surgeon.processes.files import write_json
 from surgeon.provenance import versions
 
@@ -45,15 +46,19 @@ def edit_record(plan: ExportPlan, recipe: str | None, training: Training | None)
     }
 
 
-def source_record(original: Original) -> dict[str, Any]:
-    """What surgeon.json says of the original; its files are read for their hash, once."""
+def source_record(original: Model, home: Path | None = None) -> dict[str, Any]:
+    """What surgeon.json says of the original; its files are read for their hash, once.
+
+    Args:
+        home: the folder that has its card, if it is another than that of its weights.
+    """
     return {
         "model": original.public_name,
-        "num_layers": original.config.num_hidden_layers,
+        "num_layers": original.num_layers,
         **({} if original.own is None else {"program": str(original.own)}),
-        "parameters": Weights.of(original.checkpoint).parameters,
-        "model_hash": original.checkpoint.model_hash(),
-        "card": inherit(original.companions.folder).to_json(),
+        "parameters": original.parameters,
+        "model_hash": original.hash,
+        "card": inherit(home or original.folder).to_json(),
     }
 
 
@@ -68,7 +73,7 @@ def write_report(
     """
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     files = {name: records[name] if name in records else FileRecord.of(folder / name) for name in names}
-    report = {"surgeon": surgeon.__version__, "source": source_record(plan.original)} | edits
+    report = {"surgeon": surgeon.__version__, "source": source_record(plan.original, plan.companions.folder)} | edits
     report |= {"companions": plan.companions.to_json(), "proof": asdict(proof)}
     report |= {"files": {name: asdict(record) for name, record in files.items()}, "versions": versions()}
     write_json(folder / REPORT_FILE, report)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,8 +22,9 @@ from transformers.initialization import no_init_weights
 from surgeon.checkpoint.belongings import GENERATION
 from surgeon.checkpoint.describe import describe
 from surgeon.checkpoint.forms import FORMS, form_of
-from surgeon.checkpoint.load import compute_dtype, read_config, stored_program
+from surgeon.checkpoint.load import open_stored
 from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.stored import StoredModel
 from surgeon.checkpoint.training import layers_by_recipe
 from surgeon.errors import NotProven
 from surgeon.exports.unfused_config import unfused_config
@@ -50,7 +52,7 @@ class Parts:
         return max(self.attentions, self.feed_forwards)
 
 
-def unfused(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> PreTrainedModel:
+def unfused(model: str | Path | StoredModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """The stock model of a fused checkpoint, edited so that its layers run side by side, in evaluation mode.
 
     Its layers are numbered as they lie in the checkpoint: a first pair is [A0 A1] [F0 F1], whichever layers of the
@@ -63,27 +65,27 @@ def unfused(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> PreTrai
         ValueError: if the checkpoint is not in the fused form, has slices of layers, or holds something that the
             original's architecture has no place for; the original's recipe has to be used then.
     """
-    if form_of(checkpoint) is not FORMS["fused"] or stored_program(checkpoint) is not None:
+    stored = open_stored(model)
+    checkpoint, fused, weights = stored.checkpoint, stored.config, stored.weights
+    if form_of(checkpoint) is not FORMS["fused"] or stored.own is not None:
         raise ValueError(f"{checkpoint.folder} is not in the fused form; surgeon.load opens it as it is")
-    fused = read_config(checkpoint)
     if fused.base_model_type not in FAMILIES:
         raise ValueError(_advice(checkpoint.where, f"its architecture {fused.base_model_type!r} is not known here"))
-    weights = ModelWeights(checkpoint, family_of(fused), int(fused.head_dim))
     said = fused.to_dict()  # its attributes are those of single layers where these differ
-    parts = [_parts_of(index, said, weights) for index in range(int(fused.num_hidden_layers))]
+    parts = [_parts_of(index, said, weights) for index in range(stored.num_layers)]
     program = _program_of(parts, 1 if fused.parallel_residual else 2)
     _check_report(checkpoint, program)
     config = unfused_config(checkpoint, fused, [part.layers for part in parts], program)
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     with no_init_weights():
-        model = model_class._from_config(config, dtype=dtype or compute_dtype(checkpoint, weights.family, "cpu"))
-    model.tie_weights()
-    _fill(model, weights, parts)
+        stock = model_class._from_config(config, dtype=dtype or stored.compute_dtype("cpu"))
+    stock.tie_weights()
+    _fill(stock, weights, parts)
     # As `from_pretrained` says where a model comes from: what lies beside the weights is looked for there.
-    model.name_or_path = model.config._name_or_path = str(checkpoint.folder)
+    stock.name_or_path = stock.config._name_or_path = str(checkpoint.folder)
     if (checkpoint.folder / GENERATION).is_file():
-        model.generation_config = GenerationConfig.from_pretrained(checkpoint.folder)
-    return edit(model.eval(), program)
+        stock.generation_config = GenerationConfig.from_pretrained(checkpoint.folder)
+    return edit(stock.eval(), program)
 
 
 def _advice(where: str, reason: str) -> str:

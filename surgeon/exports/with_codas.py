@@ -10,14 +10,11 @@ import torch
 from transformers import PreTrainedModel
 
 from surgeon.checkpoint.codas import Coda, read_codas, write_codas
-from surgeon.checkpoint.load import read_config, stored_program
-from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.load import open_stored
 from surgeon.errors import NotProven
 from surgeon.exports.export import DTYPES
 from surgeon.exports.in_memory import export
 from surgeon.exports.prove import Proof
-from surgeon.language.program import Program
-from surgeon.models.families import family_of
 
 
 def export_with_codas(
@@ -56,11 +53,8 @@ def export_with_codas(
 
 def _prove(folder: Path, nodes: Sequence[int], codas: Sequence[Coda]) -> None:
     """Read what was written, and compare it with what it should be, bit for bit."""
-    checkpoint, found = Checkpoint(folder), read_codas(folder)
+    program, found = open_stored(folder).program, read_codas(folder)
     assert found is not None
-    config = read_config(checkpoint)
-    steps = family_of(config).steps_per_layer
-    program = stored_program(checkpoint) or Program.dense(int(config.num_hidden_layers), steps)
     if len(program) != nodes[-1]:
         raise NotProven(f"the checkpoint runs {len(program)} steps or forks, and the racks have {nodes[-1]}")
     for rack, coda in enumerate(codas):

@@ -127,7 +127,7 @@ def _factors(candidate: EditedModel, output: Path | None) -> Iterator[EditedMode
     with TemporaryDirectory() as scratch:
         folder = Path(scratch) if output is None else output / "factors"
         recipe = None if candidate.recipe is None else parse_recipe(candidate.recipe, candidate.name)
-        made = None if recipe is None else make_recipe_factors(recipe, candidate.model.checkpoint, folder)
+        made = None if recipe is None else make_recipe_factors(recipe, candidate.model, folder)
         if made is None:
             yield replace(candidate, factors=FactorCache(TruncatedSVD(), Path(scratch)))
         else:

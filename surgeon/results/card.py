@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 from surgeon.checkpoint.belongings import FileKind, kind_of
 from surgeon.checkpoint.companions import left_behind, names_in, told_in
 from surgeon.checkpoint.describe import Description, describe
-from surgeon.checkpoint.forms import StoredModel
 from surgeon.checkpoint.inherit import CARD_FILE, Inherited
-from surgeon.checkpoint.load import stored_program
+from surgeon.checkpoint.load import open_stored, stored_program
 from surgeon.checkpoint.ranks import rank_lines
 from surgeon.checkpoint.read import DEMO, Checkpoint
 from surgeon.checkpoint.training import STAGES
@@ -329,7 +328,7 @@ def _usage(found: Description, folder: Path, name: str) -> dict[str, Any]:
         "shipped": form.shipped,
         "architectures": config.get("architectures"),
         "options": options,
-        "vllm": form.serving(StoredModel(Checkpoint(folder), found.config, found.family), serve),
+        "vllm": form.serving(open_stored(folder), serve),
         "prompt": PROMPT,
         "tp": RANKS,
         "word": quote(name),

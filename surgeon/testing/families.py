@@ -13,12 +13,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # 
 
 from surgeon.checkpoint.load import load
 from surgeon.checkpoint.remote_code import PROGRAM
-from surgeon.exports.export import Original, plan_export, write_export
+from surgeon.exports.export import plan_export, write_export
 from surgeon.exports.saving import edit
 from surgeon.language.program import KINDS, Program, Sublayer
 from surgeon.models.edit import decoder_layers, program_of, restore
 from surgeon.models.families import family_of
 from surgeon.models.weights import Dense, ModelWeights, ModuleStore, NamedTensors, packed
+from surgeon.opened import open_model
 from surgeon.testing.sublayers import EDITS, LAYERS, OwnSublayers, Sublayers, sliced
 
 
@@ -276,7 +277,7 @@ def _in_training(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 def _export(folder: Path, program: Program, form: str) -> None:
     """From `source` in a folder to a folder with the form's name beside it."""
-    write_export(plan_export(Original.open(folder / "source"), program, form), folder / form)
+    write_export(plan_export(open_model(folder / "source"), program, form), folder / form)
 
 
 def _assert_same(found: Tensor, expected: Tensor) -> None:

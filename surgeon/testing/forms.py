@@ -12,13 +12,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from surgeon.checkpoint.compare import Compared
 from surgeon.checkpoint.describe import describe
-from surgeon.checkpoint.forms import FORMS, Form, StoredModel, form_of
-from surgeon.checkpoint.load import load, read_config
+from surgeon.checkpoint.forms import FORMS, Form, form_of
+from surgeon.checkpoint.load import load, open_stored
 from surgeon.checkpoint.read import Checkpoint
-from surgeon.exports.export import Original, plan_export, write_export
+from surgeon.exports.export import plan_export, write_export
 from surgeon.exports.saving import edit
 from surgeon.language.program import Program
 from surgeon.models.edit import restore
+from surgeon.opened import open_model
 
 LAYERS = 6
 Exported = dict[str, Path]  # folders by program
@@ -89,7 +90,7 @@ class FormContract:
         """A checkpoint in this form for each of the programs, proven by being written."""
         folders = {program: source.with_name(f"target{number}") for number, program in enumerate(programs)}
         for program, folder in folders.items():
-            write_export(plan_export(Original.open(source), Program.parse(program), form.name), folder)
+            write_export(plan_export(open_model(source), Program.parse(program), form.name), folder)
         return folders
 
     def test_it_is_known_and_described(self, form: Form) -> None:
@@ -104,8 +105,7 @@ class FormContract:
         for program, folder in exported.items():
             expected = _logits(edit(form_model, program), ids)
             restore(form_model)
-            checkpoint = Checkpoint(folder)
-            others, config = form.written_class(checkpoint, read_config(checkpoint))
+            others, config = form.written_class(open_stored(folder))
             for model in (load(folder), others.from_pretrained(folder, config=config, dtype=torch.float32).eval()):
                 assert (_logits(model, ids) - expected).abs().max() < 1e-5 * expected.abs().max()
 
@@ -118,7 +118,7 @@ class FormContract:
             assert reason, "users read why it has this form"
             card = " ".join((folder / "README.md").read_text().split())
             assert f"It is in surgeon's {form} form" in card
-            how, command = form.serving(StoredModel(Checkpoint(folder), found.config, found.family), "vllm serve NAME")
+            how, command = form.serving(open_stored(folder), "vllm serve NAME")
             assert how.endswith(":"), "a command follows it"
             assert f"### vLLM {how} ```bash" in card
             assert "vllm serve NAME" in command
@@ -129,14 +129,14 @@ class FormContract:
         for folder in exported.values():
             found = describe(folder)
             sources = form.sources(found.program, found.family, found.num_layers)
-            assert len(sources) == read_config(Checkpoint(folder)).num_hidden_layers
+            assert len(sources) == open_stored(folder).num_layers
             assert {layer for layers in sources for layer in layers} <= set(range(LAYERS))
             assert Compared.open(folder, folder).compare().equal
 
     def test_what_it_cannot_hold_is_refused_with_the_reason(
         self, form: Form, refused: dict[str, str], source: Path
     ) -> None:
-        original = Original.open(source)
+        original = open_model(source)
         for program, reason in refused.items():
             with pytest.raises(ValueError, match=f"this program cannot be written in the {form} form.*{reason}"):
                 plan_export(original, Program.parse(program), form.name)

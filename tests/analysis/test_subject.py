@@ -9,21 +9,21 @@ import torch
 
 from surgeon.analysis import subject
 from surgeon.analysis.subject import load_for_analysis, open_subject
-from surgeon.checkpoint.load import model_bytes
-from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.streamed import streamed_layers
 from surgeon.memory import resident_bytes
+from surgeon.opened import open_model
 from tests.tiny_models import tiny_model
 
 
 def test_what_does_not_fit_is_streamed(tmp_path: Path) -> None:
     tiny_model("llama").to(torch.bfloat16).save_pretrained(tmp_path)
-    checkpoint = Checkpoint(tmp_path)
+    opened = open_model(tmp_path)
+    checkpoint = opened.checkpoint
     stored = sum(torch.Size(checkpoint.shape(name)).numel() * 2 for name in checkpoint.names())
-    assert model_bytes(checkpoint, torch.device("cpu")) == 2 * stored  # computed in float32
-    assert streamed_layers(load_for_analysis(checkpoint)) is None
+    assert opened.bytes_on("cpu") == 2 * stored  # computed in float32
+    assert streamed_layers(load_for_analysis(opened)) is None
     with pytest.warns(UserWarning, match=r"weights \(\d+KB\) do not fit .* read layer by layer"):
-        model = load_for_analysis(checkpoint, memory=resident_bytes())
+        model = load_for_analysis(opened, memory=resident_bytes())
     assert streamed_layers(model) is not None
 
 
@@ -43,8 +43,8 @@ def test_a_gpu_with_room_is_taken_before_anything_is_streamed(tmp_path: Path, mo
     for free in ((1 << 30, 1 << 30), (0, 1 << 30), (0, 0)):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number, free=free: (free[number], 1 << 30))
         if any(free):
-            load_for_analysis(Checkpoint(tmp_path))
+            load_for_analysis(open_model(tmp_path))
             continue
         with pytest.warns(UserWarning, match="read layer by layer"):
-            load_for_analysis(Checkpoint(tmp_path))
+            load_for_analysis(open_model(tmp_path))
     assert asked == [("whole", "cuda:0"), ("whole", "cuda:1"), ("streamed", "cuda:0")]

@@ -12,9 +12,10 @@ from transformers import PreTrainedModel
 
 from surgeon.checkpoint.forms import form_of
 from surgeon.checkpoint.read import Checkpoint
-from surgeon.exports.export import Original, plan_export, write_export
+from surgeon.exports.export import plan_export, write_export
 from surgeon.exports.prove import Proof
 from surgeon.language.program import Fork, Node, Program, Step, Sublayer
+from surgeon.opened import open_model
 from tests.reference import Reference
 from tests.tiny_models import VOCABULARY, tiny_model
 
@@ -37,7 +38,7 @@ def save_source(
 def run_export(source: Path, target: Path, program: str, **options: Any) -> Proof:
     """Plan and write in one go."""
     writing = {key: options.pop(key) for key in ("overwrite", "recipe", "advance") if key in options}
-    plan = plan_export(Original.open(source), Program.parse(program), **options)
+    plan = plan_export(open_model(source), Program.parse(program), **options)
     return write_export(plan, target, **writing)
 
 

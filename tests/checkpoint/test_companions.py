@@ -20,10 +20,10 @@ from surgeon.checkpoint.compare import Compared
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.verify import verify
 from surgeon.exports.adapters import export_with_adapter
-from surgeon.exports.export import Original
 from surgeon.exports.unfuse import unfused
 from surgeon.exports.with_codas import export_with_codas
 from surgeon.models.edit import edit
+from surgeon.opened import open_model
 from tests.checkpoint.helpers import logits_of, run_export
 from tests.furnished import AUTO_MAP, BECOMES, REPLACED, check, expected, furnish
 from tests.tiny_models import save_checkpoint, tiny_tokenizer
@@ -57,7 +57,7 @@ def test_what_an_export_carries_on(form: str, furnished: Path, tmp_path: Path) -
     assert verify(target, target / "surgeon.json") > len(BECOMES) // 2
     config = json.loads((target / "config.json").read_text())
     assert ("modeling_own" in json.dumps(config["auto_map"])) == (form == "plain")
-    tokenizer = AutoTokenizer.from_pretrained(target, trust_remote_code=False, config=Original.open(furnished).config)
+    tokenizer = AutoTokenizer.from_pretrained(target, trust_remote_code=False, config=open_model(furnished).config)
     assert set(tokenizer.chat_template) == {"default", "rag", "tool_use"}
     run_export(furnished, target, PROGRAMS[form], overwrite=True)  # it is a checkpoint and no more
 
@@ -87,7 +87,7 @@ def test_what_a_model_in_memory_carries_on(write: str, form: str, furnished: Pat
 
 def test_a_fused_checkpoint_that_is_taken_apart_carries_on_what_it_has(furnished: Path, tmp_path: Path) -> None:
     run_export(furnished, tmp_path / "fused", PROGRAMS["fused"])
-    surgeon.export(unfused(Checkpoint(tmp_path / "fused")), tmp_path / "again")
+    surgeon.export(unfused(tmp_path / "fused"), tmp_path / "again")
     kept = {path.relative_to(tmp_path / "fused") for path in (tmp_path / "fused").rglob("*")}
     assert {path.relative_to(tmp_path / "again") for path in (tmp_path / "again").rglob("*")} == kept
     assert told_in(json.loads((tmp_path / "again" / "surgeon.json").read_text())) == ([], {})

@@ -12,9 +12,10 @@ from safetensors.torch import save_file
 
 import surgeon
 from surgeon.checkpoint.factor_cache import FactorCache, file_name
-from surgeon.exports.export import Original, plan_export, write_export
+from surgeon.exports.export import plan_export, write_export
 from surgeon.language.program import Program, Sublayer
 from surgeon.models.weights import Factors, Groups, ModelWeights, TruncatedSVD, WeightMatrix
+from surgeon.opened import open_model
 from tests.checkpoint.helpers import IDS, load_shipped, logits_of, plain_logits, relative_error, run_export, save_source
 from tests.tiny_models import save_checkpoint
 
@@ -35,7 +36,7 @@ class Counting(TruncatedSVD):
 
 def test_factors_are_made_once_for_the_whole_export(tmp_path: Path) -> None:
     model, source = save_source(tmp_path / "source", dtype=torch.bfloat16), Counting()
-    plan = plan_export(Original.open(tmp_path / "source"), Program.parse(PROGRAM), factors=source)
+    plan = plan_export(open_model(tmp_path / "source"), Program.parse(PROGRAM), factors=source)
     assert source.made == []  # a plan knows shapes only
     proof = write_export(plan, tmp_path / "target")
     assert sorted(source.made) == [
@@ -117,7 +118,7 @@ def test_ranks_that_no_matrix_has(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"rank 17 of k is above that of a matrix of 16 x 32"):
             surgeon.edit(surgeon.load(folder), f"{ranked} F1")
     with pytest.raises(ValueError, match=r"A1@q5 has factors in place of matrices, which no stock layer has"):
-        plan_export(Original.open(folder), Program.parse("A1@q5 F1"), "fused")
+        plan_export(open_model(folder), Program.parse("A1@q5 F1"), "fused")
 
 
 def test_numbers_that_are_none_have_no_factors(tmp_path: Path) -> None:

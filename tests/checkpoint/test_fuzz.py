@@ -13,8 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from surgeon.checkpoint.verify import verify
-from surgeon.exports.export import Original, plan_export, write_export
+from surgeon.exports.export import plan_export, write_export
 from surgeon.language.program import Program
+from surgeon.opened import open_model
 from tests.checkpoint.helpers import save_source
 
 PROGRAM = Program.parse("A0 F0 >A1 >F1")
@@ -55,7 +56,7 @@ def outcome(folder: Path) -> str:
     target = folder.parent / "target"
     said = ""
     try:
-        write_export(plan_export(Original.open(folder), PROGRAM), target)
+        write_export(plan_export(open_model(folder), PROGRAM), target)
     except (ValueError, OSError) as error:
         said = str(error)
         assert said

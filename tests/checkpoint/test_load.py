@@ -11,12 +11,10 @@ import torch
 from transformers import LlamaForCausalLM
 
 import surgeon
-from surgeon.checkpoint.load import compute_dtype, device_map_for, load, model_bytes
-from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.load import load, open_stored
 from surgeon.checkpoint.streamed import load_streamed
 from surgeon.language.program import Program
 from surgeon.models.edit import program_of
-from surgeon.models.families import FAMILIES
 from surgeon.runtime.plan.checks import make_plan
 from tests.checkpoint.helpers import logits_of, run_export, save_source
 from tests.stored import configure, store, tensors_of, with_buffers
@@ -139,12 +137,13 @@ def test_the_dtype_to_compute_in_is_that_of_the_embedding(tmp_path: Path) -> Non
     with_buffers(configure(tmp_path, dtype="float16"))
     norms = {name: t.float() for name, t in tensors_of(tmp_path).items() if ".ln_1." in name}
     store(tmp_path, tensors_of(tmp_path) | norms)
-    checkpoint = Checkpoint(tmp_path)
+    stored = open_stored(tmp_path)
+    checkpoint = stored.checkpoint
     assert checkpoint.dtype(checkpoint.names()[0]) in (torch.float64, torch.int64)
     for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
-        assert compute_dtype(checkpoint, FAMILIES["gpt2"], torch.device(device)) == dtype
+        assert stored.compute_dtype(torch.device(device)) == dtype
         numbers = sum(tensor.numel() for tensor in tensors_of(tmp_path).values())
-        assert model_bytes(checkpoint, torch.device(device)) == numbers * dtype.itemsize
+        assert stored.bytes_on(torch.device(device)) == numbers * dtype.itemsize
         assert f"torch.{make_plan(tmp_path, 1, 16, device=device).dtype}" == str(dtype)
     for model in (surgeon.load(tmp_path), load_streamed(tmp_path)):
         assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
@@ -195,18 +194,18 @@ class Taken(Exception):
 def test_one_gpu_where_the_model_and_what_an_edit_derives_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama", 2)
     model.save_pretrained(tmp_path)
-    checkpoint, own = Checkpoint(tmp_path), sum(parameter.nbytes for parameter in model.parameters())
-    assert model_bytes(checkpoint, "cpu") == own
+    stored, own = open_stored(tmp_path), sum(parameter.nbytes for parameter in model.parameters())
+    assert stored.bytes_on("cpu") == own
     matrices = {name: parameter.nbytes for name, parameter in model.model.layers[0].named_parameters()}
     attention = sum(size for name, size in matrices.items() if name.startswith("self_attn."))
     averaged = Program.parse("A0~A1 F0 A0~A1 F1")
-    assert model_bytes(checkpoint, "cpu", averaged) == own + attention  # it occurs twice, and is there once
+    assert stored.bytes_on("cpu", averaged) == own + attention  # it occurs twice, and is there once
     factorised = Program.parse("A0 F0@up3,down5 A1 F1/2:0 F1/2:1")
     hidden, neurons = model.config.hidden_size, model.config.intermediate_size
     factors = 4 * ((3 + 5) * (hidden + neurons) + hidden * neurons)  # beside the gate as it is
     feed_forward = 4 * 3 * hidden * neurons
-    assert model_bytes(checkpoint, "cpu", factorised) == own + factors + feed_forward
+    assert stored.bytes_on("cpu", factorised) == own + factors + feed_forward
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number: (1.3 * own * number, 2 * own))
-    assert device_map_for(checkpoint) == torch.device("cuda", 1)
-    assert device_map_for(checkpoint, factorised) == "auto"
+    assert stored.device_map() == torch.device("cuda", 1)
+    assert stored.device_map(factorised) == "auto"

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from surgeon.checkpoint.header import read_header
 from surgeon.checkpoint.read import Checkpoint, read_json
-from surgeon.exports.export import Original
+from surgeon.exports.plan import check_exportable
+from surgeon.opened import open_model
 from tests.checkpoint.helpers import run_export, save_source, weights_of
 from tests.stored import configure, with_index
 
@@ -243,7 +244,7 @@ def test_shapes_are_compared_with_the_config_before_any_work(sharded: Path) -> N
     config = json.loads((sharded / "config.json").read_text())
     (sharded / "config.json").write_text(json.dumps(config | {"intermediate_size": 40}))
     with pytest.raises(ValueError, match=r"mlp.\w+_proj.weight has the shape .* but config.json asks for \(40, 32\)"):
-        Original.open(sharded)
+        check_exportable(open_model(sharded))
 
 
 def test_every_tensor_keeps_its_own_dtype(tmp_path: Path) -> None:

@@ -20,12 +20,12 @@ import surgeon
 from surgeon.checkpoint import write
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.verify import FileRecord, verify
-from surgeon.exports.export import Original
 from surgeon.exports.on_demand import WeightsOnDemand
 from surgeon.exports.prove import original_model, reference_of
 from surgeon.language.program import Program
 from surgeon.memory import resident_bytes
 from surgeon.models.families import FAMILIES
+from surgeon.opened import open_model
 from tests.checkpoint.helpers import logits_of, relative_error, run_export, save_source, weights_of
 from tests.selection import one_in
 
@@ -34,8 +34,8 @@ DERIVED = "A0 F0 A1~A2 F1~F2 {A3/2:0 F3/2:0 | A3/2:1 F3/2:1}"
 
 def streamed_logits(folder: Path) -> Tensor:
     """Logits of a checkpoint whose weights are read while it runs."""
-    original = Original.open(folder)
-    model, match = original_model(original.checkpoint, original.config)
+    original = open_model(folder)
+    model, match = original_model(original)
     assert all(parameter.is_meta for parameter in model.parameters())
 
     def rows(name: str, count: int | None) -> Iterable[tuple[Tensor]]:
@@ -53,8 +53,8 @@ def test_every_family_runs_with_its_weights_in_their_files(
     model = save_source(tmp_path, family, 4)
     assert relative_error(streamed_logits(tmp_path), logits_of(model)) < 1e-5
     program = Program.parse(DERIVED if family != "gemma2" else "A0 F0 A1~A2 F1~F2")
-    original = Original.open(tmp_path)
-    reference = reference_of(original.checkpoint, original.config, program)
+    original = open_model(tmp_path)
+    reference = reference_of(original, program)
     edited = surgeon.edit(surgeon.load(tmp_path), program)
     assert relative_error(reference.logits, logits_of(edited, reference.tokens)) < 1e-5
 
@@ -77,7 +77,7 @@ def test_names_are_found_as_transformers_finds_them(tmp_path: Path, stored: str)
 def test_an_embedding_is_not_read_beyond_its_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_source(tmp_path, num_layers=2)
     read: list[tuple[str, int]] = []
-    part, original = Checkpoint.part, Original.open(tmp_path)
+    part, original = Checkpoint.part, open_model(tmp_path)
 
     def noted(self: Checkpoint, name: str, dim: int, first: int, end: int) -> Tensor:
         read.append((name, end - first))
@@ -85,7 +85,7 @@ def test_an_embedding_is_not_read_beyond_its_tokens(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(Checkpoint, "part", noted)
     monkeypatch.setattr("surgeon.exports.on_demand.BLOCK", 32 * 4)
-    reference_of(original.checkpoint, original.config, Program.dense(2))
+    reference_of(original, Program.dense(2))
     assert max(rows for _, rows in read) == 32  # eight blocks of four rows
     assert sum(rows for name, rows in read if name == "lm_head.weight") == 97
     assert not any("embed" in name for name, _ in read)

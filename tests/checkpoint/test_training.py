@@ -18,8 +18,9 @@ from surgeon.checkpoint.training import Training, layers_by_recipe
 from surgeon.cli.diff import lines
 from surgeon.cli.show import facts
 from surgeon.errors import NotProven
-from surgeon.exports.export import Original, source_record
+from surgeon.exports.export import source_record
 from surgeon.language.program import Program
+from surgeon.opened import open_model
 from surgeon.results.card import identity_of, open_edited, trained_how, write_card
 from surgeon.results.measured import MeasuredElsewhere
 from tests.checkpoint.helpers import load_shipped, logits_of, relative_error, run_export
@@ -55,7 +56,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def training_on(source: Path, program: str = PROGRAM, **said: Any) -> Training:
-    return Training(RECIPE, Program.parse(program), source_record(Original.open(source)), SAID | said)
+    return Training(RECIPE, Program.parse(program), source_record(open_model(source)), SAID | said)
 
 
 def moved(source: Path, program: str = PROGRAM) -> Any:
@@ -82,7 +83,7 @@ def test_the_report_is_of_the_original(healed: Path, source: Path) -> None:
     report = json.loads((healed / "surgeon.json").read_text())
     assert report["program"] == PROGRAM
     assert (report["effective_depth"], report["recipe"]) == (4.5, RECIPE)
-    assert report["source"] == source_record(Original.open(source))
+    assert report["source"] == source_record(open_model(source))
     assert report["source"]["num_layers"] == 6
     assert report["trained"]["edited"]["perplexity"] is None  # JSON has no infinity
     assert report["trained"]["steps"] == 400

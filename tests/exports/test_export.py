@@ -15,9 +15,10 @@ import surgeon
 from surgeon.checkpoint.forms import FORMS, Form
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.exports import prove
-from surgeon.exports.export import Original, plan_export, write_export
+from surgeon.exports.export import plan_export, write_export
 from surgeon.language.program import Program, layer_nodes
 from surgeon.models.families import FAMILIES, family_of
+from surgeon.opened import open_model
 from surgeon.testing import FormContract
 from tests.checkpoint.helpers import (
     BIASES,
@@ -166,7 +167,7 @@ def test_both_roundings_are_proven_in_one_run_as_in_two(
 
 def test_a_plan_says_what_every_tensor_is_computed_from(tmp_path: Path) -> None:
     save_source(tmp_path / "source", dtype=torch.bfloat16)
-    plan = plan_export(Original.open(tmp_path / "source"), Program.parse(PAIRS))
+    plan = plan_export(open_model(tmp_path / "source"), Program.parse(PAIRS))
     planned = {tensor.name: tensor for tensor in plan.tensors}
     copy, folded, columns = (
         planned[f"model.layers.{name}.weight"]
@@ -201,7 +202,7 @@ def test_folding_a_16_bit_model_is_proven_before_and_after_rounding(tmp_path: Pa
 @pytest.mark.parametrize("program", [PAIRS, LADDER])
 def test_progress_reaches_its_end(tmp_path: Path, program: str) -> None:
     save_source(tmp_path / "source", dtype=torch.bfloat16)
-    plan = plan_export(Original.open(tmp_path / "source"), surgeon.Program.parse(program))
+    plan = plan_export(open_model(tmp_path / "source"), surgeon.Program.parse(program))
     told: list[float] = []
     write_export(plan, tmp_path / "target", advance=told.append)
     assert sum(told) == plan.passes * plan.weight_bytes

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from surgeon.checkpoint.describe import describe
-from surgeon.exports.export import Original, plan_export, write_export
+from surgeon.exports.export import plan_export, write_export
+from surgeon.exports.plan import check_exportable
 from surgeon.language.recipe import parse_recipe
+from surgeon.opened import open_model
 from surgeon.training.scratch.tracks import track_program
 from tests.checkpoint.helpers import load_shipped, logits_of, plain_logits, relative_error, save_source
 from tests.stored import configure
@@ -37,7 +39,7 @@ def save_tracks(folder: Path, family: str) -> tuple[object, str]:
 def test_a_recipe_changes_the_tracks(family: str, tmp_path: Path) -> None:
     model, own = save_tracks(tmp_path / "native", family)
     changed = CHANGED if family == "llama" else re.sub(r"(A\d\S*) (F\d)", r"[\1 \2]", CHANGED)
-    original = Original.open(tmp_path / "native")
+    original = open_model(tmp_path / "native")
     program = original.program_of(parse_recipe(RECIPE))
     assert str(program) == changed
     write_export(plan_export(original, program), tmp_path / "edited")
@@ -48,7 +50,7 @@ def test_a_recipe_changes_the_tracks(family: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="program of its own, which only the program form has; leave out --form"):
         plan_export(original, program, "plain")
     with pytest.raises(ValueError, match="is an edited checkpoint already .program form"):
-        Original.open(tmp_path / "edited")  # whose layers are not whole
+        check_exportable(open_model(tmp_path / "edited"))  # whose layers are not whole
 
 
 def test_what_is_no_record(tmp_path: Path) -> None:

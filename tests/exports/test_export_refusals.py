@@ -20,7 +20,9 @@ from surgeon.checkpoint import write
 from surgeon.checkpoint.forms import PlannedTensor
 from surgeon.checkpoint.forms.fused_tensors import FusedPlanner
 from surgeon.errors import NotProven
-from surgeon.exports.export import Original, plan_export
+from surgeon.exports.export import plan_export
+from surgeon.exports.plan import check_exportable
+from surgeon.opened import open_model
 from tests.checkpoint.helpers import (
     run_export,
     save_source,
@@ -111,15 +113,15 @@ def test_sources_that_cannot_be_exported_are_refused(tmp_path: Path) -> None:
     run_export(tmp_path / "source", tmp_path / "program", LADDER)
     for name in ("fused", "program"):
         with pytest.raises(ValueError, match=f"edited checkpoint already .{name} form"):
-            Original.open(tmp_path / name)
+            check_exportable(open_model(tmp_path / name))
     config = tmp_path / "source" / "config.json"
     text = config.read_text()
     config.write_text(json.dumps(json.loads(text) | {"quantization_config": {"quant_method": "gptq"}}))
     with pytest.raises(ValueError, match="quantized"):
-        Original.open(tmp_path / "source")
+        check_exportable(open_model(tmp_path / "source"))
     config.write_text(text.replace('"llama"', '"bloom"'))
     with pytest.raises(ValueError, match="'bloom' is not supported"):
-        Original.open(tmp_path / "source")
+        check_exportable(open_model(tmp_path / "source"))
 
 
 def test_missing_and_unknown_tensors_are_said_by_name(tmp_path: Path) -> None:
@@ -131,13 +133,13 @@ def test_missing_and_unknown_tensors_are_said_by_name(tmp_path: Path) -> None:
     less = {name: tensor for name, tensor in weights.items() if name != "model.layers.2.mlp.up_proj.weight"}
     save_file(less, file)
     with pytest.raises(ValueError, match=r"lacks a tensor of its model: model.layers.2.mlp.up_proj.weight"):
-        Original.open(tmp_path / "source")
+        check_exportable(open_model(tmp_path / "source"))
     save_file(weights | {"model.layers.2.lora.weight": torch.zeros(3)}, file)
     with pytest.raises(ValueError, match=r"model.layers.2.lora.weight is no tensor of Llama"):
-        plan_export(Original.open(tmp_path / "source"), surgeon.Program.parse(PRUNED))
+        plan_export(open_model(tmp_path / "source"), surgeon.Program.parse(PRUNED))
     save_file(weights | {"score.weight": torch.zeros(3)}, file)
     with pytest.raises(ValueError, match=r"score.weight is no tensor of Llama"):
-        Original.open(tmp_path / "source")
+        check_exportable(open_model(tmp_path / "source"))
     save_file({name: t for name, t in weights.items() if name != "model.norm.weight"}, file)
     with pytest.raises(ValueError, match=r"lacks a tensor of its model: model.norm.weight"):
         run_export(tmp_path / "source", tmp_path / "target", PRUNED)

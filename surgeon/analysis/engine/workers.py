@@ -26,9 +26,9 @@ from surgeon.analysis.engine.measure import MeasuredWindows, MeasureOptions, mea
 from surgeon.analysis.engine.memory import windows_at_once
 from surgeon.analysis.engine.sharing import share
 from surgeon.analysis.subject import load_for_analysis
-from surgeon.checkpoint.read import Checkpoint
 from surgeon.language.program import Program
 from surgeon.models.edit import restore
+from surgeon.opened import open_model
 from surgeon.processes.children import when_parent_ends
 from surgeon.quality.head import Quality
 
@@ -181,7 +181,7 @@ def _work(job: Job, messages: Any) -> None:
 
 def _measured(job: Job, ran: Callable[[float], Any]) -> Iterator[MeasuredWindows]:
     torch.set_num_threads(job.threads)
-    model = restore(load_for_analysis(Checkpoint(job.checkpoint), job.memory, job.device))
+    model = restore(load_for_analysis(open_model(job.checkpoint), job.memory, job.device))
     plan = share(map(Program.parse, (job.dense, *job.programs)))
     at_once = windows_at_once(model, plan, job.ids, job.memory, job.batch)
     options = MeasureOptions(at_once, ran=ran, memory=job.memory, folder=job.folder)

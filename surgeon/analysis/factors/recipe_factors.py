@@ -11,11 +11,9 @@ import torch
 
 from surgeon.analysis.factors.factor_folder import FactorFolder
 from surgeon.analysis.factors.factor_plan import plan_factors
-from surgeon.checkpoint.load import read_config, stored_dtype, stored_program
-from surgeon.checkpoint.read import Checkpoint
 from surgeon.language.operations.lowrank import Calibration
 from surgeon.language.recipe import Recipe
-from surgeon.models.families import family_of
+from surgeon.opened import Model
 from surgeon.provenance import provenance
 
 
@@ -48,7 +46,7 @@ class RecipeFactors:
 
 def make_recipe_factors(
     recipe: Recipe,
-    checkpoint: Checkpoint,
+    model: Model,
     folder: Path,
     memory: int | None = None,
     kept: torch.dtype | None = None,
@@ -56,15 +54,14 @@ def make_recipe_factors(
     """Make the factors of a recipe in a folder, or go on with those there; None if no factors go by a text.
 
     Args:
-        kept: what they will be stored in, where that is not the checkpoint's own dtype.
+        kept: what they will be stored in, where that is not the model's own dtype.
 
     Raises:
         FileNotFoundError: if the text is gone.
         ValueError: if the text has changed or cannot be used, or as `make_factors`.
         OSError: if the folder cannot be written to.
     """
-    config = read_config(checkpoint)
-    plan = plan_factors(recipe, config, stored_program(checkpoint))
+    plan = plan_factors(recipe, model.config, model.own)
     if not plan.is_calibrated:
         return None
     # What makes them takes a second to import, which most recipes have no use for.
@@ -72,13 +69,11 @@ def make_recipe_factors(
     from surgeon.analysis.factors.make_factors import make_factors
     from surgeon.analysis.subject import load_for_analysis
 
-    windows = load_recorded(checkpoint.folder, plan.calibration)
-    model_hash = checkpoint.model_hash()
-    kept = kept or stored_dtype(checkpoint, family_of(config))
-    model = load_for_analysis(checkpoint, memory)
+    windows = load_recorded(model.folder, plan.calibration)
+    kept, loaded = kept or model.dtype, load_for_analysis(model, memory)
     used = recorded(windows, plan.calibration.get("after", 0)) | _ways(plan.calibration)
-    record = provenance(recipe.model, model_hash, calibration_text=used)
-    found = make_factors(model, plan, windows, folder, model_hash=model_hash, memory=memory, record=record, kept=kept)
+    record = provenance(recipe.model, model.hash, calibration_text=used)
+    found = make_factors(loaded, plan, windows, folder, model_hash=model.hash, memory=memory, record=record, kept=kept)
     notes = (*windows.notes, *found.notes)
     return RecipeFactors(replace(found, notes=notes), used, plan.to_json() | {"calibration": windows.digest})
 

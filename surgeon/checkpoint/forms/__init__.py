@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from surgeon.checkpoint.forms.base import Form, Layout, StoredModel
+from surgeon.checkpoint.forms.base import Form, Layout
 from surgeon.checkpoint.forms.fused import FUSED
 from surgeon.checkpoint.forms.plain import PLAIN
 from surgeon.checkpoint.forms.planning import PlannedTensor
@@ -31,7 +31,6 @@ __all__ = [
     "Layout",
     "PlannedTensor",
     "StoredLayer",
-    "StoredModel",
     "form_of",
     "lay_out",
     "per_layer_lists",

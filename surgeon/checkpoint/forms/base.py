@@ -13,21 +13,13 @@ from surgeon.checkpoint.forms.planning import PlannedTensor, TensorPlanner
 from surgeon.checkpoint.forms.stored_layers import StoredLayer, per_layer_lists, stored_layers
 from surgeon.checkpoint.read import WEIGHTS_KEY, Checkpoint
 from surgeon.checkpoint.remote_code import FAMILY_KEY, RemoteCode
+from surgeon.checkpoint.stored import StoredModel
 from surgeon.language.program import Program
 from surgeon.models.edit import PROGRAM_KEY
 from surgeon.models.families import Family
 from surgeon.models.weights import FactorSource
 
 BY_THE_FILE = "Unmodified vLLM, without surgeon, by the modeling file in this folder:"
-
-
-@dataclass(frozen=True)
-class StoredModel:
-    """A checkpoint with its `transformers` configuration and its family."""
-
-    checkpoint: Checkpoint
-    config: Any
-    family: Family
 
 
 @dataclass(frozen=True)
@@ -105,8 +97,7 @@ class Form(ABC):
         Raises:
             ValueError: if the original lacks a tensor, or has one that would be left behind.
         """
-        planner = self.planner(original.checkpoint, original.family, original.config, dtype, factors)
-        return planner.plan(layout.layers)
+        return self.planner(original, dtype, factors).plan(layout.layers)
 
     def config(self, original: StoredModel, layout: Layout, tensors: list[PlannedTensor]) -> dict[str, Any]:  # noqa: ARG002
         """config.json, apart from what names classes: the original's, every per-layer entry following the layers."""
@@ -136,20 +127,20 @@ class Form(ABC):
     def stock_config(self, checkpoint: Checkpoint, family: Family) -> Any:
         """The `transformers` configuration of a checkpoint, without what names a program or classes in a file."""
 
-    def model_class(self, checkpoint: Checkpoint, config: Any) -> Any:  # noqa: ARG002
+    def model_class(self, stored: StoredModel) -> Any:  # noqa: ARG002
         """The class that `surgeon.load` builds, whose code is never the folder's own."""
         from transformers import AutoModelForCausalLM  # takes seconds, and who only reads configurations does without
 
         return AutoModelForCausalLM
 
-    def written_class(self, checkpoint: Checkpoint, config: Any) -> tuple[Any, Any]:
+    def written_class(self, stored: StoredModel) -> tuple[Any, Any]:
         """The class that others build, in the modeling file inside the checkpoint if it has one; its configuration."""
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
         if self.shipped is None:
-            return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config
-        model_class: Any = self.shipped.model_class(config.model_type, checkpoint.folder)
-        return model_class, model_class.config_class.from_pretrained(checkpoint.folder)
+            return MODEL_FOR_CAUSAL_LM_MAPPING[type(stored.config)], stored.config
+        model_class: Any = self.shipped.model_class(stored.config.model_type, stored.folder)
+        return model_class, model_class.config_class.from_pretrained(stored.folder)
 
     # How it is used.
 

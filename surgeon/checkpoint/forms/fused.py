@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from surgeon.checkpoint import remote_code
-from surgeon.checkpoint.forms.base import BY_THE_FILE, Form, Layout, StoredModel, config_beside
+from surgeon.checkpoint.forms.base import BY_THE_FILE, Form, Layout, config_beside
 from surgeon.checkpoint.forms.fused_tensors import FusedPlanner, groups_of
 from surgeon.checkpoint.forms.planning import PlannedTensor
 from surgeon.checkpoint.forms.stored_layers import (
@@ -20,6 +20,7 @@ from surgeon.checkpoint.forms.stored_layers import (
     stored_layers,
 )
 from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.stored import StoredModel
 from surgeon.language.program import Program
 from surgeon.models.edit import PROGRAM_PREFIX
 from surgeon.models.families import Family
@@ -82,8 +83,8 @@ class Fused(Form):
     def stock_config(self, checkpoint: Checkpoint, family: Family) -> Any:
         return config_beside(checkpoint.config, self.shipped.config_class(family.model_type))
 
-    def model_class(self, checkpoint: Checkpoint, config: Any) -> Any:  # noqa: ARG002
-        return self.shipped.model_class(config.model_type)
+    def model_class(self, stored: StoredModel) -> Any:
+        return self.shipped.model_class(stored.config.model_type)
 
 
 FUSED = Fused()

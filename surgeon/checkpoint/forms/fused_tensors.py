@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,9 +27,9 @@ from surgeon.checkpoint.forms.planning import (
     known_modules,
 )
 from surgeon.checkpoint.forms.stored_layers import StoredLayer
-from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.stored import StoredModel
 from surgeon.language.program import ATTENTION, FEED_FORWARD, Sublayer
-from surgeon.models.families import Family, Projection
+from surgeon.models.families import Projection
 from surgeon.models.families.fused import FUSED, POSITIONS, PROJECTIONS
 from surgeon.models.weights import FactorSource, ModelWeights
 
@@ -45,20 +44,13 @@ class FusedPlanner(TensorPlanner):
             norm's shift has to go somewhere; layers without one get zeros.
     """
 
-    def __init__(
-        self,
-        source: Checkpoint,
-        family: Family,
-        config: Any,
-        dtype: torch.dtype | None,
-        factors: FactorSource | None = None,
-    ) -> None:
-        super().__init__(source, family, config, dtype, factors)
-        stored = [name for name in source.names() if name.startswith(self.prefix)]
+    def __init__(self, original: StoredModel, dtype: torch.dtype | None, factors: FactorSource | None = None) -> None:
+        super().__init__(original, dtype, factors)
+        stored = [name for name in self.source.names() if name.startswith(self.prefix)]
         self.biases = {
-            projection.role: (projection.reads_stream and family.norm_kind == "layer")
+            projection.role: (projection.reads_stream and self.family.norm_kind == "layer")
             or any(name.endswith(f".{projection.path}.bias") for name in stored)
-            for spec in (family.attention, family.mlp)
+            for spec in (self.family.attention, self.family.mlp)
             for projection in spec.projections
         }
 

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from surgeon.checkpoint.forms.stored_layers import StoredLayer
 from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.stored import StoredModel
 from surgeon.language.program import Sublayer
 from surgeon.models.families import Family, SublayerSpec
 from surgeon.models.weights import Factored, Factorised, Factors, FactorSource, ModelWeights, WeightMatrix, mean
@@ -60,21 +60,12 @@ class TensorPlanner:
         ValueError: if the original lacks a tensor that its architecture has, or has one in a layer that is not known.
     """
 
-    def __init__(
-        self,
-        source: Checkpoint,
-        family: Family,
-        config: Any,
-        dtype: torch.dtype | None,
-        factors: FactorSource | None = None,
-    ) -> None:
-        self.source = source
-        self.family = family
-        self.config = config
+    def __init__(self, original: StoredModel, dtype: torch.dtype | None, factors: FactorSource | None = None) -> None:
+        self.source, self.family, self.config = original.checkpoint, original.family, original.config
         self.dtype = dtype
-        head_dim = family.head_dim(config)
-        self.weights = ModelWeights(source, family, head_dim, factors)
-        self.outlines = _Outlines(source, family, head_dim)
+        head_dim = self.family.head_dim(self.config)
+        self.weights = ModelWeights(self.source, self.family, head_dim, factors)
+        self.outlines = _Outlines(self.source, self.family, head_dim)
         self.prefix = self.weights.names.layers
 
     def plan(self, layers: tuple[StoredLayer, ...]) -> list[PlannedTensor]:

@@ -11,14 +11,15 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # type: ignore[attr-defined]
 
 from surgeon.checkpoint import remote_code
-from surgeon.checkpoint.forms.base import BY_THE_FILE, Form, Layout, StoredModel, config_beside
+from surgeon.checkpoint.forms.base import BY_THE_FILE, Form, Layout, config_beside
 from surgeon.checkpoint.forms.planning import PlannedTensor
 from surgeon.checkpoint.forms.stored_layers import Inexpressible, StoredLayer, require_divisible
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.remote_code import FAMILY_KEY
+from surgeon.checkpoint.stored import StoredModel
 from surgeon.language.program import ATTENTION, FEED_FORWARD, Program
 from surgeon.models.edit import PROGRAM_KEY
-from surgeon.models.families import Family, family_of
+from surgeon.models.families import Family
 from surgeon.models.weights import FactorSource, Groups, ModelWeights, make_room_for_factors
 
 
@@ -77,13 +78,11 @@ class ProgramForm(Form):
     def stock_config(self, checkpoint: Checkpoint, family: Family) -> Any:
         return config_beside(checkpoint.config, CONFIG_MAPPING[family.model_type])
 
-    def model_class(self, checkpoint: Checkpoint, config: Any) -> Any:
-        weights = ModelWeights(checkpoint, family_of(config), family_of(config).head_dim(config))
-        return with_factors(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], weights)
+    def model_class(self, stored: StoredModel) -> Any:
+        return with_factors(MODEL_FOR_CAUSAL_LM_MAPPING[type(stored.config)], stored.weights)
 
     def serving(self, stored: StoredModel, serve: str) -> tuple[str, str]:
-        program = Program.parse(stored.checkpoint.config[PROGRAM_KEY])
-        if needs_plugin(program, stored.family, stored.config, int(stored.config.num_hidden_layers)) is None:
+        if needs_plugin(stored.program, stored.family, stored.config, stored.num_layers) is None:
             return BY_THE_FILE, f"{serve} --trust-remote-code"
         return self.on_vllm, f"pip install --no-deps PATH_OF_SURGEON\n{serve} --enforce-eager"
 

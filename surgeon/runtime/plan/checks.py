@@ -12,12 +12,12 @@ from typing import Any, get_args
 
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from surgeon.checkpoint.load import compute_dtype, read_config, stored_program
-from surgeon.checkpoint.read import Checkpoint, locate, read_json
+from surgeon.checkpoint.load import open_stored
+from surgeon.checkpoint.read import read_json
 from surgeon.errors import did_you_mean, first_line, shown
 from surgeon.language.program import Program
 from surgeon.models.edit import check_layers
-from surgeon.models.families import Family, family_of
+from surgeon.models.families import Family
 from surgeon.models.families.fused import FUSED
 from surgeon.models.shapes import attention_windows
 from surgeon.models.weights import ModelWeights, require_sliceable
@@ -63,19 +63,16 @@ def make_plan(
     """
     if not 1 <= ranks <= MOST_RANKS:
         raise ValueError(f"the number of ranks must lie in 1..{MOST_RANKS}, not {ranks}")
-    checkpoint = Checkpoint(locate(path_or_name))
-    config = read_config(checkpoint)
-    family = family_of(config)
+    stored = open_stored(path_or_name)
+    checkpoint, config, family = stored.checkpoint, stored.config, stored.family
     if checkpoint.config.get("quantization_config"):
         raise ValueError(
             f"{checkpoint.folder} holds quantised weights, which ranks cannot share; use the model it was made from"
         )
-    source = ModelWeights(checkpoint, family, family.head_dim(config))  # none of them are read
+    source = stored.weights  # none of them are read
     layers = source.count_layers()
 
-    given = stored_program(checkpoint) if program is None else Program.parse(program)
-    dense = Program.dense(int(config.num_hidden_layers), family.steps_per_layer)
-    parsed = dense if given is None else given
+    parsed = stored.program if program is None else Program.parse(program)
     check_layers(parsed, layers)
     for sliced in (sublayer for sublayer in parsed.sublayers() if sublayer.piece is not None):
         require_sliceable(family.spec(sliced.kind), family)
@@ -96,7 +93,7 @@ def make_plan(
         require_low_rank(parsed)
     dtype = _one_of(dtype, ("auto", *DTYPES), "dtype {!r} to compute in")
     if dtype == "auto":
-        dtype = str(compute_dtype(checkpoint, family, device)).removeprefix("torch.")
+        dtype = str(stored.compute_dtype(device)).removeprefix("torch.")
     vocabulary, hidden = source.shape(f"{family.embedding}.weight")
     return Plan(
         folder=checkpoint.folder,

@@ -62,7 +62,7 @@ class HealSubject:
         recipe = self.recipe
         if recipe is None:
             return self
-        made = make_recipe_factors(recipe, self.edited.model.checkpoint, folder)
+        made = make_recipe_factors(recipe, self.edited.model, folder)
         if made is None:
             return self
         edited = replace(self.edited, factors=made.found.source, factors_identity=made.identity)
@@ -76,7 +76,7 @@ class HealSubject:
             ValueError: if a fused checkpoint's layers cannot be told apart any more.
         """
         if self.edited.model.form is FUSED and self.edited.asked is None:
-            model = unfused(self.edited.model.checkpoint)
+            model = unfused(self.edited.model)
         else:
             model = self.edited.load("cpu")
         if not isinstance(decoder_layers(model), EditedLayers):

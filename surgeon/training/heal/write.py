@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from surgeon.checkpoint.training import Training
-from surgeon.exports.export import DTYPES, Original, source_record
+from surgeon.exports.export import DTYPES, source_record
 from surgeon.exports.in_memory import export
 from surgeon.exports.prove import Proof
 from surgeon.models.edit import decoder_layers
@@ -108,7 +108,7 @@ def _source_of(subject: HealSubject) -> dict[str, Any]:
     if subject.report is not None:
         source: dict[str, Any] = subject.report["source"]
         return source
-    return source_record(Original.of(subject.edited.model.checkpoint, subject.edited.model.name))
+    return source_record(subject.edited.model)
 
 
 def _stored_dtype(subject: HealSubject) -> str:

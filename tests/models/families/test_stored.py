@@ -19,10 +19,11 @@ from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.streamed import load_streamed
 from surgeon.checkpoint.texts import open_tokenizer
 from surgeon.cli.app import main
-from surgeon.exports.export import Original
+from surgeon.exports.plan import check_exportable
 from surgeon.exports.prove import reference_of
 from surgeon.language.program import Program, layer_nodes
 from surgeon.models.families import FAMILIES, family_of
+from surgeon.opened import open_model
 from surgeon.quality.data import load_windows
 from surgeon.runtime.comm.collectives import Alone
 from surgeon.runtime.model.engine import RankEngine
@@ -95,9 +96,9 @@ def test_whatever_transformers_computes_with_everything_computes_with(family: st
     engine = RankEngine(make_plan(tmp_path, 1, 16), Alone(), torch.device("cpu"))
     assert relative_error(torch.cat(list(chunked_logits(engine, [IDS])), 1), expected) < 1e-4
 
-    original = Original.open(tmp_path)
+    original = open_model(tmp_path)
     dense = Program.dense(2, original.family.steps_per_layer)
-    proven = reference_of(original.checkpoint, original.config, dense)
+    proven = reference_of(original, dense)
     assert relative_error(proven.logits, logits_of(loaded, proven.tokens)) < 1e-5
 
 
@@ -142,6 +143,10 @@ def test_exports_compute_what_the_edited_model_does(form: str, how: str, family:
         )
 
 
+def exportable(folder: Path) -> None:
+    check_exportable(open_model(folder))
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox"])
 @pytest.mark.parametrize("lacking", [0, 1], ids=["embedding", "head"])
 def test_a_missing_end_is_refused_everywhere(family: str, lacking: int, tmp_path: Path) -> None:
@@ -150,7 +155,7 @@ def test_a_missing_end_is_refused_everywhere(family: str, lacking: int, tmp_path
     name, family_here = end_names(tmp_path)[lacking], family_in(tmp_path)
     path = (family_here.embedding, family_here.head)[lacking]
     store(tmp_path, {key: tensor for key, tensor in tensors.items() if key != name})
-    opening: list[Callable[[Path], Any]] = [surgeon.load, load_streamed, Original.open, lambda f: make_plan(f, 1, 16)]
+    opening: list[Callable[[Path], Any]] = [surgeon.load, load_streamed, exportable, lambda f: make_plan(f, 1, 16)]
     for one in opening:
         with pytest.raises(ValueError, match=f"(lacks a|has no) tensor .*{path}"):
             one(tmp_path)

@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import surgeon
-from surgeon.exports.export import Original, plan_export, write_export
+from surgeon.exports.export import plan_export, write_export
 from surgeon.language.program import Program
+from surgeon.opened import open_model
 from surgeon.runtime.batching.request import UNDEFINED, UndefinedLogits
 from surgeon.runtime.batching.sequence import Row, Targets, Wanted
 from surgeon.runtime.comm.collectives import Alone
@@ -138,7 +139,7 @@ def test_sixteen_bit_weights(tiny_model: Callable[..., Any], tmp_path: Path) -> 
 )
 def test_exported_checkpoints(program: str, form: str, tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path / "original", attention_bias=True)
-    plan = plan_export(Original.open(folder), Program.parse(program), form)
+    plan = plan_export(open_model(folder), Program.parse(program), form)
     write_export(plan, tmp_path / form)
     expected = surgeon.edit(surgeon.load(folder), program)
     assert error_of(engine_of(tmp_path / form), expected) < TOLERANCE
@@ -151,7 +152,7 @@ def test_fused_checkpoints_of_other_architectures(family: str, tmp_path: Path) -
     program = "[A0 A1] [F0 F1] [A2 A3/2:1] [F3]"
     if family == "gpt_neox":
         program = "[A0 F0 A1 F1] [A2 A3/2:1 F3]"
-    write_export(plan_export(Original.open(folder), Program.parse(program), "fused"), tmp_path / "fused")
+    write_export(plan_export(open_model(folder), Program.parse(program), "fused"), tmp_path / "fused")
     expected = surgeon.edit(surgeon.load(folder), program)
     assert error_of(engine_of(tmp_path / "fused"), expected) < TOLERANCE
     slices = " ".join(f"A0/4:{index}" for index in (3, 1, 0, 2))

@@ -1,0 +1,131 @@
+"""A model by its files: its configuration and the headers of its weights have been read, and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from surgeon.checkpoint.read import Checkpoint
+from surgeon.gpus import gpu_with_room
+from surgeon.language.program import Program
+from surgeon.models.families import Family, family_of
+from surgeon.models.weights import ModelWeights
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """What forms and loading know of a model; everything else has a `surgeon.opened.Model`, which this is a part of.
+
+    Attributes:
+        name: as the user named it: a folder, a hub name, or "demo".
+        files: with the headers of its weights; None of a model known by its configuration alone.
+        config: as `transformers` reads it.
+        own: the program that an edited or native-track checkpoint runs; None where it runs its layers one after the
+            other.
+    """
+
+    name: str
+    files: Checkpoint | None
+    config: Any
+    own: Program | None = None
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """Its files, with the headers of its weights.
+
+        Raises:
+            ValueError: if it is known by its configuration alone.
+        """
+        if self.files is None:
+            raise ValueError(
+                f"{self.name} was opened by its configuration alone, and this needs its files; open it with its weights"
+            )
+        return self.files
+
+    @property
+    def folder(self) -> Path:
+        """Where its files lie."""
+        return self.checkpoint.folder
+
+    @cached_property
+    def family(self) -> Family:
+        """Its architecture."""
+        return family_of(self.config)
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers it is stored as."""
+        return int(self.config.num_hidden_layers)
+
+    @cached_property
+    def program(self) -> Program:
+        """What it runs: its own program, or its layers one after the other."""
+        return self.own or Program.dense(self.num_layers, self.family.steps_per_layer)
+
+    @cached_property
+    def weights(self) -> ModelWeights:
+        """Its stored tensors by layer and role; each is read when it is asked for."""
+        return ModelWeights(self.checkpoint, self.family, self.family.head_dim(self.config))
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers its tensors hold."""
+        return sum(torch.Size(self.checkpoint.shape(name)).numel() for name in self.checkpoint.names())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which the embedding is stored.
+
+        What config.json says is not looked at, and what other tensors are stored in does not count: the stream begins
+        as rows of the embedding, norms are often kept in more digits, and buffers may be of any kind.
+
+        Raises:
+            ValueError: if the embedding is missing, or holds no floating-point numbers.
+        """
+        name = self.weights.names.of(f"{self.family.embedding}.weight")
+        stored = self.checkpoint.dtype(name)
+        if not stored.is_floating_point:
+            raise ValueError(
+                f"{self.folder}: tensor {name} holds {str(stored).removeprefix('torch.')}, which cannot be computed "
+                "in; use a checkpoint of floating-point weights"
+            )
+        return stored
+
+    def compute_dtype(self, device: torch.device | str) -> torch.dtype:
+        """The dtype to compute in: that in which the embedding is stored, but float32 for 16-bit weights on a CPU.
+
+        Many CPUs compute 16-bit matrix products hundreds of times slower than float32 ones, and numbers should not
+        depend on which CPU it was.
+
+        Raises:
+            ValueError: as `dtype`.
+        """
+        is_slow = torch.device(device).type == "cpu" and self.dtype in (torch.float16, torch.bfloat16)
+        return torch.float32 if is_slow else self.dtype
+
+    def bytes_on(self, device: torch.device | str, program: Program | None = None) -> int:
+        """How much memory it takes once it is loaded: its stored weights, and what an edit derives from them.
+
+        Args:
+            program: that it will run, by default its own.
+        """
+        numbers, runs = self.parameters, program or self.own
+        for sublayer in set(() if runs is None else runs.sublayers()):
+            factorised = program is not None and sublayer.ranks  # its own program's factors are stored
+            if len(sublayer.layers) > 1 or sublayer.piece is not None or factorised:
+                numbers += sublayer.parameters(self.family.layer_shapes(self.config))
+        return numbers * self.compute_dtype(device).itemsize
+
+    def device_map(self, program: Program | None = None) -> Any:
+        """Where on GPUs it belongs, as `load` takes it: on the first with room for all of it, else wherever it fits.
+
+        A model on one device needs no transfers between devices in each of its layers.
+
+        Args:
+            program: to be run on it, by default its own.
+        """
+        return gpu_with_room(self.bytes_on("cuda", program)) or "auto"
