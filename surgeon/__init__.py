@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from surgeon.language.program import Fork, Program, Step, Sublayer
     from surgeon.language.recipe import Recipe, read_recipe
     from surgeon.library.evaluate import evaluate
+    from surgeon.library.generate import generate
     from surgeon.library.scan import scan
     from surgeon.library.sensitivity import sensitivity
+    from surgeon.library.serve import serve
     from surgeon.library.similarity import similarity
     from surgeon.library.spectrum import spectrum
     from surgeon.models.edit import program_of, restore
@@ -43,6 +45,7 @@ _HOMES = {  # where each name is fetched from; what has another name there says 
     "edit": "surgeon.exports.saving",
     "evaluate": "surgeon.library.evaluate",
     "export": "surgeon.exports.in_memory",
+    "generate": "surgeon.library.generate",
     "load": "surgeon.exports.saving",
     "open": "surgeon.opened:open_model",
     "program_of": "surgeon.models.edit",
@@ -50,6 +53,7 @@ _HOMES = {  # where each name is fetched from; what has another name there says 
     "restore": "surgeon.models.edit",
     "scan": "surgeon.library.scan",
     "sensitivity": "surgeon.library.sensitivity",
+    "serve": "surgeon.library.serve",
     "similarity": "surgeon.library.similarity",
     "spectrum": "surgeon.library.spectrum",
 }
@@ -66,6 +70,7 @@ __all__ = [
     "edit",
     "evaluate",
     "export",
+    "generate",
     "load",
     "open",
     "program_of",
@@ -73,6 +78,7 @@ __all__ = [
     "restore",
     "scan",
     "sensitivity",
+    "serve",
     "similarity",
     "spectrum",
 ]

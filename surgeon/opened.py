@@ -139,8 +139,8 @@ class Model(StoredModel):
         check_layers(program, self.num_layers)
 
 
-def open_model(name: str | Path, weights: bool = True) -> Model:
-    """`surgeon.open`: the model of a folder or a name on the hub, or "demo"; weights are not read.
+def open_model(name: str | Path | Model, weights: bool = True) -> Model:
+    """`surgeon.open`: the model of a folder or a name on the hub, or "demo", or one that is open; weights are not read.
 
     Args:
         weights: whether its weights have to be there. Without, a config.json will do, nothing else is fetched from the
@@ -150,6 +150,8 @@ def open_model(name: str | Path, weights: bool = True) -> Model:
         FileNotFoundError: if there is no such model, or a file of it is missing.
         ValueError: if a file is damaged, the architecture is not supported, or it is a recipe or a program.
     """
+    if isinstance(name, Model):
+        return name
     text = str(name)
     if is_recipe(text) or is_program(text):
         what = "a recipe" if is_recipe(text) else "a program"

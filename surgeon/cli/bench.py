@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -25,7 +25,6 @@ from surgeon.cli.options import (
     VariantLayersOption,
     parse_batches,
 )
-from surgeon.cli.sending import Sending, parse_sending
 from surgeon.language.operations.declare import VARIANTS, described
 
 if TYPE_CHECKING:
@@ -123,24 +122,17 @@ class RanksArguments:
     link_bandwidth: LinkBandwidthOption = None
     compress: CompressOption = None
 
-    def sending(self, tp: int) -> Sending:
-        """How they send to each other.
-
-        Raises:
-            ValueError: if the link's delay or bandwidth cannot be read.
-        """
-        return parse_sending(tp, self.link_delay, self.link_bandwidth, self.compress)
-
-    def options(self, tp: int, sending: Sending) -> RankOptions:
+    def options(self, tp: int) -> RankOptions:
         """All of them.
 
         Raises:
             ValueError: if these options do not fit each other or this machine.
         """
+        from surgeon.runtime.comm.link import parse_link
         from surgeon.runtime.worker.ranks import RankOptions, choose_device
 
-        device = choose_device(self.device, tp)
-        return RankOptions(tp, device, self.collectives, sending.link, sending.compression)
+        link, compression = parse_link(self.link_delay, self.link_bandwidth), cast("Compression | None", self.compress)
+        return RankOptions(tp, choose_device(self.device, tp), self.collectives, link, compression)
 
 
 @dataclass(frozen=True)
@@ -211,20 +203,19 @@ def bench(
     from surgeon.progress import progress
     from surgeon.runtime.worker.ranks import Ranks
 
-    loads, sending = load.loads(), on.sending(tp)
-    options = on.options(tp, sending)
+    loads, options = load.loads(), on.options(tp)
     needs = Needs(tp, load.length, options.device, on.dtype, on.decoding, on.low_rank, on.kv)
     candidates = programs.candidates(model, needs)
     files.check(options.device)
-    texts = _texts(candidates, sending.compression, data, load)
+    texts = _texts(candidates, options.compression, data, load)
     with Ranks(options) as ranks:
         load_candidates(ranks, candidates)
         with progress("bench", load.rounds * len(loads) * len(candidates), "runs") as advance:
             results = measure(ranks, candidates, loads, load.rounds, advance)
         if files.trace is not None:
             _write_trace(files.trace, ranks, candidates, loads[0], options)
-        costs = _compression_costs(ranks, candidates, texts, sending.compression)
-    place = f"{tp} {'rank' if tp == 1 else 'ranks'} ({options.device}, {options.collectives}{sending.words})"
+        costs = _compression_costs(ranks, candidates, texts, options.compression)
+    place = f"{tp} {'rank' if tp == 1 else 'ranks'} ({options})"
     heading = f"{place}, {load}"
     settings: dict[str, Any] = {"seed": load.seed, "place": place, "rounds": load.rounds}
     settings |= _say(heading, results, costs, data or RANDOM)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-import warnings
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,13 +13,10 @@ import typer
 
 from surgeon.cli.grouped import grouped
 from surgeon.cli.options import CheckpointArgument, DraftArguments, RunArguments
-from surgeon.cli.prompts import read_prompts
 
 if TYPE_CHECKING:
-    from surgeon.checkpoint.encoding import Encoder
-    from surgeon.checkpoint.generation_defaults import Defaults
-    from surgeon.runtime.batching.request import Event, Sampling, Usage
-    from surgeon.runtime.service import Stream
+    from surgeon.library.generation import GeneratedText
+    from surgeon.runtime.batching.request import Event
 
 SHOWN_CHARACTERS = 60  # of a prompt, above its text
 
@@ -67,28 +64,6 @@ class SamplingArguments:
         ),
     ] = None
 
-    def sampling(self, defaults: Defaults) -> Sampling:
-        """The same, with what the checkpoint wants where the user does not say.
-
-        Raises:
-            ValueError: if a number is out of its range.
-        """
-        from surgeon.runtime.batching.request import Sampling
-
-        penalty = self.repetition_penalty
-        return Sampling(
-            self.temperature,
-            self.top_p,
-            self.top_k,
-            self.min_p,
-            defaults.repetition_penalty if penalty is None else penalty,
-            self.seed,
-            self.max_new_tokens,
-            stop=tuple(self.stop or ()),
-            suppress_tokens=defaults.suppress_tokens,
-            begin_suppress_tokens=defaults.begin_suppress_tokens,
-        )
-
 
 @grouped
 def generate(
@@ -128,112 +103,68 @@ def generate(
     torchrun (see --tp); every rank loads its own slices of the weights only. The texts are the same for any number of
     ranks.
     """
-    from surgeon.checkpoint.generation_defaults import read_defaults
-    from surgeon.runtime.worker.ranks import early_ranks
+    from surgeon.library.generate import generate as write
 
-    defaults = read_defaults(model)
-    sampling = choosing.sampling(defaults)
-    _warn_of_ignored(sampling)
-    _warn_of_unapplied(defaults, sampling)
-    sending = run.sending()
-    drafts = drafting.options()
     texts = read_prompts(prompt or [], prompts)
-    ranks = run.ranks(sending)
-    with early_ranks(ranks) as started:
-        # These need `transformers`, and take as long to import as ranks take to start.
-        from surgeon.checkpoint.encoding import Encoder
-        from surgeon.checkpoint.texts import open_tokenizer
-        from surgeon.reports.generation import describe_generation
-        from surgeon.runtime.plan.checks import make_plan
-        from surgeon.runtime.service import Service
+    alone = len(texts) == 1 and not as_json
+    written = 0
 
-        tokenizer, most = open_tokenizer(model), make_plan(model, run.tp, None, run.program).max_tokens
-        encoder = Encoder(tokenizer)
-        tokens = [_encode(encoder, text, most, place if len(texts) > 1 else None) for place, text in texts.items()]
-        options = run.service(
-            ranks,
-            max_batch=min(max_batch, len(tokens)),
-            max_tokens=max(map(len, tokens)) + sampling.max_new_tokens,
-            max_waiting=len(tokens),
-            **drafts,
-        )
-        with Service(model, options, tokenizer, started) as service:
-            if service.capacity.texts(service.capacity.longest) < options.max_batch:
-                print(service.capacity.line(), file=sys.stderr)  # some texts have to wait for others
-            streams = [service.submit(ids, replace(sampling, place=(number, 0))) for number, ids in enumerate(tokens)]
-            usages = _write_all([*texts.values()], streams, as_json, bool(drafts))
-            place = f"{options.ranks.device}, {options.ranks.collectives}{sending.words}"
-            figures = service.figures()
-        print(describe_generation(service.plan, figures, usages, place, sending.compression), file=sys.stderr)
+    def show(text: GeneratedText, event: Event) -> None:
+        nonlocal written
+        if alone:
+            _write(event.text if event.finish_reason is None else f"{event.text}\n")
+        elif event.finish_reason is not None:
+            written += 1
+            heading = f"==> {written} of {len(texts)}: {_beginning(text.prompt)} <==\n"
+            blank = "\n" if written > 1 else ""
+            _write(_json_line(text, drafting.draft is not None) if as_json else f"{blank}{heading}{text.text}\n")
+
+    choices = vars(choosing) | {"stop": choosing.stop or ()}
+    found = write(model, texts, **choices, max_batch=max_batch, **vars(drafting), **run.options(), on_event=show)
+    print(found, file=sys.stderr)
 
 
-def _warn_of_ignored(sampling: Sampling) -> None:
-    if sampling.temperature:
+def read_prompts(given: Sequence[str], file: Path | None) -> dict[str, str]:
+    """The prompts by where they stand, such as "prompts.txt:3": those given in the command line, then a file's.
+
+    A text file has one on each line, blank lines left out; the rows of a .jsonl or .parquet file have it as "prompt".
+
+    Raises:
+        FileNotFoundError, OSError: if the file cannot be read.
+        ValueError: if there are none, the file is not text, or a row of it has none.
+    """
+    prompts = {f"--prompt {number}": prompt for number, prompt in enumerate(given, start=1)}
+    if file is not None:
+        prompts |= dict(_prompts_of(file))
+    if not prompts:
+        raise ValueError("there is nothing to go on from; give --prompt TEXT or --prompts FILE")
+    return prompts
+
+
+def _prompts_of(path: Path) -> Iterator[tuple[str, str]]:
+    from surgeon.quality.tables import is_table, read_table
+    from surgeon.quality.text_files import read_pieces
+
+    if is_table(path):
+        for number, (where, text) in enumerate(read_table(path, "prompt"), start=1):
+            if text is None:  # to leave it out would shift what is written for the others
+                raise ValueError(f"{where}: the row has no 'prompt'; every row needs one")
+            yield f"{path}: prompt {number}", text
         return
-    given = {
-        "--top-p": sampling.top_p < 1,
-        "--top-k": sampling.top_k,
-        "--min-p": sampling.min_p,
-        "--seed": sampling.seed is not None,
-    }
-    if ignored := ", ".join(option for option, value in given.items() if value):
-        warnings.warn(f"{ignored}: of no effect without --temperature, which draws tokens", stacklevel=2)
+    lines = "".join(read_pieces(path)).split("\n")
+    found = [(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not found:
+        raise ValueError(f"{path} is empty; write one prompt on each line")
+    yield from found
 
 
-def _warn_of_unapplied(defaults: Defaults, sampling: Sampling) -> None:
-    asked = {"do_sample", "temperature"} if sampling.temperature else set()
-    plain = type(sampling)()
-    asked |= {name for name in ("top_p", "top_k", "min_p") if getattr(sampling, name) != getattr(plain, name)}
-    if complaint := defaults.complaint(asked):
-        warnings.warn(complaint, stacklevel=2)
-
-
-def _encode(encoder: Encoder, prompt: str, most: int, place: str | None) -> list[int]:
-    """The tokens of a prompt; an error says where it stands, if that is given."""
-    from surgeon.checkpoint.texts import encode
-
-    try:
-        return encode(encoder, prompt, most)
-    except ValueError as error:
-        raise (error if place is None else ValueError(f"{place}: {error}")) from None
-
-
-def _write_all(prompts: list[str], streams: list[Stream], as_json: bool, drafting: bool) -> list[Usage]:
-    """Write what comes for each prompt, in their order; returns how many tokens each took."""
-    if len(prompts) == 1 and not as_json:
-        return [_write_as_it_comes(streams[0])]
-    usages: list[Usage] = []
-    for number, (prompt, stream) in enumerate(zip(prompts, streams, strict=True), start=1):
-        events = list(stream)
-        heading = f"==> {number} of {len(prompts)}: {_beginning(prompt)} <==\n"
-        line = _json_line(prompt, events, drafting)
-        _write(line if as_json else f"{chr(10) if usages else ''}{heading}{_text_of(events)}\n")
-        usages.append(events[-1].usage)
-    return usages
-
-
-def _write_as_it_comes(stream: Stream) -> Usage:
-    for event in stream:
-        _write(event.text)
-    _write("\n")
-    return event.usage
-
-
-def _text_of(events: list[Event]) -> str:
-    return "".join(event.text for event in events)
-
-
-def _json_line(prompt: str, events: list[Event], drafting: bool) -> str:
-    record: dict[str, Any] = {
-        "prompt": prompt,
-        "text": _text_of(events),
-        "finish_reason": events[-1].finish_reason,
-        "tokens": [token for event in events for token in event.tokens],
-    }
+def _json_line(text: GeneratedText, drafting: bool) -> str:
+    names = "prompt", "text", "finish_reason", "tokens"
+    record: dict[str, Any] = {name: getattr(text, name) for name in names}
     if drafting:
-        usage = events[-1].usage
-        rate = round((usage.new - 1) / usage.seconds, 2) if usage.seconds else None  # None: nothing after the first
-        record |= {"drafted": usage.drafted, "accepted": usage.accepted, "tokens_per_second": rate}
+        usage, rate = text.usage, text.tokens_per_second
+        record |= {"drafted": usage.drafted, "accepted": usage.accepted}
+        record |= {"tokens_per_second": None if rate is None else round(rate, 2)}
     return json.dumps(record) + "\n"
 
 

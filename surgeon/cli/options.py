@@ -7,16 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from surgeon.cli.ranks import settle_ranks
-from surgeon.cli.sending import Sending, parse_sending
 
 if TYPE_CHECKING:
-    from surgeon.runtime.service import ServiceOptions
-    from surgeon.runtime.worker.ranks import RankOptions
+    from surgeon.runtime.comm.quantised import Compression
 
 DEFAULT_TOKENS = 8192  # surgeon.quality.data.DEFAULT_TOKENS, which is not light
 
@@ -206,35 +204,20 @@ class RunArguments:
     link_bandwidth: LinkBandwidthOption = None
     compress: CompressOption = None
 
-    def sending(self) -> Sending:
-        """How ranks send to each other.
+    def options(self) -> dict[str, Any]:
+        """The same as keywords of `surgeon.generate` and `surgeon.serve`.
 
         Raises:
-            ValueError: if the link's delay or bandwidth cannot be read.
+            ValueError: if they do not fit each other or this machine.
         """
-        return parse_sending(self.tp, self.link_delay, self.link_bandwidth, self.compress)
-
-    def ranks(self, sending: Sending) -> RankOptions:
-        """The ranks that a service runs on.
-
-        Raises:
-            ValueError: if these options do not fit each other or this machine.
-        """
+        from surgeon.runtime.comm.link import parse_link
         from surgeon.runtime.worker.ranks import RankOptions, choose_device
 
-        device = choose_device(self.device, self.tp)
-        return RankOptions(self.tp, device, self.collectives, sending.link, sending.compression)
-
-    def service(self, ranks: RankOptions, **more: Any) -> ServiceOptions:
-        """How a service runs on such ranks.
-
-        Args:
-            more: further fields of `ServiceOptions`.
-        """
-        from surgeon.runtime.service import ServiceOptions
-
+        link = parse_link(self.link_delay, self.link_bandwidth)
+        compression = cast("Compression | None", self.compress)  # whether there is such a one, is checked
+        ranks = RankOptions(self.tp, choose_device(self.device, self.tp), self.collectives, link, compression)
         ways = {"dtype": self.dtype, "decoding": self.decoding, "low_rank": self.low_rank, "kv": self.kv}
-        return ServiceOptions(ranks, self.program, **(ways | more))
+        return {"ranks": ranks, "program": self.program, **ways}
 
 
 @dataclass(frozen=True)
@@ -255,16 +238,6 @@ class DraftArguments:
         int | None,
         typer.Option(min=1, help="How many tokens to draft at a time, with --draft. Default: 1.", show_default=False),
     ] = None
-
-    def options(self) -> dict[str, Any]:
-        """The same as fields of `ServiceOptions`.
-
-        Raises:
-            ValueError: if there are to be tokens of no draft.
-        """
-        if self.draft is None and self.draft_tokens is not None:
-            raise ValueError("--draft-tokens says how many tokens to draft; say with what, too: --draft coda")
-        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 def parse_batches(text: str) -> list[int]:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
 import typer
 
 from surgeon.cli.grouped import grouped
 from surgeon.cli.options import CheckpointArgument, DraftArguments, RunArguments
-
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 @dataclass(frozen=True)
@@ -30,9 +28,10 @@ class AddressArguments:
             show_envvar=True,
         ),
     ] = None
-    cors_origin: Annotated[
+    cors_origins: Annotated[
         list[str] | None,
         typer.Option(
+            "--cors-origin",
             metavar="ORIGIN",
             help="Web pages that may use the server from a browser, by where they come from, such as "
             "http://localhost:3000; may be repeated. * is any page that somebody opens, so ask for a key then. "
@@ -44,18 +43,6 @@ class AddressArguments:
         str | None,
         typer.Option(help="What clients call the model. Default: the folder's name.", show_default=False),
     ] = None
-
-    def __post_init__(self) -> None:
-        if self.api_key is not None and not self.api_key.strip():
-            raise ValueError("the API key is empty; give one, or leave --api-key and SURGEON_API_KEY out")
-
-    def warn_if_open(self) -> None:
-        """Say so if others than users of this machine reach it, or any web page they open, and need no key."""
-        who = f"whoever reaches {self.host}" if self.host not in LOOPBACK else None
-        if who is None and "*" in (self.cors_origin or ()):
-            who = "any web page that is opened on this machine"
-        if self.api_key is None and who is not None:
-            warnings.warn(f"{who} can use the model; set --api-key or SURGEON_API_KEY", stacklevel=1)
 
 
 @dataclass(frozen=True)
@@ -90,16 +77,6 @@ class CapacityArguments:
         ),
     ] = None
 
-    def limits(self) -> dict[str, int | None]:
-        """The same as fields of `ServiceOptions`.
-
-        Raises:
-            ValueError: if the memory cannot be read.
-        """
-        from surgeon.memory import parse_size
-
-        return vars(self) | {"memory": None if self.memory is None else parse_size(self.memory)}
-
 
 @grouped
 def serve(
@@ -122,26 +99,8 @@ def serve(
     Try it: curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json'
     -d '{"prompt": "import os", "max_tokens": 20}'
     """
-    import surgeon.server  # noqa: F401 - first, because it says at once if a package is missing
-    from surgeon.checkpoint.generation_defaults import read_defaults
-    from surgeon.checkpoint.texts import open_tokenizer
-    from surgeon.named import name_of
-    from surgeon.runtime.service import Service
-    from surgeon.server.browsers import check_origin
-    from surgeon.server.run import bind, url_of
-    from surgeon.server.run import run as run_server
-    from surgeon.server.state import ServerState
-    from surgeon.server.texts import Texts
+    from surgeon.library.serve import serve as serve_model
 
-    origins = tuple(map(check_origin, address.cors_origin or ()))
-    options = run.service(run.ranks(run.sending()), **capacity.limits(), **drafting.options())
-    tokenizer, defaults = open_tokenizer(model), read_defaults(model)
-    if complaint := defaults.complaint():
-        warnings.warn(f"{complaint}; requests have to say so themselves", stacklevel=1)
-    with bind(address.host, address.port) as bound:
-        address.warn_if_open()
-        with Service(model, options, tokenizer) as service:
-            name, key = address.served_model_name or name_of(model), address.api_key
-            state = ServerState(service, Texts(tokenizer), name, options.most_open, defaults, key, origins)
-            lines = f"serving {name} at {url_of(bound)}\n{service.capacity.line()}"
-            run_server(state, bound, lambda: print(lines, file=sys.stderr, flush=True))
+    where = vars(address) | {"cors_origins": address.cors_origins or ()}
+    started = partial(print, file=sys.stderr, flush=True)
+    serve_model(model, **where, **vars(capacity), **vars(drafting), **run.options(), on_start=started)

@@ -26,6 +26,8 @@ from types import TracebackType
 from typing import Any
 
 from surgeon.errors import did_you_mean
+from surgeon.language.program import Program
+from surgeon.opened import Model
 from surgeon.processes.torchrun import ranks_of_this_machine
 from surgeon.processes.watchdog import PATIENCE_SECONDS, Pulse, Watchdog
 from surgeon.runtime.batching.request import QueueFull, Request, Sampling, Stats, check_length
@@ -67,7 +69,8 @@ class ServiceOptions:
         draft: "coda" for tokens that the checkpoint's first rack and its coda draft, and the whole model verifies; None
             for none. Greedy tokens stay the same (as far as rounding does not decide), and what is drawn keeps its
             distribution.
-        draft_tokens: how many at a time; each more is accepted less often, and was slower wherever it was measured.
+        draft_tokens: how many at a time, one by default; each more is accepted less often, and was slower wherever it
+            was measured.
 
     Raises:
         ValueError: if the ranks are not connected, a number is too small, or there are no such drafts or not of another
@@ -75,7 +78,7 @@ class ServiceOptions:
     """
 
     ranks: RankOptions = field(default_factory=RankOptions)
-    program: str | None = None
+    program: Program | str | None = None
     max_batch: int = 8
     max_tokens: int | None = None
     blocks: int | None = None
@@ -87,7 +90,7 @@ class ServiceOptions:
     low_rank: str = "auto"
     kv: str = "auto"
     draft: str | None = None
-    draft_tokens: int = DRAFT_TOKENS
+    draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if self.draft is not None:
@@ -97,6 +100,8 @@ class ServiceOptions:
                 raise ValueError(
                     "codas draft for the checkpoint's own program; leave the other program or the drafts out"
                 )
+        elif self.draft_tokens is not None:
+            raise ValueError("draft_tokens says how many tokens to draft; say with what, too: draft coda")
         if self.ranks.collectives == "none":
             raise ValueError(
                 "collectives none leave the ranks unconnected, and their text would be wrong; use auto (surgeon bench "
@@ -132,7 +137,7 @@ class Service:
 
     def __init__(
         self,
-        model: str | Path,
+        model: str | Path | Model,
         options: ServiceOptions | None = None,
         tokenizer: Any = None,
         started: Ranks | None = None,
@@ -140,7 +145,7 @@ class Service:
         """Check everything that can be checked, then start ranks and load the model.
 
         Args:
-            model: a checkpoint folder (edited by surgeon or not) or a hub name.
+            model: a checkpoint folder (edited by surgeon or not), a hub name, or a model that is open.
             options: those of one rank on a CPU by default.
             tokenizer: a tokenizer of `transformers`; without one events have no text.
             started: the options' ranks, if there are any already (`early_ranks`); they end with the service.
@@ -163,7 +168,7 @@ class Service:
             warn_without_kernels()
         self.capacity = Capacity.of(self.plan, self.blocks, options.max_batch)
         self.max_tokens = self.capacity.longest
-        drafts = 0 if options.draft is None else options.draft_tokens
+        drafts = 0 if options.draft is None else options.draft_tokens or DRAFT_TOKENS
         pass_tokens = max(PASS_TOKENS, options.max_batch * (1 + drafts))
         limits = Limits(options.max_batch, self.max_tokens, options.max_waiting, pass_tokens, self.plan.ends, drafts)
         self.failure: Exception | None = None

@@ -8,11 +8,19 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
 from surgeon.checkpoint.texts import Continuation, StopTexts
-from surgeon.runtime.batching.request import Event, Request, UndefinedLogits, Usage
+from surgeon.runtime.batching.request import (
+    Event,
+    FinishReason,
+    Request,
+    TokenLogprob,
+    UndefinedLogits,
+    Usage,
+)
 from surgeon.runtime.batching.scheduler import Output
 
 _LOG = logging.getLogger(__name__)
@@ -84,6 +92,29 @@ class Stream:
             listener(event)
         except Exception:  # noqa: BLE001 - of one client; the thread works for all
             _LOG.exception("what listens to request %d has failed", self.id)
+
+
+@dataclass(kw_only=True)
+class Answer:
+    """All that the events of a request have brought so far; attributes as of `Event`."""
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    usage: Usage = field(default_factory=Usage)
+
+    def add(self, event: Event) -> None:
+        """Take in what is new."""
+        self.text += event.text
+        self.tokens.extend(event.tokens)
+        self.logprobs.extend(event.logprobs)
+        self.prompt_logprobs.extend(event.prompt_logprobs)
+        self.offsets.extend(event.offsets)
+        self.finish_reason = event.finish_reason
+        self.usage = event.usage
 
 
 class OpenRequest:

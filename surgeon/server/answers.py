@@ -17,7 +17,7 @@ from surgeon.runtime.batching.request import Event
 from surgeon.server.bodies import Body, ChatBody, CompletionBody
 from surgeon.server.choices import Choices
 from surgeon.server.errors import GONE, ApiError, invalid
-from surgeon.server.formats import Answer, ChatFormat, CompletionFormat, Format, usage_of
+from surgeon.server.formats import ChatFormat, CompletionFormat, Format, Reply, usage_of
 from surgeon.server.gate import note_outcome
 from surgeon.server.state import ServerState
 from surgeon.server.texts import Prompt, separate
@@ -64,7 +64,7 @@ async def _answer(request: Request, state: ServerState, body: Body, prompts: lis
     for place, prompt in enumerate(prompts):
         sampling = body.sampling(len(prompt.tokens), state.service.max_tokens, state.defaults)
         for number in range(body.choices):
-            answers.append(Answer(prompt))
+            answers.append(Reply(prompt=prompt))
             asks.append((prompt.tokens, replace(sampling, place=(place, number))))
     choices = Choices(state, body.prompt_field)
     await choices.submit(asks)
@@ -86,7 +86,7 @@ async def _answer(request: Request, state: ServerState, body: Body, prompts: lis
     return JSONResponse(style.whole(answers, usage_of(answers, body.choices)))
 
 
-def _locate(state: ServerState, answers: list[Answer]) -> None:
+def _locate(state: ServerState, answers: list[Reply]) -> None:
     """Find out where the tokens of prompts lie in their texts; several answers may have the same one."""
     found: dict[int, Prompt] = {}
     for answer in answers:
@@ -103,7 +103,7 @@ def _check_number(state: ServerState, body: Body, prompts: int) -> None:
         raise invalid(reason, "n" if body.choices > 1 else body.prompt_field)
 
 
-async def _collect(choices: Choices, answers: list[Answer], arrived: Arrived) -> None:
+async def _collect(choices: Choices, answers: list[Reply], arrived: Arrived) -> None:
     while True:
         for choice, event in arrived:
             answers[choice].add(event)
@@ -113,7 +113,7 @@ async def _collect(choices: Choices, answers: list[Answer], arrived: Arrived) ->
 
 
 async def _chunks(
-    scope: Scope, choices: Choices, answers: list[Answer], style: Format, body: Body, arrived: Arrived
+    scope: Scope, choices: Choices, answers: list[Reply], style: Format, body: Body, arrived: Arrived
 ) -> AsyncIterator[bytes]:
     """The events of a stream; what has arrived together is sent together."""
     more = {"usage": None} if body.wants_usage else {}

@@ -6,43 +6,28 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from surgeon.runtime.batching.request import Event, FinishReason, TokenLogprob, Usage
+from surgeon.runtime.batching.request import Event, TokenLogprob
+from surgeon.runtime.stream import Answer
 from surgeon.server.texts import UNFINISHED, Prompt, Texts
 
 LEAST_LOGPROB = -9999.0
 
 
-@dataclass
-class Answer:
-    """What one choice has brought so far.
+@dataclass(kw_only=True)
+class Reply(Answer):
+    """One answer to a prompt.
 
     Attributes:
-        offsets: where in `text` each token with a log-probability begins.
         shift: characters of the prompt that come before `text`, once log-probabilities have been reported.
         begun: whether a stream has sent anything of it.
     """
 
     prompt: Prompt
-    text: str = ""
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    usage: Usage | None = None
-    offsets: list[int] = field(default_factory=list)
     shift: int = 0
     begun: bool = False
-
-    def add(self, event: Event) -> None:
-        """Take in what is new."""
-        self.text += event.text
-        self.logprobs.extend(event.logprobs)
-        self.offsets.extend(event.offsets[: len(event.logprobs)])
-        self.prompt_logprobs.extend(event.prompt_logprobs)
-        self.finish_reason = event.finish_reason
-        self.usage = event.usage
 
 
 class Format(ABC):
@@ -61,7 +46,7 @@ class Format(ABC):
         self.wants_logprobs = wants_logprobs
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
-    def whole(self, answers: Sequence[Answer], usage: dict[str, Any]) -> dict[str, Any]:
+    def whole(self, answers: Sequence[Reply], usage: dict[str, Any]) -> dict[str, Any]:
         """Everything at once."""
         choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
         return {**self._head, "object": self.whole_object, "choices": choices, "usage": usage}
@@ -71,10 +56,10 @@ class Format(ABC):
         return {**self._head, "object": self.chunk_object, "choices": choices, **more}
 
     @abstractmethod
-    def _choice(self, index: int, answer: Answer) -> dict[str, Any]: ...
+    def _choice(self, index: int, answer: Reply) -> dict[str, Any]: ...
 
     @abstractmethod
-    def pieces(self, index: int, answer: Answer, event: Event) -> list[dict[str, Any]]:
+    def pieces(self, index: int, answer: Reply, event: Event) -> list[dict[str, Any]]:
         """What an event adds to a choice, as the choices of chunks; none before the first token.
 
         A token whose text is kept back, because a character or a stop text may begin with it, has a chunk without text:
@@ -92,12 +77,12 @@ class CompletionFormat(Format):
         super().__init__(model, texts, wants_logprobs)
         self.echo = echo
 
-    def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
+    def _choice(self, index: int, answer: Reply) -> dict[str, Any]:
         text = self._echoed(answer) + answer.text
         logprobs = self._logprobs(answer, answer.logprobs, answer.offsets, self.echo)
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": answer.finish_reason}
 
-    def pieces(self, index: int, answer: Answer, event: Event) -> list[dict[str, Any]]:
+    def pieces(self, index: int, answer: Reply, event: Event) -> list[dict[str, Any]]:
         if not (event.tokens or event.finish_reason):
             return []  # the prompt is shown as a whole, once all of it has been scored
         begins, answer.begun = not answer.begun, True
@@ -105,14 +90,14 @@ class CompletionFormat(Format):
         logprobs = self._logprobs(answer, event.logprobs, event.offsets, self.echo and begins)
         return [{"index": index, "text": text, "logprobs": logprobs, "finish_reason": event.finish_reason}]
 
-    def _echoed(self, answer: Answer) -> str:
+    def _echoed(self, answer: Reply) -> str:
         prompt = answer.prompt
         if not self.echo:
             return ""
         return self.texts.decode(prompt.tokens) if prompt.text is None else prompt.text
 
     def _logprobs(
-        self, answer: Answer, found: Sequence[TokenLogprob], offsets: Sequence[int], with_prompt: bool
+        self, answer: Reply, found: Sequence[TokenLogprob], offsets: Sequence[int], with_prompt: bool
     ) -> dict[str, Any] | None:
         if not self.wants_logprobs:
             return None
@@ -126,7 +111,7 @@ class CompletionFormat(Format):
             logprobs["text_offset"].append(answer.shift + offset)
         return logprobs
 
-    def _add_prompt(self, logprobs: dict[str, Any], answer: Answer) -> None:
+    def _add_prompt(self, logprobs: dict[str, Any], answer: Reply) -> None:
         """Put the prompt's tokens first; nothing predicts the first of them."""
         logprobs["tokens"] += [self.texts.piece(token) for token in answer.prompt.tokens]
         logprobs["token_logprobs"] += [None, *(_finite(one.logprob) for one in answer.prompt_logprobs)]
@@ -149,7 +134,7 @@ class ChatFormat(Format):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
+    def _choice(self, index: int, answer: Reply) -> dict[str, Any]:
         return {
             "index": index,
             "message": {"role": "assistant", "content": answer.text, "refusal": None},
@@ -157,7 +142,7 @@ class ChatFormat(Format):
             "finish_reason": answer.finish_reason,
         }
 
-    def pieces(self, index: int, answer: Answer, event: Event) -> list[dict[str, Any]]:
+    def pieces(self, index: int, answer: Reply, event: Event) -> list[dict[str, Any]]:
         found = []
         if not answer.begun:
             found.append(self._delta(index, {"role": "assistant", "content": ""}))
@@ -191,15 +176,15 @@ def _finite(logprob: float) -> float:
     return max(logprob, LEAST_LOGPROB)
 
 
-def usage_of(answers: Sequence[Answer], each: int) -> dict[str, Any]:
+def usage_of(answers: Sequence[Reply], each: int) -> dict[str, Any]:
     """OpenAI's count of tokens: every prompt once, every answer.
 
     Args:
         each: how many answers a prompt has; they lie side by side.
     """
     prompt = sum(len(answer.prompt.tokens) for answer in answers[::each])
-    cached = sum(answer.usage.cached for answer in answers[::each] if answer.usage)
-    new = sum(answer.usage.new for answer in answers if answer.usage)
+    cached = sum(answer.usage.cached for answer in answers[::each])
+    new = sum(answer.usage.new for answer in answers)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": new,

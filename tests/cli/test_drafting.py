@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from surgeon.cli.app import main
 from surgeon.cli.options import DraftArguments
 from surgeon.runtime.batching.request import Sampling
-from surgeon.runtime.service import Service, ServiceOptions
+from surgeon.runtime.service import DRAFT_TOKENS, Service, ServiceOptions
 from surgeon.runtime.worker.ranks import RankOptions
 from surgeon.server.meters import Meters
 from tests.codas import save_codas
@@ -71,7 +71,7 @@ def test_drawn_texts_are_the_same_on_any_ranks_and_beside_any_prompts(
 
 def test_the_help_says_how_many_are_drafted_where_nobody_says() -> None:
     (option,) = get_type_hints(DraftArguments, include_extras=True)["draft_tokens"].__metadata__
-    assert option.help.endswith(f"Default: {ServiceOptions(draft='coda').draft_tokens}.")
+    assert option.help.endswith(f"Default: {DRAFT_TOKENS}.")
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_the_help_says_how_many_are_drafted_where_nobody_says() -> None:
         (["--draft", "codas"], "error: there are no drafts 'codas'; did you mean 'coda'\\?"),
         (
             ["--draft-tokens", "3"],
-            "error: --draft-tokens says how many tokens to draft; say with what, too: --draft coda",
+            "error: draft_tokens says how many tokens to draft; say with what, too: draft coda",
         ),
         (
             ["--draft", "coda", "--program", "A0 F0"],

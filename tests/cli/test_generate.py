@@ -215,7 +215,7 @@ def test_what_changes_nothing_is_said(endless: Path, capfd: pytest.CaptureFixtur
     assert generate(endless, "--top-p", "0.5", "--seed", "1", "--link-delay", "1ms") == 0
     out, err = capfd.readouterr()
     assert out == continued(endless, PROMPT) + "\n"
-    assert "warning: --top-p, --seed: of no effect without --temperature" in err
+    assert "warning: top_p, seed: of no effect without a temperature" in err
     assert "warning: one rank sends nothing" in err
 
 

@@ -61,3 +61,31 @@ def test_an_evaluation_of_a_program_is_against_the_model_itself(
     command = ["eval", str(tiny_checkpoint), "--data", str(tiny_text), "--program", "A0 F0 [A1 A2] [F1 F2] A3 F3"]
     assert main([*command, *ARGUMENTS]) == 0
     assert capsys.readouterr().out == f"{found}\n"
+
+
+def test_texts_are_those_of_the_command(tiny_checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    prompts, events = ["The quick brown fox", "went on sleeping:"], list[tuple[str, str]]()
+    found = surgeon.generate(
+        surgeon.open(tiny_checkpoint),
+        prompts,
+        max_new_tokens=6,
+        ranks=2,
+        on_event=lambda text, event: events.append((text.prompt, event.text)),
+    )
+    command = [word for prompt in prompts for word in ("--prompt", prompt)]
+    assert main(["generate", str(tiny_checkpoint), *command, "--max-new-tokens", "6", "--tp", "2"]) == 0
+    out, err = capfd.readouterr()
+    assert out == "\n".join(
+        f"==> {number} of 2: {text.prompt} <==\n{text.text}\n" for number, text in enumerate(found.texts, start=1)
+    )
+    assert str(found).splitlines()[0] == err.splitlines()[0] == "ranks    2 (cpu, shm, float32)"
+    for text in found.texts:
+        assert "".join(piece for prompt, piece in events if prompt == text.prompt) == text.text
+        assert text.usage.new == len(text.tokens)
+
+
+def test_a_prompt_that_is_none_is_named(tiny_checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match="prompt 2: the prompt is not text"):
+        surgeon.generate(tiny_checkpoint, ["the fox", "\udcff"])
+    with pytest.raises(ValueError, match="second: the prompt is not text"):
+        surgeon.generate(tiny_checkpoint, {"first": "the fox", "second": "\udcff"})

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import httpx2
 import pytest
 
-from surgeon.cli.serve import AddressArguments
+from surgeon.library.serve import warn_if_open
 from surgeon.server.browsers import check_origin
 
 if TYPE_CHECKING:
@@ -129,15 +129,15 @@ def test_what_browsers_never_send_is_refused(given: str, message: str) -> None:
     ("options", "who"),
     [
         ({}, None),
-        ({"cors_origin": [PAGE]}, None),
-        ({"cors_origin": ["*"], "api_key": "k"}, None),
-        ({"cors_origin": [PAGE, "*"]}, "any web page that is opened on this machine can use the model"),
-        ({"cors_origin": ["*"], "host": "0.0.0.0"}, "whoever reaches 0.0.0.0 can use the model"),
+        ({"origins": [PAGE]}, None),
+        ({"origins": ["*"], "api_key": "k"}, None),
+        ({"origins": [PAGE, "*"]}, "any web page that is opened on this machine can use the model"),
+        ({"origins": ["*"], "host": "0.0.0.0"}, "whoever reaches 0.0.0.0 can use the model"),
     ],
     ids=str,
 )
 def test_who_can_use_the_model_is_said(
     options: dict[str, Any], who: str | None, recwarn: pytest.WarningsRecorder
 ) -> None:
-    AddressArguments(**options).warn_if_open()
+    warn_if_open(**{"host": "127.0.0.1", "api_key": None, "origins": ()} | options)
     assert [who in str(found.message) for found in recwarn] == ([] if who is None else [True])

@@ -9,7 +9,7 @@ import pytest
 from surgeon.runtime.batching.request import Event, Request, Sampling, TokenLogprob
 from surgeon.runtime.batching.scheduler import Output
 from surgeon.runtime.stream import OpenRequest
-from surgeon.server.formats import Answer, ChatFormat, CompletionFormat
+from surgeon.server.formats import ChatFormat, CompletionFormat, Reply
 from surgeon.server.texts import UNFINISHED, Texts
 from tests.checkpoint.test_texts import byte_fallback_tokenizer
 from tests.tiny_models import tiny_tokenizer
@@ -60,7 +60,7 @@ def test_offsets_after_special_tokens_and_characters_of_several_tokens(echo: boo
         prompt = texts.located(texts.prompt(given, 99))
         style = CompletionFormat("tiny", texts, wants_logprobs=True, echo=echo)
         events = events_of(tokenizer, prompt.tokens, tokens)
-        whole, streamed = Answer(prompt), Answer(prompt)
+        whole, streamed = Reply(prompt=prompt), Reply(prompt=prompt)
         pieces = []
         for event in events:
             for answer in (whole, streamed):
@@ -118,7 +118,7 @@ def test_tokens_whose_text_is_kept_back_have_chunks_of_a_stream() -> None:
     events = events_of(tokenizer, [5], tokens)
     assert "" in [event.text for event in events]
     completion, chat = CompletionFormat("model", texts, False, False), ChatFormat("model", texts, False)
-    answers = Answer(texts.prompt([5], 99)), Answer(texts.prompt([5], 99))
+    answers = Reply(prompt=texts.prompt([5], 99)), Reply(prompt=texts.prompt([5], 99))
     pieces = [completion.pieces(0, answers[0], event) for event in events]
     assert [[piece["text"] for piece in found] for found in pieces] == [[event.text] for event in events]
     deltas = [[piece["delta"] for piece in chat.pieces(0, answers[1], event)] for event in events]
@@ -131,7 +131,7 @@ def test_chats_have_a_chunk_for_every_token_the_end_token_among_them(wants_logpr
     tokenizer = tiny_tokenizer()
     texts, tokens = Texts(tokenizer), [*tokens_of(tokenizer, "🦊 dog"), tokenizer.eos_token_id]
     opened = OpenRequest(Request(0, (5,), Sampling()), tokenizer)
-    chat, answer = ChatFormat("model", texts, wants_logprobs), Answer(texts.prompt([5], 99))
+    chat, answer = ChatFormat("model", texts, wants_logprobs), Reply(prompt=texts.prompt([5], 99))
     pieces = []
     for token in tokens:
         logprob = TokenLogprob(token, -1.0) if wants_logprobs else None

@@ -163,9 +163,9 @@ class Usage:
         seconds: from the first new token to the newest.
     """
 
-    prompt: int
-    cached: int
-    new: int
+    prompt: int = 0
+    cached: int = 0
+    new: int = 0
     drafted: int = 0
     accepted: int = 0
     seconds: float = 0.0

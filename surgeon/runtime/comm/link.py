@@ -15,7 +15,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from surgeon.memory import parse_size
+from surgeon.memory import parse_size, show_size
 from surgeon.runtime.comm.collectives import Collectives
 from surgeon.runtime.plan.placement import Group
 
@@ -39,6 +39,12 @@ class Link:
             raise ValueError(f"the delay of a link must be at least 0 seconds, not {self.delay:g}")
         if not self.bandwidth > 0:
             raise ValueError(f"the bandwidth of a link must be above 0 bytes per second, not {self.bandwidth:g}")
+
+    def __str__(self) -> str:
+        delay = f"{1e3 * self.delay:g}ms" if self.delay >= 1e-3 else f"{1e6 * self.delay:g}us"
+        parts = [f"link of {delay}"] if self.delay else []
+        parts += [f"{show_size(self.bandwidth)}/s"] if self.bandwidth < math.inf else []
+        return ", ".join(parts) or "link"
 
 
 def parse_link(delay: str | None, bandwidth: str | None) -> Link | None:

@@ -14,6 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from surgeon.checkpoint.load import open_stored
 from surgeon.checkpoint.read import read_json
+from surgeon.checkpoint.stored import StoredModel
 from surgeon.errors import did_you_mean, first_line, shown
 from surgeon.language.program import Program
 from surgeon.models.edit import check_layers
@@ -31,10 +32,10 @@ MOST_RANKS = 1024  # of one machine
 
 
 def make_plan(
-    path_or_name: str | Path,
+    model: str | Path | StoredModel,
     ranks: int,
     max_tokens: int | None,
-    program: str | None = None,
+    program: Program | str | None = None,
     device: str = "cpu",
     dtype: str = "auto",
     decoding: str = "auto",
@@ -44,7 +45,7 @@ def make_plan(
     """Check that a checkpoint's program can run on this many ranks with texts this long, and gather what they need.
 
     Args:
-        path_or_name: a checkpoint folder (edited by surgeon or not) or a hub name.
+        model: a checkpoint folder (edited by surgeon or not), a hub name, or a model that is open.
         max_tokens: tokens of prompt and output together; None for as many as the model takes.
         program: run this one instead of the checkpoint's own.
         device: "cpu" or "cuda".
@@ -63,16 +64,15 @@ def make_plan(
     """
     if not 1 <= ranks <= MOST_RANKS:
         raise ValueError(f"the number of ranks must lie in 1..{MOST_RANKS}, not {ranks}")
-    stored = open_stored(path_or_name)
-    checkpoint, config, family = stored.checkpoint, stored.config, stored.family
-    if checkpoint.config.get("quantization_config"):
+    stored = open_stored(model)
+    config, family, source = stored.config, stored.family, stored.weights  # none of them are read
+    if stored.checkpoint.config.get("quantization_config"):
         raise ValueError(
-            f"{checkpoint.folder} holds quantised weights, which ranks cannot share; use the model it was made from"
+            f"{stored.folder} holds quantised weights, which ranks cannot share; use the model it was made from"
         )
-    source = stored.weights  # none of them are read
     layers = source.count_layers()
-
-    parsed = stored.program if program is None else Program.parse(program)
+    given = Program.parse(program) if isinstance(program, str) else program
+    parsed = stored.program if given is None else given
     check_layers(parsed, layers)
     for sliced in (sublayer for sublayer in parsed.sublayers() if sublayer.piece is not None):
         require_sliceable(family.spec(sliced.kind), family)
@@ -96,7 +96,7 @@ def make_plan(
         dtype = str(stored.compute_dtype(device)).removeprefix("torch.")
     vocabulary, hidden = source.shape(f"{family.embedding}.weight")
     return Plan(
-        folder=checkpoint.folder,
+        folder=stored.folder,
         program=str(parsed),
         ranks=ranks,
         dtype=dtype,
@@ -113,7 +113,7 @@ def make_plan(
         layers=layers,
         max_tokens=max_tokens,
         tied=bool(config.tie_word_embeddings),
-        ends=_end_tokens(checkpoint.folder, config),
+        ends=_end_tokens(stored.folder, config),
         attention_scale=family.attention_scale(config),
         attention_softcap=_softcap(config, family.attention_softcap),
         windows=attention_windows(config, family, layers),

@@ -7,6 +7,7 @@ import pickle
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ class RankOptions:
 
     Attributes:
         ranks: how many.
-        device: "cpu", or "cuda" for one GPU per rank; `choose_device` says which for "auto".
+        device: "cpu", or "cuda" for one GPU per rank; "auto" becomes the one that `choose_device` says.
         collectives: as `choose_collectives` takes it, and then what it has chosen.
         link: emulate one of this delay and bandwidth between the ranks.
         compression: send the reductions of the program's steps as integers of this many bits.
@@ -61,8 +62,16 @@ class RankOptions:
     compression: Compression | None = None
 
     def __post_init__(self) -> None:
+        if self.device == "auto":
+            object.__setattr__(self, "device", choose_device("auto", self.ranks))
         object.__setattr__(self, "collectives", choose_collectives(self.collectives, self.device))
         check_sending(self.collectives, self.device, self.link, self.compression)
+        if self.ranks == 1 and (self.link is not None or self.compression is not None):
+            warnings.warn("one rank sends nothing: the link and the compression change nothing", stacklevel=3)
+
+    def __str__(self) -> str:
+        parts = self.device, self.collectives, self.link, self.compression
+        return ", ".join(str(part) for part in parts if part is not None)
 
 
 class Ranks:

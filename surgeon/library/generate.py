@@ -1,0 +1,141 @@
+"""`surgeon.generate`: texts that go on from prompts, on one rank or several."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from surgeon.checkpoint.generation_defaults import Defaults, read_defaults
+from surgeon.runtime.batching.request import Event, Sampling
+from surgeon.runtime.worker.ranks import RankOptions, early_ranks
+
+if TYPE_CHECKING:
+    from surgeon.language.program import Program
+    from surgeon.library.generation import GeneratedText, Generation
+    from surgeon.opened import Model
+
+
+def generate(
+    model: str | Path | Model,
+    prompts: str | Sequence[str] | Mapping[str, str],
+    *,
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+    repetition_penalty: float | None = None,
+    seed: int | None = None,
+    stop: Sequence[str] = (),
+    max_batch: int = 32,
+    ranks: int | RankOptions = 1,
+    program: Program | str | None = None,
+    dtype: str = "auto",
+    decoding: str = "auto",
+    low_rank: str = "auto",
+    kv: str = "auto",
+    draft: str | None = None,
+    draft_tokens: int | None = None,
+    on_event: Callable[[GeneratedText, Event], None] | None = None,
+) -> Generation:
+    """Continue texts; they are the same for any number of ranks.
+
+    Args:
+        model: a checkpoint's folder, edited or not, a hub name, "demo", or a model that is open.
+        prompts: one text, or several; a mapping's keys say in errors where each stands.
+        max_new_tokens: to add to each at most.
+        temperature: 0 takes the most likely token each time; this and what else chooses tokens is as of `Sampling`.
+        repetition_penalty: by default the checkpoint's own (generation_config.json).
+        seed: the same one draws the same texts again; each prompt has random numbers of its own, by its place.
+        stop: texts that end what is written, and are no part of it.
+        max_batch: texts that are computed together; others follow as these end.
+        ranks: how many, on GPUs where there is one for each, or what they are in full.
+        program: to run in place of the checkpoint's own.
+        dtype, decoding, low_rank, kv, draft, draft_tokens: how it is computed, as of `ServiceOptions`.
+        on_event: called with a text so far and what is new of it, of one prompt after the other.
+
+    Raises:
+        FileNotFoundError, ValueError: if the model cannot be used or cannot run so, a number is out of its range, or a
+            prompt is empty, too long, or not text.
+        RankFailed: if a rank fails.
+    """
+    if isinstance(prompts, str):
+        prompts = [prompts]
+    if not isinstance(prompts, Mapping):
+        prompts = {f"prompt {number}": prompt for number, prompt in enumerate(prompts, start=1)}
+    defaults = read_defaults(model if isinstance(model, str | Path) else model.folder)
+    sampling = Sampling(
+        temperature,
+        top_p,
+        top_k,
+        min_p,
+        defaults.repetition_penalty if repetition_penalty is None else repetition_penalty,
+        seed,
+        max_new_tokens,
+        stop=tuple(stop),
+        suppress_tokens=defaults.suppress_tokens,
+        begin_suppress_tokens=defaults.begin_suppress_tokens,
+    )
+    _warn(sampling, defaults)
+    ranks = RankOptions(ranks, "auto") if isinstance(ranks, int) else ranks
+    with early_ranks(ranks) as started:
+        # These need `transformers`, and take as long to import as ranks take to start.
+        from surgeon.library.generation import GeneratedText, Generation
+        from surgeon.opened import open_model
+        from surgeon.runtime.plan.checks import make_plan
+        from surgeon.runtime.service import Service, ServiceOptions
+
+        opened = open_model(model)
+        tokens = _encode(opened, prompts, make_plan(opened, ranks.ranks, None, program).max_tokens)
+        options = ServiceOptions(
+            ranks,
+            program,
+            max_batch=min(max_batch, len(tokens)),
+            max_tokens=max(map(len, tokens)) + max_new_tokens,
+            max_waiting=len(tokens),
+            dtype=dtype,
+            decoding=decoding,
+            low_rank=low_rank,
+            kv=kv,
+            draft=draft,
+            draft_tokens=draft_tokens,
+        )
+        with Service(opened, options, opened.tokenizer, started) as service:
+            if service.capacity.texts(service.capacity.longest) < options.max_batch:
+                print(service.capacity.line(), file=sys.stderr)  # some texts have to wait for others
+            streams = [service.submit(ids, replace(sampling, place=(number, 0))) for number, ids in enumerate(tokens)]
+            texts = [GeneratedText(prompt=prompt) for prompt in prompts.values()]
+            for text, stream in zip(texts, streams, strict=True):
+                for event in stream:
+                    text.add(event)
+                    if on_event is not None:
+                        on_event(text, event)
+            return Generation(tuple(texts), service.plan, ranks, service.figures())
+
+
+def _warn(sampling: Sampling, defaults: Defaults) -> None:
+    """Say what has no effect, and what the checkpoint asks for that is not done."""
+    changed = [name for name in ("top_p", "top_k", "min_p") if getattr(sampling, name) != getattr(Sampling, name)]
+    if not sampling.temperature and (idle := changed + (["seed"] if sampling.seed is not None else [])):
+        warnings.warn(f"{', '.join(idle)}: of no effect without a temperature, which draws tokens", stacklevel=3)
+    asked = {*changed, "do_sample", "temperature"} if sampling.temperature else set(changed)
+    if complaint := defaults.complaint(asked):
+        warnings.warn(complaint, stacklevel=3)
+
+
+def _encode(model: Model, prompts: Mapping[str, str], most: int) -> list[list[int]]:
+    """The token ids of the prompts, at most so many of each; an error says where a prompt stands, if there are more."""
+    from surgeon.checkpoint.encoding import Encoder
+    from surgeon.checkpoint.texts import encode
+
+    encoder, found = Encoder(model.tokenizer), []
+    for place, prompt in prompts.items():
+        try:
+            found.append(encode(encoder, prompt, most))
+        except ValueError as error:
+            raise (error if len(prompts) == 1 else ValueError(f"{place}: {error}")) from None
+    return found

@@ -1,0 +1,128 @@
+"""What `surgeon.generate` gives: the texts, and what it took to write them, in a few lines for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from surgeon.language.program import Program
+from surgeon.runtime.batching.request import Usage
+from surgeon.runtime.comm.collectives import Counts
+from surgeon.runtime.model.engine import Figures
+from surgeon.runtime.model.program import Phase
+from surgeon.runtime.plan.specification import Plan
+from surgeon.runtime.stream import Answer
+from surgeon.runtime.worker.ranks import RankOptions
+
+
+@dataclass(kw_only=True)
+class GeneratedText(Answer):
+    """What has been written after one prompt."""
+
+    prompt: str
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of the tokens after the first one; None if there are none."""
+        usage = self.usage
+        return (usage.new - 1) / usage.seconds if usage.seconds else None
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Texts that go on from prompts; as text, what it took to write them.
+
+    Attributes:
+        texts: one for each prompt, in their order.
+        plan: the model and the program that the ranks ran.
+        ranks: that ran it.
+        figures: of all passes, by rank.
+    """
+
+    texts: tuple[GeneratedText, ...]
+    plan: Plan
+    ranks: RankOptions
+    figures: Sequence[Figures]
+
+    def __str__(self) -> str:
+        plan, usages, first = self.plan, [text.usage for text in self.texts], self.figures[0]
+        program = Program.parse(plan.program)
+        depth = program.effective_depth(plan.family.steps_per_layer)
+        cached = sum(usage.cached for usage in usages)
+        shared = f" ({cached} more were shared)" if cached else ""
+        texts = "" if len(usages) == 1 else f" of {len(usages)} texts"
+        seconds = first.decode.seconds + first.drafting.seconds
+        rate = f"{first.decode.new / seconds:.1f} tokens/s" if first.decode.passes else "nothing after the first token"
+        prefill = first.prefill
+        lines = [
+            f"ranks    {plan.ranks} ({self.ranks}, {plan.dtype})",
+            f"program  effective depth {depth:g} of {plan.layers} layers",
+            f"prefill  {prefill.tokens} tokens{shared} at {prefill.tokens / prefill.seconds:.1f} tokens/s",
+            f"decode   {sum(usage.new for usage in usages)} tokens{texts} at {rate}",
+        ]
+        return "\n".join(lines + (self._collectives(program) if plan.coda is None else _drafts(first, usages)))
+
+    def _collectives(self, program: Program) -> list[str]:
+        """Those of a pass, beside the program's own count."""
+        unit, compression = "token" if len(self.texts) == 1 else "pass", self.ranks.compression
+        layers = _PerPass(self.figures, lambda phase: phase.layers)
+        vocabulary = _PerPass(self.figures, lambda phase: phase.vocabulary)
+        expected = program.sync_points(self.plan.ranks)
+        agrees = "as the program has" if layers.calls == expected else f"but the program has {expected}!"
+        if layers.calls > expected and any(sublayer.ranks for sublayer in program.sublayers()):
+            agrees = f"{layers.calls - expected:g} of them between factors"  # how they are shared out is not its own
+        packed = f" of {compression} integers" if compression and layers.counts.all_gathers else ""
+        return [
+            f"sync     {layers.words}{packed} per {unit}, {agrees}; {layers.bytes} bytes per token and rank",
+            f"vocab    {vocabulary.words} per {unit}; {vocabulary.bytes} bytes per token and rank",
+        ]
+
+
+def _drafts(first: Figures, usages: Sequence[Usage]) -> list[str]:
+    """How many drafted tokens were right, and what a token takes then.
+
+    Args:
+        first: of rank 0.
+    """
+    drafted, accepted = sum(usage.drafted for usage in usages), sum(usage.accepted for usage in usages)
+    if not drafted:
+        return ["drafts   none: the texts were too short"]
+    phases = first.drafting, first.decode
+    calls = sum(_calls(phase.layers) + _calls(phase.vocabulary) for phase in phases) / max(1, first.decode.new)
+    passes = f"{first.drafting.passes} passes of the first rack and its coda beside {first.decode.passes} of the model"
+    return [
+        f"drafts   {accepted} of {drafted} tokens accepted ({accepted / drafted:.0%}), {passes}",
+        f"sync     {calls:.1f} collectives per token, those of the vocabulary among them",
+    ]
+
+
+class _PerPass:
+    """Collectives of a forward pass and bytes of a token, on the rank that has the most of them.
+
+    Of the decoding passes, if there were any: a pass with prompts takes no logits of most of its tokens.
+
+    Attributes:
+        counts: of all passes of that kind.
+        calls: collectives of one.
+        bytes: of one token.
+    """
+
+    def __init__(self, figures: Sequence[Figures], counts: Callable[[Phase], Counts]) -> None:
+        phases = [each.decode if each.decode.passes else each.prefill for each in figures]
+        most = max(phases, key=lambda phase: (_calls(counts(phase)), counts(phase).bytes))
+        self.counts = counts(most)
+        self.calls = _calls(self.counts) / most.passes
+        self.bytes = self.counts.bytes // most.tokens
+        self.passes = most.passes
+
+    @property
+    def words(self) -> str:
+        """What is called in one pass."""
+        kinds = {"all-reduce": self.counts.all_reduces, "all-gather": self.counts.all_gathers}
+        calls = {kind: count / self.passes for kind, count in kinds.items() if count}
+        words = [f"{each:g} {kind}{'' if each == 1 else 's'}" for kind, each in calls.items()]
+        return " and ".join(words) or "0 all-reduces"
+
+
+def _calls(counts: Counts) -> int:
+    return counts.all_reduces + counts.all_gathers
