@@ -22,10 +22,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from surgeon.analysis.cka import LEAST_SAMPLES, LinearCKA
-from surgeon.analysis.engine.layer_runs import layers_run, runs_of
 from surgeon.analysis.engine.memory import windows_in_a_walk
 from surgeon.analysis.engine.streams import Streams, compare_streams
-from surgeon.analysis.engine.walk import walks
+from surgeon.analysis.engine.walk import layers_run, runs_of, walks
 from surgeon.language.program import Fork, Program
 from surgeon.models.edit import as_stored, program_of
 from surgeon.models.families import family_of

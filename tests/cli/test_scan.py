@@ -153,7 +153,7 @@ def test_a_warning_about_a_separator(scan: Run, tiny_text: Path) -> None:
     [
         (("--operation", "prun"), "did you mean 'prune'?"),
         (("--memory", "lots"), "write e.g. 512MB or 2GB"),
-        (("--memory", "1MB"), "use --memory"),
+        (("--memory", "1MB"), "set memory to"),
         (("--window", "500"), "use --window 128"),
         (("--window", "1"), "at least 2 tokens"),
         (("--tokens", "5"), "at least one window of 32"),

@@ -393,7 +393,7 @@ def test_a_limit_of_memory_and_what_goes_wrong_is_said_as_in_a_scan(
         assert "they are read layer by layer" in capsys.readouterr().err
     whole, streamed = (pd.read_csv(tmp_path / name / "trials.csv") for name in ("whole", "streamed"))
     pd.testing.assert_frame_equal(whole, streamed, rtol=1e-4)
-    for limit, message in (("lots", "write e.g. 512MB or 2GB"), ("1MB", "use --memory")):
+    for limit, message in (("lots", "write e.g. 512MB or 2GB"), ("1MB", "set memory to")):
         assert search(tiny_checkpoint, tiny_text, tmp_path / "other", "--memory", limit) == 1
         assert message in capsys.readouterr().err
     path = tiny_checkpoint / "model.safetensors"

@@ -101,7 +101,7 @@ def test_weights_read_layer_by_layer_give_the_same_tables(
 
 @pytest.mark.parametrize("command", ["similarity", "sensitivity"])
 def test_too_small_a_limit_of_memory(run: Run, tmp_path: Path, command: str) -> None:
-    for limit, message in (("lots", "write e.g. 512MB or 2GB"), ("1MB", "use --memory")):
+    for limit, message in (("lots", "write e.g. 512MB or 2GB"), ("1MB", "set memory to")):
         code, out, err = run(command, "out", "--memory", limit)
         assert (code, out) == (1, "")
         assert message in err

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import pairwise
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -56,9 +57,17 @@ def side_by_side(lanes: Sequence[Callable[[GoOn], Iterator[tuple[Program, T]]]])
         yield from ((program, [found]) for program, found in lanes[0](lambda: None))
         return
     found: dict[Program, dict[int, T]] = {}
-    news: SimpleQueue[Any] = SimpleQueue()
+    news: SimpleQueue[Any] = SimpleQueue()  # what a lane has found of a program; at its end, its number
+
+    def work(number: int, go_on: GoOn) -> None:
+        try:
+            for program, value in lanes[number](go_on):
+                news.put((number, program, value))
+        finally:
+            news.put(number)
+
     with torch_threads(1), ExitStack() as running:
-        works = [running.enter_context(Beside(_Lane(number, lane, news))) for number, lane in enumerate(lanes)]
+        works = [running.enter_context(Beside(partial(work, number))) for number in range(len(lanes))]
         left = len(works)
         while left:
             new = news.get()
@@ -72,19 +81,3 @@ def side_by_side(lanes: Sequence[Callable[[GoOn], Iterator[tuple[Program, T]]]])
             if len(parts) == len(lanes):
                 yield program, [parts[number] for number in range(len(lanes))]
                 del found[program]
-
-
-class _Lane:
-    """Hands over what a lane finds, and at its end the lane's number."""
-
-    def __init__(
-        self, number: int, lane: Callable[[GoOn], Iterator[tuple[Program, T]]], news: SimpleQueue[Any]
-    ) -> None:
-        self.number, self.lane, self.news = number, lane, news
-
-    def __call__(self, go_on: GoOn) -> None:
-        try:
-            for program, value in self.lane(go_on):
-                self.news.put((self.number, program, value))
-        finally:
-            self.news.put(self.number)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
@@ -11,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from surgeon.analysis.engine.averages import RunningAverages
 from surgeon.analysis.engine.prefixes import PlanStates
 from surgeon.analysis.engine.sharing import Extend, Join, Reach, RunStep, SharedPlan, Take, sublayers_in
 from surgeon.analysis.engine.states import Held, States
@@ -21,7 +21,7 @@ from surgeon.language.program import KINDS, Fork, Program, Sublayer
 from surgeon.models.edit import decoder_inputs, decoder_layers
 from surgeon.models.edited_layers import EditedLayers, ModelMachine
 from surgeon.models.families import family_of
-from surgeon.models.weights import FactorSource, ModelWeights, module_with
+from surgeon.models.weights import FactorSource, ModelWeights, Tensors, module_with, stored_tensors
 
 _LOOKING = Lock()  # what a decoder hands its layers is seen by standing in for them, which one thread at a time can
 
@@ -45,6 +45,49 @@ class PlanMachine(ModelMachine):
 
     def slot_of(self, attention: Sublayer) -> int:
         return attention.layers[0]
+
+
+@dataclass
+class _Sum:
+    layers: tuple[int, ...]
+    tensors: Tensors  # by path from the layer, in float32 or wider
+    dtypes: dict[str, torch.dtype]
+
+
+class RunningAverages:
+    """Averages of whole sublayers, each made of the sum that the last one of its kind left, where that goes on from it.
+
+    The sums are those that `surgeon.models.weights.mean` makes, layer by layer in order, so the averages are the same
+    to the last bit. One sum for each kind of sublayer is kept; the weights must stay as they are meanwhile.
+    """
+
+    def __init__(self, weights: ModelWeights) -> None:
+        self.weights = weights
+        self._sums: dict[str, _Sum] = {}
+
+    def tensors(self, sublayer: Sublayer) -> Tensors:
+        """An average's tensors by path from the layer, as the layers store theirs, in memory of their own.
+
+        Args:
+            sublayer: of several layers, whole, without ranks.
+
+        Raises:
+            ValueError: if its layers differ in width.
+        """
+        self.weights.units(sublayer)
+        total = self._sums.get(sublayer.kind)
+        if total is None or total.layers != sublayer.layers[: len(total.layers)]:
+            stored = stored_tensors(Sublayer(sublayer.kind, sublayer.layers[:1]), self.weights)
+            wide = {path: one.to(torch.promote_types(one.dtype, torch.float32)) for path, one in stored.items()}
+            total = _Sum(sublayer.layers[:1], wide, {path: one.dtype for path, one in stored.items()})
+            self._sums[sublayer.kind] = total
+        for layer in sublayer.layers[len(total.layers) :]:
+            for path, summed in total.tensors.items():
+                part = self.weights.tensor(f"{self.weights.family.layers}.{layer}.{path}")
+                summed.add_(part.to(summed.device, total.dtypes[path]))
+        total.layers = sublayer.layers
+        count = len(sublayer.layers)
+        return {path: (summed / count).to(total.dtypes[path]) for path, summed in total.tensors.items()}
 
 
 class _OnDemand(EditedLayers):
@@ -112,7 +155,7 @@ def run_plan(
     registers[0] = State(machine.stream)
     for task, freed in zip(plan.tasks, plan.frees, strict=True):
         if isinstance(task, Reach):
-            yield task.program, land(_state(registers[task.source])).stream
+            yield task.program, land(_state(registers, task.source)).stream
         elif isinstance(task, Take):
             assert kept is not None
             registers[task.target] = kept.take(task)
@@ -127,7 +170,7 @@ def run_plan(
 
 def _result(task: RunStep | Extend | Join, registers: States, machine: PlanMachine) -> Held:
     """What a task leaves in its register: a state, or a running sum of what branches add."""
-    before = _state(registers[task.source])
+    before = _state(registers, task.source)
     if isinstance(task, RunStep):
         state = advance(before, task.step, machine)
         return land(state) if task.land else state
@@ -142,6 +185,7 @@ def _result(task: RunStep | Extend | Join, registers: States, machine: PlanMachi
     return land(state) if task.land else state
 
 
-def _state(held: Held) -> State:
+def _state(registers: States, register: int) -> State:
+    held = registers[register]
     assert isinstance(held, State)
     return held

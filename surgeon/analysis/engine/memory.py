@@ -83,7 +83,7 @@ def _fitting(
     least = math.ceil((held + needed(window)) * 1.02 / 2**20)
     raise ValueError(
         f"a memory limit of {show_size(limit)} is too small: the model and the libraries hold {show_size(held)}, "
-        f"one window of {window} tokens needs {show_size(needed(window))}; use --memory {least}MB or more"
+        f"one window of {window} tokens needs {show_size(needed(window))}; set memory to {least}MB or more"
     )
 
 

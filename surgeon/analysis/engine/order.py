@@ -10,9 +10,12 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Iterable
+from itertools import count
 
 from surgeon.analysis.engine.sharing import Extend, Reach, RunStep, SharedPlan, Task, reads
 from surgeon.language.program import FEED_FORWARD, Program, Sublayer, steps_of
+
+_AT_ONCE = -1  # the turn of a task that needs no weights
 
 
 def by_layer(plan: SharedPlan, first: Program | None = None) -> SharedPlan:
@@ -21,27 +24,38 @@ def by_layer(plan: SharedPlan, first: Program | None = None) -> SharedPlan:
     Args:
         first: a program that has to be reached before every other one.
     """
-    waiting = _Waiting(plan.tasks)
-    held: list[Task] = []  # programs that are reached too early
-    sweep = _Sweep()
-    for task in waiting.ready_after(0):
-        sweep.push(task)
+    followers: dict[int, list[int]] = defaultdict(list)  # by register, the tasks that read it
+    missing = [len(reads(task)) for task in plan.tasks]  # registers that a task still waits for
+    for index, task in enumerate(plan.tasks):
+        for register in reads(task):
+            followers[register].append(index)
     tasks: list[Task] = []
-    while sweep:
-        task = sweep.pop()
-        if isinstance(task, Reach) and first is not None and task.program != first:
-            held.append(task)
+    early: list[Task] = []  # programs that are reached before the first one
+    # Tasks that are ready, by their turns in this sweep and in the next one; of equal turns the oldest goes first.
+    sweep, following = list[tuple[int, int, int]](), list[tuple[int, int, int]]()
+    here, age, written = 0, count(), [0]
+    while written or sweep or following:
+        for index in (index for register in written for index in followers[register]):
+            missing[index] -= 1
+            if not missing[index]:
+                turn = _turn(plan.tasks[index])
+                in_this_one = turn == _AT_ONCE or turn >= here
+                heapq.heappush(sweep if in_this_one else following, (turn, next(age), index))
+        if not sweep:
+            sweep, following = following, []
+        turn, _, index = heapq.heappop(sweep)
+        here = here if turn == _AT_ONCE else turn
+        task, written = plan.tasks[index], []
+        if not isinstance(task, Reach):
+            written = [task.target]
+        elif first is not None and task.program != first:
+            early.append(task)
             continue
         tasks.append(task)
         if isinstance(task, Reach):
-            first = None
-            tasks += held
-            held = []
-        else:
-            for follower in waiting.ready_after(task.target):
-                sweep.push(follower)
-    tasks += held
-    return SharedPlan.of(tasks)
+            tasks += early
+            early, first = [], None
+    return SharedPlan.of([*tasks, *early])
 
 
 def place(sublayers: Iterable[Sublayer]) -> int:
@@ -49,61 +63,9 @@ def place(sublayers: Iterable[Sublayer]) -> int:
     return min(2 * min(sublayer.layers) + (sublayer.kind == FEED_FORWARD) for sublayer in sublayers)
 
 
-class _Waiting:
-    """Tasks by the registers that they still wait for."""
-
-    def __init__(self, tasks: Iterable[Task]) -> None:
-        self.followers: dict[int, list[Task]] = defaultdict(list)
-        self.missing: dict[int, int] = {}
-        for task in tasks:
-            registers = reads(task)
-            self.missing[id(task)] = len(registers)
-            for register in registers:
-                self.followers[register].append(task)
-
-    def ready_after(self, register: int) -> list[Task]:
-        """The tasks that waited for nothing but this register."""
-        ready = []
-        for task in self.followers[register]:
-            self.missing[id(task)] -= 1
-            if self.missing[id(task)] == 0:
-                ready.append(task)
-        return ready
-
-
-class _Sweep:
-    """Tasks that are ready, handed out by where in a sweep over the layers they have their turn."""
-
-    def __init__(self) -> None:
-        self.this: list[tuple[int, int, Task]] = []
-        self.next: list[tuple[int, int, Task]] = []
-        self.at = -1
-        self.count = 0  # of equal places the task that came first goes first
-
-    def __bool__(self) -> bool:
-        return bool(self.this or self.next)
-
-    def push(self, task: Task) -> None:
-        self.count += 1
-        turn = _turn(task)
-        if turn is None:
-            heapq.heappush(self.this, (-1, self.count, task))
-        else:
-            heapq.heappush(self.this if turn >= self.at else self.next, (turn, self.count, task))
-
-    def pop(self) -> Task:
-        if not self.this:
-            self.this, self.next = self.next, []
-        turn, _, task = heapq.heappop(self.this)
-        if turn >= 0:
-            self.at = turn
-        return task
-
-
-def _turn(task: Task) -> int | None:
-    """Where in a sweep a task has its turn; None if it needs no weights."""
+def _turn(task: Task) -> int:
     if isinstance(task, RunStep):
         return place(task.step.sublayers)
     if isinstance(task, Extend):
         return place(sublayer for step in steps_of(task.branch) for sublayer in step.sublayers)
-    return None
+    return _AT_ONCE

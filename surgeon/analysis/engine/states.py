@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from types import TracebackType
 
@@ -22,7 +21,7 @@ Held = State | Tensor  # a state, or a running sum of what branches add
 PREFIX = ".states-"
 
 
-class States(MutableMapping[int, Held]):
+class States:
     """The registers of a plan while it runs.
 
     Beyond the limit, the states that are needed last go to files in a folder of their own, and come back when they are
@@ -55,9 +54,13 @@ class States(MutableMapping[int, Held]):
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def __getitem__(self, register: int) -> Held:
-        if register in self.held:
-            return _as_held(self.held[register])
-        return _as_held(load_file(self._file(register), device=str(self.stored[register])))
+        tensors = self.held.get(register)
+        if tensors is None:
+            tensors = load_file(self._file(register), device=str(self.stored[register]))
+        if "sum" in tensors:
+            return tensors["sum"]
+        pending = tensors.get("pending")
+        return State(tensors["stream"], None if pending is None else lambda: pending, tensors.get("added"))
 
     def __setitem__(self, register: int, value: Held) -> None:
         self.held[register] = _as_tensors(value)
@@ -72,12 +75,6 @@ class States(MutableMapping[int, Held]):
             del self.stored[register]
             self._file(register).unlink()
 
-    def __iter__(self) -> Iterator[int]:
-        return iter([*self.held, *self.stored])
-
-    def __len__(self) -> int:
-        return len(self.held) + len(self.stored)
-
     def _store(self, register: int) -> None:
         tensors = self.held.pop(register)
         size = _size(tensors)
@@ -87,7 +84,7 @@ class States(MutableMapping[int, Held]):
         except (OSError, SafetensorError) as error:
             raise OSError(
                 f"no room for {show_size(size)} of hidden states in {self._file(register).parent} ({error}); free some "
-                "space, raise --memory, or measure fewer --tokens"
+                "space, raise memory, or measure fewer tokens"
             ) from error
         self.stored[register] = next(iter(tensors.values())).device
 
@@ -107,13 +104,6 @@ def _as_tensors(value: Held) -> Tensors:
     pending = None if value.pending is None else value.pending()
     parts = {"stream": value.stream, "pending": pending, "added": value.added}
     return {name: tensor for name, tensor in parts.items() if tensor is not None}
-
-
-def _as_held(tensors: Tensors) -> Held:
-    if "sum" in tensors:
-        return tensors["sum"]
-    pending = tensors.get("pending")
-    return State(tensors["stream"], None if pending is None else lambda: pending, tensors.get("added"))
 
 
 def _size(tensors: Tensors) -> int:

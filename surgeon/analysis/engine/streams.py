@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from surgeon.analysis.engine.layer_runs import layers_run, runs_of
 from surgeon.analysis.engine.memory import windows_in_a_walk
-from surgeon.analysis.engine.walk import LayerPass, walks
+from surgeon.analysis.engine.walk import LayerPass, layers_run, runs_of, walks
 from surgeon.language.program import Program
 from surgeon.models.families import family_of
 

@@ -47,10 +47,10 @@ def test_a_limit_makes_batches_smaller(model: Any, plan: SharedPlan, ids: torch.
 
 def test_too_small_a_limit_says_what_would_do(model: Any, plan: SharedPlan, ids: torch.Tensor) -> None:
     with pytest.raises(
-        ValueError, match=r"limit of 50MB .* libraries hold 100MB, .* use --memory \d+MB or more"
+        ValueError, match=r"limit of 50MB .* libraries hold 100MB, .* set memory to \d+MB or more"
     ) as caught:
         windows_at_once(model, plan, ids, memory=50 << 20)
-    enough = int(str(caught.value).split("--memory ")[1].split("MB")[0])
+    enough = int(str(caught.value).split("set memory to ")[1].split("MB")[0])
     assert windows_at_once(model, plan, ids, memory=enough << 20) >= 1
 
 

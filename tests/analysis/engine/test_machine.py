@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from surgeon.analysis.engine.averages import RunningAverages
+from surgeon.analysis.engine.machine import RunningAverages
 from surgeon.language.program import ATTENTION, FEED_FORWARD, Sublayer
 from surgeon.models.families import family_of
 from surgeon.models.weights import ModelWeights, ModuleStore, stored_tensors
