@@ -22,30 +22,39 @@ if TYPE_CHECKING:
     from surgeon.language.recipe import Recipe, read_recipe
     from surgeon.library.evaluate import evaluate
     from surgeon.library.generate import generate
+    from surgeon.library.heal import heal
     from surgeon.library.scan import scan
     from surgeon.library.sensitivity import sensitivity
     from surgeon.library.serve import serve
     from surgeon.library.similarity import similarity
     from surgeon.library.spectrum import spectrum
+    from surgeon.library.train import train
     from surgeon.models.edit import program_of, restore
     from surgeon.opened import Model
     from surgeon.opened import open_model as open
+    from surgeon.training.distill.distiller import Distillation
+    from surgeon.training.model import RackOptions
+    from surgeon.training.settings import TrainSettings
 
 __version__ = "0.1.0"
 
 _HOMES = {  # where each name is fetched from; what has another name there says so behind a colon
+    "Distillation": "surgeon.training.distill.distiller",
     "Fork": "surgeon.language.program",
     "Model": "surgeon.opened",
     "Program": "surgeon.language.program",
+    "RackOptions": "surgeon.training.model",
     "Recipe": "surgeon.language.recipe",
     "Step": "surgeon.language.program",
     "Sublayer": "surgeon.language.program",
+    "TrainSettings": "surgeon.training.settings",
     "demo_data": "surgeon.demo",
     "demo_model": "surgeon.demo",
     "edit": "surgeon.exports.saving",
     "evaluate": "surgeon.library.evaluate",
     "export": "surgeon.exports.in_memory",
     "generate": "surgeon.library.generate",
+    "heal": "surgeon.library.heal",
     "load": "surgeon.exports.saving",
     "open": "surgeon.opened:open_model",
     "program_of": "surgeon.models.edit",
@@ -56,14 +65,18 @@ _HOMES = {  # where each name is fetched from; what has another name there says 
     "serve": "surgeon.library.serve",
     "similarity": "surgeon.library.similarity",
     "spectrum": "surgeon.library.spectrum",
+    "train": "surgeon.library.train",
 }
 __all__ = [
+    "Distillation",
     "Fork",
     "Model",
     "Program",
+    "RackOptions",
     "Recipe",
     "Step",
     "Sublayer",
+    "TrainSettings",
     "__version__",
     "demo_data",
     "demo_model",
@@ -71,6 +84,7 @@ __all__ = [
     "evaluate",
     "export",
     "generate",
+    "heal",
     "load",
     "open",
     "program_of",
@@ -81,6 +95,7 @@ __all__ = [
     "serve",
     "similarity",
     "spectrum",
+    "train",
 ]
 
 

@@ -41,13 +41,12 @@ from surgeon.quality.data import DEMO
 from surgeon.quality.sources import DEMO_TRAINING
 from surgeon.quality.summary import Values, interval
 from surgeon.quality.text import logits_of, text_values
+from surgeon.training.model import TrainedModel, train_model
 from surgeon.training.resume import RECORD_FILE, finish_run, read_record
-from surgeon.training.run import train
 from surgeon.training.scratch.build import Blueprint, blueprint
 from surgeon.training.scratch.config import ScratchConfig, parse_config
-from surgeon.training.scratch.run import ScratchTrained, train_blueprint
 from surgeon.training.scratch.tracks import count_parameters
-from surgeon.training.scratch.write import story_of
+from surgeon.training.scratch.train import story_of, train_blueprint
 from surgeon.training.texts import TrainTexts
 
 DENSE = "dense"
@@ -133,16 +132,14 @@ def measure(run: ScratchRun, arguments: argparse.Namespace, folder: Path, judged
     finish_run(folder, provenance(run.row, "", seed=run.seed, **known, **story))
 
 
-def _healed(run: ScratchRun, plan: Blueprint, texts: TrainTexts, folder: Path) -> ScratchTrained | None:
+def _healed(run: ScratchRun, plan: Blueprint, texts: TrainTexts, folder: Path) -> TrainedModel | None:
     """The dense model of this seed, as it was trained, changed to a program and trained on."""
     dense = folder.parent / f"{DENSE}-{run.seed}.run" / TRAINED_MODEL
     if not dense.is_dir():
         raise FileNotFoundError(f"there is no {dense} to cut slices out of; run the row {DENSE} first")
     model = edit(AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32), plan.program)
     known = plan.identity() | {"begins": Checkpoint(dense).model_hash()}
-    settings = plan.config.settings
-    found = train(model, texts, settings, folder, None, plan.program, known)
-    return None if found is None else ScratchTrained(found, settings.method)
+    return train_model(model, texts, plan.config.settings, folder, program=plan.program, identity=known)
 
 
 def is_whole(folder: Path) -> bool:

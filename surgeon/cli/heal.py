@@ -9,16 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from surgeon.cli.grouped import grouped
-from surgeon.cli.heal_racks import HealRacksArguments, heal_by_racks
-from surgeon.cli.opening import warn
+from surgeon.cli.heal_racks import HealRacksArguments
 from surgeon.cli.options import DATA_HELP, ProgramOption, SeparatorOption, WindowOption
-from surgeon.cli.proofs import proof_line
 
 if TYPE_CHECKING:
     from surgeon.training.distill.distiller import Distillation
-    from surgeon.training.heal.subject import HealSubject
     from surgeon.training.settings import TrainSettings
-    from surgeon.training.texts import TrainTexts
 
 HIDDEN_WEIGHT = 10.0  # of the streams beside the logits: in three of three edits it left a lower divergence than 1
 
@@ -194,65 +190,32 @@ def heal(
     On transformers' Trainer; under accelerate launch or torchrun in several processes. Killed, the same command goes on
     where it was. The result is a checkpoint as surgeon export writes it, proven to run the same program.
     """
-    from surgeon.exports.adapters import export_with_adapter
-    from surgeon.exports.staging import check_target
-    from surgeon.training.arguments import describe_devices, join_processes
-    from surgeon.training.heal.subject import open_heal_subject
-    from surgeon.training.heal.write import check_adapter, record_of, write_healed
-    from surgeon.training.resume import finish_run, run_folder
-    from surgeon.training.run import train
+    from surgeon.library.heal import heal as train_back
 
     by_racks.check(method.keep_adapter)
-    settings = _settings(method, schedule, by_racks.racks is not None)
-    check_target(output, written.overwrite)
-    processes, where = join_processes(device)
-    folder = run_folder(output)
-    subject = open_heal_subject(model, program, method.teacher)
-    texts = _texts(subject, text, settings)
-    with processes.main_process_first():
-        subject = subject.with_factors(folder / "factors")
-    say = _say if processes.is_main_process else _silent
-    say(f"{settings.method}; {texts.line()}")
-    say(describe_devices(processes, where))
-    warn(texts.notes if processes.is_main_process else ())
-    if by_racks.racks is not None:
-        how = {"output": output, "form": written.form, "dtype": written.dtype, "overwrite": written.overwrite}
-        say(proof_line(heal_by_racks(by_racks, subject, texts, settings, folder, where, say, how), "the recipe's"))
-        print(output)
-        return
-    student = subject.student()
-    if method.keep_adapter:
-        check_adapter(student, settings)
-    original, identity = subject.loads_original, subject.identity()
-    found = train(student, texts, settings, folder, original, subject.program, identity, device=where)
-    if found is None:
-        return
-    for name, quality in (("original", found.original), ("edited", found.before), ("healed", found.after)):
-        say("" if quality is None else f"{name:<9} {quality.line()}")
-    record = record_of(subject, texts, settings, found)
-    if method.keep_adapter:
-        export_with_adapter(found.model, output)
-    else:
-        proof = write_healed(found, subject, record, output, written.form, written.dtype, written.overwrite)
-        say(proof_line(proof, "the recipe's"))
-    finish_run(folder, record)
-    print(output)
-
-
-def _say(line: str) -> None:
-    if line:
-        typer.echo(line, err=True)
-
-
-def _silent(_: str) -> None:
-    """What the other processes have to say."""
+    if method.keep_adapter and method.lora is None:
+        raise ValueError("--keep-adapter keeps an adapter, and there is none; add --lora RANK")
+    found = train_back(
+        model,
+        output=output,
+        program=program,
+        teacher=method.teacher,
+        settings=_settings(method, schedule, by_racks.racks is not None),
+        racks=by_racks.options(),
+        racks_by_hand=by_racks.racks_by_hand,
+        keep_adapter=method.keep_adapter,
+        device=device,
+        **vars(text),
+        **vars(written),
+    )
+    if found is not None:
+        print(found.folder)
 
 
 def _settings(method: MethodArguments, schedule: ScheduleArguments, by_racks: bool) -> TrainSettings:
     """The run's settings: the preset's, and over them what the user gives; printed where there is a preset."""
     from surgeon.training.arguments import parse_trainer_arguments
-    from surgeon.training.presets import preset
-    from surgeon.training.settings import TrainSettings
+    from surgeon.training.settings import TrainSettings, preset
 
     given: dict[str, Any] = {
         name: getattr(schedule, name)
@@ -278,30 +241,13 @@ def _distillation(method: MethodArguments) -> Distillation | None:
     from surgeon.training.distill.distiller import Distillation
 
     if method.distill is None:
-        _refuse_without(method)
+        given = {
+            "--temperature": method.temperature != 1.0,
+            "--text-weight": method.text_weight != 0.0,
+            "--teacher-top": method.teacher_top is not None,
+        }
+        for name in (name for name, is_given in given.items() if is_given):
+            raise ValueError(f"{name} says how to distil, and nothing is distilled; add --distill logits, or drop it")
         return None
     logits, hidden = {"logits": (1.0, 0.0), "hidden": (0.0, 1.0), "both": (1.0, HIDDEN_WEIGHT)}[method.distill]
     return Distillation(logits, hidden, method.text_weight, method.temperature, method.teacher_top)
-
-
-def _refuse_without(method: MethodArguments) -> None:
-    """Refuse what says how to distil where nothing is distilled."""
-    given = {
-        "--temperature": method.temperature != 1.0,
-        "--text-weight": method.text_weight != 0.0,
-        "--teacher-top": method.teacher_top is not None,
-    }
-    for name in (name for name, is_given in given.items() if is_given):
-        raise ValueError(f"{name} says how to distil, and nothing is distilled; add --distill logits, or drop it")
-
-
-def _texts(subject: HealSubject, text: HealTextArguments, settings: TrainSettings) -> TrainTexts:
-    """Both texts; of the training text as much as the steps go through."""
-    from surgeon.quality.data import window_for
-    from surgeon.training.texts import load_train_texts
-
-    window = window_for(subject.edited.model.config, text.window)
-    tokens = text.tokens or settings.tokens_on(window)
-    return load_train_texts(
-        subject.edited.model.tokenizer, text.data, window, tokens, text.eval_data, text.eval_tokens, text.separator
-    )

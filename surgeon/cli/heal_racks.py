@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
-    from surgeon.exports.prove import Proof
-    from surgeon.training.heal.subject import HealSubject
-    from surgeon.training.racks.run_files import ProcessOptions
-    from surgeon.training.racks.subject import RacksToTrain
-    from surgeon.training.settings import TrainSettings
-    from surgeon.training.texts import TrainTexts
+    from surgeon.training.model import RackOptions
 
 
 @dataclass(frozen=True)
@@ -99,54 +92,11 @@ class HealRacksArguments:
         if self.racks is not None and keep_adapter:
             raise ValueError("--racks trains the weights themselves; leave --keep-adapter out")
 
+    def options(self) -> RackOptions | None:
+        """How the model is cut, and racks are trained; None where there are none."""
+        from surgeon.training.model import RackOptions
 
-def heal_by_racks(
-    asked: HealRacksArguments,
-    subject: HealSubject,
-    texts: TrainTexts,
-    settings: TrainSettings,
-    folder: Path,
-    device: str,
-    say: Callable[[str], None],
-    write: dict[str, Any],
-) -> Proof:
-    """Heal the racks of a model, and write what they come to.
-
-    Args:
-        write: what `RacksHealed.write` gets beside the subject.
-
-    Raises:
-        FileNotFoundError, OSError, ValueError: as `train_in_turn` and `surgeon.export`.
-    """
-    from surgeon.training.racks.healing import heal_racks, racks_to_heal
-    from surgeon.training.racks.partition import Racks
-    from surgeon.training.racks.run_files import ProcessOptions
-    from surgeon.training.racks.ways import finish_racks
-
-    assert asked.racks is not None
-    racks = Racks.parse(asked.racks, subject.program, 1 if asked.coda is None else asked.coda)
-    options = None
-    if asked.in_processes:
-        options = ProcessOptions(asked.average, asked.rack_ahead, replicas=asked.rack_replicas)
-    if asked.racks_by_hand:
-        _prepare_by_hand(racks_to_heal(subject, racks, texts, settings, folder, device), options)
-    found = heal_racks(subject, racks, texts, settings, folder, device, options)
-    for rack, result in zip(racks.texts[:-1], found.results, strict=False):
-        perplexities = f"{result.before.perplexity:.4g} before, {result.after.perplexity:.4g} after"
-        say(f"rack {rack}: perplexity by its coda {perplexities}")
-    whole = found.whole
-    for name, quality in (("original", whole.original), ("edited", whole.before), ("healed", whole.after)):
-        say("" if quality is None else f"{name:<9} {quality.line()}")
-    proof = found.write(subject, **write)
-    finish_racks(folder, racks, found.record)
-    return proof
-
-
-def _prepare_by_hand(asked: RacksToTrain, options: ProcessOptions | None) -> None:
-    """Print how the racks are started by hand, and end, unless they are done."""
-    from surgeon.training.racks.preparing import commands_by_hand, prepare
-
-    prepare(asked, options)
-    if commands := commands_by_hand(asked.folder, len(asked.racks)):
-        print(*commands, sep="\n")
-        raise typer.Exit
+        if self.racks is None:
+            return None
+        coda, ranges = 1 if self.coda is None else self.coda, self.racks.split(",")
+        return RackOptions(ranges, coda, self.in_processes, self.average, self.rack_ahead, self.rack_replicas)

@@ -13,7 +13,10 @@ from surgeon.errors import did_you_mean, shown
 from surgeon.language.yaml import Path, YamlError, line_of
 
 UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument", "invalid_key")  # of a model, of a dataclass, of any
-MESSAGES = dict.fromkeys(UNKNOWN, "unknown key {key}; {known}")
+MESSAGES = {
+    **dict.fromkeys(UNKNOWN, "unknown key {key}; {known}"),
+    "dataclass_type": "{within}{name} must be a mapping, not {value}",
+}
 OTHERWISE = "{within}{name}: {problem}, not {value}"
 Checked = TypeVar("Checked")
 _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)  # making one can take longer than its use

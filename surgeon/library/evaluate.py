@@ -10,10 +10,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from surgeon.analysis.factors.recipe_factors import make_recipe_factors
+from surgeon.analysis.factors.recipe_factors import with_factors
 from surgeon.checkpoint.factor_cache import FactorCache
 from surgeon.language.program import Program
-from surgeon.language.recipe import parse_recipe
 from surgeon.library.opening import warn
 from surgeon.models.edit import edit, restore
 from surgeon.models.weights import TruncatedSVD
@@ -126,13 +125,8 @@ def _factors(candidate: EditedModel, output: Path | None) -> Iterator[EditedMode
         return
     with TemporaryDirectory() as scratch:
         folder = Path(scratch) if output is None else output / "factors"
-        recipe = None if candidate.recipe is None else parse_recipe(candidate.recipe, candidate.name)
-        made = None if recipe is None else make_recipe_factors(recipe, candidate.model, folder)
-        if made is None:
-            yield replace(candidate, factors=FactorCache(TruncatedSVD(), Path(scratch)))
-        else:
-            warn(made.found.notes)
-            yield replace(candidate, factors=made.found.source, factors_identity=made.identity)
+        made = with_factors(candidate, folder)
+        yield made if made.factors is not None else replace(made, factors=FactorCache(TruncatedSVD(), Path(scratch)))
 
 
 def _on_text(

@@ -216,7 +216,7 @@ def _task_by(
     wanted = settings.distillation
     if load_original is None:
         if wanted is not None:
-            raise ValueError("there is no original to distil from; name it with --teacher")
+            raise ValueError("there is no original to distil from; name it as the teacher")
         return TrainingTask(HeldOutQuality(texts.held_out, None))
     original = load_original()
     held_out = HeldOutQuality(texts.held_out, original)

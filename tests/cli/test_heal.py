@@ -148,7 +148,7 @@ def test_presets_are_said(heal: Any) -> None:
         ('pair: {layers: "1:3"}', ("--preset", "pl"), "unknown preset 'pl'; known: lp, ladder"),
         ('pair: {layers: "1:3"}', ("--temperature", 2), "--temperature says how to distil"),
         ('pair: {layers: "1:3"}', ("--keep-adapter",), "there is none; add --lora RANK"),
-        ('tracks: {layers: "0:4", depth: 2, count: 2}', ("--lora", 2, "--keep-adapter"), "leave --keep-adapter out"),
+        ('tracks: {layers: "0:4", depth: 2, count: 2}', ("--lora", 2, "--keep-adapter"), "do not keep the adapter"),
         ('pair: {layers: "1:3"}', ("--trainer-arg", "bf17=true"), "did you mean 'bf16'"),
         ('pair: {layers: "1:3"}', ("--batch", 500), "fewer than one batch of 500"),
         ('pair: {layers: "1:3"}', ("--distill", "hidden", "--teacher-top", 5), "need the original in memory"),

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from surgeon.training.presets import PRESETS, preset
-from surgeon.training.settings import ALL_TOKENS, TrainSettings
+from surgeon.training.settings import ALL_TOKENS, PRESETS, TrainSettings, preset
 
 
 @pytest.mark.parametrize(

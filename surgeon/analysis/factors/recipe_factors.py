@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,8 +13,8 @@ import torch
 from surgeon.analysis.factors.factor_folder import FactorFolder
 from surgeon.analysis.factors.factor_plan import plan_factors
 from surgeon.language.operations.lowrank import Calibration
-from surgeon.language.recipe import Recipe
-from surgeon.opened import Model
+from surgeon.language.recipe import Recipe, parse_recipe
+from surgeon.opened import EditedModel, Model
 from surgeon.provenance import provenance
 
 
@@ -76,6 +77,24 @@ def make_recipe_factors(
     found = make_factors(loaded, plan, windows, folder, model_hash=model.hash, memory=memory, record=record, kept=kept)
     notes = (*windows.notes, *found.notes)
     return RecipeFactors(replace(found, notes=notes), used, plan.to_json() | {"calibration": windows.digest})
+
+
+def with_factors(edited: EditedModel, folder: Path) -> EditedModel:
+    """An edited model with the factors that its recipe has calibrated on a text, as `make_recipe_factors` makes them.
+
+    Its recipe names the text that was used then. What there is to know of the factors is a warning.
+
+    Raises:
+        FileNotFoundError, ValueError, OSError: as `make_recipe_factors`.
+    """
+    recipe = None if edited.recipe is None else parse_recipe(edited.recipe, edited.name)
+    made = None if recipe is None else make_recipe_factors(recipe, edited.model, folder)
+    if recipe is None or made is None:
+        return edited
+    for note in made.found.notes:
+        warnings.warn(note, stacklevel=2)
+    text = made.published(recipe).to_yaml()
+    return replace(edited, recipe=text, factors=made.found.source, factors_identity=made.identity)
 
 
 def _ways(calibration: Calibration) -> Calibration:

@@ -71,7 +71,7 @@ class ProcessOptions:
     def __post_init__(self) -> None:
         parse_averaging(self.average)
         if self.replicas < 1:
-            raise ValueError(f"a rack is at least 1 process, not {self.replicas}; give --rack-replicas 1 or more")
+            raise ValueError(f"a rack is at least 1 process, not {self.replicas}; give 1 replica or more")
         if self.ahead < 1:
             raise ValueError(f"a rack must be allowed to be at least 1 micro-batch ahead of the next, not {self.ahead}")
 

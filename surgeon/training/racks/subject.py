@@ -46,7 +46,7 @@ class RacksToTrain:
     def __post_init__(self) -> None:
         check_settings(self.settings)
         if self.settings.distillation is not None and self.original is None:
-            raise ValueError("there is no original to distil from; name it with --teacher")
+            raise ValueError("there is no original to distil from; name it as the teacher")
 
     def identity_of_racks(self) -> dict[str, Any]:
         """What every rack's run follows from, beside settings and text, as JSON values."""

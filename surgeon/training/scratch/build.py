@@ -19,7 +19,6 @@ from surgeon.language.program import Program
 from surgeon.models.edit import check_layers, edit
 from surgeon.models.families import FAMILIES, Family, family_of
 from surgeon.models.recipe_program import recipe_program
-from surgeon.training.racks.averaging import parse_averaging
 from surgeon.training.racks.partition import Racks
 from surgeon.training.racks.task import check_settings
 from surgeon.training.scratch.config import ScratchConfig
@@ -115,7 +114,7 @@ def blueprint(config: ScratchConfig) -> Blueprint:
         with config.under("tracks"):
             architecture, program = narrow(architecture, config.tracks.count, config.tracks.depth)
     elif config.program is not None:
-        program = config.program
+        program = Program.parse(config.program)
         with config.under("program"):
             check_layers(program, architecture.num_hidden_layers)
     else:
@@ -132,13 +131,9 @@ def blueprint(config: ScratchConfig) -> Blueprint:
     except Exception as error:  # whatever it trips over is a fault of the entries
         raise config.error(f"model: it cannot be built: {_said(error)}", "model") from error
     racks = None
-    if (wanted := config.racks) is not None:
+    if config.racks is not None:
         with config.under("racks"):
-            racks = Racks.parse(wanted.ranges, program, wanted.coda)
-            if wanted.replicas > 1 and not wanted.processes:
-                raise ValueError("replicas are processes that share a rack; add processes: true, or leave them out")
-            if parse_averaging(wanted.average) is not None and not wanted.processes:
-                raise ValueError("average needs all racks at the same time; add processes: true, or leave it out")
+            racks = config.racks.cut(program)
         with config.under("training"):
             check_settings(config.settings)
     return Blueprint(config, architecture, program, tokenizer, parameters, racks)

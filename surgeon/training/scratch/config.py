@@ -25,11 +25,11 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field, Strict
 
 from surgeon.language.operations.applied import AppliedOperation, in_braces
 from surgeon.language.program import Program
@@ -38,6 +38,7 @@ from surgeon.language.yaml import line_of
 from surgeon.named import is_recipe, on_disk, public
 from surgeon.quality.data import DEFAULT_WINDOW
 from surgeon.training.arguments import read_trainer_argument
+from surgeon.training.model import RackOptions
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import HELD_OUT_TOKENS
 
@@ -45,106 +46,94 @@ KIND = "configuration"
 PROGRAMS = ("operations", "program", "tracks")  # of which there is at most one
 # As YAML 1.1 does not read them, and people and JSON write them: 2e-3 is a text there, 2.0e-3 a number.
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d{1,3}")
-_CHECKED = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class TrainingSection(BaseModel):
-    """The key `training`: what is not given is as here."""
-
-    model_config = _CHECKED
-
-    steps: int | None = Field(default=None, ge=1)
-    epochs: float | None = Field(default=None, gt=0)
-    batch: int = Field(default=8, ge=1)
-    micro_batch: int | None = Field(default=None, ge=1)
-    learning_rate: float = Field(default=1e-3, gt=0)
-    schedule: str = "cosine"
-    warmup: int = Field(default=0, ge=0)
-    seed: int = Field(default=0, ge=0)
-    evaluate_every: int = Field(default=100, ge=1)
-    save_every: int = Field(default=100, ge=1)
-    patience: int | None = Field(default=None, ge=1)
-    arguments: dict[str, Any] = {}
-
-
-class TracksSection(BaseModel):
-    """The key `tracks`: how many there are, and how many layers they run between two joins."""
-
-    model_config = _CHECKED
-
-    count: int = Field(ge=2)
-    depth: int = Field(ge=1)
-
-
-class RacksSection(BaseModel):
-    """The key `racks`: ranges of the program's layers, how many layers a coda has, and how racks are trained.
-
-    With `processes` all at once, a process each (otherwise one after the other, to the same result), which run at most
-    `ahead` micro-batches ahead of each other and may `average` their codas: never, every N steps, always. Each rack may
-    be several processes, `replicas` that share its batches.
-    """
-
-    model_config = _CHECKED
-
-    ranges: list[str] = Field(min_length=2)
-    coda: int = Field(default=1, ge=0)
-    processes: bool = False
-    average: int | str = "never"
-    ahead: int = Field(default=4, ge=1)
-    replicas: int = Field(default=1, ge=1)
-
-
-class ScratchKeys(BaseModel):
-    """What stands at the top of a configuration, beside `surgeon` and `operations`."""
-
-    model_config = _CHECKED
-
-    model: dict[str, Any]
-    tokenizer: str = Field(min_length=1)
-    program: str | None = None
-    tracks: TracksSection | None = None
-    racks: RacksSection | None = None
-    data: str = Field(min_length=1)
-    eval_data: str | None = Field(default=None, min_length=1)
-    eval_tokens: int = Field(default=HELD_OUT_TOKENS, ge=2)
-    tokens: int | None = Field(default=None, ge=1)
-    window: int = Field(default=DEFAULT_WINDOW, ge=2)
-    separator: str | None = None
-    training: TrainingSection = TrainingSection()
+_Count = Annotated[int, Strict(), Field(ge=1)]
+_Text = Annotated[str, Strict(), Field(min_length=1)]
+_ONLY_THESE = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 @dataclass(frozen=True)
-class ScratchConfig:
-    """A model from scratch: its architecture, its program, its text, and how it is trained.
+class TrainingSection:
+    """The key `training`, as `TrainSettings` has it: what is not given is as here."""
+
+    __pydantic_config__ = _ONLY_THESE
+
+    steps: _Count | None = None
+    epochs: Annotated[float, Strict(), Field(gt=0)] | None = None
+    batch: _Count = 8
+    micro_batch: _Count | None = None
+    learning_rate: Annotated[float, Strict(), Field(gt=0)] = 1e-3
+    schedule: Annotated[str, Strict()] = "cosine"
+    warmup: Annotated[int, Strict(), Field(ge=0)] = 0
+    seed: Annotated[int, Strict(), Field(ge=0)] = 0
+    evaluate_every: _Count = 100
+    save_every: _Count = 100
+    patience: _Count | None = None
+    arguments: Annotated[dict[str, Any], Strict()] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TracksSection:
+    """The key `tracks`: how many there are, and how many layers they run between two joins."""
+
+    __pydantic_config__ = _ONLY_THESE
+
+    count: Annotated[int, Strict(), Field(ge=2)]
+    depth: _Count
+
+
+@dataclass(frozen=True)
+class ScratchKeys:
+    """What stands at the top of a configuration, beside `surgeon` and `operations`.
 
     Attributes:
         model: the entries of a `transformers` configuration, with its model_type.
         tokenizer: a folder, a name on the hub, or demo.
-        operations: what is done to the plain model, as in a recipe.
+        data, eval_data, eval_tokens, tokens, window, separator: as `load_train_texts` takes them; without `tokens`
+            there is as much training text as the steps go through.
         program: the model's program, where it is given as text.
         tracks: of a native Parallel Track model; `model` is the dense one then that it is derived from.
         racks: that are trained each by a loss of its own; None trains the model as one.
-        data, eval_data, eval_tokens, tokens, window, separator: as `load_train_texts` takes them; without `tokens`
-            there is as much training text as the steps go through.
+        training: how it is trained.
+    """
+
+    __pydantic_config__ = _ONLY_THESE
+
+    model: Annotated[dict[str, Any], Strict()]
+    tokenizer: _Text
+    data: _Text
+    program: Annotated[str, Strict()] | None = None
+    tracks: TracksSection | None = None
+    racks: RackOptions | None = None
+    eval_data: _Text | None = None
+    eval_tokens: Annotated[int, Strict(), Field(ge=2)] = HELD_OUT_TOKENS
+    tokens: _Count | None = None
+    window: Annotated[int, Strict(), Field(ge=2)] = DEFAULT_WINDOW
+    separator: Annotated[str, Strict()] | None = None
+    training: TrainingSection = field(default_factory=TrainingSection)
+
+
+@dataclass(frozen=True)
+class ScratchConfig(ScratchKeys):
+    """A model from scratch: its architecture, its program, its text, and how it is trained.
+
+    Attributes:
+        operations: what is done to the plain model, as in a recipe.
         source: where it was read from, for error messages.
         lines: of its keys, by the keys that lead there.
     """
 
-    model: Mapping[str, Any]
-    tokenizer: str
-    data: str
-    settings: TrainSettings
     operations: tuple[AppliedOperation, ...] = ()
-    program: Program | None = None
-    tracks: TracksSection | None = None
-    racks: RacksSection | None = None
-    eval_data: str | None = None
-    eval_tokens: int = HELD_OUT_TOKENS
-    tokens: int | None = None
-    window: int = DEFAULT_WINDOW
-    separator: str | None = None
     source: str = KIND
     lines: Mapping[tuple[Any, ...], int] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def settings(self) -> TrainSettings:
+        """How it is trained.
+
+        Raises:
+            ValueError: if that makes no sense.
+        """
+        return TrainSettings(scope="all", **vars(self.training))
 
     def error(self, message: str, *path: Any) -> ValueError:
         """An error of what stands under a key; `path` has the keys that lead there, or to where it would stand."""
@@ -167,14 +156,16 @@ class ScratchConfig:
         """The same with other settings; those that are None stay.
 
         Args:
-            given: fields of `TrainSettings`; of `arguments` those that are not given stay, too.
+            given: fields of `TrainingSection`; of `arguments` those that are not given stay, too.
 
         Raises:
             ValueError: as `TrainSettings`.
         """
         wanted = {name: value for name, value in given.items() if value is not None}
-        wanted["arguments"] = {**self.settings.arguments, **wanted.get("arguments", {})}
-        return replace(self, settings=replace(self.settings, **wanted))
+        wanted["arguments"] = {**self.training.arguments, **wanted.get("arguments", {})}
+        changed = replace(self, training=replace(self.training, **wanted))
+        _ = changed.settings
+        return changed
 
     def to_yaml(self, name: Callable[[str], str] = str) -> str:
         """The configuration as text; `parse_config` reads it back.
@@ -185,17 +176,16 @@ class ScratchConfig:
         lines = [f"surgeon: {FORMAT}", f"model: {in_braces(self.model)}", _line("tokenizer", name(self.tokenizer))]
         if self.operations:
             lines += ["operations:", *(f"  - {operation.to_yaml()}" for operation in self.operations)]
-        lines += [] if self.program is None else [_line("program", str(self.program))]
-        lines += [] if self.tracks is None else [f"tracks: {in_braces(dict(self.tracks))}"]
-        lines += [] if self.racks is None else [f"racks: {in_braces(dict(self.racks))}"]
+        lines += [] if self.program is None else [_line("program", str(Program.parse(self.program)))]
+        lines += [] if self.tracks is None else [f"tracks: {in_braces(vars(self.tracks))}"]
+        lines += [] if self.racks is None else [f"racks: {in_braces(vars(self.racks))}"]
         lines.append(_line("data", name(self.data)))
         lines += [] if self.eval_data is None else [_line("eval_data", name(self.eval_data))]
         plain = ("eval_tokens", "tokens", "window", "separator")
         given = {key: value for key in plain if (value := getattr(self, key)) is not None}
         lines += [_line(key, value) for key, value in given.items()]
-        settings = {each: getattr(self.settings, each) for each in TrainingSection.model_fields}
-        settings = {key: value for key, value in settings.items() if value not in (None, {})}
-        lines.append(f"training: {in_braces(settings)}")
+        training = {key: value for key, value in vars(self.training).items() if value not in (None, {})}
+        lines.append(f"training: {in_braces(training)}")
         return "\n".join(lines) + "\n"
 
     def published(self) -> str:
@@ -228,8 +218,8 @@ class _ConfigReader(DocumentReader):
     """Reads one configuration."""
 
     kind = KIND
-    keys = ("surgeon", *PROGRAMS, *(name for name in ScratchKeys.model_fields if name not in PROGRAMS))
-    needed = ("surgeon", *(name for name, each in ScratchKeys.model_fields.items() if each.is_required()))
+    keys = ("surgeon", "operations", *(each.name for each in fields(ScratchKeys)))
+    needed = ("surgeon", "model", "tokenizer", "data")
 
     def config(self) -> ScratchConfig:
         document = self.top()
@@ -239,36 +229,26 @@ class _ConfigReader(DocumentReader):
                 self.lines[there[1],],
                 f"{there[0]} and {there[1]} both say what the model's program is; keep one of them",
             )
-        given = {name: _numbers(document[name]) for name in ScratchKeys.model_fields if name in document}
+        given = {name: _numbers(value) for name, value in document.items() if name not in ("surgeon", "operations")}
         keys = self.validate(ScratchKeys, given, ())
-        plain = {name: getattr(keys, name) for name in ScratchKeys.model_fields if name not in ("program", "training")}
-        return ScratchConfig(
-            **plain,
-            operations=self.operations(document["operations"]) if "operations" in document else (),
-            program=self._program(keys.program),
-            settings=self._settings(keys.training),
-            source=self.source,
-            lines=self.lines,
-        )
+        keys = replace(keys, training=replace(keys.training, arguments=self._arguments(keys.training.arguments)))
+        operations = self.operations(document["operations"]) if "operations" in document else ()
+        config = ScratchConfig(**vars(keys), operations=operations, source=self.source, lines=self.lines)
+        with config.under("program"):
+            _ = config.program and Program.parse(config.program)
+        with config.under("training"):
+            _ = config.settings
+        return config
 
-    def _program(self, text: str | None) -> Program | None:
-        try:
-            return None if text is None else Program.parse(text)
-        except ValueError as error:
-            raise self.error(self.lines["program",], f"program: {error}") from error
-
-    def _settings(self, training: TrainingSection) -> TrainSettings:
-        path = ("training", "arguments")
+    def _arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of TrainingArguments, each as its type says."""
         arguments = {}
-        for name, value in training.arguments.items():
+        for name, value in given.items():
             try:
                 arguments[name] = read_trainer_argument(name, value if isinstance(value, str) else json.dumps(value))
             except ValueError as error:
-                raise self.error(self.lines[*path, name], f"arguments: {error}") from error
-        try:
-            return TrainSettings(scope="all", **(dict(training) | {"arguments": arguments}))
-        except ValueError as error:
-            raise self.error(self.lines["training",], f"training: {error}") from error
+                raise self.error(self.lines["training", "arguments", name], f"arguments: {error}") from error
+        return arguments
 
 
 def _numbers(value: Any) -> Any:

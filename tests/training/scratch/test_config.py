@@ -67,7 +67,7 @@ def test_settings_can_be_others() -> None:
         ("weight_decay", "weight_decy", "configuration:9: arguments: weight_decy: TrainingArguments has no such one"),
         ("weight_decay", "max_steps", "configuration:9: arguments: max_steps is decided by the run"),
         ("bf16: true", "bf16: maybe", "configuration:9: arguments: bf16=maybe cannot be read"),
-        ("training: {", "training: 7 #", "configuration:9: training: Input should be a valid dictionary"),
+        ("training: {", "training: 7 #", "configuration:9: training must be a mapping, not 7"),
         (LADDER, "program: A0 [F0", "configuration:4: program: "),
         ("data: /", "tracks: {count: 2, depth: 1}\ndata: /", "configuration:6: operations and tracks both say"),
         (LADDER, "tracks: {count: 1, depth: 1}", "configuration:4: tracks.count: Input should be greater than or"),
@@ -102,5 +102,5 @@ def test_errors_that_are_found_later_know_the_line() -> None:
     assert str(config.error("oh", "model", "hidden_size")) == "mine.yaml:2: oh"
     assert str(config.error("oh", "training", "epochs")) == "mine.yaml:9: oh"
     assert str(config.error("oh", "nowhere")) == "mine.yaml:1: oh"
-    plain = ScratchConfig({"model_type": "llama"}, "demo", "demo:train", TrainSettings(scope="all"))
+    plain = ScratchConfig({"model_type": "llama"}, "demo", "demo:train")
     assert str(plain.error("oh", "model")) == "configuration:1: oh"

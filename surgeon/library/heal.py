@@ -1,0 +1,134 @@
+"""`surgeon.heal`: an edited model is trained back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from surgeon.analysis.factors.recipe_factors import with_factors
+from surgeon.exports.adapters import export_with_adapter
+from surgeon.exports.staging import check_target
+from surgeon.language.program import Program
+from surgeon.library.training import TrainingResult, announce, say, say_proof, say_stages
+from surgeon.opened import Model
+from surgeon.quality.data import window_for
+from surgeon.training.arguments import join_processes
+from surgeon.training.heal import (
+    check_adapter,
+    identity_of,
+    open_to_heal,
+    program_to_heal,
+    record_of,
+    stored_dtype,
+    student_of,
+    training_of,
+)
+from surgeon.training.model import RackOptions, train_model
+from surgeon.training.resume import run_folder
+from surgeon.training.settings import TrainSettings
+from surgeon.training.texts import HELD_OUT_TOKENS, load_train_texts
+
+
+def heal(
+    model: str | Path | Model,
+    data: str | Path,
+    output: str | Path,
+    *,
+    program: Program | str | None = None,
+    teacher: str | Path | Model | None = None,
+    settings: TrainSettings | None = None,
+    racks: RackOptions | None = None,
+    racks_by_hand: bool = False,
+    tokens: int | None = None,
+    eval_data: str | Path | None = None,
+    eval_tokens: int = HELD_OUT_TOKENS,
+    window: int | None = None,
+    separator: str | None = None,
+    keep_adapter: bool = False,
+    form: str = "auto",
+    dtype: str | None = None,
+    overwrite: bool = False,
+    device: str = "auto",
+) -> TrainingResult | None:
+    """Train an edited model until it does again what the original did; a run that was killed goes on where it was.
+
+    Args:
+        model: a recipe (.yaml), a checkpoint that surgeon has edited, or a model, by its name or open, with a program.
+        data: text to train on, as `load_windows` takes it.
+        output: folder of the healed checkpoint; its run lies beside it, in `output.run`.
+        program: to run in place of the model's own.
+        teacher: the original, where it is not the model that the recipe or the program is for.
+        settings: what is trained, towards what, for how long; by default the edited sublayers on the text.
+        racks: train it rack by rack; all weights or norms then.
+        racks_by_hand: print how the racks' processes are started, on several machines say, and gather what they came to
+            once all are done.
+        tokens: training tokens, from the start of the data; by default what the steps need.
+        eval_data, eval_tokens: text to measure on; by default the end of `data`, which is not trained on.
+        window: tokens in a window; documents are apart at `separator`.
+        keep_adapter: write `output/base` and `output/adapter` in place of a checkpoint with merged adapters.
+        form, dtype, overwrite: as `surgeon.export` takes them; by default weights are stored as the original's.
+        device: "cpu", "cuda" (one GPU for each process), or "auto".
+
+    Returns:
+        What came of it; None in every process but the first, where there are several (torchrun, accelerate launch), and
+        where racks are yet to be started by hand.
+
+    Raises:
+        FileNotFoundError, ValueError: if the model, a text or the settings cannot be used, or `output.run` is of
+            another run.
+        NotProven: if what was written does not compute what was trained.
+        OSError: if the output is in the way or cannot be written, or the disk is too full.
+    """
+    settings = settings or TrainSettings(scope="edited" if racks is None else "all")
+    target = Path(output)
+    check_target(target, overwrite)
+    processes, where = join_processes(device)
+    folder = run_folder(target)
+    edited, original = open_to_heal(model, program, teacher)
+    size = window_for(edited.model.config, window)
+    texts = load_train_texts(
+        edited.model.tokenizer,
+        str(data),
+        size,
+        tokens or settings.tokens_on(size),
+        None if eval_data is None else str(eval_data),
+        eval_tokens,
+        separator,
+    )
+    with processes.main_process_first():
+        edited = with_factors(edited, folder / "factors")
+    announce(processes, where, settings.method, texts)
+    runs = program_to_heal(edited)
+    cut = None if racks is None else racks.cut(runs)
+    student = student_of(edited)
+    if keep_adapter:
+        check_adapter(student, settings)
+    found = train_model(
+        student,
+        texts,
+        settings,
+        folder,
+        program=runs,
+        identity=identity_of(edited, original),
+        original=None if original is None else lambda: original.load("cpu").float(),
+        racks=cut,
+        processes=None if racks is None else racks.process_options,
+        by_hand=racks_by_hand,
+        device=where,
+    )
+    if found is None:
+        return None
+    whole = found.whole
+    qualities = {"original": whole.original, "edited": whole.before, "healed": whole.after}
+    stages = {stage: quality for stage, quality in qualities.items() if quality is not None}
+    say(*found.lines())
+    say_stages(stages)
+    record = record_of(edited, original, texts, settings, found)
+    if keep_adapter:
+        proof = export_with_adapter(whole.model, target)
+    else:
+        stored = dtype or stored_dtype(edited.model)
+        training = training_of(edited, record)
+        proof = found.write(target, form=form, dtype=stored, overwrite=overwrite, training=training)
+        say_proof(proof, "the recipe's")
+    found.finish(record)
+    return TrainingResult(target, stages, whole.steps, whole.tokens, whole.seconds, proof)

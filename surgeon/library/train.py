@@ -1,0 +1,80 @@
+"""`surgeon.train`: a model of any program from scratch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from surgeon.exports.staging import check_target
+from surgeon.library.training import TrainingResult, announce, say, say_proof, say_stages
+from surgeon.training.arguments import join_processes
+from surgeon.training.resume import run_folder
+from surgeon.training.scratch.build import Blueprint, blueprint
+from surgeon.training.scratch.config import ScratchConfig, read_config_file
+from surgeon.training.scratch.train import record_of, story_of, train_blueprint, training_of
+
+_PROGRAM_SHOWN = 60  # characters
+
+
+def train(
+    config: str | Path | ScratchConfig,
+    output: str | Path,
+    *,
+    steps: int | None = None,
+    seed: int | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    form: str = "auto",
+    dtype: str = "float32",
+    overwrite: bool = False,
+    device: str = "auto",
+) -> TrainingResult | None:
+    """Train a model from random weights, which are the same for every program on an architecture.
+
+    A run that was killed goes on where it was.
+
+    Args:
+        config: a YAML file, as recipes/train/ has them, or what was read of one.
+        output: folder of the checkpoint; its run lies beside it, in `output.run`.
+        steps, seed: in place of the configuration's.
+        arguments: of transformers' TrainingArguments, beside the configuration's or in their place.
+        form, dtype, overwrite: as `surgeon.export` takes them.
+        device: "cpu", "cuda" (one GPU for each process), or "auto".
+
+    Returns:
+        What came of it; None in every process but the first, where there are several (torchrun, accelerate launch).
+
+    Raises:
+        FileNotFoundError, ValueError: if the configuration or a text cannot be used, with file and line, or
+            `output.run` is of another run.
+        NotProven: if what was written does not compute what was trained.
+        OSError: if the output is in the way or cannot be written, or the disk is too full.
+    """
+    target = Path(output)
+    check_target(target, overwrite)
+    read = config if isinstance(config, ScratchConfig) else read_config_file(Path(config))
+    plan = blueprint(read.with_settings(steps=steps, seed=seed, arguments=arguments or {}))
+    processes, where = join_processes(device)
+    texts = plan.texts()
+    announce(processes, where, _in_words(plan), texts)
+    found = train_blueprint(plan, texts, run_folder(target), where)
+    if found is None:
+        return None
+    whole = found.whole
+    stages = {"untrained": whole.before, "trained": whole.after}
+    say(*found.lines())
+    say_stages(stages)
+    story = story_of(plan, texts, found)
+    training = training_of(plan, story)
+    proof = found.write(
+        target, form=form, dtype=dtype, tokenizer=plan.tokenizer, overwrite=overwrite, training=training
+    )
+    say_proof(proof, "the configuration's")
+    found.finish(record_of(target, story))
+    return TrainingResult(target, stages, whole.steps, whole.tokens, whole.seconds, proof)
+
+
+def _in_words(plan: Blueprint) -> str:
+    program, seed = str(plan.program), plan.config.settings.seed
+    program = program if len(program) <= _PROGRAM_SHOWN else f"{program[: _PROGRAM_SHOWN - 3]}..."
+    return f"{plan.family.name} of {plan.parameters:,} random weights (seed {seed}), program {program}"

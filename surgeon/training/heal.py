@@ -1,0 +1,179 @@
+"""Healing: an edited model is trained back; where it and its original come from, and what is written of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from surgeon.checkpoint.companions import companions_at
+from surgeon.checkpoint.describe import REPORT_FILE
+from surgeon.checkpoint.forms.fused import FUSED
+from surgeon.checkpoint.read import DEMO
+from surgeon.checkpoint.training import Training, layers_by_recipe
+from surgeon.exports.export import DTYPES, source_record
+from surgeon.exports.stock import stock_layers_of
+from surgeon.exports.unfuse import unfused
+from surgeon.language.program import Program
+from surgeon.language.recipe import parse_recipe
+from surgeon.models.edit import decoder_layers, edit, program_of
+from surgeon.models.edited_layers import EditedLayers
+from surgeon.named import is_hub_name
+from surgeon.opened import EditedModel, Model, open_edited
+from surgeon.provenance import provenance
+from surgeon.training.model import TrainedModel
+from surgeon.training.settings import TrainSettings
+from surgeon.training.texts import TrainTexts
+
+
+def open_to_heal(
+    what: str | Path | Model, program: Program | str | None = None, teacher: str | Path | Model | None = None
+) -> tuple[EditedModel, EditedModel | None]:
+    """What is to be healed, and its original, None where that is not known; weights are read only for their hashes.
+
+    Args:
+        what: a recipe (.yaml), a model with a program of the user's, or an edited checkpoint.
+        program: to run in place of the model's own.
+        teacher: the original, where it is not the model that the recipe or the program is for.
+
+    Raises:
+        FileNotFoundError: if there is no such model or recipe.
+        ValueError: if it is damaged, unedited without a program, or the teacher is not what the checkpoint was made of.
+    """
+    edited = open_edited(what, program)
+    companions_at(edited.model.folder)  # what cannot go along is refused before it is trained
+    if teacher is not None:
+        original: EditedModel | None = _original(teacher, edited)
+    elif edited.asked is not None:
+        original = EditedModel(edited.model.name, edited.model)
+    else:
+        original = _made_from(edited)
+    if edited.asked is None and edited.model.report is None and edited.model.form.shipped is not None:
+        raise ValueError(
+            f"{edited.name} is edited, and has no {REPORT_FILE} that says of what; heal the recipe, or the model with "
+            "its program"
+        )
+    return edited, original
+
+
+def _original(what: str | Path | Model, edited: EditedModel) -> EditedModel:
+    found = open_edited(what)
+    sizes = [int(each.model.config.vocab_size) for each in (found, edited)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"{found.name} has {sizes[0]:,} tokens and {edited.name} {sizes[1]:,}; a model is healed towards one of "
+            "the same vocabulary"
+        )
+    return found
+
+
+def _made_from(edited: EditedModel) -> EditedModel | None:
+    """The model that a checkpoint was made of; None where its name, of a folder only the last part, finds none."""
+    source = {} if edited.model.report is None else edited.model.report["source"]
+    name = source.get("model")
+    if not isinstance(name, str) or not (name == DEMO or is_hub_name(name)):
+        return None
+    found = _original(name, edited)
+    if source.get("model_hash") not in (None, found.model.hash):
+        raise ValueError(
+            f"{edited.name} was made of {name} with other weights than those that are found under this name now; give "
+            "the original as the teacher"
+        )
+    return found
+
+
+def _report(edited: EditedModel) -> dict[str, Any] | None:
+    """What surgeon.json says of an edited checkpoint that is healed as it is."""
+    return edited.model.report if edited.asked is None else None
+
+
+def program_to_heal(edited: EditedModel) -> Program:
+    """What an edited model runs, in the numbers of the original's layers."""
+    report = _report(edited)
+    return edited.program if report is None else Program.parse(report["program"])
+
+
+def student_of(edited: EditedModel) -> PreTrainedModel:
+    """An edited model to be trained, on the CPU, its weights in 32 bits.
+
+    Raises:
+        NotProven: if it does not run the program that it is said to run.
+        ValueError: if a fused checkpoint's layers cannot be told apart any more.
+    """
+    is_fused = edited.model.form is FUSED and edited.asked is None
+    model = unfused(edited.model) if is_fused else edited.load("cpu")
+    if not isinstance(decoder_layers(model), EditedLayers):
+        edit(model, program_of(model))
+    layers_by_recipe(program_to_heal(edited), stock_layers_of(model).program)  # before it is trained
+    model.float()
+    return model
+
+
+def check_adapter(student: PreTrainedModel, settings: TrainSettings) -> None:
+    """Refuse, before it is trained, what could not be written as a base and an adapter.
+
+    Raises:
+        ValueError: if there are no adapters, or the edit has sublayers that no layer has.
+    """
+    if settings.lora is None:
+        raise ValueError("an adapter is to be kept, and there is none; train one of some rank (lora)")
+    layers = decoder_layers(student)
+    assert isinstance(layers, EditedLayers)
+    derived = next(filter(layers.is_derived, layers.program.sublayers()), None)
+    if derived is not None:
+        raise ValueError(
+            f"{derived} is stored as a layer that the model has not while it is trained, so that an adapter does not "
+            "fit it; do not keep the adapter, and it is merged"
+        )
+
+
+def identity_of(edited: EditedModel, original: EditedModel | None) -> dict[str, Any]:
+    """What an edited model follows from, as JSON values."""
+    return {
+        "task": "heal",
+        "model": edited.model.hash,
+        "program": str(edited.program),
+        "original": None if original is None else original.model.hash,
+        "factors": edited.factors_identity,
+    }
+
+
+def record_of(
+    edited: EditedModel, original: EditedModel | None, texts: TrainTexts, settings: TrainSettings, found: TrainedModel
+) -> dict[str, Any]:
+    """What is to be known of a run, as JSON values: run.json, and the checkpoint's own record."""
+    qualities = {"original": found.whole.original, "edited": found.whole.before, "healed": found.whole.after}
+    return provenance(
+        edited.model.name,
+        (original or edited).model.hash,
+        seed=settings.seed,
+        program=str(program_to_heal(edited)),
+        recipe=edited.recipe,
+        **found.record(texts, settings),
+        **{name: None if quality is None else quality.to_json() for name, quality in qualities.items()},
+    )
+
+
+def training_of(edited: EditedModel, record: dict[str, Any]) -> Training:
+    """What the healed checkpoint says of its training; of the recipe without the place where its model lies here.
+
+    Args:
+        record: of the run (`record_of`).
+    """
+    entries = {name: value for name, value in record.items() if name not in ("command", "model", "recipe", "program")}
+    model, report = edited.model, _report(edited)
+    if report is not None:
+        recipe, source = report.get("recipe"), report["source"]
+        entries |= {"earlier": report["trained"]} if "trained" in report else {}
+    else:
+        read = None if edited.recipe is None else parse_recipe(edited.recipe, edited.name)
+        recipe = None if read is None else replace(read, model=model.public_name).to_yaml()
+        source = source_record(model)
+    return Training(recipe, program_to_heal(edited), source, entries)
+
+
+def stored_dtype(model: Model) -> str:
+    """What a model's weights are stored in, as `surgeon.export` names it."""
+    return next((name for name, dtype in DTYPES.items() if dtype == model.dtype), "float32")

@@ -1,1 +1,0 @@
-"""Healing: an edited model is trained back; what is healed, and how it is written."""
