@@ -1,0 +1,41 @@
+"""What a notebook calls to train: the same as the commands, with a typed result."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import surgeon
+from surgeon.cli.app import main
+
+
+def test_healing_is_what_its_command_writes(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    text = tmp_path / "long.txt"
+    text.write_text(" ".join(f"{number} sheep and {number * 7 % 31} dogs" for number in range(150)))
+    program, settings = "A0 F0 [A1 A2] [F1 F2] A3 F3", surgeon.TrainSettings(batch=2, steps=2, lora=2)
+    model = surgeon.open(tiny_checkpoint)
+    found = surgeon.heal(model, text, tmp_path / "ours", program=program, settings=settings, window=16, eval_tokens=64)
+    assert found is not None
+    assert (found.folder, found.steps, found.tokens) == (tmp_path / "ours", 2, 64)
+    assert list(found.table().index) == ["original", "edited", "healed"]
+    assert found.table().loc["healed", "divergence"] > 0
+    command = ["heal", str(tiny_checkpoint), "--program", program, "--data", str(text), "--lora", "2", "--batch", "2"]
+    assert (
+        main([*command, "--steps", "2", "--window", "16", "--eval-tokens", "64", "-o", str(tmp_path / "theirs")]) == 0
+    )
+    written = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("ours", "theirs")]
+    assert written[0] == written[1]
+
+
+def test_a_model_from_scratch(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    text, config = tmp_path / "long.txt", tmp_path / "config.yaml"
+    text.write_text(" ".join(f"{number} sheep and {number * 7 % 31} dogs" for number in range(150)))
+    config.write_text(
+        "surgeon: 1\nmodel: {model_type: llama, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, "
+        f"num_attention_heads: 4}}\ntokenizer: {tiny_checkpoint}\ndata: {text}\neval_tokens: 64\nwindow: 16\n"
+        "training: {steps: 9, batch: 2}\n"
+    )
+    found = surgeon.train(config, tmp_path / "new", steps=2, arguments={"weight_decay": 0.1})
+    assert found is not None
+    assert (list(found.stages), found.steps) == (["untrained", "trained"], 2)
+    assert str(found).endswith(f"over 60 tokens\n{tmp_path / 'new'}")
+    assert surgeon.open(found.folder).num_layers == 2
