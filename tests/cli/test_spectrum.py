@@ -15,6 +15,7 @@ from surgeon.checkpoint.read import Checkpoint
 from surgeon.language.program import Program
 from surgeon.language.recipe import read_recipe
 from surgeon.models.families.llama import LLAMA
+from surgeon.opened import open_model
 from tests.cli.conftest import Run
 
 
@@ -48,7 +49,7 @@ def test_everything(spectrum: Run, tmp_path: Path) -> None:
     text = lowrank.parameters["calibration"]
     assert (text["tokens"], text["after"], text["window"]) == (320, 128, 32)
     assert text["hash"] == f"sha256:{record['calibration_hash']}"
-    again = load_recorded(Path(recipe.model), text)
+    again = load_recorded(open_model(recipe.model), text)
     assert again.digest == record["calibration_hash"]
     assert recipe.weights == record["model_hash"]
     shapes = LLAMA.layer_shapes(read_config(Checkpoint(Path(recipe.model))))
@@ -96,7 +97,7 @@ def test_some_matrices_without_damage(spectrum: Run, tmp_path: Path) -> None:
         (("--ranks", "some"), "'some' is no rank"),
         (("--calibration-tokens", "8"), "at least one window of 32, not 8"),
         (("--calibration", "nothing.txt"), "no file nothing.txt"),
-        (("--tokens", "100000"), "none are left to calibrate on; lower --tokens, or give other text with --c"),
+        (("--tokens", "100000"), "none are left to calibrate on; measure fewer tokens, or give other text as c"),
     ],
 )  # fmt: skip
 def test_bad_options(spectrum: Run, tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:

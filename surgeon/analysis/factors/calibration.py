@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
-from surgeon.checkpoint.load import read_config
-from surgeon.checkpoint.read import Checkpoint
-from surgeon.checkpoint.texts import open_tokenizer
 from surgeon.language.operations.lowrank import Calibration
 from surgeon.opened import Model, open_model
 from surgeon.quality.data import Windows, digest_of, load_windows, window_for
@@ -39,23 +35,30 @@ def load_calibration(
         FileNotFoundError: if the model, a file of it, or the data is missing.
         ValueError: if one of them cannot be used, or nothing follows the measured text.
     """
-    opened = model if isinstance(model, Model) else open_model(model)
-    size, tokenizer = window_for(opened.config, window), opened.tokenizer
+    opened = open_model(model)
+    size = window_for(opened.config, window)
     if wanted < size:
         raise ValueError(f"calibration tokens must be at least one window of {size}, not {wanted}")
     if other is not None:
-        return load_windows(tokenizer, other, size, wanted, separator)
-    measured = tokens // size
-    both = load_windows(tokenizer, data, size, measured * size + wanted, separator)
-    ids = both.ids[measured:]
-    if not len(ids):
+        return load_windows(opened.tokenizer, other, size, wanted, separator)
+    found, whole = _behind(opened, data, tokens // size * size, wanted, size, separator)
+    left = found.ids.numel()
+    if not left:
         raise ValueError(
-            f"{data} has {both.ids.numel()} tokens in whole windows, and all of them are measured: none are left to "
-            "calibrate on; lower --tokens, or give other text with --calibration"
+            f"{data} has {whole} tokens in whole windows, and all of them are measured: none are left to "
+            "calibrate on; measure fewer tokens, or give other text as calibration"
         )
-    fewer = f"{ids.numel()} tokens are left to calibrate on, fewer than the {wanted} asked for: all are used"
-    notes = (fewer,) if len(ids) < wanted // size else ()
-    return replace(both, ids=ids, digest=digest_of(ids), notes=notes)
+    fewer = f"{left} tokens are left to calibrate on, fewer than the {wanted} asked for: all are used"
+    return replace(found, notes=(fewer,) if left < wanted // size * size else ())
+
+
+def _behind(
+    model: Model, data: str, before: int, wanted: int, window: int, separator: str | None
+) -> tuple[Windows, int]:
+    """The windows of a text behind its first tokens, which are whole windows, and how many tokens were read in all."""
+    both = load_windows(model.tokenizer, data, window, before + wanted, separator)
+    ids = both.ids[before // window :]
+    return replace(both, ids=ids, digest=digest_of(ids)), both.ids.numel()
 
 
 def recorded(windows: Windows, after: int = 0) -> Calibration:
@@ -79,11 +82,11 @@ def recorded(windows: Windows, after: int = 0) -> Calibration:
     return named
 
 
-def load_recorded(folder: Path, calibration: Calibration) -> Windows:
+def load_recorded(model: Model, calibration: Calibration) -> Windows:
     """The text that a recipe names.
 
     Args:
-        folder: of the model, whose tokenizer reads it.
+        model: whose tokenizer reads it.
 
     Raises:
         FileNotFoundError: if the text is gone.
@@ -92,25 +95,22 @@ def load_recorded(folder: Path, calibration: Calibration) -> Windows:
     if "data" not in calibration:
         raise ValueError("calibration has no text; add data, as in calibration: {data: text.txt, tokens: 32768}")
     data, after = calibration["data"], calibration.get("after", 0)
-    size = window_for(read_config(Checkpoint(folder)), calibration.get("window"))
-    wanted, separator = calibration.get("tokens", CALIBRATION_TOKENS), calibration.get("separator")
+    size, wanted = window_for(model.config, calibration.get("window")), calibration.get("tokens", CALIBRATION_TOKENS)
     if after < 0 or after % size:
         raise ValueError(f"calibration: after must be whole windows of {size} tokens, not {after}")
     if wanted < size:
         raise ValueError(f"calibration: tokens must be at least one window of {size}, not {wanted}")
     try:
-        both = load_windows(open_tokenizer(folder), data, size, after + wanted, separator)
+        found, whole = _behind(model, data, after, wanted, size, calibration.get("separator"))
     except FileNotFoundError as error:
         raise FileNotFoundError(f"the calibration text is gone: {error}") from error
-    ids = both.ids[after // size :]
-    if not len(ids):
+    if not len(found.ids):
+        raise ValueError(f"calibration: {data} has no more than {whole} tokens, of which {after} are left out")
+    known = calibration.get("hash")
+    if known is not None and known != f"sha256:{found.digest}":
         raise ValueError(
-            f"calibration: {data} has no more than {both.ids.numel()} tokens, of which {after} are left out"
+            f"the calibration text {data} is not what the recipe was made with: its tokens have "
+            f"sha256:{found.digest}, and the recipe says {known}; bring the text back, or remove the hash to calibrate "
+            "on what there is now"
         )
-    digest, known = digest_of(ids), calibration.get("hash")
-    if known is not None and known != f"sha256:{digest}":
-        raise ValueError(
-            f"the calibration text {data} is not what the recipe was made with: its tokens have sha256:{digest}, and "
-            f"the recipe says {known}; bring the text back, or remove the hash to calibrate on what there is now"
-        )
-    return replace(both, ids=ids, digest=digest)
+    return found

@@ -102,21 +102,21 @@ class NoSource:
 def notes_on(made: Mapping[Matrix, Made]) -> Iterator[str]:
     """What a user should know of the text that factors were calibrated on, one line each."""
     calibrated = {matrix: found for matrix, found in made.items() if found.samples}
+
+    def others(count: int) -> str:
+        return "" if count == 1 else f" (and likewise of {count - 1} more)"
+
     short = {matrix: found for matrix, found in calibrated.items() if found.samples < found.features}
     if short:
         matrix, found = max(short.items(), key=lambda item: item[1].features)
         yield (
             f"the calibration text has {found.samples} tokens, fewer than the {found.features} inputs of {matrix}"
-            f"{_others(len(short))}: it says nothing of some of them; give more tokens"
+            f"{others(len(short))}: it says nothing of some of them; give more tokens"
         )
     singular = {matrix: found for matrix, found in calibrated.items() if found.reached < found.full_rank}
     if singular:
         matrix, found = min(singular.items(), key=lambda item: item[1].reached / item[1].full_rank)
         yield (
             f"the inputs of {matrix} reach {found.reached} of {found.full_rank} directions of its outputs"
-            f"{_others(len(singular))}: beyond these it is truncated as without a text"
+            f"{others(len(singular))}: beyond these it is truncated as without a text"
         )
-
-
-def _others(count: int) -> str:
-    return "" if count == 1 else f" (and likewise of {count - 1} more)"

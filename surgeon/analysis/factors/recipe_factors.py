@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ class RecipeFactors:
         named = {**self.calibration, "data": data.name if data.is_absolute() else str(data)}
         entries = (
             replace(entry, parameters={**entry.parameters, "calibration": named})
-            if _is_calibrated(entry.parameters)
+            if entry.parameters.get("method", "plain") != "plain"
             else entry
             for entry in recipe.operations
         )
@@ -70,9 +69,12 @@ def make_recipe_factors(
     from surgeon.analysis.factors.make_factors import make_factors
     from surgeon.analysis.subject import load_for_analysis
 
-    windows = load_recorded(model.folder, plan.calibration)
+    windows = load_recorded(model, plan.calibration)
     kept, loaded = kept or model.dtype, load_for_analysis(model, memory)
-    used = recorded(windows, plan.calibration.get("after", 0)) | _ways(plan.calibration)
+    used = recorded(windows, plan.calibration.get("after", 0))
+    for way in ("sequential", "update"):
+        if plan.calibration.get(way):
+            used[way] = True
     record = provenance(recipe.model, model.hash, calibration_text=used)
     found = make_factors(loaded, plan, windows, folder, model_hash=model.hash, memory=memory, record=record, kept=kept)
     notes = (*windows.notes, *found.notes)
@@ -95,16 +97,3 @@ def with_factors(edited: EditedModel, folder: Path) -> EditedModel:
         warnings.warn(note, stacklevel=2)
     text = made.published(recipe).to_yaml()
     return replace(edited, recipe=text, factors=made.found.source, factors_identity=made.identity)
-
-
-def _ways(calibration: Calibration) -> Calibration:
-    ways: Calibration = {}
-    if calibration.get("sequential"):
-        ways["sequential"] = True
-    if calibration.get("update"):
-        ways["update"] = True
-    return ways
-
-
-def _is_calibrated(parameters: Mapping[str, Any]) -> bool:
-    return bool(parameters.get("method", "plain") != "plain")

@@ -10,6 +10,7 @@ import torch
 
 from surgeon.analysis.factors.calibration import load_calibration, load_recorded, recorded
 from surgeon.checkpoint.texts import open_tokenizer
+from surgeon.opened import open_model
 from surgeon.quality.data import load_windows
 
 
@@ -46,7 +47,7 @@ def test_a_recipe_names_a_file_by_its_whole_path(
         record = recorded(windows)
         assert record["data"] == f"{tmp_path.resolve()}/{whole}"
         monkeypatch.chdir("/")
-        assert load_recorded(tiny_checkpoint, record).digest == windows.digest
+        assert load_recorded(open_model(tiny_checkpoint), record).digest == windows.digest
         monkeypatch.chdir(tmp_path)
 
 
@@ -56,7 +57,7 @@ def test_too_little_text(tiny_checkpoint: Path, tiny_text: Path) -> None:
     last = load_calibration(model, text, everything.numel() - 64, 1000, 32)
     assert torch.equal(last.ids, everything[-2:])
     assert last.notes == ("64 tokens are left to calibrate on, fewer than the 1000 asked for: all are used",)
-    with pytest.raises(ValueError, match="all of them are measured: none are left .* give other text with --calib"):
+    with pytest.raises(ValueError, match="all of them are measured: none are left .* give other text as calib"):
         load_calibration(model, text, everything.numel(), 1000, 32)
     with pytest.raises(ValueError, match="calibration tokens must be at least one window of 32, not 31"):
         load_calibration(model, text, 128, 31, 32)

@@ -16,6 +16,7 @@ from surgeon.analysis.factors.rank_recipe import RankBudget, as_operation, parse
 from surgeon.language.operations.lowrank import Calibration
 from surgeon.language.program import LayerShapes
 from surgeon.language.recipe import Recipe, parse_recipe
+from surgeon.opened import open_model
 
 SHAPES = LayerShapes({"q": (8, 8), "o": (8, 8), "down": (8, 12)})
 
@@ -40,15 +41,15 @@ def test_what_follows_measured_text_is_found_again(tiny_checkpoint: Path, tiny_t
     found = load_calibration(str(tiny_checkpoint), str(tiny_text), tokens=130, wanted=96, window=32)
     named = recorded(found, after=128)
     assert named["data"] == str(tiny_text.resolve())
-    again = load_recorded(tiny_checkpoint, named)
+    again = load_recorded(open_model(tiny_checkpoint), named)
     assert again.ids.equal(found.ids)
     assert again.digest == found.digest
     tiny_text.write_text(tiny_text.read_text().replace("dog", "cat"))
     with pytest.raises(ValueError, match=re.escape("is not what the recipe was made with: its tokens have sha256:")):
-        load_recorded(tiny_checkpoint, named)
+        load_recorded(open_model(tiny_checkpoint), named)
     tiny_text.unlink()
     with pytest.raises(FileNotFoundError, match="the calibration text is gone: there is no file"):
-        load_recorded(tiny_checkpoint, named)
+        load_recorded(open_model(tiny_checkpoint), named)
 
 
 @pytest.mark.parametrize(
@@ -61,11 +62,11 @@ def test_what_follows_measured_text_is_found_again(tiny_checkpoint: Path, tiny_t
 )
 def test_texts_that_cannot_be_used(changed: Any, said: str, tiny_checkpoint: Path, tiny_text: Path) -> None:
     named: Calibration = {"data": str(tiny_text), "window": 32, "tokens": 64}
-    assert load_recorded(tiny_checkpoint, named).ids.shape == (2, 32)
+    assert load_recorded(open_model(tiny_checkpoint), named).ids.shape == (2, 32)
     with pytest.raises(ValueError, match=re.escape(said)):
-        load_recorded(tiny_checkpoint, {**named, **changed})
+        load_recorded(open_model(tiny_checkpoint), {**named, **changed})
     with pytest.raises(ValueError, match="calibration has no text; add data"):
-        load_recorded(tiny_checkpoint, {})
+        load_recorded(open_model(tiny_checkpoint), {})
 
 
 def test_a_share_checks_itself() -> None:
