@@ -28,14 +28,15 @@ from transformers.utils import logging
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
 from scripts.bench.decoding import DENSE, add_options, parse, random_model, write_tables
-from scripts.bench.runtime import Way, measure_candidates, parse_way
-from surgeon.benchmarks.measure import Candidate, Result
+from scripts.bench.runtime import Way, measure_plans, parse_way
+from surgeon.benchmarks.measure import Result
 from surgeon.exports.export import plan_export, write_export
 from surgeon.language.operations import OPERATIONS
 from surgeon.language.program import Program, Sublayer
 from surgeon.models.weights import Factors, WeightMatrix
 from surgeon.opened import open_model
 from surgeon.runtime.plan.checks import make_plan
+from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.ranks import RankOptions, Ranks
 from surgeon.threads import threads_per_rank
 
@@ -82,13 +83,13 @@ def export_factors(source: Path, keep: float, folder: Path) -> Path:
     return folder
 
 
-def candidates(source: Path, factored: dict[float, Path], ranks: int, tokens: int) -> dict[Compared, Candidate]:
+def candidates(source: Path, factored: dict[float, Path], ranks: int, tokens: int) -> dict[Compared, Plan]:
     """The dense model, then every way of every keep."""
-    found = {Compared(DENSE, None, DENSE): Candidate(DENSE, make_plan(source, ranks, tokens))}
+    found = {Compared(DENSE, None, DENSE): make_plan(source, ranks, tokens)}
     for keep, folder in factored.items():
         for how, way in WAYS.items():
             name = f"{how} {keep:g}"
-            found[Compared(name, keep, how)] = Candidate(name, make_plan(folder, ranks, tokens, low_rank=way))
+            found[Compared(name, keep, how)] = make_plan(folder, ranks, tokens, low_rank=way)
     return found
 
 
@@ -103,14 +104,14 @@ def times(result: Result, base: Result) -> float:
 
 
 def lines(
-    way: Way, found: dict[Compared, Candidate], results: Sequence[Result], options: argparse.Namespace
+    way: Way, found: dict[Compared, Plan], results: Sequence[Result], options: argparse.Namespace
 ) -> Iterator[str]:
     yield f"### {way.name}, {options.ranks} ranks"
     yield ""
     yield f"Prompt {options.prompt}, {options.new} new tokens, {options.rounds} rounds. Times are ms per pass."
     yield ""
     yield HEAD
-    by_name = {(one.candidate.name, one.load.batch): one for one in results}
+    by_name = {(one.name, one.load.batch): one for one in results}
     for batch in options.batch:
         for compared in found:
             own, dense = by_name[compared.name, batch], by_name[DENSE, batch]
@@ -136,14 +137,14 @@ def row(compared: Compared, own: Result, dense: Result, base: Result | None) -> 
     return "| " + " | ".join(cells) + " |"
 
 
-def draw(found: dict[Compared, Candidate], measured: dict[str, list[Result]], path: Path) -> None:
+def draw(found: dict[Compared, Plan], measured: dict[str, list[Result]], path: Path) -> None:
     """Tokens per second over keep, one panel for each way of connecting the ranks, at the first batch size."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(3.2 * len(measured), 3.7), layout="constrained")
     for axes, (way, results) in zip(figure.subplots(1, len(measured), squeeze=False)[0], measured.items(), strict=True):
         first = results[0].load.batch
-        rates = {one.candidate.name: rate(one) for one in results if one.load.batch == first}
+        rates = {one.name: rate(one) for one in results if one.load.batch == first}
         for how, marker in zip(WAYS, "os^", strict=True):
             points = [(one.keep, rates[one.name]) for one in found if one.how == how]
             axes.plot(*zip(*points, strict=True), marker=marker, label=how)
@@ -158,7 +159,7 @@ def draw(found: dict[Compared, Candidate], measured: dict[str, list[Result]], pa
 
 def _recorded(result: Result) -> dict[str, object]:
     rounds = [asdict(one) for one in result.rounds]
-    return {"program": result.candidate.name, **asdict(result.load), "rounds": rounds}
+    return {"program": result.name, **asdict(result.load), "rounds": rounds}
 
 
 def main() -> None:
@@ -177,7 +178,8 @@ def main() -> None:
         found = candidates(source, factored, options.ranks, options.prompt + options.new)
         for way in options.links:
             with Ranks(RankOptions(options.ranks, collectives=way.collectives, link=way.link)) as ranks:
-                results = measured[way.name] = measure_candidates(ranks, [*found.values()], way.name, options)
+                plans = {one.name: plan for one, plan in found.items()}
+                results = measured[way.name] = measure_plans(ranks, plans, way.name, options)
             load = (
                 f"{threads_per_rank(options.ranks)} thread per rank; load average {os.getloadavg()[0]:.1f} at the end."
             )

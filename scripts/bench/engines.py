@@ -44,8 +44,8 @@ from scripts.bench.busy import neighbour
 from scripts.bench.decoding import DENSE, SIZES, random_model, write_tables
 from scripts.bench.rooflines import Rates, Rooflines
 from scripts.vllm.engine import Measurer, vllm_python
-from surgeon.benchmarks.measure import Load
 from surgeon.benchmarks.timing import RankRun, load_timed, run_timed
+from surgeon.cost.workload import Workload
 from surgeon.progress import progress
 from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.batching.windows import PASS_TOKENS, blocks_for
@@ -111,7 +111,10 @@ class Surgeon:
     def measure(self, batch: int, prompt: int, new: int) -> tuple[float, list[float]]:
         """Seconds to the first token of every text, and of each later pass of all texts."""
         limits = Limits(batch, self._plan.max_tokens, pass_tokens=max(PASS_TOKENS, batch))
-        requests, blocks = Load(batch, prompt, new).requests(self._plan.vocabulary), batch * blocks_for(prompt + new)
+        requests, blocks = (
+            Workload(batch, prompt, new).requests(self._plan.vocabulary),
+            batch * blocks_for(prompt + new),
+        )
         run: RankRun = self._ranks.call(run_timed, requests, blocks, limits, DENSE, False)[0]
         prompts = [one for one in run.passes if not one.decode]
         first = prompts[-1].ended - run.began

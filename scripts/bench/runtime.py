@@ -20,7 +20,7 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -38,14 +38,16 @@ from scripts.bench.decoding import (
     random_model,
     write_tables,
 )
-from surgeon.benchmarks.expected import ENDS, expected_decode
-from surgeon.benchmarks.measure import Candidate, Load, Result, Split, load_candidates, measure
+from scripts.bench.expected import ENDS, expected_decode
+from surgeon.benchmarks.measure import RankBench, Result, Split
 from surgeon.benchmarks.timing import RankRun
+from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
 from surgeon.progress import progress
 from surgeon.runtime.comm.link import Link
 from surgeon.runtime.comm.quantised import LARGEST_INTEGER, Compression
 from surgeon.runtime.plan.checks import make_plan
+from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.ranks import RankOptions, Ranks
 from surgeon.threads import threads_per_rank
 
@@ -89,22 +91,20 @@ def parse_way(text: str) -> Way:
 
 def measure_way(way: Way, folder: Path, options: argparse.Namespace) -> list[Result]:
     """Every program at every batch size."""
-    candidates = [
-        Candidate(name, make_plan(folder, RANKS, options.prompt + options.new, str(program)), name != UPPER_BOUND)
+    plans = {
+        name: make_plan(folder, RANKS, options.prompt + options.new, str(program))
         for name, program in programs().items()
-    ]
+    }
     with Ranks(RankOptions(RANKS, collectives=way.collectives, link=way.link, compression=way.compression)) as ranks:
-        return measure_candidates(ranks, candidates, way.name, options)
+        return measure_plans(ranks, plans, way.name, options)
 
 
-def measure_candidates(
-    ranks: Ranks, candidates: Sequence[Candidate], name: str, options: argparse.Namespace
-) -> list[Result]:
+def measure_plans(ranks: Ranks, plans: Mapping[str, Plan], name: str, options: argparse.Namespace) -> list[Result]:
     """The same, given ranks."""
-    loads = [Load(batch, options.prompt, options.new) for batch in options.batch]
-    load_candidates(ranks, candidates)
-    with progress(name, options.rounds * len(loads) * len(candidates), "runs") as advance:
-        return measure(ranks, candidates, loads, options.rounds, advance)
+    loads = [Workload(batch, options.prompt, options.new) for batch in options.batch]
+    bench = RankBench.load(ranks, plans, {UPPER_BOUND})
+    with progress(name, options.rounds * len(loads) * len(plans), "runs") as advance:
+        return bench.measure(loads, options.rounds, advance)
 
 
 def decoding(result: Result) -> list[Split]:
@@ -114,7 +114,7 @@ def decoding(result: Result) -> list[Split]:
 
 def delays(way: Way, dense: Result) -> list[tuple[float, float]]:
     """Seconds of a collective, by round: its delay, and before that what its bytes keep the line busy."""
-    program = Program.parse(dense.candidate.plan.program)
+    program = Program.parse(dense.plan.program)
     collectives = program.sync_points(RANKS) + ENDS
     if way.link is None:
         measured = zip(dense.rounds, dense.runs, strict=True)
@@ -125,9 +125,9 @@ def delays(way: Way, dense: Result) -> list[tuple[float, float]]:
 
 def expected(result: Result, dense: Result, each: Sequence[tuple[float, float]]) -> float:
     """Seconds per token, the median over rounds; without communication, what dense's slowest rank computes."""
-    if not result.candidate.connected:
+    if not result.connected:
         return median(max(map(computing, runs)) for runs in dense.runs)
-    program = Program.parse(result.candidate.plan.program)
+    program = Program.parse(result.plan.program)
     return median(expected_decode(program, runs, *one) for runs, one in zip(result.runs, each, strict=True))
 
 
@@ -147,14 +147,14 @@ def lines(way: Way, results: Sequence[Result], options: argparse.Namespace) -> I
 
 
 def row(way: Way, result: Result, dense: Result) -> str:
-    plan, connected = result.candidate.plan, result.candidate.connected
+    plan, connected = result.plan, result.connected
     program = Program.parse(plan.program)
     per_token = median(one.per_token for one in result.rounds)
     ratios = [base.per_token / own.per_token for base, own in zip(dense.rounds, result.rounds, strict=True)]
     foreseen = expected(result, dense, delays(way, dense))
     cells = [
         str(result.load.batch),
-        result.candidate.name,
+        result.name,
         f"{program.effective_depth():g}",
         str(program.sync_points(RANKS) if connected else 0),
         f"{result.load.batch / per_token:.1f}",
@@ -183,7 +183,7 @@ def main() -> None:
             results = measure_way(way, folder, options)
             load = f"{threads_per_rank(RANKS)} thread per rank; load average {os.getloadavg()[0]:.1f} at the end."
             texts.append("\n".join([*lines(way, results, options), "", f"{load}\n"]))
-            record[way.name] = [{"program": one.candidate.name, **asdict(one.load),
+            record[way.name] = [{"program": one.name, **asdict(one.load),
                                  "rounds": [asdict(each) for each in one.rounds]} for one in results]  # fmt: skip
             print(texts[-1], flush=True)
     write_tables(options.output, texts, record)

@@ -36,20 +36,13 @@ from transformers.utils import logging
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
 from scripts.bench.decoding import llama_config, write_tables
-from surgeon.benchmarks.measure import (
-    Candidate,
-    Load,
-    Measurement,
-    Result,
-    load_candidates,
-    measure,
-    run_once,
-    summarise,
-)
+from surgeon.benchmarks.measure import Measurement, RankBench, Result, summarise
+from surgeon.cost.workload import Workload
 from surgeon.language.operations import tracks
 from surgeon.language.program import Program
 from surgeon.runtime.comm.link import Link
 from surgeon.runtime.plan.checks import make_plan
+from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.ranks import RankOptions, Ranks
 from surgeon.threads import threads_per_rank, usable_cores
 from surgeon.training.scratch.tracks import count_parameters, narrow, track_program
@@ -80,29 +73,27 @@ class Models:
                 AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
         return models
 
-    def candidates(self, depths: Sequence[int], tokens: int) -> list[Candidate]:
+    def plans(self, depths: Sequence[int], tokens: int) -> dict[str, Plan]:
         """All that is compared, the dense model first."""
         dense = Program.dense(LAYERS)
         programs = [(DENSE, self.dense, dense)]
         programs += [(f"native, D = {d}", self.native, track_program(LAYERS, self.ranks, d)[0]) for d in depths]
         programs += [(f"sliced, D = {d}", self.dense, tracks(dense, range(LAYERS), self.ranks, d)) for d in depths]
-        return [
-            Candidate(name, make_plan(folder, self.ranks, tokens, str(program))) for name, folder, program in programs
-        ]
+        return {name: make_plan(folder, self.ranks, tokens, str(program)) for name, folder, program in programs}
 
 
 def measure_link(models: Models, delay: float, until: float, options: argparse.Namespace) -> list[Result]:
     """Every program at every batch over one link, in rounds that begin before a time of the monotonic clock."""
     link = Link(delay=delay / 1e3) if delay else None
-    candidates = models.candidates(options.depths, options.prompt + options.new)
-    loads = [Load(batch, options.prompt, options.new) for batch in options.batch]
+    plans = models.plans(options.depths, options.prompt + options.new)
+    loads = [Workload(batch, options.prompt, options.new) for batch in options.batch]
     with Ranks(RankOptions(models.ranks, collectives="shm", link=link)) as ranks:
-        load_candidates(ranks, candidates)
-        results = measure(ranks, candidates, loads, 0, lambda _: None)  # warms up
+        bench = RankBench.load(ranks, plans)
+        results = bench.measure(loads, 0, lambda _: None)  # warms up
         began, took = time.monotonic(), 0.0
         while not results[0].rounds or time.monotonic() + took < until:
             for result in results:
-                runs = run_once(ranks, result.candidate, result.load, CONFIG.vocab_size)
+                runs = bench.run(result.name, result.load)
                 result.rounds.append(summarise(runs, result.load, connected=True))
             took = (time.monotonic() - began) / len(results[0].rounds)
     return results
@@ -126,7 +117,7 @@ def lines(models: Models, delay: float, results: Sequence[Result], options: argp
 def row(result: Result, dense: Result) -> str:
     split = result.rounds[0].decode_pass
     assert split is not None
-    cells = [str(result.load.batch), result.candidate.name, str(split.layers.all_reduces)]
+    cells = [str(result.load.batch), result.name, str(split.layers.all_reduces)]
     cells.append(f"{split.layers.bytes / result.load.batch / 1e3:.1f}")
     for figure, scale in (("first_token", 1e3), ("per_token", 1e3), ("rate", 1.0)):
         own, others = ([figure_of(one, figure) for one in found.rounds] for found in (result, dense))
@@ -163,7 +154,7 @@ def main() -> None:
                 results = measure_link(models, delay, began + 60 * options.minutes * share, options)
                 texts.append("\n".join(lines(models, delay, results, options)) + "\n")
                 record[f"{number} ranks, {delay:g} ms"] = [
-                    {"program": one.candidate.name, **asdict(one.load), "rounds": [asdict(each) for each in one.rounds]}
+                    {"program": one.name, **asdict(one.load), "rounds": [asdict(each) for each in one.rounds]}
                     for one in results
                 ]
                 print(texts[-1], flush=True)

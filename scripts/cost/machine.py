@@ -38,15 +38,16 @@ from scripts.bench.decoding import random_model
 from scripts.bench.deinfer import export_factors
 from scripts.bench.runtime import Way, parse_way
 from scripts.cost.against import Cell, draw, lines
-from surgeon.benchmarks.measure import Candidate, Load, run_once
+from surgeon.benchmarks.measure import RankBench
 from surgeon.benchmarks.timing import load_timed
 from surgeon.checkpoint.load import read_config
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.cost.calibrate import MachineCalibration, hardware_text
 from surgeon.cost.hardware_file import parse_hardware
-from surgeon.cost.predict import Deployment, Workload, predict
+from surgeon.cost.predict import Deployment, predict
 from surgeon.cost.samples import Round, load_sampled, sample_exchanges, sample_passes
 from surgeon.cost.samples import loads as steps
+from surgeon.cost.workload import Workload
 from surgeon.demo import MODEL_FOLDER
 from surgeon.language.operations import fuse_attention_mlp, ladder, pair, tracks
 from surgeon.language.program import Program
@@ -128,7 +129,7 @@ def measured(model: Model, factored: Path, ranks: int, options: argparse.Namespa
     plan = model.plan(ranks, min(CALIBRATED_TOKENS, model.shapes.positions))
     found = Measured(ranks, plan, [], plans(model, factored, ranks, options.prompt + options.new), {})
     links = options.links if ranks > 1 else [NO_LINK]
-    loads = [Load(batch, options.prompt, options.new) for batch in options.batch]
+    loads = [Workload(batch, options.prompt, options.new) for batch in options.batch]
     with Ranks(RankOptions(ranks)) as started:
         load_sampled(started, plan)
         for way, (name, own) in product(links, found.plans.items()):
@@ -142,9 +143,8 @@ def measured(model: Model, factored: Path, ranks: int, options: argparse.Namespa
                     sample_exchanges(started, "shm", one, TYPICAL[options.typical])
                 found.rounds += [one] if number else []
                 for way, load, name in product(links, loads, found.plans):
-                    candidate = Candidate(f"{way.name} {name}", found.plans[name])
-                    short = load if number else replace(load, new=2)
-                    lead = run_once(started, candidate, short, plan.vocabulary)[0]
+                    short, named = load if number else replace(load, new=2), f"{way.name} {name}"
+                    lead = RankBench(started, {named: found.plans[name]}).run(named, short)[0]
                     if number:
                         for kind, decode in (("prefill", False), ("decode", True)):
                             seconds = [each.seconds for each in lead.passes if each.decode == decode]

@@ -21,8 +21,9 @@ from scripts.cost.programs import LOW_RANK, program_of
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.hardware_file import load_hardware
 from surgeon.cost.plans import plan_on_paper
-from surgeon.cost.predict import Deployment, PassCost, PredictedRanks, Workload, predict
+from surgeon.cost.predict import Deployment, PassCost, PredictedRanks, predict
 from surgeon.cost.work import Forward
+from surgeon.cost.workload import Workload
 from surgeon.language.program import LayerShapes, Program
 from surgeon.models.shapes import ModelShapes
 

@@ -38,10 +38,10 @@ from scripts.gpu.judges import (
     judge_switch,
     judge_tokens,
 )
-from surgeon.benchmarks.candidates import Needs
-from surgeon.benchmarks.measure import Candidate, load_candidates, measure
-from surgeon.benchmarks.measure import Load as BenchLoad
+from surgeon.benchmarks.measure import RankBench
+from surgeon.benchmarks.plans import Needs
 from surgeon.cli.app import main as surgeon_command
+from surgeon.cost.workload import Workload
 from surgeon.demo import demo_model
 from surgeon.errors import first_line
 from surgeon.gpus import avoid_cudnn_attention
@@ -236,12 +236,11 @@ def on_ranks(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
 
 def benched(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
     """What `surgeon bench` measures on two ranks: speed, and what a pass sends, which is the same everywhere."""
-    device, load = setup.on(side), BenchLoad(1, 32, 8)
+    device, load = setup.on(side), Workload(1, 32, 8)
     needs = Needs(2, load.prompt + load.new, device, low_rank="gather")
-    candidates = [Candidate(name, needs.plan(setup.demo, program)) for name, program in programs().items()]
+    plans = {name: needs.plan(setup.demo, program) for name, program in programs().items()}
     with Ranks(RankOptions(2, device, "gloo" if device == "cpu" else setup.collectives)) as ranks:
-        load_candidates(ranks, candidates)
-        table = bench_table(measure(ranks, candidates, [load], 2, lambda _: None))
+        table = bench_table(RankBench.load(ranks, plans).measure([load], 2, lambda _: None))
     for _, row in table.iterrows():
         sent = {key: int(row[f"decode_{key}"]) for key in ("all_reduces", "all_gathers", "bytes")}
         yield f"{row['program']}: bench", sent | {"rate": float(row["tokens_per_second"])}

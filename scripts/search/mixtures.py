@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from surgeon.analysis.subject import open_subject
-from surgeon.cost.predict import Deployment, Workload
+from surgeon.cost.predict import Deployment
+from surgeon.cost.workload import Workload
 from surgeon.models.shapes import ModelShapes
 from surgeon.runtime.comm.link import parse_link
 from surgeon.searches.evaluate import Evaluator

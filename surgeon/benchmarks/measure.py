@@ -8,14 +8,13 @@ pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
 from statistics import fmean
 
-import torch
-
 from surgeon.benchmarks.timing import PassTiming, RankRun, load_timed, run_timed
-from surgeon.runtime.batching.request import Request, Sampling
+from surgeon.cost.workload import Workload
 from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.comm.collectives import Counts
@@ -24,43 +23,6 @@ from surgeon.runtime.worker.ranks import Ranks
 
 WARM_UP_TOKENS = 2
 TRACED_TOKENS = 6  # new ones; the last pass is the one to look at
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A program of a checkpoint.
-
-    Attributes:
-        connected: whether ranks wait for each other; without, results are wrong and nothing can be faster.
-    """
-
-    name: str
-    plan: Plan
-    connected: bool = True
-
-
-@dataclass(frozen=True)
-class Load:
-    """What is computed in one run.
-
-    Attributes:
-        batch: texts.
-        prompt: tokens of each text.
-        new: tokens that are added to each.
-        seed: of the token ids.
-    """
-
-    batch: int
-    prompt: int
-    new: int
-    seed: int = 0
-
-    def requests(self, vocabulary: int) -> list[Request]:
-        """The texts; end tokens do not end them."""
-        generator = torch.Generator().manual_seed(self.seed)
-        texts = torch.randint(vocabulary, (self.batch, self.prompt), generator=generator).tolist()
-        sampling = Sampling(max_new_tokens=self.new, ignore_end=True)
-        return [Request(number, tuple(text), sampling) for number, text in enumerate(texts)]
 
 
 @dataclass(frozen=True)
@@ -104,77 +66,80 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Result:
-    """One program at one batch size.
+    """One program under one load.
 
     Attributes:
+        connected: whether its ranks wait for each other; without, what they compute is wrong.
         rounds: a measurement for each.
         runs: what each rank measured, for each round.
     """
 
-    candidate: Candidate
-    load: Load
+    name: str
+    plan: Plan
+    load: Workload
+    connected: bool = True
     rounds: list[Measurement] = field(default_factory=list)
     runs: list[list[RankRun]] = field(default_factory=list)
 
 
-def load_candidates(ranks: Ranks, candidates: Iterable[Candidate]) -> None:
-    """Load every program on the ranks."""
-    for candidate in candidates:
-        ranks.call(load_timed, candidate.plan, candidate.name, candidate.connected)
+@dataclass(frozen=True)
+class RankBench:
+    """Programs that ranks hold, to be measured against each other.
 
-
-def run_once(ranks: Ranks, candidate: Candidate, load: Load, vocabulary: int, events: bool = False) -> list[RankRun]:
-    """Run one program once; what each rank measured."""
-    plan = candidate.plan
-    pass_tokens = max(load.batch * load.prompt, load.batch)
-    limits = Limits(max_batch=load.batch, max_tokens=plan.max_tokens, pass_tokens=pass_tokens)
-    blocks = load.batch * blocks_for(load.prompt + load.new)
-    runs: list[RankRun] = ranks.call(run_timed, load.requests(vocabulary), blocks, limits, candidate.name, events)
-    return runs
-
-
-def measure(
-    ranks: Ranks,
-    candidates: Sequence[Candidate],
-    loads: Sequence[Load],
-    rounds: int,
-    advance: Callable[[float], None],
-) -> list[Result]:
-    """Run every loaded program under every load in turn, over and over.
-
-    Args:
-        advance: called with 1 after each run.
+    Attributes:
+        plans: of the programs, by name.
+        unconnected: names of those whose ranks do not wait for each other.
     """
-    vocabulary = shared_vocabulary(candidates)
-    results = [Result(candidate, load) for load in loads for candidate in candidates]
-    for result in results:
-        load = result.load
-        run_once(ranks, result.candidate, Load(load.batch, load.prompt, min(WARM_UP_TOKENS, load.new)), vocabulary)
-    for _ in range(rounds):
+
+    ranks: Ranks
+    plans: Mapping[str, Plan]
+    unconnected: Collection[str] = ()
+
+    @classmethod
+    def load(cls, ranks: Ranks, plans: Mapping[str, Plan], unconnected: Collection[str] = ()) -> RankBench:
+        """Have the ranks load every program."""
+        for name, plan in plans.items():
+            ranks.call(load_timed, plan, name, name not in unconnected)
+        return cls(ranks, plans, unconnected)
+
+    def run(self, name: str, load: Workload, events: bool = False) -> list[RankRun]:
+        """Run one program once; what each rank measured."""
+        vocabulary = min(plan.vocabulary for plan in self.plans.values())  # token ids that all of the models have
+        limits = Limits(load.batch, self.plans[name].max_tokens, pass_tokens=load.batch * load.prompt)
+        blocks = load.batch * blocks_for(load.length)
+        runs: list[RankRun] = self.ranks.call(run_timed, load.requests(vocabulary), blocks, limits, name, events)
+        return runs
+
+    def measure(self, loads: Sequence[Workload], rounds: int, advance: Callable[[float], None]) -> list[Result]:
+        """Run every program under every load in turn, over and over.
+
+        Args:
+            advance: called with 1 after each run.
+        """
+        results = [
+            Result(name, plan, load, name not in self.unconnected)
+            for load, (name, plan) in product(loads, self.plans.items())
+        ]
         for result in results:
-            runs = run_once(ranks, result.candidate, result.load, vocabulary)
-            result.runs.append(runs)
-            result.rounds.append(summarise(runs, result.load, result.candidate.connected))
-            advance(1)
-    return results
+            self.run(result.name, replace(result.load, new=min(WARM_UP_TOKENS, result.load.new)))
+        for _ in range(rounds):
+            for result in results:
+                result.runs.append(self.run(result.name, result.load))
+                result.rounds.append(summarise(result.runs[-1], result.load, result.connected))
+                advance(1)
+        return results
+
+    def trace(self, load: Workload) -> dict[str, list[RankRun]]:
+        """Every computation and exchange of the pass with the prompts and of one later pass, by program and rank."""
+        short = replace(load, new=min(TRACED_TOKENS, load.new))
+        found = {name: self.run(name, short, events=True) for name in self.plans}
+        return {
+            name: [RankRun(run.began, [run.passes[0], *run.passes[1:][-1:]]) for run in runs]
+            for name, runs in found.items()
+        }
 
 
-def trace(ranks: Ranks, candidates: Iterable[Candidate], load: Load, vocabulary: int) -> dict[str, list[RankRun]]:
-    """Every computation and exchange of the pass with the prompts and of one later pass, by program and rank."""
-    found = {}
-    for candidate in candidates:
-        short = Load(load.batch, load.prompt, min(TRACED_TOKENS, load.new), load.seed)
-        runs = run_once(ranks, candidate, short, vocabulary, events=True)
-        found[candidate.name] = [RankRun(run.began, [run.passes[0], *run.passes[1:][-1:]]) for run in runs]
-    return found
-
-
-def shared_vocabulary(candidates: Iterable[Candidate]) -> int:
-    """How many token ids all of the models have."""
-    return min(candidate.plan.vocabulary for candidate in candidates)
-
-
-def summarise(runs: Sequence[RankRun], load: Load, connected: bool) -> Measurement:
+def summarise(runs: Sequence[RankRun], load: Workload, connected: bool) -> Measurement:
     """The figures of one run, given what each rank measured.
 
     Rank 0 chooses the tokens, so that its times are the ones that count; ranks that are not connected do not wait for

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -28,10 +29,12 @@ from surgeon.cli.options import (
 from surgeon.language.operations.declare import VARIANTS, described
 
 if TYPE_CHECKING:
-    from surgeon.benchmarks.candidates import Needs
     from surgeon.benchmarks.compression_cost import CompressionCost
-    from surgeon.benchmarks.measure import Candidate, Load, Result
+    from surgeon.benchmarks.measure import RankBench, Result
+    from surgeon.cost.candidates import Candidate
+    from surgeon.cost.workload import Workload
     from surgeon.runtime.comm.quantised import Compression
+    from surgeon.runtime.plan.specification import Plan
     from surgeon.runtime.worker.ranks import RankOptions
 
 COMPARED_TOKENS = 1024  # predicted with exact and with compressed reductions
@@ -63,17 +66,17 @@ class ProgramArguments:
     layers: VariantLayersOption = None
     program: ProgramOption = None
 
-    def candidates(self, model: str, needs: Needs) -> list[Candidate]:
+    def candidates(self, model: str) -> list[Candidate]:
         """All that is measured, the model's own program or --program first.
 
         Raises:
             FileNotFoundError, ValueError: as `open_candidates`; and if the layers are no range.
         """
-        from surgeon.benchmarks.candidates import open_candidates
+        from surgeon.cost.candidates import open_candidates
         from surgeon.language.recipe import parse_range
 
         stretch = None if self.layers is None else parse_range(self.layers)
-        return open_candidates(model, self.compare or [], needs, self.program, stretch)
+        return open_candidates(model, self.compare or [], self.program, stretch, weights=True)
 
 
 @dataclass(frozen=True)
@@ -91,15 +94,15 @@ class LoadArguments:
         """Tokens of prompt and output together."""
         return self.prompt + self.new
 
-    def loads(self) -> list[Load]:
+    def loads(self) -> list[Workload]:
         """A load for each batch size.
 
         Raises:
             ValueError: if --batch is no list of sizes.
         """
-        from surgeon.benchmarks.measure import Load
+        from surgeon.cost.workload import Workload
 
-        return [Load(size, self.prompt, self.new, self.seed) for size in parse_batches(self.batch)]
+        return [Workload(size, self.prompt, self.new, self.seed) for size in parse_batches(self.batch)]
 
     def __str__(self) -> str:
         rounds = f"{self.rounds} {'round' if self.rounds == 1 else 'rounds'}"
@@ -198,23 +201,25 @@ def bench(
     With --compress the same weights also predict some tokens with exact and with compressed reductions: divergence is
     KL(exact || compressed) over the full vocabulary.
     """
-    from surgeon.benchmarks.candidates import Needs
-    from surgeon.benchmarks.measure import load_candidates, measure
+    from surgeon.benchmarks.measure import RankBench
+    from surgeon.benchmarks.plans import Needs, plan_candidates
     from surgeon.progress import progress
     from surgeon.runtime.worker.ranks import Ranks
 
     loads, options = load.loads(), on.options(tp)
     needs = Needs(tp, load.length, options.device, on.dtype, on.decoding, on.low_rank, on.kv)
-    candidates = programs.candidates(model, needs)
+    candidates = programs.candidates(model)
+    plans, unconnected = plan_candidates(candidates, needs), {one.name for one in candidates if not one.connected}
     files.check(options.device)
-    texts = _texts(candidates, options.compression, data, load)
+    sent = {} if tp == 1 else {name: plan for name, plan in plans.items() if name not in unconnected}
+    texts = _texts(sent, options.compression, data, load)
     with Ranks(options) as ranks:
-        load_candidates(ranks, candidates)
-        with progress("bench", load.rounds * len(loads) * len(candidates), "runs") as advance:
-            results = measure(ranks, candidates, loads, load.rounds, advance)
+        measured = RankBench.load(ranks, plans, unconnected)
+        with progress("bench", load.rounds * len(loads) * len(plans), "runs") as advance:
+            results = measured.measure(loads, load.rounds, advance)
         if files.trace is not None:
-            _write_trace(files.trace, ranks, candidates, loads[0], options)
-        costs = _compression_costs(ranks, candidates, texts, options.compression)
+            _write_trace(files.trace, measured, loads[0], options)
+        costs = _compression_costs(measured, texts, options.compression)
     place = f"{tp} {'rank' if tp == 1 else 'ranks'} ({options})"
     heading = f"{place}, {load}"
     settings: dict[str, Any] = {"seed": load.seed, "place": place, "rounds": load.rounds}
@@ -236,7 +241,7 @@ def _say(heading: str, results: list[Result], costs: dict[str, CompressionCost],
 
 
 def _texts(
-    candidates: list[Candidate], compression: str | None, data: str | None, load: LoadArguments
+    plans: Mapping[str, Plan], compression: str | None, data: str | None, load: LoadArguments
 ) -> dict[str, list[list[int]]]:
     """What each program that sends anything is to predict; empty without compression."""
     from surgeon.benchmarks.compression_cost import windows_of
@@ -245,32 +250,29 @@ def _texts(
         if data is not None:
             raise ValueError(f"--data {data} is for measuring what --compress changes; give --compress, too")
         return {}
-    sending = [one for one in candidates if one.connected and one.plan.ranks > 1]
-    windows = windows_of((one.plan for one in sending), data, load.length, COMPARED_TOKENS, load.seed)
-    return {one.name: windows for one, windows in zip(sending, windows, strict=True)}
+    windows = windows_of(plans.values(), data, load.length, COMPARED_TOKENS, load.seed)
+    return dict(zip(plans, windows, strict=True))
 
 
 def _compression_costs(
-    ranks: Any, candidates: list[Candidate], texts: dict[str, list[list[int]]], kind: Compression | None
+    bench: RankBench, texts: dict[str, list[list[int]]], kind: Compression | None
 ) -> dict[str, CompressionCost]:
     from surgeon.benchmarks.compression_cost import measure_compression
 
-    plans = {one.name: one.plan for one in candidates}
     if kind is None:
         return {}
-    return {name: measure_compression(ranks, plans[name], text, kind, name) for name, text in texts.items()}
+    return {name: measure_compression(bench.ranks, bench.plans[name], text, kind, name) for name, text in texts.items()}
 
 
-def _write_trace(path: Path, ranks: Any, candidates: list[Candidate], load: Load, options: RankOptions) -> None:
+def _write_trace(path: Path, bench: RankBench, load: Workload, options: RankOptions) -> None:
     import json
 
-    from surgeon.benchmarks.measure import shared_vocabulary
-    from surgeon.benchmarks.measure import trace as run_traced
     from surgeon.benchmarks.trace import Wires, chrome_trace
     from surgeon.processes.files import write_text
 
-    runs = run_traced(ranks, candidates, load, shared_vocabulary(candidates))
-    write_text(path, json.dumps(chrome_trace(runs, Wires(options.collectives == "shm", options.link))) + "\n")
+    write_text(
+        path, json.dumps(chrome_trace(bench.trace(load), Wires(options.collectives == "shm", options.link))) + "\n"
+    )
     print(f"{path}: open it in chrome://tracing or https://ui.perfetto.dev", file=sys.stderr)
 
 
@@ -281,7 +283,7 @@ def _write(folder: Path, model: str, results: list[Result], settings: dict[str, 
     from surgeon.reports.bench import bench_record, bench_table, draw_bench
 
     table = bench_table(results)
-    model_hash = Checkpoint(results[0].candidate.plan.folder).model_hash()
+    model_hash = Checkpoint(results[0].plan.folder).model_hash()
     record = provenance(model, model_hash, **settings, results=bench_record(results))
     write_table(folder / "bench.csv", table)
     write_json(folder / "bench.json", record)

@@ -116,21 +116,20 @@ def _speeds(variants: list[Contender]) -> dict[str, list[tuple[float, float, int
 
     The fastest of some interleaved rounds counts: what else runs on the machine can only slow a round down.
     """
-    from surgeon.benchmarks.measure import Candidate, Load, load_candidates, measure
+    from surgeon.benchmarks.measure import RankBench
+    from surgeon.cost.workload import Workload
     from surgeon.language.program import Program
     from surgeon.runtime.plan.checks import make_plan
     from surgeon.runtime.worker.ranks import RankOptions, Ranks, choose_device
 
     device = choose_device("auto", RANKS)
-    load = Load(batch=1, prompt=PROMPT_TOKENS, new=NEW_TOKENS)
-    plans = [make_plan(variant.model, RANKS, load.prompt + load.new, device=device) for variant in variants]
-    candidates = [Candidate(variant.name, plan) for variant, plan in zip(variants, plans, strict=True)]
-    depths = [Program.parse(plan.program).effective_depth() for plan in plans]
+    load = Workload(batch=1, prompt=PROMPT_TOKENS, new=NEW_TOKENS)
+    plans = {variant.name: make_plan(variant.model, RANKS, load.length, device=device) for variant in variants}
+    depths = [Program.parse(plan.program).effective_depth() for plan in plans.values()]
     speeds: dict[str, list[tuple[float, float, int]]] = {}
     for way in dict.fromkeys((RankOptions(RANKS, device).collectives, "gloo")):
         with Ranks(RankOptions(RANKS, device, way)) as ranks:
-            load_candidates(ranks, candidates)
-            results = measure(ranks, candidates, [load], ROUNDS, lambda _: None)
+            results = RankBench.load(ranks, plans).measure([load], ROUNDS, lambda _: None)
         speeds[way] = []
         for depth, result in zip(depths, results, strict=True):
             fastest = min(result.rounds, key=lambda one: one.per_token)

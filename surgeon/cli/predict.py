@@ -16,10 +16,11 @@ from surgeon.cli.predict_racks import RacksArguments, train_on_racks
 from surgeon.language.operations.declare import VARIANTS, described
 
 if TYPE_CHECKING:
-    from surgeon.cost.costed import Costed
+    from surgeon.cost.candidates import Candidate
     from surgeon.cost.hardware import Hardware
-    from surgeon.cost.predict import Deployment, Workload
+    from surgeon.cost.predict import Deployment
     from surgeon.cost.sweep import SweepCell
+    from surgeon.cost.workload import Workload
 
 _VARIANTS_LISTED = ", ".join(described(name, variant.note) for name, variant in VARIANTS.items())
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -41,15 +42,15 @@ class PredictedPrograms:
     layers: VariantLayersOption = None
     program: ProgramOption = None
 
-    def costed(self, model: str) -> list[Costed]:
+    def candidates(self, model: str) -> list[Candidate]:
         """All that is predicted, the model's own program or --program first.
 
         Raises:
-            FileNotFoundError, ValueError: as `open_costed`; and if the layers are no range.
+            FileNotFoundError, ValueError: as `open_candidates`; and if the layers are no range.
         """
-        from surgeon.cost.costed import open_costed
+        from surgeon.cost.candidates import open_candidates
 
-        return open_costed(model, self.compare or [], self.program, self.stretch)
+        return open_candidates(model, self.compare or [], self.program, self.stretch)
 
     @property
     def stretch(self) -> range | None:
@@ -73,7 +74,7 @@ class PredictedLoad:
 
     def workload(self) -> Workload:
         """With one text; how many there are `batches` says."""
-        from surgeon.cost.predict import Workload
+        from surgeon.cost.workload import Workload
 
         return Workload(1, self.prompt, self.new)
 
@@ -228,24 +229,25 @@ def predict(
 
     _refuse_together({"--racks": training.racks, "--best": best.best}, ("--compare", programs.compare))
     _refuse_together({"--racks": training.racks}, ("--sweep", over), ("--output", output), ("--best", best.best))
-    machine, costed = load_hardware(hardware), programs.costed(model)
+    machine, candidates = load_hardware(hardware), programs.candidates(model)
+    shapes = candidates[0].model.shapes
     if training.racks is not None:
-        train_on_racks(training, costed[0].shapes, machine)
+        train_on_racks(training, shapes, machine)
         return
-    deployment = on.deployment(machine, costed[0].shapes.dtype)
+    deployment = on.deployment(machine, shapes.dtype)
     axes = {"batch": load.batches(), **(parse_sweep(over) if over is not None else {})}
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
     if best.best:
         axes = default_axes(machine) if over is None else axes
-        known = best.known(costed[0], programs.stretch)
+        known = best.known(candidates[0], programs.stretch)
         choose(best, known, machine, deployment, load.workload(), axes, output)
         return
     best.refuse_alone()
-    cells = _cells(costed, machine, deployment, load.workload(), axes)
+    cells = _cells(candidates, machine, deployment, load.workload(), axes)
     if over is None:
         _refuse(cells, machine)
-    heading = _heading(costed[0].shapes.name, machine, cells)
+    heading = _heading(shapes.name, machine, cells)
     _say(cells, heading, swept=over is not None)
     if output is not None:
         _write(output, model, cells, machine, heading, swept=over is not None)
@@ -264,7 +266,11 @@ def _refuse_together(modes: dict[str, Any], *others: tuple[str, Any]) -> None:
 
 
 def _cells(
-    costed: list[Costed], hardware: Hardware, deployment: Deployment, workload: Workload, axes: dict[str, list[int]]
+    candidates: list[Candidate],
+    hardware: Hardware,
+    deployment: Deployment,
+    workload: Workload,
+    axes: dict[str, list[int]],
 ) -> list[SweepCell]:
     """All predictions, with progress."""
     from math import prod
@@ -272,9 +278,9 @@ def _cells(
     from surgeon.cost.sweep import sweep
     from surgeon.progress import progress
 
-    total = len(costed) * prod(map(len, axes.values()))
+    total = len(candidates) * prod(map(len, axes.values()))
     with progress("predict", total, "predictions") as advance:
-        return sweep(costed, hardware, deployment, workload, axes, advance)
+        return sweep(candidates, hardware, deployment, workload, axes, advance)
 
 
 def _one_of(option: str, word: str, known: tuple[str, ...]) -> str:
@@ -332,7 +338,7 @@ def _write(folder: Path, model: str, cells: list[SweepCell], hardware: Hardware,
 
     table = prediction_table(cells)
     programs = {
-        cell.costed.name: {"program": cell.prediction.plan.program, "model": cell.costed.shapes.name}
+        cell.candidate.name: {"program": cell.prediction.plan.program, "model": cell.candidate.model.label}
         for cell in reversed(cells)
         if cell.prediction is not None
     }

@@ -12,9 +12,10 @@ import typer
 
 if TYPE_CHECKING:
     from surgeon.cost.best import Choice
-    from surgeon.cost.costed import Costed
+    from surgeon.cost.candidates import Candidate
     from surgeon.cost.hardware import Hardware
-    from surgeon.cost.predict import Deployment, Workload
+    from surgeon.cost.predict import Deployment
+    from surgeon.cost.workload import Workload
 
 SHORT = {"token": "time per token", "first": "time to the first token", "rate": "tokens per second"}
 
@@ -57,7 +58,7 @@ class BestPrograms:
         ),
     ] = "token"
 
-    def known(self, first: Costed, layers: range | None) -> list[Costed]:
+    def known(self, first: Candidate, layers: range | None) -> list[Candidate]:
         """The programs of a model that may be chosen, the dense one first.
 
         Raises:
@@ -66,7 +67,7 @@ class BestPrograms:
         from surgeon.cost.best import Allowance, known_programs
 
         allowed = tuple(name.strip() for name in self.allow.split(",")) if self.allow else ()
-        return known_programs(first.shapes, Allowance(self.depth, self.keep, allowed), layers)
+        return known_programs(first.model, Allowance(self.depth, self.keep, allowed), layers)
 
     def refuse_alone(self) -> None:
         """Say that an option of this group is of no use without --best.
@@ -81,7 +82,7 @@ class BestPrograms:
 
 def choose(
     asked: BestPrograms,
-    known: Sequence[Costed],
+    known: Sequence[Candidate],
     hardware: Hardware,
     deployment: Deployment,
     workload: Workload,
@@ -101,7 +102,7 @@ def choose(
     if asked.by not in METRICS:
         raise ValueError(f"there is no --by {asked.by!r}; {did_you_mean(asked.by, METRICS)}")
     heading = (
-        f"{known[0].shapes.name} on {hardware.name}: {deployment.dtype}, prompt {workload.prompt}, {workload.new} new, "
+        f"{known[0].model.label} on {hardware.name}: {deployment.dtype}, prompt {workload.prompt}, {workload.new} new, "
         f"by {SHORT[asked.by]}"
     )
     total = len(known) * (1 if deployment.link else max(1, len(hardware.links)))
@@ -122,7 +123,7 @@ def default_axes(hardware: Hardware) -> dict[str, list[int]]:
     return parse_sweep(f"ranks=1..{hardware.devices},batch=1..256")
 
 
-def _write(folder: Path, found: Sequence[Choice], heading: str, known: Sequence[Costed]) -> None:
+def _write(folder: Path, found: Sequence[Choice], heading: str, known: Sequence[Candidate]) -> None:
     from surgeon.processes.files import write_json, write_table
     from surgeon.provenance import provenance
     from surgeon.reports.best import choice_table, draw_choices
@@ -130,7 +131,7 @@ def _write(folder: Path, found: Sequence[Choice], heading: str, known: Sequence[
     programs = {one.name: str(one.program(2)) for one in known}
     write_table(folder / "best.csv", choice_table(found))
     write_json(
-        folder / "best.json", provenance(known[0].shapes.name, "", heading=heading, programs_on_2_ranks=programs)
+        folder / "best.json", provenance(known[0].model.label, "", heading=heading, programs_on_2_ranks=programs)
     )
     draw_choices(found, folder / "best.png", heading)
     print(f"{folder}: best.csv, best.json, best.png", file=sys.stderr)

@@ -12,7 +12,8 @@ from surgeon.cli.opening import warn
 if TYPE_CHECKING:
     from surgeon.analysis.subject import Subject
     from surgeon.cost.hardware import Hardware
-    from surgeon.cost.predict import Deployment, Workload
+    from surgeon.cost.predict import Deployment
+    from surgeon.cost.workload import Workload
     from surgeon.language.program import Program
     from surgeon.quality.data import Windows
     from surgeon.searches.limits import Limit, SearchBudget
@@ -62,7 +63,7 @@ class PredictedUse:
 
     def workload(self, positions: int) -> Workload:
         """What is asked of a model of so many positions."""
-        from surgeon.cost.predict import Workload
+        from surgeon.cost.workload import Workload
 
         prompt, new = self.prompt or min(1024, positions // 2), self.new or max(2, min(512, positions // 4))
         return Workload(self.batch, prompt, new)

@@ -7,16 +7,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from surgeon.cost.costed import Costed
+from surgeon.cost.candidates import Candidate
 from surgeon.cost.hardware import Hardware
-from surgeon.cost.predict import Deployment, Prediction, Workload
+from surgeon.cost.predict import Deployment, Prediction
 from surgeon.cost.sweep import SweepCell, sweep
+from surgeon.cost.workload import Workload
 from surgeon.errors import did_you_mean
 from surgeon.language.operations.lowrank import lowrank
 from surgeon.language.operations.pair import pair
 from surgeon.language.operations.variants import DENSE, middle_layers, variant
 from surgeon.language.program import Program
-from surgeon.models.shapes import ModelShapes
+from surgeon.opened import Model
 
 PAYS = 1.02  # times the dense program's speed: less is within what predictions miss by
 TRACK_DEPTH = 4
@@ -56,7 +57,7 @@ class Allowance:
             raise ValueError(f"keep must be more than 0 and at most 1, not {self.keep:g}")
 
 
-def known_programs(shapes: ModelShapes, budget: Allowance, layers: range | None = None) -> list[Costed]:
+def known_programs(model: Model, budget: Allowance, layers: range | None = None) -> list[Candidate]:
     """The dense program, and the known ones that the budget allows, for any number of ranks.
 
     Args:
@@ -65,7 +66,7 @@ def known_programs(shapes: ModelShapes, budget: Allowance, layers: range | None 
     Raises:
         ValueError: if the depth is above the model's, or nothing is left to choose from.
     """
-    per_layer = shapes.family.steps_per_layer
+    shapes, per_layer = model.shapes, model.family.steps_per_layer
     dense = Program.dense(shapes.layers, per_layer)
     middle = layers or middle_layers(shapes.layers)
     if budget.depth is not None and not 1 <= budget.depth <= shapes.layers:
@@ -95,7 +96,7 @@ def known_programs(shapes: ModelShapes, budget: Allowance, layers: range | None 
     chosen = [name for name in SYSTEMS if name in makers and _allowed(name, makers[name], budget, per_layer)]
     if not chosen:
         raise ValueError("the budget leaves no program but the dense one; allow more, or less effective depth")
-    return [Costed(DENSE, shapes, lambda _: dense)] + [Costed(name, shapes, _once(makers[name])) for name in chosen]
+    return [Candidate(DENSE, model, lambda _: dense)] + [Candidate(name, model, _once(makers[name])) for name in chosen]
 
 
 def _allowed(name: str, make: Callable[[int], Program], budget: Allowance, per_layer: int) -> bool:
@@ -145,7 +146,7 @@ class Choice:
 
 
 def survey(
-    known: Sequence[Costed],
+    known: Sequence[Candidate],
     hardware: Hardware,
     deployment: Deployment,
     workload: Workload,
@@ -167,7 +168,7 @@ def choices(cells: Sequence[SweepCell], link: str, metric: Metric) -> Iterator[C
     places = dict.fromkeys((cell.deployment.ranks, cell.workload.batch) for cell in cells)
     for ranks, batch in places:
         here = [cell for cell in cells if (cell.deployment.ranks, cell.workload.batch) == (ranks, batch)]
-        fitting = {cell.costed.name: cell.prediction for cell in here if cell.prediction and not cell.refused}
+        fitting = {cell.candidate.name: cell.prediction for cell in here if cell.prediction and not cell.refused}
         dense = fitting.pop(DENSE, None)
         speedups = (
             {name: seconds(dense, metric) / seconds(one, metric) for name, one in fitting.items()} if dense else {}

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from surgeon.cost.workload import Workload
 from surgeon.language.execute import Partial, Pending
-from surgeon.runtime.batching.request import Request, Sampling
 from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.batching.sequence import Row
 from surgeon.runtime.batching.windows import blocks_for
@@ -42,39 +42,17 @@ LEFT = 0.02  # of a time, at least, when those that timing took are taken off it
 
 
 @dataclass(frozen=True)
-class PassTexts:
-    """What is computed: one pass with all prompts, then passes of one token of each text.
-
-    Attributes:
-        batch: texts.
-        prompt: tokens of each.
-        new: tokens that are added to each.
-    """
-
-    batch: int
-    prompt: int
-    new: int
-
-    def requests(self) -> list[Request]:
-        """The same as the engine is told; which tokens they are does not matter."""
-        sampling = Sampling(max_new_tokens=self.new, ignore_end=True)
-        return [Request(number, (number + 1,) * self.prompt, sampling) for number in range(self.batch)]
-
-
-@dataclass(frozen=True)
 class PassParts:
     """One pass on one rank.
 
     Attributes:
         decode: whether it added one token to each text.
-        rows: tokens that went through it.
         cached: tokens of each text before them, the mean.
         seconds: from the end of the pass before to its own end.
         parts: seconds by what took them, and for sublayers by kind ("sublayer A"); how often it happened with it.
     """
 
     decode: bool
-    rows: int
     cached: float
     seconds: float
     parts: dict[str, tuple[float, int]]
@@ -171,9 +149,8 @@ class DissectedEngine(RankEngine):
         began = self._since or time.perf_counter()
         results = super().step(rows, cache)
         ended = self._since or time.perf_counter()
-        tokens, cached = sum(len(row.tokens) for row in rows), sum(row.start for row in rows) / len(rows)
-        decode = self.counts is self.figures.decode
-        self.passes_seen.append(PassParts(decode, tokens, cached, ended - began, self.watch.take()))
+        cached, decode = sum(row.start for row in rows) / len(rows), self.counts is self.figures.decode
+        self.passes_seen.append(PassParts(decode, cached, ended - began, self.watch.take()))
         return results
 
     def stream_after(
@@ -223,12 +200,12 @@ def load_dissected(rank: Rank, plan: Plan, name: str) -> None:
     rank.kept[name] = DissectedEngine(plan, rank.collectives, rank.device)
 
 
-def run_dissected(rank: Rank, name: str, texts: PassTexts) -> list[PassParts]:
+def run_dissected(rank: Rank, name: str, load: Workload) -> list[PassParts]:
     """Runs on a rank: compute some texts, and say where the time of each pass went."""
     engine: DissectedEngine = rank.kept[name]
     engine.passes_seen = []
     engine.watch.take()
-    most = texts.prompt + texts.new
-    limits = Limits(texts.batch, engine.plan.max_tokens, pass_tokens=texts.batch * texts.prompt)
-    complete(rank, texts.requests(), texts.batch * blocks_for(most), limits, name)
+    limits = Limits(load.batch, engine.plan.max_tokens, pass_tokens=load.batch * load.prompt)
+    requests = load.requests(engine.plan.vocabulary)
+    complete(rank, requests, load.batch * blocks_for(load.length), limits, name)
     return engine.passes_seen

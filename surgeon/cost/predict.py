@@ -13,6 +13,7 @@ from surgeon.cost.passes import PassCosts, Setting, one_token
 from surgeon.cost.plans import plan_on_paper
 from surgeon.cost.room import KEPT, Room, room
 from surgeon.cost.work import Forward, GathersFirst, RankWork
+from surgeon.cost.workload import Workload
 from surgeon.language.program import Program, Step
 from surgeon.models.shapes import ModelShapes
 from surgeon.runtime.comm.collectives import Counts
@@ -20,26 +21,6 @@ from surgeon.runtime.comm.link import Link
 from surgeon.runtime.comm.quantised import Compression
 from surgeon.runtime.plan.placement import Part, Work, rank_work
 from surgeon.runtime.plan.specification import KvMode, LowRankMode, Plan
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What is asked of a model.
-
-    Attributes:
-        batch: how many texts are computed together.
-        prompt: tokens of each prompt.
-        new: tokens to add to each.
-    """
-
-    batch: int = 1
-    prompt: int = 1024
-    new: int = 512
-
-    def __post_init__(self) -> None:
-        for name in ("batch", "prompt", "new"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
 
 
 @dataclass(frozen=True)
@@ -158,8 +139,7 @@ def predict(
             a link or a device that is asked for.
     """
     dtype = deployment.dtype or shapes.dtype
-    length = workload.prompt + workload.new
-    plan = plan_on_paper(shapes, program, deployment.ranks, length, dtype, deployment.low_rank, deployment.kv)
+    plan = plan_on_paper(shapes, program, deployment.ranks, workload.length, dtype, deployment.low_rank, deployment.kv)
     ranks = PredictedRanks(shapes, plan, hardware, deployment)
     prefill = ranks.forward(Forward(workload.batch, workload.prompt, asked=1), graphs=False)
     decode = _mean_decode(ranks, workload) if workload.new > 1 else None

@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from surgeon.cost.dissect import PassParts, PassTexts, load_dissected, run_dissected
+from surgeon.cost.dissect import PassParts, load_dissected, run_dissected
 from surgeon.cost.probes import ExchangeTimes, LaunchTimes, time_exchanges, time_launches
+from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.ranks import RankOptions, Ranks
@@ -74,12 +75,12 @@ class Round:
     waiting: dict[tuple[str, int], float] = field(default_factory=dict)
 
 
-def loads(max_tokens: int) -> list[tuple[str, PassTexts]]:
+def loads(max_tokens: int) -> list[tuple[str, Workload]]:
     """What is computed in a round, by the layers that it goes through."""
     long = min(LONG, max_tokens - NEW)
-    found = [(WHOLE, PassTexts(batch, PROMPT, NEW)) for batch in BATCHES]
-    found.append((WHOLE, PassTexts(1, long, NEW)))
-    return found + [(SHORT, PassTexts(batch, PROMPT, NEW)) for batch in SHORT_BATCHES]
+    found = [(WHOLE, Workload(batch, PROMPT, NEW)) for batch in BATCHES]
+    found.append((WHOLE, Workload(1, long, NEW)))
+    return found + [(SHORT, Workload(batch, PROMPT, NEW)) for batch in SHORT_BATCHES]
 
 
 def steps_of_measuring(ranks: int, ways: Sequence[str], rounds: int, max_tokens: int) -> int:
@@ -163,7 +164,7 @@ def _first_layers(plan: Plan) -> str:
     return str(Program(nodes[: SHORT_LAYERS * plan.family.steps_per_layer]))
 
 
-def _typical_passes(layers: str, texts: PassTexts, passes: Sequence[PassParts], typical: Typical) -> list[PassSample]:
+def _typical_passes(layers: str, texts: Workload, passes: Sequence[PassParts], typical: Typical) -> list[PassSample]:
     """One sample of the pass with the prompts, and one of those behind it."""
     found = []
     for decode in (False, True):

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from surgeon.cost.costed import Costed
+from surgeon.cost.candidates import Candidate
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.plans import divides, plan_on_paper
-from surgeon.cost.predict import Deployment, Prediction, Workload, predict
+from surgeon.cost.predict import Deployment, Prediction, predict
 from surgeon.cost.room import most_texts, room
+from surgeon.cost.workload import Workload
 from surgeon.errors import did_you_mean
 from surgeon.memory import show_size
 
@@ -31,7 +32,7 @@ class SweepCell:
         refused: why there is none, or that it does not fit into memory; empty where all is well.
     """
 
-    costed: Costed
+    candidate: Candidate
     deployment: Deployment
     workload: Workload
     prediction: Prediction | None
@@ -69,7 +70,7 @@ def _doubling(first: int, last: int) -> Iterator[int]:
 
 
 def sweep(
-    costed: Sequence[Costed],
+    candidates: Sequence[Candidate],
     hardware: Hardware,
     deployment: Deployment,
     workload: Workload,
@@ -85,22 +86,22 @@ def sweep(
     for values in product(*(axes.get(name, (None,)) for name in AXES)):
         chosen = {name: value for name, value in zip(AXES, values, strict=True) if value is not None}
         ranks = chosen.pop("ranks", deployment.ranks)
-        for one in costed:
+        for one in candidates:
             cells.append(cell(one, hardware, replace(deployment, ranks=ranks), replace(workload, **chosen)))
             advance(1)
     return cells
 
 
-def cell(costed: Costed, hardware: Hardware, deployment: Deployment, workload: Workload) -> SweepCell:
+def cell(candidate: Candidate, hardware: Hardware, deployment: Deployment, workload: Workload) -> SweepCell:
     """One prediction; what the ranks or their memory refuse is told in it."""
-    deployment = replace(deployment, connected=deployment.connected and costed.connected)
+    deployment = replace(deployment, connected=deployment.connected and candidate.connected)
     try:
-        program = costed.program(deployment.ranks)
-        prediction = predict(costed.shapes, program, hardware, workload, deployment)
+        program = candidate.program(deployment.ranks)
+        prediction = predict(candidate.model.shapes, program, hardware, workload, deployment)
     except ValueError as error:
-        return SweepCell(costed, deployment, workload, None, str(error))
+        return SweepCell(candidate, deployment, workload, None, str(error))
     refused = "" if prediction.memory.fits else TOO_LARGE
-    return SweepCell(costed, deployment, workload, prediction, refused)
+    return SweepCell(candidate, deployment, workload, prediction, refused)
 
 
 def explain_memory(cell: SweepCell, hardware: Hardware) -> str:
@@ -113,14 +114,14 @@ def explain_memory(cell: SweepCell, hardware: Hardware) -> str:
         f"activations {show_size(needed.activations)})"
     )
     ways = []
-    fewer = most_texts(cell.costed.shapes, plan, hardware, workload.prompt, MOST_TEXTS)
+    fewer = most_texts(cell.candidate.model.shapes, plan, hardware, workload.prompt, MOST_TEXTS)
     if fewer:
         ways.append(f"at most {fewer} {'text fits' if fewer == 1 else 'texts fit'} on {_ranks(plan.ranks)}")
     enough = next(ranks_with_room(cell, hardware), None)
     if enough:
         ways.append(f"{_ranks(enough)} would do for batch {workload.batch}")
     return (
-        f"{cell.costed.name} in {plan.dtype} on {_ranks(plan.ranks)} with batch {workload.batch} and texts of "
+        f"{cell.candidate.name} in {plan.dtype} on {_ranks(plan.ranks)} with batch {workload.batch} and texts of "
         f"{plan.max_tokens} tokens needs {amounts} on each, and {hardware.name} has {show_size(needed.there)} for it; "
         f"{'; '.join(ways) or f'no number of ranks up to {MOST_RANKS} would do'}"
     )
@@ -128,24 +129,20 @@ def explain_memory(cell: SweepCell, hardware: Hardware) -> str:
 
 def ranks_with_room(cell: SweepCell, hardware: Hardware) -> Iterator[int]:
     """Numbers of ranks, more than the cell's, that can share the program and have room for it."""
+    assert cell.prediction is not None
     for ranks in range(cell.deployment.ranks + 1, MOST_RANKS + 1):
         if ranks > hardware.devices and not hardware.networks:
             return
         try:
-            program = cell.costed.program(ranks)
-            if not divides(cell.costed.shapes, program, ranks):  # without looking for numbers that would do
+            shapes, program = cell.candidate.model.shapes, cell.candidate.program(ranks)
+            if not divides(shapes, program, ranks):  # without looking for numbers that would do
                 continue
-            length = cell.workload.prompt + cell.workload.new
-            plan = plan_on_paper(cell.costed.shapes, program, ranks, length, _dtype(cell), "auto", cell.deployment.kv)
+            length, dtype = cell.workload.length, cell.prediction.plan.dtype
+            plan = plan_on_paper(shapes, program, ranks, length, dtype, "auto", cell.deployment.kv)
         except ValueError:
             continue
-        if room(cell.costed.shapes, plan, hardware, cell.workload.batch, cell.workload.prompt).fits:
+        if room(shapes, plan, hardware, cell.workload.batch, cell.workload.prompt).fits:
             yield ranks
-
-
-def _dtype(cell: SweepCell) -> str:
-    assert cell.prediction is not None
-    return cell.prediction.plan.dtype
 
 
 def _ranks(count: int) -> str:

@@ -47,13 +47,13 @@ def _first_of(result: Result, results: Sequence[Result]) -> Result:
 
 
 def _row(result: Result, first: Result) -> dict[str, object]:
-    plan = result.candidate.plan
+    plan = result.plan
     program = Program.parse(plan.program)
     row: dict[str, object] = {
-        "program": result.candidate.name,
+        "program": result.name,
         "batch": result.load.batch,
         "effective_depth": program.effective_depth(plan.family.steps_per_layer),
-        "sync_points": program.sync_points(plan.ranks) if result.candidate.connected else 0,
+        "sync_points": program.sync_points(plan.ranks) if result.connected else 0,
     }
     row |= {name: median(map(value, result.rounds)) for name, value in COLUMNS.items()}
     row |= _split_columns("prefill", [one.prefill_pass for one in result.rounds])
@@ -194,11 +194,11 @@ def bench_record(results: Sequence[Result]) -> list[dict[str, object]]:
     """Every round of every program and batch, as JSON holds it: seconds, tokens per second, counts."""
     return [
         {
-            "program": result.candidate.name,
-            "text": result.candidate.plan.program,
-            "checkpoint": str(result.candidate.plan.folder),
-            "dtype": result.candidate.plan.dtype,
-            "connected": result.candidate.connected,
+            "program": result.name,
+            "text": result.plan.program,
+            "checkpoint": str(result.plan.folder),
+            "dtype": result.plan.dtype,
+            "connected": result.connected,
             **asdict(result.load),
             "rounds": [_finite(asdict(one)) for one in result.rounds],
         }

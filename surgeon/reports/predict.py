@@ -46,7 +46,7 @@ def prediction_table(cells: Sequence[SweepCell]) -> pd.DataFrame:
 def _row(cell: SweepCell) -> dict[str, object]:
     load, found = cell.workload, cell.prediction
     row: dict[str, object] = {
-        "program": cell.costed.name,
+        "program": cell.candidate.name,
         "ranks": cell.deployment.ranks,
         "batch": load.batch,
         "prompt": load.prompt,

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from surgeon.benchmarks.candidates import Needs
-from surgeon.benchmarks.measure import Candidate, Load, load_candidates, measure
+from surgeon.benchmarks.measure import RankBench
+from surgeon.benchmarks.plans import Needs
 from surgeon.cost.calibrate import hardware_text, plan_calibration
-from surgeon.cost.predict import Workload
+from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
 from surgeon.progress import progress
 from surgeon.runtime.worker.ranks import RankOptions, Ranks, choose_device
@@ -85,13 +85,12 @@ def measured_here(
         raise ValueError(f"time per token is that of tokens after the first one; ask for 2 or more, not {workload.new}")
     chosen = choose_device(device, ranks)
     every = list(dict.fromkeys([dense, *programs]))
-    needs = Needs(ranks, workload.prompt + workload.new, chosen)
-    candidates = [Candidate(f"program {number}", needs.plan(model, str(each))) for number, each in enumerate(every)]
+    needs = Needs(ranks, workload.length, chosen)
+    plans = {str(each): needs.plan(model, each) for each in every}
     with Ranks(RankOptions(ranks, chosen)) as running:
-        load_candidates(running, candidates)
+        bench = RankBench.load(running, plans)
         with progress("measure here", rounds * len(every), "runs") as advance:
-            load = Load(workload.batch, workload.prompt, workload.new)
-            results = measure(running, candidates, [load], rounds, advance)
+            results = bench.measure([workload], rounds, advance)
     times = [[each.per_token for each in result.rounds] for result in results]
     return {program: _summary(own, times[0]) for program, own in zip(every, times, strict=True)}
 

@@ -18,8 +18,9 @@ from functools import cached_property
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.hardware_file import load_hardware
 from surgeon.cost.plans import plan_on_paper
-from surgeon.cost.predict import Deployment, Workload, predict
+from surgeon.cost.predict import Deployment, predict
 from surgeon.cost.work import Forward, RankWork, Sent
+from surgeon.cost.workload import Workload
 from surgeon.language.program import Fork, Node, Program, Step, Sublayer
 from surgeon.memory import show_size
 from surgeon.models.shapes import ModelShapes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -11,32 +11,25 @@ from typing import Any
 
 import pytest
 
-from surgeon.benchmarks.candidates import Needs, open_candidates
-from surgeon.benchmarks.expected import expected_decode, expected_seconds
-from surgeon.benchmarks.measure import (
-    Candidate,
-    Load,
-    Measurement,
-    Result,
-    load_candidates,
-    measure,
-    run_once,
-    summarise,
-    trace,
-)
+from scripts.bench.expected import expected_decode, expected_seconds
+from surgeon.benchmarks.measure import Measurement, RankBench, Result, summarise
+from surgeon.benchmarks.plans import Needs, plan_candidates
 from surgeon.benchmarks.timing import Exchange, PassTiming, RankRun
 from surgeon.benchmarks.trace import Wires, arrivals, chrome_trace, explain
+from surgeon.cost.candidates import open_candidates
+from surgeon.cost.workload import Workload
 from surgeon.language.operations import ladder, pair, tracks
 from surgeon.language.program import Program, Step
 from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.comm.link import Link
+from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.ranks import RankOptions, Ranks
-from tests.tiny_models import VOCABULARY, damage, tiny_model
+from tests.tiny_models import damage, tiny_model
 from tests.waiting import wait_until
 
 DELAY = 0.005  # far longer than a step for one token, shorter than one for hundreds
 HIDDEN = 256
-MANY = Load(batch=8, prompt=100, new=2)
+MANY = Workload(batch=8, prompt=100, new=2)
 DENSE = Program.dense(4)
 LADDER = "A0 F0 >A1 >F1 >A2 >F2 >A3 >F3"
 PROGRAMS = {
@@ -56,42 +49,40 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def candidates(checkpoint: Path) -> list[Candidate]:
+def plans(checkpoint: Path) -> dict[str, Plan]:
     needs = Needs(ranks=2, tokens=MANY.prompt + MANY.new, device="cpu")
     plans = {name: needs.plan(checkpoint, program) for name, program in PROGRAMS.items()}
-    connected = [Candidate(name, plan) for name, plan in plans.items()]
-    return [*connected, Candidate("upper-bound", plans["dense"], connected=False)]
+    return plans | {"upper-bound": plans["dense"]}
 
 
 @pytest.fixture(scope="module")
-def ranks(candidates: list[Candidate]) -> Iterator[Ranks]:
+def bench(plans: dict[str, Plan]) -> Iterator[RankBench]:
     with Ranks(RankOptions(2, link=Link(DELAY))) as started:
-        load_candidates(started, candidates)
-        yield started
+        yield RankBench.load(started, plans, {"upper-bound"})
 
 
 Results = dict[tuple[str, int], Result]
 
 
-def measured(ranks: Ranks, candidates: list[Candidate]) -> Results:
-    found = measure(ranks, candidates, [Load(1, 3, NEW), Load(2, 5, NEW)], 2, lambda _: None)
-    return {(result.candidate.name, result.load.batch): result for result in found}
+def measured(bench: RankBench) -> Results:
+    found = bench.measure([Workload(1, 3, NEW), Workload(2, 5, NEW)], 2, lambda _: None)
+    return {(result.name, result.load.batch): result for result in found}
 
 
 @pytest.fixture(scope="module")
-def results(ranks: Ranks, candidates: list[Candidate]) -> Results:
-    return measured(ranks, candidates)
+def results(bench: RankBench) -> Results:
+    return measured(bench)
 
 
 MeasuredUntil = Callable[[Callable[[Results], bool]], None]
 
 
 @pytest.fixture(scope="module")
-def measured_until(ranks: Ranks, candidates: list[Candidate], results: Results) -> MeasuredUntil:
+def measured_until(bench: RankBench, results: Results) -> MeasuredUntil:
     """Times in which a busy machine hides what is to be seen are measured again."""
 
     def again() -> bool:
-        results.update(measured(ranks, candidates))
+        results.update(measured(bench))
         return False
 
     return lambda holds: wait_until(lambda: holds(results) or again())
@@ -156,9 +147,9 @@ def test_the_upper_bound_neither_sends_nor_waits(results: Results) -> None:
         assert one.decode_pass.waiting == 0
 
 
-def test_one_new_token_has_no_decoding_passes(ranks: Ranks, candidates: list[Candidate]) -> None:
-    load = Load(1, 3, 1)
-    one = summarise(run_once(ranks, candidates[0], load, VOCABULARY), load, connected=True)
+def test_one_new_token_has_no_decoding_passes(bench: RankBench) -> None:
+    load = Workload(1, 3, 1)
+    one = summarise(bench.run("dense", load), load, connected=True)
     assert one.decode == 0
     assert math.isnan(one.per_token)
     assert one.decode_pass is None
@@ -175,7 +166,7 @@ def test_the_split_is_of_the_rank_that_waits_most() -> None:
     prompts = [passes((3.0, 1.0), decode=False), passes((3.0, 2.0), decode=False)]
     later = [passes((4.0, 3.0), (6.0, 5.0), decode=True), passes((4.0, 1.0), (6.0, 1.0), decode=True)]
     runs = [RankRun(9.0, first + then) for first, then in zip(prompts, later, strict=True)]
-    one = summarise(runs, Load(2, 3, 3), connected=True)
+    one = summarise(runs, Workload(2, 3, 3), connected=True)
     assert (one.first_token, one.prefill, one.decode, one.per_token) == (4.0, 3.0, 10.0, 5.0)
     assert one.rate == 6 / 14
     assert (one.prefill_pass.rank, one.prefill_pass.waiting, one.prefill_pass.compute) == (1, 2.0, 1.0)
@@ -185,7 +176,7 @@ def test_the_split_is_of_the_rank_that_waits_most() -> None:
 
 def test_of_ranks_that_do_not_wait_the_slowest_counts() -> None:
     runs = [RankRun(9.0, passes((seconds, 0.0), decode=False)) for seconds in (1.0, 5.0, 2.0)]
-    one = summarise(runs, Load(1, 3, 1), connected=False)
+    one = summarise(runs, Workload(1, 3, 1), connected=False)
     assert (one.prefill, one.prefill_pass.rank) == (5.0, 1)
 
 
@@ -254,6 +245,10 @@ def test_one_rank_is_expected_to_compute_only() -> None:
 # -- candidates --
 
 
+def open_plans(model: str, compared: Sequence[str], needs: Needs, **options: Any) -> dict[str, Plan]:
+    return plan_candidates(open_candidates(model, compared, weights=True, **options), needs)
+
+
 @pytest.fixture
 def needs() -> Needs:
     return Needs(ranks=2, tokens=16, device="cpu")
@@ -261,8 +256,8 @@ def needs() -> Needs:
 
 def test_variants_by_name(checkpoint: Path, needs: Needs) -> None:
     names = ["dense", "lp", "ladder", "ladder-over-lp", "fused", "tracks:1", "desync", "upper-bound"]
-    found = open_candidates(str(checkpoint), names, needs, program="A0 F0", layers=range(1, 3))
-    assert {one.name: one.plan.program for one in found} == {
+    found = open_plans(str(checkpoint), names, needs, program="A0 F0", layers=range(1, 3))
+    assert {name: plan.program for name, plan in found.items()} == {
         "tiny": "A0 F0",
         "dense": "A0 F0 A1 F1 A2 F2 A3 F3",
         "lp": "A0 F0 [A1 A2] [F1 F2] A3 F3",
@@ -273,21 +268,20 @@ def test_variants_by_name(checkpoint: Path, needs: Needs) -> None:
         "desync": "A0 F0 {A1/2:0 F1/2:0 | A1/2:1 F1/2:1} {A2/2:0 F2/2:0 | A2/2:1 F2/2:1} A3 F3",
         "upper-bound": "A0 F0",
     }
-    assert [one.name for one in found if not one.connected] == ["upper-bound"]
 
 
 def test_caches_in_rank_space_are_for_those_that_can(checkpoint: Path, needs: Needs) -> None:
     wanted = replace(needs, kv="lowrank")
-    found = open_candidates(str(checkpoint), ["A0@k3,v3 F0", "A0@k3 F0"], wanted)
-    assert [one.plan.kv for one in found] == ["auto", "lowrank", "auto"]
+    found = open_plans(str(checkpoint), ["A0@k3,v3 F0", "A0@k3 F0"], wanted)
+    assert [plan.kv for plan in found.values()] == ["auto", "lowrank", "auto"]
     with pytest.raises(ValueError, match="no attention here has factors of both"):
-        open_candidates(str(checkpoint), ["A0@k3 F0"], wanted)
+        open_plans(str(checkpoint), ["A0@k3 F0"], wanted)
 
 
 def test_the_first_and_last_two_layers_stay_by_default(tmp_path: Path, needs: Needs) -> None:
     tiny_model("gpt_neox", num_layers=6).save_pretrained(tmp_path / "neox")
-    lp = open_candidates(str(tmp_path / "neox"), ["lp"], needs)[1]
-    assert lp.plan.program == "[A0 F0] [A1 F1] [A2 F2 A3 F3] [A4 F4] [A5 F5]"
+    lp = open_plans(str(tmp_path / "neox"), ["lp"], needs)["lp"]
+    assert lp.program == "[A0 F0] [A1 F1] [A2 F2 A3 F3] [A4 F4] [A5 F5]"
 
 
 def test_calibrated_factors_are_not_what_is_measured(checkpoint: Path, tmp_path: Path, needs: Needs) -> None:
@@ -295,15 +289,15 @@ def test_calibrated_factors_are_not_what_is_measured(checkpoint: Path, tmp_path:
     low = 'lowrank: {layers: "0:1", keep: 0.5, method: whitened, calibration: {data: demo}}'
     recipe.write_text(f"surgeon: 1\nmodel: {checkpoint}\noperations:\n  - {low}\n")
     with pytest.warns(UserWarning, match="ranks run plain factors, not those that the recipe calibrates"):
-        (found,) = open_candidates(str(recipe), [], needs)
-    assert "@q" in found.plan.program
+        (found,) = open_plans(str(recipe), [], needs).values()
+    assert "@q" in found.program
 
 
 def test_recipes_programs_and_checkpoints(checkpoint: Path, tmp_path: Path, needs: Needs) -> None:
     recipe = tmp_path / "one-pair.yaml"
     recipe.write_text(f'surgeon: 1\nmodel: {checkpoint}\noperations:\n  - pair: {{layers: "0:2"}}\n')
-    found = open_candidates(str(recipe), ["[A0 F0]", "{A0|F0}", ">A1 F1", str(checkpoint), str(recipe)], needs)
-    assert [(one.name, one.plan.program) for one in found] == [
+    found = open_plans(str(recipe), ["[A0 F0]", "{A0|F0}", ">A1 F1", str(checkpoint), str(recipe)], needs)
+    assert [(name, plan.program) for name, plan in found.items()] == [
         ("one-pair", "[A0 A1] [F0 F1] A2 F2 A3 F3"),
         ("[A0 F0]", "[A0 F0]"),
         ("{A0|F0}", "{A0 | F0}"),
@@ -313,7 +307,7 @@ def test_recipes_programs_and_checkpoints(checkpoint: Path, tmp_path: Path, need
     ]
     recipe.write_text(f"{recipe.read_text()}weights: sha256:{'0' * 64}\n")
     with pytest.raises(ValueError, match="one-pair.yaml:5: weights: the recipe was made for sha256:0"):
-        open_candidates(str(recipe), [], needs)
+        open_plans(str(recipe), [], needs)
 
 
 @pytest.mark.parametrize(
@@ -332,12 +326,12 @@ def test_what_cannot_be_compared(
     named: str, options: dict[str, Any], message: str, checkpoint: Path, needs: Needs
 ) -> None:
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        open_candidates(str(checkpoint), [named], needs, **options)
+        open_plans(str(checkpoint), [named], needs, **options)
 
 
 def test_slices_need_ranks(checkpoint: Path) -> None:
     with pytest.raises(ValueError, match="desync has a slice of the layers for each rank; use --tp 2 or more"):
-        open_candidates(str(checkpoint), ["desync"], Needs(1, 16, "cpu"), layers=range(1, 3))
+        open_plans(str(checkpoint), ["desync"], Needs(1, 16, "cpu"), layers=range(1, 3))
 
 
 # -- traces --
@@ -354,14 +348,14 @@ def spans(traced: dict[str, Any], process: str, category: str) -> list[tuple[str
     )
 
 
-def trace_file(ranks: Ranks, candidates: list[Candidate]) -> dict[str, Any]:
-    wanted = [one for one in candidates if one.name in ("dense", "ladder")]
-    return chrome_trace(trace(ranks, wanted, MANY, VOCABULARY), Wires(True, Link(DELAY)))
+def trace_file(bench: RankBench) -> dict[str, Any]:
+    two = RankBench(bench.ranks, {name: bench.plans[name] for name in ("dense", "ladder")})
+    return chrome_trace(two.trace(MANY), Wires(True, Link(DELAY)))
 
 
 @pytest.fixture(scope="module")
-def traced(ranks: Ranks, candidates: list[Candidate]) -> dict[str, Any]:
-    return trace_file(ranks, candidates)
+def traced(bench: RankBench) -> dict[str, Any]:
+    return trace_file(bench)
 
 
 def in_flight_during_the_next_step(traced: dict[str, Any], name: str, rank: int) -> list[tuple[str, str]]:
@@ -380,9 +374,7 @@ def in_flight_during_the_next_step(traced: dict[str, Any], name: str, rank: int)
     ]
 
 
-def test_a_ladders_reductions_are_in_flight_during_the_next_step(
-    traced: dict[str, Any], ranks: Ranks, candidates: list[Candidate]
-) -> None:
+def test_a_ladders_reductions_are_in_flight_during_the_next_step(traced: dict[str, Any], bench: RankBench) -> None:
     """Of a machine that is so busy that it comes to a step later than the link takes, traces are taken again."""
     late = [(before, step) for before, step in pairwise(LADDER.split()) if step.startswith(">")]
 
@@ -392,7 +384,7 @@ def test_a_ladders_reductions_are_in_flight_during_the_next_step(
         assert all(steps <= set(late) for steps in during)
         return all(len(steps) >= len(late) - 1 for steps in during)
 
-    wait_until(lambda: all_late_ones(traced) or all_late_ones(trace_file(ranks, candidates)))
+    wait_until(lambda: all_late_ones(traced) or all_late_ones(trace_file(bench)))
 
 
 def test_names_explain_themselves(traced: dict[str, Any]) -> None:
@@ -456,11 +448,11 @@ def test_when_a_reduction_arrived() -> None:
 def test_a_model_that_computes_no_numbers(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path / "broken")
     damage(tmp_path / "broken", slice(None))
-    candidates = open_candidates(str(tmp_path / "broken"), [], Needs(ranks=1, tokens=8, device="cpu"))
+    plans = open_plans(str(tmp_path / "broken"), [], Needs(ranks=1, tokens=8, device="cpu"))
     with Ranks(RankOptions(1)) as ranks:
-        load_candidates(ranks, candidates)
+        bench = RankBench.load(ranks, plans)
         with pytest.raises(ValueError, match="the logits of broken are not finite"):
-            measure(ranks, candidates, [Load(1, 4, 2)], 1, lambda _: None)
+            bench.measure([Workload(1, 4, 2)], 1, lambda _: None)
 
 
 def test_measurements_are_frozen(results: Results) -> None:

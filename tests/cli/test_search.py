@@ -18,7 +18,8 @@ from surgeon.checkpoint.read import Checkpoint
 from surgeon.cli.app import main
 from surgeon.cli.options import DATA_HELP
 from surgeon.cost.hardware_file import MACHINES, load_hardware
-from surgeon.cost.predict import Deployment, Workload, predict
+from surgeon.cost.predict import Deployment, predict
+from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
 from surgeon.language.recipe import read_recipe
 from surgeon.models.edit import program_of

@@ -9,6 +9,7 @@ from transformers import AutoConfig
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.hardware_file import parse_hardware
 from surgeon.models.shapes import ModelShapes
+from surgeon.opened import Model
 
 ROUND = """\
 name: round
@@ -53,4 +54,9 @@ SIZES: dict[str, Any] = {
 
 def shapes(model_type: str = "llama", **config: Any) -> ModelShapes:
     """A small model's."""
-    return ModelShapes.of(model_type, AutoConfig.for_model(model_type, **(SIZES | config)))
+    return model(model_type, **config).shapes
+
+
+def model(model_type: str = "llama", **config: Any) -> Model:
+    """A small model, by its configuration alone."""
+    return Model.of_config(AutoConfig.for_model(model_type, **(SIZES | config)), model_type)

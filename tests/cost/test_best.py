@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from surgeon.cost.best import PAYS, SYSTEMS, Allowance, Choice, choices, known_programs, reaches, seconds, survey
-from surgeon.cost.predict import Deployment, Prediction, Workload, predict
+from surgeon.cost.predict import Deployment, Prediction, predict
 from surgeon.cost.sweep import sweep
-from tests.cost.examples import hardware, shapes
+from surgeon.cost.workload import Workload
+from tests.cost.examples import hardware, model
 
-MODEL = shapes(num_hidden_layers=12)
+MODEL = model(num_hidden_layers=12)
 LOAD = Workload(1, 16, 8)
 SLOW = hardware(hop="1e-3")
 
@@ -58,7 +59,7 @@ def test_impossible_budgets_are_refused(budget: dict[str, object], said: str) ->
 
 def alone(name: str, ranks: int) -> Prediction:
     program = next(one.program(ranks) for one in known_programs(MODEL, Allowance()) if one.name == name)
-    return predict(MODEL, program, SLOW, LOAD, Deployment(ranks))
+    return predict(MODEL.shapes, program, SLOW, LOAD, Deployment(ranks))
 
 
 def test_the_winner_is_the_fastest_of_predictions_one_by_one() -> None:

@@ -15,9 +15,10 @@ from surgeon.cost.hardware import Hardware
 from surgeon.cost.hardware_file import parse_hardware
 from surgeon.cost.kernels import Kernel, RankSpeed
 from surgeon.cost.plans import plan_on_paper
-from surgeon.cost.predict import Deployment, Workload, predict
+from surgeon.cost.predict import Deployment, predict
 from surgeon.cost.samples import EXCHANGES, SHORT, SIZES, WHOLE, PassSample, Round, loads
 from surgeon.cost.work import Forward, RankWork
+from surgeon.cost.workload import Workload
 from surgeon.language.operations import fuse_attention_mlp, ladder, pair
 from surgeon.language.program import Program
 from surgeon.models.shapes import ModelShapes

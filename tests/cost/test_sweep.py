@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from surgeon.cost.costed import Costed
-from surgeon.cost.predict import Deployment, Workload
+from surgeon.cost.candidates import Candidate
+from surgeon.cost.predict import Deployment
 from surgeon.cost.sweep import cell, parse_sweep, ranks_with_room, sweep
+from surgeon.cost.workload import Workload
 from surgeon.language.operations.variants import variant
 from surgeon.language.program import Program
-from tests.cost.examples import hardware, shapes
+from tests.cost.examples import hardware, model
 
 DENSE = Program.dense(4)
-SMALL = Costed("small", shapes(), lambda _: DENSE)
-TRACKS = Costed("tracks", shapes(), lambda ranks: variant("tracks:2", DENSE, range(4), ranks))
+SMALL = Candidate("small", model(), lambda _: DENSE)
+TRACKS = Candidate("tracks", model(), lambda ranks: variant("tracks:2", DENSE, range(4), ranks))
 LOAD = Workload(1, 20, 8)
 
 
@@ -36,7 +37,7 @@ def test_an_axis_stands_once() -> None:
 
 def test_every_combination_of_everything_in_order() -> None:
     cells = sweep([SMALL, TRACKS], hardware(), Deployment(), LOAD, {"batch": [1, 2], "ranks": [2, 4]})
-    assert [(one.deployment.ranks, one.workload.batch, one.costed.name) for one in cells] == [
+    assert [(one.deployment.ranks, one.workload.batch, one.candidate.name) for one in cells] == [
         (ranks, batch, name) for ranks in (2, 4) for batch in (1, 2) for name in ("small", "tracks")
     ]
     assert all(one.prediction is not None and not one.refused for one in cells)

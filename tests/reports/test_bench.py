@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from matplotlib.image import imread
 
-from surgeon.benchmarks.measure import Candidate, Load, Measurement, Result, Split
+from surgeon.benchmarks.measure import Measurement, Result, Split
+from surgeon.cost.workload import Workload
 from surgeon.reports.bench import bench_record, bench_table, describe_bench, draw_bench
 from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.plan.specification import Plan
@@ -43,8 +44,8 @@ def measured(per_token: float, waiting: float, decodes: bool = True) -> Measurem
 
 def result(name: str, per_token: list[float], batch: int = 1, waiting: float = 0.75, decodes: bool = True) -> Result:
     program = "A0 F0 [A1 F1]" if name == "fused" else PLAN.program
-    candidate = Candidate(name, replace(PLAN, program=program), connected=name != "upper-bound")
-    return Result(candidate, Load(batch, 5, 4), [measured(one, waiting, decodes) for one in per_token])
+    plan, rounds = replace(PLAN, program=program), [measured(one, waiting, decodes) for one in per_token]
+    return Result(name, plan, Workload(batch, 5, 4), name != "upper-bound", rounds)
 
 
 def test_medians_over_rounds_and_of_each_rounds_ratio() -> None:

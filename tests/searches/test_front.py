@@ -9,7 +9,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from surgeon.cost.predict import Deployment, Workload
+from surgeon.cost.predict import Deployment
+from surgeon.cost.workload import Workload
 from surgeon.language.recipe import read_recipe
 from surgeon.searches.edit import Edit
 from surgeon.searches.front import bootstrapped_knee, depth_curves, knee_of, lower_envelope, non_dominated, pareto_front

@@ -9,7 +9,8 @@ import pytest
 from surgeon.checkpoint.load import read_config
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.cost.hardware_file import parse_hardware
-from surgeon.cost.predict import Deployment, Workload, predict
+from surgeon.cost.predict import Deployment, predict
+from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
 from surgeon.models.shapes import ModelShapes
 from surgeon.searches.here import TimeHere, _summary, calibrate_here, measured_here, missed_here

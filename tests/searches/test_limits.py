@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from surgeon.cost.predict import Deployment, Workload, predict
+from surgeon.cost.predict import Deployment, predict
+from surgeon.cost.workload import Workload
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.program import Program
 from surgeon.searches.edit import Edit

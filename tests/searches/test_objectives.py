@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from surgeon.cost.predict import Deployment, Workload
+from surgeon.cost.predict import Deployment
+from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
 from surgeon.searches.objectives import Objective, aspects_to_price, parse_objectives
 from surgeon.searches.pricing import Pricing

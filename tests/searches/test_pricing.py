@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from surgeon.cost.hardware import Hardware
-from surgeon.cost.predict import Deployment, Workload, predict
+from surgeon.cost.predict import Deployment, predict
+from surgeon.cost.workload import Workload
 from surgeon.language.operations.variants import variant
 from surgeon.language.program import Program, Sublayer
 from surgeon.models.shapes import ModelShapes

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from scripts.bench import deinfer
-from surgeon.benchmarks.measure import Candidate, Load, Measurement, Result, Split
+from surgeon.benchmarks.measure import Measurement, Result, Split
+from surgeon.cost.workload import Workload
 from surgeon.runtime.comm.collectives import Counts
 from tests.models.weights.test_view import sublayer
 from tests.tiny_models import save_checkpoint
@@ -22,7 +23,7 @@ def result(name: str, *per_token: float) -> Result:
     split = Split(0.0, 0.002, 0.003, Counts(2, 2, 4000), Counts())
     rounds = [Measurement(0.1, 0.1, seconds, seconds, 1 / seconds, split, split) for seconds in per_token]
     plan: Any = None
-    return Result(Candidate(name, plan), Load(4, 8, 8), rounds, [])
+    return Result(name, plan, Workload(4, 8, 8), rounds=rounds)
 
 
 def test_factors_have_the_shapes_that_are_asked_for() -> None:
@@ -38,7 +39,7 @@ def test_every_way_of_every_keep(tmp_path: Path) -> None:
     assert [one.name for one in found] == [
         "dense", "Base 0.5", "DeInfer 0.5", "auto 0.5", "Base 0.2", "DeInfer 0.2", "auto 0.2"
     ]  # fmt: skip
-    assert [each.plan.low_rank for each in found.values()][1:4] == ["base", "gather", "auto"]
+    assert [each.low_rank for each in found.values()][1:4] == ["base", "gather", "auto"]
 
 
 def test_a_row() -> None:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from scripts.bench import runtime
-from surgeon.benchmarks.measure import Candidate, Load, Measurement, Result, Split
+from surgeon.benchmarks.measure import Measurement, Result, Split
 from surgeon.benchmarks.timing import PassTiming, RankRun
+from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
 from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.comm.link import Link
@@ -39,7 +40,7 @@ def result(name: str, program: Program, waiting: float, other: float = 0.0) -> R
     passes = [PassTiming(True, 1, 0.0, seconds, waiting, steps, counts, Counts()) for _ in range(2)]
     plan: Any = Plan(program)
     runs = [RankRun(0.0, passes), RankRun(0.0, passes)]
-    return Result(Candidate(name, plan, name != "upper bound"), Load(1, 4, 8), [one, one], [runs, runs])
+    return Result(name, plan, Workload(1, 4, 8), name != "upper bound", [one, one], [runs, runs])
 
 
 def test_the_programs_compared() -> None:

@@ -9,7 +9,8 @@ import pytest
 from transformers import LlamaConfig
 
 from scripts.bench import tracks
-from surgeon.benchmarks.measure import Candidate, Load, Measurement, Result, Split
+from surgeon.benchmarks.measure import Measurement, Result, Split
+from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
 from surgeon.runtime.comm.collectives import Counts
 
@@ -20,7 +21,7 @@ def test_what_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(tracks, "CONFIG", config)
     models = tracks.Models.write(tmp_path, 4)
     assert models == tracks.Models.write(tmp_path, 4)  # and nothing is written again
-    found = {one.name: one.plan for one in models.candidates([1, 8], 32)}
+    found = models.plans([1, 8], 32)
     syncs = {name: Program.parse(plan.program).sync_points(4) for name, plan in found.items()}
     assert syncs == {
         "dense": 32,
@@ -38,7 +39,7 @@ def test_rows() -> None:
         plan: Any = None
         split = Split(0, 0.0, 0.0, Counts(syncs, 0, 1600 * syncs), Counts())
         rounds = [Measurement(one, one, one, one / 10, 100 / one, split, split) for one in seconds]
-        return Result(Candidate("one", plan), Load(2, 4, 8), rounds)
+        return Result("one", plan, Workload(2, 4, 8), rounds=rounds)
 
     dense, other = result([1.0, 2.0, 4.0], 32), result([0.5, 1.8, 3.6], 4)
     assert tracks.row(dense, dense) == "| 2 | one | 32 | 25.6 | 2000.0 |  | 200.0 |  | 50.0 |  |"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from surgeon.checkpoint.config_only import read_config_only
-from surgeon.cost.costed import apart, open_costed
+from surgeon.cost.candidates import apart, open_candidates
 from surgeon.cost.plans import plan_on_paper
 from surgeon.language.program import Program
 from surgeon.models.shapes import ModelShapes
@@ -27,9 +27,9 @@ def folder(path: Path, **entries: Any) -> Path:
 def test_a_folder_and_its_configuration_are_the_same_model(tmp_path: Path) -> None:
     small = folder(tmp_path / "llama")
     for what in (small, small / "config.json"):
-        (one,) = open_costed(str(what), [])
+        (one,) = open_candidates(str(what), [])
         assert one.name == "llama"
-        assert one.shapes == shapes()
+        assert one.model.shapes == shapes()
         assert one.program(8) == Program.dense(4)
 
 
@@ -38,7 +38,7 @@ def test_programs_recipes_and_variants_beside_it(tmp_path: Path) -> None:
     recipe = tmp_path / "late.yaml"
     recipe.write_text(f'surgeon: 1\nmodel: {small}\noperations:\n  - ladder: {{layers: "0:4"}}\n')
     compared = [str(recipe), "A0 F0", "lp", "tracks:1", "upper-bound", "dense", str(small)]
-    found = open_costed(str(small), compared, program="A1 F1", layers=range(4))
+    found = open_candidates(str(small), compared, program="A1 F1", layers=range(4))
     assert [one.name for one in found] == [
         *("small", "late", "A0 F0", "lp", "tracks:1", "upper-bound", "dense", "small (2)")
     ]
@@ -56,15 +56,15 @@ def test_a_program_may_be_longer_than_a_files_name(tmp_path: Path) -> None:
     deep = folder(tmp_path / "deep", num_hidden_layers=60)
     text = f"{Program.dense(58)} [A58 A59] [F58 F59]"
     assert len(text) > 400
-    found = open_costed(str(deep), [text], program=text)
+    found = open_candidates(str(deep), [text], program=text)
     assert [str(one.program(1)) for one in found] == [text, text]
 
 
 def test_a_program_of_nothing_is_not_the_models_own(tmp_path: Path) -> None:
     for text in ("", " "):
-        (one,) = open_costed(str(folder(tmp_path / "small")), [], program=text)
+        (one,) = open_candidates(str(folder(tmp_path / "small")), [], program=text)
         with pytest.raises(ValueError, match="the program is empty: it has no steps"):
-            plan_on_paper(one.shapes, one.program(1), 1, 8, "float32", "gather", "full")
+            plan_on_paper(one.model.shapes, one.program(1), 1, 8, "float32", "gather", "full")
 
 
 def test_a_program_that_a_checkpoint_has(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_a_program_that_a_checkpoint_has(tmp_path: Path) -> None:
     config, program = read_config_only(edited)
     assert program == Program.parse("A0 F0 >A1 >F1")
     assert ModelShapes.of("llama", config) == shapes()
-    (one,) = open_costed(str(edited), [])
+    (one,) = open_candidates(str(edited), [])
     assert one.program(1) == program
 
 
@@ -97,26 +97,26 @@ def test_configurations_that_are_saved_are_read(family: str, tiny_model: Callabl
 )
 def test_configurations_that_are_none(entries: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=said):
-        open_costed(str(folder(tmp_path / "bad", **entries)), [])
+        open_candidates(str(folder(tmp_path / "bad", **entries)), [])
 
 
 def test_an_export_in_the_fused_form_is_what_it_was_made_of(tmp_path: Path) -> None:
     small, fused = folder(tmp_path / "small"), folder(tmp_path / "fused", model_type="surgeon_fused")
     (fused / "surgeon.json").write_text(json.dumps({"source": {"model": str(small)}, "program": "[A0 A1] [F0 F1]"}))
-    (one,) = open_costed(str(fused), [])
+    (one,) = open_candidates(str(fused), [])
     assert one.program(2) == Program.parse("[A0 A1] [F0 F1]")
-    assert one.shapes == replace(shapes(), name="fused")
+    assert one.model.shapes == replace(shapes(), name="fused")
     (fused / "surgeon.json").write_text(json.dumps({"source": {"model": "./gone"}, "program": "A0 F0"}))
     with pytest.raises(ValueError, match=r"made of ./gone: there is no model folder ./gone; give the recipe"):
-        open_costed(str(fused), [])
+        open_candidates(str(fused), [])
 
 
 def test_what_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="has no config.json"):
-        open_costed(str(tmp_path), [])
+        open_candidates(str(tmp_path), [])
     (tmp_path / "model.bin").touch()
     with pytest.raises(FileNotFoundError, match=r"model.bin is no config.json; give one, a folder with one"):
-        open_costed(str(tmp_path / "model.bin"), [])
+        open_candidates(str(tmp_path / "model.bin"), [])
 
 
 def test_names_stay_apart_and_short() -> None:

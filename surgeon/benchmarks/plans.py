@@ -1,0 +1,65 @@
+"""Plans of what is measured: what ranks load of each candidate."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from surgeon.analysis.factors.factor_plan import plan_factors
+from surgeon.cost.candidates import Candidate
+from surgeon.language.program import Program
+from surgeon.runtime.plan.checks import make_plan
+from surgeon.runtime.plan.kept import can_be_low_rank, require_low_rank
+from surgeon.runtime.plan.specification import Plan
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What all that is measured has in common.
+
+    Attributes:
+        tokens: of prompt and output together.
+        device: "cpu" or "cuda".
+        dtype, decoding, low_rank: as `make_plan` takes them.
+        kv: too, but "lowrank" is for those that can.
+    """
+
+    ranks: int
+    tokens: int
+    device: str
+    dtype: str = "auto"
+    decoding: str = "auto"
+    low_rank: str = "auto"
+    kv: str = "auto"
+
+    def plan(self, model: str | Path, program: Program | str | None = None) -> Plan:
+        """A checkpoint's plan, as `make_plan` makes it."""
+        text = None if program is None else str(program)
+        ways = self.dtype, self.decoding, self.low_rank
+        kv = "auto" if self.kv == "lowrank" else self.kv
+        plan = make_plan(model, self.ranks, self.tokens, text, self.device, *ways, kv=kv)
+        low_rank = self.kv == "lowrank" and can_be_low_rank(Program.parse(plan.program))
+        return replace(plan, kv="lowrank") if low_rank else plan
+
+
+def plan_candidates(candidates: Iterable[Candidate], needs: Needs) -> dict[str, Plan]:
+    """The candidates' plans, by name.
+
+    Raises:
+        ValueError: if one cannot be run by these ranks, saying why; if none of them can be run with the `kv` that is
+            needed.
+    """
+    plans = {}
+    for one in candidates:
+        plans[one.name] = needs.plan(one.model.folder, one.program(needs.ranks))
+        if one.recipe is not None and plan_factors(one.recipe, one.model.config, one.model.own).is_calibrated:
+            warnings.warn(
+                f"{one.recipe.source}: ranks run plain factors, not those that the recipe calibrates: as fast, but not "
+                "as good; export it and measure the checkpoint to run its own",
+                stacklevel=2,
+            )
+    if needs.kv == "lowrank":
+        require_low_rank(*(Program.parse(plan.program) for plan in plans.values()))
+    return plans

@@ -1,0 +1,104 @@
+"""What a user names to be predicted or measured: a model, a recipe, a program, or a variant by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from surgeon.language.operations.variants import DENSE, UPPER_BOUND, is_variant, middle_layers, variant
+from surgeon.language.program import Program
+from surgeon.language.recipe import Recipe, read_recipe
+from surgeon.named import is_program, is_recipe
+from surgeon.opened import Model, open_model
+
+_LONGEST_NAME = 18  # so that tables fit a terminal
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A program of a model.
+
+    Attributes:
+        name: for tables.
+        program: for so many ranks: tracks have a slice for each.
+        connected: whether ranks wait for each other; without, results are wrong and nothing can be faster.
+        recipe: that made it, if one did.
+    """
+
+    name: str
+    model: Model
+    program: Callable[[int], Program]
+    connected: bool = True
+    recipe: Recipe | None = None
+
+
+def open_candidates(
+    model: str | Path | Model,
+    compared: Sequence[str] = (),
+    program: Program | str | None = None,
+    layers: range | None = None,
+    weights: bool = False,
+) -> list[Candidate]:
+    """The model first, then what is compared with it, all under different names.
+
+    Args:
+        model: as `open_model` takes it, a recipe, or a model that is open.
+        compared: any of these, programs, or names of variants of the model's unedited program.
+        program: of the model, instead of its own.
+        layers: that variants change; all but the first and last two by default.
+        weights: whether they have to be there, as `open_model` takes it.
+
+    Raises:
+        FileNotFoundError: if there is no such model or recipe.
+        ValueError: if one cannot be read, a variant is not of this model, or a recipe is for other weights.
+    """
+    first = _open(model, weights, program)
+    found = [first]
+    for text in compared:
+        if is_variant(text):
+            found.append(_variant(text, first, layers))
+        elif is_program(text):
+            found.append(_fixed(text, first.model, Program.parse(text)))
+        else:
+            found.append(_open(text, weights))
+    names = apart([one.name for one in found])
+    return [replace(one, name=name) for one, name in zip(found, names, strict=True)]
+
+
+def _open(what: str | Path | Model, weights: bool, program: Program | str | None = None) -> Candidate:
+    if not isinstance(what, Model) and is_recipe(what):
+        if program is not None:
+            raise ValueError(f"{what} is a recipe and has a program of its own; give a program with a model")
+        recipe = read_recipe(Path(what))
+        model = open_model(recipe.model, weights)
+        return replace(_fixed(Path(what).stem, model, model.program_of(recipe)), recipe=recipe)
+    model = what if isinstance(what, Model) else open_model(what, weights)
+    parsed = Program.parse(program) if isinstance(program, str) else program
+    return _fixed(model.label, model, model.program if parsed is None else parsed)
+
+
+def _fixed(name: str, model: Model, program: Program) -> Candidate:
+    if model.files is None:
+        _ = model.shapes  # a configuration of impossible sizes is refused now
+    return Candidate(name, model, lambda _: program)
+
+
+def _variant(name: str, first: Candidate, layers: range | None) -> Candidate:
+    if name == UPPER_BOUND:
+        return replace(first, name=name, connected=False)
+    count = first.model.num_layers
+    dense = Program.dense(count, first.model.family.steps_per_layer)
+    stretch = range(0) if name == DENSE else layers or middle_layers(count)
+    return Candidate(name, first.model, lambda ranks: variant(name, dense, stretch, ranks))
+
+
+def apart(names: Sequence[str]) -> list[str]:
+    """Short names, with a number behind those that occur again."""
+    seen: dict[str, int] = {}
+    found = []
+    for name in (name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 3]}..." for name in names):
+        number = seen[name] = seen.get(name, 0) + 1
+        suffix = f" ({number})" if number > 1 else ""
+        found.append(name[: _LONGEST_NAME - len(suffix)] + suffix)
+    return found

@@ -1,0 +1,43 @@
+"""What a model is given to do, where its speed is predicted or measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from surgeon.runtime.batching.request import Request, Sampling
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Texts that are continued together: their prompts in one pass, then one token of each at a time.
+
+    Attributes:
+        batch: how many texts.
+        prompt: tokens of each prompt.
+        new: tokens to add to each.
+        seed: of the token ids, where something is computed.
+    """
+
+    batch: int = 1
+    prompt: int = 1024
+    new: int = 512
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "prompt", "new"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+
+    @property
+    def length(self) -> int:
+        """Tokens of a prompt and its output together."""
+        return self.prompt + self.new
+
+    def requests(self, vocabulary: int) -> list[Request]:
+        """The texts, of random tokens; end tokens do not end them."""
+        generator = torch.Generator().manual_seed(self.seed)
+        texts = torch.randint(vocabulary, (self.batch, self.prompt), generator=generator).tolist()
+        sampling = Sampling(max_new_tokens=self.new, ignore_end=True)
+        return [Request(number, tuple(text), sampling) for number, text in enumerate(texts)]
