@@ -73,7 +73,7 @@ class ProgramArguments:
             FileNotFoundError, ValueError: as `open_candidates`; and if the layers are no range.
         """
         from surgeon.cost.candidates import open_candidates
-        from surgeon.language.recipe import parse_range
+        from surgeon.language.operations.base import parse_range
 
         stretch = None if self.layers is None else parse_range(self.layers)
         return open_candidates(model, self.compare or [], self.program, stretch, weights=True)

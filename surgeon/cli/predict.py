@@ -59,7 +59,7 @@ class PredictedPrograms:
         Raises:
             ValueError: if they are no range.
         """
-        from surgeon.language.recipe import parse_range
+        from surgeon.language.operations.base import parse_range
 
         return None if self.layers is None else parse_range(self.layers)
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,13 @@ from surgeon.errors import did_you_mean, shown
 from surgeon.language.checked import Checked, checked
 from surgeon.language.operations import OPERATIONS
 from surgeon.language.operations.applied import AppliedOperation, in_braces
+from surgeon.language.operations.base import parse_range
 from surgeon.language.program import LayerShapes, Program
 from surgeon.language.yaml import LONGEST, YamlError, read_yaml
 from surgeon.named import on_disk
 
 FORMAT = 1
 KEYS = ("surgeon", "model", "weights", "operations", "expect")
-_LAYERS = re.compile(r"\s*(\d{1,9})\s*:\s*(\d{1,9})\s*")
 _WEIGHTS = re.compile(r"sha256:([0-9a-f]{64})")
 
 
@@ -84,16 +85,8 @@ class Recipe:
         Raises:
             ValueError: if layers are out of range or overlap, or an expectation does not hold; with file and line.
         """
-        program = own or Program.dense(num_layers, steps_per_layer)
-        for operation in self.operations:
-            try:
-                program = operation.apply(program, shapes, own)
-            except ValueError as error:
-                raise ValueError(f"{self.source}:{operation.line}: {operation.name}: {error}") from error
-        self._check_expectations(program, steps_per_layer)
-        return program
-
-    def _check_expectations(self, program: Program, steps_per_layer: int) -> None:
+        start = own or Program.dense(num_layers, steps_per_layer)
+        program = [start, *(edited for _, edited in self.steps(start, shapes, own))][-1]
         found = {
             "effective_depth": program.effective_depth(steps_per_layer),
             "sync_points": program.sync_points(2) if self.expect.sync_points is not None else None,
@@ -104,6 +97,25 @@ class Recipe:
                     f"{self.source}:{self.expect_line}: expect: {name} {expected:g} does not hold: "
                     f"the operations give {found[name]:g}"
                 )
+        return program
+
+    def steps(
+        self, program: Program, shapes: LayerShapes | None = None, own: Program | None = None
+    ) -> Iterator[tuple[AppliedOperation, Program]]:
+        """Each operation with the program after it; arguments as `program` takes them.
+
+        Args:
+            program: to begin with.
+
+        Raises:
+            ValueError: if layers are out of range or overlap; with file and line.
+        """
+        for operation in self.operations:
+            try:
+                program = operation.apply(program, shapes, own)
+            except ValueError as error:
+                raise ValueError(f"{self.source}:{operation.line}: {operation.name}: {error}") from error
+            yield operation, program
 
     def mismatch(self, model_hash: str, weights_hash: str) -> str | None:
         """What there is to say if this is another model than the recipe was made for; nothing if it is not.
@@ -200,20 +212,6 @@ def operations_in(text: str) -> tuple[AppliedOperation, ...]:
     reader = DocumentReader(text, "document")
     found = reader.document.get("operations", []) if isinstance(reader.document, dict) else None
     return reader.operations(found)
-
-
-def parse_range(text: Any) -> range:
-    """A range of layers as Python slices it: "4:30" is layers 4 to 29.
-
-    Raises:
-        ValueError: if it is anything else.
-    """
-    if isinstance(text, int):
-        raise ValueError('layers must stand in quotes, as in "4:30": without them YAML reads 4:30 as a number')
-    match = _LAYERS.fullmatch(str(text))
-    if match is None or int(match[1]) >= int(match[2]):
-        raise ValueError(f'layers {shown(text)} are no range; write "4:30" for layers 4 to 29 (layers count from 0)')
-    return range(int(match[1]), int(match[2]))
 
 
 class DocumentReader:

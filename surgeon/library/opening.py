@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from surgeon.analysis.subject import Subject, open_subject
-from surgeon.language.recipe import parse_range
+from surgeon.language.operations.base import parse_range
 from surgeon.memory import parse_size
 from surgeon.opened import Model
 from surgeon.quality.data import DEFAULT_TOKENS

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from surgeon.language.recipe import parse_range, parse_recipe, read_recipe
+from surgeon.language.operations.base import parse_range
+from surgeon.language.recipe import parse_recipe, read_recipe
 from surgeon.named import is_recipe
 
 GOOD = """\

@@ -21,7 +21,7 @@ from surgeon.analysis.engine.machine import PlanMachine
 from surgeon.checkpoint.streamed import streamed_layers
 from surgeon.errors import shown
 from surgeon.language.execute import Branch, State, advance, land
-from surgeon.language.operations.within import parts_of
+from surgeon.language.operations.within import parts_of, whole_runs
 from surgeon.language.program import ATTENTION, FEED_FORWARD, KINDS, Fork, Program, Sublayer
 from surgeon.models.families import family_of
 from surgeon.models.weights import FactorSource
@@ -173,16 +173,7 @@ def runs_of(program: Program, steps_per_layer: int) -> list[range]:
     Raises:
         ValueError: if there is none.
     """
-
-    def runs(nodes: Branch) -> Iterator[range]:
-        for part in parts_of(nodes, steps_per_layer):
-            if isinstance(part, range):
-                yield part
-            elif isinstance(part, Fork):
-                for branch in part.branches:
-                    yield from runs(branch)
-
-    found = list(runs(program.nodes))
+    found = [run for run, _ in whole_runs(program.nodes, steps_per_layer)]
     if not found:
         raise ValueError(f"the model runs no layer whole: its program is {shown(str(program), 200)}")
     return found

@@ -73,15 +73,10 @@ def plan_factors(recipe: Recipe, config: Any, own: Program | None = None) -> Fac
     """
     family = family_of(config)
     shapes = family.layer_shapes(config)
-    program = own or Program.dense(config.num_hidden_layers, family.steps_per_layer)
+    program = start = own or Program.dense(config.num_hidden_layers, family.steps_per_layer)
     by_rank: dict[tuple[str, tuple[int, ...], str], Making] = {}
     calibration: Calibration | None = None
-    for operation in recipe.operations:
-        place = f"{recipe.source}:{operation.line}: {operation.name}"
-        try:
-            program = operation.apply(program, shapes, own)
-        except ValueError as error:
-            raise ValueError(f"{place}: {error}") from error
+    for operation, program in recipe.steps(start, shapes, own):
         making = Making(operation.parameters.get("method", "plain"), operation.parameters.get("alpha", ALPHA))
         ranked = ((one.kind, one.layers, role) for one in program.sublayers() for role, _ in one.ranks)
         new = {key for key in ranked if key not in by_rank}
@@ -90,7 +85,7 @@ def plan_factors(recipe: Recipe, config: Any, own: Program | None = None) -> Fac
             given: Calibration = operation.parameters.get("calibration") or Calibration()
             if calibration is not None and calibration != given:
                 raise ValueError(
-                    f"{place}: calibration is another than that of an "
+                    f"{recipe.source}:{operation.line}: {operation.name}: calibration is another than that of an "
                     "earlier entry; factors are made in one walk through the model, so give all entries the same"
                 )
             calibration = given

@@ -8,11 +8,13 @@ that has to know how large matrices are has a parameter `shapes`, which is no pa
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from functools import cached_property, wraps
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
 
+from surgeon.errors import shown
 from surgeon.language.operations.declare import HEATMAPS, VARIANTS, Heatmap, Variant, apply, check_free, declare
 from surgeon.language.program import ATTENTION, FEED_FORWARD, KINDS, LayerShapes, Node, Program, Sublayer, layer_nodes
 
@@ -27,6 +29,7 @@ KINDS_OF: dict[Half, frozenset[str]] = {
     "mlp": frozenset({FEED_FORWARD}),
 }
 _GIVEN = ("program", "layers", "shapes")  # to an operation by whoever applies it
+_LAYERS = re.compile(r"\s*(\d{1,9})\s*:\s*(\d{1,9})\s*")
 
 
 class OperationFunction(Protocol):
@@ -97,6 +100,8 @@ def operation(
 ) -> Callable[[F], F]:
     """Register a function as an operation under its own name, with the maps and variants that it gives, by theirs.
 
+    Whoever calls it may write the layers as a recipe does: "4:30" is layers 4 to 29.
+
     Args:
         anywhere: as `Operation` has it.
 
@@ -105,12 +110,17 @@ def operation(
     """
 
     def register(function: F) -> F:
+        @wraps(function)
+        def edit(program: Program, layers: range | str, *args: Any, **parameters: Any) -> Program:
+            stretch = parse_range(layers) if isinstance(layers, str) else layers
+            return function(program, stretch, *args, **parameters)
+
         name = function.__name__
-        check_free(name, function, OPERATIONS[name].function if name in OPERATIONS else None)
-        declare(HEATMAPS, heatmaps or {}, function)
-        declare(VARIANTS, variants or {}, function)
-        OPERATIONS[name] = Operation(function, anywhere)
-        return function
+        check_free(name, edit, OPERATIONS[name].function if name in OPERATIONS else None)
+        declare(HEATMAPS, heatmaps or {}, edit)
+        declare(VARIANTS, variants or {}, edit)
+        OPERATIONS[name] = Operation(edit, anywhere)
+        return cast("F", edit)
 
     return register
 
@@ -184,6 +194,20 @@ def require_present(program: Program, layers: range) -> None:
 def show_range(layers: range) -> str:
     """A range as Python slices it: 4:30."""
     return f"{layers.start}:{layers.stop}"
+
+
+def parse_range(text: Any) -> range:
+    """A range of layers as Python slices it: "4:30" is layers 4 to 29.
+
+    Raises:
+        ValueError: if it is anything else.
+    """
+    if isinstance(text, int):
+        raise ValueError('layers must stand in quotes, as in "4:30": without them YAML reads 4:30 as a number')
+    match = _LAYERS.fullmatch(str(text))
+    if match is None or int(match[1]) >= int(match[2]):
+        raise ValueError(f'layers {shown(text)} are no range; write "4:30" for layers 4 to 29 (layers count from 0)')
+    return range(int(match[1]), int(match[2]))
 
 
 def averaged(sublayers: list[Sublayer]) -> Sublayer:

@@ -87,7 +87,7 @@ def runs_whole_layers(own: Program, num_layers: int) -> bool:
 
 def _parts(own: Program, layers: range) -> list[tuple[range, int]]:
     """A stretch in parts that one list of nodes each runs whole and in order, and how many forks that list lies in."""
-    runs = list(_runs(own.nodes, _steps_per_layer(own), 0))
+    runs = list(whole_runs(own.nodes, _steps_per_layer(own)))
     found: list[tuple[range, int]] = []
     layer = layers.start
     while layer < layers.stop:
@@ -103,14 +103,14 @@ def _parts(own: Program, layers: range) -> list[tuple[range, int]]:
     return found
 
 
-def _runs(nodes: tuple[Node, ...], steps_per_layer: int, depth: int) -> Iterator[tuple[range, int]]:
+def whole_runs(nodes: tuple[Node, ...], steps_per_layer: int, depth: int = 0) -> Iterator[tuple[range, int]]:
     """The runs of neighbouring whole layers, each with the number of forks that it lies in."""
     for part in parts_of(nodes, steps_per_layer):
         if isinstance(part, range):
             yield part, depth
         elif isinstance(part, Fork):
             for branch in part.branches:
-                yield from _runs(branch, steps_per_layer, depth + 1)
+                yield from whole_runs(branch, steps_per_layer, depth + 1)
 
 
 def parts_of(nodes: tuple[Node, ...], steps_per_layer: int) -> Iterator[range | Node]:

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from surgeon.language.operations.base import parse_range
 from surgeon.language.program import Node, Program, Step, Sublayer, steps_of
-from surgeon.language.recipe import parse_range
 
 _CUTS_SHOWN = 24
 

@@ -39,6 +39,14 @@ def test_prune_leaves_layers_out() -> None:
     assert str(prune(FUSED, range(1, 3))) == "[A0 F0] [A3 F3]"
 
 
+def test_layers_may_be_written_as_recipes_do() -> None:
+    operations: Any = OPERATIONS
+    assert operations["prune"].function(DENSE, "1:4") == prune(DENSE, range(1, 4))
+    assert operations["pair"].function(DENSE, layers="1:5", size=2) == pair(DENSE, range(1, 5))
+    with pytest.raises(ValueError, match="layers '1-4' are no range; write \"4:30\" for layers 4 to 29"):
+        operations["prune"].function(DENSE, "1-4")
+
+
 def test_prune_leaves_out_one_half_of_layers() -> None:
     assert str(prune(DENSE, range(1, 4), sublayers="attention")) == "A0 F0 F1 F2 F3 A4 F4 A5 F5"
     assert str(prune(DENSE, range(1, 4), sublayers="mlp")) == "A0 F0 A1 A2 A3 A4 F4 A5 F5"
